@@ -146,7 +146,7 @@ def iteration(rounds: int, folder: str) -> dict[str, Any]:
 
 def judge(rounds: int, folder: str, quantization: str) -> dict[str, Any]:
     """Size, speed and drift of a frozen model in few bits."""
-    from rllib_llm.envs.reference import FrozenReference
+    from rllib_llm.envs.frozen_models import FrozenReference
     from rllib_llm.modules.quantization import model_bytes
 
     reference = FrozenReference(

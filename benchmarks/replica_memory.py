@@ -53,7 +53,7 @@ def held_mb() -> float:
 
 
 def run(kind: str, folder: str) -> dict[str, float | str]:
-    from rllib_llm.envs.judges.frozen_reward_model import RewardModelScorer
+    from rllib_llm.envs.frozen_models import RewardModelScorer
     from rllib_llm.modules.quantization import model_bytes
 
     torch.set_num_threads(1)

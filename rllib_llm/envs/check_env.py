@@ -23,8 +23,7 @@ from rllib_llm.engines.protocol import Ended
 from rllib_llm.envs.actions import BanditEnvError, told_columns
 from rllib_llm.envs.adapters.agent import AgentEnv, OpenAgentServer, open_for, run_agents
 from rllib_llm.envs.conversation import ConversationEnv
-from rllib_llm.envs.conversation_judging import judge
-from rllib_llm.envs.conversation_rollouts import Attempt, run_rollouts
+from rllib_llm.envs.conversation_rollouts import Attempt, judge, run_rollouts
 from rllib_llm.envs.registry import ENVIRONMENTS, make
 from rllib_llm.modules.pretrained import load_causal_lm
 from rllib_llm.shared import columns
@@ -73,31 +72,20 @@ def check_env(
     made_from = None
     if inspect.isclass(env) or not hasattr(env, "step"):
         made_from, env = env, make(env, env_config)
-    options = {
-        "position": 1,
-        "num_prompts": num_prompts,
-        "num_completions": num_completions,
-    }
-    findings = Problems(env)
+    checker: ConversationChecker | BanditChecker
     if isinstance(env, ConversationEnv):
         for finding in env.findings if report is not None else ():
             report(str(finding))
-        ConversationChecker(
-            findings, num_prompts=num_prompts, num_completions=num_completions, seed=seed,
-            agent_server=agent_server,
-        ).run()  # fmt: skip
-        if raise_error and findings.problems:
-            raise EnvContractError(findings.problems)
-        return findings.problems
-    checker = PromptChecker(findings, options)
-    if checker.check_spaces() and checker.check_reset():
-        JudgingChecker(findings, options, seed).run()
-    silent = findings.problems or not findings.notes
-    if not silent and not _takes_reference(made_from, dict(env_config or {})):
-        warnings.warn(findings.notes[0], stacklevel=2)
-    if raise_error and findings.problems:
-        raise EnvContractError(findings.problems)
-    return findings.problems
+        checker = ConversationChecker(env, num_prompts, num_completions, seed, agent_server)
+    else:
+        checker = BanditChecker(env, num_prompts, num_completions, seed)
+    checker.run()
+    problems = checker.problems
+    if checker.notes and not problems and not _takes_reference(made_from, dict(env_config or {})):
+        warnings.warn(checker.notes[0], stacklevel=2)
+    if raise_error and problems:
+        raise EnvContractError(problems)
+    return problems
 
 
 def _takes_reference(creator: Any, env_config: dict[str, Any]) -> bool:
@@ -110,138 +98,6 @@ def _takes_reference(creator: Any, env_config: dict[str, Any]) -> bool:
     return getattr(env, "reference", None) is not None
 
 
-class PromptChecker:
-    """Checks of the spaces and of `reset`; what cannot be seen after a finding is left out."""
-
-    def __init__(self, findings: Problems, options: Mapping[str, int]) -> None:
-        self.findings = findings
-        self.env = findings.env
-        self.options = options
-        self.num_prompts = options["num_prompts"]
-        self.num_completions = options["num_completions"]
-
-    def check_reset(self) -> bool:
-        """False if observations cannot be read, so that further checks are impossible."""
-        observation, infos = self.env.reset(options=self.options)
-        batch_size = self.num_prompts * self.num_completions
-        if not self.findings.check_observation("reset()", observation, batch_size):
-            return False
-        self.check_reset_infos(infos, batch_size)
-        if self.check_groups(observation):
-            self.check_positions(observation)
-        return True
-
-    def check_spaces(self) -> bool:
-        """False where the spaces are not read as the sampler reads them."""
-        env = self.env
-        before = len(self.findings.problems)
-        if not isinstance(env, VectorEnv):
-            self.findings.add(
-                f"the environment of type {type(env).__name__}",
-                "a gymnasium.vector.VectorEnv",
-                "one step judges a whole batch",
-                "Build on rllib_llm.envs.bandit.BanditEnv",
-            )
-            return False
-        for name in ("single_observation_space", "single_action_space"):
-            space = getattr(env, name, None)
-            fits = isinstance(space, Repeated) and isinstance(space.child_space, spaces.Discrete)
-            if not fits:
-                self.findings.add(
-                    f"{name}={space!r}",
-                    "Repeated(Discrete(vocab_size), max_len)",
-                    "prompts and completions are token ids of varying number",
-                    "Take ray.rllib.utils.spaces.repeated.Repeated",
-                )
-        if len(self.findings.problems) == before:
-            vocabularies = [
-                int(space.child_space.n)  # type: ignore[attr-defined]
-                for space in (env.single_observation_space, env.single_action_space)
-            ]
-            if vocabularies[0] != vocabularies[1]:
-                self.findings.add(
-                    f"vocabulary sizes={vocabularies!r} of observation and action space",
-                    "the same",
-                    "one policy reads the prompts and writes the completions",
-                    "Use its vocabulary size in both",
-                )
-        num_envs = getattr(env, "num_envs", None)
-        if not isinstance(num_envs, int) or num_envs < 1:
-            self.findings.add(
-                f"num_envs={num_envs!r}",
-                "an integer of at least 1",
-                "it is the number of prompts in a batch",
-                "Set it in __init__",
-            )
-        return len(self.findings.problems) == before
-
-    def check_reset_infos(self, infos: Any, batch_size: int) -> None:
-        """The infos of `reset`: which prompts they are."""
-        if not isinstance(infos, Mapping) or not {columns.PROMPT_INDEX, "position"} <= set(infos):
-            arrived = list(infos) if isinstance(infos, Mapping) else type(infos)
-            self.findings.add(
-                f"reset() infos={arrived!r}",
-                "a dict with 'prompt_index' and 'position'",
-                "samples are matched by the row of their prompt",
-                "Return both",
-            )
-            return
-        index = infos[columns.PROMPT_INDEX]
-        self.findings.check_tensor(
-            "reset() infos['prompt_index']", index, torch.int64, (batch_size,)
-        )
-        if infos["position"] != 1:
-            self.findings.add(
-                f"reset() infos['position']={infos['position']!r}",
-                "the position asked for, 1",
-                "runs continue from it",
-                "Return options['position']",
-            )
-
-    def check_groups(self, observation: Mapping[str, torch.Tensor]) -> bool:
-        """False where the completions of a prompt do not stand together."""
-        prompts = unpadded(observation)
-        for start in range(0, len(prompts), self.num_completions):
-            group = prompts[start : start + self.num_completions]
-            if any(prompt != group[0] for prompt in group):
-                self.findings.add(
-                    f"prompts of rows {start}..{start + self.num_completions - 1}={group!r}",
-                    "the same",
-                    "they are one group, the completions of one prompt, and groups are adjacent",
-                    "Repeat each prompt num_completions times in a row (repeat_interleave)",
-                )
-                return False
-        return True
-
-    def check_positions(self, observation: Mapping[str, torch.Tensor]) -> None:
-        """Prompts are a function of their position."""
-        first = unpadded(observation)
-        again = unpadded(self.env.reset(options=self.options)[0])
-        if first != again:
-            self.findings.add(
-                "prompts of reset() at the same position twice",
-                "the same",
-                "runs are continued and repeated by position alone",
-                "Make prompts a function of (seed, position), as PromptSource does",
-            )
-            return
-        shifted = {**self.options, "position": 2, "num_prompts": self.num_prompts - 1}
-        tail = unpadded(self.env.reset(options=shifted)[0])
-        if tail != first[self.num_completions :]:
-            self.findings.add(
-                "prompts of reset() at position 2",
-                "those of position 1 without the first",
-                "batches of any size walk through the same order",
-                "Count positions in prompts, not in batches or rows",
-            )
-
-
-def unpadded(observation: Mapping[str, torch.Tensor]) -> list[list[int]]:
-    """The prompts of an observation as lists of ids, without their padding."""
-    ids, mask = observation[columns.PROMPT_IDS], observation[columns.PROMPT_MASK]
-    return [row[keep].tolist() for row, keep in zip(ids, mask, strict=True)]
-
-
 class Problems:
     """Problems of one environment; each `check_*` returns True where it found none."""
 
@@ -250,9 +106,9 @@ class Problems:
         self.problems: list[str] = []
         self.notes: list[str] = []  # what keeps the contract, and will be refused by default
 
-    def add(self, arrived: str, rule: str, reason: str, remedy: str) -> None:
+    def add(self, problem: str) -> None:
         """One finding, in the form of every message of this package."""
-        self.problems.append(f"{arrived} must be {rule}: {reason}. {remedy}.")
+        self.problems.append(problem)
 
     def check_tensor(
         self, where: str, value: Any, dtype: torch.dtype, shape: tuple[int | None, ...]
@@ -269,17 +125,16 @@ class Problems:
             arrived, reason = f"of shape {list(value.shape)}", "there is one row for each episode"
         else:
             return True
-        self.add(f"{where} {arrived}", wanted, reason, "Return such a tensor")
+        self.add(f"{where} {arrived} must be {wanted}: {reason}. Return such a tensor.")
         return False
 
     def check_finite(self, where: str, values: torch.Tensor) -> None:
         """A finding where a value is NaN or infinite."""
         if not bool(torch.isfinite(values).all()):
             self.add(
-                f"{where}={values.flatten().tolist()[:8]!r}",
-                "finite",
-                "one NaN spoils the whole update",
-                "Mark such rows in infos['valid'] and give them 0, as RewardSum does",
+                f"{where}={values.flatten().tolist()[:8]!r} must be finite: one NaN spoils the "
+                "whole update. Mark such rows in infos['valid'] and give them 0, as RewardSum "
+                "does."
             )
 
     def check_observation(self, where: str, observation: Any, batch_size: int) -> bool:
@@ -288,10 +143,8 @@ class Problems:
         if not isinstance(observation, Mapping) or any(name not in observation for name in names):
             arrived = list(observation) if isinstance(observation, Mapping) else type(observation)
             self.add(
-                f"{where} observation={arrived!r}",
-                f"a dict with {list(names)}",
-                "the sampler reads both",
-                "Return them",
+                f"{where} observation={arrived!r} must be a dict with {list(names)}: the sampler "
+                "reads both. Return them."
             )
             return False
         ids, mask = (observation[name] for name in names)
@@ -309,27 +162,30 @@ class Problems:
         vocab_size = int(self.env.single_observation_space.child_space.n)
         if not 1 <= ids.shape[1] <= max_len:
             self.add(
-                f"{where} prompt_ids of shape {list(ids.shape)}",
-                f"1 to {max_len} tokens long",
-                "the observation space says so",
-                "Truncate longer prompts, or raise max_len of the space",
+                f"{where} prompt_ids of shape {list(ids.shape)} must be 1 to {max_len} tokens "
+                "long: the observation space says so. Truncate longer prompts, or raise max_len of "
+                "the space."
             )
         if bool((mask[:, :-1] & ~mask[:, 1:]).any()) or not bool(mask[:, -1:].all()):
             row = int(((mask[:, :-1] & ~mask[:, 1:]).any(-1) | ~mask[:, -1]).nonzero()[0])
             self.add(
-                f"{where} prompt_mask[{row}]={mask[row].int().tolist()}",
-                "False for padding at the left, then True to the end, at least once",
-                "generation starts behind the last column",
-                "Pad prompts at the left",
+                f"{where} prompt_mask[{row}]={mask[row].int().tolist()} must be False for padding "
+                "at the left, then True to the end, at least once: generation starts behind the "
+                "last column. Pad prompts at the left."
             )
         if bool(((ids < 0) | (ids >= vocab_size)).any()):
             bad = int(ids[(ids < 0) | (ids >= vocab_size)][0])
             self.add(
-                f"{where} prompt token id={bad}",
-                f"in 0..{vocab_size - 1}, padding too",
-                "the embedding has no other rows",
-                "Use the policy's tokenizer, and one of its ids for padding",
+                f"{where} prompt token id={bad} must be in 0..{vocab_size - 1}, padding too: the "
+                "embedding has no other rows. Use the policy's tokenizer, and one of its ids for "
+                "padding."
             )
+
+
+def unpadded(observation: Mapping[str, torch.Tensor]) -> list[list[int]]:
+    """The prompts of an observation as lists of ids, without their padding."""
+    ids, mask = observation[columns.PROMPT_IDS], observation[columns.PROMPT_MASK]
+    return [row[keep].tolist() for row, keep in zip(ids, mask, strict=True)]
 
 
 # Of an environment that gives scores; one that does not is learnt from by its rewards.
@@ -342,22 +198,130 @@ _REQUIRED_INFOS = (
 )
 
 
-class JudgingChecker:
-    """Hands out prompts with `options`, answers with random completions, looks at the result."""
+class BanditChecker(Problems):
+    """Hands out prompts, answers with random completions, looks at the result; what cannot be seen
+    after a finding is left out."""
 
-    def __init__(self, findings: Problems, options: Mapping[str, int], seed: int) -> None:
-        self.findings = findings
-        self.env = findings.env
-        self.options = options
-        self.batch_size = options["num_prompts"] * options["num_completions"]
+    def __init__(self, env: Any, num_prompts: int, num_completions: int, seed: int) -> None:
+        super().__init__(env)
+        self.num_prompts, self.num_completions = num_prompts, num_completions
+        self.options = {
+            "position": 1,
+            "num_prompts": num_prompts,
+            "num_completions": num_completions,
+        }
+        self.batch_size = num_prompts * num_completions
         self.generator = torch.Generator().manual_seed(seed)
 
     def run(self) -> None:
         """Every check below."""
-        self.check_step()
-        self.check_padding()
-        self.check_refusals()
-        self.check_rewards()
+        if self.check_spaces() and self.check_reset():
+            self.check_step()
+            self.check_padding()
+            self.check_refusals()
+            self.check_rewards()
+
+    def check_reset(self) -> bool:
+        """False if observations cannot be read, so that further checks are impossible."""
+        observation, infos = self.env.reset(options=self.options)
+        if not self.check_observation("reset()", observation, self.batch_size):
+            return False
+        self.check_reset_infos(infos)
+        if self.check_groups(observation):
+            self.check_positions(observation)
+        return True
+
+    def check_spaces(self) -> bool:
+        """False where the spaces are not read as the sampler reads them."""
+        env = self.env
+        before = len(self.problems)
+        if not isinstance(env, VectorEnv):
+            self.add(
+                f"the environment of type {type(env).__name__} must be a "
+                "gymnasium.vector.VectorEnv: one step judges a whole batch. Build on "
+                "rllib_llm.envs.bandit.BanditEnv."
+            )
+            return False
+        for name in ("single_observation_space", "single_action_space"):
+            space = getattr(env, name, None)
+            fits = isinstance(space, Repeated) and isinstance(space.child_space, spaces.Discrete)
+            if not fits:
+                self.add(
+                    f"{name}={space!r} must be Repeated(Discrete(vocab_size), max_len): prompts "
+                    "and completions are token ids of varying number. Take "
+                    "ray.rllib.utils.spaces.repeated.Repeated."
+                )
+        if len(self.problems) == before:
+            vocabularies = [
+                int(space.child_space.n)  # type: ignore[attr-defined]
+                for space in (env.single_observation_space, env.single_action_space)
+            ]
+            if vocabularies[0] != vocabularies[1]:
+                self.add(
+                    f"vocabulary sizes={vocabularies!r} of observation and action space must be "
+                    "the same: one policy reads the prompts and writes the completions. Use its "
+                    "vocabulary size in both."
+                )
+        num_envs = getattr(env, "num_envs", None)
+        if not isinstance(num_envs, int) or num_envs < 1:
+            self.add(
+                f"num_envs={num_envs!r} must be an integer of at least 1: it is the number of "
+                "prompts in a batch. Set it in __init__."
+            )
+        return len(self.problems) == before
+
+    def check_reset_infos(self, infos: Any) -> None:
+        """The infos of `reset`: which prompts they are."""
+        if not isinstance(infos, Mapping) or not {columns.PROMPT_INDEX, "position"} <= set(infos):
+            arrived = list(infos) if isinstance(infos, Mapping) else type(infos)
+            self.add(
+                f"reset() infos={arrived!r} must be a dict with 'prompt_index' and 'position': "
+                "samples are matched by the row of their prompt. Return both."
+            )
+            return
+        index = infos[columns.PROMPT_INDEX]
+        where = "reset() infos['prompt_index']"
+        self.check_tensor(where, index, torch.int64, (self.batch_size,))
+        if infos["position"] != 1:
+            self.add(
+                f"reset() infos['position']={infos['position']!r} must be the position asked for, "
+                "1: runs continue from it. Return options['position']."
+            )
+
+    def check_groups(self, observation: Mapping[str, torch.Tensor]) -> bool:
+        """False where the completions of a prompt do not stand together."""
+        prompts = unpadded(observation)
+        for start in range(0, len(prompts), self.num_completions):
+            group = prompts[start : start + self.num_completions]
+            if any(prompt != group[0] for prompt in group):
+                self.add(
+                    f"prompts of rows {start}..{start + self.num_completions - 1}={group!r} must "
+                    "be the same: they are one group, the completions of one prompt, and groups "
+                    "are adjacent. Repeat each prompt num_completions times in a row "
+                    "(repeat_interleave)."
+                )
+                return False
+        return True
+
+    def check_positions(self, observation: Mapping[str, torch.Tensor]) -> None:
+        """Prompts are a function of their position."""
+        first = unpadded(observation)
+        again = unpadded(self.env.reset(options=self.options)[0])
+        if first != again:
+            self.add(
+                "prompts of reset() at the same position twice must be the same: runs are "
+                "continued and repeated by position alone. Make prompts a function of (seed, "
+                "position), as PromptSource does."
+            )
+            return
+        shifted = {**self.options, "position": 2, "num_prompts": self.num_prompts - 1}
+        tail = unpadded(self.env.reset(options=shifted)[0])
+        if tail != first[self.num_completions :]:
+            self.add(
+                "prompts of reset() at position 2 must be those of position 1 without the first: "
+                "batches of any size walk through the same order. Count positions in prompts, not "
+                "in batches or rows."
+            )
 
     def random_actions(self, extra: int = 0) -> dict[str, torch.Tensor]:
         """Completions of every length from 1, right-padded with `extra` further columns of 0."""
@@ -385,36 +349,30 @@ class JudgingChecker:
         before = {name: value.clone() for name, value in actions.items()}
         result = self.env.step(dict(actions))
         if not isinstance(result, tuple) or len(result) != 5:
-            self.findings.add(
-                f"step() result of type {type(result).__name__}",
-                "(observation, rewards, terminations, truncations, infos)",
-                "gymnasium's order",
-                "Return these five",
+            self.add(
+                f"step() result of type {type(result).__name__} must be (observation, rewards, "
+                "terminations, truncations, infos): gymnasium's order. Return these five."
             )
             return
         observation, rewards, terminations, truncations, infos = result
         if any(not torch.equal(before[name], actions[name]) for name in before):
-            self.findings.add(
-                "actions after step()",
-                "as they were before",
-                "the learner trains on the same tensors",
-                "Do not write into them; clone first",
+            self.add(
+                "actions after step() must be as they were before: the learner trains on the same "
+                "tensors. Do not write into them; clone first."
             )
-        self.findings.check_observation("step()", observation, self.env.num_envs)
+        self.check_observation("step()", observation, self.env.num_envs)
         size = (self.batch_size,)
-        if self.findings.check_tensor("step() rewards", rewards, torch.float32, size):
-            self.findings.check_finite("step() rewards", rewards)
+        if self.check_tensor("step() rewards", rewards, torch.float32, size):
+            self.check_finite("step() rewards", rewards)
         for name, flags, wanted in (
             ("terminations", terminations, True),
             ("truncations", truncations, False),
         ):
-            fits = self.findings.check_tensor(f"step() {name}", flags, torch.bool, size)
+            fits = self.check_tensor(f"step() {name}", flags, torch.bool, size)
             if fits and not bool((flags == wanted).all()):
-                self.findings.add(
-                    f"step() {name}={flags.tolist()!r}",
-                    f"all {wanted}",
-                    "an episode is one completion and ends with it",
-                    "Return torch.ones or torch.zeros of bool",
+                self.add(
+                    f"step() {name}={flags.tolist()!r} must be all {wanted}: an episode is one "
+                    "completion and ends with it. Return torch.ones or torch.zeros of bool."
                 )
         if not isinstance(infos, Mapping) or columns.SCORES in infos:
             self.check_infos(infos, actions)
@@ -423,55 +381,49 @@ class JudgingChecker:
         """The infos of judged completions: there, of the right type and shape, and true."""
         missing = [k for k in _REQUIRED_INFOS if not isinstance(infos, Mapping) or k not in infos]
         if missing:
-            self.findings.add(
-                f"step() infos without {missing}",
-                f"a dict with {list(_REQUIRED_INFOS)}",
-                "the learner and the metrics read them",
-                "Return them",
+            self.add(
+                f"step() infos without {missing} must be a dict with {list(_REQUIRED_INFOS)}: the "
+                "learner and the metrics read them. Return them."
             )
             return
         mask = actions[columns.COMPLETION_MASK]
         try:
             told_columns(infos, mask)
         except BanditEnvError as error:
-            self.findings.problems.append(f"step() {error}")
+            self.problems.append(f"step() {error}")
         scores, valid = infos[columns.SCORES], infos[columns.VALID]
         size = (self.batch_size,)
-        fits = self.findings.check_tensor("step() infos['scores']", scores, torch.float32, size)
+        fits = self.check_tensor("step() infos['scores']", scores, torch.float32, size)
         if fits:
-            self.findings.check_finite("step() infos['scores']", scores)
-        if self.findings.check_tensor("step() infos['valid']", valid, torch.bool, size) and fits:
+            self.check_finite("step() infos['scores']", scores)
+        if self.check_tensor("step() infos['valid']", valid, torch.bool, size) and fits:
             self.check_invalid_scores(scores, valid)
         for group in ("components", "metrics"):
             for name, values in dict(infos[group]).items():
                 where = f"step() infos[{group!r}][{name!r}]"
-                self.findings.check_tensor(where, values, torch.float32, size)
+                self.check_tensor(where, values, torch.float32, size)
         counts, right = infos["num_completion_tokens"], mask.sum(-1)
         where = "step() infos['num_completion_tokens']"
-        fits = self.findings.check_tensor(where, counts, torch.int64, size)
+        fits = self.check_tensor(where, counts, torch.int64, size)
         if fits and not bool((counts == right).all()):
-            self.findings.add(
-                f"{where}={counts.tolist()!r}",
-                f"{right.tolist()}",
-                "it counts the True entries of completion_mask, the stop token too",
-                "Return completion_mask.sum(-1)",
+            self.add(
+                f"{where}={counts.tolist()!r} must be {right.tolist()}: it counts the True entries "
+                "of completion_mask, the stop token too. Return completion_mask.sum(-1)."
             )
         self.check_reference(infos, mask)
 
     def check_invalid_scores(self, scores: torch.Tensor, valid: torch.Tensor) -> None:
         """Rows that were not judged have score 0."""
         if bool((scores[~valid] != 0).any()):
-            self.findings.add(
-                f"step() infos['scores'] where not valid={scores[~valid].tolist()!r}",
-                "0",
-                "such rows must not move any mean",
-                "Set them to 0",
+            self.add(
+                f"step() infos['scores'] where not valid={scores[~valid].tolist()!r} must be 0: "
+                "such rows must not move any mean. Set them to 0."
             )
 
     def check_reference(self, infos: Mapping[str, Any], mask: torch.Tensor) -> None:
         """The reference's log-probs, where the environment gives any."""
         if columns.REF_LOGPROBS not in infos:
-            self.findings.notes.append(
+            self.notes.append(
                 "step() infos have no 'ref_logprobs': training with ref_kl_coeff above 0, as it is "
                 "by default, will refuse the first batch, unless the environment takes the setting "
                 "'reference' that samplers add. Take it, set reference_in='learner', or set "
@@ -479,24 +431,21 @@ class JudgingChecker:
             )
             return
         where, ref_logprobs = "step() infos['ref_logprobs']", infos[columns.REF_LOGPROBS]
-        if not self.findings.check_tensor(where, ref_logprobs, torch.float32, tuple(mask.shape)):
+        if not self.check_tensor(where, ref_logprobs, torch.float32, tuple(mask.shape)):
             return
         if "kl" in infos:
-            self.findings.check_tensor(
-                "step() infos['kl']", infos["kl"], torch.float32, (mask.shape[0],)
-            )
-        self.findings.check_finite(where, ref_logprobs)
+            self.check_tensor("step() infos['kl']", infos["kl"], torch.float32, (mask.shape[0],))
+        self.check_finite(where, ref_logprobs)
         if bool((ref_logprobs[~mask] != 0).any()) or bool((ref_logprobs > 1e-6).any()):
-            self.findings.add(
-                f"{where} of padding or above 0",
-                "at most 0, and exactly 0 where completion_mask is False",
-                "they are log-probabilities of the completion's tokens",
-                "Multiply by the mask; subtract the log-sum-exp",
+            self.add(
+                f"{where} of padding or above 0 must be at most 0, and exactly 0 where "
+                "completion_mask is False: they are log-probabilities of the completion's tokens. "
+                "Multiply by the mask; subtract the log-sum-exp."
             )
 
     def check_padding(self) -> None:
         """Scores must not see padding; a score that differs from call to call tells nothing."""
-        if self.findings.problems or self.env.single_action_space.max_len < 4:
+        if self.problems or self.env.single_action_space.max_len < 4:
             return
         actions = self.random_actions(extra=2)
         short = {name: value[:, :-2] for name, value in actions.items()}
@@ -507,28 +456,26 @@ class JudgingChecker:
             scores.append(infos.get(columns.SCORES, rewards))
         random_scores = not torch.allclose(scores[0], scores[1], atol=1e-4)
         if not random_scores and not torch.allclose(scores[0], scores[2], atol=1e-4):
-            self.findings.add(
-                f"scores with two more columns of padding={scores[2].tolist()!r}",
-                f"as without them, {scores[0].tolist()!r}",
-                "padding depends on the other rows of a batch",
-                "Cut completions to completion_mask before judging them",
+            self.add(
+                f"scores with two more columns of padding={scores[2].tolist()!r} must be as "
+                f"without them, {scores[0].tolist()!r}: padding depends on the other rows of a "
+                "batch. Cut completions to completion_mask before judging them."
             )
 
     def check_rewards(self) -> None:
         """Scores are learnt from where there are any: rewards that say something else are a
         mistake, unless they are less a KL."""
-        if self.findings.problems:
+        if self.problems:
             return
         self.env.reset(options=self.options)
         _, rewards, _, _, infos = self.env.step(self.random_actions())
         scores = infos.get(columns.SCORES, rewards)
         if "kl" in infos or torch.allclose(rewards, scores):
             return
-        self.findings.add(
-            f"step() rewards={rewards.tolist()!r}",
-            f"infos['scores'], {scores.tolist()!r}",
-            "where there are scores, these are learnt from and rewards are only reported",
-            "Return the scores as rewards, or leave them out of infos to have rewards learnt from",
+        self.add(
+            f"step() rewards={rewards.tolist()!r} must be infos['scores'], {scores.tolist()!r}: "
+            "where there are scores, these are learnt from and rewards are only reported. Return "
+            "the scores as rewards, or leave them out of infos to have rewards learnt from."
         )
 
     def check_refusals(self) -> None:
@@ -550,11 +497,9 @@ class JudgingChecker:
                 self.env.step(actions)
             except (ValueError, LookupError, TypeError, RuntimeError):
                 continue
-            self.findings.add(
-                f"step() given {what}",
-                "an error",
-                "wrong batches would be learnt from unnoticed",
-                "Check actions first; rllib_llm.envs.actions.check_actions does",
+            self.add(
+                f"step() given {what} must be an error: wrong batches would be learnt from "
+                "unnoticed. Check actions first; rllib_llm.envs.actions.check_actions does."
             )
 
 
@@ -567,28 +512,15 @@ def _with_hole(mask: torch.Tensor) -> torch.Tensor:
 _WORDS = 12  # tokens of a random turn, at most
 
 
-class ConversationChecker:
-    """Talks to an environment with random words, twice, and compares.
-
-    Args:
-        findings: what is wrong is put there.
-        num_prompts, num_completions: of the conversations.
-        seed: of the words.
-        agent_server: makes the server of an environment of agents; others need none.
-    """
+class ConversationChecker(Problems):
+    """Talks to an environment with random words, drawn with `seed`, twice, and compares."""
 
     def __init__(
-        self,
-        findings: Problems,
-        *,
-        num_prompts: int,
-        num_completions: int,
-        seed: int,
-        agent_server: OpenAgentServer | None = None,
-    ) -> None:
-        self.agent_server = agent_server
-        self.findings, self.seed = findings, seed
-        self.env: ConversationEnv = findings.env
+        self, env: ConversationEnv, num_prompts: int, num_completions: int, seed: int,
+        agent_server: OpenAgentServer | None,
+    ) -> None:  # fmt: skip
+        super().__init__(env)
+        self.agent_server, self.seed = agent_server, seed
         self.num_prompts, self.num_completions = num_prompts, num_completions
 
     def run(self) -> None:
@@ -596,18 +528,17 @@ class ConversationChecker:
         one, two = self._talk(), self._talk()
         scores = [batch[columns.SCORES][batch[columns.VALID]] for batch in (one, two)]
         if not all(bool(torch.isfinite(column).all()) for column in scores):
-            self.findings.add(
-                f"scores={scores[0].tolist()!r}", "finite numbers",
-                "a reward that is NaN or infinite ends the training",
-                "Return Response(invalid=reason) where there is none",
-            )  # fmt: skip
+            self.add(
+                f"scores={scores[0].tolist()!r} must be finite numbers: a reward that is NaN or "
+                "infinite ends the training. Return Response(invalid=reason) where there is none."
+            )
         same = torch.equal(one[columns.PROMPT_INDEX], two[columns.PROMPT_INDEX])
         if not same or not torch.equal(one[columns.PROMPT_IDS], two[columns.PROMPT_IDS]):
-            self.findings.add(
-                "tasks at one position", "the same each time",
-                "a run that is resumed, or a sampler that is restarted, asks for them again",
-                "Draw what is random from the task, not from a global generator",
-            )  # fmt: skip
+            self.add(
+                "tasks at one position must be the same each time: a run that is resumed, or a "
+                "sampler that is restarted, asks for them again. Draw what is random from the "
+                "task, not from a global generator."
+            )
 
     def _talk(self) -> dict[str, torch.Tensor]:
         env = self.env

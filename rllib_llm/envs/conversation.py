@@ -25,7 +25,6 @@ from rllib_llm.conversations.chat_format import ChatFormat, Message, Messages
 from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.conversations.proof import Proof, prove, require_tools
 from rllib_llm.envs.judges.rewards import RewardSum
-from rllib_llm.envs.mcp_tools import MCPServers
 from rllib_llm.envs.prompts import PromptSource
 from rllib_llm.envs.rlhf import (
     COMMON_DEFAULTS,
@@ -37,7 +36,7 @@ from rllib_llm.envs.rlhf import (
     reward_terms,
     with_defaults,
 )
-from rllib_llm.envs.tools import Toolbox
+from rllib_llm.envs.tools import MCPServers, Toolbox
 from rllib_llm.modules.model_source import num_embeddings, num_positions
 from rllib_llm.shared.openai_client import OpenAIClient, ServerError
 from rllib_llm.shared.remote import EventLoop

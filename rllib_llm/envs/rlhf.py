@@ -193,8 +193,7 @@ def _check_keys(given: Mapping[str, Any], known: Collection[str], where: str, *,
 
 def _model_settings(key: str) -> set[str]:
     """Names of the settings of a frozen model, `key` "reward_model" or "reference"."""
-    from rllib_llm.envs.judges.frozen_reward_model import RewardModelScorer
-    from rllib_llm.envs.reference import FrozenReference
+    from rllib_llm.envs.frozen_models import FrozenReference, RewardModelScorer
 
     if key == "reference":
         return set(inspect.signature(FrozenReference).parameters)
@@ -264,7 +263,7 @@ def frozen_reference(settings: Mapping[str, Any], tokenizer: PreTrainedTokenizer
     """The reference that `settings` name, or None."""
     if settings["reference"] is None:
         return None
-    from rllib_llm.envs.reference import FrozenReference
+    from rllib_llm.envs.frozen_models import FrozenReference
 
     chosen = check_reference(settings, tokenizer)
     return FrozenReference(chosen.pop("model"), **{**_frozen_defaults(settings), **chosen})
@@ -282,7 +281,7 @@ def _frozen_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _reward_model_term(
     settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
 ) -> RewardTerm:
-    from rllib_llm.envs.judges.frozen_reward_model import RewardModelScorer
+    from rllib_llm.envs.frozen_models import RewardModelScorer
 
     chosen = _as_model_settings(settings["reward_model"], "reward_model")
     if bool(chosen.get("model")) == bool(chosen.get("models")):
@@ -296,7 +295,7 @@ def _reward_model_term(
     weight, name = chosen.pop("weight", 1.0), chosen.pop("name", "reward_model")
     options = {**_frozen_defaults(settings), "tokenizer": tokenizer, **chosen}
     if chosen.get("models"):
-        from rllib_llm.envs.judges.frozen_reward_model import RewardModelEnsemble
+        from rllib_llm.envs.frozen_models import RewardModelEnsemble
 
         return RewardTerm(RewardModelEnsemble(options.pop("models"), **options), weight, name)
     return RewardTerm(RewardModelScorer(options.pop("model"), **options), weight, name)

@@ -23,8 +23,14 @@ from rllib_llm.engines.protocol import NOT_FINITE, Ended
 from rllib_llm.engines.torch_engine import TorchEngine
 from rllib_llm.envs.adapters.agent import AgentEnv, open_for, run_agents
 from rllib_llm.envs.conversation import ConversationEnv
-from rllib_llm.envs.conversation_judging import judge, unjudged_columns
-from rllib_llm.envs.conversation_rollouts import Attempt, Complete, EngineFailed, run_rollouts
+from rllib_llm.envs.conversation_rollouts import (
+    Attempt,
+    Complete,
+    EngineFailed,
+    judge,
+    run_rollouts,
+    unjudged_columns,
+)
 from rllib_llm.envs.judges.rewards import UnjudgedError
 from rllib_llm.rollouts.judged_batch import JudgedBatch, SampleRequest
 from rllib_llm.rollouts.sampler import Sampler, UnjudgedBatch

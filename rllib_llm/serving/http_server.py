@@ -421,7 +421,7 @@ def open_service(settings: ServeSettings) -> Service:
 
 
 class AgentServer:
-    """See `envs.adapters.agent.AgentServer`.
+    """An OpenAI-compatible server whose sessions record every sampled token, for agents.
 
     Args:
         service: that samples; closed with this. Its sessions begin here alone.

@@ -9,7 +9,7 @@ import torch
 
 from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT
 from rllib_llm.data.encoding import encode_text
-from rllib_llm.envs.judges.frozen_reward_model import RewardModelScorer
+from rllib_llm.envs.frozen_models import RewardModelScorer
 from tests.algorithms import tiny_runs
 
 pytestmark = pytest.mark.usefixtures("ray_session")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT
-from rllib_llm.envs.judges.frozen_reward_model import RewardModelScorer
+from rllib_llm.envs.frozen_models import RewardModelScorer
 from tests.algorithms import tiny_runs as tiny
 
 pytestmark = pytest.mark.usefixtures("ray_session")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from rllib_llm.engines.protocol import Ended
-from rllib_llm.envs.conversation_judging import judge
-from rllib_llm.envs.conversation_rollouts import run_rollouts
+from rllib_llm.envs.conversation_rollouts import judge, run_rollouts
 from tests.conversations.templates import family_tokenizer
 
 ADD_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'

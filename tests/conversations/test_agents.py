@@ -13,8 +13,7 @@ from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.torch_engine import TorchEngine
 from rllib_llm.envs.adapters.agent import AgentEnv, open_for, run_agents
 from rllib_llm.envs.check_env import check_env
-from rllib_llm.envs.conversation_judging import judge
-from rllib_llm.envs.conversation_rollouts import EngineFailed
+from rllib_llm.envs.conversation_rollouts import EngineFailed, judge
 from rllib_llm.envs.judges.rewards import UnjudgedError
 from rllib_llm.envs.rlhf import EnvConfigError
 from rllib_llm.examples.calculator import MODEL, build_model

@@ -7,8 +7,8 @@ import json
 
 import pytest
 
+from rllib_llm.envs import frozen_models
 from rllib_llm.envs.conversation import ConversationEnv, Response
-from rllib_llm.envs.judges import frozen_reward_model
 from rllib_llm.envs.judges.llm_judges import JudgeServer, ReferenceJudge, RubricJudge
 from rllib_llm.envs.judges.remote_rewards import RemoteReward
 from rllib_llm.shared import columns
@@ -108,16 +108,16 @@ def test_reward_models(converse, tmp_path, monkeypatch, reads):
     tokenizer = tiny.byte_tokenizer()
     folder = tiny.save(tmp_path, tiny.llama_classifier(vocab_size=400), tokenizer)
     texts = []
-    kept = frozen_reward_model.sequence_scores
+    kept = frozen_models.sequence_scores
 
     def spy(model, ids, mask, **more):
         texts.extend(tokenizer.decode(row[keep]) for row, keep in zip(ids, mask, strict=True))
         return kept(model, ids, mask, **more)
 
     if reads == "texts":
-        monkeypatch.setattr(frozen_reward_model, "sequence_scores", spy)
+        monkeypatch.setattr(frozen_models, "sequence_scores", spy)
     else:
-        monkeypatch.setattr(frozen_reward_model, "same_tokenizer", lambda *_: True)
+        monkeypatch.setattr(frozen_models, "same_tokenizer", lambda *_: True)
     scores = converse(reward_model=folder)
     assert len(set(scores)) == 1
     if reads == "texts":
@@ -127,5 +127,5 @@ def test_reward_models(converse, tmp_path, monkeypatch, reads):
 
 def test_answers_in_mathematics(converse):
     pytest.importorskip("math_verify")
-    function = "rllib_llm.envs.judges.verifier.MathVerify"
+    function = "rllib_llm.envs.judges.remote_rewards.MathVerify"
     assert set(converse(reward_functions=function)) == {1.0}  # of the last words, "Still 3."

@@ -12,8 +12,7 @@ import pytest
 
 from rllib_llm.conversations.tool_calls import ToolCall
 from rllib_llm.envs.conversation import ConversationEnv
-from rllib_llm.envs.mcp_tools import MCPServers
-from rllib_llm.envs.tools import Toolbox, ToolError
+from rllib_llm.envs.tools import MCPServers, Toolbox, ToolError
 from rllib_llm.shared.remote import EventLoop
 from tests.conversations.scripted import roll, settings
 
@@ -114,7 +113,7 @@ def test_a_server_that_dies_is_started_again(served, tmp_path, caplog):
 def test_slow_calls_are_told_and_servers_that_hang_are_not_the_policy_s(
     served, tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr("rllib_llm.envs.mcp_tools._PROBE_SECONDS", 2.0)
+    monkeypatch.setattr("rllib_llm.envs.tools._PROBE_SECONDS", 2.0)
     calls, _ = served(program(tmp_path, FRAIL), timeout_s=1.0)
     (slow,) = calls(8)
     assert (slow.failure, slow.text) == ("timeout", "Error: no result within 1 s.")
@@ -156,7 +155,7 @@ def test_a_server_that_is_restarted_is_found_again(served, tmp_path, caplog):
 
 
 def test_all_pages_of_a_list_are_read():
-    from rllib_llm.envs.mcp_tools import _listed_by
+    from rllib_llm.envs.tools import _listed_by
 
     class Paged:
         async def list_tools(self, *, cursor=None):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rllib_llm.envs.judges.frozen_reward_model import RewardModelScorer
-from rllib_llm.envs.reference import FrozenReference
+from rllib_llm.envs.frozen_models import FrozenReference, RewardModelScorer
 from tests.algorithms import tiny_runs as tiny
 
 # A row's numbers are sums of some dozen products in other orders: a few float32 roundings.

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rllib_llm.envs.reference import FrozenReference
+from rllib_llm.envs.frozen_models import FrozenReference
 from rllib_llm.modules.model_source import ModelSourceError
 from tests import tiny_models as tiny
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from rllib_llm.envs import sandbox_program
+from rllib_llm.envs.judges.remote_rewards import Verifier
 from rllib_llm.envs.judges.rewards import Invalid, RewardSum
-from rllib_llm.envs.judges.verifier import Verifier
 from rllib_llm.envs.sandbox import Contained, Sandbox, WorkerError, WorkerPool
 from tests.envs.judges.test_judge_server import rows
 

@@ -14,8 +14,7 @@ from bitsandbytes.functional import dequantize_4bit
 from bitsandbytes.nn import Linear4bit
 from transformers import BitsAndBytesConfig
 
-from rllib_llm.envs.judges.frozen_reward_model import RewardModelScorer
-from rllib_llm.envs.reference import FrozenReference
+from rllib_llm.envs.frozen_models import FrozenReference, RewardModelScorer
 from rllib_llm.modules.lora import AdapterBase, add_adapters, is_adapter, merge_into, save_adapters
 from rllib_llm.modules.pretrained import load_causal_lm, load_quantized, load_sequence_classifier
 from rllib_llm.modules.quantization import model_bytes

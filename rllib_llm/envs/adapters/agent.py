@@ -20,10 +20,8 @@ import importlib.util
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
-from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.conversation_rollouts import (
     Attempt,
@@ -93,60 +91,16 @@ def read_result(result: Any) -> tuple[float | None, dict[str, float]]:
     return None if reward is None else float(reward), {k: float(v) for k, v in numbers.items()}
 
 
-class AgentSession(Protocol):
-    """The messages of one agent's session."""
-
-    conversations: list[Conversation]
-    limit: str
-    """The limit that it ran into, "turns" or "tokens"."""
-    reward: float | None
-    """That the agent gave its turns itself."""
-
-
-class AgentServer(Protocol):
-    """An OpenAI-compatible server whose sessions record every sampled token."""
-
-    def running(self) -> AbstractContextManager[None]:
-        """Answers in the block."""
-
-    def session(
-        self,
-        sampling: Mapping[str, Any],
-        *,
-        max_new_tokens: int,
-        max_turns: int,
-        template_settings: Mapping[str, Any],
-    ) -> AbstractContextManager[tuple[str, AgentSession]]:
-        """Opens a session; its base URL and record. `sampling`: request fields that override the
-        agent's."""
-
-    def check_open(self) -> None:
-        """Raises RuntimeError where the engine has ended."""
-
-    def close(self) -> None:
-        """Ends it."""
-
-
-OpenAgentServer = Callable[..., AgentServer]
-"""`serving.http_server.open_agent_server`."""
+OpenAgentServer = Callable[..., Any]
+"""`serving.http_server.open_agent_server`; makes an `AgentServer` of that module, whose sessions
+record every sampled token."""
 
 
 def open_for(
-    env: AgentEnv,
-    engine: Any,
-    open_server: OpenAgentServer,
-    stop_token_ids: Sequence[int],
+    env: AgentEnv, engine: Any, open_server: OpenAgentServer, stop_token_ids: Sequence[int],
     name: str,
-) -> AgentServer:
-    """The server for an environment's agents, within its limits.
-
-    Args:
-        env: whose limits hold.
-        engine: samples, and is closed with the server.
-        open_server: makes the server.
-        stop_token_ids: of the policy.
-        name: of the caller.
-    """
+) -> Any:  # fmt: skip
+    """The server for an environment's agents, within its limits; `engine` is closed with it."""
     return open_server(
         engine, env.tokenizer, stop_token_ids=stop_token_ids, name=name,
         max_rows=int(env.settings["max_concurrent"]), max_tokens=env.max_tokens,
@@ -160,17 +114,12 @@ def run_agents(
     *,
     first_position: int,
     num_completions: int,
-    server: AgentServer,
+    server: Any,
     sampling: Mapping[str, Any],
     max_new_tokens: int,
 ) -> list[Attempt]:
     """Episodes of the agent about all tasks, `num_completions` of each, in the order of the tasks.
-
-    Args:
-        env, rows, first_position, num_completions: what is asked.
-        server: that samples; it is closed in the end.
-        sampling: fields of a chat completion that hold whatever the agent asks for.
-        max_new_tokens: of a turn.
+    The server is closed in the end; the fields `sampling` hold whatever the agent asks for.
 
     Raises:
         EngineFailed: the engine ended under them.
@@ -197,7 +146,7 @@ def run_agents(
     return attempts
 
 
-async def _play(env: AgentEnv, attempt: Attempt, url: str, session: AgentSession) -> None:
+async def _play(env: AgentEnv, attempt: Attempt, url: str, session: Any) -> None:
     """One episode. An agent that ends with an error at a limit of its session was led there by the
     policy: its conversation is judged as it stands."""
     result = None
@@ -208,7 +157,10 @@ async def _play(env: AgentEnv, attempt: Attempt, url: str, session: AgentSession
             raise
         result = 0.0  # it got no further
     finally:
-        _take(attempt, session)
+        for conversation in session.conversations:
+            attempt.conversation.adopt(conversation)
+        attempt.truncated = session.limit
+        attempt.has_turn_rewards = session.reward is not None
     if not attempt.conversation.num_turns:
         raise ValueError(
             "agent must ask for at least one chat completion at base_url: nothing was sampled that "
@@ -216,11 +168,3 @@ async def _play(env: AgentEnv, attempt: Attempt, url: str, session: AgentSession
         )
     attempt.earned, metrics = read_result(result)
     attempt.conversation.metrics.update(metrics)
-
-
-def _take(attempt: Attempt, session: AgentSession) -> None:
-    """The conversation of a session."""
-    for conversation in session.conversations:
-        attempt.conversation.adopt(conversation)
-    attempt.truncated = session.limit
-    attempt.has_turn_rewards = session.reward is not None

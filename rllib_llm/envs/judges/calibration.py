@@ -106,14 +106,9 @@ def calibrate(
             "judge must read texts: rows of a file have no token ids. Take a judge of texts."
         )
     names = [name for name in rows[0] if name not in (label_column, *_RESERVED)]
-    ids = torch.zeros(len(rows), 1, dtype=torch.int64)
-    judged = sums(
-        RewardBatch(
-            ids, ids.bool(), ids, ids.bool(),
-            [str(row["prompt"]) for row in rows], [str(row["completion"]) for row in rows],
-            {name: [row.get(name) for row in rows] for name in names},
-        )
-    )  # fmt: skip
+    prompts, completions = ([str(row[name]) for row in rows] for name in _RESERVED)
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    judged = sums(RewardBatch.of_texts(prompts, completions, columns))
     labels = torch.tensor([float(row[label_column]) for row in rows])
     return compare(judged.scores, labels, judged.valid, judged.reasons, num_bins=num_bins)
 

@@ -123,8 +123,8 @@ class RequestBudget:
         return self._most is None or place <= self._most
 
 
-class JudgeModel:
-    """A chat model on a server with OpenAI's interface, as a judge.
+class JudgeModel(Judge):
+    """A chat model on a server with OpenAI's interface, as a judge of texts.
 
     Args:
         base_url: of the server.
@@ -139,6 +139,8 @@ class JudgeModel:
     Raises:
         ValueError: a budget below 1.
     """
+
+    wants_texts = wants_transcripts = True
 
     def __init__(
         self,
@@ -162,7 +164,7 @@ class JudgeModel:
         self.num_cached = 0
         self._num_retried = 0  # in the last call
 
-    async def ask(
+    async def replies(
         self,
         questions: Sequence[Messages],
         read: Callable[[str], Read],
@@ -179,7 +181,8 @@ class JudgeModel:
             RequestRefusedError: the server refuses requests (wrong key, unknown model).
         """
         before = self._client.num_retries
-        asked = [self._body(messages, response_format) for messages in questions]
+        form = {} if response_format is None else {"response_format": response_format}
+        asked = [{**self._settings, "messages": messages, **form} for messages in questions]
         keys = [ReplyCache.key(body) for body in asked]
         bodies = dict(zip(keys, asked, strict=True))
         verdicts = await asyncio.gather(*(self._verdict(k, b, read) for k, b in bodies.items()))
@@ -195,10 +198,6 @@ class JudgeModel:
             "cached": float(self.num_cached),
             "requests_retried": float(self._num_retried),
         }
-
-    def _body(self, messages: Messages, response_format: Mapping[str, Any] | None) -> dict:
-        body = {**self._settings, "messages": messages}
-        return body if response_format is None else {**body, "response_format": response_format}
 
     async def _verdict(
         self, key: str, body: dict[str, Any], read: Callable[[str], Read]
@@ -267,7 +266,7 @@ SYSTEM = (
 )
 
 
-class SchemaJudge(Judge):
+class SchemaJudge(JudgeModel):
     """A judge model whose verdicts are JSON of one schema: a short reasoning, then `properties`.
 
     Args:
@@ -277,8 +276,6 @@ class SchemaJudge(Judge):
         use_schema: whether the server is given the JSON schema; some do not know such a setting.
         judge: further arguments of `JudgeModel`.
     """
-
-    wants_texts = wants_transcripts = True
 
     def __init__(
         self,
@@ -298,19 +295,13 @@ class SchemaJudge(Judge):
         self._validator = jsonschema.Draft202012Validator(self._schema)
         self._format = response_format(self._schema) if use_schema else None
         self._system = system
-        self._judge = JudgeModel(base_url, model, **judge)
+        super().__init__(base_url, model, **judge)
 
     async def ask(
         self, questions: Sequence[Messages], read: Callable[[dict[str, Any]], Read]
     ) -> list[Read | Invalid]:
         """The result of `read` on each question's verdict; `Invalid` without one."""
-        return await self._judge.ask(
-            questions, lambda reply: read(self._found(reply)), self._format
-        )
-
-    def metrics(self) -> dict[str, float]:
-        """See `JudgeModel.metrics`."""
-        return self._judge.metrics()
+        return await self.replies(questions, lambda reply: read(self._found(reply)), self._format)
 
     def question(self, parts: Sequence[str]) -> Messages:
         """A chat that asks for a verdict on `parts`."""
@@ -333,7 +324,10 @@ class SchemaJudge(Judge):
             if error is None:
                 return found
             problem = error.message
-        raise _unreadable(reply, problem)
+        raise UnreadableReply(
+            f"the judge's reply={reply[:_SHOWN]!r} must be JSON of the schema: "
+            f"{problem[:_SHOWN]}. Raise max_tokens if it is cut off, or take another judge."
+        )
 
 
 def _objects(text: str) -> Iterator[Any]:
@@ -354,13 +348,6 @@ def response_format(schema: Mapping[str, Any]) -> dict[str, Any]:
         "type": "json_schema",
         "json_schema": {"name": "verdict", "schema": dict(schema), "strict": True},
     }
-
-
-def _unreadable(reply: str, problem: str) -> UnreadableReply:
-    return UnreadableReply(
-        f"the judge's reply={reply[:_SHOWN]!r} must be JSON of the schema: {problem[:_SHOWN]}. "
-        "Raise max_tokens if it is cut off, or take another judge."
-    )
 
 
 def tagged(name: str, text: str) -> str:

@@ -24,7 +24,7 @@ from rllib_llm.envs.judges.judge_model import (
     tagged,
     without_thoughts,
 )
-from rllib_llm.envs.judges.reward_functions import Invalid, Judge, required_column
+from rllib_llm.envs.judges.reward_functions import Invalid, required_column
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ TEMPLATE = (
 )
 
 
-class JudgeServer(Judge):
+class JudgeServer(JudgeModel):
     """Scores completions with the number that a chat model replies.
 
     In `rewards`: `functions: [{function: rllib_llm.envs.judges.llm_judges.JudgeServer,
@@ -59,8 +59,6 @@ class JudgeServer(Judge):
         judge: further arguments of `JudgeModel`: max_tokens, temperature, cache, budget, retries.
     """
 
-    wants_texts = wants_transcripts = True  # of chats, too: they are filled into the template
-
     def __init__(
         self,
         base_url: str,
@@ -77,7 +75,7 @@ class JudgeServer(Judge):
             raise ValueError(
                 f"low={low!r} must be below high={high!r}: they bound the scores. Swap them."
             )
-        self._judge = JudgeModel(base_url, model, **judge)
+        super().__init__(base_url, model, **judge)
         self._template, self._system = template, system
         self._pattern = None if pattern is None else re.compile(pattern)
         self._low, self._high = low, high
@@ -91,17 +89,13 @@ class JudgeServer(Judge):
             RequestRefusedError: the server refuses the request (wrong key, unknown model).
         """
         questions = self._questions(prompts, completions, columns)
-        scores = await self._judge.ask(questions, self._read_score)
+        scores = await self.replies(questions, self._read_score)
         missing = [score for score in scores if isinstance(score, Invalid)]
         if missing:
             logger.warning(
                 "%d of %d completions have no score: %s", len(missing), len(scores), missing[0]
             )
         return scores
-
-    def metrics(self) -> dict[str, float]:
-        """See `JudgeModel.metrics`."""
-        return self._judge.metrics()
 
     def _questions(
         self, prompts: list[str], completions: list[str], columns: dict[str, list[Any]]

@@ -38,6 +38,10 @@ class Invalid:
         return self.reason
 
 
+_TOKENS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+_TEXTS = ("prompts", "completions", "completion_messages", "context_messages")
+
+
 @dataclass(frozen=True)
 class RewardBatch:
     """The inputs of reward functions: B completions with their prompts.
@@ -65,6 +69,14 @@ class RewardBatch:
     completion_messages: Sequence[Any] | None = None
     context_messages: Sequence[Any] | None = None
 
+    @classmethod
+    def of_texts(
+        cls, prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Any]
+    ) -> RewardBatch:
+        """The batch of texts whose tokens nobody knows."""
+        ids = torch.zeros(len(completions), 1, dtype=torch.int64)
+        return cls(ids, ids.bool(), ids, ids.bool(), list(prompts), list(completions), columns)
+
     def __len__(self) -> int:
         return self.completion_ids.shape[0]
 
@@ -77,18 +89,10 @@ class RewardBatch:
 
     def row(self, i: int) -> RewardBatch:
         """The batch of row i alone."""
-        return replace(
-            self,
-            prompt_ids=self.prompt_ids[i : i + 1],
-            prompt_mask=self.prompt_mask[i : i + 1],
-            completion_ids=self.completion_ids[i : i + 1],
-            completion_mask=self.completion_mask[i : i + 1],
-            prompts=self.prompts[i : i + 1],
-            completions=self.completions[i : i + 1],
-            completion_messages=self.completion_messages and self.completion_messages[i : i + 1],
-            context_messages=self.context_messages and self.context_messages[i : i + 1],
-            columns={key: values[i : i + 1] for key, values in self.columns.items()},
-        )
+        of_row = {name: held[i : i + 1] for name in _TEXTS if (held := getattr(self, name))}
+        of_row |= {name: getattr(self, name)[i : i + 1] for name in _TOKENS}
+        columns = {key: values[i : i + 1] for key, values in self.columns.items()}
+        return replace(self, columns=columns, **of_row)
 
 
 class Judge(Protocol):
@@ -298,7 +302,7 @@ def required_column(columns: Mapping[str, Any], setting: str, name: str) -> Sequ
 
 
 def transcripts(chats: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
-    """Each chat as text: of a single message its words, else a line for each message."""
+    """Each chat as `transcript`."""
     return [transcript(chat) for chat in chats]
 
 

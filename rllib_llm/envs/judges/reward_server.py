@@ -19,7 +19,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from fastapi import FastAPI, HTTPException, Request
 from pydantic import BaseModel, Field
 
@@ -112,10 +111,7 @@ class RewardService:
     def _judge(
         self, prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Sequence]
     ) -> Rewards | RewardError:
-        ids = torch.zeros(len(completions), 1, dtype=torch.int64)
-        batch = RewardBatch(
-            ids, ids.bool(), ids, ids.bool(), list(prompts), list(completions), dict(columns)
-        )
+        batch = RewardBatch.of_texts(prompts, completions, dict(columns))
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the response names the reasons

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rllib_llm.envs.judges.frozen_reward_model import (
+from rllib_llm.envs.frozen_models import (
     RewardModelEnsemble,
     RewardModelScorer,
     combined,

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rllib_llm.envs.judges.frozen_reward_model import RewardModelScorer
+from rllib_llm.envs.frozen_models import RewardModelScorer
 from rllib_llm.envs.judges.rewards import RewardBatch, RewardSum, RewardTerm
 from rllib_llm.modules.model_source import ModelSourceError
 from rllib_llm.modules.sequence_scores import write_score_normalization

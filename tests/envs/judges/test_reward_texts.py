@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from rllib_llm.data.preferences import PairSource
-from rllib_llm.envs.judges.frozen_reward_model import RewardTextEncoder, same_tokenizer
+from rllib_llm.envs.frozen_models import RewardTextEncoder, same_tokenizer
 from rllib_llm.shared import columns
 from tests import tiny_models as tiny
 

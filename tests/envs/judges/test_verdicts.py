@@ -134,7 +134,7 @@ def test_an_outage_is_waited_for_and_no_row_is_lost(caplog, monkeypatch):
     settings = {"first_delay_s": 0.05, "max_delay_s": 0.1, "max_attempts": 2}
     judge = JudgeServer(f"http://127.0.0.1:{later.port}/v1", "judge", **settings)
     assert asyncio.run(judge(["p"] * 3, ["a", "b", "c"])) == [9.0] * 3
-    assert judge._judge._client.num_retries > 3 * (2 - 1)  # more than max_attempts would allow
+    assert judge._client.num_retries > 3 * (2 - 1)  # more than max_attempts would allow
     later.server.shutdown()
 
 

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
+from rllib_llm.envs.judges.remote_rewards import MathVerify
 from rllib_llm.envs.judges.rewards import Invalid
-from rllib_llm.envs.judges.verifier import MathVerify
 
 pytest.importorskip("math_verify")
 

@@ -1,11 +1,13 @@
-"""The learned judge: a frozen sequence classifier as a reward function."""
+"""Frozen models beside the policy: the reference, whose log-probs completions are held against, and
+the learned judge, a sequence classifier as a reward function. Each replica loads its own copies."""
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,10 +15,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rllib_llm.data.encoding import encode_judged_chat, encode_text, keep_end
 from rllib_llm.envs.judges.reward_functions import Judge
-from rllib_llm.envs.reference import DEFAULT_BATCH_TOKENS, check_measure_drift, log_drift
+from rllib_llm.modules.logprobs import score_completions
 from rllib_llm.modules.packing import pack_right, token_batches
-from rllib_llm.modules.pretrained import load_quantized, load_sequence_classifier, score_head
-from rllib_llm.modules.quantization import model_bytes, score_drift
+from rllib_llm.modules.pretrained import (
+    load_causal_lm,
+    load_quantized,
+    load_sequence_classifier,
+    score_head,
+)
+from rllib_llm.modules.quantization import model_bytes, next_token_drift, score_drift
 from rllib_llm.modules.sequence_scores import (
     check_normalization,
     label_index,
@@ -25,6 +32,121 @@ from rllib_llm.modules.sequence_scores import (
 )
 from rllib_llm.modules.tokenizer import load_tokenizer
 from rllib_llm.shared.columns import pad_right, widen
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_BATCH_TOKENS = 16_384
+
+
+class _Frozen:
+    """A frozen model and its drift.
+
+    model: folder, hub id or dotted path.
+    quantization, backend: see `modules/quantization.py`.
+    dtype: of the weights that are not quantised, and of the activations.
+    products: the library that multiplies float32 on a CPU, "mkl" or "onednn".
+    batch_tokens: tokens (padding included) of one forward pass; lower it when memory runs out.
+    measure_drift: rows of the first batch on which a quantised model is compared with the
+        unquantised one, which is loaded for that moment; 0 = not measured. The result is in
+        `metrics()`.
+
+    Raises:
+        ModelSourceError, ValueError, ImportError: see `load_quantized`.
+    """
+
+    _load: ClassVar[Callable[..., PreTrainedModel]]
+
+    def __init__(
+        self,
+        model: str | os.PathLike,
+        *,
+        quantization: str = "none",
+        backend: str = "auto",
+        device: str | torch.device = "cpu",
+        dtype: str | torch.dtype = "float32",
+        products: str = "mkl",
+        batch_tokens: int = DEFAULT_BATCH_TOKENS,
+        measure_drift: int = 0,
+    ):
+        if not isinstance(measure_drift, int) or measure_drift < 0:
+            raise ValueError(
+                f"measure_drift={measure_drift!r} must be a whole number of at least 0: that many "
+                "rows are scored by the unquantised model too. Use 0 to leave it out, 8 to see it."
+            )
+        if measure_drift and quantization == "none":
+            warnings.warn(
+                f"measure_drift={measure_drift!r} has no effect with quantization='none': the "
+                "model is exact. Remove it, or choose a quantization.",
+                stacklevel=3,
+            )
+        token_batches(torch.ones(1), batch_tokens)
+        self.model = load_quantized(
+            self._load, model, quantization=quantization, backend=backend, dtype=dtype,
+            device=device, products=products,
+        )  # fmt: skip
+        self.drift: dict[str, float] = {}
+        self._source, self._device, self._batch_tokens = model, torch.device(device), batch_tokens
+        self._drift_rows = measure_drift if quantization != "none" else 0
+
+    def _note_drift(self, compare: Callable[[PreTrainedModel], dict[str, float]]) -> None:
+        """Compares the model with the exact one, once."""
+        self._drift_rows = 0
+        exact_model = self._load(self._source, dtype="float32", device=self._device)
+        self.drift = compare(exact_model)
+        logger.info(
+            "Drift of %r from its unquantised weights: %s (%.1f of %.1f MB).", str(self._source),
+            ", ".join(f"{name} {value:.3g}" for name, value in self.drift.items()),
+            model_bytes(self.model) / 1e6, model_bytes(exact_model) / 1e6,
+        )  # fmt: skip
+
+    def metrics(self) -> dict[str, float]:
+        """The drift once measured, under "drift/<measure>", else {}."""
+        return {f"drift/{name}": value for name, value in self.drift.items()}
+
+
+class FrozenReference(_Frozen):
+    """A frozen causal language model; see `_Frozen`. Its drift is "kl" and "top1"."""
+
+    _load = staticmethod(load_causal_lm)
+
+    @torch.no_grad()
+    def logprobs(
+        self,
+        prompt_ids: Tensor,
+        prompt_mask: Tensor,
+        completion_ids: Tensor,
+        completion_mask: Tensor,
+        temperature: float = 1.0,
+    ) -> Tensor:
+        """Log-probs [B, T] float32 of the completion tokens, 0 where the mask is False.
+
+        prompt_ids [B, P] left-padded, completion_ids [B, T] right-padded, masks bool; logits are
+        divided by `temperature`. The result is on the device of `completion_ids`.
+        """
+        columns = (prompt_ids, prompt_mask, completion_ids, completion_mask)
+        if self._drift_rows:
+            self.measure(*(column[: self._drift_rows] for column in columns))
+        lengths = prompt_mask.sum(dim=1) + completion_mask.sum(dim=1)
+        result = torch.zeros(completion_ids.shape, device=completion_ids.device)
+        for rows in token_batches(lengths, self._batch_tokens):
+            rows = rows.to(completion_ids.device)
+            batch = [column[rows].to(self._device) for column in columns]
+            scored = score_completions(self.model, *batch, temperature=temperature)
+            result[rows] = scored.logprobs.to(result.device)
+        return result
+
+    def measure(
+        self,
+        prompt_ids: Tensor,
+        prompt_mask: Tensor,
+        completion_ids: Tensor,
+        completion_mask: Tensor,
+    ) -> dict[str, float]:
+        """Drift against the unquantised model on these texts, kept in `drift`: kl, top1."""
+        ids, mask = pack_right(prompt_ids, prompt_mask, completion_ids, completion_mask)
+        self._note_drift(lambda exact: next_token_drift(self.model, exact, ids, mask))
+        return self.drift
+
 
 PAIR, CHAT = "pair", "chat"
 DEFAULT_TEMPLATE = "{prompt}{completion}"
@@ -162,17 +284,17 @@ def _check_template(template: str) -> None:
         )
 
 
-class RewardModelScorer(Judge):
-    """Scores of completions by a sequence classifier; each replica loads its own copy.
+class RewardModelScorer(_Frozen, Judge):
+    """Scores of completions by a sequence classifier.
 
     Where the reward model has the policy's tokenizer it reads the token ids exactly as they were
     sampled (prompt, then all tokens of the completion mask, so EOS where the completion has one),
     and `wants_tokens` is True. Otherwise, or with a `template`, it reads texts, encoded by its own
     tokenizer (`RewardTextEncoder`).
 
-    model: folder, hub id or dotted path of a sequence classifier.
+    model, quantization, backend, device, dtype, products, batch_tokens, measure_drift: see
+        `_Frozen`; the drift is "rank_corr" and "max_abs".
     tokenizer: the policy's; None always reads texts.
-    quantization, backend, dtype, products, batch_tokens: as for `FrozenReference`.
     max_length: tokens of prompt and completion that are read, the last ones; None takes the reward
         model's own limit.
     normalize: (mean, std) with which scores become (score - mean) / std; None reads what the
@@ -181,13 +303,13 @@ class RewardModelScorer(Judge):
     template: see `RewardTextEncoder`.
     append_eos: put EOS behind finished completions when texts are read; None does so for models
         that the RewardModel stage trained, whose texts end with EOS.
-    measure_drift: as for `FrozenReference`.
 
     Raises:
         ModelSourceError, ValueError, ImportError: a model or setting that cannot be used.
     """
 
     name = "reward_model"
+    _load = staticmethod(load_sequence_classifier)
 
     def __init__(
         self,
@@ -207,18 +329,11 @@ class RewardModelScorer(Judge):
         batch_tokens: int = DEFAULT_BATCH_TOKENS,
         measure_drift: int = 0,
     ):
-        check_measure_drift(measure_drift, quantization)
-        token_batches(torch.ones(1), batch_tokens)
+        super().__init__(
+            model, quantization=quantization, backend=backend, device=device, dtype=dtype,
+            products=products, batch_tokens=batch_tokens, measure_drift=measure_drift,
+        )  # fmt: skip
         own_tokenizer = load_tokenizer(model)
-        self.model = load_quantized(
-            load_sequence_classifier,
-            model,
-            quantization=quantization,
-            backend=backend,
-            dtype=dtype,
-            device=device,
-            products=products,
-        )
         if score_head(self.model).out_features > 1:
             label_index(self.model.config, label)
         self.wants_tokens = (
@@ -227,7 +342,6 @@ class RewardModelScorer(Judge):
         stored = read_score_normalization(self.model.config)
         self.normalization = _normalization(normalize, stored)
         self.max_length = _max_length(max_length, self.model.config, own_tokenizer)
-        self.drift: dict[str, float] = {}
         self._warned_truncated = False
         self._encoder = RewardTextEncoder(
             own_tokenizer,
@@ -237,9 +351,7 @@ class RewardModelScorer(Judge):
         )
         # Chat models end their turns with tokens other than EOS; all of them are special ones.
         self._policy_ends = set() if tokenizer is None else set(tokenizer.all_special_ids)
-        self._source, self._device, self._batch_tokens = model, torch.device(device), batch_tokens
         self._label = label
-        self._drift_rows = measure_drift if quantization != "none" else 0
 
     def __call__(
         self,
@@ -293,17 +405,19 @@ class RewardModelScorer(Judge):
         return ids.to(self._device), mask.to(self._device)
 
     def metrics(self) -> dict[str, float]:
-        """{"drift/rank_corr", "drift/max_abs"} once measured, and "num_truncated" texts so far."""
-        drift = {f"drift/{name}": value for name, value in self.drift.items()}
-        return {**drift, "num_truncated": float(self._encoder.num_truncated)}
+        """See `_Frozen`, and "num_truncated" texts so far."""
+        return {**super().metrics(), "num_truncated": float(self._encoder.num_truncated)}
 
     @torch.no_grad()
     def _normalized_scores(self, ids: Tensor, mask: Tensor) -> Tensor:
         self._warn_of_truncation()
         scores = self._run(self.model, ids, mask)
-        if self._drift_rows:
-            num_rows, self._drift_rows = self._drift_rows, 0
-            self._measure(scores[:num_rows], ids[:num_rows], mask[:num_rows])
+        if count := self._drift_rows:
+            self._note_drift(
+                lambda exact: score_drift(
+                    scores[:count], self._run(exact, ids[:count], mask[:count])
+                )
+            )
         mean, std = self.normalization
         return (scores - mean) / std
 
@@ -316,11 +430,6 @@ class RewardModelScorer(Judge):
             batch = (tensor[rows, :longest].to(self._device) for tensor in (ids, mask))
             scores[rows] = sequence_scores(model, *batch, label=self._label).to(scores.device)
         return scores
-
-    def _measure(self, scores: Tensor, ids: Tensor, mask: Tensor) -> None:
-        exact_model = load_sequence_classifier(self._source, dtype="float32", device=self._device)
-        self.drift = score_drift(scores, self._run(exact_model, ids, mask))
-        log_drift(self._source, self.drift, model_bytes(self.model), model_bytes(exact_model))
 
     def _warn_of_truncation(self) -> None:
         if self._encoder.num_truncated and not self._warned_truncated:
