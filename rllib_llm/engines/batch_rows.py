@@ -41,10 +41,6 @@ class BatchRows:
     token at place p is sampled at the clock's `born + p`. So the host knows the places of all rows
     and when each is full without asking the device; only who was ended by a stop token it has to
     ask.
-
-    Args:
-        device: of the model.
-        vocab_size: of the model.
     """
 
     def __init__(self, device: torch.device, vocab_size: int) -> None:
@@ -75,11 +71,8 @@ class BatchRows:
         """Appends rows that get their first token now.
 
         Args:
-            columns: of the buffers.
-            params: of each row.
             lengths: tokens of each row so far.
             num_sampled: how many of them were sampled.
-            clock: now.
         """
         if len(self.settings) > _MOST_SETTINGS + len(self):  # most are of rows that have gone
             used, self.setting = np.unique(self.setting, return_inverse=True)
@@ -174,12 +167,7 @@ class Moves:
 
 
 def fill_gaps(stays: torch.Tensor, device: torch.device) -> Moves | None:
-    """Moves, as few as can be, that put the rows that stay first; None where all do.
-
-    Args:
-        stays: [rows] bool, on the host.
-        device: of the rows.
-    """
+    """Moves, as few as can be, that put the rows that stay first; None where all do."""
     num_rows = int(stays.sum())
     if num_rows == len(stays):
         return None
@@ -198,10 +186,7 @@ class CompletionBuffers:
     A completion is written to a column of its own, wherever its row stands in the batch.
 
     Args:
-        steps: longest completion.
-        batch: completions.
         pad_token_id: what stands behind the end of a completion.
-        device: where the tokens are sampled.
         with_values: whether the logits' last column is a value.
         noise: [batch, >= steps] in [0, 1), which decides the tokens; None when all are greedy.
         with_versions: whether the weights' version is kept of each token.
@@ -332,7 +317,6 @@ class CompletionBuffers:
         """The tokens and log-probs of some completions.
 
         Args:
-            rows: their columns.
             starts: the first place of each that is read.
             ends: behind the last place of each; None: behind the last that was written.
             num_likeliest: how many of the likeliest tokens of each are read; None: none.

@@ -71,7 +71,6 @@ class DecodePlan:
         """The fastest cache that is right for the model's layers.
 
         Args:
-            num_completions: completions per prompt.
             capacity: prompt and completion positions to hold.
         """
         if self.num_layers is None:
@@ -98,8 +97,6 @@ def open_decode_step(
     """A step of the model as it is now, valid inside the context.
 
     Args:
-        plan: of the model.
-        cache: the cache the step will be used with.
         steps: how often the step will be taken at most.
         value_head: a linear layer of the trunk's last state, as `linear`, whose result is appended.
         cuda_graphs: whether the step may be recorded and replayed on a CUDA device.
@@ -175,8 +172,6 @@ def prefill(
     With a value head as `last_logits`.
 
     Args:
-        model: causal LM of transformers.
-        value_head: see `last_logits`.
         ids: [prompts, P] int64, left-padded.
         mask: [prompts, P] bool, True where a prompt token stands.
         cache: with room for P positions, of which it holds the first `start`.
@@ -222,7 +217,6 @@ class CudaGraph:
         function: called twice, once to warm up (libraries make their workspaces, kernels are
             loaded) and once to be recorded; the second call computes nothing.
         previous: a graph whose memory this one may use, since it will not be replayed again.
-        device: the CUDA device of all its tensors.
     """
 
     def __init__(

@@ -68,7 +68,6 @@ class Decoder:
         room: rows and positions that the cache has from the start; of several blocks each has as
             many rows as it needs and no more positions.
         open_step: makes the decode step.
-        value_head: see `engine.generate`.
         block_cost: row positions that one more block has to save; None is what it costs.
 
     Called within `torch.inference_mode`, which spares each operation its autograd bookkeeping: up

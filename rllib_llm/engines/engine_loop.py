@@ -91,10 +91,7 @@ class EngineLoop:
 
         Args:
             token_ids: the prompt, and behind it `num_sampled` tokens that were sampled before.
-            params: what to sample.
             seed, row, turn: name the randomness, as `protocol.Noise`.
-            num_sampled, conversation: see `protocol.Row`.
-            on_tokens: see `protocol.Row`.
 
         Raises:
             RuntimeError: the loop is closed, or has ended with an error.

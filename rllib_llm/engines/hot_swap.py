@@ -42,7 +42,6 @@ class LaneEngine:
     """See `protocol.Engine`. With two lanes `load` is `LaneLoader`'s, which does not stop the rows.
 
     Args:
-        newest: has weights.
         older: an engine of its own with the same model and, at first, without rows. Without it rows
             that are in the engine do not finish on their weights: `load` says what becomes of them.
     """
@@ -168,8 +167,6 @@ class LaneEngine:
         kept until they are done.
 
         Args:
-            texts: token ids of each.
-            top: how many of the likeliest tokens to tell.
             version: of the weights; None: the newest.
             done: gets what was found, or ValueError: the version is gone, or a text is too long.
 
@@ -232,10 +229,6 @@ class LaneEngine:
 class LaneLoader:
     """Puts weights into the lanes of an engine that runs in a loop, in the caller's thread: rows go
     on being sampled meanwhile.
-
-    Args:
-        loop: runs the engine.
-        engine: its lanes.
     """
 
     def __init__(self, loop: EngineLoop, engine: LaneEngine) -> None:

@@ -307,11 +307,7 @@ class Prefix:
 
 
 class KeptPrefixes:
-    """Prefixes by the name of their conversation; the one that waited longest goes first.
-
-    Args:
-        max_bytes: of keys and values together.
-    """
+    """Prefixes by the name of their conversation; the one that waited longest goes first."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes, self._num_bytes = max_bytes, 0

@@ -261,7 +261,6 @@ class LlamaStep:
     Holds copies of the weights where the layout pays: make a new one after they change.
 
     Args:
-        model: the model.
         steps: tokens to be decoded.
         value_head: if given, the value of each state is one more column of the logits.
     """
@@ -308,7 +307,6 @@ class LlamaStep:
         """As `__call__`, for rows whose keys and values are in several caches.
 
         Args:
-            tokens, positions: see `__call__`.
             blocks: caches, each with the padding mask of its rows.
             there: [rows] int64, which of the rows stand in the caches, one cache after the other.
             back: [rows] int64, where the rows stand there.

@@ -30,9 +30,7 @@ def cost_of_block(config: PretrainedConfig, itemsize: int, device: torch.device)
     the launches of a step, and its graphs hold one cache.
 
     Args:
-        config: the model's.
         itemsize: bytes of one number in the model's dtype.
-        device: of the model.
     """
     if device.type != "cpu":
         return float("inf")
@@ -49,7 +47,6 @@ def is_alike(lengths: np.ndarray, rows: np.ndarray, cost: float) -> bool:
     Args:
         lengths: [n] positions.
         rows: [n] of each.
-        cost: row positions.
     """
     order = np.argsort(-lengths, kind="stable")
     lengths, rows = lengths[order], rows[order]
@@ -64,7 +61,6 @@ def alike(lengths: np.ndarray, rows: np.ndarray, cost: float) -> list[list[int]]
     Args:
         lengths: [n] positions.
         rows: [n] of each.
-        cost: row positions.
     """
     if is_alike(lengths, rows, cost):
         return [list(range(len(lengths)))]
@@ -95,7 +91,6 @@ class RowBlock:
 
     Args:
         cache: without rows.
-        device: of the model.
     """
 
     def __init__(
@@ -155,7 +150,6 @@ class RowBlock:
         """Names the rows that were admitted.
 
         Args:
-            columns: of the buffers.
             lengths: positions of each row.
             to_come: positions that the rows of this block may still get.
         """
@@ -246,8 +240,6 @@ class RowBlocks:
     """Blocks that each have rows; one block, perhaps without, where nobody is in the batch.
 
     Args:
-        new_block: gives one without rows.
-        device: of the model.
         cost: row positions that one more block has to save; infinite for one block of all rows.
     """
 
@@ -293,13 +285,7 @@ class RowBlocks:
         self._blocks, self.order = [self._new_block()], None
 
     def keep(self, moves: Moves, columns: np.ndarray, left: np.ndarray) -> None:
-        """Removes finished rows, then blocks that are empty or too small to pay for themselves.
-
-        Args:
-            moves: of the batch.
-            columns: of the batch, of the rows that stay.
-            left: columns of those that leave.
-        """
+        """Removes finished rows, then blocks that are empty or too small to pay for themselves."""
         if self.order is None:
             self._blocks[0].keep(moves)
             return
@@ -358,7 +344,6 @@ def row_budget(model: nn.Module, positions: int) -> int | None:
     """Rows that fit into the free memory of the model's GPU; None on other devices: no bound.
 
     Args:
-        model: causal LM of transformers.
         positions: prompt and completion tokens of a row.
     """
     device = next(model.parameters()).device
@@ -426,7 +411,6 @@ def bytes_of_row(config: PretrainedConfig, positions: int, itemsize: int) -> int
     """Bytes of one row: keys and values of all positions in all layers, and logits.
 
     Args:
-        config: the model's config.
         positions: prompt and completion tokens of a row.
         itemsize: bytes of one number in the model's dtype.
     """

@@ -46,11 +46,9 @@ def choose_for_rows(
     """Tokens of the rows from `start` on, by the settings and the guide that each has.
 
     Args:
-        rows: of the batch.
         logits: [n, vocab], of these rows.
         noise: [n] uniforms, None where all rows are greedy.
         start: the first row.
-        clock: the decoder's.
         guides: of rows that have one, by their columns of the buffers.
         counts: of rows with penalties.
     """
@@ -147,12 +145,7 @@ def _allowed_by_guides(
 
 
 class TokenCounts:
-    """Which tokens have occurred in rows with penalties; false while there are none.
-
-    Args:
-        vocab_size: of the model.
-        device: of the model.
-    """
+    """Which tokens have occurred in rows with penalties; false while there are none."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._slots: dict[int, int] = {}  # lines of the tensors, by column of the buffers

@@ -26,11 +26,7 @@ from rllib_llm.shared.openai_client import OpenAIClient, server_root
 
 
 class CompletionClient(ABC):
-    """Gives completions one by one: a server.
-
-    Args:
-        client: asks it; closed with this.
-    """
+    """Gives completions one by one: a server."""
 
     def __init__(self, client: OpenAIClient) -> None:
         self._client = client
@@ -47,9 +43,6 @@ class CompletionClient(ABC):
         """Starts a completion of a prompt; the same noise gives the same one, where it can.
 
         Args:
-            token_ids: the prompt.
-            params: what to sample.
-            noise: names the randomness.
             weights: (epoch, version) of the run's newest, for a server that follows it.
 
         The future raises RequestRefusedError or ServerError where there is no answer.
@@ -64,8 +57,6 @@ class ClientPolicy:
     """Batches of completions by a client.
 
     Args:
-        client: gives the completions; closed with this.
-        tokenizer: the policy's.
         stop_token_ids: all EOS ids of the policy.
     """
 
@@ -120,9 +111,7 @@ class OpenAICompletions(CompletionClient):
     Stop tokens, top_k and min_new_tokens are the server's business.
 
     Args:
-        tokenizer: the policy's.
         base_url: of the server, such as "http://localhost:8000/v1".
-        served_model: the server's name for the model.
         prompt_format: "token_ids", for a server of a model with the policy's tokenizer; "text" for
             others, where prompts are plain text.
         extra_body: further keys of every request, such as {"top_k": 20}.

@@ -54,9 +54,7 @@ def score_text(model: nn.Module, token_ids: Sequence[int], top: int) -> Scores:
     """One forward pass over a text.
 
     Args:
-        model: causal LM of transformers.
         token_ids: at least one.
-        top: how many of the likeliest tokens to tell.
     """
     device = next(model.parameters()).device
     ids = torch.tensor([list(token_ids)], dtype=torch.int64, device=device)
@@ -147,13 +145,9 @@ class TorchEngine:
         max_rows: rows in the batch at once; None is no bound on a CPU, and on a GPU what its free
             memory holds at `max_positions`.
         max_positions: prompt and completion of a long row, for `max_rows` on a GPU.
-        steps_between_looks: see `engine.generate`.
         load_weights: puts published weights into the model; by default they are copied into its
             parameters by name.
-        cuda_graphs: see `engine.generate`.
         kept_bytes: KV cache of conversations that is kept between turns.
-        plan: see `engine.generate`.
-        max_prefill: see `Decoder`.
 
     Raises:
         ValueError: the model cannot be decoded here.
@@ -466,7 +460,6 @@ def finish_of(row: Row, tokens: Tokens, num_sampled: int = 0) -> Finish | None:
     """Why a row with these newest tokens has finished; None if it has not.
 
     Args:
-        row: as it was added.
         tokens: of it, at least one.
         num_sampled: its tokens so far, these among them.
     """

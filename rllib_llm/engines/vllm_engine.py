@@ -149,9 +149,6 @@ class VLLMEngine:
         """Starts a completion; the name of its request.
 
         Args:
-            token_ids: the prompt.
-            params: what to sample.
-            seed: of its own randomness.
             take: is given what vLLM tells of it, within `step`.
             is_told_of_steps: new tokens are told step by step; False: all of them at the end.
         """
@@ -211,8 +208,6 @@ class VLLMEngine:
         Args:
             prompt_ids: [groups, P] int64, left-padded.
             prompt_mask: [groups, P] bool.
-            params: what to sample.
-            num_completions: completions per prompt.
             noises: one per completion; the same one gives the same completion up to round-off.
 
         Raises:
@@ -265,7 +260,6 @@ class VLLMRows:
     Args:
         engine: whose steps serve other rows of it as well.
         version: of its weights; None where `load` comes first.
-        load_weights: puts published weights into it.
         is_told_of_steps: whether tokens can be asked for before their row has ended.
     """
 

@@ -86,7 +86,6 @@ class Asked:
         """Begins the policy's own completion number `i`, behind the prompt and `token_ids`.
 
         Args:
-            params: others than those asked for.
             turn: names the randomness where one completion is asked for several times.
         """
         return self._loop.submit(
@@ -111,7 +110,6 @@ class FunctionPolicy(ModulePolicy):
 
     Args:
         function: is called for each prompt, for many at once.
-        make_module, settings: see `ModulePolicy`.
     """
 
     def __init__(self, function: Generate, make_module: Callable[[], Any], **settings: Any) -> None:

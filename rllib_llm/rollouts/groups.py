@@ -227,7 +227,6 @@ class GroupTable:
         """The first groups that wait and were admitted together, [] where they cannot be sampled.
 
         Args:
-            room: groups at most.
             whole: all that were admitted together, whatever the room.
             can_sample: whether there are the weights for a group.
         """
@@ -289,8 +288,6 @@ class Leases:
     ended lease are refused.
 
     Args:
-        table: whose groups are leased.
-        limit: seconds that a lease may take.
         num_remembered: closed groups whose leases are still known.
     """
 

@@ -45,9 +45,7 @@ class Ledger:
     """See the module.
 
     Args:
-        rules: how far ahead, in which order.
         keeps_rejected: whether rejected groups are handed to the driver.
-        clock: seconds that only grow.
     """
 
     def __init__(
@@ -125,7 +123,6 @@ class Ledger:
         """The batch of update `step` (from 0); repeated calls return the same batch.
 
         Args:
-            step: updates done.
             num_seen: closed groups that earlier answers brought.
             nth: of the batches that this update learns from, from 0.
         """
@@ -312,8 +309,6 @@ class Ledger:
         """Records an exception; the groups it concerns wait again, or have failed.
 
         Args:
-            lease: of the groups.
-            failure: what was raised.
             positions: of the groups, where it does not concern all of the lease. The others stay
                 leased.
         """

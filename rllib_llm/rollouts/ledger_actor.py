@@ -44,9 +44,7 @@ class JournaledLedger:
     Nor was one for which the disk had no room: it raises OSError.
 
     Args:
-        rules, keeps_rejected: of a new ledger.
         folder: where the file is; a ledger that it describes is resumed. None: no file.
-        clock: seconds that only grow.
     """
 
     def __init__(
@@ -317,9 +315,6 @@ class RemoteLedger:
     that gives no answer is killed first.
 
     Args:
-        name: of the actor.
-        rules, keeps_rejected: of the ledger.
-        folder: of the journal.
         answer_seconds: that a call may take, beyond what the call itself waits for.
     """
 

@@ -72,7 +72,6 @@ class Outcomes:
     """Closes groups, and accounts for them.
 
     Args:
-        table, leases: of the groups.
         max_rejected: groups that may be closed one after the other without a batch that gets full.
         max_failed: of them, those that may have failed; so many in a row that could not be judged
             end a run.

@@ -104,7 +104,6 @@ class ModulePolicy:
     """An RLModule, made on first use or shared with the learner in the same process.
 
     Args:
-        make_module: gives the module on its device.
         alias: its parameters may become views of shared memory: nothing else writes to them.
         max_rows: completions decoded at once; None: all that fit.
         cuda_graphs: whether decode steps are recorded on a CUDA device.
@@ -249,11 +248,7 @@ def _check_decoding(module: Any) -> None:
 
 
 class ForeignPolicy(SamplingPolicy):
-    """The base of policies whose weights are not accessible.
-
-    Args:
-        source: generates, and knows its model's tokenizer.
-    """
+    """The base of policies whose weights are not accessible."""
 
     takes_weights: bool = False
     has_weights: bool = True

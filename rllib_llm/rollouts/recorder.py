@@ -235,8 +235,6 @@ class RolloutRecorder:
         Args:
             groups: their rows, on any device. `columns.GROUP` names each row's group, and
                 `columns.ADVANTAGES` is there where the learner handed it back.
-            status: what became of them.
-            iteration: in which they were closed, from 1.
             reason: why they were rejected or failed, one word; "" otherwise.
         """
 
@@ -256,12 +254,7 @@ class RolloutRecorder:
 
 
 class StoredRollouts(RolloutRecorder):
-    """Writes each completion as a row, in the background.
-
-    Args:
-        store: takes the rows.
-        about: what is the same in all of them.
-    """
+    """Writes each completion as a row, in the background."""
 
     def __init__(self, store: RolloutStore, about: AboutRun) -> None:
         self._store = store

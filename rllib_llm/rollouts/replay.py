@@ -35,7 +35,6 @@ class ReplayBuffer:
         eviction: who goes where there is no room: "oldest", or "most_used", of those the oldest.
         max_uses: after so many, the first included, a group goes.
         recency: α ≥ 0; the i-th oldest, from 1 on, is drawn with weight i^α (0: all alike).
-        seed: of the draws.
     """
 
     def __init__(
@@ -125,7 +124,6 @@ class Replayed:
     counted by `num_replayed`.
 
     Args:
-        source: of the fresh batches.
         buffer: of the others; a fresh batch enters it once it was handed out.
         num_groups: drawn for each batch, fewer while there are fewer.
     """

@@ -30,12 +30,7 @@ _NOTHING = PartialCompletion((), (), ())
 
 
 class RowEngine:
-    """An engine whose rows continue on new weights; their cache is kept or recomputed.
-
-    Args:
-        sampler: its policy and weights.
-        in_flight: what becomes of the rows in it, see `Engine.load`.
-    """
+    """An engine whose rows continue on new weights; their cache is kept or recomputed."""
 
     def __init__(self, sampler: Sampler, in_flight: InFlight) -> None:
         self._sampler, self._in_flight = sampler, in_flight
@@ -157,9 +152,6 @@ class RowStream:
     """The groups that one sampler is at work on.
 
     Args:
-        sampler: its environment, policy and weights.
-        num_completions: of each prompt.
-        in_flight: what becomes of rows in the engine when new weights come.
         masks_stale_prefix: whether of a completion only the tokens of its newest weights are
             learnt from.
     """

@@ -109,7 +109,6 @@ class SamplingEnvironment:
         """The results of `step` for completions of the last prompts.
 
         Args:
-            completions: columns of them.
             global_step: updates behind the weights that made them, for reward functions that ask.
 
         What is learnt from is `infos["scores"]`. An environment that gives none is learnt from by
@@ -176,12 +175,8 @@ class Sampler:
     """Answers requests; an answer depends only on request, seed and weights.
 
     Args:
-        environment: hands out prompts and judges.
-        policy: generates.
         params: says how to sample; given whether to explore.
         seed: of the noise, together with the id of a row.
-        name: for messages.
-        watch: is told what it does.
     """
 
     takes_rows = True  # whether its completions are independent rows of an engine

@@ -143,7 +143,6 @@ class SamplerPool:
     ):
         """
         Args:
-            start_seconds: how long the start of all samplers took.
             num_parts: that requests are cut into, however many samplers there are; as many as
                 there are now by default.
         """

@@ -137,12 +137,7 @@ def texts_are_due(version: int, every: int) -> bool:
 
 
 class Schedule:
-    """The base of both schedules.
-
-    Args:
-        rules: how far ahead, in which order.
-        table, outcomes: of the groups.
-    """
+    """The base of both schedules."""
 
     def __init__(self, rules: StreamRules, table: GroupTable, outcomes: Outcomes) -> None:
         self._rules, self._table, self._outcomes = rules, table, outcomes

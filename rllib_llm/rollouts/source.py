@@ -94,10 +94,6 @@ class Rollouts:
     """A `RolloutSource` of the groups of a ledger.
 
     Args:
-        ledger: the table of groups.
-        workers: who samples.
-        rules: of the ledger.
-        recorder: records rejected groups.
         publish_again: publishes the current weights anew, since somebody could not get them.
         tell: called with the groups of the next batch that are judged, as they come.
     """
@@ -351,10 +347,7 @@ def open_rollouts(
 
     Args:
         pool: remote samplers. local: that of this process, where there are none.
-        rules, settings: of the ledger, and of every sampler.
         folder: for the journal of a ledger in an actor, which goes with the run.
-        keeps_rejected: whether rejected groups are recorded.
-        recorder, publish_again, tell: see `Rollouts`.
     """
     told: dict[str, Any] = {"recorder": recorder, "publish_again": publish_again, "tell": tell}
     if not pool.num_samplers:  # nobody could replace a sampler that is this very process

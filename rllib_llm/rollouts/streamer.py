@@ -70,12 +70,7 @@ class Judging:
 
 
 class JudgeThreads:
-    """Judges finished groups while others are sampled.
-
-    Args:
-        judge: scores completions, in any thread.
-        settings: of the stream.
-    """
+    """Judges finished groups while others are sampled."""
 
     def __init__(
         self, judge: Callable[[UnjudgedBatch], JudgedBatch], settings: ServingSettings
@@ -133,14 +128,7 @@ class JudgeThreads:
 
 
 class Work:
-    """The turns of a streaming sampler's thread.
-
-    Args:
-        ledger: to lease from.
-        judge: see `JudgeThreads`.
-        settings: of the stream.
-        name: of the sampler.
-    """
+    """The turns of a streaming sampler's thread."""
 
     def __init__(
         self,
@@ -234,12 +222,7 @@ class Work:
 
 
 class LeaseWork(Work):
-    """One lease after the other, each sampled as one batch.
-
-    Args:
-        sampler: samples and judges.
-        ledger, settings, name: see `Work`.
-    """
+    """One lease after the other, each sampled as one batch."""
 
     def __init__(
         self,
@@ -277,13 +260,7 @@ class LeaseWork(Work):
 
 
 class RowWork(Work):
-    """Takes leases as it has room, samples a token for all rows, has finished groups judged.
-
-    Args:
-        sampler: its environment, policy and weights.
-        judge: see `JudgeThreads`.
-        ledger, settings: see `Work`.
-    """
+    """Takes leases as it has room, samples a token for all rows, has finished groups judged."""
 
     def __init__(
         self,
@@ -371,12 +348,7 @@ class RowWork(Work):
 
 
 class Streamer:
-    """Leases, samples and hands in groups until stopped, in its own thread.
-
-    Args:
-        runner: the sampler's actor.
-        order: what to do.
-    """
+    """Leases, samples and hands in groups until stopped, in its own thread."""
 
     def __init__(self, runner: Any, order: StreamOrder) -> None:
         self.key = order.key

@@ -72,13 +72,7 @@ class Workers:
 
 
 class PlainWorker(Workers):
-    """The sampler of this process, asked for one batch after the other.
-
-    Args:
-        sampler: samples and judges.
-        ledger: to lease from.
-        settings: of serving.
-    """
+    """The sampler of this process, asked for one batch after the other."""
 
     def __init__(
         self, sampler: SamplesAndJudges, ledger: LocalLedger, settings: ServingSettings
@@ -100,9 +94,6 @@ class LocalWorker(Workers):
     """The sampler in this process. It works while the driver waits, and judges in parallel.
 
     Args:
-        sampler: samples and judges.
-        ledger: to lease from.
-        settings: of serving.
         is_eager: whether it works off all there is before the learner goes on: in lockstep, since
             a module shared with the learner has older weights no more.
     """
@@ -150,8 +141,6 @@ class RemoteWorkers(Workers):
     """Samplers in actors of their own: what becomes of those that die, hang, or have no core.
 
     Args:
-        pool: of the samplers.
-        ledger: to lease from.
         starvation: watches processes by their ids. Time in which a sampler was ready to compute and
             other processes left it no core counts for no limit.
     """
@@ -334,8 +323,6 @@ class LeasingWorkers(RemoteWorkers):
     `SamplerPool`. What one holds that left for good (`SamplerPool.scale`) is given to others.
 
     Args:
-        pool, ledger, starvation: see `RemoteWorkers`.
-        settings: of serving.
         answer_seconds: after which a sampler that does not say that it is at work counts as hung.
     """
 

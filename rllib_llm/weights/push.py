@@ -167,7 +167,6 @@ class WeightsPush:
     """Writes weights to a folder and tells servers of it.
 
     Args:
-        servers: are told; closed with this.
         folder: that this process and the servers see under the same path.
     """
 
