@@ -59,7 +59,7 @@ class Samplers:
         ledger = SamplerLedger(actor, name)
         while time.monotonic() < end:
             for lease in ledger.lease(size, [], 0.5).result():
-                ledger.push(lease.id, judged(lease, num_bytes)).result()
+                ledger.call("push", lease.id, judged(lease, num_bytes)).result()
 
 
 def learn(ledger: Any, version: int, end: float, wait_s: float) -> int:

@@ -44,7 +44,7 @@ from rllib_llm.shared.ray_compat import local_learner
 from rllib_llm.weights.coordinator import PublishedWeights
 
 if TYPE_CHECKING:
-    from rllib_llm.rollouts.source import Rollouts, RolloutSource
+    from rllib_llm.rollouts.source import Rollouts
 
 PIPELINE_STATE = "rllib_llm"  # the algorithm's own share of its state
 
@@ -101,7 +101,7 @@ class RLHF(LanguageModelAlgorithm):
         if self.config.serve is not None:
             self._server = self.serve(**self.config.serve)
 
-    def make_rollouts(self) -> RolloutSource:
+    def make_rollouts(self) -> Rollouts:
         """Where batches come from; algorithms that sample otherwise override it."""
         from rllib_llm.rollouts.source import open_rollouts
 

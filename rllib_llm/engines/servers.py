@@ -26,10 +26,18 @@ from rllib_llm.shared.openai_client import OpenAIClient, server_root
 
 
 class CompletionClient(ABC):
-    """Gives completions one by one: a server."""
+    """Completions by a server, one by one or in batches.
 
-    def __init__(self, client: OpenAIClient) -> None:
+    Args:
+        client: asks it; closed with this.
+        tokenizer, stop_token_ids: the policy's, with all its EOS ids, as `ServerPolicy` reads them.
+    """
+
+    def __init__(
+        self, client: OpenAIClient, tokenizer: Any, stop_token_ids: tuple[int, ...]
+    ) -> None:
         self._client = client
+        self.tokenizer, self.stop_token_ids = tokenizer, stop_token_ids
 
     @abstractmethod
     def submit(
@@ -48,24 +56,6 @@ class CompletionClient(ABC):
         The future raises RequestRefusedError or ServerError where there is no answer.
         """
 
-    def close(self) -> None:
-        """Closes its connections."""
-        self._client.close()
-
-
-class ClientPolicy:
-    """Batches of completions by a client.
-
-    Args:
-        stop_token_ids: all EOS ids of the policy.
-    """
-
-    def __init__(
-        self, client: CompletionClient, tokenizer: Any, stop_token_ids: tuple[int, ...]
-    ) -> None:
-        self._client = client
-        self.tokenizer, self.stop_token_ids = tokenizer, stop_token_ids
-
     def generate(
         self,
         prompt_ids: torch.Tensor,
@@ -76,11 +66,11 @@ class ClientPolicy:
         noises: Sequence[Noise],
         weights: tuple[int, int] | None = None,
     ) -> Completions:
-        """Completions of each prompt, one for each of `noises`; see `CompletionClient.submit`."""
+        """Completions of each prompt, one for each of `noises`; see `submit`."""
         prompts = prompts_of(prompt_ids, prompt_mask)
         rows = [prompt for prompt in prompts for _ in range(num_completions)]
         started = [
-            self._client.submit(row, params, noise=noise, weights=weights)
+            self.submit(row, params, noise=noise, weights=weights)
             for row, noise in zip(rows, noises, strict=True)
         ]
         ended = [future.result() for future in started]
@@ -93,7 +83,7 @@ class ClientPolicy:
         return made
 
     def close(self) -> None:
-        """Closes the client."""
+        """Closes its connections."""
         self._client.close()
 
 
@@ -124,6 +114,7 @@ class OpenAICompletions(CompletionClient):
     def __init__(
         self,
         tokenizer: Any,
+        stop_token_ids: tuple[int, ...] = (),
         *,
         base_url: str,
         served_model: str,
@@ -139,10 +130,9 @@ class OpenAICompletions(CompletionClient):
                 reason="prompts travel in no other way",
                 remedy="Use 'token_ids'",
             )
-        self._tokenizer = tokenizer
         self._served_model, self._prompt_format = served_model, prompt_format
         self._extra_body = dict(extra_body or {})
-        super().__init__(OpenAIClient(base_url, **client))
+        super().__init__(OpenAIClient(base_url, **client), tokenizer, stop_token_ids)
 
     def submit(
         self,
@@ -173,19 +163,19 @@ class OpenAICompletions(CompletionClient):
     def _prompt(self, token_ids: list[int]) -> str | list[int]:
         if self._prompt_format == "token_ids":
             return token_ids
-        if token_ids[0] == self._tokenizer.bos_token_id:  # which the server puts there itself
+        if token_ids[0] == self.tokenizer.bos_token_id:  # which the server puts there itself
             token_ids = token_ids[1:]
-        special = set(self._tokenizer.all_special_ids).intersection(token_ids)
+        special = set(self.tokenizer.all_special_ids).intersection(token_ids)
         if special:
             raise SettingError(
                 name="engine_settings['prompt_format']",
                 value="text",
                 rule="be used with prompts of plain text",
-                reason=f"special tokens {self._tokenizer.convert_ids_to_tokens(sorted(special))} "
+                reason=f"special tokens {self.tokenizer.convert_ids_to_tokens(sorted(special))} "
                 "of chat markup would vanish",
                 remedy="Use 'token_ids' and a server of the policy's tokenizer",
             )
-        return str(self._tokenizer.decode(token_ids))
+        return str(self.tokenizer.decode(token_ids))
 
     def _read(self, params: SamplingParams, answer: Any) -> Ended:
         choice = answer["choices"][0]
@@ -193,7 +183,7 @@ class OpenAICompletions(CompletionClient):
         if not isinstance(text, str):
             raise TypeError(f"choices[0].text is a {type(text).__name__}")
         if token_ids is None:
-            token_ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+            token_ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         ids = [int(i) for i in token_ids][: params.max_new_tokens]
         given = (choice.get("logprobs") or {}).get("token_logprobs") or ()
         logprobs = [float(value) for value in given]
@@ -230,6 +220,8 @@ class TokenCompletions(CompletionClient):
 
     def __init__(
         self,
+        tokenizer: Any = None,
+        stop_token_ids: tuple[int, ...] = (),
         *,
         base_url: str,
         served_model: str | None = None,
@@ -242,7 +234,7 @@ class TokenCompletions(CompletionClient):
         self._exact_noise, self._extra = exact_noise, dict(extra_params or {})
         # What is no text is refused by the client.
         root = server_root(base_url) if isinstance(base_url, str) else base_url
-        super().__init__(OpenAIClient(root, **client))
+        super().__init__(OpenAIClient(root, **client), tokenizer, stop_token_ids)
 
     def submit(
         self,
@@ -335,7 +327,7 @@ ENDPOINTS = ("completions", "tokens")
 """Of a server: OpenAI's texts, for evaluation; token ids in and out, for training too."""
 
 
-def open_server(model: str, *, endpoint: str = "completions", **settings: Any) -> ClientPolicy:
+def open_server(model: str, *, endpoint: str = "completions", **settings: Any) -> CompletionClient:
     """Completions by a server.
 
     Args:
@@ -358,9 +350,5 @@ def open_server(model: str, *, endpoint: str = "completions", **settings: Any) -
             remedy="Use 'tokens' for one that gives token ids",
         )
     tokenizer = load_tokenizer(model)
-    client: CompletionClient
-    if endpoint == "tokens":
-        client = TokenCompletions(**settings)
-    else:
-        client = OpenAICompletions(tokenizer, **settings)
-    return ClientPolicy(client, tokenizer, policy_eos_ids(model, tokenizer))
+    kind = TokenCompletions if endpoint == "tokens" else OpenAICompletions
+    return kind(tokenizer, policy_eos_ids(model, tokenizer), **settings)

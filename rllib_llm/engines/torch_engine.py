@@ -297,7 +297,12 @@ class TorchEngine:
         self._decoder.forget_all()
         self._decoder.max_rows = max_rows
         torch.cuda.empty_cache()
-        held = list(self._rows.values())
+        self._requeue(list(self._rows.values()))
+        return ended
+
+    def _requeue(self, held: Sequence[_Held], first: bool = False) -> None:
+        """Has rows that are not in the batch prefilled again with their sampled tokens, those of a
+        group together where these are the same; before all that wait, if `first`."""
         parts: dict[object, list[tuple[_Held, int]]] = {}
         texts: dict[object, tuple[int, ...]] = {}
         for each, tokens in zip(held, self._read(held), strict=True):
@@ -312,8 +317,7 @@ class TorchEngine:
             )
             for key, part in parts.items()
         ]  # fmt: skip
-        self._decoder.queue.put(groups)
-        return ended
+        self._decoder.queue.put(groups, first)
 
     def sampled(self, ids: Sequence[Hashable], starts: Sequence[int]) -> list[Tokens]:
         first = dict(zip(ids, starts, strict=True))
@@ -406,7 +410,9 @@ class TorchEngine:
         with torch.inference_mode():
             self._left += self._let_go(self._decoder.drop_ended())
             if in_flight == "recompute":
-                self._requeue()
+                columns = self._decoder.rows.columns.tolist()
+                self._decoder.remove(set(columns))
+                self._requeue([self._rows[self._ids[column]] for column in columns], first=True)
         self._put(weights, version)
 
     def _put(self, weights: dict[str, torch.Tensor], version: int) -> None:
@@ -437,18 +443,6 @@ class TorchEngine:
     def open(self) -> None:
         """Lays the weights out for decoding now, which the next step would do."""
         self._decoder.open()
-
-    def _requeue(self) -> None:
-        """Removes all rows from the batch, to be prefilled again with their sampled tokens."""
-        columns = self._decoder.rows.columns.tolist()
-        self._decoder.remove(set(columns))
-        held = [self._rows[self._ids[column]] for column in columns]
-        groups = []
-        for each, tokens in zip(held, self._read(held), strict=True):
-            token_ids = [*each.row.token_ids, *tokens.token_ids]
-            num_sampled = each.row.num_sampled + len(tokens.token_ids)
-            groups.append(self._prompt(token_ids, [each.row], [each.column], [num_sampled]))
-        self._decoder.queue.put(groups, first=True)
 
     def close(self) -> None:
         self._decoder.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,6 +80,7 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         self._position = 0  # of plain `sample()` calls only
         self.streamer: Streamer | None = None  # while groups stream
         self._calling_back = threading.Lock()
+        self._params: dict[bool, SamplingParams] = {}  # by whether to explore
         classes = self.config.callbacks_class
         classes = classes if isinstance(classes, (list, tuple)) else [classes]
         self._callbacks = [cls() for cls in classes]
@@ -122,22 +123,22 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         given = dict(config.env_config)
         if config.chat_template is not None:
             given.setdefault("chat_template", config.chat_template)
-        in_environment = config.reference_place == "environment"  # else the learner has it
-        settings = environment_settings(
-            given,
-            model=config.pretrained_model,
-            max_completion_len=config.max_new_tokens,
-            temperature=config.temperature,
-            seed=config.seed or 0,
-            device=str(self._device),
-            is_evaluation=config.in_evaluation,
-            with_reference=bool(
-                in_environment and config.ref_kl_coeff and not config.in_evaluation
-            ),
-            frozen_quantization="bf16" if config.mixed_precision else "none",
-            frozen_products=config.float32_products,
-        )
-        context = EnvContext(settings, self.worker_index, num_workers=self.num_workers)
+        # Else the learner has it. By default it is a copy of the policy.
+        has_reference = config.reference_place == "environment" and bool(config.ref_kl_coeff)
+        defaults = {
+            "model": config.pretrained_model,
+            "max_completion_len": config.max_new_tokens,
+            "temperature": config.temperature,
+            "seed": config.seed or 0,
+            "device": str(self._device),
+            "split": "eval" if config.in_evaluation else "train",
+            "reference": None,
+            "frozen_quantization": "bf16" if config.mixed_precision else "none",
+            "frozen_products": config.float32_products,
+        }
+        if has_reference and not config.in_evaluation:
+            defaults["reference"] = {"model": config.pretrained_model}
+        context = EnvContext({**defaults, **given}, self.worker_index, num_workers=self.num_workers)
         self.env = make(config.env, context)
         self.env.max_steps = config.planned_iterations or 0  # of a reward function that asks
         check_env_lengths(
@@ -197,7 +198,9 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         return spec.build().to(self._device)
 
     def _sampling_params(self, explore: bool) -> SamplingParams:
-        return sampling_params(self.config, self.policy, explore)
+        if explore not in self._params:  # asked for with each request, and always the same
+            self._params[explore] = sampling_params(self.config, self.policy, explore)
+        return self._params[explore]
 
     def make_module(self) -> None:
         """RLlib's; the policy makes its module itself."""
@@ -335,8 +338,7 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         the error if the published weights cannot be read. A streaming sampler is compared between
         two turns, with the version that it reports: its weights may be newer."""
         if self.streamer is not None and self.streamer.is_at_work:
-            differing = self.streamer.between_turns(self.sampler.differing_in_use)
-            return self.worker_index, differing
+            return self.worker_index, self.streamer.between_turns(self.sampler.differing)
         return self.worker_index, self.sampler.differing(published)
 
     def get_ctor_args_and_kwargs(self):
@@ -368,43 +370,3 @@ def _sampler_class(env: Any) -> type[Sampler]:
     if isinstance(env, AgentEnv):
         return AgentSampler
     return ConversationSampler if isinstance(env, ConversationEnv) else Sampler
-
-
-def environment_settings(
-    env_config: Mapping[str, Any],
-    *,
-    model: Any,
-    max_completion_len: int,
-    temperature: float,
-    seed: int,
-    device: str,
-    is_evaluation: bool,
-    with_reference: bool,
-    frozen_quantization: str = "none",
-    frozen_products: str = "mkl",
-) -> dict[str, Any]:
-    """An environment's settings: the user's, and those that follow from the config.
-
-    Args:
-        env_config: the user's; what is set there stays.
-        model: the policy's source; its tokenizer is the environment's.
-        max_completion_len: tokens.
-        temperature: the sampler's.
-        seed: of the order of prompts.
-        device: of the environment's tensors and frozen models.
-        is_evaluation: whether prompts are held-out ones.
-        with_reference: whether the environment holds the reference, a copy of `model` by default.
-        frozen_quantization, frozen_products: of frozen models that name none.
-    """
-    defaults = {
-        "model": model,
-        "max_completion_len": max_completion_len,
-        "temperature": temperature,
-        "seed": seed,
-        "device": device,
-        "split": "eval" if is_evaluation else "train",
-        "reference": {"model": model} if with_reference else None,
-        "frozen_quantization": frozen_quantization,
-        "frozen_products": frozen_products,
-    }
-    return {**defaults, **env_config}

@@ -10,16 +10,16 @@ import pickle
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rllib_llm.rollouts.groups import Answer, JudgedGroup, Lease, PartialCompletion
+from rllib_llm.rollouts.groups import Answer, Lease
 from rllib_llm.rollouts.ledger import Ledger
 from rllib_llm.rollouts.schedule import StreamRules
 from rllib_llm.shared.remote import NAMESPACE, NamedActor
@@ -177,7 +177,7 @@ class LedgerActor:
         return answer
 
     async def take(self, step: int, num_seen: int, nth: int, wait_s: float) -> Answer:
-        """See `LedgerCalls`."""
+        """See `Ledger.take`; returns within `wait_s`."""
         deadline = time.monotonic() + wait_s
         if nth:
             self._journaled.call("want", nth)
@@ -231,7 +231,7 @@ class LedgerActor:
         return self._journaled.ledger.state()
 
     async def look(self) -> dict[str, Any]:
-        """See `LedgerCalls`."""
+        """See `looked`; with `cpu_seconds` and `pid` of this process."""
         cpu_seconds, pid = time.process_time(), os.getpid()
         return looked(self._journaled) | {"cpu_seconds": cpu_seconds, "pid": pid}
 
@@ -243,7 +243,8 @@ async def _wait(future: asyncio.Future, seconds: float) -> bool:
 
 
 def looked(journaled: JournaledLedger) -> dict[str, Any]:
-    """See `LedgerCalls.look`, without values of the ledger's process."""
+    """`metrics`, `position`, `waits_for` (samplers being waited for) and `num_old` (groups to be
+    sampled by older weights than the newest)."""
     ledger = journaled.ledger
     return {
         "metrics": ledger.metrics(),
@@ -259,29 +260,6 @@ MAX_SECONDS_OF_A_CALL = 900.0  # all attempts of it, while the actor is started 
 STOP_SECONDS = 2.0
 
 
-class LedgerCalls(Protocol):
-    """The driver's interface to a ledger, local or remote."""
-
-    def call(self, name: str, *args: Any) -> Any:
-        """One of `CALLS`."""
-
-    def take(self, step: int, num_seen: int, nth: int, wait_s: float) -> Answer:
-        """See `Ledger.take`; returns within `wait_s`."""
-
-    def state(self) -> dict[str, Any]:
-        """See `Ledger.state`."""
-
-    def close(self) -> None:
-        """Stops giving out work and wakes all waiting samplers."""
-
-    def look(self) -> dict[str, Any]:
-        """`metrics`, `position`, `waits_for` (samplers being waited for), `num_old` (groups to be
-        sampled by older weights than the newest), `cpu_seconds` and `pid` of its process."""
-
-    def stop(self) -> None:
-        """Ends it."""
-
-
 class LocalLedger:
     """A ledger in the process that samples and learns in turn."""
 
@@ -289,23 +267,26 @@ class LocalLedger:
         self.journaled = JournaledLedger(rules, None, keeps_rejected=keeps_rejected)
 
     def call(self, name: str, *args: Any) -> Any:
+        """One of `CALLS`."""
         return self.journaled.call(name, *args)
 
     def take(self, step: int, num_seen: int, nth: int, wait_s: float) -> Answer:
-        """Nobody works meanwhile, so it does not wait."""
+        """See `Ledger.take`. Nobody works meanwhile, so it does not wait."""
         return self.journaled.call("take", step, num_seen, nth)
 
     def state(self) -> dict[str, Any]:
+        """See `Ledger.state`."""
         return self.journaled.ledger.state()
 
-    def close(self) -> None:
-        """Does nothing."""
-
     def look(self) -> dict[str, Any]:
+        """See `looked`."""
         return looked(self.journaled)
 
+    def close(self) -> None:
+        """Stops giving out work, and wakes all waiting samplers: there are none."""
+
     def stop(self) -> None:
-        """Does nothing."""
+        """Ends it: it needs no end."""
 
 
 class RemoteLedger:
@@ -375,6 +356,10 @@ class RemoteLedger:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
+LedgerCalls: TypeAlias = LocalLedger | RemoteLedger
+"""The driver's interface to a ledger."""
+
+
 class SamplerLedger:
     """A sampler's end of a ledger in an actor.
 
@@ -384,36 +369,13 @@ class SamplerLedger:
     """
 
     def __init__(self, actor: Any, sampler: str) -> None:
-        self._actor, self._sampler = actor, sampler
+        self._actor, self.sampler = actor, sampler
 
     def lease(self, num_groups: int, holding: Iterable[int], wait_s: float) -> Future[Any]:
         """See `LedgerActor.lease`."""
-        call = self._actor.lease.remote(self._sampler, num_groups, list(holding), wait_s)
+        call = self._actor.lease.remote(self.sampler, num_groups, list(holding), wait_s)
         return call.future()
 
-    def push(self, lease: int, groups: Sequence[JudgedGroup]) -> Future[int]:
-        """Hands groups to the ledger; returns the number accepted."""
-        return self._call("push", lease, list(groups))
-
-    def keep_partial(
-        self, lease: int, partial: dict[int, tuple[PartialCompletion, ...]]
-    ) -> Future[None]:
-        """See `Ledger.keep_partial`."""
-        return self._call("keep_partial", lease, partial)
-
-    def renew(self, holding: Iterable[int]) -> Future[Any]:
-        """The leases that hold, and the newest weights."""
-        return self._call("renew", self._sampler, list(holding))
-
-    def fail(
-        self, lease: int, failure: Any, positions: Collection[int] | None = None
-    ) -> Future[None]:
-        """See `Ledger.fail`."""
-        return self._call("fail", lease, failure, positions)
-
-    def give_back(self, failure: Any, holding: Iterable[int] = ()) -> Future[None]:
-        """See `Ledger.give_back`."""
-        return self._call("give_back", self._sampler, failure, list(holding))
-
-    def _call(self, name: str, *args: Any) -> Future[Any]:
+    def call(self, name: str, *args: Any) -> Future[Any]:
+        """One of `CALLS`."""
         return self._actor.call.remote(name, *args).future()

@@ -23,7 +23,7 @@ from rllib_llm.weights.flat_buffer import FlatBuffer, unpack
 from rllib_llm.weights.loading import ModuleLoader, differing
 
 if TYPE_CHECKING:  # they import transformers, or httpx
-    from rllib_llm.engines.servers import ClientPolicy
+    from rllib_llm.engines.servers import CompletionClient
     from rllib_llm.engines.vllm_engine import VLLMEngine
 
 LoadWeights: TypeAlias = Callable[[dict[str, torch.Tensor]], None]
@@ -253,7 +253,7 @@ class ForeignPolicy(SamplingPolicy):
     takes_weights: bool = False
     has_weights: bool = True
 
-    def __init__(self, source: VLLMEngine | ClientPolicy) -> None:
+    def __init__(self, source: VLLMEngine | CompletionClient) -> None:
         self._source: Any = source
 
     @property

@@ -13,7 +13,7 @@ from rllib_llm.shared import columns
 from rllib_llm.weights.coordinator import PublishedWeights
 
 if TYPE_CHECKING:
-    from rllib_llm.rollouts.source import RolloutSource
+    from rllib_llm.rollouts.source import Rollouts
 
 EVICTIONS = ("oldest", "most_used")
 
@@ -120,15 +120,14 @@ class ReplayBuffer:
 
 
 class Replayed:
-    """A `RolloutSource` that appends `num_groups` replayed groups to each batch of another source,
-    counted by `num_replayed`.
+    """Appends `num_groups` replayed groups to each batch of a source, counted by `num_replayed`.
 
     Args:
         buffer: of the others; a fresh batch enters it once it was handed out.
         num_groups: drawn for each batch, fewer while there are fewer.
     """
 
-    def __init__(self, source: RolloutSource, buffer: ReplayBuffer, num_groups: int) -> None:
+    def __init__(self, source: Rollouts, buffer: ReplayBuffer, num_groups: int) -> None:
         self.source = source
         self.buffer = buffer
         self._num_groups = num_groups
@@ -177,7 +176,7 @@ class Replayed:
         self.source.stop()
 
 
-def replayed(source: RolloutSource, config: Any) -> RolloutSource:
+def replayed(source: Rollouts, config: Any) -> Rollouts | Replayed:
     """The source with a buffer around it, where an `RLHFConfig` asks for one."""
     if not config.replay_groups:
         return source

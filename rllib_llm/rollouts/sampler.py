@@ -338,23 +338,15 @@ class Sampler:
         prompts = {name: rows[name][::n] for name in (columns.PROMPT_IDS, columns.PROMPT_MASK)}
         return self.policy.generate(prompts, asked)
 
-    def differing(self, published: PublishedWeights) -> list[str]:
-        """Names of the parameters that are not as published; the error in their place where the
-        published ones cannot be had."""
-        if not published.ref or not self.policy.takes_weights:
+    def differing(self, published: PublishedWeights | None = None) -> list[str]:
+        """Names of the parameters that are not as published, after these were loaded; None: not as
+        those in use, which are kept. The error in their place where these cannot be had."""
+        wanted = published or self.weights.in_use
+        if wanted is None or not wanted.ref or not self.policy.takes_weights:
             return []
         try:
-            self.weights.ensure(published, self.policy.load)
-            return self.policy.differing(self.weights.published_bytes())
-        except WeightsLostError as error:
-            return [str(error)]
-
-    def differing_in_use(self) -> list[str]:
-        """As `differing`, comparing the published weights with those in use, which are kept."""
-        in_use = self.weights.in_use
-        if in_use is None or not in_use.ref or not self.policy.takes_weights:
-            return []
-        try:
+            if published is not None:
+                self.weights.ensure(published, self.policy.load)
             return self.policy.differing(self.weights.published_bytes())
         except WeightsLostError as error:
             return [str(error)]

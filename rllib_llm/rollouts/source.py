@@ -17,7 +17,7 @@ import uuid
 from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rllib_llm.rollouts.errors import (
     BrokenSamplerError,
@@ -59,39 +59,9 @@ class FilteredOutError(SamplingError):
     """Filters refuse, or samplers fail to make, so many groups that no batch gets full."""
 
 
-class RolloutSource(Protocol):
-    """Judged completions, batch after batch: `RLHF.training_step` is next, update, publish."""
-
-    @property
-    def position(self) -> int:
-        """Prompt groups learnt from so far, those of the batch handed out last among them."""
-
-    def next(self) -> JudgedBatch:
-        """The batch to be learnt from next.
-
-        Raises:
-            SamplingError: nobody can sample it.
-        """
-
-    def publish(self, weights: PublishedWeights) -> None:
-        """Sets the weights to sample with; called before the first `next`."""
-
-    def metrics(self) -> dict[str, dict[str, float]]:
-        """Its metrics, once per iteration, by group."""
-
-    def state(self) -> dict[str, Any]:
-        """Its state for a checkpoint, from which another kind of source can continue."""
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Restores the `state` of this or another source. `state` also has `weights_version`, the
-        number of updates until then."""
-
-    def stop(self) -> None:
-        """Waits, for a limited time, for work in flight."""
-
-
 class Rollouts:
-    """A `RolloutSource` of the groups of a ledger.
+    """Judged completions, batch after batch: `RLHF.training_step` is next, update, publish. They
+    are the groups of a ledger.
 
     Args:
         publish_again: publishes the current weights anew, since somebody could not get them.
@@ -124,10 +94,12 @@ class Rollouts:
 
     @property
     def position(self) -> int:
+        """Prompt groups learnt from so far, those of the batch handed out last among them."""
         return self._position
 
     def publish(self, weights: PublishedWeights) -> None:
-        """The batch handed out before was learnt from."""
+        """Sets the weights to sample with, before the first `next`; the batch handed out before was
+        learnt from."""
         if weights.version != self._step:
             if self._handed_out:
                 self._turns.append(weights.version)
@@ -280,7 +252,7 @@ class Rollouts:
         return {"rollouts": told}
 
     def look(self) -> dict[str, Any]:
-        """See `LedgerCalls.look`."""
+        """See `looked` of the ledger."""
         return self._ledger.look()
 
     def state(self) -> dict[str, Any]:
@@ -313,7 +285,7 @@ class Rollouts:
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Restores the state; work in flight is refused when it arrives. The checkpoint of another
-        source gives only the position."""
+        source gives only the position, and `weights_version`, the number of updates until then."""
         self._num_seen, self._step = 0, state["weights_version"]
         self._kept.clear()
         self._turns.clear()
@@ -326,6 +298,7 @@ class Rollouts:
         self._position = state.get("num_learnt", state["position"])
 
     def stop(self) -> None:
+        """Waits, for a limited time, for work in flight."""
         self._ledger.close()
         self._workers.stop()  # before the ledger, that calls of theirs are not made in vain
         self._ledger.stop()

@@ -133,13 +133,12 @@ class Work:
     def __init__(
         self,
         ledger: SamplerLedger,
-        judge: Callable[[UnjudgedBatch], JudgedBatch],
+        sampler: SamplesAndJudges,
         settings: ServingSettings,
         name: str,
     ) -> None:
-        self._ledger, self._settings = ledger, settings
+        self._ledger, self._sampler, self._settings = ledger, sampler, settings
         self.listener = Listener(name)
-        self._judge = judge
         self._judges = JudgeThreads(self._judged, settings)
         self._asked: Future[list[Lease]] | None = None  # for leases
         self._told: list[tuple[int, Future[Any]]] = []  # calls that are not answered, and leases
@@ -148,7 +147,7 @@ class Work:
         self._was_judged = True  # something, since the last renewal
 
     def _judged(self, generated: UnjudgedBatch) -> JudgedBatch:
-        batch = self._judge(generated)
+        batch = self._sampler.judge(generated)
         batch.messages = self.listener.take()
         return batch
 
@@ -187,7 +186,7 @@ class Work:
             error = each.call.exception()
             if error is None:
                 self._told.append(
-                    (each.lease.id, self._ledger.push(each.lease.id, each.call.result()))
+                    (each.lease.id, self._ledger.call("push", each.lease.id, each.call.result()))
                 )
             else:
                 self._report(each.lease, error, each.positions)
@@ -198,7 +197,8 @@ class Work:
     def _report(self, lease: Lease, error: BaseException, positions: Collection[int]) -> None:
         """Tells the ledger of an exception that concerns these groups of a lease."""
         failure = SampleFailure.from_exception(error)
-        self._told.append((lease.id, self._ledger.fail(lease.id, failure, list(positions))))
+        call = self._ledger.call("fail", lease.id, failure, list(positions))
+        self._told.append((lease.id, call))
 
     def _begin_renewal(self) -> None:
         """Renews leases of groups being sampled, and of those being judged while their judges make
@@ -209,12 +209,14 @@ class Work:
         leases = self._sampling()
         if self._was_judged:
             leases |= self._judges.leases
-        self._renewing, self._renewed, self._was_judged = self._ledger.renew(leases), now, False
+        self._renewing = self._ledger.call("renew", self._ledger.sampler, list(leases))
+        self._renewed, self._was_judged = now, False
 
     def _fail(self, error: Exception) -> None:
         """Returns groups being sampled after an exception that no group caused."""
         failure = SampleFailure.from_exception(error)
-        self._ledger.give_back(failure, self._holding() - self._sampling()).result()
+        held = list(self._holding() - self._sampling())
+        self._ledger.call("give_back", self._ledger.sampler, failure, held).result()
 
     def close(self) -> None:
         """Frees its memory."""
@@ -223,16 +225,6 @@ class Work:
 
 class LeaseWork(Work):
     """One lease after the other, each sampled as one batch."""
-
-    def __init__(
-        self,
-        ledger: SamplerLedger,
-        sampler: SamplesAndJudges,
-        settings: ServingSettings,
-        name: str,
-    ) -> None:
-        super().__init__(ledger, sampler.judge, settings, name)
-        self._generate = sampler.generate
 
     def turn(self) -> None:
         """Waits for a lease, or for a judge, and samples a lease's groups."""
@@ -252,7 +244,7 @@ class LeaseWork(Work):
 
     def _sample(self, lease: Lease) -> None:
         try:
-            generated = self._generate(request_of(lease, self._settings), lease.weights)
+            generated = self._sampler.generate(request_of(lease, self._settings), lease.weights)
         except Exception as error:  # noqa: BLE001  (the border of the process)
             self._report(lease, error, lease.positions)
             return
@@ -265,19 +257,19 @@ class RowWork(Work):
     def __init__(
         self,
         ledger: SamplerLedger,
-        sampler: Sampler,
-        judge: Callable[[UnjudgedBatch], JudgedBatch],
+        rows_of: Sampler,
+        sampler: SamplesAndJudges,
         settings: ServingSettings,
     ) -> None:
-        super().__init__(ledger, judge, settings, sampler.name)
-        self._sampler = sampler
+        super().__init__(ledger, sampler, settings, rows_of.name)
+        self._rows_of = rows_of
         self._rows = self._begin()
         self._new: set[int] = set()  # leases that the renewal under way may not know of
 
     def _begin(self) -> RowStream:
         settings = self._settings
         return RowStream(
-            self._sampler, settings.num_completions, in_flight=settings.in_flight,
+            self._rows_of, settings.num_completions, in_flight=settings.in_flight,
             masks_stale_prefix=settings.masks_stale_prefix,
         )  # fmt: skip
 
@@ -333,7 +325,7 @@ class RowWork(Work):
         self._new.clear()
         if newest is not None and self._rows.is_news(newest, order):
             for lease, partial in self._rows.partial().items():
-                self._told.append((lease, self._ledger.keep_partial(lease, partial)))
+                self._told.append((lease, self._ledger.call("keep_partial", lease, partial)))
             self._rows.load(newest, order)
 
     def _fail(self, error: Exception) -> None:
@@ -358,7 +350,7 @@ class Streamer:
         self._asked: queue.SimpleQueue[tuple[Callable[[], Any], Future]] = queue.SimpleQueue()
         self._work: Work
         if order.settings.by_row and runner.sampler.takes_rows:
-            self._work = RowWork(ledger, runner.sampler, runner.judge, order.settings)
+            self._work = RowWork(ledger, runner.sampler, runner, order.settings)
         else:
             self._work = LeaseWork(ledger, runner, order.settings, str(runner))
         # A daemon: a process that ends does not wait for a lease.

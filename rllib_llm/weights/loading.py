@@ -19,7 +19,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -125,18 +125,8 @@ def _error(call: str) -> OSError:
     return OSError(number, f"{call}: {os.strerror(number)}")
 
 
-class LoadableModule(Protocol):
-    """The interface of a module into which weights can be loaded."""
-
-    def own_tensors(self) -> dict[str, torch.Tensor]:
-        """Its parameters and buffers themselves, by name."""
-
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Copies `state` into them."""
-
-
 class ModuleLoader:
-    """Loads flat buffers into one module.
+    """Loads flat buffers into one module, a `HuggingFaceModule`.
 
     alias: parameters may become views of shared memory. Writing to such a parameter ends the
     process (`read_only.py`); `own_memory` gives it memory of its own again.
@@ -151,7 +141,7 @@ class ModuleLoader:
         """Whether parameters are views of shared memory."""
         return bool(self._in_use)
 
-    def load(self, module: LoadableModule, flat: FlatBuffer) -> None:
+    def load(self, module: Any, flat: FlatBuffer) -> None:
         """Makes the module compute with the weights in `flat`.
 
         Raises:
@@ -159,7 +149,7 @@ class ModuleLoader:
         """
         self.prepare(module, flat)()
 
-    def prepare(self, module: LoadableModule, flat: FlatBuffer) -> Callable[[], None]:
+    def prepare(self, module: Any, flat: FlatBuffer) -> Callable[[], None]:
         """Prepares a load and returns the call that completes it, which takes a microsecond per
         aliased tensor. Another thread may prepare while the module is in use."""
         own = module.own_tensors()
@@ -177,11 +167,11 @@ class ModuleLoader:
         replaced, self._in_use = self._in_use, tensors_and_views
         later(replaced.clear)  # the last hold on the weights before these
 
-    def _copy(self, module: LoadableModule, flat: FlatBuffer) -> None:
+    def _copy(self, module: Any, flat: FlatBuffer) -> None:
         self.own_memory(module)
         module.set_state(unpack(flat))
 
-    def own_memory(self, module: LoadableModule) -> None:
+    def own_memory(self, module: Any) -> None:
         """Gives every aliased parameter a copy that can be written to."""
         if not self.is_aliased:
             return
@@ -190,7 +180,7 @@ class ModuleLoader:
         self._in_use = []
 
 
-def differing(module: LoadableModule, flat: FlatBuffer) -> list[str]:
+def differing(module: Any, flat: FlatBuffer) -> list[str]:
     """Names of the tensors in `flat` that `module` does not hold bit for bit, after rounding to its
     dtype."""
     own = module.own_tensors()

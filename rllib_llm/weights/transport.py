@@ -149,24 +149,11 @@ class _OwnTransport:
 # --- The learner's end: its policy as tickets, by whichever transport
 
 
-class ExportableModule(Protocol):
-    """The interface of a module whose weights can be exported."""
-
-    def published_tensors(self) -> dict[str, torch.Tensor]:
-        """The parameters and buffers themselves that receivers need, by name."""
-
-    def published_state(self) -> dict[str, torch.Tensor]:
-        """The same, detached, sharing memory with the module."""
-
-    def published_shards(self) -> dict[str, torch.Tensor]:
-        """Where learners hold shards, those of this one."""
-
-
 class WeightsExporter:
     """Exports the policy of one learner: created as its `weights_exporter`, and destroyed with it.
     Keeps a transport's state between exports, such as GPU buffers."""
 
-    def __init__(self, module: ExportableModule):
+    def __init__(self, module: Any):
         self._module = module
         self._transports = Transports()
         self._is_laid_out = False

@@ -9,7 +9,7 @@ import torch
 
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Noise, row_seeds
-from rllib_llm.engines.servers import ClientPolicy, OpenAICompletions, open_server
+from rllib_llm.engines.servers import CompletionClient, OpenAICompletions, open_server
 from rllib_llm.modules.tokenizer import load_tokenizer
 from rllib_llm.rollouts.judged_batch import SampleRequest
 from tests.algorithms import tiny_runs as tiny
@@ -30,7 +30,7 @@ def doubled(path, body):
     return 200, {"choices": [{"text": text, "finish_reason": finish, "logprobs": logprobs}]}, {}
 
 
-def engine(server, **settings) -> ClientPolicy:
+def engine(server, **settings) -> CompletionClient:
     return open_server(tiny.MODEL, base_url=server.base_url, served_model="m", **QUICK, **settings)
 
 

@@ -11,7 +11,6 @@ from rllib_llm.envs.judges.rewards import RewardError
 from rllib_llm.envs.prompts import PromptError
 from rllib_llm.envs.rlhf import EnvConfigError
 from rllib_llm.modules.precision import multiplies_by_onednn
-from rllib_llm.rollouts.env_runner import environment_settings
 from tests.tiny_models import byte_tokenizer, llama, llama_classifier, save
 
 MODEL = "tests.tiny_models.build_llama"
@@ -178,22 +177,15 @@ def test_a_tokenizer_without_a_model():
 @pytest.mark.parametrize("own, dtype", [({}, "bfloat16"), ({"quantization": "none"}, "float32")])
 def test_frozen_models_that_name_no_quantization_follow_the_policy(files, own, dtype):
     """In mixed precision samplers ask for bf16; what a model says of itself holds."""
-    settings = environment_settings(
-        {
-            "prompts": str(files / "prompts.txt"),
-            "reward_model": {"model": str(files / "judge"), **own},
-            "reference": own,
-        },
-        model=str(files / "policy"),
-        max_completion_len=4,
-        temperature=1.0,
-        seed=0,
-        device="cpu",
-        is_evaluation=False,
-        with_reference=True,
-        frozen_quantization="bf16",
-        frozen_products="onednn",
-    )
+    settings = {
+        "model": str(files / "policy"),
+        "prompts": str(files / "prompts.txt"),
+        "max_completion_len": 4,
+        "reward_model": {"model": str(files / "judge"), **own},
+        "reference": own,
+        "frozen_quantization": "bf16",
+        "frozen_products": "onednn",
+    }
     env = rlhf.create(settings)
     (judge,) = [term.function for term in env.rewards.terms]
     for model in (env.reference.model, judge.model):

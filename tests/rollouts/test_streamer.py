@@ -29,31 +29,18 @@ from tests.rollouts.world import N, ScriptedSampler
 class Calls:
     """`SamplerLedger` of a ledger in this process."""
 
+    sampler = "1"
+
     def __init__(self, ledger):
         self.ledger = ledger
 
-    def _call(self, name, *args):
+    def call(self, name, *args):
         done = Future()
         done.set_result(self.ledger.call(name, *args))
         return done
 
     def lease(self, num_groups, holding, wait_s):
-        return self._call("lease", "1", num_groups, list(holding))
-
-    def push(self, lease, groups):
-        return self._call("push", lease, groups)
-
-    def fail(self, lease, failure, positions=None):
-        return self._call("fail", lease, failure, positions)
-
-    def give_back(self, failure, holding=()):
-        return self._call("give_back", "1", failure, list(holding))
-
-    def keep_partial(self, lease, partial):
-        return self._call("keep_partial", lease, partial)
-
-    def renew(self, holding):
-        return self._call("renew", "1", list(holding))
+        return self.call("lease", "1", num_groups, list(holding))
 
 
 class World:
@@ -68,13 +55,23 @@ class World:
         return "trained"
 
 
+def answer(work, name, make_answer):
+    """Has one of the calls of `work` to its ledger answered by a function."""
+    before = work._ledger.call
+
+    def call(called, *args):
+        return make_answer(*args) if called == name else before(called, *args)
+
+    work._ledger.call = call
+
+
 def work_of(world, *, schedule, in_flight="keep", **rules):
     ledger = LocalLedger(StreamRules(**{"num_groups": 8, "schedule": schedule, **rules}))
     ledger.call("publish", PublishedWeights(0))
     settings = ServingSettings(N, max_groups=8, in_flight=in_flight)
     sampler = ScriptedSampler(world)
     if schedule == "free":
-        return ledger, RowWork(Calls(ledger), sampler, sampler.judge, settings)
+        return ledger, RowWork(Calls(ledger), sampler, sampler, settings)
     return ledger, LeaseWork(Calls(ledger), sampler, settings, "sampler")
 
 
@@ -212,7 +209,7 @@ def test_what_hangs_in_a_judge_ends_its_lease_and_nothing_else_does():
     work._judges.begin(ledger.call("lease", "1", 1, [])[0], ScriptedSampler(World()).generate(
         SampleRequest(0, 1, N), PublishedWeights(0)))  # fmt: skip
     renewed = []
-    work._ledger.renew = lambda holding: renewed.append(set(holding)) or Future()
+    answer(work, "renew", lambda _, holding: renewed.append(set(holding)) or Future())
     work._begin_renewal()
     assert renewed == [set()]  # nothing was judged since the last one
     work._renewing, work._renewed, work._was_judged = None, 0.0, True
@@ -226,7 +223,7 @@ def test_what_the_ledger_says_of_a_call_is_read():
     ledger, work = work_of(World(), schedule="lockstep", max_staleness=0)
     lost = Future()
     lost.set_exception(RuntimeError("the ledger has no disk"))
-    work._ledger.push = lambda lease, groups: lost
+    answer(work, "push", lambda lease, groups: lost)
     with pytest.raises(RuntimeError, match="no disk"):
         batch(ledger, work)
     work.close()
@@ -240,8 +237,8 @@ def ledger_error():
 
 def test_an_error_of_the_ledger_is_no_fault_of_the_engine():
     ledger, work = work_of(World(), schedule="free", max_staleness=0)
-    work._ledger.renew = lambda holding: ledger_error()
-    work._ledger.give_back = None  # what is in the engine is sound
+    answer(work, "renew", lambda _, holding: ledger_error())
+    answer(work, "give_back", None)  # what is in the engine is sound
     with pytest.raises(RayTaskError, match="a bug of the ledger"):
         batch(ledger, work)
     work.close()

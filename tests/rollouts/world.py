@@ -229,27 +229,17 @@ class SamplerEnd:
     """`SamplerLedger` whose calls come to the ledger at once, or when the world says so."""
 
     def __init__(self, world, name):
-        self._world, self._name = world, name
+        self._world, self.sampler = world, name
         self.late = LateCalls()
 
     def lease(self, num_groups, holding, wait_s):
-        return self.late.submit(self._call, "lease", self._name, num_groups, list(holding))
+        return self.late.submit(self._call, "lease", self.sampler, num_groups, list(holding))
 
-    def push(self, lease, groups):
-        return self.late.submit(self._call, "push", lease, list(groups))
-
-    def keep_partial(self, lease, partial):
-        return self.late.submit(self._call, "keep_partial", lease, partial)
-
-    def renew(self, holding):
-        return self.late.submit(self._call, "renew", self._name, list(holding))
-
-    def fail(self, lease, failure, positions=None):
-        return self.late.submit(self._call, "fail", lease, failure, positions)
-
-    def give_back(self, failure, holding=()):
+    def call(self, name, *args):
+        if name != "give_back":
+            return self.late.submit(self._call, name, *args)
         done = Future()
-        done.set_result(self._call("give_back", self._name, failure, list(holding)))
+        done.set_result(self._call(name, *args))
         return done
 
     def _call(self, name, *args):
@@ -257,7 +247,7 @@ class SamplerEnd:
 
 
 class SimulatedLedger:
-    """`LedgerCalls` on the world's clock; while the driver waits, things happen."""
+    """A `LocalLedger` on the world's clock; while the driver waits, things happen."""
 
     def __init__(self, rules, clock):
         self.journaled = JournaledLedger(rules, None, keeps_rejected=True, clock=clock)
@@ -432,7 +422,7 @@ class World:
         )  # fmt: skip
         end, sampler = SamplerEnd(self, name), ScriptedSampler(self)
         if self.by_row:
-            work = RowWork(end, sampler, sampler.judge, settings)
+            work = RowWork(end, sampler, sampler, settings)
         else:
             work = LeaseWork(end, sampler, settings, name)
         work._judges._threads = LateCalls(self._judged_at)
