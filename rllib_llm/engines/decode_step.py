@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ from rllib_llm.engines.kv_cache import (
 )
 from rllib_llm.engines.llama_step import LlamaStep, additive, is_llama_shaped
 from rllib_llm.engines.row_blocks import cost_of_block
-from rllib_llm.modules.packing import recurring_size
 from rllib_llm.modules.trunk import take_apart, wants_recurring_sizes
 
 
@@ -54,7 +54,7 @@ class DecodePlan:
             cost = cost_of_block(model.config, weight.element_size(), weight.device)
         return cls(
             model, num_shared_layers(model.config), is_llama, is_recordable, cost,
-            wants_recurring_sizes(weight),
+            wants_recurring_sizes(model),
         )  # fmt: skip
 
     @property
@@ -150,12 +150,19 @@ PIECE_TOKENS = 16_384
 
 
 def recurring_length(num_prompts: int, length: int) -> int:
-    """`length` positions or a few more, of which so many prompts have a `recurring_size` of tokens
-    together; `length` where 15 or an eighth more do not suffice."""
+    """`length` positions or up to an eighth more (or 15), so that the tokens of all prompts are one
+    of few numbers: up to 4,096 tokens of 8 between two powers of two, from 8,192 on of 32, since an
+    eighth of few tokens is soon computed. Where so much padding does not suffice, numbers twice as
+    close are tried, down to multiples of 16."""
     most = length + max(15, length // 8)
-    for longer in range(length, most + 1):
-        if recurring_size(num_prompts * longer) == num_prompts * longer:
+    bits = (num_prompts * length).bit_length()
+    step = 2 ** max(4, min(8, bits - 4), bits - 6)
+    while step >= 16:
+        unit = step // math.gcd(num_prompts, step)
+        longer = -(-length // unit) * unit
+        if longer <= most:
             return longer
+        step //= 2
     return length
 
 

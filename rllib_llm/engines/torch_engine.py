@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from rllib_llm.engines.batch_rows import CompletionBuffers, Group, Prompts
 from rllib_llm.engines.decode_step import DecodePlan, open_decode_step
@@ -29,7 +30,8 @@ from rllib_llm.engines.protocol import (
     uniform_noise,
 )
 from rllib_llm.engines.row_blocks import row_budget
-from rllib_llm.modules.trunk import padded_hidden, take_apart
+from rllib_llm.modules.packing import recurring_size
+from rllib_llm.modules.trunk import padded_hidden, take_apart, wants_recurring_sizes
 
 # --- Log-probs of texts that nobody samples: what `echo` of a server shows of a prompt
 
@@ -57,12 +59,17 @@ def score_text(model: nn.Module, token_ids: Sequence[int], top: int) -> Scores:
         token_ids: at least one.
     """
     device = next(model.parameters()).device
+    num = len(token_ids)
     ids = torch.tensor([list(token_ids)], dtype=torch.int64, device=device)
+    if wants_recurring_sizes(model):  # attention is causal: what follows changes nothing
+        config = model.config.get_text_config(decoder=True)
+        most = getattr(config, "max_position_embeddings", None) or num
+        ids = F.pad(ids, (0, max(0, min(recurring_size(num), most) - num)))
     halves = take_apart(model)  # None: the model computes all logits at once
     if halves is None:
-        outputs = model(input_ids=ids, use_cache=False).logits[0, :-1]
+        outputs = model(input_ids=ids, use_cache=False).logits[0, : num - 1]
     else:
-        outputs = padded_hidden(halves.trunk, ids)[0, :-1]
+        outputs = padded_hidden(halves.trunk, ids)[0, : num - 1]
     logprobs: list[float] = []
     likeliest: list[Likeliest] = []
     ranks: list[int] = []

@@ -48,9 +48,7 @@ def wanted_tokens(trunk: nn.Module | None, rows: Rows) -> WantedTokens:
     is_cut = window is not None and int(rows.attended.sum(dim=1).max()) > window
     if is_cut and kernel != "flash_attention_2":
         return pack(rows)
-    embedding = next(trunk.get_input_embeddings().parameters())
-    recurring = wants_recurring_sizes(embedding) or multiplies_by_onednn(trunk)
-    return pack_dense(rows, recurring=recurring, kernel=kernel)
+    return pack_dense(rows, recurring=wants_recurring_sizes(trunk), kernel=kernel)
 
 
 def use_kernel(model: nn.Module, kernel: Kernel) -> None:
@@ -66,12 +64,13 @@ def kernel_of(trunk: nn.Module) -> Kernel:
     return getattr(trunk, "packed_kernel", "sdpa")
 
 
-def wants_recurring_sizes(weight: Tensor) -> bool:
-    """Whether each new number of tokens costs a model of such weights: oneDNN, which multiplies
-    bfloat16 on processors, makes code for every size of a product, milliseconds and up to a
-    megabyte each."""
+def wants_recurring_sizes(model: nn.Module) -> bool:
+    """Whether each new number of tokens costs the model time and memory: oneDNN, which multiplies
+    bfloat16 on processors and float32 after `use_onednn`, makes code for every size of a product,
+    milliseconds and up to 1.5 MB each, for the first thousand of which memory grows."""
+    weight = next(model.parameters())
     is_half = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
-    return is_half and torch.backends.mkldnn.is_available()
+    return (is_half and torch.backends.mkldnn.is_available()) or multiplies_by_onednn(model)
 
 
 def trunk_hidden(trunk: nn.Module, wanted: WantedTokens) -> Tensor:

@@ -25,6 +25,7 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
@@ -163,12 +164,25 @@ def _add_errors(app: FastAPI) -> None:
         message = f"{request.method} {request.url.path}: {error.detail}."
         code = "invalid_json" if error.status_code == 400 else None
         body = error_body(error.status_code, message, code=code)
-        return JSONResponse(body, error.status_code, dict(error.headers or {}))
+        headers = dict(error.headers or {})
+        if error.status_code == 405:  # Starlette names those of the first route of this path
+            headers["Allow"] = ", ".join(_methods(request))
+        return JSONResponse(body, error.status_code, headers)
 
     @app.exception_handler(Exception)
     async def of_the_server(request: Request, error: Exception) -> JSONResponse:
         logger.exception("%s %s failed", request.method, request.url.path)
         return JSONResponse(error_body(500, "The server failed; its log says how."), 500)
+
+
+def _methods(request: Request) -> list[str]:
+    """The methods that the request's path knows, of all routes."""
+
+    def takes(method: str) -> bool:
+        scope = {**request.scope, "method": method}
+        return any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
+
+    return [method for method in ("DELETE", "GET", "POST") if takes(method)]
 
 
 def _administration(service: Service, guards: Guards) -> APIRouter:

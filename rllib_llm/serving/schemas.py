@@ -40,6 +40,13 @@ def _few_biases(given: Any) -> Any:
     return given
 
 
+def _no_number(given: Any) -> Any:
+    """Rejects 0, which Python calls equal to False."""
+    if given is not False and given == 0:
+        raise ValueError("it is a number")
+    return given
+
+
 Biases = Annotated[dict[TokenKey, Bias], BeforeValidator(_few_biases)]
 
 
@@ -425,7 +432,7 @@ class ResponseRequest(Sampling):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    background: Literal[False] | None = None
+    background: Annotated[Literal[False], BeforeValidator(_no_number)] | None = None
     stream_options: StreamOptions | None = None
 
 

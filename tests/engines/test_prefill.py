@@ -51,8 +51,18 @@ def test_pieces_compute_what_the_whole_does(family):
 
 
 def test_a_few_positions_more_make_sizes_that_come_again():
-    # Prompts, longest: 16 and 32 tokens; 8 x 32; 3 x 48 = 144; 64 a step from 2048 on: 2 x 1088.
-    lengths = {(1, 9): 16, (1, 20): 32, (8, 32): 32, (3, 41): 48, (2, 1060): 1088}
+    # Prompts, longest: 16 and 32 tokens; 8 x 32; 3 x 48 = 144; 256 a step from 2048 on: 2 x 1152,
+    # and from 8192 on: 256 x 33.
+    lengths = {(1, 9): 16, (1, 20): 32, (8, 32): 32, (3, 41): 48, (2, 1060): 1152, (256, 33): 33}
     assert {key: recurring_length(*key) for key in lengths} == lengths
-    # 31 x 128 would be the next: 28 % more.
-    assert recurring_length(31, 100) == 100
+    # 31 x 128 would be 28 % more; 31 x 112 is a multiple of 16.
+    assert recurring_length(31, 100) == 112
+
+
+def test_prompts_of_any_length_have_few_sizes():
+    # 16 ... 128, and 8 numbers in each of five octaves up to 4096.
+    assert len({recurring_length(1, length) for length in range(1, 4097)}) == 8 + 5 * 8
+    several = {(num, n) for num in range(1, 17) for n in range(1, 257)}
+    sizes = {num * recurring_length(num, length) for num, length in several}
+    assert all(size % 16 == 0 for size in sizes)
+    assert all(n <= recurring_length(num, n) <= n + max(15, n // 8) for num, n in several)

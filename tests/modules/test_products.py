@@ -7,9 +7,11 @@ import copy
 import pytest
 import torch
 
+from rllib_llm.engines.decode_step import DecodePlan
 from rllib_llm.engines.engine import generate
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import uniform_noise
+from rllib_llm.engines.torch_engine import score_text
 from rllib_llm.learners.shared_passes import own_reference
 from rllib_llm.modules.llama_trunk import is_fusible
 from rllib_llm.modules.logprobs import score_completions
@@ -155,3 +157,21 @@ def test_the_library_follows_from_the_processor(maker, family, features, library
     if not torch.backends.mkl.is_available():
         library = "mkl"
     assert faster_library(lambda: frozenset(features), cpuinfo) == library
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_an_engine_reads_texts_in_few_sizes(family):
+    """oneDNN keeps code for each size of a product: memory grew with every new length."""
+    model = tiny_model(family)
+    assert not DecodePlan.of(model).has_recurring_sizes
+    text = list(range(3, 30))
+    scores = score_text(model, text, 1)
+    use_onednn(model)
+    assert DecodePlan.of(model).has_recurring_sizes
+    sizes = []
+    model.get_input_embeddings().register_forward_pre_hook(
+        lambda _, inputs: sizes.append(inputs[0].shape[1])
+    )
+    found = score_text(model, text, 1)
+    assert sizes == [32] and len(found.ranks) == len(text) - 1
+    assert found.logprobs == pytest.approx(scores.logprobs, abs=1e-4)

@@ -175,7 +175,17 @@ def test_json_that_is_not_called_so_is_refused_by_the_header_s_name(tiny, kind):
 
 def test_a_path_that_is_not_there_and_a_method_that_is_none(tiny):
     assert httpx.get(f"{tiny[0]}/nothing").json()["error"]["type"] == "not_found_error"
-    assert httpx.get(f"{tiny[0]}/v1/completions").status_code == 405
+    refused = httpx.get(f"{tiny[0]}/v1/completions")
+    assert (refused.status_code, refused.headers["Allow"]) == (405, "POST")
+    refused = httpx.put(f"{tiny[0]}/sessions/one")
+    assert (refused.status_code, refused.headers["Allow"]) == (405, "DELETE, GET")
+
+
+@pytest.mark.parametrize("value", [0, 0.0, 1, True, "false"])
+def test_background_is_false_alone(tiny, value):
+    body = {"model": NAME, "input": "Hi", "background": value}
+    refused = httpx.post(f"{tiny[0]}/v1/responses", json=body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "background")
 
 
 def test_metrics_count_what_was_asked(tiny):

@@ -14,7 +14,7 @@ import torch
 from rllib_llm.engines.hot_swap import VersionGoneError
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Noise, Row
-from rllib_llm.serving.engine_host import Counts, ThreadHost
+from rllib_llm.serving.engine_host import Counts, open_thread
 from rllib_llm.serving.engine_process import EngineProcess, _without_keys
 from rllib_llm.serving.guides import GrammarError, grammar_of
 from rllib_llm.serving.schemas import ResponseFormat
@@ -61,7 +61,7 @@ def process(events):
 
 @pytest.fixture
 def thread():
-    host = ThreadHost(model(), settings(), (EOS,), tokenizer())
+    host = open_thread(settings(), SOURCE)
     yield host
     host.close()
 

@@ -102,6 +102,9 @@ def test_the_administration_has_a_key_of_its_own_and_is_off_without(tmp_path):
     async def off(http, made) -> None:
         answer = await http.post("/pause", headers=bearer("k"))
         assert (answer.status_code, answer.json()["error"]["code"]) == (403, "admin_off")
+        answer = await http.post("/pause")
+        assert answer.status_code == 401 and answer.headers["WWW-Authenticate"] == "Bearer"
+        assert "administration is off" in answer.json()["error"]["message"]
 
     asked(off, api_keys="k")
 
