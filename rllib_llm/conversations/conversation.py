@@ -146,7 +146,9 @@ def training_columns(rollouts: Sequence[Rollout], pad_token_id: int) -> dict[str
     for rollout in rollouts:
         own = rollout.conversation.rows()
         total = sum(row.num_sampled for row in own)
-        for row in own or [_nothing(rollout.conversation, pad_token_id)]:
+        prompt = rollout.conversation.token_ids or [pad_token_id]
+        nothing = TrainingRow(prompt, [pad_token_id], [False], [0.0], [NO_VERSION], [0.0])
+        for row in own or [nothing]:
             rows.append(row)
             owners.append(rollout)
             weights.append(row.num_sampled / total if total else 1.0)
@@ -175,12 +177,6 @@ def training_columns(rollouts: Sequence[Rollout], pad_token_id: int) -> dict[str
         columns.ROW_ID: torch.tensor([owner.row_id for owner in owners]),
         columns.PROMPT_INDEX: torch.tensor([owner.prompt_index for owner in owners]),
     }
-
-
-def _nothing(conversation: Conversation, pad_token_id: int) -> TrainingRow:
-    """A row without a token that is learnt from."""
-    prompt = conversation.token_ids or [pad_token_id]
-    return TrainingRow(prompt, [pad_token_id], [False], [0.0], [NO_VERSION], [0.0])
 
 
 class ConversationError(ValueError):

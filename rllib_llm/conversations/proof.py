@@ -71,17 +71,15 @@ def prove(chat_format: ChatFormat) -> list[Proof]:
 
 
 def _prove_renderer(chat_format: ChatFormat, dialogues: Mapping[str, Messages]) -> Proof:
-    """Whether the renderer appends what the template does, however a turn ended.
-
-    The turns themselves may differ: that it keeps them where the template drops their thoughts is
-    what a renderer is for.
-    """
+    """Whether the renderer appends what the template does, however a turn ended. Turns may
+    differ: that it keeps them where the template drops their thoughts is what it is for."""
     kind = f"renderer {chat_format.renderer_note}"
     proven = []
     for name, turns in dialogues.items():
         with contextlib.suppress(ChatFormatError):  # told of when the dialogue is walked through
             chat_format.render(turns)
-            for place in _answered(turns):
+            answered = [i for i, t in enumerate(turns[:-1]) if t["role"] == "assistant"]
+            for place in answered:
                 outcome = _bridge(chat_format, turns, place)
                 if outcome == "differs":
                     why = f"it must write a dialogue with {name} as the chat template does"
@@ -92,11 +90,6 @@ def _prove_renderer(chat_format: ChatFormat, dialogues: Mapping[str, Messages]) 
         chat_format.drop_renderer(f"{chat_format.renderer_note} leaves every turn to the template")
         return Proof(kind, "ignored", "it leaves every turn to the chat template")
     return Proof(kind, "proven", ", ".join(dict.fromkeys(proven)))
-
-
-def _answered(turns: Messages) -> list[int]:
-    """Places of the assistant's turns that are not the last."""
-    return [i for i, turn in enumerate(turns[:-1]) if turn["role"] == "assistant"]
 
 
 def _bridge(
@@ -125,7 +118,6 @@ def _bridge(
 
 
 def _dialogues(chat_format: ChatFormat) -> dict[str, Messages]:
-    """Those that are walked through, by name."""
     name = min(chat_format.tool_names, default="add")
     calls, (result,) = example_calls(name, "1 + 1", "two: 2")
     thoughtful = {**calls, "reasoning_content": "One and one."}

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from jinja2.exceptions import TemplateError
 
 from rllib_llm.data.rows import DataSourceError, Rows
+from rllib_llm.shared.errors import SettingError
 
 # A template is a program: beside its own complaints it raises what Python raises.
 _TEMPLATES_RAISE = (
@@ -33,22 +34,28 @@ def render_chat(
     *,
     tools: Sequence[Any] | None = None,
     generation_prompt: bool = False,
-    refused: type[ValueError] = ValueError,
+    refused: type[SettingError] = DataSourceError,
     **settings: Any,
 ) -> str:
     """The messages as the tokenizer's chat template writes them.
 
     Args:
-        tokenizer: with a chat template.
-        messages: in order.
         tools: JSON schemas that the template is to announce.
         generation_prompt: whether what begins the assistant's turn stands at the end.
         refused: the class of the error.
         settings: further variables of the template.
 
     Raises:
-        ValueError: of the class `refused`: the template refuses the messages.
+        SettingError: of the class `refused`: no template, or one that refuses the messages.
     """
+    if not tokenizer.chat_template:
+        raise refused(
+            name="messages",
+            rule="become text",
+            reason="the tokenizer has no chat template",
+            remedy="Set chat_template (a file, or the template itself), take an "
+            "instruction-tuned model, or write the rows as text",
+        )
     try:
         rendered = tokenizer.apply_chat_template(
             [_as_templates_take(message) for message in messages],
@@ -57,16 +64,13 @@ def render_chat(
         )  # fmt: skip
     except _TEMPLATES_RAISE as error:
         roles = [message.get("role") for message in messages]
+        kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
         raise refused(
             f"messages with the roles {roles} must be what the chat template takes: it refuses "
-            f"them ({_told(error)}). Correct the messages, or set chat_template to one that takes "
+            f"them ({kind}{error}). Correct the messages, or set chat_template to one that takes "
             "them."
         ) from error
     return str(rendered)
-
-
-def _told(error: Exception) -> str:
-    return str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
 
 
 def _as_templates_take(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -95,21 +99,19 @@ Span = tuple[int, int]  # of characters, the end excluded
 
 def check_text(text: Any) -> None:
     """Raises DataSourceError where it is no text that UTF-8 can write."""
-    reason = ""
-    if not isinstance(text, str):
+    try:
+        text.encode()
+        return
+    except UnicodeEncodeError as error:
+        reason = f"{text[error.start]!r} in it is half of a character"
+    except AttributeError:
         reason = f"it is {type(text).__name__}"
-    else:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            reason = f"{text[error.start]!r} in it is half of a character"
-    if reason:
-        raise DataSourceError(
-            name=f"what is to be read, {str(text)[:60]!r},",
-            rule="be text that UTF-8 can write",
-            reason=reason,
-            remedy="Correct the row, or drop it",
-        )
+    raise DataSourceError(
+        name=f"what is to be read, {str(text)[:60]!r},",
+        rule="be text that UTF-8 can write",
+        reason=reason,
+        remedy="Correct the row, or drop it",
+    )
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
@@ -302,32 +304,6 @@ def _num_before_answer(turns: Messages) -> int:
     return count
 
 
-def render(
-    tokenizer: Any,
-    messages: Sequence[Any],
-    *,
-    generation_prompt: bool = False,
-    tools: Sequence[Any] | None = None,
-) -> str:
-    """The conversation as the tokenizer's chat template writes it; `tools`: their JSON schemas.
-
-    Raises:
-        DataSourceError: the tokenizer has no template, or the template refuses the messages.
-    """
-    if not tokenizer.chat_template:
-        raise DataSourceError(
-            name="messages",
-            rule="become text",
-            reason="the tokenizer has no chat template",
-            remedy="Set chat_template (a file, or the template itself), take an "
-            "instruction-tuned model, or write the rows as text",
-        )
-    return render_chat(
-        tokenizer, messages, tools=tools, generation_prompt=generation_prompt,
-        refused=DataSourceError,
-    )  # fmt: skip
-
-
 def encode_chat(
     tokenizer: Any,
     messages: Messages,
@@ -358,7 +334,7 @@ def encode_chat(
         )
     if _MARK.search(str(tokenizer.chat_template or "")):
         return _encode_marked(tokenizer, messages, own[0], tools)
-    text = render(tokenizer, messages, tools=tools)
+    text = render_chat(tokenizer, messages, tools=tools)
     spans = [_span(tokenizer, messages, turn, text, tools) for turn in own]
     return encode_spans(tokenizer, text, spans, add_special_tokens=False)
 
@@ -368,7 +344,7 @@ def encode_judged_chat(
 ) -> list[int]:
     """Ids of a conversation up to the token that ends its last turn, as reward models of ours read
     it: a sampled completion has nothing behind that token, and without it when not `finished`."""
-    text = render(tokenizer, messages)
+    text = render_chat(tokenizer, messages)
     trimmed = text.rstrip()
     for end in tokenizer.all_special_tokens:
         if trimmed.endswith(end):
@@ -381,10 +357,10 @@ def _span(
     tokenizer: Any, messages: Messages, turn: int, text: str, tools: Sequence[Any] | None
 ) -> Span:
     """Characters of `text`, the whole conversation rendered, that the assistant samples."""
-    before = render(tokenizer, messages[:turn], generation_prompt=True, tools=tools)
+    before = render_chat(tokenizer, messages[:turn], generation_prompt=True, tools=tools)
     if not text.startswith(before):
         raise _not_shown(turn, before, text)
-    upto = render(tokenizer, messages[: turn + 1], tools=tools)
+    upto = render_chat(tokenizer, messages[: turn + 1], tools=tools)
     if text.startswith(upto):
         return len(before), sampled_end(tokenizer, upto, len(before))
     # Some templates write a last turn in another way, e.g. with its thoughts: what ends it there
@@ -430,8 +406,8 @@ def _encode_marked(
     )
     ids, marked = list(encoded["input_ids"]), [bool(mark) for mark in encoded["assistant_masks"]]
     if any(message["role"] == "assistant" for message in messages[:first_turn]):
-        text = render(tokenizer, messages, tools=tools)
-        before = render(tokenizer, messages[:first_turn], generation_prompt=True, tools=tools)
+        text = render_chat(tokenizer, messages, tools=tools)
+        before = render_chat(tokenizer, messages[:first_turn], generation_prompt=True, tools=tools)
         if not text.startswith(before):
             raise _not_shown(first_turn, before, text)
         span = (len(before), len(text))
@@ -502,13 +478,15 @@ def _shown_until(tokenizer: Any, messages: Messages, turn: int, tools: Sequence[
     thoughts = str(messages[turn].get(_REASONING) or "").strip()
     if not thoughts:
         return len(messages)
-    before = render(tokenizer, messages[:turn], generation_prompt=True, tools=tools)
-    newest = render(tokenizer, messages[: turn + 1], tools=tools)
+    before = render_chat(tokenizer, messages[:turn], generation_prompt=True, tools=tools)
+    newest = render_chat(tokenizer, messages[: turn + 1], tools=tools)
     if thoughts in newest[len(before) :]:
         said = newest[: sampled_end(tokenizer, newest, len(before))]
         ends = range(len(messages), turn, -1)
         return next(
-            end for end in ends if render(tokenizer, messages[:end], tools=tools).startswith(said)
+            end
+            for end in ends
+            if render_chat(tokenizer, messages[:end], tools=tools).startswith(said)
         )
     raise DataSourceError(
         name=f"messages[{turn}]",
@@ -522,7 +500,7 @@ def _drops_thoughts(tokenizer: Any) -> bool:
     """Whether the template writes the thoughts of the newest turn, and not those of old ones."""
     if not tokenizer.chat_template or _REASONING not in str(tokenizer.chat_template):
         return False
-    newest = render(tokenizer, [_ASK, _SAY])
+    newest = render_chat(tokenizer, [_ASK, _SAY])
     older: Sequence[Mapping[str, Any]] = [_ASK, _SAY, _ASK, {**_SAY, _REASONING: ""}]
     thoughts = str(_SAY[_REASONING])
-    return thoughts in newest and thoughts not in render(tokenizer, older)
+    return thoughts in newest and thoughts not in render_chat(tokenizer, older)

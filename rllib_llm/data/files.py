@@ -53,30 +53,33 @@ def read_file(path: Path, name: str) -> Rows:
     """
     if not path.is_file():
         raise missing_file(path, str(path), name)
+    try:
+        return _read(path, name)
+    except DataSourceError as error:
+        if error.rule:
+            error.name, error.value = name, str(path)
+        raise
+
+
+def _read(path: Path, name: str) -> Rows:
+    """As `read_file`, the errors without the file."""
     if path.suffix in _PARQUET:
-        return _read_parquet(path, name)
+        return _read_parquet(path)
     if path.suffix in _TEXT:
-        lines = _text(path, name).split("\n")
-        return Rows([{"text": line} for line in lines if line.strip()], str(path))
+        return Rows([{"text": line} for line in _text(path).split("\n") if line.strip()], str(path))
     if path.suffix in _TABLES:
-        return _read_table(path, name)
+        return _read_table(path)
     if path.suffix in _JSON_LINES:
-        return rows_of(_json_values(path, name), str(path), name)
+        return rows_of(_json_values(path), str(path), name)
     raise DataSourceError(
-        name=name,
-        value=str(path),
         rule=f"end in one of {list(SUFFIXES)}",
         reason=f"the format of {path.suffix or 'a name without an ending'!r} is not known",
         remedy="Rename or convert it",
     )
 
 
-def _text(path: Path, name: str) -> str:
-    """The text of a file in UTF-8, without the byte order mark that some editors put first.
-
-    Raises:
-        DataSourceError: another encoding.
-    """
+def _text(path: Path) -> str:
+    """The text of a file in UTF-8, without the byte order mark that some editors put first."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -85,8 +88,6 @@ def _text(path: Path, name: str) -> str:
         utf_16 = content[:2] in (b"\xff\xfe", b"\xfe\xff")
         likely = "UTF-16" if utf_16 else "Windows-1252 or Latin-1"
         raise DataSourceError(
-            name=name,
-            value=str(path),
             rule="be text in UTF-8",
             reason=f"line {line} holds the byte 0x{content[error.start]:02x}, so that it is "
             f"probably {likely}",
@@ -95,9 +96,9 @@ def _text(path: Path, name: str) -> str:
         ) from error
 
 
-def _read_table(path: Path, name: str) -> Rows:
+def _read_table(path: Path) -> Rows:
     """Rows of a table with a line of column names: separated by tabs, commas or semicolons."""
-    text = _text(path, name)
+    text = _text(path)
     header = text.partition("\n")[0]
     separator = "\t" if path.suffix == ".tsv" else max(",;\t", key=header.count)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
@@ -108,8 +109,6 @@ def _read_table(path: Path, name: str) -> Rows:
         for row in reader:
             if len(row) > len(names) or (len(row) < len(names) and any(row)):
                 raise DataSourceError(
-                    name=name,
-                    value=str(path),
                     rule=f"have as many values in each row as columns {names}",
                     reason=f"the row that ends in line {reader.line_num} has {len(row)}",
                     remedy="Put values that hold the separator into double quotes",
@@ -118,24 +117,18 @@ def _read_table(path: Path, name: str) -> Rows:
                 rows.append(row)
     except csv.Error as error:
         raise DataSourceError(
-            name=name,
-            value=str(path),
             rule=f"be a table of values separated by {separator!r}",
             reason=f"line {reader.line_num} is not ({error})",
             remedy="Correct its quotation marks",
         ) from error
     if any(re.fullmatch("'.*'", column) for column in names):
         raise DataSourceError(
-            name=name,
-            value=str(path),
             rule="have column names without single quotes",
             reason=f"its first line has {names}, and tables are quoted by double quotes",
             remedy="Use double quotes, or none",
         )
     if not all(names) or len({*names}) < len(names):
         raise DataSourceError(
-            name=name,
-            value=str(path),
             rule="begin with a line of column names, each its own",
             reason=f"it begins with {names}",
             remedy="Add the line, or rename a column",
@@ -163,7 +156,7 @@ _INTEGER = re.compile(r"-?(?:0|[1-9]\d{0,17})")
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d{0,17})(?:\.\d+)?(?:[eE][-+]?\d{1,3})?")
 
 
-def _read_parquet(path: Path, name: str) -> Rows:
+def _read_parquet(path: Path) -> Rows:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -173,8 +166,6 @@ def _read_parquet(path: Path, name: str) -> Rows:
         return Rows(pq.read_table(path), str(path))
     except pa.ArrowInvalid as error:
         raise DataSourceError(
-            name=name,
-            value=str(path),
             rule="be a Parquet file",
             reason=error,
             remedy="Write it again as Parquet, or give it the ending of its format",
@@ -195,15 +186,13 @@ def _mapped(path: Path) -> Any:
             datasets.enable_progress_bars()
 
 
-def _json_values(path: Path, name: str) -> Iterator[Any]:
-    text = _text(path, name)
+def _json_values(path: Path) -> Iterator[Any]:
+    text = _text(path)
     if text.lstrip().startswith("["):
         try:
             yield from json.loads(text)
         except (ValueError, RecursionError) as error:  # also a number of too many digits
             raise DataSourceError(
-                name=name,
-                value=str(path),
                 rule="hold a JSON array or one JSON object for each line",
                 reason=error,
                 remedy="Correct the file",
@@ -216,8 +205,6 @@ def _json_values(path: Path, name: str) -> Iterator[Any]:
             yield json.loads(line)
         except (ValueError, RecursionError) as error:
             raise DataSourceError(
-                name=name,
-                value=str(path),
                 rule="hold one JSON object for each line",
                 reason=f"line {number} is {line[:80]!r} ({error})",
                 remedy="Correct or remove the line",

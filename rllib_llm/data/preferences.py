@@ -13,6 +13,7 @@ import itertools
 import math
 import re
 import warnings
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -80,18 +81,14 @@ class PreferenceSource:
     _lost = "beginning"  # what a text loses that is too long
 
     def _is_stored(self, row: dict[str, Any]) -> bool:
-        """Whether a pair has the tokens that a policy of this vocabulary sampled.
-
-        Raises:
-            DataSourceError: it is of conversations, and of another tokenizer.
-        """
+        """Whether a pair has the tokens that a policy of this vocabulary sampled; raises
+        DataSourceError for conversations of another tokenizer."""
         if row.get("chosen_completion_ids") is None:
             return False
-        if row.get("tokenizer") == self._vocabulary:
-            return True
-        if row.get("chosen_messages") is not None:
+        is_own = row.get("tokenizer") == self._vocabulary
+        if not is_own and row.get("chosen_messages") is not None:
             raise DataSourceError(OTHER_TOKENIZER)
-        return False
+        return is_own
 
     @functools.cached_property
     def _vocabulary(self) -> str:
@@ -103,11 +100,22 @@ class PreferenceSource:
         except DataSourceError as error:
             raise error.at(f"row {index} of {self._rows.description}") from error
 
-    def _encode(self, row: dict[str, Any]) -> tuple[Any, ...]:
-        raise NotImplementedError(f"{type(self).__name__} must define _encode.")
+    @abstractmethod
+    def _encode(self, row: dict[str, Any]) -> tuple[Any, ...]: ...
 
-    def _columns(self, pairs: list[tuple[Any, ...]]) -> dict[str, torch.Tensor]:
-        raise NotImplementedError(f"{type(self).__name__} must define _columns.")
+    @abstractmethod
+    def _columns(self, pairs: list[tuple[Any, ...]]) -> dict[str, torch.Tensor]: ...
+
+    def _answers(self, chosen: list[Any], rejected: list[Any]) -> dict[str, torch.Tensor]:
+        pad = self._tokenizer.pad_token_id
+        chosen_ids, chosen_mask = pad_right(chosen, pad)
+        rejected_ids, rejected_mask = pad_right(rejected, pad)
+        return {
+            columns.CHOSEN_IDS: chosen_ids,
+            columns.CHOSEN_MASK: chosen_mask,
+            columns.REJECTED_IDS: rejected_ids,
+            columns.REJECTED_MASK: rejected_mask,
+        }
 
 
 class PairSource(PreferenceSource):
@@ -116,17 +124,16 @@ class PairSource(PreferenceSource):
     start."""
 
     def _encode(self, row: dict[str, Any]) -> tuple[list[int], list[int]]:
-        prompt = row.get("prompt")
         if self._is_stored(row):
             chosen, rejected = (
-                self._cut([*row["prompt_ids"], *row[f"{name}_completion_ids"]])
+                [*row["prompt_ids"], *row[f"{name}_completion_ids"]]
                 for name in ("chosen", "rejected")
             )
-            return chosen, rejected
-        return self._text(prompt, row["chosen"]), self._text(prompt, row["rejected"])
-
-    def _text(self, prompt: Any, answer: Any) -> list[int]:
-        return self._cut(self._tokenize(prompt, answer))
+        else:
+            chosen, rejected = (
+                self._tokenize(row.get("prompt"), row[name]) for name in ("chosen", "rejected")
+            )
+        return self._cut(chosen), self._cut(rejected)
 
     def _cut(self, ids: list[int]) -> list[int]:
         self._num_cut += len(ids) > self._max_length
@@ -141,15 +148,7 @@ class PairSource(PreferenceSource):
         return encode_ended(self._tokenizer, prompt or "", answer)[0]
 
     def _columns(self, pairs: list[tuple[Any, ...]]) -> dict[str, torch.Tensor]:
-        pad = self._tokenizer.pad_token_id
-        chosen, chosen_mask = pad_right([ids for ids, _ in pairs], pad)
-        rejected, rejected_mask = pad_right([ids for _, ids in pairs], pad)
-        return {
-            columns.CHOSEN_IDS: chosen,
-            columns.CHOSEN_MASK: chosen_mask,
-            columns.REJECTED_IDS: rejected,
-            columns.REJECTED_MASK: rejected_mask,
-        }
+        return self._answers([pair[0] for pair in pairs], [pair[1] for pair in pairs])
 
 
 class PromptedPairSource(PreferenceSource):
@@ -229,8 +228,6 @@ class PromptedPairSource(PreferenceSource):
     def _columns(self, pairs: list[tuple[Any, ...]]) -> dict[str, torch.Tensor]:
         pad = self._tokenizer.pad_token_id
         prompts, prompt_mask = pad_left([pair[0] for pair in pairs], pad)
-        chosen, chosen_mask = pad_right([pair[1] for pair in pairs], pad)
-        rejected, rejected_mask = pad_right([pair[2] for pair in pairs], pad)
         sampled = {}
         if self._has_stored:  # all batches alike: the columns of one are those of the next
             for at, name in ((1, columns.CHOSEN_LOSS_MASK), (2, columns.REJECTED_LOSS_MASK)):
@@ -241,10 +238,7 @@ class PromptedPairSource(PreferenceSource):
             **sampled,
             columns.PROMPT_IDS: prompts,
             columns.PROMPT_MASK: prompt_mask,
-            columns.CHOSEN_IDS: chosen,
-            columns.CHOSEN_MASK: chosen_mask,
-            columns.REJECTED_IDS: rejected,
-            columns.REJECTED_MASK: rejected_mask,
+            **self._answers([pair[1] for pair in pairs], [pair[2] for pair in pairs]),
         }
 
 

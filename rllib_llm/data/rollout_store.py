@@ -155,11 +155,6 @@ class Part:
         end = "" if self.first == self.last else f"-{self.last:08d}"
         return f"part-{self.first:08d}{end}.parquet"
 
-    @property
-    def newest_iteration(self) -> int:
-        """The newest iteration among its rows."""
-        return max(iteration for _, iteration in self.pieces)
-
 
 def not_contained(names: Iterable[str]) -> list[str]:
     """The files of a store among `names`, in order, without those that another one contains."""
@@ -203,7 +198,11 @@ class RolloutFiles:
     def begin(self, state: dict[str, Any] | None) -> None:
         """Prepares the folder for a run that resumes from `state`; None: for a new run."""
         self.filesystem.create_dir(self.folder, recursive=True)
-        about = self._read_about() or {"store": uuid.uuid4().hex, "others": {}}
+        about: dict[str, Any] = {"store": uuid.uuid4().hex, "others": {}}
+        path = f"{self.folder}/{STORE_FILE}"
+        if self.filesystem.get_file_info(path).type == pyarrow.fs.FileType.File:
+            with self.filesystem.open_input_stream(path) as stream:
+                about = json.loads(stream.read())
         names = self._names()
         kept = [self._read_part(name) for name in not_contained(names)]
         for name in set(names) - {part.name for part in kept}:
@@ -267,7 +266,7 @@ class RolloutFiles:
         if self._keep_iterations is None:
             return
         oldest = iteration - self._keep_iterations
-        old = [part for part in self._parts if part.newest_iteration <= oldest]
+        old = [part for part in self._parts if max(at for _, at in part.pieces) <= oldest]
         for part in old:
             self._delete(part.name)
         self._parts = self._parts[len(old) :]
@@ -302,13 +301,6 @@ class RolloutFiles:
         assert match is not None, "names of a store's files"
         size = self.filesystem.get_file_info(path).size
         return Part(int(match[1]), int(match[2] or match[1]), size, tuple(map(tuple, pieces)))
-
-    def _read_about(self) -> dict[str, Any] | None:
-        path = f"{self.folder}/{STORE_FILE}"
-        if self.filesystem.get_file_info(path).type != pyarrow.fs.FileType.File:
-            return None
-        with self.filesystem.open_input_stream(path) as stream:
-            return json.loads(stream.read())
 
     def _names(self) -> list[str]:
         selector = pyarrow.fs.FileSelector(self.folder, allow_not_found=True)
@@ -352,18 +344,7 @@ class RolloutStoreError(RuntimeError):
     """Rollouts cannot be written, and the run is to stop then."""
 
 
-@dataclass(frozen=True)
-class _Item:
-    iteration: int
-    num_rows: int
-    make: MakeTable
-
-
-class _Flush:
-    """Asks the writer to write its buffer and to signal when that is done."""
-
-    def __init__(self) -> None:
-        self.done = threading.Event()
+_Item = tuple[int, int, MakeTable]  # of an iteration, so many rows
 
 
 class RolloutStore:
@@ -390,7 +371,8 @@ class RolloutStore:
         )  # fmt: skip
         self._files = self._open_files()
         self._on_error = on_error
-        self._queue: queue.Queue[_Item | _Flush | None] = queue.Queue(QUEUE_SIZE)
+        # An event asks for all that came before it to be written, and is set then.
+        self._queue: queue.Queue[_Item | threading.Event | None] = queue.Queue(QUEUE_SIZE)
         self._thread: threading.Thread | None = None
         self._begin: dict[str, Any] | None = None  # the state to go on from
         self._rows: list[pa.Table] = []  # of one iteration, not yet written
@@ -412,7 +394,7 @@ class RolloutStore:
             self._thread = threading.Thread(target=self._run, name="rollout-store", daemon=True)
             self._thread.start()
         start = time.monotonic()
-        self._queue.put(_Item(iteration, num_rows, make))
+        self._queue.put((iteration, num_rows, make))
         self._seconds["wait"] += time.monotonic() - start
 
     def flush(self) -> None:
@@ -422,9 +404,9 @@ class RolloutStore:
             RolloutStoreError: as `put`.
         """
         if self._thread is not None:
-            asked = _Flush()
-            self._queue.put(asked)
-            asked.done.wait()
+            written = threading.Event()
+            self._queue.put(written)
+            written.wait()
         self._raise_if_stopped()
 
     def stop(self) -> None:
@@ -467,20 +449,20 @@ class RolloutStore:
             except queue.Empty:
                 self._guarded(self._write)
                 continue
-            if isinstance(item, _Item):
-                self._take(item)
+            if isinstance(item, tuple):
+                self._take(*item)
                 continue
             self._guarded(self._write)
             if item is None:
                 return
-            item.done.set()
+            item.set()
 
-    def _take(self, item: _Item) -> None:
-        if self._rows and item.iteration != self._iteration:
+    def _take(self, iteration: int, num_rows: int, make: MakeTable) -> None:
+        if self._rows and iteration != self._iteration:
             self._guarded(self._write)
-        self._iteration = item.iteration
-        self._num_waiting += item.num_rows
-        self._guarded(lambda: self._rows.append(conform(item.make(), item.iteration)))
+        self._iteration = iteration
+        self._num_waiting += num_rows
+        self._guarded(lambda: self._rows.append(conform(make(), iteration)))
         if sum(table.nbytes for table in self._rows) >= FILE_BYTES:
             self._guarded(self._write)
 

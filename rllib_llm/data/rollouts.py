@@ -119,15 +119,13 @@ def query(
     keys = [(name, "ascending") for name in IN_ORDER]
     if column is not None:
         keys.insert(0, (column, "ascending" if ascending else "descending"))
+    chosen = rollouts.filter(LEARNABLE) if learnable else rollouts
     if where is not None:
         found = _where(rollouts, where, keys, limit, learnable)
-        return found if columns is None else found.select(list(columns))
-    if learnable:
-        rollouts = rollouts.filter(LEARNABLE)
-    if limit is not None:
-        found = _first_rows(rollouts, keys, limit)
+    elif limit is not None:
+        found = _first_rows(chosen, keys, limit)
     else:
-        found = rollouts.to_table().sort_by(keys)
+        found = chosen.to_table().sort_by(keys)
     return found if columns is None else found.select(list(columns))
 
 
@@ -246,11 +244,10 @@ def load_rollouts(
     description = f"{folder}{f' where {where}' if where else ''}"
     if table.column("messages").null_count == table.num_rows:
         return Rows(table.drop_columns("messages"), description)
-    return Rows([_with_turns(row) for row in table.to_pylist()], description)
-
-
-def _with_turns(row: dict[str, Any]) -> dict[str, Any]:
-    return row if row["messages"] is None else {**row, "messages": json.loads(row["messages"])}
+    rows = table.to_pylist()
+    for row in rows:
+        row["messages"] = row["messages"] and json.loads(row["messages"])
+    return Rows(rows, description)
 
 
 def _ranked_groups(rows: Rows) -> list[list[int]]:

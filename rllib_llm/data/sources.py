@@ -206,11 +206,7 @@ def _read_named(text: str, options: dict[str, Any], name: str) -> Rows:
 
 def _locate(text: str, options: dict[str, Any], name: str) -> list[Path] | str | Callable[[], Any]:
     """The source that `text` names: files, a data set folder or hub id, or a function that returns
-    the rows.
-
-    Raises:
-        DataSourceError, DottedPathError: certainly nothing that could be read.
-    """
+    the rows."""
     path = local_copy(text)
     if path.is_file():
         return [path]

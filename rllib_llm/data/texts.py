@@ -125,31 +125,29 @@ class TextSource:
         return self._tokenized[index]
 
     def _cut(self, items: list[Any]) -> list[Any]:
-        if len(items) <= self._max_length:
-            return items
-        return (
-            items[: self._max_length - 1] + items[-1:]
-            if self._keep_end
-            else items[: self._max_length]
-        )
+        if len(items) > self._max_length and self._keep_end:
+            return items[: self._max_length - 1] + items[-1:]
+        return items[: self._max_length]
 
     def _tokenize(self, index: int) -> TokenizedText:
         part = None if self._parts is None else self._parts[index]
         place = index if part is None else part.row
         row = self._rows[place]
         try:
-            ids, targets = self._encode(row) if part is None else self._encode_part(row, part)
+            ids, targets = self._encode(row, part)
         except DataSourceError as error:
             raise error.at(f"row {place} of {self._rows.description}") from error
         return ids, [True] * len(ids) if self._loss_on == "all" else targets
 
-    def _encode_part(self, row: dict[str, Any], part: Part) -> TokenizedText:
-        messages = list(row["messages"])[: part.end]
-        return encode_chat(self._tokenizer, messages, part.start, tools=row.get("tools"))
-
-    def _encode(self, row: dict[str, Any]) -> TokenizedText:
+    def _encode(self, row: dict[str, Any], part: Part | None) -> TokenizedText:
+        if part is not None:
+            messages = list(row["messages"])[: part.end]
+            return encode_chat(self._tokenizer, messages, part.start, tools=row.get("tools"))
         if row.get("completion_ids") is not None and row.get("tokenizer") == self._vocabulary:
-            return _as_sampled(row)
+            # The very tokens that a policy of this vocabulary sampled; one that was cut off gets no
+            # EOS it did not say.
+            asked, sampled = list(row["prompt_ids"]), list(row["completion_ids"])
+            return asked + sampled, [False] * len(asked) + list(row["loss_mask"])
         if row.get("completion_ids") is not None and row.get("messages") is not None:
             raise DataSourceError(OTHER_TOKENIZER)
         if row.get("messages") is not None:
@@ -175,13 +173,6 @@ OTHER_TOKENIZER = (
     "a conversation of a policy must be learnt from with the tokenizer that sampled it: its tokens "
     "say what the policy said, and another tokenizer's would not. Take the model of that run."
 )
-
-
-def _as_sampled(row: dict[str, Any]) -> TokenizedText:
-    """A rollout of a policy with this vocabulary: the very tokens that it sampled are the targets,
-    and one that was cut off gets no EOS it did not say."""
-    prompt, completion = list(row["prompt_ids"]), list(row["completion_ids"])
-    return prompt + completion, [False] * len(prompt) + list(row["loss_mask"])
 
 
 def warn_of_cuts(num_cut: int, num_texts: int, max_length: int, lost: str) -> None:

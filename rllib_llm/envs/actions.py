@@ -36,9 +36,7 @@ def decode_completions(
     """
     options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
     lasts = list(dict.fromkeys(last_prompt_ids))
-    texts_of = dict(
-        zip(lasts, _decode_rows(tokenizer, [[i] for i in lasts], options), strict=True)
-    )
+    texts_of = dict(zip(lasts, _decode_rows(tokenizer, [[i] for i in lasts], options), strict=True))
     heads = [texts_of[last] for last in last_prompt_ids]
     joined = [[last, *ids] for last, ids in zip(last_prompt_ids, completions, strict=True)]
     texts = _decode_rows(tokenizer, joined, options)
@@ -62,9 +60,7 @@ def _decode_rows(
     )
     if overridden:
         return tokenizer.batch_decode(rows, **options)
-    return [
-        tokenizer.backend_tokenizer.decode(row, options["skip_special_tokens"]) for row in rows
-    ]
+    return [tokenizer.backend_tokenizer.decode(row, options["skip_special_tokens"]) for row in rows]
 
 
 def pad_completions(

@@ -119,10 +119,6 @@ class BanditEnv(VectorEnv):
         """The same environment with prompts of its own, for another thread."""
         return copy.copy(self)
 
-    def longest_prompt(self) -> int:
-        """Tokens of the longest prompt there is, before any is cut: reads and encodes them all."""
-        return self._encoder.longest(self.prompts)
-
     def reset(
         self, *, seed: int | None = None, options: Mapping[str, int] | None = None
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -356,5 +352,5 @@ def check_env_lengths(env: Any, *, model: Any, max_new_tokens: int, chosen: bool
                 max_prompt_len=env.max_prompt_len,
                 max_new_tokens=max_new_tokens,
                 model=name,
-                longest_prompt=None if chosen else env.longest_prompt(),
+                longest_prompt=None if chosen else env._encoder.longest(env.prompts),
             )

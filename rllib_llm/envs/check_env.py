@@ -190,12 +190,8 @@ def unpadded(observation: Mapping[str, torch.Tensor]) -> list[list[int]]:
 
 # Of an environment that gives scores; one that does not is learnt from by its rewards.
 _REQUIRED_INFOS = (
-    columns.SCORES,
-    columns.VALID,
-    "components",
-    "metrics",
-    "num_completion_tokens",
-)
+    columns.SCORES, columns.VALID, "components", "metrics", "num_completion_tokens",
+)  # fmt: skip
 
 
 class BanditChecker(Problems):
@@ -205,11 +201,8 @@ class BanditChecker(Problems):
     def __init__(self, env: Any, num_prompts: int, num_completions: int, seed: int) -> None:
         super().__init__(env)
         self.num_prompts, self.num_completions = num_prompts, num_completions
-        self.options = {
-            "position": 1,
-            "num_prompts": num_prompts,
-            "num_completions": num_completions,
-        }
+        numbers = {"num_prompts": num_prompts, "num_completions": num_completions}
+        self.options = {"position": 1, **numbers}
         self.batch_size = num_prompts * num_completions
         self.generator = torch.Generator().manual_seed(seed)
 
@@ -396,8 +389,12 @@ class BanditChecker(Problems):
         fits = self.check_tensor("step() infos['scores']", scores, torch.float32, size)
         if fits:
             self.check_finite("step() infos['scores']", scores)
-        if self.check_tensor("step() infos['valid']", valid, torch.bool, size) and fits:
-            self.check_invalid_scores(scores, valid)
+        fits &= self.check_tensor("step() infos['valid']", valid, torch.bool, size)
+        if fits and bool((scores[~valid] != 0).any()):
+            self.add(
+                f"step() infos['scores'] where not valid={scores[~valid].tolist()!r} must be 0: "
+                "such rows must not move any mean. Set them to 0."
+            )
         for group in ("components", "metrics"):
             for name, values in dict(infos[group]).items():
                 where = f"step() infos[{group!r}][{name!r}]"
@@ -411,14 +408,6 @@ class BanditChecker(Problems):
                 "of completion_mask, the stop token too. Return completion_mask.sum(-1)."
             )
         self.check_reference(infos, mask)
-
-    def check_invalid_scores(self, scores: torch.Tensor, valid: torch.Tensor) -> None:
-        """Rows that were not judged have score 0."""
-        if bool((scores[~valid] != 0).any()):
-            self.add(
-                f"step() infos['scores'] where not valid={scores[~valid].tolist()!r} must be 0: "
-                "such rows must not move any mean. Set them to 0."
-            )
 
     def check_reference(self, infos: Mapping[str, Any], mask: torch.Tensor) -> None:
         """The reference's log-probs, where the environment gives any."""
@@ -490,7 +479,9 @@ class BanditChecker(Problems):
             "no completion_mask": {columns.COMPLETION_IDS: ids},
         }
         if mask.shape[1] > 1:
-            wrong["a mask with a hole"] = {**good, columns.COMPLETION_MASK: _with_hole(mask)}
+            hole = mask.clone()
+            hole[-1, 0], hole[-1, -1] = False, True
+            wrong["a mask with a hole"] = {**good, columns.COMPLETION_MASK: hole}
         for what, actions in wrong.items():
             self.env.reset(options=self.options)
             try:
@@ -501,12 +492,6 @@ class BanditChecker(Problems):
                 f"step() given {what} must be an error: wrong batches would be learnt from "
                 "unnoticed. Check actions first; rllib_llm.envs.actions.check_actions does."
             )
-
-
-def _with_hole(mask: torch.Tensor) -> torch.Tensor:
-    mask = mask.clone()
-    mask[-1, 0], mask[-1, -1] = False, True
-    return mask
 
 
 _WORDS = 12  # tokens of a random turn, at most

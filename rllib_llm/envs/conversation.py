@@ -301,9 +301,11 @@ class ChatEnv(ConversationEnv):
             "model": self.settings["model_name"],
             "messages": self._seen_by_player(conversation),
         }
-        asked = self._client.submit("chat/completions", body, _player_words)
+        asked = self._client.submit(
+            "chat/completions", body, lambda answer: answer["choices"][0]["message"]["content"]
+        )
         try:
-            words = await asyncio.wrap_future(asked)
+            words = str(await asyncio.wrap_future(asked) or "")
         except ServerError as error:
             return Response(invalid=f"the other player did not answer: {error}")
         last = self.settings["last_words"]
@@ -326,7 +328,3 @@ class ChatEnv(ConversationEnv):
         """Closes the connections to the server as well."""
         self._client.close()
         super().close()
-
-
-def _player_words(answer: Any) -> str:
-    return str(answer["choices"][0]["message"]["content"] or "")

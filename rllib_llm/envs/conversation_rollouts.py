@@ -9,7 +9,6 @@ invalid: it counts in no statistic, and never as a score of 0.
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import time
 import warnings
@@ -63,6 +62,12 @@ class Attempt:
     def count(self, name: str, number: float = 1.0) -> None:
         """Adds to a number of this rollout's metrics."""
         self.counts[name] = self.counts.get(name, 0.0) + number
+
+    def over(self, score: float, valid: bool) -> Rollout:
+        """The rollout with its result."""
+        return Rollout(
+            self.conversation, score, valid, self.invalid, self.group, self.row_id, self.row.index
+        )
 
 
 _LARGEST = float(torch.finfo(torch.float32).max)
@@ -140,7 +145,6 @@ async def run_side_by_side(
 
 
 async def _note_failure(attempt: Attempt, work: Awaitable, max_seconds: float) -> None:
-    """Waits for a rollout, so long at most."""
     start = time.perf_counter()
     late = f"the rollout took longer than max_seconds={max_seconds:g}"
     try:
@@ -212,7 +216,10 @@ class _Rollout:
         for asked in reply.tool_calls:  # in their order: one may need what another has done
             left = max(0.01, self.deadline - time.monotonic())
             result = await self.toolbox.run(asked, timeout_s=left)
-            self._count(asked, result)
+            self.attempt.count("num_tool_calls")
+            self.attempt.count("tool_failures", float(bool(result.failure)))
+            self.attempt.count("tool_timeouts", float(result.failure == "timeout"))
+            self.attempt.count("tool_seconds", result.seconds)
             has_failed = result.failure in _TOOL_FAILED
             is_down = result.failure == "unavailable"
             if is_down or (has_failed and self.env.settings["tool_errors"] == "invalid"):
@@ -221,19 +228,11 @@ class _Rollout:
         said = _results(reply.tool_calls, results)
         return Response(said, done=await self.env.stops(self.conversation, said))
 
-    def _count(self, asked: ToolCall, result: ToolResult) -> None:
-        self.attempt.count("num_tool_calls")
-        self.attempt.count("tool_failures", float(bool(result.failure)))
-        self.attempt.count("tool_timeouts", float(result.failure == "timeout"))
-        self.attempt.count("tool_seconds", result.seconds)
-
 
 def _results(calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
-    """Tool results as messages.
-
-    Templates want a result for each call that they write and none for others: what is wrong with a
-    call that could not be read stands behind the last result, or is a user's words without one.
-    """
+    """Tool results as messages. Templates want a result for each call that they write and none for
+    others: what is wrong with a call that could not be read stands behind the last result, or is a
+    user's words without one."""
     said: list[dict[str, Any]] = []
     for call_, result in zip(calls, results, strict=True):
         if call_.arguments is not None:
@@ -249,7 +248,6 @@ def _results(calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[M
 
 
 def _finite(source: str, reward: float) -> float:
-    """The reward; raises ValueError where it is no number, which makes the rollout invalid."""
     number = _number(source, "reward", reward)
     if not abs(number) <= _LARGEST:
         raise ValueError(
@@ -324,11 +322,7 @@ _SHOWN = 300  # characters of a reason
 
 def unjudged_columns(attempts: Sequence[Attempt], pad_token_id: int) -> dict[str, torch.Tensor]:
     """The columns of rollouts that are over and could not be judged: no row is valid."""
-    rollouts = [
-        Rollout(a.conversation, 0.0, False, a.invalid, a.group, a.row_id, a.row.index)
-        for a in attempts
-    ]
-    return training_columns(rollouts, pad_token_id)
+    return training_columns([attempt.over(0.0, False) for attempt in attempts], pad_token_id)
 
 
 def judge(env: ConversationEnv, attempts: Sequence[Attempt], pad_token_id: int) -> Judgement:
@@ -342,20 +336,13 @@ def judge(env: ConversationEnv, attempts: Sequence[Attempt], pad_token_id: int) 
     sound = [a for a in attempts if not a.invalid and a.conversation.num_turns]
     _report(env, attempts, sound)
     components, judged = _components(env, sound)
-    valid = dict.fromkeys(map(id, sound), True)
-    scores: dict[int, float] = {}
+    results = {id(attempt): (0.0, False) for attempt in attempts}
     for i, attempt in enumerate(sound):
-        scores[id(attempt)] = attempt.conversation.total_reward + (attempt.earned or 0.0)
-        if judged is not None:
-            scores[id(attempt)] += float(judged.scores[i])
-            valid[id(attempt)] = bool(judged.valid[i])
-    rollouts = [
-        Rollout(
-            attempt.conversation, scores.get(id(attempt), 0.0), valid.get(id(attempt), False),
-            attempt.invalid, attempt.group, attempt.row_id, attempt.row.index,
-        )
-        for attempt in attempts
-    ]  # fmt: skip
+        earned = attempt.conversation.total_reward + (attempt.earned or 0.0)
+        results[id(attempt)] = (earned, True) if judged is None else (
+            earned + float(judged.scores[i]), bool(judged.valid[i])
+        )  # fmt: skip
+    rollouts = [attempt.over(*results[id(attempt)]) for attempt in attempts]
     batch = training_columns(rollouts, pad_token_id)
     if env.reference is not None:
         names = (columns.PROMPT_IDS, columns.PROMPT_MASK, columns.COMPLETION_IDS,
@@ -365,8 +352,13 @@ def judge(env: ConversationEnv, attempts: Sequence[Attempt], pad_token_id: int) 
         ).cpu()
     row_ids = batch[columns.ROW_ID].tolist()
     firsts = {row_id: place for place, row_id in reversed([*enumerate(row_ids)])}
-    by_rollout = functools.partial(_by_rollout, firsts, len(row_ids))
-    earned = {name: by_rollout(sound, column) for name, column in components.items()}
+
+    def by_rollout(of: Sequence[Attempt], numbers: Sequence[float]) -> torch.Tensor:
+        """[rows] float32, the numbers at the first rows of their rollouts, NaN elsewhere."""
+        column = torch.full((len(row_ids),), torch.nan)
+        for attempt, number in zip(of, numbers, strict=True):
+            column[firsts[attempt.row_id]] = number
+        return column
 
     def on_device(held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: column.to(env.device) for name, column in held.items()}
@@ -374,24 +366,10 @@ def judge(env: ConversationEnv, attempts: Sequence[Attempt], pad_token_id: int) 
     return Judgement(
         batch[columns.SCORES].to(env.device),
         on_device(batch),
-        on_device(earned),
+        on_device({name: by_rollout(sound, column) for name, column in components.items()}),
         on_device(_metrics(by_rollout, attempts, sound, judged)),
         _texts(attempts),
     )
-
-
-def _by_rollout(
-    firsts: Mapping[int, int],
-    num_rows: int,
-    attempts: Sequence[Attempt],
-    numbers: Sequence[float],
-) -> torch.Tensor:
-    """[rows] float32, the numbers at the first rows of their rollouts, NaN elsewhere. `firsts`: the
-    place of each rollout's first row."""
-    column = torch.full((num_rows,), torch.nan)
-    for attempt, number in zip(attempts, numbers, strict=True):
-        column[firsts[attempt.row_id]] = number
-    return column
 
 
 def _components(
@@ -406,9 +384,7 @@ def _components(
         components[TURNS] = [attempt.conversation.total_reward for attempt in sound]
     if any(attempt.earned is not None for attempt in sound):
         nothing = float("nan")
-        components[SCORE] = [
-            nothing if attempt.earned is None else attempt.earned for attempt in sound
-        ]
+        components[SCORE] = [nothing if a.earned is None else a.earned for a in sound]
     if not components and sound and all(attempt.truncated for attempt in sound):
         components[TURNS] = [0.0] * len(sound)  # the policy never came to a turn's end
     if not components and sound:
@@ -440,7 +416,7 @@ def _reward_batch(env: ConversationEnv, sound: Sequence[Attempt]) -> RewardBatch
         completion_ids=batch[columns.COMPLETION_IDS][ends],
         completion_mask=batch[columns.COMPLETION_MASK][ends],
         prompts=transcripts(contexts),
-        completions=[_last_words(attempt) for attempt in sound],
+        completions=["" if (r := a.conversation.reply) is None else r.content for a in sound],
         completion_messages=said,
         context_messages=contexts,
         columns={
@@ -455,14 +431,8 @@ def _reward_batch(env: ConversationEnv, sound: Sequence[Attempt]) -> RewardBatch
 
 
 def _before_last_turn(chat: Messages) -> Messages:
-    """The messages before the assistant's last turn; all of them if there is none."""
     places = [i for i, message in enumerate(chat) if message["role"] == "assistant"]
     return chat[: places[-1]] if places else chat
-
-
-def _last_words(attempt: Attempt) -> str:
-    reply = attempt.conversation.reply
-    return "" if reply is None else reply.content
 
 
 def _metrics(
@@ -497,17 +467,13 @@ def _texts(attempts: Sequence[Attempt]) -> dict[str, list[str]]:
     """For each row: the prompt, the text after it on the row's path, and both as JSON."""
     shown: dict[str, list[str]] = {"prompt": [], "completion": [], "messages": []}
     for attempt in attempts:
-        for messages, start in _paths(attempt.conversation):
+        chat = attempt.conversation
+        rows = [([*map(dict, row.messages)], row.num_prompt_messages) for row in chat.rows()]
+        for messages, start in rows or [(chat.messages, len(chat.opening))]:
             for name, part in (("prompt", messages[:start]), ("completion", messages[start:])):
                 shown[name].append("\n".join(shown_message(message) for message in part))
             shown["messages"].append(json.dumps(messages, ensure_ascii=False, default=str))
     return shown
-
-
-def _paths(conversation: Conversation) -> list[tuple[Messages, int]]:
-    """(messages, how many of them are the prompt's) of each row."""
-    rows = [([*map(dict, row.messages)], row.num_prompt_messages) for row in conversation.rows()]
-    return rows or [(conversation.messages, len(conversation.opening))]
 
 
 def _report(env: ConversationEnv, attempts: Sequence[Attempt], sound: Sequence[Attempt]) -> None:

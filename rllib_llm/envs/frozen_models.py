@@ -182,8 +182,12 @@ class RewardTextEncoder:
         max_length: int | None = None,
         append_eos: bool = False,
     ):
-        if template is not None and template not in (PAIR, CHAT):
-            _check_template(template)
+        if template not in (None, PAIR, CHAT) and str(template).count("{completion}") != 1:
+            raise ValueError(
+                f"template={template!r} must be 'chat', 'pair' or a text with {{completion}} once "
+                "and {prompt} where the prompt goes: the completion is what is judged. Write e.g. "
+                "'Question: {prompt}\\nAnswer: {completion}'."
+            )
         if template == CHAT and not tokenizer.chat_template:
             raise ValueError(
                 f"template={template!r} must be 'pair' or a text with {{prompt}} and "
@@ -226,7 +230,9 @@ class RewardTextEncoder:
                 return self.shorten(encode_judged_chat(tokenizer, turns, finished=finished))
             encoded: Any = tokenizer.apply_chat_template(turns, return_dict=True)
             return self.shorten(list(encoded["input_ids"]))
-        text = prompt if isinstance(prompt, str) else _plain_text(prompt)
+        text = prompt
+        if not isinstance(prompt, str):
+            text = "".join(f"{message['content']}\n\n" for message in prompt)
         if self.template == PAIR:
             return self._shorten_pair(text, completion)
         # str.replace and not str.format: texts may hold braces.
@@ -269,19 +275,6 @@ def same_tokenizer(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase)
         and (other.chat_template is None or one.chat_template == other.chat_template)
         and all(one(probe)["input_ids"] == other(probe)["input_ids"] for probe in _PROBES)
     )
-
-
-def _plain_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    return "\n\n".join(str(message["content"]) for message in messages) + "\n\n"
-
-
-def _check_template(template: str) -> None:
-    if template.count("{completion}") != 1:
-        raise ValueError(
-            f"template={template!r} must be 'chat', 'pair' or a text with {{completion}} once and "
-            "{prompt} where the prompt goes: the completion is what is judged. Write e.g. "
-            "'Question: {prompt}\\nAnswer: {completion}'."
-        )
 
 
 class RewardModelScorer(_Frozen, Judge):

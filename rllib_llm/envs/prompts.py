@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from rllib_llm.data.encoding import check_text, encode_text, keep_end, render
+from rllib_llm.data.encoding import check_text, encode_text, keep_end, render_chat
 from rllib_llm.data.rows import (
     DataSourceError,
     EpochOrder,
@@ -232,20 +232,17 @@ class PromptEncoder:
 
     def _tokenize(self, row: PromptRow) -> tuple[list[int], str]:
         """Token ids and text of the whole prompt."""
+        tokenizer = self.tokenizer
         try:
-            return self._tokenized(row)
+            if isinstance(row.prompt, str):
+                text = row.prompt
+                ids = encode_text(tokenizer, text)
+            else:
+                text = render_chat(tokenizer, row.prompt, generation_prompt=True)
+                check_text(text)
+                ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         except DataSourceError as error:
             raise error.at(f"row {row.index}") from error.__cause__
-
-    def _tokenized(self, row: PromptRow) -> tuple[list[int], str]:
-        tokenizer = self.tokenizer
-        if isinstance(row.prompt, str):
-            text = row.prompt
-            ids = encode_text(tokenizer, text)
-        else:
-            text = render(tokenizer, row.prompt, generation_prompt=True)
-            check_text(text)
-            ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         if not ids and tokenizer.bos_token_id is not None:
             ids = [tokenizer.bos_token_id]
         if not ids:

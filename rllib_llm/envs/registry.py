@@ -103,13 +103,10 @@ def _make_from_keywords(env: Callable[..., Any], env_config: dict[str, Any]) -> 
     """`env(**env_config)` without those settings of the sampler that `env` does not take."""
     parameters = inspect.signature(env).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return env(
-        **{
-            key: value
-            for key, value in env_config.items()
-            if takes_any or key in parameters or key not in SAMPLER_SETTINGS
-        }
+    own = {*parameters} | (
+        {*env_config} if takes_any else {*env_config}.difference(SAMPLER_SETTINGS)
     )
+    return env(**{key: value for key, value in env_config.items() if key in own})
 
 
 def default_settings(env_id: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rllib_llm.data.sources import Source
 from rllib_llm.envs.bandit import BanditEnv
+from rllib_llm.envs.judges.reward_functions import as_functions
 from rllib_llm.envs.judges.rewards import RewardSum, RewardTerm
 from rllib_llm.envs.prompts import PromptSource
 from rllib_llm.modules.model_source import check_reference_vocabulary, num_embeddings
@@ -122,10 +123,7 @@ def prompt_source(
 
 def reward_terms(settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[Any]:
     """The reward model and the reward functions that `settings` name."""
-    functions = settings["reward_functions"] or []
-    if isinstance(functions, (str, Mapping)) or callable(functions):
-        functions = [functions]
-    rewards: list[Any] = list(functions)
+    rewards = as_functions(settings["reward_functions"])
     if settings["reward_model"]:
         rewards.insert(0, _reward_model_term(settings, tokenizer))
     return rewards

@@ -106,12 +106,6 @@ class FunctionTool:
                 "run beside it, many at once. Leave the limit to tool_timeout_s."
             )
 
-    def with_function(self, function: Callable[..., Any]) -> FunctionTool:
-        """The tool with another function behind the same name and schema."""
-        tool = copy.copy(self)
-        tool.function = function
-        return tool
-
     async def run(self, arguments: Mapping[str, Any]) -> Any:
         """The function's result for these arguments."""
         return await call(self.function, **arguments)
@@ -168,7 +162,8 @@ class Toolbox:
                     f"tool {function.__name__!r} must be one of {sorted(self.tools)}: the policy "
                     "learns of tools before a conversation begins. Return it from tools(), too."
                 )
-            own.tools[known.name] = known.with_function(function)
+            tool = own.tools[known.name] = copy.copy(known)
+            tool.function = function
         return own
 
     @property
@@ -402,9 +397,7 @@ def _words(text: str) -> list[str]:
 
 def _texts_in(folder: Path) -> list[tuple[str, str]]:
     """(title, text) of the files in a folder and in those within it."""
-    files = sorted(
-        path for path in folder.rglob("*") if path.suffix in _SUFFIXES and path.is_file()
-    )
+    files = sorted(p for p in folder.rglob("*") if p.suffix in _SUFFIXES and p.is_file())
     return [(path.relative_to(folder).with_suffix("").as_posix(), _utf8(path)) for path in files]
 
 
@@ -424,13 +417,7 @@ _MOST_PAGES = 1000
 
 
 class MCPTool:
-    """One tool of a server. Its limit begins when the server is there.
-
-    Args:
-        server: that has it.
-        listed: as the server lists it.
-        timeout_s: of a call.
-    """
+    """One tool of a server, as the server lists it. Its limit begins when the server is there."""
 
     def __init__(self, server: _Server, listed: Any, timeout_s: float) -> None:
         self.name, self.timeout_s = str(listed.name), timeout_s
@@ -438,13 +425,8 @@ class MCPTool:
         self._server = server
 
     async def run(self, arguments: Mapping[str, Any]) -> Any:
-        """The texts of the result.
-
-        Raises:
-            RuntimeError: the server says that the call failed.
-            TimeoutError: the server is there, and gave no result in time.
-            Away: the server is away.
-        """
+        """The texts of the result; RuntimeError: the server says that the call failed, Late: it is
+        there, and gave no result in time, Away: it is away."""
         result = await self._server.call(self.name, dict(arguments), self.timeout_s)
         parts = [getattr(part, "text", f"[{part.type}]") for part in result.content]
         text = "\n".join(parts)
@@ -470,11 +452,7 @@ class MCPServers:
         self._timeout_s = timeout_s
 
     async def connect(self) -> list[MCPTool]:
-        """Connects to all servers; returns their tools.
-
-        Raises:
-            ToolError: one cannot be reached.
-        """
+        """Connects to all servers; returns their tools."""
         try:
             return [
                 MCPTool(server, listed, self._timeout_s)
@@ -540,7 +518,6 @@ class _Server:
             await ended(self._keeper)
 
     async def _connected(self) -> Any:
-        """The client, when there is one."""
         if self._client is None:
             try:
                 await within(self._connect_s, self._here.wait())

@@ -34,9 +34,7 @@ def create(env_config: Mapping[str, Any]) -> BanditEnv:
     -3..+3, the sentiment of what is said, and grammatical [B], 0 or 1.
     """
     settings = rlhf.with_defaults(env_config, DEFAULTS, env_id="rllib_llm/Reviews-v0")
-    functions = settings["reward_functions"] or []
-    if isinstance(functions, (str, Mapping)) or callable(functions):
-        functions = [functions]
+    functions = rlhf.as_functions(settings["reward_functions"])
     is_judged_otherwise = bool(settings["reward_model"] or functions)
     gold_term = {"function": gold, "weight": 0.0 if is_judged_otherwise else 1.0}
     return rlhf.create(
@@ -54,8 +52,8 @@ def gold(
 ) -> tuple[list[float], dict[str, list[float]]]:
     """The grammar judge's result for the texts [B], with gold_score [B] and grammatical [B]."""
     texts = (prompt + completion for prompt, completion in zip(prompts, completions, strict=True))
-    judgements = [judge(text) for text in texts]
-    scores = [judgement.score for judgement in judgements]
-    grammatical = [float(judgement.grammatical) for judgement in judgements]
-    gold_scores = [float(judgement.sentiment) for judgement in judgements]
-    return scores, {"gold_score": gold_scores, "grammatical": grammatical}
+    grades = [judge(text) for text in texts]
+    return [grade.score for grade in grades], {
+        "gold_score": [float(grade.sentiment) for grade in grades],
+        "grammatical": [float(grade.grammatical) for grade in grades],
+    }

@@ -117,7 +117,7 @@ def judge(text: str) -> ReviewGrade:
 
     Every character counts, but for white space before and after the text. Never raises.
     """
-    first, *said = _sentences(text.strip())
+    first, *said = _sentences(text)
     opinions = sum(_opinions().get(sentence, 0) for sentence in said)
     return ReviewGrade(_is_review(first, said), sentiment=max(-3, min(3, opinions)))
 
@@ -138,71 +138,61 @@ def _opinions() -> dict[str, int]:
     return {text: sentiment for role in roles for text, sentiment in role.sentiments.items()}
 
 
+Split = Callable[[str], list[str]]
+
+
+def _words(text: str) -> list[str]:
+    return text.split(" ")
+
+
 def _sentences(text: str) -> list[str]:
-    return re.split(r"(?<=\.) ", text)
+    return re.split(r"(?<=\.) ", text.strip())
 
 
 # --- what goes wrong in a text that is no review -----------------------------------------------
 
 
-def _drop_word(text: str, rng: random.Random) -> str:
-    parts = text.split(" ")
+def _drop(parts: list[str], rng: random.Random, split: Split) -> None:
     del parts[rng.randrange(len(parts))]
-    return " ".join(parts)
 
 
-def _double_word(text: str, rng: random.Random) -> str:
-    parts = text.split(" ")
+def _double(parts: list[str], rng: random.Random, split: Split) -> None:
     place = rng.randrange(len(parts))
-    return " ".join([*parts[: place + 1], *parts[place:]])
+    parts.insert(place, parts[place])
 
 
-def _swap_words(text: str, rng: random.Random) -> str:
-    parts = text.split(" ")
+def _swap(parts: list[str], rng: random.Random, split: Split) -> None:
     place = rng.randrange(len(parts) - 1)
     parts[place : place + 2] = reversed(parts[place : place + 2])
-    return " ".join(parts)
 
 
-def _borrow_word(text: str, rng: random.Random) -> str:
-    parts, others = text.split(" "), complete(rng.choice(openings()), rng).split(" ")
-    parts[rng.randrange(len(parts))] = rng.choice(others)
-    return " ".join(parts)
-
-
-def _drop_sentence(text: str, rng: random.Random) -> str:
-    parts = _sentences(text)
-    del parts[rng.randrange(len(parts))]
-    return " ".join(parts)
-
-
-def _repeat_sentence(text: str, rng: random.Random) -> str:
-    parts = _sentences(text)
+def _repeat(parts: list[str], rng: random.Random, split: Split) -> None:
     parts.insert(rng.randrange(len(parts)), rng.choice(parts))
-    return " ".join(parts)
 
 
-def _borrow_sentence(text: str, rng: random.Random) -> str:
-    parts, others = _sentences(text), _sentences(complete(rng.choice(openings()), rng).strip())
+def _borrow(parts: list[str], rng: random.Random, split: Split) -> None:
+    others = split(complete(rng.choice(openings()), rng))
     parts[rng.randrange(len(parts))] = rng.choice(others)
-    return " ".join(parts)
 
 
-FAULTS: tuple[Callable[[str, random.Random], str], ...] = (
-    _drop_word,
-    _double_word,
-    _swap_words,
-    _borrow_word,
-    _drop_sentence,
-    _repeat_sentence,
-    _borrow_sentence,
+FAULTS = (
+    *((_words, change) for change in (_drop, _double, _swap, _borrow)),
+    *((_sentences, change) for change in (_drop, _repeat, _borrow)),
 )
+
+
+def faulty(text: str, fault: tuple[Split, Callable[..., None]], rng: random.Random) -> str:
+    """Return the text with one of `FAULTS`."""
+    split, change = fault
+    parts = split(text)
+    change(parts, rng, split)
+    return " ".join(parts)
 
 
 def spoil(opening: str, completion: str, rng: random.Random) -> str:
     """Return the completion with one error that makes it ungrammatical."""
     while True:
-        spoilt = " " + rng.choice(FAULTS)(completion.strip(), rng)
+        spoilt = " " + faulty(completion.strip(), rng.choice(FAULTS), rng)
         if not judge(opening + spoilt).grammatical:
             return spoilt
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rllib_llm.data.encoding import as_turns, encode_chat, encode_judged_chat, render
+from rllib_llm.data.encoding import as_turns, encode_chat, encode_judged_chat, render_chat
 from rllib_llm.data.rows import DataSourceError
 from tests.tiny_models import byte_tokenizer
 
@@ -69,7 +69,7 @@ def test_what_a_template_refuses_is_told():
 
 def test_a_tokenizer_without_a_template_says_what_to_do():
     with pytest.raises(DataSourceError, match="no chat template. Set chat_template"):
-        render(byte_tokenizer(), CHAT)
+        render_chat(byte_tokenizer(), CHAT)
 
 
 def test_judged_chats_end_where_a_sampled_turn_does():

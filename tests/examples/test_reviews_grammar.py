@@ -172,7 +172,7 @@ def test_the_judge_agrees_with_the_description_of_the_language():
         assert is_described(whole(row))
         # One fault each, which may by chance give another review: "It is heavy." for "light".
         fault = rng.choice(grammar.FAULTS)
-        text = row["prompt"] + " " + fault(row["completion"].strip(), rng)
+        text = row["prompt"] + " " + grammar.faulty(row["completion"].strip(), fault, rng)
         assert judge(text).grammatical == is_described(text), text
 
 
@@ -186,7 +186,9 @@ def test_no_character_of_a_review_can_be_dropped():
 def test_each_fault_makes_reviews_ungrammatical(fault):
     rng = random.Random(0)
     rows = grammar.sft_texts(200, seed=3)
-    texts = [row["prompt"] + " " + fault(row["completion"].strip(), rng) for row in rows]
+    texts = [
+        row["prompt"] + " " + grammar.faulty(row["completion"].strip(), fault, rng) for row in rows
+    ]
     assert sum(not judge(text).grammatical for text in texts) > 100  # most faults are faults
 
 

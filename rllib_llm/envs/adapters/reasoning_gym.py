@@ -139,11 +139,7 @@ class Tasks(MadeRows):
         self._check_levels()
 
     def _check_levels(self) -> None:
-        """Makes a row of each data set at every level that tasks will reach.
-
-        Raises:
-            EnvConfigError: one cannot be made.
-        """
+        """Makes a row of each data set at every level that tasks will reach."""
         for which in sorted(set(self._which.clip(max=len(self.specs) - 1).tolist())):
             for level in range(min(self.level(self._size - 1), self._highest(which)) + 1):
                 entry = self._entry(which, level, 0)

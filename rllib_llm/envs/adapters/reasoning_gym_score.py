@@ -29,16 +29,8 @@ _refused: list[str] = []  # of the answer that is scored
 
 
 def score(name: str, config: str, entry: str, answer: str | None) -> float:
-    """The data set's own score of an answer.
-
-    Args:
-        name: of the data set.
-        config, entry: its configuration and the task, pickled by the caller, in base64.
-        answer: what a model wrote.
-
-    Raises:
-        ValueError: the score is not finite; and whatever the data set raises.
-    """
+    """The data set's own score of what a model wrote; raises whatever the data set raises. `config`
+    and `entry`: its configuration and the task, pickled by the caller, in base64."""
     if answer is not None and _is_nan(answer):
         return 0.0  # it is at no distance from anything: some data sets take it for right
     _refused.clear()
@@ -90,12 +82,8 @@ def _guard_sympy() -> None:
 
 
 def _is_formula(code: str, known: dict[str, Any]) -> bool:
-    """Whether this expression calls sympy's own functions alone, and looks into nothing.
-
-    Args:
-        code: as sympy's reader wrote it.
-        known: what its names mean.
-    """
+    """Whether an expression of sympy's reader calls sympy's own functions alone, and looks into
+    nothing. `known`: what its names mean."""
     from sympy import Function
 
     try:

@@ -78,7 +78,9 @@ class TRLEnv(ConversationEnv):
         """The general tools, and the tools of an environment."""
         factory = self.factory if name is None else self._named_factories[name]
         own = [] if factory is None else _methods(factory())
-        return [*(_as_trl(as_tool(tool)) for tool in super().tools()), *map(_TRLTool, own)]
+        given = map(as_tool, super().tools())
+        general = [_TRLTool(t.function) if type(t) is FunctionTool else t for t in given]
+        return [*general, *map(_TRLTool, own)]
 
     def tools(self) -> Sequence[Any]:
         return self._tools_with()
@@ -151,16 +153,8 @@ class _TRLTool(FunctionTool):
             raise Away(str(error)) from error
 
 
-def _as_trl(tool: Any) -> Any:
-    return _TRLTool(tool.function) if type(tool) is FunctionTool else tool
-
-
 def _factory(given: Any) -> Callable[[], Any]:
-    """The factory of an environment.
-
-    Raises:
-        EnvConfigError: it makes none that can be reset.
-    """
+    """The factory of an environment, which must make objects that can be reset."""
     factory = import_dotted(given, name="environment_factory") if isinstance(given, str) else given
     made = factory() if callable(factory) else factory
     if not callable(factory) or not inspect.isfunction(getattr(type(made), "reset", None)):
@@ -182,11 +176,7 @@ def _methods(environment: Any) -> list[Callable[..., Any]]:
 
 
 def _text_of(given: Any, whose: str) -> str:
-    """Text, or the text of parts of a message.
-
-    Raises:
-        TypeError: it is something else.
-    """
+    """Text, or the text of parts of a message; raises TypeError for pictures."""
     if isinstance(given, str):
         return given
     is_list = isinstance(given, (list, tuple))

@@ -44,11 +44,7 @@ def prompt_of(task: Any) -> list[dict[str, Any]]:
 
 
 def _as_chat(message: Any) -> dict[str, Any]:
-    """A message of verifiers as chat templates take it.
-
-    Raises:
-        EnvConfigError: it is more than text.
-    """
+    """A message of verifiers as chat templates take it; it must be text."""
     from verifiers.v1.dialects.chat import message_to_wire
     from verifiers.v1.types import content_text
 
@@ -134,12 +130,7 @@ class VerifiersEnv(ConversationEnv):
 
     @functools.cached_property
     def taskset(self) -> Any:
-        """The `vf.Taskset`.
-
-        Raises:
-            ImportError: verifiers is not installed.
-            EnvConfigError: there is no such task set, or not with these settings.
-        """
+        """The `vf.Taskset`."""
         return _open_taskset(self.settings["taskset"], self.settings["taskset_config"] or {})
 
     @functools.cached_property
@@ -152,11 +143,7 @@ class VerifiersEnv(ConversationEnv):
 
     @functools.cached_property
     def vf_tasks(self) -> list[Any]:
-        """The `vf.Task`s, by position.
-
-        Raises:
-            EnvConfigError: there is none, they never end, or they need more than this process.
-        """
+        """The `vf.Task`s, by position, all of which can be done in this process."""
         count = self.settings["num_tasks"]
         if count is None and not self.taskset.bounded:
             raise EnvConfigError(
@@ -311,16 +298,11 @@ def _requires_runtime(function: Any) -> bool:
 
 
 def _toolsets_of(task: Any) -> list[Any]:
-    """The toolsets of one conversation, made for it."""
     return _checked(type(task).toolsets(task.config))
 
 
 def _checked(toolsets: Sequence[Any]) -> list[Any]:
-    """The toolsets.
-
-    Raises:
-        EnvConfigError: one is to run elsewhere.
-    """
+    """The toolsets, none of which may be one that runs elsewhere."""
     for toolset in toolsets:
         name, config = type(toolset).__name__, toolset.config
         reason = ""

@@ -313,11 +313,7 @@ class SchemaJudge(JudgeModel):
 
     def _found(self, reply: str) -> dict[str, Any]:
         """The object in a reply, which may stand in a code block or among other words; behind
-        thoughts, and the last of several.
-
-        Raises:
-            UnreadableReply: there is none, it is cut off, or it is not of the schema.
-        """
+        thoughts, and the last of several."""
         problem = "it holds no JSON object"
         for found in reversed(list(_objects(without_thoughts(reply)[-_SEARCHED:]))):
             error = jsonschema.exceptions.best_match(self._validator.iter_errors(found))

@@ -86,6 +86,12 @@ class RemoteReward(Judge):
             RequestRefusedError: the service refuses requests (wrong token, unknown path).
         """
         before = self._client.num_retries
+        sent = {
+            name: values
+            for name, values in columns.items()
+            if name not in _NOT_SENT
+            and (name not in _OBJECTS or all(isinstance(v, (str, list, dict)) for v in values))
+        }
         parts = [
             slice(start, start + self._batch_size)
             for start in range(0, len(completions), self._batch_size)
@@ -93,7 +99,7 @@ class RemoteReward(Judge):
         asked = [
             self._ask(
                 prompts[part], completions[part],
-                {n: list(v[part]) for n, v in columns.items() if _is_sent(n, v)},
+                {name: list(values[part]) for name, values in sent.items()},
             )
             for part in parts
         ]  # fmt: skip
@@ -142,12 +148,6 @@ class RemoteReward(Judge):
             raise TypeError(f"scores must be a list, not {type(scores).__name__}")
         reasons = answer.get("reasons") or [""] * len(scores)
         return [_score(*row) for row in zip(scores, reasons, strict=True)]
-
-
-def _is_sent(name: str, values: Sequence[Any]) -> bool:
-    if name in _OBJECTS:
-        return all(isinstance(value, (str, list, dict)) for value in values)
-    return name not in _NOT_SENT
 
 
 def _score(found: Any, reason: str) -> float | Invalid:

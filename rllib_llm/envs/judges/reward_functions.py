@@ -193,7 +193,9 @@ class RewardTerm:
                 reason=f"it is {type(function).__name__}",
                 remedy="Point it at a function",
             )
-        name = str(spec.get("name") or _default_name(function))
+        inner = _inner(function)
+        own_name = getattr(inner, "__name__", type(inner).__name__)
+        name = str(spec.get("name") or getattr(inner, "name", None) or own_name)
         kwargs = spec.get("kwargs") or {}
         try:
             signature = inspect.signature(function)
@@ -284,6 +286,12 @@ class RewardTerm:
             )
 
 
+def as_functions(given: Any) -> list[Any]:
+    """One reward function, several or none (None), as a list."""
+    is_one = isinstance(given, (str, Mapping)) or callable(given)
+    return [given] if is_one else list(given or ())
+
+
 def required_column(columns: Mapping[str, Any], setting: str, name: str) -> Sequence[Any]:
     """The data set's column that the `setting` of a judge names: B values.
 
@@ -338,11 +346,6 @@ def _inner(function: Any) -> Any:
 
 def _attribute(function: Any, name: str, default: Any) -> Any:
     return getattr(_inner(function), name, default)
-
-
-def _default_name(function: Any) -> str:
-    inner = _inner(function)
-    return str(getattr(inner, "name", None) or getattr(inner, "__name__", type(inner).__name__))
 
 
 @dataclass(frozen=True)

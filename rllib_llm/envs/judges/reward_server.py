@@ -74,11 +74,7 @@ class RewardService:
     async def judge(
         self, prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Sequence]
     ) -> tuple[list[float | None], list[str], dict[str, list[float | None]]]:
-        """Scores (None: not judged), the reasons why not, and components by name, of each row.
-
-        Raises:
-            HTTPException: columns of other lengths, or of names that reward functions use.
-        """
+        """Scores (None: not judged), the reasons why not, and components by name, of each row."""
         sizes = {len(prompts), len(completions), *map(len, columns.values())}
         if len(sizes) > 1 or not completions:
             raise HTTPException(422, f"prompts, completions and columns have lengths {sizes}")
@@ -121,8 +117,6 @@ class RewardService:
 
 
 class _Gate:
-    """Authenticates requests by token."""
-
     def __init__(self, token: str) -> None:
         if not token:
             raise ValueError(
@@ -145,11 +139,8 @@ class _Gate:
 
 
 def _behind_prompt(query: str, prompt: str) -> str:
-    """The part of a query after its prompt, which special tokens (BOS, padding) may precede.
-
-    Raises:
-        HTTPException: the prompt is not in it; all of it would be judged.
-    """
+    """The part of a query after its prompt, which special tokens (BOS, padding) may precede; all of
+    it would be judged without the prompt."""
     place = query.find(prompt)
     if place >= 0 and _SPECIAL_TOKENS.fullmatch(query, 0, place):
         return query[place + len(prompt) :]
@@ -160,11 +151,7 @@ def _behind_prompt(query: str, prompt: str) -> str:
 
 
 def make_app(service: RewardService, token: str) -> FastAPI:
-    """The HTTP application.
-
-    Raises:
-        ValueError: an empty token.
-    """
+    """The HTTP application; raises ValueError for an empty token."""
     gate = _Gate(token)
     app = FastAPI(title="Rewards", docs_url=None, redoc_url=None)
 

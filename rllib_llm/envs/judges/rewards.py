@@ -21,6 +21,7 @@ from rllib_llm.envs.judges.reward_functions import (
     RewardBatch,
     RewardError,
     RewardTerm,
+    as_functions,
 )
 from rllib_llm.shared.messages import raised
 from rllib_llm.shared.remote import EventLoop, ExitedError, Late, harmless, within
@@ -72,10 +73,9 @@ class RewardSum:
     """
 
     def __init__(self, functions: Sequence[Any] | Any) -> None:
-        if isinstance(functions, (str, Mapping)) or callable(functions):
-            functions = [functions]
         self.terms = [
-            f if isinstance(f, RewardTerm) else RewardTerm.from_spec(f) for f in functions or ()
+            f if isinstance(f, RewardTerm) else RewardTerm.from_spec(f)
+            for f in as_functions(functions)
         ]
         names = [term.name for term in self.terms]
         if not names or len(set(names)) < len(names):

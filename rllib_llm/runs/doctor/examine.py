@@ -237,14 +237,14 @@ def _sampled(stage: Stage, result: Mapping[str, Any], seconds: float) -> Iterato
 def chat_rules(stage: Stage) -> Iterator[Finding]:
     """Whether the chat template only appends, so that a continued conversation extends its
     tokens."""
-    from rllib_llm.data.encoding import render
+    from rllib_llm.data.encoding import render_chat
 
     tokenizer = stage.config.load_tokenizer()
     if not tokenizer.chat_template:
         return
-    whole = render(tokenizer, DIALOGUE)
-    so_far = render(tokenizer, DIALOGUE[:2])
-    opened = render(tokenizer, DIALOGUE[:3], generation_prompt=True)
+    whole = render_chat(tokenizer, DIALOGUE)
+    so_far = render_chat(tokenizer, DIALOGUE[:2])
+    opened = render_chat(tokenizer, DIALOGUE[:3], generation_prompt=True)
     appends = whole.startswith(so_far) and whole.startswith(opened)
     yield Finding(
         "deep.chat_format", "note" if appends else "warning",
