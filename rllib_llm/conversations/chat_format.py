@@ -185,9 +185,7 @@ class ChatFormat:
         """The tokens to append after a sampled turn, or that a new path must begin.
 
         Args:
-            before: messages that the turn answered.
-            reply: the turn.
-            new: messages that answer it.
+            before, new: messages that the turn answered, and that answer it.
             last_id: the turn's last token. Where that is not what the template ends the turn with,
                 the end comes first.
 
@@ -497,12 +495,8 @@ def _eos(tokenizer: Any) -> list[int]:
 def family_renderer(
     tokenizer: Any, family: str | None, settings: Mapping[str, Any]
 ) -> tuple[Any, str]:
-    """The renderer of a model family and its name; (None, why not) where there is none.
-
-    Args:
-        tokenizer: of the model; "auto" knows it by the hub id that it was loaded from.
-        family: "auto", None, or a name such as "qwen3" or "llama-3".
-        settings: variables of the chat template.
+    """The renderer of a model family and its name; (None, why not) where there is none. `family`:
+    None, a name such as "qwen3", or "auto", which knows it by the hub id of the tokenizer.
 
     Raises:
         ImportError: a family is named, and renderers is not installed.

@@ -301,13 +301,8 @@ class Conversation:
         *,
         finish: str = "stop",
     ) -> ParsedReply:
-        """Appends the policy's sampled tokens unchanged and returns the parsed turn.
-
-        Args:
-            token_ids: the stop token among them.
-            logprobs: of each, the engine's own.
-            versions: of the weights that sampled each; None: unknown.
-            finish: see `engines.protocol.Finish`.
+        """Appends the policy's sampled tokens unchanged, the stop token among them, and returns the
+        parsed turn. `versions`: of the weights that sampled each; None: unknown.
 
         Raises:
             ConversationError: lengths that differ, no tokens, or no messages before them.

@@ -123,7 +123,6 @@ def parse_reply(
 
     Args:
         text: without the token that ends the turn.
-        syntax: one of `SYNTAXES`.
         finish: of the sampling; a call at the very end of a turn that did not end by "stop" may
             lack something, and is `truncated` even where it could be read.
         tools: names that there are, or their parameters' schemas by name, which say what is a text
@@ -132,9 +131,6 @@ def parse_reply(
         first_call: number of the conversation's first call in this turn, for the ids.
         max_calls: most calls of a turn; later ones are `too_many_calls`.
         reads_calls: whether there can be any; else what looks like one is words.
-
-    Raises:
-        ValueError: the syntax is unknown.
     """
     if syntax not in SYNTAXES:
         raise ValueError(

@@ -167,15 +167,10 @@ def not_contained(names: Iterable[str]) -> list[str]:
 
 
 class RolloutFiles:
-    """The files of a store, numbered in the order in which they were written.
+    """The files of a store, numbered in the order in which they were written; see `RolloutStore`.
 
     `.store.json` holds the store's name, and of a run that went on from another store's state the
     number of its first own file: where it does so once more, those since then are removed.
-
-    Args:
-        folder: inside `filesystem`.
-        filesystem: pyarrow's.
-        keep_iterations: of so many iterations rows are kept, the newest; None: of all.
     """
 
     def __init__(

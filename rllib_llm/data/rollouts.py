@@ -61,11 +61,7 @@ def rollout_folders(run: str | Path | UrlPath) -> list[Place]:
 
 
 def open_rollouts(folders: Sequence[Place]) -> ds.Dataset:
-    """All rows of the folders, unread.
-
-    Raises:
-        NoRolloutsError: no file in them. RolloutSchemaError: of another version.
-    """
+    """All rows of the folders, unread; RolloutSchemaError: they are of another version."""
     parts = []
     for folder in folders:
         files = _paths(folder)

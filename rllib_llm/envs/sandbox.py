@@ -91,13 +91,8 @@ class Sandbox:
 
 
 class Contained:
-    """A process in a sandbox, with a folder of its own.
-
-    Args:
-        sandbox: what it may use.
-        order: what it is to do, see `sandbox_program.py`.
-        files: {name: text} that lie in its folder.
-        is_asked: whether it reads from a pipe.
+    """A process in a sandbox, with a folder of its own, in which `files` {name: text} lie. `order`:
+    what it is to do, see `sandbox_program.py`. `is_asked`: whether it reads from a pipe.
 
     Raises:
         Away: no process can be started now.
@@ -133,13 +128,8 @@ class Contained:
         )
 
     def read(self, until: float, *, most: int | None = None, line: bool = False) -> bytes:
-        """Reads its output: a line, or everything up to `most` bytes.
-
-        Raises:
-            Late: not by `until` (of `time.monotonic`).
-            EOFError: it ended before its line.
-            ValueError: its line has no end.
-        """
+        """Reads its output: a line, or everything up to `most` bytes. Late: not by `until` (of
+        `time.monotonic`). EOFError: it ended before its line. ValueError: its line has no end."""
         assert self.process.stdout is not None, "it is a pipe"
         out = self.process.stdout.fileno()
         while not (line and b"\n" in self._unread):

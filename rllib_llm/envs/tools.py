@@ -124,12 +124,9 @@ class ToolResult:
 
 
 class Toolbox:
-    """The tools of a conversation.
-
-    Args:
-        tools: functions, dotted paths, or objects with `name`, `schema` and `run`.
-        timeout_s: of one call, of tools that have no limit of their own.
-        max_chars: of a result; a longer one keeps its beginning and its end.
+    """The tools of a conversation: functions, dotted paths, or objects with `name`, `schema` and
+    `run`. `timeout_s`: of one call, of tools that have no limit of their own. `max_chars`: of a
+    result; a longer one keeps its beginning and its end.
 
     Raises:
         ToolError: two of one name, or a function that cannot be a tool.
@@ -148,11 +145,7 @@ class Toolbox:
         self.timeout_s, self.max_chars = timeout_s, max_chars
 
     def of(self, functions: Sequence[Callable[..., Any]]) -> Toolbox:
-        """The same tools with one conversation's own functions.
-
-        Raises:
-            ToolError: a function that is none of the tools.
-        """
+        """The same tools with one conversation's own functions."""
         own = copy.copy(self)
         own.tools = dict(self.tools)
         for function in functions:
@@ -436,14 +429,9 @@ class MCPTool:
 
 
 class MCPServers:
-    """Connections to servers.
-
-    Args:
-        servers: {command, args, env} of a program that speaks over its standard input, a URL, or an
-            object that `mcp.Client` takes.
-        timeout_s: of one call.
-        connect_s: of an attempt to connect, and that a call waits for a server that is away.
-    """
+    """Connections to servers: {command, args, env} of programs that speak over stdin, URLs,
+    or objects that `mcp.Client` takes. `timeout_s`: of one call. `connect_s`: of an attempt to
+    connect, and that a call waits for a server that is away."""
 
     def __init__(
         self, servers: Sequence[Any], *, timeout_s: float = 10.0, connect_s: float = 30.0

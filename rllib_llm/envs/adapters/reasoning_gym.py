@@ -60,12 +60,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 def create(env_config: Mapping[str, Any]) -> BanditEnv:
-    """The environment; its keys and their defaults are `DEFAULTS`.
-
-    Raises:
-        EnvConfigError: an unknown data set or setting.
-        ImportError: reasoning-gym is not installed.
-    """
+    """The environment; its keys and their defaults are `DEFAULTS`."""
     settings = with_defaults(env_config, DEFAULTS, env_id="rllib_llm/ReasoningGym-v0")
     tasks = Tasks(
         settings["datasets"],
@@ -104,16 +99,8 @@ class DatasetSpec:
 
 
 class Tasks(MadeRows):
-    """Rows {"prompt", "answer", "dataset", "task"}, each a function of seed and index.
-
-    Args:
-        datasets: a name, or a list of names or of {name, weight, config}.
-        num_tasks: rows.
-        seed: of the tasks.
-        tasks_per_level: rows until every data set's curriculum goes one level up; None: none does.
-        instruction: behind every question.
-        as_chat: whether prompts are messages.
-    """
+    """Rows {"prompt", "answer", "dataset", "task"}, each a function of seed and index; its settings
+    are `DEFAULTS`'."""
 
     column_names = ("prompt", "answer", "dataset", "task")
 
@@ -268,13 +255,7 @@ def sft_texts(datasets: Any, num_tasks: int = 1000, seed: int = 1) -> list[dict[
 
 
 class Scorer(Judge):
-    """A reward function: reasoning-gym's score of each completion.
-
-    Args:
-        tasks: of the data set's column `task`.
-        scoring: one of `SCORINGS`.
-        answer_tag: what stands in <answer_tag> is judged; None: all of the completion.
-        pool: of processes that call `SCORE`.
+    """A reward function: reasoning-gym's score of each completion; its settings are `DEFAULTS`'.
 
     An answer that its data set cannot score, in time or at all, is worth 0 where the data set can
     score its own answer, and is `Invalid` where it cannot.

@@ -170,12 +170,7 @@ class JudgeModel(Judge):
         read: Callable[[str], Read],
         response_format: Mapping[str, Any] | None = None,
     ) -> list[Read | Invalid]:
-        """The judge's replies to the questions, in their order.
-
-        Args:
-            questions: chats whose last message it is to answer.
-            read: from a reply to the verdict; raises UnreadableReply.
-            response_format: of OpenAI's interface.
+        """What `read` makes of the judge's replies to chats, or raises UnreadableReply.
 
         Raises:
             RequestRefusedError: the server refuses requests (wrong key, unknown model).
@@ -202,37 +197,28 @@ class JudgeModel(Judge):
     async def _verdict(
         self, key: str, body: dict[str, Any], read: Callable[[str], Read]
     ) -> Read | Invalid:
-        reply = self._cache.get(key)
-        if reply is not None:
-            self.num_cached += 1
-            return _verdict(reply, read)
-        if not self._budget.take():
-            return Invalid(
-                f"max_requests={self._max_requests} are spent: the judge is not asked any more"
-            )
-        self.num_requests += 1
-        request = self._client.submit("chat/completions", body, _reply)
         try:
+            if (known := self._cache.get(key)) is not None:
+                self.num_cached += 1
+                return read(known)
+            if not self._budget.take():
+                return Invalid(
+                    f"max_requests={self._max_requests} are spent: the judge is not asked any more"
+                )
+            self.num_requests += 1
+            request = self._client.submit("chat/completions", body, _reply)
             said, is_cut = await asyncio.wrap_future(request)
-        except ServerError as error:
+            if is_cut:
+                return Invalid(
+                    f"the judge's reply={said[-_SHOWN:]!r} must end by itself: it was cut off at "
+                    f"max_tokens={self._settings['max_tokens']}, and may lack its verdict. Raise "
+                    "max_tokens"
+                )
+            verdict = read(said)
+        except (ServerError, UnreadableReply) as error:
             return Invalid(str(error))
-        if is_cut:
-            return Invalid(
-                f"the judge's reply={said[-_SHOWN:]!r} must end by itself: it was cut off at "
-                f"max_tokens={self._settings['max_tokens']}, and may lack its verdict. Raise "
-                "max_tokens"
-            )
-        verdict = _verdict(said, read)
-        if not isinstance(verdict, Invalid):
-            self._cache.put(key, said)
+        self._cache.put(key, said)
         return verdict
-
-
-def _verdict(reply: str, read: Callable[[str], Read]) -> Read | Invalid:
-    try:
-        return read(reply)
-    except UnreadableReply as error:
-        return Invalid(str(error))
 
 
 def without_thoughts(reply: str) -> str:
@@ -270,11 +256,10 @@ class SchemaJudge(JudgeModel):
     """A judge model whose verdicts are JSON of one schema: a short reasoning, then `properties`.
 
     Args:
-        base_url, model: see `JudgeModel`.
         properties: of the verdict, in JSON Schema.
         system: the system message.
         use_schema: whether the server is given the JSON schema; some do not know such a setting.
-        judge: further arguments of `JudgeModel`.
+        base_url, model, judge: see `JudgeModel`.
     """
 
     def __init__(
@@ -340,10 +325,8 @@ def _objects(text: str) -> Iterator[Any]:
 
 def response_format(schema: Mapping[str, Any]) -> dict[str, Any]:
     """OpenAI's setting that has a server write nothing but JSON of the schema."""
-    return {
-        "type": "json_schema",
-        "json_schema": {"name": "verdict", "schema": dict(schema), "strict": True},
-    }
+    named = {"name": "verdict", "schema": dict(schema), "strict": True}
+    return {"type": "json_schema", "json_schema": named}
 
 
 def tagged(name: str, text: str) -> str:
