@@ -174,11 +174,7 @@ class RolloutFiles:
     """
 
     def __init__(
-        self,
-        folder: str,
-        filesystem: pyarrow.fs.FileSystem,
-        *,
-        keep_iterations: int | None = None,
+        self, folder: str, filesystem: pyarrow.fs.FileSystem, *, keep_iterations: int | None = None
     ) -> None:
         self.folder = folder
         self.filesystem = filesystem

@@ -57,10 +57,7 @@ def load_rows(source: Source | None, *, name: str = "data") -> Rows:
     Raises:
         DataSourceError: nothing there, unknown format, a broken line (numbered), or no rows.
     """
-    options: dict[str, Any] = {}
-    if isinstance(source, Mapping):
-        options = _source_options(source, name)
-        source = options.pop("path")
+    source, options = _with_options(source, name)
     rows = _read(source, options, name)
     if options.get("columns"):
         rows = rows.renamed(options["columns"])
@@ -83,10 +80,7 @@ def load_rows(source: Source | None, *, name: str = "data") -> Rows:
 def check_source(source: Source | None, *, name: str = "data") -> None:
     """Raises what `load_rows` would where that can be told without reading: a key that is not
     known, a file that is not there, a dotted path to nothing. The hub is not asked."""
-    options: dict[str, Any] = {}
-    if isinstance(source, Mapping):
-        options = _source_options(source, name)
-        source = options["path"]
+    source, options = _with_options(source, name)
     for item in source if isinstance(source, (list, tuple)) else [source]:
         is_name = isinstance(item, (str, Path)) and (item is source or _is_file(item))
         if is_name:
@@ -110,7 +104,10 @@ def is_quick_to_read(source: Source | None) -> bool:
     return sum(file.stat().st_size for file in files) <= _QUICK_BYTES
 
 
-def _source_options(source: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _with_options(source: Any, name: str) -> tuple[Any, dict[str, Any]]:
+    """What is to be read, and the further keys of a mapping that says so."""
+    if not isinstance(source, Mapping):
+        return source, {}
     for key in source:
         if key not in _SOURCE_KEYS:
             raise DataSourceError(
@@ -144,7 +141,7 @@ def _source_options(source: Mapping[str, Any], name: str) -> dict[str, Any]:
             reason=f"it is {type(columns).__name__}",
             remedy="Write {prompt: question}",
         )
-    return dict(source)
+    return source["path"], {key: value for key, value in source.items() if key != "path"}
 
 
 def _read(source: Any, options: dict[str, Any], name: str) -> Rows:

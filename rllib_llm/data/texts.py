@@ -111,11 +111,7 @@ class TextSource:
         for row, (_, targets) in enumerate(texts):
             loss_mask[row, : len(targets)] = torch.tensor(targets)
         loss_mask[:, 0] = False  # nothing predicts a first token
-        return {
-            columns.INPUT_IDS: ids,
-            columns.ATTENTION_MASK: mask,
-            columns.LOSS_MASK: loss_mask,
-        }
+        return {columns.INPUT_IDS: ids, columns.ATTENTION_MASK: mask, columns.LOSS_MASK: loss_mask}
 
     def _text(self, index: int) -> TokenizedText:
         if index not in self._tokenized:

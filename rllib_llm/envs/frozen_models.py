@@ -498,12 +498,7 @@ class RewardModelEnsemble(Judge):
     name = "reward_model"
 
     def __init__(
-        self,
-        models: Sequence[Any],
-        *,
-        combine: str = "mean",
-        std_coeff: float = 1.0,
-        **shared: Any,
+        self, models: Sequence[Any], *, combine: str = "mean", std_coeff: float = 1.0, **shared: Any
     ) -> None:
         if len(models) < 2 or combine not in COMBINATIONS or std_coeff < 0:
             raise ValueError(

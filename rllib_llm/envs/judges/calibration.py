@@ -69,11 +69,7 @@ class Calibration:
 
 
 def calibrate(
-    judge: Any,
-    rows: Sequence[Mapping[str, Any]],
-    *,
-    label_column: str = "label",
-    num_bins: int = 5,
+    judge: Any, rows: Sequence[Mapping[str, Any]], *, label_column: str = "label", num_bins: int = 5
 ) -> Calibration:
     """Compares a judge's scores with labels, on rows with "prompt", "completion" and a label.
 

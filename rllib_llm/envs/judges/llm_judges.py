@@ -257,12 +257,7 @@ class ReferenceJudge(SchemaJudge):
     """
 
     def __init__(
-        self,
-        base_url: str,
-        model: str,
-        *,
-        reference_column: str = "answer",
-        **judge: Any,
+        self, base_url: str, model: str, *, reference_column: str = "answer", **judge: Any
     ) -> None:
         super().__init__(base_url, model, {_CORRECT: {"type": "boolean"}}, **judge)
         self._reference_column = reference_column

@@ -1,4 +1,9 @@
-"""One reward function: how it is loaded, inspected and called."""
+"""One reward function: how it is loaded, inspected and called.
+
+All that judges is a function or a `Judge` (models, servers, services, worker processes), is called
+by its `RewardTerm`, and becomes part of a `RewardSum`. What an environment says itself, by `score`
+and `Response.reward`, needs its state and is added to that sum.
+"""
 
 from __future__ import annotations
 
