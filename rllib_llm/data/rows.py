@@ -81,11 +81,8 @@ class Rows(Sequence):
             pairs = list(zip(names, kept, strict=True))
             rows = [{new: row[old] for new, old in pairs if old in row} for row in self._backing]
             return Rows(rows, self.description)
-        chosen = self._backing.select(kept) if self._is_arrow_table else (
-            self._backing.select_columns(kept)
-        )  # fmt: skip
-        if self._is_arrow_table:
-            return Rows(chosen.rename_columns(names), self.description)
+        backing = self._backing
+        chosen = (backing.select if self._is_arrow_table else backing.select_columns)(kept)
         return Rows(chosen.rename_columns(dict(zip(kept, names, strict=True))), self.description)
 
     def column(self, name: str) -> list[Any]:

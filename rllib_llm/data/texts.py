@@ -107,9 +107,7 @@ class TextSource:
         if cut_before == 0 and self._num_cut:
             warn_of_cuts(self._num_cut, count, self._max_length, "end")
         ids, mask = pad_right([ids for ids, _ in texts], self._tokenizer.pad_token_id)
-        loss_mask = torch.zeros_like(mask)
-        for row, (_, targets) in enumerate(texts):
-            loss_mask[row, : len(targets)] = torch.tensor(targets)
+        loss_mask, _ = pad_right([targets for _, targets in texts], False, torch.bool)
         loss_mask[:, 0] = False  # nothing predicts a first token
         return {columns.INPUT_IDS: ids, columns.ATTENTION_MASK: mask, columns.LOSS_MASK: loss_mask}
 

@@ -7,9 +7,9 @@ outages, and named actors of Ray that are restarted or hang.
 
 Sandboxed processes, servers of tools, judges and rewards keep to it. There is one deadline for each
 kind of wait, since only its own can end it: `within` for what is awaited, `Contained.read` for a
-process, which is killed, `OpenAIClient` for an HTTP request, `NamedActor` for an actor of Ray. What
-is away is asked again after growing pauses, and its `Outage` says so. The caller makes a row that is
-not valid of `Away`, never a score: nobody whose words are judged has done it.
+process, which is killed, `OpenAIClient` for an HTTP request, `NamedActor` for an actor of Ray.
+What is away is asked again after growing pauses, and its `Outage` says so. The caller makes a row
+that is not valid of `Away`, never a score: nobody whose words are judged has done it.
 """
 
 from __future__ import annotations

@@ -44,63 +44,53 @@ class TRLEnv(ConversationEnv):
         super().__init__(given)
         # By the name of a row's environment, where there are several: each has tools of its own.
         self._toolboxes = {
-            name: self._make_toolbox(self._tools_with(name)) for name in self._named_factories
+            name: self._make_toolbox(self._tools_with(name)) for name in self.factories if name
         }
         self._formats = {name: self._make_format(box) for name, box in self._toolboxes.items()}
 
     @functools.cached_property
-    def _named_factories(self) -> dict[str, Callable[[], Any]]:
-        """Factories by name, where rows choose among them."""
+    def factories(self) -> dict[str, Callable[[], Any]]:
+        """The factories of environments by the name that rows choose; that of all rows under ""."""
         given = self.settings["environment_factory"]
-        if not isinstance(given, Mapping):
-            return {}
-        return {str(name): _factory(factory) for name, factory in given.items()}
+        named = given if isinstance(given, Mapping) else {} if given is None else {"": given}
+        return {str(name): _factory(factory) for name, factory in named.items()}
 
-    @functools.cached_property
-    def factory(self) -> Callable[[], Any] | None:
-        """The factory of every conversation's environment; None if rows choose, or there are only
-        tools."""
-        given = self.settings["environment_factory"]
-        return None if given is None or isinstance(given, Mapping) else _factory(given)
-
-    def _factory_of(self, task: Mapping[str, Any]) -> Callable[[], Any] | None:
-        if not self._named_factories:
-            return self.factory
+    def _name_of(self, task: Mapping[str, Any]) -> str:
+        """The environment that a row chooses, "" where there is no choice."""
+        if not self.factories or "" in self.factories:
+            return ""
         name = task.get(_ENVIRONMENT)
-        if name not in self._named_factories:
+        if name not in self.factories:
             raise EnvConfigError(
-                f"environment={name!r} of a row must be one of {sorted(self._named_factories)}: "
+                f"environment={name!r} of a row must be one of {sorted(self.factories)}: "
                 "environment_factory has no other. Correct the column."
             )
-        return self._named_factories[name]
+        return str(name)
 
-    def _tools_with(self, name: str | None = None) -> list[Any]:
+    def _tools_with(self, name: str) -> list[Any]:
         """The general tools, and the tools of an environment."""
-        factory = self.factory if name is None else self._named_factories[name]
-        own = [] if factory is None else _methods(factory())
+        own = _methods(self.factories[name]()) if name in self.factories else []
         given = map(as_tool, super().tools())
         general = [_TRLTool(t.function) if type(t) is FunctionTool else t for t in given]
         return [*general, *map(_TRLTool, own)]
 
     def tools(self) -> Sequence[Any]:
-        return self._tools_with()
+        return self._tools_with("")
 
     def tools_of(self, conversation: Conversation) -> Sequence[Callable[..., Any]]:
         environment = conversation.state.get(_ENVIRONMENT)
         return () if environment is None else _methods(environment)
 
     def toolbox_of(self, conversation: Conversation) -> Toolbox:
-        chooses = bool(self._named_factories)
-        box = self._toolboxes[conversation.task[_ENVIRONMENT]] if chooses else self.toolbox
+        box = self._toolboxes.get(self._name_of(conversation.task), self.toolbox)
         return box.of(self.tools_of(conversation))
 
     def format_of(self, task: Mapping[str, Any]) -> ChatFormat:
-        self._factory_of(task)  # an unknown one is refused
-        return self._formats[task[_ENVIRONMENT]] if self._named_factories else self.chat_format
+        return self._formats.get(self._name_of(task), self.chat_format)
 
     def rows(self) -> Any:
         rows = super().rows()
-        if rows is None and self.factory is not None:
+        if rows is None and "" in self.factories:
             return [{"prompt": [_EMPTY]}] * int(self.settings["num_tasks"])
         if self.settings["environment_factory"] is None:
             return rows
@@ -114,7 +104,7 @@ class TRLEnv(ConversationEnv):
 
     async def start(self, conversation: Conversation) -> Sequence[Message]:
         messages = [dict(message) for message in self.first_messages(conversation)]
-        factory = self._factory_of(conversation.task)
+        factory = self.factories.get(self._name_of(conversation.task))
         if factory is None:
             return messages
         environment = conversation.state[_ENVIRONMENT] = factory()
@@ -128,7 +118,7 @@ class TRLEnv(ConversationEnv):
     def _row_of(self, task: Mapping[str, Any]) -> dict[str, Any]:
         """The data set's own columns, without the one that chooses the environment."""
         added = {"messages"} if "prompt" in task else set()
-        if self._named_factories:
+        if self._name_of(task):
             added.add(_ENVIRONMENT)
         if self.settings["prompts"] is not None and task.get("prompt") == [_EMPTY]:
             added.add("prompt")
