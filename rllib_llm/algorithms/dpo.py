@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rllib_llm.algorithms.supervised import Supervised, SupervisedConfig
 from rllib_llm.config.checks import require
 from rllib_llm.config.setting import Section
@@ -16,31 +14,13 @@ class DPOConfig(SupervisedConfig):
     `RewardModel`; the reference is the model that training starts from, usually the SFT model."""
 
     sections: tuple[Section, ...] = (*SupervisedConfig.sections, PREFERENCES)
+    source_class = PromptedPairSource
+    module_path = "rllib_llm.modules.rl_modules:PreferenceModule"
+    learner_path = "rllib_llm.learners.supervised_learners:DPOLearner"
 
     def __init__(self, algo_class=None):
         super().__init__(algo_class=algo_class or DPO)
         self.lr = 1e-6  # a policy that has learnt to write is only turned (TRL's default as well)
-
-    def module_class(self) -> type:
-        from rllib_llm.modules.rl_modules import PreferenceModule
-
-        return PreferenceModule
-
-    @property
-    def _model_config_auto_includes(self) -> dict[str, Any]:
-        return super()._model_config_auto_includes | {"temperature": 1.0, "critic": "none"}
-
-    def get_default_learner_class(self) -> type:
-        from rllib_llm.learners.supervised_learners import DPOLearner
-
-        return DPOLearner
-
-    def make_source(
-        self, data: Any, *, tokenizer: Any, max_length: int, shuffle: bool
-    ) -> PromptedPairSource:
-        return PromptedPairSource(
-            data, tokenizer=tokenizer, max_length=max_length, seed=self.seed or 0, shuffle=shuffle
-        )
 
     def validate(self) -> None:
         super().validate()
@@ -80,7 +60,4 @@ class DPO(Supervised):
     """
 
     config: DPOConfig
-
-    @classmethod
-    def get_default_config(cls) -> DPOConfig:
-        return DPOConfig(algo_class=cls)
+    config_class = DPOConfig

@@ -221,7 +221,7 @@ def evaluate_held_out(algorithm, group: EnvRunnerGroup) -> tuple[dict[str, Any],
     for name, judged in further.items():
         found = _results(judged, named[name][0])
         results |= {f"{name}/{metric}": value for metric, value in found.items()}
-    results["iteration"] = algorithm.num_iterations_done
+    results["iteration"] = algorithm.weights_version
     algorithm.eval_metrics = results
     algorithm.recorder.record(batch, "evaluated", iteration=results["iteration"])
     for split, rows in {"eval": batch, **{f"eval/{n}": b for n, b in further.items()}}.items():

@@ -13,7 +13,7 @@ import torch
 from ray.tune import PlacementGroupFactory, Trainable
 
 from rllib_llm.checkpoints.folder import check, write_manifest
-from rllib_llm.config.checks import given, require
+from rllib_llm.config.checks import require
 from rllib_llm.config.sampling import GENERATE, GENERATE_MODEL, GENERATE_SEED
 from rllib_llm.config.sections import SectionMethod
 from rllib_llm.config.setting import Section
@@ -29,6 +29,8 @@ class GenerateConfig(TabledConfig):
 
     sections: tuple[Section, ...] = (GENERATE_MODEL, GENERATE)
     rllib_sections: tuple[Section, ...] = (GENERATE_SEED,)
+
+    why_a_model = "it writes the texts"
 
     language_model = SectionMethod()
     sampling = SectionMethod()
@@ -57,18 +59,6 @@ class GenerateConfig(TabledConfig):
             "an opening is the first part of a text", "Lower it, or set null for no prompts",
         )  # fmt: skip
         self.sampling_params(pad_token_id=0, stop_token_ids=tuple(self.stop_token_ids or ()))
-
-    def given_model(self) -> str:
-        """`model`, which must be set.
-
-        Raises:
-            ValueError: it is not.
-        """
-        return given(
-            self.pretrained_model, "model",
-            "a Hugging Face folder, a hub id or the dotted path of a function",
-            "it writes the texts", "Set model",
-        )  # fmt: skip
 
     def sampling_params(self, pad_token_id: int, stop_token_ids: tuple[int, ...]) -> SamplingParams:
         """The settings of one generation."""

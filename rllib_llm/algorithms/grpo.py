@@ -23,6 +23,7 @@ class GRPOConfig(CriticFreeConfig):
         "whiten_advantages",
         "whiten_rewards",
     )
+    learner_path = "rllib_llm.learners.policy_learners:GRPOLearner"
 
     def __init__(self, algo_class=None):
         super().__init__(algo_class=algo_class or GRPO)
@@ -32,11 +33,6 @@ class GRPOConfig(CriticFreeConfig):
         self.ref_kl_coeff = 0.04
         self.loss_reduction = "sequence_mean"
 
-    def get_default_learner_class(self) -> type:
-        from rllib_llm.learners.policy_learners import GRPOLearner
-
-        return GRPOLearner
-
     def validate(self) -> None:
         super().validate()
         require_group(self)
@@ -45,6 +41,4 @@ class GRPOConfig(CriticFreeConfig):
 class GRPO(RLHF):
     """RLlib Algorithm; see `GRPOConfig`."""
 
-    @classmethod
-    def get_default_config(cls) -> GRPOConfig:
-        return GRPOConfig(algo_class=cls)
+    config_class = GRPOConfig

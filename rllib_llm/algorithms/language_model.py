@@ -98,6 +98,11 @@ class LanguageModelAlgorithm(WholeCheckpoints):
 
     _progress_metrics = (*HEADLINE,)  # what Tune shows of a trial's last result
     config: LanguageModelConfig
+    config_class: type[LanguageModelConfig]
+
+    @classmethod
+    def get_default_config(cls) -> Any:
+        return cls.config_class(algo_class=cls)
 
     def __init__(self, config: Any = None, env: Any = None, **kwargs: Any):
         settings = self.get_default_config() if config is None else config

@@ -23,7 +23,7 @@ from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from ray.util.debug import log_once
 from ray.util.placement_group import get_current_placement_group
 
-from rllib_llm.config.checks import given, warn_of_no_effect
+from rllib_llm.config.checks import warn_of_no_effect
 from rllib_llm.config.model import (
     FAULT_TOLERANCE,
     LANGUAGE_MODEL,
@@ -38,6 +38,7 @@ from rllib_llm.config.sections import SectionMethod, defaults
 from rllib_llm.config.setting import Section
 from rllib_llm.config.tabled_config import TabledConfig
 from rllib_llm.modules.precision import cuda_multiplies_bfloat16, faster_library
+from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.errors import noted
 from rllib_llm.shared.process import multiplies_bfloat16
 from rllib_llm.shared.ray_compat import free_by_node
@@ -95,6 +96,8 @@ class LanguageModelConfig(TabledConfig):
     minibatch_size: int | None
     chat_template: str | None
     trains_adapters = True  # whether `lora` can be set
+    module_path: str  # of the RLModule's class
+    learner_path: str  # of the Learner's class
 
     language_model = SectionMethod()
 
@@ -130,12 +133,11 @@ class LanguageModelConfig(TabledConfig):
             config=self.copy(), module_spec=rl_module_spec, placement_group=placement_group
         )
 
-    def module_class(self) -> type:
-        """The RLModule class that this stage trains."""
-        raise NotImplementedError(f"{type(self).__name__} must define module_class.")
-
     def get_default_rl_module_spec(self) -> RLModuleSpec:
-        return RLModuleSpec(module_class=self.module_class())
+        return RLModuleSpec(module_class=import_dotted(self.module_path))
+
+    def get_default_learner_class(self) -> type:
+        return import_dotted(self.learner_path)
 
     @property
     def _model_config_auto_includes(self) -> dict[str, Any]:
@@ -189,20 +191,6 @@ class LanguageModelConfig(TabledConfig):
         from rllib_llm.modules.tokenizer import load_tokenizer
 
         return load_tokenizer(self.given_model(), chat_template=self.chat_template)
-
-    def given_model(self) -> str:
-        """`pretrained_model`, which must be set.
-
-        Raises:
-            ValueError: it is not.
-        """
-        return given(
-            self.pretrained_model,
-            "model",
-            "a Hugging Face folder, a hub id or the dotted path of a function",
-            "the policy starts from pretrained weights",
-            "Set model: in YAML or .language_model(model=...)",
-        )
 
 
 MAX_SECONDS_OCCUPIED = 60.0  # until processes of a run that just ended have left

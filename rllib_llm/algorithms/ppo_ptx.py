@@ -14,17 +14,13 @@ class PPOPtxConfig(RLHFConfig):
 
     sections: tuple[Section, ...] = (*RLHFConfig.sections, PTX)
     ignored_settings = ("scale_by_std", "drop_zero_variance_groups")
+    learner_path = "rllib_llm.learners.policy_learners:PPOPtxLearner"
 
     def __init__(self, algo_class=None):
         super().__init__(algo_class=algo_class or PPOPtx)
         self.critic = "shared"
         self.num_epochs = 4
         self.minibatch_size = 32
-
-    def get_default_learner_class(self) -> type:
-        from rllib_llm.learners.policy_learners import PPOPtxLearner
-
-        return PPOPtxLearner
 
     def validate(self) -> None:
         super().validate()
@@ -44,9 +40,7 @@ class PPOPtx(RLHF):
     """RLlib Algorithm; see `PPOPtxConfig`. Adds to the results of `RLHF`: loss/ptx_avg, and
     eval/ptx_loss with `ptx_eval_data`."""
 
-    @classmethod
-    def get_default_config(cls) -> PPOPtxConfig:
-        return PPOPtxConfig(algo_class=cls)
+    config_class = PPOPtxConfig
 
     def held_out_losses(self) -> dict[str, float]:
         if self.config.ptx_eval_data is None:

@@ -17,19 +17,13 @@ class ReinforcePPConfig(CriticFreeConfig):
         "scale_by_std",
         "drop_zero_variance_groups",
     )
+    learner_path = "rllib_llm.learners.policy_learners:ReinforcePPLearner"
 
     def __init__(self, algo_class=None):
         super().__init__(algo_class=algo_class or ReinforcePP)
-
-    def get_default_learner_class(self) -> type:
-        from rllib_llm.learners.policy_learners import ReinforcePPLearner
-
-        return ReinforcePPLearner
 
 
 class ReinforcePP(RLHF):
     """RLlib Algorithm; see `ReinforcePPConfig`."""
 
-    @classmethod
-    def get_default_config(cls) -> ReinforcePPConfig:
-        return ReinforcePPConfig(algo_class=cls)
+    config_class = ReinforcePPConfig

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 from rllib_llm.algorithms.supervised import EVALUATION_BATCH, Supervised, SupervisedConfig
 from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT
@@ -19,26 +18,12 @@ class RewardModelConfig(SupervisedConfig):
 
     sections: tuple[Section, ...] = (*SupervisedConfig.sections, REWARD_MODEL)
     trains_adapters = False
+    source_class = PairSource
+    module_path = "rllib_llm.modules.rl_modules:RewardModelModule"
+    learner_path = "rllib_llm.learners.supervised_learners:RewardModelLearner"
 
     def __init__(self, algo_class=None):
         super().__init__(algo_class=algo_class or RewardModel)
-
-    def make_source(
-        self, data: Any, *, tokenizer: Any, max_length: int, shuffle: bool
-    ) -> PairSource:
-        return PairSource(
-            data, tokenizer=tokenizer, max_length=max_length, seed=self.seed or 0, shuffle=shuffle
-        )
-
-    def module_class(self) -> type:
-        from rllib_llm.modules.rl_modules import RewardModelModule
-
-        return RewardModelModule
-
-    def get_default_learner_class(self) -> type:
-        from rllib_llm.learners.supervised_learners import RewardModelLearner
-
-        return RewardModelLearner
 
 
 class RewardModel(Supervised):
@@ -51,10 +36,7 @@ class RewardModel(Supervised):
     """
 
     config: RewardModelConfig
-
-    @classmethod
-    def get_default_config(cls) -> RewardModelConfig:
-        return RewardModelConfig(algo_class=cls)
+    config_class = RewardModelConfig
 
     def read_data(self) -> None:
         super().read_data()

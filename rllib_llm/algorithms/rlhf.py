@@ -57,11 +57,8 @@ class RLHF(LanguageModelAlgorithm):
     """
 
     config: RLHFConfig
+    config_class = RLHFConfig
     weights: RunWeights
-
-    @classmethod
-    def get_default_config(cls) -> RLHFConfig:
-        return RLHFConfig(algo_class=cls)
 
     def setup(self, config) -> None:
         self.weights_version = 0  # learner updates so far
@@ -227,11 +224,6 @@ class RLHF(LanguageModelAlgorithm):
     def position(self) -> int:
         """Prompt groups learnt from so far."""
         return self.rollouts.position
-
-    @property
-    def num_iterations_done(self) -> int:
-        """Iterations learnt so far, the current one included once its weights are published."""
-        return self.weights_version
 
     def _publish(self) -> None:
         self.rollouts.publish(self.weights.publish(self.weights_version))

@@ -57,6 +57,7 @@ class RLHFConfig(LanguageModelConfig):
         SAMPLER_FAULTS,
     )
     rllib_sections: tuple[Section, ...] = (*COMMON, *ONLINE)
+    module_path = "rllib_llm.modules.rl_modules:CausalLMModule"
 
     env_runner_cls: type | None
 
@@ -101,11 +102,6 @@ class RLHFConfig(LanguageModelConfig):
         if config is not None and not isinstance(self.evaluation_config, AlgorithmConfig):
             config.explore = (self.evaluation_config or {}).get("explore", False)
         return config
-
-    def module_class(self) -> type:
-        from rllib_llm.modules.rl_modules import CausalLMModule
-
-        return CausalLMModule
 
     @property
     def _model_config_auto_includes(self) -> dict[str, Any]:

@@ -20,16 +20,12 @@ class RLOOConfig(CriticFreeConfig):
         "scale_by_std",
         "whiten_rewards",
     )
+    learner_path = "rllib_llm.learners.policy_learners:RLOOLearner"
 
     def __init__(self, algo_class=None):
         super().__init__(algo_class=algo_class or RLOO)
         self.num_completions = 4
         self.whiten_advantages = False
-
-    def get_default_learner_class(self) -> type:
-        from rllib_llm.learners.policy_learners import RLOOLearner
-
-        return RLOOLearner
 
     def validate(self) -> None:
         super().validate()
@@ -39,6 +35,4 @@ class RLOOConfig(CriticFreeConfig):
 class RLOO(RLHF):
     """RLlib Algorithm; see `RLOOConfig`."""
 
-    @classmethod
-    def get_default_config(cls) -> RLOOConfig:
-        return RLOOConfig(algo_class=cls)
+    config_class = RLOOConfig

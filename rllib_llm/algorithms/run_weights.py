@@ -38,14 +38,22 @@ class RunWeights:
         export: Callable[[str | Path], Path],
     ) -> None:
         self._learner_group, self._config, self._export = learner_group, config, export
+        background = None  # for receivers that the run does not ask, if it has a name for them
+        if (name := config.weights_name) is not None:
+            client = CoordinatorClient(name, keep=config.weights_keep, restarts_hung=True)
+            background = BackgroundPublisher(client, checksum=config.weights_checksum)
         self._publisher = WeightsPublisher(
             learner_group,
             shared_module=learner_group.is_local and config.num_env_runners == 0,
             checksum=config.weights_checksum,
-            background=_background_publisher(config),
+            background=background,
             transport=config.weights_transport,
         )
-        self._push = _open_push(config, folder)
+        self._push: WeightsPush | None = None  # for servers that follow nobody
+        if config.weights_push:
+            own = config.weights_push_folder
+            servers = open_servers(config.weights_push)
+            self._push = WeightsPush(servers, folder / "pushed" if own is None else Path(own))
         self.published: PublishedWeights  # the newest
 
     def publish(self, version: int) -> PublishedWeights:
@@ -85,20 +93,3 @@ class RunWeights:
         self._publisher.stop()
         if self._push is not None:
             self._push.close()
-
-
-def _background_publisher(config: RLHFConfig) -> BackgroundPublisher | None:
-    """For receivers that the run does not ask, if it has a name for them."""
-    if config.weights_name is None:
-        return None
-    client = CoordinatorClient(config.weights_name, keep=config.weights_keep, restarts_hung=True)
-    return BackgroundPublisher(client, checksum=config.weights_checksum)
-
-
-def _open_push(config: RLHFConfig, folder: Path) -> WeightsPush | None:
-    """For servers that follow nobody, if there are some."""
-    if not config.weights_push:
-        return None
-    own = config.weights_push_folder
-    servers = open_servers(config.weights_push)
-    return WeightsPush(servers, folder / "pushed" if own is None else Path(own))

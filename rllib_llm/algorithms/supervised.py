@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from gymnasium.spaces import Discrete
@@ -16,7 +17,7 @@ from ray.rllib.utils.spaces.repeated import Repeated
 
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
 from rllib_llm.algorithms.language_model_config import LanguageModelConfig
-from rllib_llm.config.checks import check_range, given, require
+from rllib_llm.config.checks import given, require
 from rllib_llm.config.setting import Section
 from rllib_llm.config.supervised import SUPERVISED
 from rllib_llm.data.texts import BatchSource
@@ -30,6 +31,7 @@ class SupervisedConfig(LanguageModelConfig):
     """Settings of the data set of supervised stages."""
 
     sections: tuple[Section, ...] = (*LanguageModelConfig.sections, SUPERVISED)
+    source_class: Callable[..., BatchSource]  # what reads the data
 
     def __init__(self, algo_class=None):
         super().__init__(algo_class=algo_class)
@@ -42,11 +44,13 @@ class SupervisedConfig(LanguageModelConfig):
         texts = Repeated(Discrete(2), 1)
         self.observation_space, self.action_space = texts, texts
 
-    def make_source(
-        self, data: Any, *, tokenizer: Any, max_length: int, shuffle: bool
-    ) -> BatchSource:
-        """The rows of `data`, tokenised."""
-        raise NotImplementedError(f"{type(self).__name__} must define make_source.")
+    @property
+    def _model_config_auto_includes(self) -> dict[str, Any]:
+        return super()._model_config_auto_includes | {"temperature": 1.0, "critic": "none"}
+
+    def make_source(self, data: Any, **settings: Any) -> BatchSource:
+        """The rows of `data`, tokenised; `settings`: tokenizer, max_length and shuffle."""
+        return self.source_class(data, seed=self.seed or 0, **settings)
 
     def longest_text(self) -> int:
         """The number of tokens kept of each text: at most the model's context length."""
@@ -60,10 +64,6 @@ class SupervisedConfig(LanguageModelConfig):
         require(
             self.data is not None, "data", self.data, "a data set", "it is what is learnt from",
             "Name a file, a hub id or a dotted path",
-        )  # fmt: skip
-        check_range(
-            self, "evaluation_duration", least=1, reason="it counts held-out rows",
-            remedy="Raise it",
         )  # fmt: skip
         require(
             not self.evaluation_interval or self.eval_data is not None, "eval_data", self.eval_data,

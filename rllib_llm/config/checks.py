@@ -32,30 +32,6 @@ def _broken(name: str, value: Any, rule: str, reason: str, remedy: str) -> Setti
     return SettingError(name=name, value=value, rule=f"be {rule}", reason=reason, remedy=remedy)
 
 
-def check_range(
-    config: Any,
-    *names: str,
-    reason: str,
-    remedy: str,
-    least: float | None = None,
-    above: float | None = None,
-    most: float | None = None,
-) -> None:
-    """Raises ValueError for the first of the settings `names` that is neither None nor a number
-    of at least `least`, above `above` and at most `most`, those that are given."""
-    bounds = {"of at least": least, "above": above, "at most": most}
-    rule = " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None)
-    for name in names:
-        value = getattr(config, name)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        holds = is_number and (
-            (least is None or value >= least)
-            and (above is None or value > above)
-            and (most is None or value <= most)
-        )
-        require(value is None or holds, name, value, f"a number {rule}", reason, remedy)
-
-
 def warn_of_no_effect(config: Any) -> None:
     """One warning for every setting that was changed from its default and is not used, and one for
     every range that does not suit the loss that was chosen."""

@@ -18,8 +18,8 @@ class Prompts(Settings):
         None,
         "a file (JSONL, CSV, Parquet, text), a data set, a hub id, rows, or a function",
         short="data",
-        trl=("train_dataset",),
-        also=("prompt_data", "prompts_file"),
+        trl="train_dataset",
+        also="prompt_data prompts_file",
     )
     eval_prompts: Any = setting(
         None,
@@ -33,20 +33,20 @@ class Prompts(Settings):
         None,
         'the column with the prompt; None: "prompt", "messages" or the only column',
         short="column",
-        also=("prompt_key", "input_key", "dataset_text_field"),
+        also="prompt_key input_key dataset_text_field",
     )
     max_prompt_len: int = setting(
         128,
         "the maximum length of a prompt",
         unit="tokens",
         least=1,
-        also=("max_prompt_length", "prompt_max_len"),
+        also="max_prompt_length prompt_max_len",
     )
     prompt_overflow: Literal["truncate_left", "error"] = setting(
         "truncate_left",
         "the treatment of longer prompts",
         short="overflow",
-        also=("truncation_side", "truncation"),
+        also="truncation_side truncation",
     )
 
 
@@ -63,61 +63,53 @@ class Rewards(Settings):
         "a sequence classifier, or {model, quantization, weight, name, ...}",
         keys=("quantization", "dtype", "device", "weight", "name"),
         short="model",
-        also=("reward_model_path", "reward_pretrain", "rm", "reward_model_name"),
+        also="reward_model_path reward_pretrain rm reward_model_name",
         place=IN_ENV,
     )
     reward_functions: Any = setting(
         None,
         "dotted paths, callables or {function, weight, name, kwargs}",
         short="functions",
-        trl=("reward_funcs",),
-        also=("reward_function", "reward_fn", "remote_rm_url", "custom_reward_function"),
+        trl="reward_funcs",
+        also="reward_function reward_fn remote_rm_url custom_reward_function",
         place=IN_ENV,
     )
     score_clip: float | None = setting(
         None,
         "the bound to which scores are clipped, in both directions; None: not clipped",
         above=0,
-        rllib=("clip_rewards",),
-        also=("reward_clip", "cliprange_reward"),
-        reason="scores are held to +- it",
-        remedy="None: no clipping",
+        rllib="clip_rewards",
+        also="reward_clip cliprange_reward",
     )
     scale_scores: bool = setting(
         False,
         "whether scores are divided by their running standard deviation",
-        also=("normalize_reward", "use_score_scaling"),
+        also="normalize_reward use_score_scaling",
     )
     missing_eos_penalty: float = setting(
         0.0,
         "the penalty for completions that reach the length limit",
         least=0,
-        also=("non_eos_penalty", "truncation_penalty"),
-        reason="it is taken off the score",
-        remedy="0: none",
+        also="non_eos_penalty truncation_penalty",
     )
     length_penalty: float = setting(
         0.0,
         "the penalty per completion token",
         least=0,
-        reason="it is taken off the score per token",
-        remedy="0: none",
     )
     overlong_buffer: int = setting(
         0,
         "the length of DAPO's soft overlong punishment at the end of max_new_tokens; 0: off",
         unit="tokens",
         least=0,
-        trl=("soft_overlong_punishment",),
-        also=("overlong_buffer_len",),
+        trl="soft_overlong_punishment",
+        also="overlong_buffer_len",
     )
     planned_iterations: int | None = setting(
         None,
         "the planned number of iterations, passed to reward functions with `trainer_state` "
         "as `max_steps`; taken from a file's `stop` if possible",
         least=1,
-        reason="functions may go by how far a run is",
-        remedy="None: not known",
     )
 
 

@@ -5,30 +5,15 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from rllib_llm.config.checks import require
-from rllib_llm.config.setting import IN_ENV, Condition, Section, Settings, setting
+from rllib_llm.config.setting import IN_ENV, Condition, Section, Settings, is_set, setting, when
 from rllib_llm.numerics.losses import POLICY_LOSSES, REDUCTIONS
 
-CRITIC = Condition(
-    "critic is not 'none'", lambda c: c.critic != "none", "with critic={config.critic!r}"
+CRITIC = when("critic", "is not 'none'", lambda critic: critic != "none")
+SEPARATE = when("critic", "is 'separate'", lambda c: c == "separate", "Use critic='separate'")
+PENALISED = when(
+    "ref_kl_coeff", "is above 0", bool, "Start from a coefficient above 0", ": there is no KL"
 )
-SEPARATE = Condition(
-    "critic is 'separate'",
-    lambda c: c.critic == "separate",
-    "with critic={config.critic!r}",
-    "Use critic='separate'",
-)
-PENALISED = Condition(
-    "ref_kl_coeff is above 0",
-    lambda c: bool(c.ref_kl_coeff),
-    "with ref_kl_coeff=0: there is no KL",
-    "Start from a coefficient above 0",
-)
-ADAPTIVE = Condition(
-    "ref_kl_target is set",
-    lambda c: c.ref_kl_target is not None,
-    "without ref_kl_target: the coefficient is fixed",
-    "Set a target",
-)
+ADAPTIVE = when("ref_kl_target", "is set", is_set, "Set a target", ": the coefficient is fixed")
 # The mean of grad log pi over pi's own tokens is 0, and k1's gradient is no more than that.
 MOVES = Condition(
     "it is not k1 in the loss, whose gradient has mean 0 without ref_kl_unbiased",
@@ -37,15 +22,9 @@ MOVES = Condition(
     "as k1 in the loss without ref_kl_unbiased: the mean of its gradient is 0",
     "Choose 'k2' or 'k3', or set ref_kl_unbiased=True",
 )  # fmt: skip
-IN_LOSS = Condition(
-    "ref_kl_in is 'loss'",
-    lambda c: c.ref_kl_in == "loss",
-    "with ref_kl_in='reward': it is for the loss",
-)
-SAMPLED_KL = Condition(
-    "ref_kl_estimator is not 'full'",
-    lambda c: c.ref_kl_estimator != "full",
-    "with ref_kl_estimator='full': nothing is sampled",
+IN_LOSS = when("ref_kl_in", "is 'loss'", lambda place: place == "loss", why=": it is for the loss")
+SAMPLED_KL = when(
+    "ref_kl_estimator", "is not 'full'", lambda k: k != "full", why=": nothing is sampled"
 )
 
 
@@ -56,61 +35,52 @@ class Loss(Settings):
         "none",
         "the source of values",
         note=('"shared": a value head on the policy\'s trunk; "separate": a model of its own.'),
-        rllib=("vf_share_layers", "use_critic"),
+        rllib="vf_share_layers use_critic",
     )
     critic_model: str | None = setting(
         None,
         "the initial model of a separate critic, usually the reward model",
         acts=(SEPARATE,),
-        also=("value_model", "critic_path"),
+        also="value_model critic_path",
     )
     policy_loss: str = setting(
         "ppo",
         "the probability ratio in the loss",
-        note=(
-            '"ppo": per token; "gspo": a completion\'s geometric mean; "rloo": a completion\'s '
-            'whole ratio; "cispo": per token, detached.'
-        ),
+        note='"ppo": per token; "gspo": a completion\'s geometric mean; "rloo": a completion\'s '
+        'whole ratio; "cispo": per token, detached.',
         choices=tuple(POLICY_LOSSES),
-        trl=("importance_sampling_level",),
-        also=("loss_type", "policy_loss_fn", "adv_estimator"),
+        trl="importance_sampling_level",
+        also="loss_type policy_loss_fn adv_estimator",
     )
     loss_reduction: str = setting(
         "token_mean",
         "the reduction of token losses to one number",
-        note=(
-            '"token_mean" (DAPO): all tokens of the mini-batch have equal weight; '
-            '"sequence_mean" (GRPO): all completions do; "dr_grpo": sums over max_new_tokens.'
-        ),
+        note='"token_mean" (DAPO): all tokens of the mini-batch have equal weight; '
+        '"sequence_mean" (GRPO): all completions do; "dr_grpo": sums over max_new_tokens.',
         choices=tuple(REDUCTIONS),
-        trl=("loss_type",),
-        also=("loss_agg_mode", "loss_aggregation", "reduction"),
+        trl="loss_type",
+        also="loss_agg_mode loss_aggregation reduction",
     )
     clip_param: float = setting(
         0.2,
         "ε: ratios are clipped to [1 - ε, 1 + ε]; the upper bound can be set by `clip_param_high`",
         least=0,
-        trl=("epsilon",),
-        also=("cliprange", "clip_range", "eps_clip", "clip_ratio", "clip_epsilon"),
-        reason="ratios are held to 1 - it and 1 + it",
-        remedy="PPO uses 0.2",
+        trl="epsilon",
+        also="cliprange clip_range eps_clip clip_ratio clip_epsilon",
     )
     clip_param_high: float | None = setting(
         None,
         "the ε of ratios above 1 (DAPO's clip-higher); None: `clip_param`",
         least=0,
-        trl=("epsilon_high",),
-        also=("clip_ratio_high", "eps_clip_high"),
-        reason="ratios are held to 1 + it",
-        remedy="DAPO uses 0.28",
+        trl="epsilon_high",
+        also="clip_ratio_high eps_clip_high",
     )
     dual_clip: float | None = setting(
         None,
         "the bound on the loss of negative advantages (dual clip); None: off",
         above=1,
-        trl=("delta",),
-        also=("clip_ratio_c",),
-        reason="it bounds ratios of negative advantages",
+        trl="delta",
+        also="clip_ratio_c",
         remedy="Ye et al. use 3",
     )
     vf_clip_param: float | None = setting(
@@ -118,25 +88,21 @@ class Loss(Settings):
         "the largest change of values from the old ones; None: unlimited",
         above=0,
         acts=(CRITIC,),
-        trl=("cliprange_value",),
-        also=("value_clip", "cliprange_vf"),
-        reason="values are held to the old ones +- it",
-        remedy="None: no clipping",
+        trl="cliprange_value",
+        also="value_clip cliprange_vf",
     )
     vf_loss_coeff: float = setting(
         0.1,
         "the weight of the critic's loss",
         least=0,
         acts=(CRITIC,),
-        trl=("vf_coef",),
-        also=("value_loss_coef", "critic_loss_coef"),
-        reason="it weighs a part of the loss",
-        remedy="Use 0 to switch it off",
+        trl="vf_coef",
+        also="value_loss_coef critic_loss_coef",
     )
     entropy_coeff: float = setting(
         0.0,
         "the weight of the entropy bonus",
-        also=("entropy_coef", "ent_coef"),
+        also="entropy_coef ent_coef",
         reason="it is one number for the whole run: schedules of it are not built in",
         remedy="Use 0.0 for none, or change it between runs with population-based training",
     )
@@ -145,34 +111,28 @@ class Loss(Settings):
         "the discount factor",
         least=0,
         most=1,
-        also=("discount",),
-        reason="later rewards are discounted by it",
-        remedy="Use 1 for completions",
+        also="discount",
     )
     lambda_: float = setting(
         0.95,
         "λ of GAE",
         least=0,
         most=1,
-        trl=("lam",),
-        rllib=("lambda",),
-        also=("gae_lambda",),
-        reason="later TD errors are discounted by it",
-        remedy="Use 0.95",
+        trl="lam",
+        rllib="lambda",
+        also="gae_lambda",
     )
     target_kl: float | None = setting(
         None,
         "the approximate KL to the old policy, 1.5 times which ends a batch's epochs; None: never",
         unit="nats per token",
         above=0,
-        rllib=("kl_target",),
-        reason="epochs stop when the policy is farther away",
-        remedy="None: never",
+        rllib="kl_target",
     )
     whiten_advantages: bool = setting(
         True,
         "whether advantages are whitened over the batch of all learners",
-        also=("normalize_advantage", "normalize_advantages", "advantage_norm"),
+        also="normalize_advantage normalize_advantages advantage_norm",
     )
     whiten_rewards: bool = setting(
         False, "whether token rewards are scaled to variance 1 over the batch of all learners"
@@ -181,17 +141,15 @@ class Loss(Settings):
         True,
         "whether group advantages are divided by the group's standard deviation",
         note="False: Dr. GRPO.",
-        trl=("scale_rewards",),
-        also=("norm_adv_by_std_in_grpo",),
+        trl="scale_rewards",
+        also="norm_adv_by_std_in_grpo",
     )
     drop_zero_variance_groups: bool = setting(
         False,
         "whether groups with equal scores are left out of the loss",
-        note=(
-            "This makes the batch smaller. DAPO's dynamic sampling is "
-            "filters=['reward_spread'], which samples other prompts instead, so that there are "
-            "none to drop."
-        ),
+        note="This makes the batch smaller. DAPO's dynamic sampling is "
+        "filters=['reward_spread'], which samples other prompts instead, so that there are "
+        "none to drop.",
     )
 
 
@@ -207,8 +165,8 @@ class Reference(Settings):
         note="Default: the policy's initial weights.",
         keys=("quantization", "dtype", "device"),
         short="model",
-        trl=("ref_model",),
-        also=("reference_model", "ref_model_path", "sft_model_path", "ref_policy"),
+        trl="ref_model",
+        also="reference_model ref_model_path sft_model_path ref_policy",
         place=IN_ENV,
     )
     ref_kl_coeff: float = setting(
@@ -216,10 +174,9 @@ class Reference(Settings):
         "β, the weight of the KL to the reference, in nats; 0: off",
         least=0,
         short="kl_coeff",
-        trl=("beta",),
-        rllib=("kl_coeff",),
-        also=("kl_coef", "init_kl_coef", "kl_loss_coef", "kl_beta", "kl_penalty_coef"),
-        reason="it weighs a part of the loss",
+        trl="beta",
+        rllib="kl_coeff",
+        also="kl_coef init_kl_coef kl_loss_coef kl_beta kl_penalty_coef",
         remedy="Use 0 to switch it off",
     )
     ref_kl_in: Literal["reward", "loss"] = setting(
@@ -228,35 +185,31 @@ class Reference(Settings):
         note='"reward": per token (Ziegler 2019); "loss" (Shao 2024).',
         acts=(PENALISED, MOVES),
         short="kl_in",
-        rllib=("use_kl_loss",),
-        also=("use_kl_in_reward",),
+        rllib="use_kl_loss",
+        also="use_kl_in_reward",
     )
     ref_kl_estimator: Literal["k1", "k2", "k3", "full"] = setting(
         "k1",
         "the estimator of the KL",
-        note=(
-            'k1 to k3: Schulman, "Approximating KL divergence"; "full": the exact KL over the '
-            "vocabulary, not available from a reference in the environment."
-        ),
+        note='k1 to k3: Schulman, "Approximating KL divergence"; "full": the exact KL over the '
+        "vocabulary, not available from a reference in the environment.",
         acts=(PENALISED, MOVES),
         short="kl_estimator",
-        trl=("kl_estimator",),
-        also=("kl_loss_type", "kl_penalty"),
+        trl="kl_estimator",
+        also="kl_loss_type kl_penalty",
     )
     ref_kl_unbiased: bool = setting(
         True,
         "whether the KL in the loss is weighted by each token's π/π_old, so that its "
         "expected gradient is that of the exact KL",
-        note=(
-            "For k1 and k3 the ratio's gradient is included, which is not 0 on policy either "
-            "(DeepSeek-V3.2, 3.1; the default, as in TRL since 1.10); for k2 the ratio is "
-            "detached. The ratio is per token with every policy_loss: GSPO's geometric mean, "
-            "which TRL uses with it, is no importance weight and would give the KL of another "
-            "policy. False: as in Shao 2024, whose gradient for k3 is that of the reverse KL."
-        ),
+        note="For k1 and k3 the ratio's gradient is included, which is not 0 on policy either "
+        "(DeepSeek-V3.2, 3.1; the default, as in TRL since 1.10); for k2 the ratio is "
+        "detached. The ratio is per token with every policy_loss: GSPO's geometric mean, "
+        "which TRL uses with it, is no importance weight and would give the KL of another "
+        "policy. False: as in Shao 2024, whose gradient for k3 is that of the reverse KL.",
         acts=(IN_LOSS, SAMPLED_KL),
         short="kl_unbiased",
-        trl=("use_bias_correction_kl",),
+        trl="use_bias_correction_kl",
     )
     ref_kl_target: float | None = setting(
         None,
@@ -265,9 +218,8 @@ class Reference(Settings):
         above=0,
         acts=(PENALISED,),
         short="kl_target",
-        also=("adap_kl_ctrl", "target"),
+        also="adap_kl_ctrl target",
         reason="the coefficient is steered by kl/target - 1",
-        remedy="None: fixed",
     )
     ref_kl_horizon: float = setting(
         10_000.0,
@@ -276,21 +228,16 @@ class Reference(Settings):
         above=0,
         acts=(ADAPTIVE,),
         short="kl_horizon",
-        also=("horizon",),
-        reason="it is divided by",
-        remedy="Use 10000",
+        also="horizon",
     )
     reference_in: Literal["environment", "policy", "learner"] | None = setting(
         None,
         "where the reference's log-probs are computed",
-        note=(
-            '"environment": by a frozen model in every sampler, optionally quantised; '
-            '"policy": by the trunk without its adapters (default with lora); "learner": by a '
-            "copy in every learner."
-        ),
+        note='"environment": by a frozen model in every sampler, optionally quantised; '
+        '"policy": by the trunk without its adapters (default with lora); "learner": by a '
+        "copy in every learner.",
         acts=(PENALISED,),
         short="place",
-        remedy="Use None to have it chosen",
     )
 
 

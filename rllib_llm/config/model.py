@@ -6,26 +6,19 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from rllib_llm.config.checks import require
-from rllib_llm.config.setting import Condition, Section, Settings, setting
+from rllib_llm.config.setting import Condition, Section, Settings, is_set, never, setting, when
 from rllib_llm.modules.precision import LIBRARIES
 from rllib_llm.shared.errors import noted
 
-ADAPTERS = Condition("lora is set", lambda c: c.lora is not None, "without lora", "Set lora={{}}")
-SEVERAL_LEARNERS = Condition(
-    "num_learners is 2 or more",
-    lambda c: c.num_learners >= 2,
-    "with num_learners={config.num_learners}",
-    "Use 2 or more",
-)
+ADAPTERS = when("lora", "is set", is_set, "Set lora={{}}")
+SEVERAL_LEARNERS = when("num_learners", "is 2 or more", lambda n: n >= 2, "Use 2 or more")
 COMPUTES_FLOAT32 = Condition(
     "dtype is 'float32' and mixed_precision is None",
     lambda c: c.dtype == "float32" and c.mixed_precision in (None, "auto"),
     "with dtype={config.dtype!r} and mixed_precision={config.mixed_precision!r}",
 )
-REMOTE_LEARNERS = Condition(
-    "num_learners is 1 or more",
-    lambda c: c.num_learners >= 1,
-    "with num_learners=0: nobody is waited for",
+REMOTE_LEARNERS = when(
+    "num_learners", "is 1 or more", lambda n: n >= 1, why=": nobody is waited for"
 )
 
 
@@ -38,7 +31,7 @@ class StartingPoint(Settings):
         "(model, tokenizer)",
         note="The source of tokenizer and weights.",
         attribute="pretrained_model",
-        also=("model_name_or_path", "model_name", "pretrained_model_name_or_path", "base_model"),
+        also="model_name_or_path model_name pretrained_model_name_or_path base_model",
     )
 
 
@@ -49,13 +42,13 @@ class LanguageModel(StartingPoint):
         None,
         "a Jinja chat template, or its file",
         note="For tokenizers without one, or to replace theirs. Saved with the model.",
-        trl=("chat_template_path",),
+        trl="chat_template_path",
     )
     dtype: Literal["float32", "bfloat16"] = setting(
         "float32",
         "the dtype of the trained weights",
         note="In bfloat16, optimiser steps below about 1e-3 of a weight are lost.",
-        also=("torch_dtype", "model_dtype"),
+        also="torch_dtype model_dtype",
         reason="float16 holds nothing below 6e-8, where gradients vanish, and losses are not "
         "scaled here",
         remedy="Use 'float32' with mixed_precision='bf16', or 'bfloat16'",
@@ -63,40 +56,34 @@ class LanguageModel(StartingPoint):
     mixed_precision: Literal["bf16", "auto"] | None = setting(
         None,
         "the precision of computations in learners and samplers",
-        note=(
-            '"bf16": compute with a bfloat16 copy, cast from the float32 weights after each '
-            "optimiser step; weights, gradient sums, optimiser state, norms, log-probs, losses "
-            "and values stay float32. For GPUs and CPUs with AMX or AVX512-BF16. None: compute "
-            'in `dtype`. "auto": "bf16" if the learners\' hardware supports it, else None; '
-            "decided at the start of a run, logged, and stored in checkpoints."
-        ),
-        also=("autocast_dtype", "bf16", "fp16", "precision"),
+        note='"bf16": compute with a bfloat16 copy, cast from the float32 weights after each '
+        "optimiser step; weights, gradient sums, optimiser state, norms, log-probs, losses "
+        "and values stay float32. For GPUs and CPUs with AMX or AVX512-BF16. None: compute "
+        'in `dtype`. "auto": "bf16" if the learners\' hardware supports it, else None; '
+        "decided at the start of a run, logged, and stored in checkpoints.",
+        also="autocast_dtype bf16 fp16 precision",
         reason="float16 needs scaled losses, which are not built in",
         remedy="Use 'bf16' or 'auto'",
     )
     float32_products: str = setting(
         "mkl",
         "the library for float32 matrix products on a CPU, in learners and samplers",
-        note=(
-            '"mkl": torch\'s default; "onednn": up to twice as fast on AMD CPUs from Zen 4 on, '
-            'equal on Intel. "auto": the faster one for this kind of CPU; decided at the start of '
-            "a run and stored in checkpoints, since the two round differently. bfloat16 always "
-            "uses oneDNN."
-        ),
+        note='"mkl": torch\'s default; "onednn": up to twice as fast on AMD CPUs from Zen 4 on, '
+        'equal on Intel. "auto": the faster one for this kind of CPU; decided at the start of '
+        "a run and stored in checkpoints, since the two round differently. bfloat16 always "
+        "uses oneDNN.",
         choices=(*LIBRARIES, "auto"),
         acts=(COMPUTES_FLOAT32,),
     )
     attn_implementation: Literal["sdpa", "flash_attention_2", "flex_attention"] = setting(
         "sdpa",
         "the attention kernel of learners",
-        note=(
-            '"sdpa": torch\'s own; rows of a group share their prompt. "flash_attention_2": '
-            "flash attention for rows of different lengths, each with its own prompt; for long "
-            'completions on GPUs, in bfloat16. "flex_attention": torch\'s flex attention, '
-            "compiled; shares prompts. None of them computes padding. Samplers have kernels of "
-            "their own."
-        ),
-        also=("attention_implementation", "use_flash_attention_2", "flash_attention"),
+        note='"sdpa": torch\'s own; rows of a group share their prompt. "flash_attention_2": '
+        "flash attention for rows of different lengths, each with its own prompt; for long "
+        'completions on GPUs, in bfloat16. "flex_attention": torch\'s flex attention, '
+        "compiled; shares prompts. None of them computes padding. Samplers have kernels of "
+        "their own.",
+        also="attention_implementation use_flash_attention_2 flash_attention",
     )
     gradient_checkpointing: bool = setting(
         False,
@@ -107,14 +94,14 @@ class LanguageModel(StartingPoint):
         None,
         "the trained adapters, {r, alpha, dropout, target_modules, ...}",
         note="{} means r=16, alpha=32 on all linear layers; None: all weights are trained.",
-        trl=("peft_config",),
-        also=("lora_config", "use_lora", "use_peft", "lora_r", "lora_alpha", "rank"),
+        trl="peft_config",
+        also="lora_config use_lora use_peft lora_r lora_alpha rank",
         remedy="Use {} for r=16, alpha=32, None to train all weights",
     )
     quantization: Literal["none", "int8", "nf4"] = setting(
         "none",
         "the quantisation of the frozen model under adapters (QLoRA)",
-        also=("load_in_4bit", "load_in_8bit", "quantization_config", "quantisation"),
+        also="load_in_4bit load_in_8bit quantization_config quantisation",
     )
 
 
@@ -127,15 +114,13 @@ class Learners(Settings):
     learner_strategy: Literal["ddp", "fsdp"] = setting(
         "ddp",
         "the distribution of the model over several learners",
-        note=(
-            '"ddp": each holds the whole model. "fsdp": weights, gradients and optimiser are '
-            "sharded (FSDP2), and each layer is gathered while it is computed. The results are "
-            "the same. Each sampler on a CPU then joins a copy of the weights of its own; with "
-            '"ddp" those of a node share one.'
-        ),
+        note='"ddp": each holds the whole model. "fsdp": weights, gradients and optimiser are '
+        "sharded (FSDP2), and each layer is gathered while it is computed. The results are "
+        "the same. Each sampler on a CPU then joins a copy of the weights of its own; with "
+        '"ddp" those of a node share one.',
         acts=(SEVERAL_LEARNERS,),
         short="strategy",
-        also=("fsdp", "deepspeed"),
+        also="fsdp deepspeed",
     )
 
 
@@ -148,15 +133,12 @@ class FaultTolerance(Settings):
     learner_timeout_s: float | Literal["auto"] | None = setting(
         "auto",
         "the time limit of a learner's answer, after which the run ends with an error",
-        note=(
-            'Tune can then restart it. "auto": ten times the slowest answer of its kind so far '
-            "and at least 120 s, 1800 s for the first. Set a number to detect hangs sooner; "
-            "None: no limit."
-        ),
+        note='Tune can then restart it. "auto": ten times the slowest answer of its kind so far '
+        "and at least 120 s, 1800 s for the first. Set a number to detect hangs sooner; "
+        "None: no limit.",
         unit="seconds",
         above=0,
         acts=(REMOTE_LEARNERS,),
-        reason="a process that has not answered by then is killed",
         remedy="Use None to wait for ever",
     )
     setup_timeout_s: float | None = setting(
@@ -165,16 +147,13 @@ class FaultTolerance(Settings):
         note="Tune can then restart it; None: no limit.",
         unit="seconds",
         above=0,
-        reason="a process that has not answered by then is killed",
         remedy="Use None to wait for ever",
     )
     overseer: bool = setting(
         False,
         "whether a run under Tune can be watched and controlled while it runs",
-        note=(
-            "With `rllib status`, `top`, `pause` and others. Starts a small process, on which "
-            "the run does not depend."
-        ),
+        note="With `rllib status`, `top`, `pause` and others. Starts a small process, on which "
+        "the run does not depend.",
     )
 
 
@@ -187,14 +166,11 @@ class SamplerFaults(Settings):
     sampler_timeout_s: float | Literal["auto"] | None = setting(
         "auto",
         "the time limit of a sampler's answer, after which it is killed and restarted",
-        note=(
-            "Its prompts go to another sampler; for a request taken from a silent sampler the "
-            'limit is doubled. "auto": ten times the slowest answer so far, in proportion to '
-            "the number of prompts, and at least 120 s; 1800 s for the first. None: no limit."
-        ),
+        note="Its prompts go to another sampler; for a request taken from a silent sampler the "
+        'limit is doubled. "auto": ten times the slowest answer so far, in proportion to '
+        "the number of prompts, and at least 120 s; 1800 s for the first. None: no limit.",
         unit="seconds",
         above=0,
-        reason="a process that has not answered by then is killed",
         remedy="Use None to wait for ever",
     )
 
@@ -202,20 +178,10 @@ class SamplerFaults(Settings):
 SAMPLER_FAULTS = Section.of("fault_tolerance", SamplerFaults)
 
 
-DECAY = Condition(
-    "lr_schedule is not 'constant'",
-    lambda c: c.lr_schedule != "constant",
-    "with lr_schedule='constant'",
-    "Choose 'linear' or 'cosine'",
+DECAY = when(
+    "lr_schedule", "is not 'constant'", lambda s: s != "constant", "Choose 'linear' or 'cosine'"
 )
-NEVER_CLIPPED_SO = Condition(
-    "never",
-    lambda c: False,
-    "here: gradients are clipped by their global norm",
-    never=True,
-)
-SHARE = "it says how much goes through the model at a time"
-LEAVE_OUT = "Raise it, or use null to leave it out"
+NEVER_CLIPPED_SO = never("here: gradients are clipped by their global norm")
 
 
 class Optimiser(Settings):
@@ -225,29 +191,26 @@ class Optimiser(Settings):
         1e-5,
         "the peak learning rate",
         least=0,
-        trl=("learning_rate",),
-        also=("learning_rate", "lr_rate", "step_size", "actor_lr", "actor_learning_rate"),
+        trl="learning_rate",
+        also="learning_rate lr_rate step_size actor_lr actor_learning_rate",
         reason="schedules here count optimiser updates, not environment steps",
         remedy="Use lr_schedule, lr_num_warmup_updates and lr_num_updates",
     )
     lr_schedule: Literal["constant", "linear", "cosine"] = setting(
         "constant",
         "the decay of the learning rate to 0 after warm-up",
-        trl=("lr_scheduler_type",),
-        also=("lr_scheduler", "scheduler_type"),
+        trl="lr_scheduler_type",
+        also="lr_scheduler scheduler_type",
     )
     lr_num_warmup_updates: int = setting(
         0,
         "the length of the linear warm-up",
-        note=(
-            "Step u (from 0) of n uses (u + 1)/(n + 1) of `lr`; the first step is not at 0, as "
-            "in transformers."
-        ),
+        note="Step u (from 0) of n uses (u + 1)/(n + 1) of `lr`; the first step is not at 0, as "
+        "in transformers.",
         unit="optimiser steps",
         least=0,
-        trl=("warmup_steps",),
-        also=("num_warmup_steps", "lr_warmup_steps", "warmup_ratio"),
-        remedy="Use 0 for none",
+        trl="warmup_steps",
+        also="num_warmup_steps lr_warmup_steps warmup_ratio",
     )
     lr_num_updates: int | None = setting(
         None,
@@ -255,41 +218,34 @@ class Optimiser(Settings):
         unit="optimiser steps",
         least=1,
         acts=(DECAY,),
-        also=("num_training_steps", "lr_decay_steps"),
+        also="num_training_steps lr_decay_steps",
     )
     adam_betas: tuple[float, float] = setting(
         (0.9, 0.999),
         "the decay rates of AdamW's two moments",
-        trl=("adam_beta1", "adam_beta2"),
-        also=("betas",),
+        trl="adam_beta1 adam_beta2",
+        also="betas",
     )
     adam_epsilon: float = setting(
         1e-5,
         "AdamW's ε, added to the root of the second moment",
-        note=(
-            '1e-5 as in the original RLHF code (vwxyzjn, "The N implementation details of RLHF '
-            'with PPO").'
-        ),
+        note='1e-5 as in the original RLHF code (vwxyzjn, "The N implementation details of RLHF '
+        'with PPO").',
         above=0,
-        also=("adam_eps", "eps"),
-        reason="gradients are divided by it",
-        remedy="Use 1e-8",
+        also="adam_eps eps",
     )
     weight_decay: float = setting(
         0.0,
         "AdamW's decoupled weight decay",
         note="Not applied to norms and biases, as in transformers' Trainer.",
         least=0,
-        reason="it shrinks the weights",
-        remedy="Use 0 for none",
     )
     grad_clip: float | None = setting(
         1.0,
         "the maximum global norm of gradients",
         above=0,
-        trl=("max_grad_norm",),
-        also=("clip_grad", "gradient_clipping", "grad_norm"),
-        reason="gradients are divided by it",
+        trl="max_grad_norm",
+        also="clip_grad gradient_clipping grad_norm",
         remedy="Use null for none",
     )
     grad_clip_by: str = setting(
@@ -299,22 +255,18 @@ class Optimiser(Settings):
         1,
         "the number of passes of an iteration over its batch",
         least=1,
-        trl=("num_iterations", "num_ppo_epochs"),
-        rllib=("num_sgd_iter",),
-        also=("ppo_epochs", "num_policy_epochs", "mu"),
-        reason="an iteration without rows or passes learns nothing",
-        remedy="Raise it",
+        trl="num_iterations num_ppo_epochs",
+        rllib="num_sgd_iter",
+        also="ppo_epochs num_policy_epochs mu",
     )
     train_batch_size_per_learner: int = setting(
         64,
         "the number of completions, texts or pairs per learner in an iteration",
         unit="rows",
         least=1,
-        trl=("generation_batch_size",),
-        rllib=("train_batch_size",),
-        also=("batch_size", "rollout_batch_size", "train_batch"),
-        reason="an iteration without rows or passes learns nothing",
-        remedy="Raise it",
+        trl="generation_batch_size",
+        rllib="train_batch_size",
+        also="batch_size rollout_batch_size train_batch",
     )
     minibatch_size: int | None = setting(
         None,
@@ -322,22 +274,16 @@ class Optimiser(Settings):
         note="None: all. A default above the batch size means the whole batch.",
         unit="rows",
         least=1,
-        trl=("gradient_accumulation_steps",),
-        rllib=("sgd_minibatch_size",),
-        also=("mini_batch_size", "ppo_mini_batch_size", "local_mini_batch_size"),
-        reason=SHARE,
-        remedy=LEAVE_OUT,
+        trl="gradient_accumulation_steps",
+        rllib="sgd_minibatch_size",
+        also="mini_batch_size ppo_mini_batch_size local_mini_batch_size",
     )
     minibatch_tokens: int | None = setting(
         None,
         "the number of tokens per optimiser step and learner, instead of minibatch_size",
-        note=(
-            "Counts prompt and completion without padding, so short rows give more rows per step."
-        ),
+        note="Counts prompt and completion without padding, so short rows give more rows per step.",
         unit="tokens",
         least=1,
-        reason=SHARE,
-        remedy=LEAVE_OUT,
     )
     micro_batch_size: int | None = setting(
         None,
@@ -345,10 +291,8 @@ class Optimiser(Settings):
         note="Does not change the gradients.",
         unit="rows",
         least=1,
-        trl=("per_device_train_batch_size",),
-        also=("per_gpu_train_batch_size", "micro_train_batch_size"),
-        reason=SHARE,
-        remedy=LEAVE_OUT,
+        trl="per_device_train_batch_size",
+        also="per_gpu_train_batch_size micro_train_batch_size",
     )
     micro_batch_tokens: int | None = setting(
         16_384,
@@ -356,9 +300,7 @@ class Optimiser(Settings):
         note="Rows of similar length are grouped. Set None to use micro_batch_size.",
         unit="tokens",
         least=1,
-        also=("ppo_max_token_len_per_gpu", "max_tokens_per_batch"),
-        reason=SHARE,
-        remedy=LEAVE_OUT,
+        also="ppo_max_token_len_per_gpu max_tokens_per_batch",
     )
     refused_batch_dir: str | None = setting(
         None,

@@ -10,12 +10,10 @@ from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
 
 from rllib_llm.config.schema import RENAMED
-from rllib_llm.config.setting import Condition, Section, Setting
+from rllib_llm.config.setting import Section, Setting, never
 
-NOT_HERE = Condition("never", lambda c: False, "here: decoding has a loop of its own", never=True)
-LAYERS = Condition(
-    "never", lambda c: False, "here: it is the trunk's layers that are compiled", never=True
-)
+NOT_HERE = never("here: decoding has a loop of its own")
+LAYERS = never("here: it is the trunk's layers that are compiled")
 
 
 # How the lines below write a type.

@@ -7,19 +7,16 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from rllib_llm.config.checks import check_range, require
+from rllib_llm.config.checks import require
 from rllib_llm.config.model import StartingPoint
-from rllib_llm.config.setting import Condition, Section, Settings, setting
+from rllib_llm.config.setting import Condition, Section, Settings, setting, when
 from rllib_llm.config.tabled_config import flattened
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.errors import noted
 
-ENGINE_OF_ITS_OWN = Condition(
-    "engine is 'vllm' or 'openai'",
-    lambda c: c.engine != "torch",
-    "with engine='torch'",
-    "Choose 'vllm', or remove it",
+ENGINE_OF_ITS_OWN = when(
+    "engine", "is 'vllm' or 'openai'", lambda e: e != "torch", "Choose 'vllm', or remove it"
 )
 TORCH_SAMPLES = Condition(
     "engine is 'torch'",
@@ -32,13 +29,9 @@ OWN_MODULE = Condition(
     "with num_env_runners=0: sampler and learner share one module",
     "Use 1 or more",
 )
-TORCH_GENERATES = Condition(
-    "engine is 'torch'",
-    lambda c: c.engine == "torch",
-    "with engine={config.engine!r}",
-    "Use engine='torch'",
+TORCH_GENERATES = when(
+    "engine", "is 'torch'", lambda engine: engine == "torch", "Use engine='torch'"
 )
-COUNTS = "it counts completions"
 
 
 class Drawn(Settings):
@@ -48,7 +41,7 @@ class Drawn(Settings):
         1.0,
         "the divisor of logits, in the sampler and in the loss",
         above=0,
-        also=("temp",),
+        also="temp",
         reason="logits are divided by it",
         remedy="To sample greedily, set top_k: 1 and leave temperature at 1",
     )
@@ -59,7 +52,6 @@ class Drawn(Settings):
         above=0,
         most=1,
         reason="it is a probability mass",
-        remedy="Use 1.0 to switch it off",
     )
     top_k: int = setting(
         0,
@@ -67,37 +59,29 @@ class Drawn(Settings):
         note="0: off, which keeps sampling on-policy; 1: greedy.",
         unit="tokens",
         least=0,
-        remedy="Use 0 to switch it off",
     )
     min_new_tokens: int = setting(
         0,
         "the minimum length of a completion, EOS included",
         unit="tokens",
         least=0,
-        also=("min_tokens", "min_length"),
+        also="min_tokens min_length",
     )
     max_new_tokens: int = setting(
         64,
         "the maximum length of a completion, EOS included",
         unit="tokens",
         least=1,
-        trl=("max_completion_length",),
-        also=(
-            "max_tokens",
-            "response_length",
-            "max_response_length",
-            "generate_max_len",
-            "max_output_length",
-            "max_completion_len",
-        ),
+        trl="max_completion_length",
+        also="max_tokens response_length max_response_length generate_max_len max_output_length "
+        "max_completion_len",
     )
     stop_token_ids: list[int] | None = setting(
         None,
         "the tokens that end a completion",
         note="None: all EOS ids of the model.",
         unit="token ids",
-        also=("eos_token_id", "stop_token_id", "stop_tokens"),
-        reason="any of them ends a completion",
+        also="eos_token_id stop_token_id stop_tokens",
         remedy="Write [2] for a single one",
     )
 
@@ -110,37 +94,23 @@ class Sampling(Drawn):
         "the number of completions per prompt",
         note="Group algorithms need at least 2.",
         least=1,
-        trl=("num_generations",),
-        also=(
-            "rloo_k",
-            "group_size",
-            "n_samples_per_prompt",
-            "rollout_n",
-            "num_samples",
-            "n",
-            "num_return_sequences",
-        ),
-        remedy="Use 1 for a single one",
+        trl="num_generations",
+        also="rloo_k group_size n_samples_per_prompt rollout_n num_samples n num_return_sequences",
     )
     sampling_batch_size: int | None = setting(
         None,
         "the number of completions that a sampler decodes at once",
         note="Waiting prompts take the places of finished rows; None: as many as fit.",
         least=1,
-        rllib=("num_envs_per_env_runner",),
-        also=("max_num_seqs", "micro_rollout_batch_size", "local_rollout_forward_batch_size"),
-        reason=COUNTS,
-        remedy="Raise it",
+        rllib="num_envs_per_env_runner",
+        also="max_num_seqs micro_rollout_batch_size local_rollout_forward_batch_size",
     )
     sampling_parts: int | None = setting(
         None,
         "the number of parts into which an iteration's prompts are split, each for one sampler",
-        note=(
-            "It limits how far a running run can be scaled (`rllib scale`): the parts stay the "
-            "same, so what is learnt does too, bit for bit. None: num_env_runners."
-        ),
+        note="It limits how far a running run can be scaled (`rllib scale`): the parts stay the "
+        "same, so what is learnt does too, bit for bit. None: num_env_runners.",
         least=1,
-        reason=COUNTS,
         remedy="Use the most samplers that the run may grow to",
     )
     cuda_graphs: bool = setting(
@@ -148,52 +118,44 @@ class Sampling(Drawn):
         "whether decode steps of Llama-shaped models are recorded as CUDA graphs",
         note="False launches each operation separately. No effect on a CPU.",
         acts=(TORCH_SAMPLES,),
-        also=("enforce_eager",),
+        also="enforce_eager",
     )
     engine: Literal["torch", "vllm", "openai"] = setting(
         "torch",
         "the engine of remote samplers",
-        note=(
-            '"torch": our decode loop. "openai": a server with that interface; for evaluation '
-            "(in `evaluation_config`), or with `endpoint: tokens` among its engine_settings "
-            "for training, where the server returns token ids, log-probs and the versions of "
-            "the weights that it follows. A sampler in the driver's process shares the "
-            'learner\'s module and uses "torch" instead of "vllm".'
-        ),
+        note='"torch": our decode loop. "openai": a server with that interface; for evaluation '
+        "(in `evaluation_config`), or with `endpoint: tokens` among its engine_settings "
+        "for training, where the server returns token ids, log-probs and the versions of "
+        "the weights that it follows. A sampler in the driver's process shares the "
+        'learner\'s module and uses "torch" instead of "vllm".',
         acts=(OWN_MODULE,),
-        trl=("use_vllm",),
-        also=("backend", "rollout_engine"),
-        remedy="Use 'torch'",
+        trl="use_vllm",
+        also="backend rollout_engine",
     )
     engine_settings: dict[str, Any] | None = setting(
         None,
         "arguments of `VLLMEngine`, `OpenAICompletions` or, with `endpoint: tokens`, "
         "`TokenCompletions`",
         acts=(ENGINE_OF_ITS_OWN,),
-        also=("vllm_kwargs", "engine_kwargs"),
+        also="vllm_kwargs engine_kwargs",
         remedy="Write it as {name: value}",
     )
     generate_function: str | None = setting(
         None,
         "the dotted path of a function that generates a prompt's completions, instead of "
         "plain sampling",
-        note=(
-            "It may be async and can query the policy; its results are checked. See "
-            "`rllib_llm.rollouts.generate_function`."
-        ),
+        note="It may be async and can query the policy; its results are checked. See "
+        "`rllib_llm.rollouts.generate_function`.",
         acts=(TORCH_GENERATES,),
-        also=("rollout_function", "rollout_func", "custom_generate_function_path"),
+        also="rollout_function rollout_func custom_generate_function_path",
         remedy="Write 'my_module.my_function'",
     )
     pass_at: list[int] | None = setting(
         None,
         "the k of pass@k, pass^k and maj@k in evaluations",
-        note=(
-            "Computed from `pass_on`, with intervals; needs an evaluation_config with explore: "
-            "true and num_completions of at least k. None: none."
-        ),
+        note="Computed from `pass_on`, with intervals; needs an evaluation_config with explore: "
+        "true and num_completions of at least k. None: none.",
         unit="completions",
-        reason="each is a number of completions of a prompt",
         remedy="Write [1, 4]",
     )
     pass_on: str | None = setting(
@@ -204,33 +166,25 @@ class Sampling(Drawn):
     answer_pattern: str | None = setting(
         None,
         "the regular expression of the answer for which a completion votes in maj@k",
-        note=(
-            "The first group of its last match, or the whole match; completions without a "
-            "match vote for no right answer. None: the whole completion."
-        ),
+        note="The first group of its last match, or the whole match; completions without a "
+        "match vote for no right answer. None: the whole completion.",
         remedy="Write '<answer>(.*?)</answer>'",
     )
     eval_envs: dict[str, dict[str, Any]] | None = setting(
         None,
         "additional evaluation environments by name: eval/<name>/<metric>",
-        note=(
-            "Each is {env, env_config, evaluation_duration, pass_at, ...}, merged over "
-            "`evaluation_config`. None: only the training environment."
-        ),
+        note="Each is {env, env_config, evaluation_duration, pass_at, ...}, merged over "
+        "`evaluation_config`. None: only the training environment.",
         remedy="Write {hard: {env_config: {digits: 4}}}",
     )
     log_samples_every: int = setting(
         10,
         "the interval between training samples in samples.jsonl",
-        note=(
-            "Additional samples early on (iterations 1, 2, 3, 5 and 9 for an interval of 10). "
-            "0: none."
-        ),
+        note="Additional samples early on (iterations 1, 2, 3, 5 and 9 for an interval of 10). "
+        "0: none.",
         unit="iterations",
         least=0,
-        trl=("log_completions",),
-        reason="it counts",
-        remedy="Use 0 for none",
+        trl="log_completions",
     )
     num_logged_samples: int = setting(
         8,
@@ -238,9 +192,7 @@ class Sampling(Drawn):
         note="Of different prompts, if there are enough.",
         unit="rows",
         least=0,
-        trl=("num_completions_to_print",),
-        reason="it counts",
-        remedy="Use 0 for none",
+        trl="num_completions_to_print",
     )
 
 
@@ -298,7 +250,7 @@ class GenerateSeed(Settings):
 GENERATE_SEED = Section.of("debugging", GenerateSeed)
 
 
-STORED = Condition("store_rollouts is on", lambda c: c.store_rollouts, "with store_rollouts=False")
+STORED = when("store_rollouts", "is on", bool)
 
 
 class Rollouts(Settings):
@@ -307,10 +259,8 @@ class Rollouts(Settings):
     store_rollouts: bool = setting(
         True,
         "whether every completion is stored as a row of Parquet in the trial's folder",
-        note=(
-            "Includes rejected, failed and held-out ones, with tokens, log-probs, rewards and "
-            "advantages; written in the background. `rllib rollouts RUN` shows them."
-        ),
+        note="Includes rejected, failed and held-out ones, with tokens, log-probs, rewards and "
+        "advantages; written in the background. `rllib rollouts RUN` shows them.",
         short="store",
     )
     store_on_error: Literal["go_on", "stop"] = setting(
@@ -364,11 +314,7 @@ def check_sampling(config: Any) -> None:
 
 
 def check_evaluation(config: Any) -> None:
-    """Raises ValueError for an evaluation of no rows, or of fewer completions of a prompt than
-    their results are of."""
-    check_range(
-        config, "evaluation_duration", least=1, reason="it counts completions", remedy="Raise it"
-    )
+    """Raises ValueError for fewer completions of a prompt than an evaluation's results are of."""
     held_out = _held_out(config)
     _check_pass_at(held_out, config.pass_at, "pass_at")
     for name, overlay in (config.eval_envs or {}).items():

@@ -61,6 +61,25 @@ class Condition:
     never: bool = False
 
 
+def when(
+    name: str, text: str, holds: Callable[[Any], bool], remedy: str = "Remove it", why: str = ""
+) -> Condition:
+    """The condition that the value of one setting `holds`; `text` says it, `why` follows the value
+    where it does not."""
+    otherwise = f"with {name}={{config.{name}!r}}{why}"
+    return Condition(f"{name} {text}", lambda c: holds(getattr(c, name)), otherwise, remedy)
+
+
+def never(why: str) -> Condition:
+    """A setting of RLlib's has no effect, and is known only so as to be warned of."""
+    return Condition("never", lambda config: False, why, never=True)
+
+
+def is_set(value: Any) -> bool:
+    """Whether it is not None."""
+    return value is not None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """One row.
@@ -268,7 +287,10 @@ class Settings(BaseModel):
 
 
 def setting(default: Any, meaning: str, **row: Any) -> Any:
-    """Returns the field of one setting; `row`: further attributes of `Setting`."""
+    """Returns the field of one setting; `row`: further attributes of `Setting`, of peers' names
+    (trl, rllib, also) a text with spaces between them."""
+    for kind in ("trl", "rllib", "also"):
+        row[kind] = tuple(row.get(kind, "").split())
     return Field(default, description=meaning, json_schema_extra=row)
 
 

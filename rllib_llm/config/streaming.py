@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from rllib_llm.config.checks import require
-from rllib_llm.config.setting import Condition, Section, Settings, setting
+from rllib_llm.config.setting import Condition, Section, Settings, is_set, setting, when
 from rllib_llm.numerics.kl import KL_ESTIMATORS
 from rllib_llm.numerics.off_policy import WEIGHT_LEVELS, WEIGHT_MODES
 from rllib_llm.rollouts.filters import Filters
@@ -18,12 +18,10 @@ STREAMS = Condition(
     "with max_staleness=0, no filters and oversample=1: each batch is sampled when it is wanted",
     "Set max_staleness=1",
 )
-FREE = Condition(
-    "schedule is 'free'",
-    lambda c: c.schedule == "free",
-    "with schedule='lockstep', where time decides nothing",
-    "Set schedule='free'",
-)
+FREE = when(
+    "schedule", "is 'free'", lambda s: s == "free", "Set schedule='free'",
+    ", where time decides nothing",
+)  # fmt: skip
 BY_ROW = Condition(
     "engine is 'torch' or 'vllm' and num_env_runners is 1 or more",
     lambda c: c.engine in ("torch", "vllm") and bool(c.num_env_runners),
@@ -31,9 +29,7 @@ BY_ROW = Condition(
     "sampled with one version",
     "Use engine='torch' and num_env_runners=1",
 )
-FILTERED = Condition(
-    "filters are set", lambda c: bool(c.filters), "without filters", "Set filters=['reward_spread']"
-)
+FILTERED = when("filters", "are set", bool, "Set filters=['reward_spread']")
 
 
 class Streaming(Settings):
@@ -42,71 +38,51 @@ class Streaming(Settings):
     max_staleness: int = setting(
         0,
         "the maximum age of the weights that sampled a group",
-        note=(
-            "0: samplers wait while the learner trains; 1 or more: they continue, and "
-            "`off_policy` corrects for the older data."
-        ),
+        note="0: samplers wait while the learner trains; 1 or more: they continue, and "
+        "`off_policy` corrects for the older data.",
         unit="updates",
         least=0,
-        also=(
-            "pipeline_depth",
-            "async_rollout",
-            "max_off_policy_steps",
-            "max_head_offpolicyness",
-            "max_weight_staleness",
-            "staleness_threshold",
-            "max_trajectory_age_steps",
-        ),
-        reason="it counts updates",
+        also="pipeline_depth async_rollout max_off_policy_steps max_head_offpolicyness "
+        "max_weight_staleness staleness_threshold max_trajectory_age_steps",
         remedy="Use 0 to wait, 1 to overlap sampling and learning",
     )
     schedule: Literal["lockstep", "free"] = setting(
         "lockstep",
         "the weights that sample a group",
-        note=(
-            '"lockstep": determined by the group\'s position, so a run is the same bit for bit '
-            'whatever the timing, the number of samplers and the faults; "free": the newest '
-            "available."
-        ),
+        note='"lockstep": determined by the group\'s position, so a run is the same bit for bit '
+        'whatever the timing, the number of samplers and the faults; "free": the newest '
+        "available.",
         acts=(STREAMS,),
-        remedy="Use 'lockstep'",
     )
     in_flight: Literal["finish", "recompute", "keep"] = setting(
         "finish",
         "the treatment of completions in flight when new weights arrive",
-        note=(
-            '"finish": they finish on their own weights while new ones start on the new '
-            "weights, which needs a second copy of the weights (with vLLM, which has one, new "
-            'ones wait); "recompute": they continue on the new weights with a recomputed KV '
-            'cache; "keep": on the new weights with the '
-            "old cache. Each token records the version that sampled it."
-        ),
+        note='"finish": they finish on their own weights while new ones start on the new '
+        "weights, which needs a second copy of the weights (with vLLM, which has one, new "
+        'ones wait); "recompute": they continue on the new weights with a recomputed KV '
+        'cache; "keep": on the new weights with the '
+        "old cache. Each token records the version that sampled it.",
         acts=(STREAMS, FREE, BY_ROW),
-        also=("pause_mode",),
-        remedy="Use 'finish'",
+        also="pause_mode",
     )
     mask_stale_prefix: bool = setting(
         False,
         "whether, in completions sampled by several versions, only the tokens of the last "
         "version are trained",
         acts=(STREAMS, FREE, BY_ROW),
-        also=("mask_offpolicy_in_partial_rollout",),
+        also="mask_offpolicy_in_partial_rollout",
     )
     window: int = setting(
         1,
         "the number of groups, counted from the oldest untrained one, from which the next "
         "is chosen",
-        note=(
-            "1: strict order. Above it, finished groups may overtake unfinished ones, and a "
-            "group's age is at most max_staleness + ⌈(window − 1)/P⌉ for P groups per "
-            "iteration."
-        ),
+        note="1: strict order. Above it, finished groups may overtake unfinished ones, and a "
+        "group's age is at most max_staleness + ⌈(window − 1)/P⌉ for P groups per "
+        "iteration.",
         unit="groups",
         least=1,
         acts=(STREAMS, FREE),
-        also=("window_size",),
-        reason="it counts groups",
-        remedy="Use 1",
+        also="window_size",
     )
     on_stale: Literal["train", "drop"] = setting(
         "train",
@@ -114,30 +90,24 @@ class Streaming(Settings):
         "others overtook them",
         note='"drop": count them as rejected (`rollouts/rejected/stale`).',
         acts=(STREAMS, FREE),
-        remedy="Use 'train'",
     )
     oversample: float = setting(
         1.0,
         "the ratio of groups in flight to those of an iteration",
-        note=(
-            "1.25: start a quarter more prompts than needed; with schedule='free' the first to "
-            "finish are trained and the rest carried over to the next iteration, so that "
-            "nothing is lost. `window` is then at least the number started for one iteration."
-        ),
+        note="1.25: start a quarter more prompts than needed; with schedule='free' the first to "
+        "finish are trained and the rest carried over to the next iteration, so that "
+        "nothing is lost. `window` is then at least the number started for one iteration.",
         least=1,
-        also=("over_sampling_batch_size", "oversample_ratio"),
-        remedy="Use 1",
+        also="over_sampling_batch_size oversample_ratio",
     )
     filters: list[Any] | None = setting(
         None,
         "the filters of groups to train on",
-        note=(
-            "Names (`reward_spread`, `least_reward`, `length`, `distinct`), dotted paths of "
-            "functions of one group that return (keep, reason), or {name: ..., and settings}. "
-            "Other prompts are sampled instead of rejected ones; ['reward_spread'] is DAPO's "
-            "dynamic sampling."
-        ),
-        also=("dynamic_sampling", "filter_groups", "dynamic_sampling_filter_path"),
+        note="Names (`reward_spread`, `least_reward`, `length`, `distinct`), dotted paths of "
+        "functions of one group that return (keep, reason), or {name: ..., and settings}. "
+        "Other prompts are sampled instead of rejected ones; ['reward_spread'] is DAPO's "
+        "dynamic sampling.",
+        also="dynamic_sampling filter_groups dynamic_sampling_filter_path",
         remedy="Write ['reward_spread']",
     )
     max_resampling: float = setting(
@@ -146,21 +116,16 @@ class Streaming(Settings):
         unit="batches",
         least=1,
         acts=(FILTERED,),
-        also=("max_num_gen_batches",),
-        remedy="Use 20",
+        also="max_num_gen_batches",
     )
     groups_per_lease: int | None = setting(
         None,
         "the number of consecutive prompts that a sampler takes at once",
-        note=(
-            "None: an eighth of an iteration's. They are sampled as one batch: larger leases "
-            "decode faster, smaller ones distribute more evenly."
-        ),
+        note="None: an eighth of an iteration's. They are sampled as one batch: larger leases "
+        "decode faster, smaller ones distribute more evenly.",
         unit="groups",
         least=1,
         acts=(STREAMS,),
-        reason="it counts groups",
-        remedy="Leave it at None",
     )
 
 
@@ -169,30 +134,14 @@ STREAMING = Section.of("streaming", Streaming)
 
 OFF_POLICIES = ("bypass", "decoupled", "decoupled_loglinear")
 
-CHOSEN = Condition(
-    "off_policy is set",
-    lambda c: c.off_policy is not None,
-    "with off_policy=None",
-    "Set off_policy='decoupled'",
-)
-DECOUPLED = Condition(
-    "off_policy is 'decoupled' or 'decoupled_loglinear'",
-    lambda c: c.off_policy in ("decoupled", "decoupled_loglinear"),
-    "with off_policy={config.off_policy!r}: the ratio is to the sampler's own log-probs",
-    "Set off_policy='decoupled'",
-)
-WEIGHED = Condition(
-    "off_policy_weights is set",
-    lambda c: c.off_policy_weights is not None,
-    "with off_policy_weights=None",
-    "Choose 'truncate'",
-)
-REJECTS = Condition(
-    "rejection is set",
-    lambda c: c.rejection is not None,
-    "with rejection=None",
-    "Set rejection='k3'",
-)
+CHOSEN = when("off_policy", "is set", is_set, "Set off_policy='decoupled'")
+DECOUPLED = when(
+    "off_policy", "is 'decoupled' or 'decoupled_loglinear'",
+    lambda mode: mode in ("decoupled", "decoupled_loglinear"), "Set off_policy='decoupled'",
+    ": the ratio is to the sampler's own log-probs",
+)  # fmt: skip
+WEIGHED = when("off_policy_weights", "is set", is_set, "Choose 'truncate'")
+REJECTS = when("rejection", "is set", is_set, "Set rejection='k3'")
 
 
 class OffPolicy(Settings):
@@ -201,37 +150,27 @@ class OffPolicy(Settings):
     off_policy: str | None = setting(
         None,
         "the correction of off-policy data; None: the data is fresh",
-        note=(
-            '"decoupled": the learner computes the log-probs of the policy before the update, '
-            "relative to which ratios are clipped, and weights each token by its probability "
-            'there over the sampler\'s (AReaL, Fu et al. 2025); "decoupled_loglinear": the same '
-            "without that forward pass, interpolating between the sampler's and the current "
-            'log-probs by the token\'s age (A-3PO); "bypass": ratios are relative to the '
-            "sampler's log-probs, whatever their age. With None, old log-probs are the "
-            "sampler's too; in half precision ratios are relative to the learner's own."
-        ),
+        note='"decoupled": the learner computes the log-probs of the policy before the update, '
+        "relative to which ratios are clipped, and weights each token by its probability "
+        'there over the sampler\'s (AReaL, Fu et al. 2025); "decoupled_loglinear": the same '
+        "without that forward pass, interpolating between the sampler's and the current "
+        'log-probs by the token\'s age (A-3PO); "bypass": ratios are relative to the '
+        "sampler's log-probs, whatever their age. With None, old log-probs are the "
+        "sampler's too; in half precision ratios are relative to the learner's own.",
         choices=OFF_POLICIES,
-        also=(
-            "recompute_old_logprobs",
-            "use_decoupled_loss",
-            "rollout_correction",
-            "prox_logp_method",
-            "bypass_mode",
-        ),
+        also="recompute_old_logprobs use_decoupled_loss rollout_correction prox_logp_method "
+        "bypass_mode",
         remedy="Use 'decoupled'",
     )
     off_policy_weights: str | None = setting(
         "truncate",
         "the treatment of importance weights outside the bounds; None: all weights are 1",
-        note=(
-            '"truncate": clip them to the bounds; "mask": leave the token (or completion) out '
-            "of the loss, but not out of its denominator."
-        ),
+        note='"truncate": clip them to the bounds; "mask": leave the token (or completion) out '
+        "of the loss, but not out of its denominator.",
         choices=WEIGHT_MODES,
         acts=(DECOUPLED,),
-        trl=("vllm_importance_sampling_correction",),
-        also=("importance_sampling", "behav_imp_weight_mode", "rollout_is"),
-        remedy="Use 'truncate'",
+        trl="vllm_importance_sampling_correction",
+        also="importance_sampling behav_imp_weight_mode rollout_is",
     )
     off_policy_level: str = setting(
         "token",
@@ -239,7 +178,7 @@ class OffPolicy(Settings):
         note='"sequence": a whole completion; unbiased, but far from 1 for long ones.',
         choices=WEIGHT_LEVELS,
         acts=(DECOUPLED, WEIGHED),
-        trl=("vllm_importance_sampling_mode",),
+        trl="vllm_importance_sampling_mode",
     )
     off_policy_lower: float = setting(
         0.0,
@@ -247,34 +186,24 @@ class OffPolicy(Settings):
         note="IcePop masks below 0.5.",
         least=0,
         acts=(DECOUPLED, WEIGHED),
-        remedy="Use 0 for no bound",
     )
     off_policy_upper: float = setting(
         2.0,
         "the largest importance weight (Yao et al. 2025: 2)",
         above=0,
         acts=(DECOUPLED, WEIGHED),
-        trl=("vllm_importance_sampling_cap",),
-        also=(
-            "importance_sampling_cap",
-            "tis_imp_ratio_cap",
-            "behav_imp_weight_cap",
-            "rollout_is_threshold",
-        ),
-        reason="it is the largest weight",
-        remedy="Use 2",
+        trl="vllm_importance_sampling_cap",
+        also="importance_sampling_cap tis_imp_ratio_cap behav_imp_weight_cap rollout_is_threshold",
     )
     rejection: str | None = setting(
         None,
         "the estimator of the KL to the sampler's policy by which tokens are left out of "
         "the loss; None: none is",
-        note=(
-            "Denominators still count rejected tokens (`off_policy/rejected_share`). k1 is "
-            "minus the log-ratio; k3 is never negative."
-        ),
+        note="Denominators still count rejected tokens (`off_policy/rejected_share`). k1 is "
+        "minus the log-ratio; k3 is never negative.",
         choices=KL_ESTIMATORS,
         acts=(CHOSEN,),
-        also=("rollout_rs",),
+        also="rollout_rs",
         remedy="Use 'k3'",
     )
     rejection_level: Literal["sequence", "token"] = setting(
@@ -292,19 +221,14 @@ class OffPolicy(Settings):
         note="0.05 suits the mean k3 of completions.",
         unit="nats",
         acts=(CHOSEN, REJECTS),
-        also=("rollout_rs_threshold",),
+        also="rollout_rs_threshold",
     )
 
 
 OFF_POLICY = Section.of("training", OffPolicy)
 
 
-REPLAYS = Condition(
-    "replay_groups is above 0",
-    lambda c: bool(c.replay_groups),
-    "with replay_groups=0: nothing is replayed",
-    "Set replay_groups",
-)
+REPLAYS = when("replay_groups", "is above 0", bool, "Set replay_groups", ": nothing is replayed")
 
 
 class Replay(Settings):
@@ -317,8 +241,7 @@ class Replay(Settings):
         unit="groups",
         least=0,
         short="groups",
-        also=("replay_size", "num_replayed_groups"),
-        remedy="Use 0 for none",
+        also="replay_size num_replayed_groups",
     )
     replay_capacity: int | None = setting(
         None,
@@ -327,7 +250,7 @@ class Replay(Settings):
         least=1,
         acts=(REPLAYS,),
         short="capacity",
-        also=("buffer_size", "replay_buffer_capacity"),
+        also="buffer_size replay_buffer_capacity",
     )
     replay_eviction: str = setting(
         "oldest",
@@ -344,8 +267,7 @@ class Replay(Settings):
         least=2,
         acts=(REPLAYS,),
         short="max_uses",
-        also=("max_samples", "max_reuse"),
-        remedy="Use 2 to replay each once",
+        also="max_samples max_reuse",
     )
     replay_recency: float = setting(
         0.0,
@@ -354,7 +276,6 @@ class Replay(Settings):
         least=0,
         acts=(REPLAYS,),
         short="recency",
-        remedy="Use 0 to draw all alike",
     )
 
 

@@ -16,29 +16,27 @@ class Supervised(Settings):
         "a file (JSONL, Parquet, text), a data-set folder, a hub id, or the dotted "
         "path of a function returning rows",
         note="Or {path: ..., split: ..., limit: ..., kwargs: ...}.",
-        trl=("train_dataset",),
-        also=("dataset", "dataset_name", "train_data", "train_file"),
+        trl="train_dataset",
+        also="dataset dataset_name train_data train_file",
     )
     eval_data: Any = setting(
         None,
         "held-out rows in the same form",
         note="None: no evaluation.",
-        trl=("eval_dataset",),
-        also=("validation_data", "eval_file"),
+        trl="eval_dataset",
+        also="validation_data eval_file",
     )
     max_length: int = setting(
         256,
         "how much of each text is kept",
         unit="tokens",
         least=2,
-        also=("max_seq_length", "max_seq_len", "model_max_length"),
-        reason="every token but the first is predicted",
-        remedy="Raise it to the tokens of your texts",
+        also="max_seq_length max_seq_len model_max_length",
     )
     shuffle: bool = setting(
         True,
         "whether rows are drawn in a seeded random order, new in every epoch",
-        trl=("shuffle_dataset",),
+        trl="shuffle_dataset",
     )
 
 
@@ -52,8 +50,7 @@ class LossOn(Settings):
         "completion",
         "the tokens in the loss",
         note='"completion": without prompts and user turns; "all": every token.',
-        trl=("completion_only_loss", "assistant_only_loss"),
-        remedy="Use 'completion' to leave prompts out",
+        trl="completion_only_loss assistant_only_loss",
     )
 
 
@@ -68,17 +65,13 @@ class RewardModel(Settings):
         "the weight of the squared scores, which keeps their mean near 0",
         note='Eisenstein et al. 2023, "Helping or Herding?"; 0: off, 0.01 is usual.',
         least=0,
-        trl=("center_rewards_coefficient",),
-        reason="it weighs a loss",
-        remedy="Use 0 to switch it off",
+        trl="center_rewards_coefficient",
     )
     normalization_data: Any = setting(
         None,
         "reference texts on which scores are normalised to mean 0 and standard deviation 1",
-        note=(
-            "In the same form as SFT data, usually the policy's samples before training; each "
-            "is truncated to `max_length` tokens, EOS included. None: the held-out pairs."
-        ),
+        note="In the same form as SFT data, usually the policy's samples before training; each "
+        "is truncated to `max_length` tokens, EOS included. None: the held-out pairs.",
     )
 
 
@@ -94,39 +87,31 @@ class Ptx(Settings):
         note="InstructGPT: 27.8 against a loss summed differently; here 0.05 to 1 is a start. "
         "0: only measured.",
         least=0,
-        also=("ptx_coef", "ptx_loss_coef", "gamma_ptx"),
-        reason="it weighs a loss",
-        remedy="Use 0 to switch it off",
+        also="ptx_coef ptx_loss_coef gamma_ptx",
     )
     ptx_data: Any = setting(
         None,
         "a file, data set, hub id or dotted path of pretraining texts",
         note="None: no pretraining loss.",
-        also=("pretrain_data", "pretraining_data"),
+        also="pretrain_data pretraining_data",
     )
     ptx_eval_data: Any = setting(
         None,
         "held-out pretraining texts in the same form",
-        note=(
-            "Every evaluation reports their loss as eval/ptx_loss, in nats per token. None: "
-            "not measured."
-        ),
+        note="Every evaluation reports their loss as eval/ptx_loss, in nats per token. None: "
+        "not measured.",
     )
     ptx_batch_size: int = setting(
         8,
         "the pretraining texts per optimiser step and learner",
         unit="texts",
         least=1,
-        reason="it counts texts",
-        remedy="Raise it",
     )
     ptx_max_length: int = setting(
         128,
         "how much of each pretraining text is kept",
         unit="tokens",
         least=2,
-        reason="every token but the first is predicted",
-        remedy="Raise it",
     )
 
 
@@ -139,26 +124,20 @@ class Preferences(Settings):
     loss_type: str = setting(
         "sigmoid",
         "the loss of a pair",
-        note=(
-            '"sigmoid": DPO. "ipo": drives the margin to 1/(2β) instead of ever upwards (Azar '
-            'et al. 2023). "kto": scores each completion by itself, against the policy\'s KL to '
-            "the reference, which takes two more forward passes (Ethayarajh et al. 2024). "
-            '"sigmoid_norm": DPO on log-probs per token, so that long completions weigh no '
-            "more; with `reference_free` it is SimPO (Meng et al. 2024)."
-        ),
+        note='"sigmoid": DPO. "ipo": drives the margin to 1/(2β) instead of ever upwards (Azar '
+        'et al. 2023). "kto": scores each completion by itself, against the policy\'s KL to '
+        "the reference, which takes two more forward passes (Ethayarajh et al. 2024). "
+        '"sigmoid_norm": DPO on log-probs per token, so that long completions weigh no '
+        "more; with `reference_free` it is SimPO (Meng et al. 2024).",
         choices=PREFERENCE_LOSSES,
-        remedy="Use 'sigmoid' for DPO",
     )
     ref_kl_coeff: float = setting(
         0.1,
         "β, the weight of log-ratios to the reference",
-        note=(
-            "Lower values let the policy move farther away; τ of IPO. 0.1 to 0.5 for sums over "
-            "tokens; about 2 to 10 per token."
-        ),
+        note="Lower values let the policy move farther away; τ of IPO. 0.1 to 0.5 for sums over "
+        "tokens; about 2 to 10 per token.",
         above=0,
-        trl=("beta",),
-        reason="log-ratios are multiplied by it",
+        trl="beta",
         remedy="DPO's 0.1 is a start",
     )
     label_smoothing: float = setting(
@@ -166,16 +145,13 @@ class Preferences(Settings):
         "the assumed share of wrongly labelled pairs",
         note="Below 0.5 (conservative DPO); 0: none. For the sigmoid losses.",
         least=0,
-        remedy="Use 0 for none",
     )
     target_margin: float = setting(
         0.0,
         "γ, the target margin between the rewards of a pair",
         note="SimPO: about β/2; 0: none. For the sigmoid losses.",
         least=0,
-        trl=("simpo_gamma",),
-        reason="chosen completions are to be the better ones",
-        remedy="Use 0 for none",
+        trl="simpo_gamma",
     )
     reference_free: bool = setting(
         False, "whether log-probs replace log-ratios, without a reference"

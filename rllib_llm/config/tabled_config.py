@@ -15,6 +15,7 @@ from ray.rllib.algorithms.algorithm_config import (
 )
 from ray.tune.result import TRIAL_INFO
 
+from rllib_llm.config.checks import given
 from rllib_llm.config.rllib import COMMON, INSTEAD
 from rllib_llm.config.schema import READ_ONLY, RENAMED, RETIRED
 from rllib_llm.config.sections import (
@@ -144,6 +145,8 @@ class TabledConfig(AlgorithmConfig):
     env: Any
     env_config: dict[str, Any]
     ignored_settings: tuple[str, ...] = ()  # of a base class, which this algorithm does not use
+    pretrained_model: str | None
+    why_a_model = "the policy starts from pretrained weights"
 
     learners = SectionMethod()
     training = SectionMethod()
@@ -253,6 +256,18 @@ class TabledConfig(AlgorithmConfig):
             for key, value in settings.items()
             if key not in untouched or not same(value, untouched[key])
         }
+
+    def given_model(self) -> str:
+        """`model`, which must be set.
+
+        Raises:
+            ValueError: it is not.
+        """
+        return given(
+            self.pretrained_model, "model",
+            "a Hugging Face folder, a hub id or the dotted path of a function", self.why_a_model,
+            "Set model: in YAML or .language_model(model=...)",
+        )  # fmt: skip
 
     def known_settings(self) -> frozenset[str]:
         """The keys that a user may set at the top, those that act."""

@@ -5,17 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from rllib_llm.config.checks import require
-from rllib_llm.config.setting import Condition, Section, Settings, setting
+from rllib_llm.config.setting import Section, Settings, setting, when
 from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.weights.push import open_servers
 from rllib_llm.weights.transport import is_own
 
-PUSHES = Condition(
-    "weights_push is set",
-    lambda c: bool(c.weights_push),
-    "without weights_push",
-    "Set weights_push",
-)
+PUSHES = when("weights_push", "is set", bool, "Set weights_push")
 
 
 class Weights(Settings):
@@ -24,14 +19,12 @@ class Weights(Settings):
     weights_transport: str = setting(
         "store",
         "the transport of weights to the samplers",
-        note=(
-            '"store": through Ray\'s object store, works everywhere; "cuda_ipc": shared on the '
-            'GPU of learner and samplers (each with a fraction of it), in two buffers; "nixl": '
-            "directly from the learner's memory to the samplers', by RDMA or NVLink where GPUs "
-            "have it (`pip install 'rllib-llm[nixl]'`); a dotted path: your own class or "
-            "function without arguments. If a sampler cannot read them, the store is used from "
-            "then on."
-        ),
+        note='"store": through Ray\'s object store, works everywhere; "cuda_ipc": shared on the '
+        'GPU of learner and samplers (each with a fraction of it), in two buffers; "nixl": '
+        "directly from the learner's memory to the samplers', by RDMA or NVLink where GPUs "
+        "have it (`pip install 'rllib-llm[nixl]'`); a dotted path: your own class or "
+        "function without arguments. If a sampler cannot read them, the store is used from "
+        "then on.",
         choices=("store", "cuda_ipc", "nixl"),
         or_dotted=True,
         short="transport",
@@ -51,20 +44,16 @@ class Weights(Settings):
     serve: dict[str, Any] | None = setting(
         None,
         "the settings of a server that answers with the current policy during the run",
-        note=(
-            "By the names of `rllib serve`, `{}` for the defaults; it follows "
-            "`weights_name` on the run's cluster and ends with the run."
-        ),
+        note="By the names of `rllib serve`, `{}` for the defaults; it follows "
+        "`weights_name` on the run's cluster and ends with the run.",
         remedy="Write {port: 8000}",
     )
     weights_push: list[Any] | None = setting(
         None,
         "servers to which weights are pushed through a folder, for servers that cannot "
         "follow a run",
-        note=(
-            "Each is {server: vllm | sglang | rllib_llm, base_url: ...}, with further settings "
-            "of its class in `weights/push.py` and of the client (timeout_s, api_key_env)."
-        ),
+        note="Each is {server: vllm | sglang | rllib_llm, base_url: ...}, with further settings "
+        "of its class in `weights/push.py` and of the client (timeout_s, api_key_env).",
         short="push",
         remedy="Write [{server: vllm, base_url: http://host:8000}]",
     )
@@ -90,7 +79,6 @@ class Weights(Settings):
         least=1,
         short="keep",
         reason="receivers ask for the latest weights",
-        remedy="Use 1",
     )
 
 

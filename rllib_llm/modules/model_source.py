@@ -246,14 +246,17 @@ def longrope_border(config: Any) -> int | None:
     return min((border for border in borders if border is not None), default=None)
 
 
-def text_config(model: str | os.PathLike) -> Any:
-    """The config of what reads text in `model` (folder, hub id or dotted path)."""
+def model_config(model: str | os.PathLike) -> Any:
+    """The config of `model` (folder, hub id or dotted path)."""
     kind, value = source_kind(model)
     if kind == DOTTED:
-        network: Any = build_from_dotted(value)[0]
-        return network.config.get_text_config(decoder=True)
-    config: Any = load_with_retries(lambda: AutoConfig.from_pretrained(value), value, kind)
-    return config.get_text_config(decoder=True)
+        return build_from_dotted(value)[0].config
+    return load_with_retries(lambda: AutoConfig.from_pretrained(value), value, kind)
+
+
+def text_config(model: str | os.PathLike) -> Any:
+    """The config of what reads text in `model`."""
+    return model_config(model).get_text_config(decoder=True)
 
 
 def check_reference_vocabulary(

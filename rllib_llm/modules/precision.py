@@ -24,7 +24,7 @@ import re
 import warnings
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,35 +54,24 @@ def faster_library(
     return "onednn" if both and is_zen and "avx512f" in features() else "mkl"
 
 
-class Products(Protocol):
-    """Matrix products without autograd of their own."""
+class _Torch:
+    """Matrix products without autograd of their own, by whatever torch takes for the tensors' dtype
+    and device."""
 
     def mm(self, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
         """a b; perhaps in the memory of `out`, which nobody else may need."""
-
-    def linear(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """inputs weight^T + bias, [..., out]."""
-
-    def add_mm(self, total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """total + a b; perhaps in the memory of `total`, which nobody else may need."""
-
-    def add_linear(self, total: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
-        """total + inputs weight^T in new memory."""
-
-
-class _Torch:
-    """By whatever torch takes for the tensors' dtype and device."""
-
-    def mm(self, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
         return torch.mm(a, b, out=out)
 
     def linear(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """inputs weight^T + bias, [..., out]."""
         return F.linear(inputs, weight, bias)
 
     def add_mm(self, total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """total + a b; perhaps in the memory of `total`, which nobody else may need."""
         return total.addmm_(a, b)
 
     def add_linear(self, total: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
+        """total + inputs weight^T in new memory."""
         return torch.addmm(total, inputs, weight.t())
 
 
@@ -116,6 +105,7 @@ def _dense(matrix: Tensor) -> Tensor:
 
 
 TORCH, ONEDNN = _Torch(), _OneDNN()
+Products = _Torch | _OneDNN
 
 
 class OneDNNLinear(nn.Linear):

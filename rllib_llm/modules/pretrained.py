@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BitsAndBytesConfig,
@@ -30,6 +29,7 @@ from rllib_llm.modules.model_source import (
     ModelSourceError,
     build_from_dotted,
     load_with_retries,
+    model_config,
     source_kind,
 )
 from rllib_llm.modules.precision import use_onednn
@@ -43,10 +43,7 @@ from rllib_llm.modules.quantization import (
     resolve_backend,
     verify_quantized,
 )
-from rllib_llm.modules.tokenizer import (
-    eos_token_ids,
-    load_tokenizer,
-)
+from rllib_llm.modules.tokenizer import eos_token_ids, load_tokenizer
 from rllib_llm.shared.errors import SettingError
 
 logger = logging.getLogger(__name__)
@@ -88,7 +85,7 @@ def load_causal_lm(
                     ".save_pretrained(folder)",
                 )
             return load_merged(value, load_causal_lm, dtype=dtype, device=device)
-        config = load_with_retries(lambda: AutoConfig.from_pretrained(value), value, kind)
+        config = model_config(value)
         architectures = config.architectures or []
     if any(name.endswith(_NO_GENERATOR) for name in architectures):
         raise ModelSourceError(
@@ -135,7 +132,7 @@ def load_sequence_classifier(
         network = build_from_dotted(value)[0]
         architectures, config = [type(network).__name__], network.config
     else:
-        config = load_with_retries(lambda: AutoConfig.from_pretrained(value), value, kind)
+        config = model_config(value)
         architectures = config.architectures or []
     needs_head = bool(architectures) and not any(n.endswith(_CLASSIFIER) for n in architectures)
     if needs_head and not new_head:
@@ -221,7 +218,7 @@ def load_quantized(
     kind, value = source_kind(model)
     nf4_on_cpu = quantization == "nf4" and torch.device(device).type == "cpu"
     if chosen == "bitsandbytes" and kind != DOTTED and not nf4_on_cpu:
-        config = load_with_retries(lambda: AutoConfig.from_pretrained(value), value, kind)
+        config = model_config(value)
         refuse_quantized(config, quantization, model)
         with torch.device("meta"):
             skeleton = _AUTO_CLASS[load].from_config(config)

@@ -17,14 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
-from rllib_llm.modules.model_source import (
-    DOTTED,
-    build_from_dotted,
-    load_with_retries,
-    source_kind,
-)
+from rllib_llm.modules.model_source import model_config
 from rllib_llm.modules.packing import Rows
 from rllib_llm.modules.trunk import wanted_hidden, wanted_tokens
 
@@ -131,13 +126,7 @@ def read_score_normalization(source: Any) -> tuple[float, float] | None:
 
     source: a config, or a model setting (folder, hub id, dotted path).
     """
-    config = source
-    if isinstance(source, (str, os.PathLike)):
-        kind, value = source_kind(source)
-        if kind == DOTTED:
-            config = build_from_dotted(value)[0].config
-        else:
-            config = load_with_retries(lambda: AutoConfig.from_pretrained(value), value, kind)
+    config = model_config(source) if isinstance(source, (str, os.PathLike)) else source
     mean, std = getattr(config, MEAN_KEY, None), getattr(config, STD_KEY, None)
     if mean is None or std is None:
         return None
