@@ -50,12 +50,8 @@ def pass_metrics(
     prompt, with `_low` and `_high` of their 95 % intervals over prompts. A conversation of several
     rows is one sample.
 
-    Args:
-        batch: of held-out prompts.
-        ks: numbers of completions.
-        on: the component that says what passed, 0 or 1; None: the score.
-        answer_pattern: a regular expression, of whose last match the first group is what a
-            completion votes for; None: all that it says.
+    on: the component that says what passed, 0 or 1; None: the score. answer_pattern: see
+    `answers_of`.
 
     Raises:
         ValueError: what says that a completion has passed is not there, or neither 0 nor 1.
@@ -83,8 +79,8 @@ def pass_metrics(
 
 
 def answers_of(batch: JudgedBatch, pattern: str | None) -> list[str | None]:
-    """The answer that each row votes for, stripped; None without a match. In a conversation it is
-    taken from the assistant's last message."""
+    """The answer that each row votes for, stripped: the first group of the pattern's last match,
+    None without one; without a pattern all that it says, in a conversation in its last message."""
     texts = batch.texts["completion"]
     if "messages" in batch.texts:
         said = [_last_words(json.loads(messages)) for messages in batch.texts["messages"]]

@@ -52,11 +52,7 @@ class UnderWay(Generic[Result]):
 
 
 class OwnLoop:
-    """The calls of an algorithm, one after the other.
-
-    Args:
-        algorithm: the `RLHF` whose calls they are.
-    """
+    """The calls of an algorithm, one after the other."""
 
     def __init__(self, algorithm: Any) -> None:
         self._algorithm = algorithm

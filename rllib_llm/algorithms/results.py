@@ -33,14 +33,8 @@ Groups = dict[str, dict[str, Any]]
 def with_sampling(
     groups: Groups, sampled: JudgedBatch, learnt_version: int, ages: dict[str, float]
 ) -> Groups:
-    """The learners' metrics with those of the batch that they learnt from.
-
-    Args:
-        groups: of the learners; changed.
-        sampled: the rows that were new in this iteration.
-        learnt_version: of the weights before the update.
-        ages: of all rows that were learnt from, where that is corrected for, or empty.
-    """
+    """The learners' metrics, in place, with those of the rows that were new in this iteration;
+    `ages`: of all rows that were learnt from, where that is corrected for."""
     val = groups.setdefault("val", {})
     if "ratio_square" in val:  # absent until the loss of an iteration had a finite token
         val["ratio_var"] = max(0.0, val.pop("ratio_square") - val["ratio"] ** 2)
@@ -123,13 +117,8 @@ def with_headline(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stored_rollouts(config: Any, storage: Any, trial_folder: Path) -> StoredRollouts:
-    """The recorder of rollouts, for a run that stores them.
-
-    Args:
-        config: of the run, an `RLHFConfig`.
-        storage: Ray Tune's of the trial, None outside of Tune.
-        trial_folder: on this machine; where storage is elsewhere, rollouts go there.
-    """
+    """The recorder of rollouts, for a run that stores them: in the trial's folder on this machine,
+    or in Tune's `storage` where that is elsewhere."""
     tokenizer = config.load_tokenizer()
     held_out = config.get_evaluation_config_object()
     samples_held_out = held_out is not None and held_out.explore

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from rllib_llm.algorithms.supervised import EVALUATION_BATCH, Supervised, SupervisedConfig
+from rllib_llm.algorithms.supervised import Supervised, SupervisedConfig
 from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT
 from rllib_llm.config.setting import Section
 from rllib_llm.config.supervised import REWARD_MODEL
@@ -70,24 +70,14 @@ class RewardModel(Supervised):
         from rllib_llm.modules.sequence_scores import write_score_normalization
 
         if self._reference_source is not None:
-            results = self._scores_of(self._reference_source)
+            source = self._reference_source
+            results = _mean_and_std(self.totals(source, len(source), "score_texts"))
         elif self._eval_source is not None:
             results = self.held_out_means()
         else:
             return
         if results["score_std"] > 0:
             write_score_normalization(folder, results["score_mean"], results["score_std"])
-
-    def _scores_of(self, source: TextSource) -> dict[str, float]:
-        totals: Counter[str] = Counter()
-        for position in range(0, len(source), EVALUATION_BATCH):
-            batch = source.batch(position, min(EVALUATION_BATCH, len(source) - position))
-            sums = self.learner_group.foreach_learner(
-                lambda learner, batch=batch: learner.score_texts(batch)
-            )
-            for result in sums:
-                totals.update(result.get())
-        return _mean_and_std(totals)
 
 
 def _mean_and_std(totals: Counter[str]) -> dict[str, float]:

@@ -21,14 +21,8 @@ logger = logging.getLogger(__name__)
 
 
 class RunWeights:
-    """Gives out the weights of a run.
-
-    Args:
-        learner_group: has them.
-        config: of the run.
-        folder: of the trial.
-        export: writes the model as it is now to a folder.
-    """
+    """Gives out the weights of a run. `folder`: of the trial; `export` writes the model as it is
+    now to a folder."""
 
     def __init__(
         self,

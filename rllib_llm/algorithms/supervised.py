@@ -153,16 +153,20 @@ class Supervised(LanguageModelAlgorithm):
             self._eval_source, "eval_data", "a data set", "evaluation needs held-out rows",
             "Name a file, a hub id or a dotted path",
         )  # fmt: skip
-        totals: Counter[str] = Counter()
         num_rows = min(self.config.evaluation_duration, len(source))
+        return self.summarize(self.totals(source, num_rows, "evaluate_batch"))
+
+    def totals(self, source: BatchSource, num_rows: int, method: str) -> Counter[str]:
+        """The learners' sums, by a method of theirs, over the first rows of `source`."""
+        totals: Counter[str] = Counter()
         for position in range(0, num_rows, EVALUATION_BATCH):
             batch = source.batch(position, min(EVALUATION_BATCH, num_rows - position))
             results = self.learner_group.foreach_learner(
-                lambda learner, batch=batch: learner.evaluate_batch(batch)
+                lambda learner, batch=batch: getattr(learner, method)(batch)
             )
             for result in results:
                 totals.update(result.get())
-        return self.summarize(totals)
+        return totals
 
     def summarize(self, totals: Counter[str]) -> dict[str, float]:
         """Means by name from the learners' `<name>_sum` and `<name>_count`."""

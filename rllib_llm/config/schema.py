@@ -51,10 +51,8 @@ def build_config(
 ) -> AlgorithmConfig:
     """Return the algorithm's default config with `settings` applied, checked by `validate()`.
 
-    Args:
-        algo_class: the algorithm; the attributes of its default config are the allowed keys.
-        settings: plain values, no search spaces.
-        where: how an error names the place, e.g. "ppo.config".
+    `settings`: plain values, no search spaces; `where`: how an error names the place, e.g.
+    "ppo.config".
 
     Raises:
         ValueError: unknown key, -1, text where a number belongs, or what `validate()` refuses.

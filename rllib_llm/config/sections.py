@@ -134,11 +134,8 @@ class SectionMethod:
     """A config method that sets one section; signature and documentation show the defaults of the
     class on which it is looked up."""
 
-    def __init__(self, section: str = ""):
-        self.section = section
-
     def __set_name__(self, owner: type, name: str) -> None:
-        self.section = self.section or name
+        self.section = name
 
     def __get__(self, config: Any, owner: type) -> Callable[..., Any]:
         method = _method(owner, self.section)

@@ -44,21 +44,13 @@ UNSET = -1  # RLlib drops settings of this value
 
 @dataclass(frozen=True)
 class Condition:
-    """When a setting acts.
+    """When a setting acts."""
 
-    Attributes:
-        text: as documentation writes it, e.g. "critic is not 'none'".
-        holds: whether it does under a config.
-        otherwise: why the setting has no effect where it does not, formatted with `config`.
-        remedy: what to do then.
-        never: it cannot hold; the setting is RLlib's, and known only so as to be warned of.
-    """
-
-    text: str
-    holds: Callable[[Any], bool]
-    otherwise: str
+    text: str  # as documentation writes it, e.g. "critic is not 'none'"
+    holds: Callable[[Any], bool]  # under a config
+    otherwise: str  # why the setting has no effect where it does not, formatted with `config`
     remedy: str = "Remove it"
-    never: bool = False
+    never: bool = False  # the setting is RLlib's, and known only so as to be warned of
 
 
 def when(
@@ -82,53 +74,31 @@ def is_set(value: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One row.
+    """One row."""
 
-    Attributes:
-        name: in Python and YAML.
-        type: a Python annotation; a union with None allows None.
-        default: of the base class; an algorithm may have another, see `Section.defaults`.
-        meaning: a phrase that follows "it is", or "it says" where it begins with a question word.
-        note: further sentences of the documentation.
-        unit: what a number counts.
-        least, above, most: bounds of a number.
-        choices: the values that are allowed, None aside.
-        or_dotted: whether a dotted path, to something of one's own, is allowed beside them.
-        may_be_empty: whether "" is a text that switches it off.
-        acts: when it has an effect; always, if empty.
-        keys: what a mapping in its place may have beside its first key.
-        short: its name inside its section, where that is shorter.
-        place: the config itself, or its `env_config`.
-        env: of a setting in `env_config`, the environment where none is named.
-        attribute: where the config keeps it, if not under `name`.
-        trl, rllib, also: what TRL, RLlib's PPO and others call it.
-        reason: why it is checked; the meaning, if empty.
-        remedy: what to do about a wrong value; its default, if empty.
-    """
-
-    name: str
-    type: Any
-    default: Any
-    meaning: str
-    note: str = ""
+    name: str  # in Python and YAML
+    type: Any  # a Python annotation; a union with None allows None
+    default: Any  # of the base class; an algorithm may have another
+    meaning: str  # follows "it is", or "it says" where it begins with a question word
+    note: str = ""  # further sentences of the documentation
     unit: str = ""
     least: float | None = None
     above: float | None = None
     most: float | None = None
-    choices: tuple[Any, ...] = ()
-    or_dotted: bool = False
-    may_be_empty: bool = False
-    acts: tuple[Condition, ...] = ()
-    keys: tuple[str, ...] = ()
-    short: str = ""
-    place: str = IN_CONFIG
-    env: str = DEFAULT_ENV
-    attribute: str = ""
-    trl: tuple[str, ...] = ()
-    rllib: tuple[str, ...] = ()
-    also: tuple[str, ...] = ()
-    reason: str = ""
-    remedy: str = ""
+    choices: tuple[Any, ...] = ()  # None aside
+    or_dotted: bool = False  # whether a dotted path, to something of one's own, is allowed as well
+    may_be_empty: bool = False  # whether "" is a text that switches it off
+    acts: tuple[Condition, ...] = ()  # when it has an effect; always, if empty
+    keys: tuple[str, ...] = ()  # that a mapping in its place may have beside its first key
+    short: str = ""  # its name inside its section
+    place: str = IN_CONFIG  # or IN_ENV
+    env: str = DEFAULT_ENV  # of a setting in `env_config`, where no environment is named
+    attribute: str = ""  # where the config keeps it, if not under `name`
+    trl: tuple[str, ...] = ()  # what TRL calls it
+    rllib: tuple[str, ...] = ()  # what RLlib's PPO does
+    also: tuple[str, ...] = ()  # what others do
+    reason: str = ""  # why it is checked; the meaning, if empty
+    remedy: str = ""  # of a wrong value; its default, if empty
 
     @property
     def in_section(self) -> str:
@@ -296,21 +266,13 @@ def setting(default: Any, meaning: str, **row: Any) -> Any:
 
 @dataclass(frozen=True)
 class Section:
-    """Settings that one method, of the same name, sets.
+    """Settings that one method, of the same name, sets."""
 
-    Attributes:
-        name: of the method, and of the key in YAML.
-        meaning: a sentence that says what they are about.
-        settings: the rows.
-        also: names of sections whose settings the method takes as well.
-        positional: the setting that a value without a name is; the first, if empty.
-    """
-
-    name: str
-    meaning: str
+    name: str  # of the method, and of the key in YAML
+    meaning: str  # a sentence
     settings: tuple[Setting, ...]
-    also: tuple[str, ...] = ()
-    positional: str = ""
+    also: tuple[str, ...] = ()  # sections whose settings the method takes as well
+    positional: str = ""  # the setting that a value without a name is; the first, if empty
 
     @classmethod
     def of(

@@ -73,12 +73,8 @@ class UnknownSettingError(SettingError):
 def unknown_settings(
     config_class: ConfigClass, names: Iterable[str], where: str, section: str = ""
 ) -> UnknownSettingError:
-    """Return the error for all of `names` at once.
-
-    Args:
-        where: how the message names the place, e.g. "ppo.config" or "PPOPtxConfig.training".
-        section: the section that they were given in.
-    """
+    """Return the error for all of `names`, given in `section`; `where`: how the message names the
+    place, e.g. "ppo.config"."""
     first, *others = names
     said = [f"unknown key {name!r}. {hint(config_class, str(name), section)}" for name in others]
     return UnknownSettingError(

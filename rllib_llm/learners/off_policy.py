@@ -164,13 +164,8 @@ NUMBER = "number_in_update"  # column [rows] int64: which row of the update it i
 
 
 class OldLogprobs:
-    """The old log-probs of one update.
-
-    Args:
-        rows: the update's rows; gets the column `NUMBER`.
-        first: numbers of the rows of the first mini-batch.
-        all_reduce: sums over learners, of which each computes some of the rows.
-    """
+    """The old log-probs of one update, whose `rows` get the column `NUMBER`; `first`: numbers of
+    those in the first mini-batch; `all_reduce` sums over learners, who compute some rows each."""
 
     def __init__(self, rows: Batch, first: Tensor, all_reduce: Callable[[Tensor], Tensor]) -> None:
         old = rows[columns.OLD_LOGPROBS]

@@ -119,7 +119,9 @@ class PPOPtxLearner(RLHFLearner):
         self._texts: Batch | None = None
         if self._ptx_source is not None and (self.config.ptx_coeff or self._text_not_measured):
             self._text_not_measured = False
-            self._texts = self._next_texts(self._ptx_source)
+            num_texts = self.config.ptx_batch_size * self.world_size
+            self._texts = self._on_device(self._ptx_source.batch(self.num_ptx_texts, num_texts))
+            self.num_ptx_texts += num_texts
             self.means.add_count("loss/ptx_avg", 1)
 
     def compute_advantages(self, batch: Batch, scores: torch.Tensor, kl: torch.Tensor) -> Batch:
@@ -167,21 +169,12 @@ class PPOPtxLearner(RLHFLearner):
         total, num_tokens = 0.0, 0
         if self._ptx_eval_source is None:
             return total, num_tokens
-        texts = self._to_device(self._ptx_eval_source.batch(0, len(self._ptx_eval_source)))
+        texts = self._on_device(self._ptx_eval_source.batch(0, len(self._ptx_eval_source)))
         for micro_batch, outputs in self.evaluated(texts):
             mask = micro_batch[columns.LOSS_MASK]
             total += float(cross_entropy_tokens(outputs[columns.TEXT_LOGPROBS], mask).sum())
             num_tokens += int(mask.sum())
         return total, num_tokens
-
-    def _next_texts(self, source: TextSource) -> Batch:
-        num_texts = self.config.ptx_batch_size * self.world_size
-        texts = source.batch(self.num_ptx_texts, num_texts)
-        self.num_ptx_texts += num_texts
-        return self._to_device(texts)
-
-    def _to_device(self, texts: Batch) -> Batch:
-        return {name: column.to(self._device) for name, column in texts.items()}
 
     def get_extra_state(self) -> dict[str, Any]:
         return {**super().get_extra_state(), "num_ptx_texts": self.num_ptx_texts}

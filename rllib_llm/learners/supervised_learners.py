@@ -41,8 +41,7 @@ class SFTLearner(LanguageModelLearner):
     def evaluate_batch(self, batch: Batch) -> dict[str, float]:
         """{"loss": nats per target token, "num_tokens"} of texts, weights untouched."""
         total, count = 0.0, 0
-        batch = {name: column.to(self._device) for name, column in batch.items()}
-        for micro_batch, outputs in self.evaluated(batch):
+        for micro_batch, outputs in self.evaluated(self._on_device(batch)):
             mask = micro_batch[columns.LOSS_MASK]
             total += float(cross_entropy_tokens(outputs[columns.TEXT_LOGPROBS], mask).sum())
             count += int(mask.sum())
@@ -77,8 +76,7 @@ class RewardModelLearner(LanguageModelLearner):
         """Sums over pairs of loss and correct order, and of the scores and their squares."""
         sums = dict.fromkeys(("loss_sum", "accuracy_sum", "score_sum", "score_square_sum"), 0.0)
         num_pairs = 0
-        batch = {name: column.to(self._device) for name, column in batch.items()}
-        for _, outputs in self.evaluated(batch):
+        for _, outputs in self.evaluated(self._on_device(batch)):
             scores = outputs[columns.SCORES]
             per_pair, correct = preference_loss(*scores.chunk(2))
             sums["loss_sum"] += float(per_pair.sum())
@@ -97,8 +95,7 @@ class RewardModelLearner(LanguageModelLearner):
         """Sums over this learner's texts (`input_ids`, `attention_mask` [N, L]) of their scores
         and the squares."""
         sums = dict.fromkeys(("score_sum", "score_square_sum", "score_count"), 0.0)
-        batch = {name: column.to(self._device) for name, column in batch.items()}
-        for _, outputs in self.evaluated(batch):
+        for _, outputs in self.evaluated(self._on_device(batch)):
             scores = outputs[columns.SCORES].double()
             sums["score_sum"] += float(scores.sum())
             sums["score_square_sum"] += float(scores.square().sum())
@@ -154,7 +151,7 @@ class DPOLearner(LanguageModelLearner):
 
     def evaluate_batch(self, batch: Batch) -> dict[str, float]:
         """Sums over this learner's pairs, by name, and their count."""
-        batch = {name: column.to(self._device) for name, column in batch.items()}
+        batch = self._on_device(batch)
         batch |= self._reference_logprobs(batch)
         kl = self._reference_point(batch)
         sums: defaultdict[str, float] = defaultdict(float)

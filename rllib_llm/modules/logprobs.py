@@ -106,7 +106,6 @@ def text_logprobs(
     attention_mask: Tensor,
     loss_mask: Tensor | None = None,
     *,
-    temperature: float = 1.0,
     logits_chunk_tokens: int | None = None,
 ) -> Tensor:
     """Log-prob of each token of given texts after those before it, float32 [texts, length].
@@ -116,7 +115,7 @@ def text_logprobs(
     targets must not count it.
     """
     run = _run(model, text_rows(input_ids, attention_mask, loss_mask), False)
-    logprobs, _ = _stats(run, temperature, False, logits_chunk_tokens)
+    logprobs, _ = _stats(run, 1.0, False, logits_chunk_tokens)
     return run.wanted.unpack(logprobs)
 
 

@@ -103,7 +103,7 @@ def _check_folder(folder: str, name: str) -> None:
     raise ModelSourceError(folder, reason, remedy, name=name)
 
 
-def build_from_dotted(path: str, *, name: str = "model") -> tuple[Any, Any]:
+def build_from_dotted(path: str) -> tuple[Any, Any]:
     """Calls the function at `path` and returns its (model, tokenizer).
 
     Every process calls it again, for the policy as for the reference, and all must get the same
@@ -113,20 +113,16 @@ def build_from_dotted(path: str, *, name: str = "model") -> tuple[Any, Any]:
         DottedPathError: nothing of that name can be imported.
         ModelSourceError: it is no function, or returns something else.
     """
-    function = import_dotted(path, name=name)
+    function = import_dotted(path, name="model")
     if not callable(function):
-        raise ModelSourceError(
-            path, f"it names a {type(function).__name__}", "Name a function", name=name
-        )
+        raise ModelSourceError(path, f"it names a {type(function).__name__}", "Name a function")
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         built = function()
     is_pair = isinstance(built, (tuple, list)) and len(built) == 2
     if not is_pair or not isinstance(built[0], torch.nn.Module):
         got = [type(part).__name__ for part in built] if is_pair else type(built).__name__
-        raise ModelSourceError(
-            path, f"the function returned {got}", "Return (model, tokenizer)", name=name
-        )
+        raise ModelSourceError(path, f"the function returned {got}", "Return (model, tokenizer)")
     return built[0], built[1]
 
 
@@ -135,7 +131,6 @@ def load_with_retries(
     model: str,
     kind: str,
     *,
-    name: str = "model",
     first_delay_s: float = FIRST_DELAY_S,
     offline: bool = hub_constants.HF_HUB_OFFLINE,
 ) -> T:
@@ -157,11 +152,11 @@ def load_with_retries(
             waited = time.monotonic() - start
             if not transient or attempt == NUM_ATTEMPTS or waited > RETRY_BUDGET_S:
                 reason, remedy = _explain(error, model, kind, attempt, transient, offline)
-                raise ModelSourceError(model, reason, remedy, name=name) from error
+                raise ModelSourceError(model, reason, remedy) from error
             delay = first_delay_s * 2 ** (attempt - 1)
             logger.warning(
-                "Loading %s=%r failed (attempt %d of %d): %s. Trying again in %.0f s.",
-                name, model, attempt, NUM_ATTEMPTS, _first_line(error), delay,
+                "Loading model=%r failed (attempt %d of %d): %s. Trying again in %.0f s.",
+                model, attempt, NUM_ATTEMPTS, _first_line(error), delay,
             )  # fmt: skip
             time.sleep(delay)
     raise AssertionError("the loop above returns or raises")

@@ -194,12 +194,8 @@ class ComputingCopy:
     """`model` with the weights of another one, `weights`, in another dtype.
 
     The gradient of each of its parameters is added to that of the weight it was cast from. Frozen
-    weights need not be exact to be trained: they are cast themselves, and shared.
-
-    Args:
-        weights: a model whose float32 parameters are trained.
-        dtype: what the copy computes in.
-        keep: parts of `weights` that compute as they are, and are shared with the copy.
+    weights need not be exact to be trained: they are cast themselves, and shared. `keep`: parts of
+    `weights` that compute as they are, and are shared with the copy.
     """
 
     def __init__(

@@ -250,12 +250,12 @@ def _bitsandbytes_config(quantization: str, dtype: torch.dtype, heads: list[str]
     )
 
 
-def resolve_dtype(dtype: str | torch.dtype, *, name: str = "dtype") -> torch.dtype:
+def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """Returns the torch dtype of that name; raises ValueError for one that cannot hold weights."""
     found = dtype if isinstance(dtype, torch.dtype) else DTYPES.get(str(dtype))
     if found is None or found not in DTYPES.values():
         raise SettingError(
-            name=name,
+            name="dtype",
             value=dtype,
             rule=f"be one of {', '.join(DTYPES)}",
             reason="weights are kept in it",

@@ -171,11 +171,7 @@ def suggestion(name: str, allowed: Iterable[str]) -> str:
 
 
 def closest(name: str, called: Mapping[str, str]) -> str:
-    """Return `suggestion`'s sentence where names have other names as well.
-
-    Args:
-        called: every name that counts -> the one to suggest for it.
-    """
+    """Return `suggestion`'s sentence; `called`: every name that counts -> the one to suggest."""
     close = list(dict.fromkeys(called[match] for match in nearest(name, called)))
     if close:
         return f"Did you mean {' or '.join(map(repr, close))}?"

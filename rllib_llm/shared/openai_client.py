@@ -126,12 +126,8 @@ class OpenAIClient:
     ) -> Answer:
         """Posts `body` and returns `read` of the server's answer.
 
-        Args:
-            path: below base_url, such as "completions".
-            body: what is sent as JSON.
-            read: from the decoded JSON to the answer; KeyError, IndexError, TypeError or
-                ValueError say that it is malformed, which is tried again.
-            headers: of this request.
+        `path`: below base_url; `read`: from the decoded JSON to the answer; KeyError, IndexError,
+        TypeError or ValueError of it say that it is malformed, which is tried again.
 
         Raises:
             RequestRefusedError: the server will not answer this, whenever it is asked.

@@ -38,11 +38,9 @@ def sampler_manager(env_runner_group: Any) -> Any:
 
 
 def new_sampler(env_runner_group: Any, number: int, *, is_reserved: bool) -> Any:
-    """The handle of one more remote sampler of a group.
+    """The handle of one more remote sampler of a group, with the worker index `number`.
 
-    Args:
-        number: its worker index.
-        is_reserved: the trial's placement group has its place; else any node with room is taken.
+    is_reserved: the trial's placement group has its place; else any node with room is taken.
     """
     group = env_runner_group
     arguments = {"config": group._remote_config_obj_ref, "worker_index": number,
