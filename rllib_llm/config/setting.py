@@ -320,7 +320,7 @@ def _strict(kind: Any, least: float | None, above: float | None, most: float | N
         finite = False if origin is float else None
         most = LARGEST if most is None and origin is int else most
         bounds = Field(ge=least, gt=above, le=most, allow_inf_nan=finite)
-        return Annotated[kind, bounds, BeforeValidator(_number)]
+        return Annotated[kind, bounds, _only(int, float)]  # pydantic takes arrays of one
     if kind is str:
         return Annotated[str, AfterValidator(_text)]
     if kind is Any:
@@ -328,7 +328,7 @@ def _strict(kind: Any, least: float | None, above: float | None, most: float | N
     if origin is dict:  # its contents are checked by its readers
         return Annotated[dict, Field(strict=False)]
     if origin in (list, tuple):  # one stands for the other; YAML has lists alone
-        return Annotated[kind, Field(strict=False), BeforeValidator(_sequence)]
+        return Annotated[kind, Field(strict=False), _only(list, tuple)]
     return kind
 
 
@@ -337,10 +337,15 @@ def plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _number(value: Any) -> Any:
-    if not isinstance(value, int | float):  # pydantic takes arrays and tensors of one
-        raise ValueError("an array")
-    return value
+def _only(*kinds: type) -> BeforeValidator:
+    """Refuses what is none of these, before pydantic converts it."""
+
+    def check(value: Any) -> Any:
+        if not isinstance(value, kinds):
+            raise ValueError("of another type")
+        return value
+
+    return BeforeValidator(check)
 
 
 def _text(value: str) -> str:
@@ -353,12 +358,6 @@ def _object(value: Any) -> Any:
     if isinstance(value, Number | bytes):
         raise ValueError("a number")
     return _text(value) if isinstance(value, str) else value
-
-
-def _sequence(value: Any) -> Any:
-    if not isinstance(value, list | tuple):
-        raise ValueError("neither a list nor a tuple")
-    return value
 
 
 _KIND_WORDS: Mapping[Any, str] = types.MappingProxyType({

@@ -13,13 +13,10 @@ lengths and denominators are taken over (`sampled_mask`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 NO_VERSION = -1  # in WEIGHTS_VERSION: no weights sampled the token
 
@@ -106,16 +103,12 @@ def pad_right(
 ) -> tuple[Tensor, Tensor]:
     """The rows as [rows, longest] `dtype`, padded with `filler` on the right, and the mask [rows,
     longest] bool of real elements."""
-    lengths, longest = _lengths(rows)
-    return _filled(rows, filler, dtype, torch.arange(longest) < lengths)
+    return _padded(rows, filler, dtype, left=False)
 
 
-def pad_left(
-    rows: Sequence[Sequence[Any]], filler: float, dtype: torch.dtype = torch.int64
-) -> tuple[Tensor, Tensor]:
-    """As `pad_right`, `filler` before the shorter ones."""
-    lengths, longest = _lengths(rows)
-    return _filled(rows, filler, dtype, torch.arange(longest) >= longest - lengths)
+def pad_left(rows: Sequence[Sequence[Any]], filler: float) -> tuple[Tensor, Tensor]:
+    """As `pad_right` of int64, `filler` before the shorter ones."""
+    return _padded(rows, filler, torch.int64, left=True)
 
 
 def widen(tensor: Tensor, length: int, filler: float = 0, *, left: bool = False) -> Tensor:
@@ -124,14 +117,13 @@ def widen(tensor: Tensor, length: int, filler: float = 0, *, left: bool = False)
     return torch.nn.functional.pad(tensor, (missing, 0) if left else (0, missing), value=filler)
 
 
-def _lengths(rows: Sequence[Sequence[Any]]) -> tuple[Tensor, int]:
-    lengths = [len(row) for row in rows]
-    return torch.tensor(lengths, dtype=torch.int64).unsqueeze(1), max(lengths, default=0)
-
-
-def _filled(
-    rows: Sequence[Sequence[Any]], filler: float, dtype: torch.dtype, mask: Tensor
+def _padded(
+    rows: Sequence[Sequence[Any]], filler: float, dtype: torch.dtype, left: bool
 ) -> tuple[Tensor, Tensor]:
+    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64).unsqueeze(1)
+    longest = max(map(len, rows), default=0)
+    place = torch.arange(longest)
+    mask = place >= longest - lengths if left else place < lengths
     values = torch.full(mask.shape, filler, dtype=dtype)
     values[mask] = torch.tensor([value for row in rows for value in row], dtype=dtype)
     return values, mask
