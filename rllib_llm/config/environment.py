@@ -22,9 +22,7 @@ class Prompts(Settings):
         also="prompt_data prompts_file",
     )
     eval_prompts: Any = setting(
-        None,
-        "held-out prompts in the same form, instead of eval_fraction",
-        short="eval_data",
+        None, "held-out prompts in the same form, instead of eval_fraction", short="eval_data"
     )
     eval_fraction: float = setting(
         0.0, "the share of the prompts held out for evaluation", least=0, most=1
@@ -92,11 +90,7 @@ class Rewards(Settings):
         least=0,
         also="non_eos_penalty truncation_penalty",
     )
-    length_penalty: float = setting(
-        0.0,
-        "the penalty per completion token",
-        least=0,
-    )
+    length_penalty: float = setting(0.0, "the penalty per completion token", least=0)
     overlong_buffer: int = setting(
         0,
         "the length of DAPO's soft overlong punishment at the end of max_new_tokens; 0: off",
@@ -122,17 +116,13 @@ class Conversation(Settings):
 
     system: str | None = setting(None, "a system message before every task", may_be_empty=True)
     tools: Any = setting(
-        None,
-        "functions with type hints and docstring, their dotted paths, or tool objects",
+        None, "functions with type hints and docstring, their dotted paths, or tool objects"
     )
     mcp_servers: Any = setting(
-        None,
-        "{command, args, env} or URLs of MCP servers, whose tools are added",
+        None, "{command, args, env} or URLs of MCP servers, whose tools are added"
     )
     max_turns: int = setting(
-        8,
-        "the maximum number of assistant turns; the rollout is then judged as it is",
-        least=1,
+        8, "the maximum number of assistant turns; the rollout is then judged as it is", least=1
     )
     max_tokens: int | None = setting(
         None,
@@ -140,35 +130,20 @@ class Conversation(Settings):
         least=1,
     )
     max_seconds: float = setting(
-        600.0,
-        "the time limit of a rollout; a slower one is invalid",
-        unit="seconds",
-        above=0,
+        600.0, "the time limit of a rollout; a slower one is invalid", unit="seconds", above=0
     )
-    max_concurrent: int = setting(
-        256,
-        "the number of concurrent rollouts of a sampler",
-        least=1,
-    )
+    max_concurrent: int = setting(256, "the number of concurrent rollouts of a sampler", least=1)
     tool_errors: Literal["message", "invalid"] = setting(
         "message",
         "the treatment of failed tool calls",
-        note=('"message": the policy sees the error; "invalid": the rollout is not trained on.'),
+        note='"message": the policy sees the error; "invalid": the rollout is not trained on.',
     )
-    tool_timeout_s: float = setting(
-        10.0,
-        "the time limit of a tool call",
-        unit="seconds",
-        above=0,
-    )
+    tool_timeout_s: float = setting(10.0, "the time limit of a tool call", unit="seconds", above=0)
     max_tool_chars: int = setting(
-        4000,
-        "the maximum length of a tool result; longer ones are cut in the middle",
-        least=1,
+        4000, "the maximum length of a tool result; longer ones are cut in the middle", least=1
     )
     tool_syntax: Literal["hermes", "xml", "mistral", "llama3", "none"] | None = setting(
-        None,
-        "the syntax of tool calls; None: the chat template's",
+        None, "the syntax of tool calls; None: the chat template's"
     )
     history: Literal["fork", "keep"] = setting(
         "fork",
@@ -181,8 +156,7 @@ class Conversation(Settings):
         note="None: the chat template.",
     )
     template_settings: dict | None = setting(
-        None,
-        "variables of the chat template, such as {enable_thinking: false}",
+        None, "variables of the chat template, such as {enable_thinking: false}"
     )
 
 

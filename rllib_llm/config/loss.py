@@ -34,7 +34,7 @@ class Loss(Settings):
     critic: Literal["shared", "separate", "none"] = setting(
         "none",
         "the source of values",
-        note=('"shared": a value head on the policy\'s trunk; "separate": a model of its own.'),
+        note='"shared": a value head on the policy\'s trunk; "separate": a model of its own.',
         rllib="vf_share_layers use_critic",
     )
     critic_model: str | None = setting(
@@ -106,21 +106,9 @@ class Loss(Settings):
         reason="it is one number for the whole run: schedules of it are not built in",
         remedy="Use 0.0 for none, or change it between runs with population-based training",
     )
-    gamma: float = setting(
-        1.0,
-        "the discount factor",
-        least=0,
-        most=1,
-        also="discount",
-    )
+    gamma: float = setting(1.0, "the discount factor", least=0, most=1, also="discount")
     lambda_: float = setting(
-        0.95,
-        "λ of GAE",
-        least=0,
-        most=1,
-        trl="lam",
-        rllib="lambda",
-        also="gae_lambda",
+        0.95, "λ of GAE", least=0, most=1, trl="lam", rllib="lambda", also="gae_lambda"
     )
     target_kl: float | None = setting(
         None,

@@ -6,11 +6,10 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from rllib_llm.config.checks import require
-from rllib_llm.config.setting import Condition, Section, Settings, is_set, never, setting, when
+from rllib_llm.config.setting import Condition, Section, Settings, never, setting, when
 from rllib_llm.modules.precision import LIBRARIES
 from rllib_llm.shared.errors import noted
 
-ADAPTERS = when("lora", "is set", is_set, "Set lora={{}}")
 SEVERAL_LEARNERS = when("num_learners", "is 2 or more", lambda n: n >= 2, "Use 2 or more")
 COMPUTES_FLOAT32 = Condition(
     "dtype is 'float32' and mixed_precision is None",

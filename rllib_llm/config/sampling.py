@@ -220,10 +220,7 @@ class Generate(Drawn):
         64, "the number of texts sampled at once in an iteration", least=1, remedy="Use 64"
     )
     num_gpus: float = setting(
-        0,
-        ("the number of GPUs of the sampling process"),
-        note=("0: it samples on the CPU."),
-        least=0,
+        0, "the number of GPUs of the sampling process", note="0: it samples on the CPU.", least=0
     )
 
 

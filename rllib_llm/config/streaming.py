@@ -209,7 +209,7 @@ class OffPolicy(Settings):
     rejection_level: Literal["sequence", "token"] = setting(
         "sequence",
         "the unit of rejection",
-        note=('"sequence": completions, by the mean over their tokens; "token": single tokens.'),
+        note='"sequence": completions, by the mean over their tokens; "token": single tokens.',
         acts=(CHOSEN, REJECTS),
     )
     rejection_lower: float | None = setting(

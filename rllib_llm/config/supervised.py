@@ -102,16 +102,10 @@ class Ptx(Settings):
         "not measured.",
     )
     ptx_batch_size: int = setting(
-        8,
-        "the pretraining texts per optimiser step and learner",
-        unit="texts",
-        least=1,
+        8, "the pretraining texts per optimiser step and learner", unit="texts", least=1
     )
     ptx_max_length: int = setting(
-        128,
-        "how much of each pretraining text is kept",
-        unit="tokens",
-        least=2,
+        128, "how much of each pretraining text is kept", unit="tokens", least=2
     )
 
 

@@ -38,7 +38,7 @@ class Weights(Settings):
     weights_name: str | None = setting(
         None,
         "the name under which other processes of the cluster can follow this run's weights",
-        note=("For example replicas of a server (`rllib_llm.weights.receiver`); None: nobody can."),
+        note="For example replicas of a server (`rllib_llm.weights.receiver`); None: nobody can.",
         short="name",
     )
     serve: dict[str, Any] | None = setting(

@@ -24,7 +24,6 @@ from rllib_llm.modules.rl_modules import ValueHead
 from rllib_llm.modules.shards import local_data, shard_like
 from rllib_llm.modules.trunk import reads_dense, take_apart
 
-STRATEGIES = ("ddp", "fsdp")
 _BUCKET_BYTES = 64 * 1024**2
 
 
