@@ -71,7 +71,8 @@ class RewardModel(Supervised):
 
         if self._reference_source is not None:
             source = self._reference_source
-            results = _mean_and_std(self.totals(source, len(source), "score_texts"))
+            totals = self.totals(source, len(source), lambda each, batch: each.score_texts(batch))
+            results = _mean_and_std(totals)
         elif self._eval_source is not None:
             results = self.held_out_means()
         else:

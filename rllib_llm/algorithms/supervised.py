@@ -154,15 +154,18 @@ class Supervised(LanguageModelAlgorithm):
             "Name a file, a hub id or a dotted path",
         )  # fmt: skip
         num_rows = min(self.config.evaluation_duration, len(source))
-        return self.summarize(self.totals(source, num_rows, "evaluate_batch"))
+        totals = self.totals(source, num_rows, lambda learner, batch: learner.evaluate_batch(batch))
+        return self.summarize(totals)
 
-    def totals(self, source: BatchSource, num_rows: int, method: str) -> Counter[str]:
-        """The learners' sums, by a method of theirs, over the first rows of `source`."""
+    def totals(
+        self, source: BatchSource, num_rows: int, sums: Callable[[Any, Any], dict[str, float]]
+    ) -> Counter[str]:
+        """The sums that learners give of the first rows of `source`, by (learner, batch)."""
         totals: Counter[str] = Counter()
         for position in range(0, num_rows, EVALUATION_BATCH):
             batch = source.batch(position, min(EVALUATION_BATCH, num_rows - position))
             results = self.learner_group.foreach_learner(
-                lambda learner, batch=batch: getattr(learner, method)(batch)
+                lambda learner, batch=batch: sums(learner, batch)
             )
             for result in results:
                 totals.update(result.get())
