@@ -165,6 +165,7 @@ class Reference(Settings):
         trl="beta",
         rllib="kl_coeff",
         also="kl_coef init_kl_coef kl_loss_coef kl_beta kl_penalty_coef",
+        reason="it weighs a part of the loss",
         remedy="Use 0 to switch it off",
     )
     ref_kl_in: Literal["reward", "loss"] = setting(

@@ -245,6 +245,7 @@ class Optimiser(Settings):
         above=0,
         trl="max_grad_norm",
         also="clip_grad gradient_clipping grad_norm",
+        reason="gradients are divided by it",
         remedy="Use null for none",
     )
     grad_clip_by: str = setting(
@@ -257,6 +258,8 @@ class Optimiser(Settings):
         trl="num_iterations num_ppo_epochs",
         rllib="num_sgd_iter",
         also="ppo_epochs num_policy_epochs mu",
+        reason="an iteration without rows or passes learns nothing",
+        remedy="Raise it",
     )
     train_batch_size_per_learner: int = setting(
         64,
@@ -276,6 +279,8 @@ class Optimiser(Settings):
         trl="gradient_accumulation_steps",
         rllib="sgd_minibatch_size",
         also="mini_batch_size ppo_mini_batch_size local_mini_batch_size",
+        reason="it says how much goes through the model at a time",
+        remedy="Raise it, or use null to leave it out",
     )
     minibatch_tokens: int | None = setting(
         None,

@@ -52,6 +52,7 @@ class Drawn(Settings):
         above=0,
         most=1,
         reason="it is a probability mass",
+        remedy="Use 1.0 to switch it off",
     )
     top_k: int = setting(
         0,
@@ -131,6 +132,7 @@ class Sampling(Drawn):
         acts=(OWN_MODULE,),
         trl="use_vllm",
         also="backend rollout_engine",
+        remedy="Use 'torch'",
     )
     engine_settings: dict[str, Any] | None = setting(
         None,

@@ -44,6 +44,7 @@ class Streaming(Settings):
         least=0,
         also="pipeline_depth async_rollout max_off_policy_steps max_head_offpolicyness "
         "max_weight_staleness staleness_threshold max_trajectory_age_steps",
+        reason="it counts updates",
         remedy="Use 0 to wait, 1 to overlap sampling and learning",
     )
     schedule: Literal["lockstep", "free"] = setting(
@@ -53,6 +54,7 @@ class Streaming(Settings):
         'whatever the timing, the number of samplers and the faults; "free": the newest '
         "available.",
         acts=(STREAMS,),
+        remedy="Use 'lockstep'",
     )
     in_flight: Literal["finish", "recompute", "keep"] = setting(
         "finish",
