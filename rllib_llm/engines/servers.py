@@ -269,11 +269,7 @@ class TokenCompletions(CompletionClient):
 
 
 def _read(params: SamplingParams, asked: tuple[int, int] | None, answer: Any) -> Ended:
-    """The completion in an answer.
-
-    Raises:
-        ValueError: it is cut off, its parts do not fit, or other weights sampled it.
-    """
+    """The completion in an answer."""
     choice = answer["choices"][0]
     ids, entries = [int(i) for i in choice["token_ids"]], choice["logprobs"]["content"]
     if choice["finish_reason"] not in ("stop", "length") or not ids:
@@ -292,11 +288,7 @@ def _token_of(entry: Any) -> int:
 
 
 def _versions(spans: Any, count: int, asked: tuple[int, int] | None) -> list[int]:
-    """The version of each token, from spans [{version, start, end}].
-
-    Raises:
-        ValueError: they do not cover the tokens, or name other weights than those asked for.
-    """
+    """The version of each token, from spans [{version, start, end}]."""
     versions: list[int] = []
     for span in spans:
         epoch, version = read_label(span["version"])

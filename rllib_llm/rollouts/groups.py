@@ -385,8 +385,13 @@ class Leases:
                 entry.leased_at += seconds
                 entry.deadline += seconds
 
+    def put_off_all(self, seconds: float) -> None:
+        """Extends all deadlines by the time in which there was no ledger."""
+        for sampler in self._leases_of:
+            self.put_off(sampler, seconds)
+
     def grant(self, until: float) -> None:
-        """Ends no lease before then."""
+        """Ends no lease before then, since their holders cannot renew them."""
         for held in self._held.values():
             for entry in held.values():
                 entry.deadline = max(entry.deadline, until)

@@ -66,10 +66,10 @@ class Ledger:
         self._failures: list[tuple[str, Any]] = []  # that the driver was not told of
         self.table = GroupTable()
         limit = TimeLimit(rules.timeout_s)
-        self._leases = Leases(self.table, limit, _CAPACITIES_REMEMBERED * rules.capacity)
+        self.leases = Leases(self.table, limit, _CAPACITIES_REMEMBERED * rules.capacity)
         self._outcomes = Outcomes(
             self.table,
-            self._leases,
+            self.leases,
             max_rejected=rules.max_rejected,
             max_failed=rules.num_groups,
             keeps_rejected=keeps_rejected,
@@ -86,7 +86,7 @@ class Ledger:
     def begin(self, position: int, step: int) -> None:
         """An empty table and account that go on at `position` after `step` updates."""
         self.table.begin(position)
-        self._leases.begin()
+        self.leases.begin()
         self.step = step
         self._outcomes.begin(TokenAccount(), Counter())
         self._num_handed_out = 0
@@ -148,7 +148,7 @@ class Ledger:
             num_closed=num_closed,
             num_judged=self.table.num_judged(self.rules.num_groups),
             failures=tuple(failures),
-            expired=tuple(self._leases.take_expired()),
+            expired=tuple(self.leases.take_expired()),
             missing=tuple(self._missing()),
             ending=self._outcomes.ending(),
         )
@@ -161,7 +161,7 @@ class Ledger:
         """Whether `take` would return something for the driver to act on."""
         return bool(
             self._failures
-            or self._leases.has_late(self._clock())
+            or self.leases.has_late(self._clock())
             or self._outcomes.ending() is not None
             or self._schedule.can_choose(nth)
             or self._missing()
@@ -211,7 +211,7 @@ class Ledger:
             holding: ids of leases that it is at work on. What it holds otherwise it never heard
                 of, or has forgotten: that waits again.
         """
-        self._leases.end_unknown(sampler, holding)
+        self.leases.end_unknown(sampler, holding)
         leases: list[Lease] = []
         room = num_groups
         whole = self.rules.schedule == "lockstep"
@@ -221,10 +221,6 @@ class Ledger:
             leases.append(self._lease_to(sampler, entries))
             room -= len(entries)
         return leases
-
-    def holds_more(self, sampler: str, holding: Iterable[int]) -> bool:
-        """Whether a sampler holds leases that it does not know of."""
-        return self._leases.holds_more(sampler, holding)
 
     def has_work(self) -> bool:
         """Whether a sampler that asks is given something."""
@@ -240,7 +236,7 @@ class Ledger:
         assert version is not None, "only what can be sampled is leased"
         every = self.rules.texts_every
         return Lease(
-            self._leases.give(sampler, entries, self._clock()),
+            self.leases.give(sampler, entries, self._clock()),
             first.position,
             len(entries),
             self._weights[version],
@@ -254,31 +250,22 @@ class Ledger:
     ) -> tuple[list[int], PublishedWeights | None, int]:
         """Puts off the deadlines of leases that a sampler makes progress on; those of them that
         hold, the newest weights, and the order of their publication."""
-        held = self._leases.renew(sampler, set(holding), self._clock())
+        held = self.leases.renew(sampler, set(holding), self._clock())
         return held, self._weights.get(self.step), self._orders.get(self.step, 0)
 
     def put_off(self, sampler: str, seconds: float) -> None:
         """Puts off the deadlines of a sampler's leases by the time in which it had no core."""
-        self._leases.put_off(sampler, seconds)
-
-    def grant_all(self, until: float) -> None:
-        """Extends all leases to at least then, since their holders cannot renew them."""
-        self._leases.grant(until)
-
-    def put_off_all(self, seconds: float) -> None:
-        """Extends all deadlines by the time in which there was no ledger."""
-        for sampler in {entry.sampler for entry in self.table if entry.state == "leased"}:
-            self._leases.put_off(sampler, seconds)
+        self.leases.put_off(sampler, seconds)
 
     def push(self, lease: int, groups: Sequence[JudgedGroup]) -> int:
         """Takes judged groups in; how many. Those of a lease that has ended are refused."""
         num_accepted = 0
         for group in groups:
-            entry = self._leases.entry(lease, group.position)
+            entry = self.leases.entry(lease, group.position)
             if entry is None:
                 self._refuse(lease, group)
                 continue
-            self._leases.hand_in(entry, self._clock())
+            self.leases.hand_in(entry, self._clock())
             before = entry.num_tokens
             if before and not group.continues:
                 self.account.reject("begun_anew", before, num_groups=0)
@@ -290,14 +277,14 @@ class Ledger:
         return num_accepted
 
     def _refuse(self, lease: int, group: JudgedGroup) -> None:
-        if not self._leases.was_handed_in(lease, group.position):
+        if not self.leases.was_handed_in(lease, group.position):
             self.account.generated += group.num_tokens
             self.account.reject("late", group.num_tokens)
 
     def keep_partial(self, lease: int, partial: dict[int, tuple[PartialCompletion, ...]]) -> None:
         """Records the partial output of groups that their sampler continues."""
         for position, tokens in partial.items():
-            entry = self._leases.entry(lease, position)
+            entry = self.leases.entry(lease, position)
             if entry is not None:
                 before = entry.num_tokens
                 entry.partial = tokens
@@ -312,8 +299,8 @@ class Ledger:
             positions: of the groups, where it does not concern all of the lease. The others stay
                 leased.
         """
-        sampler = self._leases.sampler(lease)
-        entries = self._leases.end(lease, positions)
+        sampler = self.leases.sampler(lease)
+        entries = self.leases.end(lease, positions)
         if not entries:
             return
         most = 1  # 0: no group's, see `give_back`
@@ -334,7 +321,7 @@ class Ledger:
     ) -> None:
         """Ends the leases of a sampler that died, or that failed for no fault of its groups, but
         for those that it is still at work on."""
-        self._leases.end_unknown(sampler, holding)
+        self.leases.end_unknown(sampler, holding)
         if failure is not None:
             self._failures.append((sampler, (failure, 0)))
 
@@ -348,7 +335,7 @@ class Ledger:
 
     def expire(self) -> None:
         """Ends expired leases."""
-        self._leases.expire(self._clock())
+        self.leases.expire(self._clock())
 
     # --- what is known -------------------------------------------------------------------------
 
@@ -360,7 +347,7 @@ class Ledger:
     def waits_for(self) -> str:
         """The samplers being waited for, as text."""
         rest = ", ".join(f"{count} {state}" for state, count in self.table.counts().items())
-        return f"{self._leases.words(self._clock())} (groups: {rest})"
+        return f"{self.leases.words(self._clock())} (groups: {rest})"
 
     def metrics(self) -> dict[str, float]:
         """Metrics under `rollouts/`: counts of outcomes, and the table's contents."""
@@ -369,7 +356,7 @@ class Ledger:
         return {
             **self.account.metrics(self.table.num_tokens),
             **{f"groups_{name}": float(counts[name]) for name in names},
-            "leases_expired": float(self._leases.num_expired),
+            "leases_expired": float(self.leases.num_expired),
         }
 
     def snapshot(self) -> dict[str, Any]:
@@ -393,7 +380,7 @@ class Ledger:
             "table": [(e.position, e.turn, e.unit, e.group, e.partial) for e in self.table],
             "next": self.table.next,
             "step": self.step,
-            "num_leases": self._leases.num_given,
+            "num_leases": self.leases.num_given,
             "position": self.table.position,
             "account": self.account.copy(),
             "closed_in_row": self._outcomes.in_row,
@@ -408,7 +395,7 @@ class Ledger:
         self.step, self._failures = state["step"], []
         self.forget_weights()
         self._num_handed_out = 0
-        self._leases.begin(state["num_leases"])
+        self.leases.begin(state["num_leases"])
         closed, _ = state.get("closed", ((), 0))
         in_row = state["closed_in_row"].copy()
         self._outcomes.begin(state["account"].copy(), in_row.copy(), closed)

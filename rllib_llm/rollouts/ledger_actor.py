@@ -81,7 +81,7 @@ class JournaledLedger:
     def _make(self, name: str, now: float, args: Sequence[Any]) -> Any:
         silent, self._now = now - self._now, now
         if silent > SILENT_SECONDS:
-            self.ledger.grant_all(now + GRANTED_SECONDS)
+            self.ledger.leases.grant(now + GRANTED_SECONDS)
         return getattr(self.ledger, name)(*args)
 
     def _write(self, entry: tuple[Any, ...]) -> None:
@@ -105,7 +105,7 @@ class JournaledLedger:
         self.ledger.forget_weights()
         # Nobody could renew a lease meanwhile, nor hand anything in.
         away, self._now = self._clock() - self._now, self._clock()
-        self.ledger.put_off_all(away)
+        self.ledger.leases.put_off_all(away)
         self.was_restored = True
 
     def _compact(self, path: Path) -> None:
@@ -202,7 +202,7 @@ class LedgerActor:
             self._answer(idle, [])
         if self._is_closed:
             return []
-        if ledger.holds_more(sampler, holding):  # it was started again
+        if ledger.leases.holds_more(sampler, holding):  # it was started again
             self._journaled.call("lease", sampler, 0, list(holding))
             self._serve()
         if ledger.has_work():

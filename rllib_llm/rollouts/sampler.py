@@ -265,11 +265,7 @@ class Sampler:
         return rows, self._generate(rows, request)
 
     def _judge_here(self, generated: UnjudgedBatch) -> JudgedBatch:
-        """The completions of the last prompts, judged.
-
-        Raises:
-            UnjudgedError: no row could be.
-        """
+        """The completions of the last prompts, judged."""
         start = time.perf_counter()
         judged = self.environment.judge(generated.completions, self._step)
         return self._judged(generated, judged, time.perf_counter() - start)

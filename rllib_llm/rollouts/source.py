@@ -178,11 +178,7 @@ class Rollouts:
         return answer
 
     def _attend(self, answer: Answer) -> None:
-        """Acts on the ledger's report: records closed groups, replaces samplers, offers weights.
-
-        Raises:
-            SamplingError: nobody can sample.
-        """
+        """Acts on the ledger's report: records closed groups, replaces samplers, offers weights."""
         new = answer.closed[max(0, self._num_seen - answer.num_closed + len(answer.closed)) :]
         for closed in new:
             self._recorder.record(

@@ -208,8 +208,8 @@ def test_what_a_sampler_held_that_was_started_again_waits_at_once():
     made = ledger()
     before = made.lease("1", 4)
     assert [lease.position for lease in before] == [0, 1, 2, 3]
-    assert not made.holds_more("1", [lease.id for lease in before])
-    assert made.holds_more("1", [])
+    assert not made.leases.holds_more("1", [lease.id for lease in before])
+    assert made.leases.holds_more("1", [])
     assert [lease.position for lease in made.lease("1", 1)] == [0]
     assert serve(made, before[0]) == 0
 
