@@ -80,6 +80,7 @@ class RLHF(LanguageModelAlgorithm):
         self._pools = self._make_pools(time.monotonic() - start)
         for pool in self._pools.values():
             pool.require_built()
+        self._samples_here = not self._pools[self.env_runner_group].num_samplers
         self.samples = SampleLog(self.trial_folder)
         self.weights = RunWeights(
             self.learner_group, self.config, self.trial_folder, self.export_model
@@ -136,7 +137,7 @@ class RLHF(LanguageModelAlgorithm):
         learn_start = time.perf_counter()
         self.doing(f"learning from {num_rows} completions", diagnosis.LEARNING)
         of_samplers = {**sampled.timings, **sampled.weights}
-        if not self._pools[self.env_runner_group].num_samplers:
+        if self._samples_here:
             of_samplers.pop("starved_seconds", None)  # it is this thread, which is measured anyway
         self.oversight.waited(learn_start - start, of_samplers)
         publish_start = self.learn(sampled)
