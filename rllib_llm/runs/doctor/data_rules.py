@@ -16,7 +16,7 @@ from typing import Any
 
 from rllib_llm.data.rows import Rows
 from rllib_llm.modules.model_source import num_positions
-from rllib_llm.runs.doctor.stage import Finding, Stage, first_rows
+from rllib_llm.runs.doctor.stage import MAX_ROWS, Finding, Stage, first_rows
 from rllib_llm.runs.experiments import StandIn
 from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.errors import in_place, noted
@@ -267,6 +267,8 @@ def data_rules(stage: Stage) -> Iterator[Finding]:
     yield from _repeats(names[0], keys)
     if held_out is not None:
         yield from _leak(names, keys, [_key(row) for row in held_out])
+    elif stage.is_rlhf and stage.env.get("eval_fraction") and len(rows) < MAX_ROWS:
+        yield from _leaking_split(stage, rows, keys)
     if stage.is_rlhf:
         yield from _prompts(stage, rows)
     else:
@@ -296,6 +298,25 @@ def _leak(names: Sequence[str], keys: Sequence[str], held_out: Sequence[str]) ->
             f"{shared} of the {len(held_out)} rows of {names[1]} are in {names[0]} as well",
             "their results say what was learnt by heart",
             f"Take them out of {names[0]}.",
+        )  # fmt: skip
+
+
+def _leaking_split(stage: Stage, rows: Rows, keys: Sequence[str]) -> Iterator[Finding]:
+    """Rows that `eval_fraction` holds out and that repeat one to train on."""
+    from rllib_llm.envs.prompts import PromptSource
+
+    settings = {name: stage.env.get(name) for name in ("prompt_column", "eval_fraction")}
+    seed = stage.env.get("split_seed", 0)
+    source = PromptSource(rows, shuffle=False, split="eval", split_seed=seed, **settings)
+    held_out = set(source.indices(0, len(source)).tolist())
+    trained = {key for index, key in enumerate(keys) if index not in held_out}
+    shared = sum(keys[index] in trained for index in held_out)
+    if shared:
+        yield Finding(
+            "data.leak", "warning",
+            f"{shared} of the {len(held_out)} prompts that eval_fraction holds out repeat one to "
+            "train on", "their results say what was learnt by heart",
+            "Remove repeated rows, or give eval_prompts.",
         )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from rllib_llm.envs.judges.reward_functions import RewardBatch, RewardTerm
+from rllib_llm.envs.judges.rewards import RewardResult, read_answer
 from rllib_llm.runs.doctor.machine_rules import server_rules
 from rllib_llm.runs.doctor.stage import Finding, Stage, first_rows
 
@@ -28,7 +29,7 @@ def reward_rules(stage: Stage) -> Iterator[Finding]:
         return
     batch = example_batch(stage, rows)
     functions = given if isinstance(given, list) else [given]
-    spread, seconds = {}, 0.0
+    seconds = 0.0
     for spec in functions:
         try:
             term = RewardTerm.from_spec(spec)
@@ -49,7 +50,7 @@ def reward_rules(stage: Stage) -> Iterator[Finding]:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                values = _values(term, batch)
+                answer = term.call(batch)
         except Exception as error:  # noqa: BLE001  (the user's code; told in its place)
             yield Finding(
                 "rewards.fails", "error", f"{term.name} raised {type(error).__name__}: {error}",
@@ -58,8 +59,10 @@ def reward_rules(stage: Stage) -> Iterator[Finding]:
             )  # fmt: skip
             continue
         seconds += time.perf_counter() - start
-        yield from _look(term, values, batch)
-        spread[term.name] = max(values) - min(values) if values else 0.0
+        try:
+            yield from _look(term, read_answer(term, answer, batch), batch)
+        except ValueError as error:
+            yield Finding.from_error(error, "rewards")
     yield from _time(stage, seconds)
 
 
@@ -91,34 +94,22 @@ def _answer(columns: Mapping[str, Any]) -> str:
     return next((str(columns[name]) for name in ANSWERS if columns.get(name) is not None), "")
 
 
-def _values(term: RewardTerm, batch: RewardBatch) -> list[float]:
-    result = term.call(batch)
-    values = result[0] if isinstance(result, tuple) else result
-    return [math.nan if value is None else float(value) for value in values]
-
-
-def _look(term: RewardTerm, values: Sequence[float], batch: RewardBatch) -> Iterator[Finding]:
-    if len(values) != len(batch):
+def _look(term: RewardTerm, result: RewardResult, batch: RewardBatch) -> Iterator[Finding]:
+    texts = [text[:20] for text in batch.completions]
+    known = result.values[result.valid & result.values.isfinite()].tolist()
+    invalid = (~result.valid).nonzero().flatten().tolist()
+    unfit = [texts[i] for i in invalid if i not in result.reasons]
+    if unfit or not known:
+        rest = f"of {unfit} is NaN or infinite" if unfit else f"of each of {texts} is None"
         yield Finding(
-            "rewards.count",
-            "error",
-            f"{term.name} returned {len(values)} numbers for {len(batch)} completions",
-            "each completion needs its own",
-            "Return a list of them.",
-        )
-        return
-    known = [value for value in values if math.isfinite(value)]
-    if any(math.isinf(value) for value in values) or not known:
-        yield Finding(
-            "rewards.infinite", "warning", f"{term.name} returned {list(values)}",
-            "rows without one are not learnt from",
-            "Return a number for every completion, None where it is not to be judged.",
+            "rewards.infinite", "warning", f"{term.name}: the score {rest}",
+            "such a completion is not learnt from",
+            "Return a finite number, at least for some of them.",
         )  # fmt: skip
     elif _tells_nothing(known, batch) and not term.wants_tokens:
         yield Finding(
             "rewards.constant", "warning",
-            f"{term.name} gave {known[0]:g} to each of {[t[:20] for t in batch.completions]}",
-            "equal rewards teach nothing",
+            f"{term.name} gave {known[0]:g} to each of {texts}", "equal rewards teach nothing",
             "Try it on texts as your model writes them.",
         )  # fmt: skip
 

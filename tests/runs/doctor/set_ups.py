@@ -39,6 +39,10 @@ def infinite(completions):
     return [float("inf") for _ in completions]
 
 
+def nothing(completions):
+    return None
+
+
 def constant(completions):
     return [0.5 for _ in completions]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from rllib_llm.envs.prompts import PromptSource
 from rllib_llm.runs.doctor.examine import before_a_run, examine
 from rllib_llm.runs.doctor.machine_rules import GIB, Machine
 from rllib_llm.runs.doctor.stage import exit_code
@@ -91,7 +92,6 @@ DATA = {
     ),
     "rewards.infinite": lambda: grpo(env={"reward_functions": f"{HERE}.infinite"}),
     "rewards.constant": lambda: grpo(env={"reward_functions": f"{HERE}.constant"}),
-    "rewards.count": lambda: grpo(env={"reward_functions": f"{HERE}.one_number"}),
     "rewards.slow": lambda: grpo(
         train_batch_size_per_learner=2048, env={"reward_functions": f"{HERE}.slow",
                                                "prompts": SUMS * 40},
@@ -106,6 +106,26 @@ def test_a_broken_set_up_is_named(name: str):
     make: Callable = {**SETTINGS, **DATA}[name]
     ids = [finding.id for finding in found(make())]
     assert any(one == name or one.startswith(f"{name}.") for one in _with_area(ids)), ids
+
+
+@pytest.mark.parametrize("name, said", [
+    ("nothing", "returned NoneType 'None'"), ("one_number", "it has [1] for a batch"),
+])  # fmt: skip
+def test_an_answer_that_is_no_list_of_numbers_is_refused_as_in_training(name, said):
+    experiment = grpo(env={"reward_functions": f"{HERE}.{name}"})
+    (text,) = [finding.text() for finding in found(experiment) if finding.id.startswith("rewards")]
+    assert f"reward function {name!r}" in text and said in text and "Return" in text
+
+
+def test_held_out_prompts_that_repeat_one_to_train_on_are_counted():
+    settings = {"prompts": SUMS * 2, "eval_prompts": None, "eval_fraction": 0.125}
+    train, held_out = (
+        [row.prompt for row in PromptSource(SUMS * 2, split=split, eval_fraction=0.125).all_rows()]
+        for split in ("train", "eval")
+    )
+    twins = sum(prompt in train for prompt in held_out)
+    (leak,) = [f.text() for f in found(grpo(env=settings)) if f.id == "data.leak"]
+    assert twins > 0 and f"{twins} of the 6 prompts that eval_fraction holds out" in leak
 
 
 def _with_area(ids: list[str]) -> list[str]:
