@@ -169,7 +169,7 @@ def train(
     """The result of the disturbed run, in `folder`."""
     from ray import tune
 
-    from rllib_llm.runs.failing_trials import RestartHungTrials
+    from rllib_llm.runs.callbacks import RestartHungTrials
 
     stop = str(killer.ledger / chaos_run.STOP)
     killer.start()

@@ -78,8 +78,7 @@ def _findings(
     overrides: list[str] | None,
 ) -> Iterator[Finding]:
     from rllib_llm.runs.doctor.examine import examine
-    from rllib_llm.runs.doctor.installation import ray_rules
-    from rllib_llm.runs.doctor.machine_rules import Machine
+    from rllib_llm.runs.doctor.machine_rules import Machine, ray_rules
     from rllib_llm.runs.doctor.stage import Finding
     from rllib_llm.runs.yaml_loader import load, read
 

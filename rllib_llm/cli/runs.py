@@ -17,8 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rllib_llm.cli.session import prepare, user_errors
-from rllib_llm.overseer.overseer import DONE, WAITING
-from rllib_llm.overseer.service import find_run
+from rllib_llm.overseer.service import DONE, WAITING, find_run
 from rllib_llm.shared.errors import UserError
 
 

@@ -20,7 +20,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 from ray.exceptions import ActorDiedError, RayError
@@ -28,8 +28,7 @@ from ray.util.metrics import Gauge
 
 from rllib_llm.overseer import diagnosis
 from rllib_llm.overseer.diagnosis import PhaseClock, shares
-from rllib_llm.overseer.overseer import DONE, REFUSED
-from rllib_llm.overseer.service import open_overseer
+from rllib_llm.overseer.service import DONE, REFUSED, open_overseer
 from rllib_llm.shared.process import CpuClock
 from rllib_llm.shared.remote import NamedActor
 
@@ -141,28 +140,17 @@ SHOULD_CHECKPOINT = "should_checkpoint"  # Tune's
 POLL_S = 1.0  # of a paused trial, between looks whether its link is still there
 
 
-class Scalable(Protocol):
-    """The interface on which commands act."""
-
-    def scale_samplers(self, num_samplers: int) -> str:
-        """Sets the number of samplers from the next request on; returns a description of the
-        change.
-
-        Raises:
-            ValueError: that cannot be.
-        """
-
-
 class Orders:
     """The commands of one trial, as its link brings them.
 
     Args:
-        algorithm: what they act on.
+        algorithm: what they act on; its `scale_samplers(num_samplers)` returns a description of the
+            change, or raises ValueError.
         link: brings them, and takes the answers.
         pausing: called when the trial begins to wait.
     """
 
-    def __init__(self, algorithm: Scalable, link: Link, pausing: Callable[[], None]) -> None:
+    def __init__(self, algorithm: Any, link: Link, pausing: Callable[[], None]) -> None:
         self.paused = False
         self._algorithm, self._link, self._pausing = algorithm, link, pausing
         self._marks: dict[str, bool] = {}
@@ -276,7 +264,7 @@ class Oversight:
         self._link = Link(folder, part, self._describe, restarts_hung=True)
         self._gauges = Gauges(part)
 
-    def obey(self, algorithm: Scalable, pausing: Callable[[], None]) -> None:
+    def obey(self, algorithm: Any, pausing: Callable[[], None]) -> None:
         """Starts carrying out the overseer's commands; see `Orders`."""
         assert self._link is not None, "join comes first"
         self._orders = Orders(algorithm, self._link, pausing)

@@ -8,10 +8,10 @@ from typing import Any
 # Imported when first used: Tune's loggers cost time to import, and every process imports this.
 _PUBLIC = {
     "default_callbacks": "rllib_llm.runs.callbacks",
-    "EndBrokenTrials": "rllib_llm.runs.failing_trials",
+    "EndBrokenTrials": "rllib_llm.runs.callbacks",
     "KeepBestCheckpoint": "rllib_llm.runs.trial_checkpoints",
     "ResumablePBT": "rllib_llm.runs.search_space",
-    "RestartHungTrials": "rllib_llm.runs.failing_trials",
+    "RestartHungTrials": "rllib_llm.runs.callbacks",
     "SaveOnStop": "rllib_llm.runs.trial_checkpoints",
     "TimedCheckpoints": "rllib_llm.runs.trial_checkpoints",
 }

@@ -339,24 +339,22 @@ class TunerProgress(Callback):
         if self._lines is not None:
             self._lines.on_step_end(iteration, trials)
 
-    def on_trial_start(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
+    def on_trial_start(self, trials: list, **info: Any) -> None:
         self._decide(trials)
         if self._lines is not None:
-            self._lines.on_trial_start(iteration, trials, trial)
+            self._lines.on_trial_start(trials=trials, **info)
 
-    def on_trial_result(
-        self, iteration: int, trials: list, trial: Any, result: dict[str, Any], **info: Any
-    ) -> None:
+    def on_trial_result(self, **info: Any) -> None:
         if self._lines is not None:
-            self._lines.on_trial_result(iteration, trials, trial, result)
+            self._lines.on_trial_result(**info)
 
-    def on_trial_complete(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
+    def on_trial_complete(self, **info: Any) -> None:
         if self._lines is not None:
-            self._lines.on_trial_complete(iteration, trials, trial)
+            self._lines.on_trial_complete(**info)
 
-    def on_trial_error(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
+    def on_trial_error(self, **info: Any) -> None:
         if self._lines is not None:
-            self._lines.on_trial_error(iteration, trials, trial)
+            self._lines.on_trial_error(**info)
 
     def on_experiment_end(self, trials: list, **info: Any) -> None:
         if self._lines is not None:

@@ -332,7 +332,7 @@ def summary_metrics(results: Sequence[Mapping[str, Any]]) -> list[Metric]:
     keys = sorted({key for result in results for key in result})
     metrics = [*SUMMARY_METRICS, *_drifts(keys), *_losses_of_rows(keys)]
     after = next(i for i, metric in enumerate(metrics) if metric.key == "eval/scores") + 1
-    metrics[after:after] = _reward_parts(keys)
+    metrics[after:after] = [Metric(k, f"  {n}") for k, n in reward_parts(results).items()]
     silent = {INVALID.key, STALENESS.key, *(metric.key for metric in _losses_of_rows(keys))}
     return [
         metric
@@ -342,11 +342,12 @@ def summary_metrics(results: Sequence[Mapping[str, Any]]) -> list[Metric]:
     ]
 
 
-def _reward_parts(keys: Sequence[str]) -> list[Metric]:
-    """The components of the reward, if there are several."""
+def reward_parts(results: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The names of a reward's components by their results, if there are several."""
+    keys = sorted({key for result in results for key in result})
     parts = [key for key in keys if key.startswith("train/") and key.endswith("_rewards")]
-    names = [key.removeprefix("train/").removesuffix("_rewards") for key in parts]
-    return [Metric(k, f"  {n}") for k, n in zip(parts, names, strict=True) if len(parts) > 1]
+    names = {key: key.removeprefix("train/").removesuffix("_rewards") for key in parts}
+    return names if len(names) > 1 else {}
 
 
 def _drifts(keys: Sequence[str]) -> list[Metric]:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rllib_llm.data.encoding import TokenTexts
 from rllib_llm.rollouts.recorder import SAMPLES_FILE
-from rllib_llm.runs.metrics import first_and_last, summary_metrics
+from rllib_llm.runs.metrics import first_and_last, reward_parts, summary_metrics
 from rllib_llm.runs.results import (
     RESULTS,
     before_and_after,
@@ -117,14 +117,9 @@ def plot_stage(
 
 def part_panels(results: Sequence[Mapping[str, Any]]) -> tuple[Panel, ...]:
     """One panel for each part of a reward, where there are several."""
-    keys = sorted({key for result in results for key in result})
-    parts = [key for key in keys if key.startswith("train/") and key.endswith("_rewards")]
-    names = [key.removeprefix("train/").removesuffix("_rewards") for key in parts]
-    if len(parts) < 2:
-        return ()
     return tuple(
         Panel(f"Reward: {name}", "before its weight", key, key.replace("train/", "eval/"))
-        for key, name in zip(parts, names, strict=True)
+        for key, name in reward_parts(results).items()
     )
 
 
@@ -398,14 +393,14 @@ def _stored(trial_folder: Path, limit: int) -> list[dict[str, Any]]:
 
     rows: list[dict[str, Any]] = []
     per_file = max(1, limit // len(files))
-    words = _Words(trial_folder)
+    words = _words(trial_folder)
     for file in _spread(files, limit):
         table = pq.read_table(file, columns=list(COLUMNS))
         rows += [_of_rollout(row, words) for row in _spread(table.to_pylist(), per_file)]
     return rows[:limit]
 
 
-def _of_rollout(row: Mapping[str, Any], words: _Words) -> dict[str, Any]:
+def _of_rollout(row: Mapping[str, Any], words: Callable[[int], str]) -> dict[str, Any]:
     status = str(row.get("status"))
     return {
         "iteration": row["iteration"],
@@ -418,14 +413,14 @@ def _of_rollout(row: Mapping[str, Any], words: _Words) -> dict[str, Any]:
     }
 
 
-def _tokens(row: Mapping[str, Any], words: _Words) -> list[list[Any]]:
+def _tokens(row: Mapping[str, Any], words: Callable[[int], str]) -> list[list[Any]]:
     ids = row.get("completion_ids") or []
     logprobs, ref, advantages = (row.get(name) or [] for name in TOKEN_COLUMNS[1:])
     tokens = []
     for index, token in enumerate(ids):
         logprob, reference = _at(logprobs, index), _at(ref, index)
         kl = None if logprob is None or reference is None else logprob - reference
-        tokens.append([words.text(token), *map(_rounded, (logprob, _at(advantages, index), kl))])
+        tokens.append([words(token), *map(_rounded, (logprob, _at(advantages, index), kl))])
     return tokens
 
 
@@ -444,16 +439,13 @@ def _spread(rows: Sequence[Any], limit: int) -> list[Any]:
     return [rows[index * len(rows) // limit] for index in range(limit)]
 
 
-class _Words:
-    """The text of token ids by the trial's tokenizer; "#17" without one."""
-
-    def __init__(self, trial_folder: Path) -> None:
-        tokenizer = _tokenizer(trial_folder)
-        self._texts = None if tokenizer is None else TokenTexts(tokenizer)
-
-    def text(self, token: int) -> str:
-        """One token."""
-        return f"#{token}" if self._texts is None else self._texts.of(token)[0]
+def _words(trial_folder: Path) -> Callable[[int], str]:
+    """Gives the text of a token id by the trial's tokenizer; "#17" without one."""
+    tokenizer = _tokenizer(trial_folder)
+    if tokenizer is None:
+        return lambda token: f"#{token}"
+    texts = TokenTexts(tokenizer)
+    return lambda token: texts.of(token)[0]
 
 
 def _tokenizer(trial_folder: Path) -> Any:

@@ -14,9 +14,8 @@ from rllib_llm.checkpoints.algorithm import restore_source
 from rllib_llm.config.schema import resolve_classes
 from rllib_llm.data.rollout_store import ROLLOUTS
 from rllib_llm.runs import default_callbacks
-from rllib_llm.runs.callbacks import NewTerms
+from rllib_llm.runs.callbacks import KilledForMemory, NewTerms, fit
 from rllib_llm.runs.experiments import Experiment, algorithm_class, fill
-from rllib_llm.runs.failing_trials import KilledForMemory, fit
 from rllib_llm.runs.live_table import LiveTable
 from rllib_llm.runs.plan import INTERVAL, check_experiment, checkpoint_settings
 from rllib_llm.runs.report_page import PAGE_FILE, find_trials, write_page

@@ -35,7 +35,6 @@ from rllib_llm.serving.engine_host import EngineHost, ThreadHost, open_thread, s
 from rllib_llm.serving.engine_process import EngineProcess
 from rllib_llm.serving.metrics import set_gauges
 from rllib_llm.serving.openai_routes import Completer, openai_router
-from rllib_llm.serving.responses import response_router
 from rllib_llm.serving.schemas import (
     AbortRequest,
     ApiError,
@@ -91,7 +90,6 @@ def make_app(
     completer = Completer(service)
     for router in (
         openai_router(service, completer, guards),
-        response_router(service, completer, guards),
         token_router(service, completer, guards),
         session_router(service, completer, guards),
         _administration(service, guards),

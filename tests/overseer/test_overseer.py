@@ -12,8 +12,15 @@ import pytest
 from typer.testing import CliRunner
 
 from rllib_llm.cli.main import app
-from rllib_llm.overseer.overseer import SILENT_SECONDS, CommandError, Overseer, is_settled
-from rllib_llm.overseer.service import NoOverseerError, OverseerServer, find_run
+from rllib_llm.overseer.service import (
+    SILENT_SECONDS,
+    CommandError,
+    NoOverseerError,
+    Overseer,
+    OverseerServer,
+    find_run,
+    is_settled,
+)
 from rllib_llm.shared.errors import UserError
 from tests.cli.said import said
 

@@ -11,7 +11,7 @@ import pytest
 from rllib_llm.envs.judges.reward_functions import RewardError
 from rllib_llm.learners.learner_group import LearnerError
 from rllib_llm.rollouts.errors import BrokenSamplerError, NoSamplersError
-from rllib_llm.runs.failing_trials import EndBrokenTrials
+from rllib_llm.runs.callbacks import EndBrokenTrials
 
 BUG = BrokenSamplerError("KeyError: 'no such judge'")
 LOCAL_BUG = RewardError("reward function 'judge' must judge at least one")

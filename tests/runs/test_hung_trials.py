@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rllib_llm.runs import failing_trials as module
-from rllib_llm.runs.failing_trials import RestartHungTrials
+from rllib_llm.runs import callbacks as module
+from rllib_llm.runs.callbacks import RestartHungTrials
 
 
 def trial(name, status="RUNNING", actor="an actor"):

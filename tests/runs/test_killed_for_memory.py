@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from ray.exceptions import OutOfMemoryError
 
-from rllib_llm.runs.failing_trials import KilledForMemory, fit, memory_text
+from rllib_llm.runs.callbacks import KilledForMemory, fit, memory_text
 
 # As Ray 2.60 writes it.
 MESSAGE = """1 worker(s) were killed due to the node running low on memory.

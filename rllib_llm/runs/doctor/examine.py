@@ -15,8 +15,12 @@ from typing import Any
 from rllib_llm.algorithms.language_model_config import decided
 from rllib_llm.envs.judges.reward_functions import RewardError
 from rllib_llm.runs.doctor.data_rules import data_rules
-from rllib_llm.runs.doctor.installation import installation_rules
-from rllib_llm.runs.doctor.machine_rules import Machine, machine_rules, memory_rules
+from rllib_llm.runs.doctor.machine_rules import (
+    Machine,
+    installation_rules,
+    machine_rules,
+    memory_rules,
+)
 from rllib_llm.runs.doctor.model_rules import model_rules, plan_rules
 from rllib_llm.runs.doctor.reward_rules import reward_rules
 from rllib_llm.runs.doctor.stage import Finding, Stage, distinct, make_stage

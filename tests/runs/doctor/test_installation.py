@@ -3,7 +3,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from rllib_llm.runs.doctor.installation import TRIED, installation_rules
+from rllib_llm.runs.doctor.machine_rules import TRIED, installation_rules
 
 ROOT = Path(__file__).resolve().parents[3]
 HAVE = {"ray": "2.60.0", "torch": "2.13.0", "transformers": "5.23.0"}
