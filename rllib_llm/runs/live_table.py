@@ -339,22 +339,22 @@ class TunerProgress(Callback):
         if self._lines is not None:
             self._lines.on_step_end(iteration, trials)
 
-    def on_trial_start(self, trials: list, **info: Any) -> None:
+    def on_trial_start(self, iteration: int, trials: list, *given: Any, **info: Any) -> None:
         self._decide(trials)
         if self._lines is not None:
-            self._lines.on_trial_start(trials=trials, **info)
+            self._lines.on_trial_start(iteration, trials, *given, **info)
 
-    def on_trial_result(self, **info: Any) -> None:
+    def on_trial_result(self, *given: Any, **info: Any) -> None:
         if self._lines is not None:
-            self._lines.on_trial_result(**info)
+            self._lines.on_trial_result(*given, **info)
 
-    def on_trial_complete(self, **info: Any) -> None:
+    def on_trial_complete(self, *given: Any, **info: Any) -> None:
         if self._lines is not None:
-            self._lines.on_trial_complete(**info)
+            self._lines.on_trial_complete(*given, **info)
 
-    def on_trial_error(self, **info: Any) -> None:
+    def on_trial_error(self, *given: Any, **info: Any) -> None:
         if self._lines is not None:
-            self._lines.on_trial_error(**info)
+            self._lines.on_trial_error(*given, **info)
 
     def on_experiment_end(self, trials: list, **info: Any) -> None:
         if self._lines is not None:
