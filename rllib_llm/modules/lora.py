@@ -90,8 +90,8 @@ def check_lora(lora: Any) -> None:
                 name=f"lora.{key}",
                 value=settings[key],
                 rule=f"be {rule}",
-                reason="adapters add alpha/r * B A to a weight",
-                remedy=f"Leave it out for {DEFAULTS[key]!r}",
+                reason="adapters add (alpha / r) times the product B A to a weight matrix",
+                remedy=f"Leave it out to use {DEFAULTS[key]!r}",
             )
 
 

@@ -220,8 +220,8 @@ def _cuts(stage: Stage) -> Iterator[Finding]:
             "settings.minibatch_size",
             "warning",
             f"minibatch_size={size}",
-            f"the last step of each pass learns from {rows % size} rows alone, as "
-            "loudly as the others",
+            f"the last step of each pass has a mini-batch of {rows % size} only, and it moves "
+            "the weights as far as the others",
             f"Use {_divisor(rows, size)}.",
             rule=f"divide train_batch_size_per_learner={rows}",
         )
