@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from rllib_llm.cli.session import prepare, user_errors
+from rllib_llm.cli.session import prepare, told_to_wait, user_errors
 from rllib_llm.shared.errors import UserError
 
 MISSING = (
@@ -117,6 +117,7 @@ def _serve_here(settings: Any, ray_address: str | None) -> None:
 
         ray.init(address=ray_address or "auto", log_to_driver=False)
     show_log()
+    told_to_wait(f"Loading {settings.model} ...")
     service = open_service(settings)
     server = HttpServer(service, clients, ends_with_engine=True)
 
@@ -139,6 +140,7 @@ def _serve_on_ray(settings: Any, ray_address: str | None) -> None:
 
     if ray_address is not None:
         ray.init(address=ray_address, log_to_driver=False)
+    told_to_wait(f"Loading {settings.model} on Ray Serve ...")
     server = deployment.start(settings)
     _told(settings, settings.port)
     ended = threading.Event()

@@ -308,3 +308,8 @@ def _published_bytes(settings: Mapping[str, Any]) -> float:
     from rllib_llm.modules.model_source import num_elements
 
     return sum(map(num_elements, files)) * item_bytes * (settings.get("weights_keep", 2) + 1)
+
+
+def told_to_wait(text: str) -> None:
+    """Print what takes some seconds now, beside the results."""
+    stderr.print(text, style="dim", highlight=False, soft_wrap=True)

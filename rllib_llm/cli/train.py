@@ -20,6 +20,7 @@ from rllib_llm.cli.session import (
     ray_session,
     show,
     shown_warnings,
+    told_to_wait,
     user_errors,
     weights_in_store,
 )
@@ -233,11 +234,6 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions, sourc
     passed = report(results, experiments, folder, console)
     if options.as_test and not passed:
         raise typer.Exit(1)
-
-
-def told_to_wait(text: str) -> None:
-    """Print what takes some seconds now, beside the results."""
-    Console(stderr=True).print(text, style="dim", highlight=False, soft_wrap=True)
 
 
 def _explained(error: BaseException, folder: Place) -> str:

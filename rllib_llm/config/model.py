@@ -192,8 +192,8 @@ class Optimiser(Settings):
         least=0,
         trl="learning_rate",
         also="learning_rate lr_rate step_size actor_lr actor_learning_rate",
-        reason="schedules here count optimiser updates, not environment steps",
-        remedy="Use lr_schedule, lr_num_warmup_updates and lr_num_updates",
+        remedy="Write a number such as 1e-5; lr_schedule changes it over the updates, and "
+        "`{grid_search: [...]}` tries several",
     )
     lr_schedule: Literal["constant", "linear", "cosine"] = setting(
         "constant",

@@ -345,7 +345,14 @@ def flattened(config_class: ConfigClass, settings: Mapping[str, Any]) -> dict[st
     flat: dict[str, Any] = {}
     env: dict[str, Any] = {}
     for key, value in settings.items():
-        if key not in section_names(config_class) or not isinstance(value, Mapping):
+        is_section = key in section_names(config_class)
+        if is_section and key not in known_names(config_class) and not isinstance(value, Mapping):
+            first = next(iter(section_rows(config_class, key).values())).in_section
+            raise SettingError(
+                name=key, value=value, rule="be a mapping", reason="it is a section of settings",
+                remedy=f"Write `{key}: {{{first}: ...}}`",
+            )  # fmt: skip
+        if not is_section or not isinstance(value, Mapping):
             _add(flat, key, value, key)
             continue
         unknown = []

@@ -91,6 +91,15 @@ def creator(env: str | Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
     return functools.partial(_make_from_keywords, env)
 
 
+def check_batched(env: Any) -> None:
+    """Raises UnknownEnvError for one of Gymnasium's single environments, its class or the dotted
+    path of one: RLlib's own algorithms take these, samplers of completions do not."""
+    if isinstance(env, str) and looks_dotted(env) and registered_env(env) is None:
+        env = import_dotted(env, name="env")
+    if isinstance(env, gymnasium.Env) or (inspect.isclass(env) and issubclass(env, gymnasium.Env)):
+        raise _not_batched(env)
+
+
 def check_name(env: Any) -> None:
     """Raises UnknownEnvError for a name that nobody registered; dotted paths are not imported."""
     if not isinstance(env, str) or ":" in env or looks_dotted(env) or env in ENVIRONMENTS:
@@ -164,7 +173,19 @@ def register_user_env(env: str) -> bool:
     return True
 
 
+def _not_batched(env: Any) -> UnknownEnvError:
+    return UnknownEnvError(
+        name="env",
+        value=env,
+        rule="be a gymnasium.vector.VectorEnv",
+        reason="one step judges a whole batch",
+        remedy="Build on rllib_llm.envs.bandit.BanditEnv",
+    )
+
+
 def _unknown(env: str) -> UnknownEnvError:
+    if env in gymnasium.registry:
+        return _not_batched(env)
     return UnknownEnvError(
         name="env",
         value=env,

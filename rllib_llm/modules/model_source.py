@@ -174,7 +174,7 @@ def _explain(
     if transient or offline:
         how = "it is not in the local cache and HF_HUB_OFFLINE is set"
         if transient:
-            how = f"the hub could not be reached ({attempt} attempts; {_first_line(error)})"
+            how = f"the hub could not be reached (attempt {attempt}: {_first_line(error)})"
         return (
             f"there is no such folder (looked in {os.getcwd()!r}) and {how}",
             f"Give a local folder (hf download {model} --local-dir FOLDER, on a machine with "

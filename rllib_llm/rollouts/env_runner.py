@@ -37,7 +37,7 @@ from rllib_llm.engines.servers import open_server
 from rllib_llm.envs.adapters.agent import AgentEnv
 from rllib_llm.envs.bandit import check_env_lengths
 from rllib_llm.envs.conversation import ConversationEnv
-from rllib_llm.envs.registry import make
+from rllib_llm.envs.registry import check_batched, make
 from rllib_llm.overseer.oversight import SamplerWatch
 from rllib_llm.rollouts.conversation_sampler import AgentSampler, ConversationSampler
 from rllib_llm.rollouts.errors import SampleFailure
@@ -140,6 +140,7 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
             defaults["reference"] = {"model": config.pretrained_model}
         context = EnvContext({**defaults, **given}, self.worker_index, num_workers=self.num_workers)
         self.env = make(config.env, context)
+        check_batched(self.env)
         self.env.max_steps = config.planned_iterations or 0  # of a reward function that asks
         check_env_lengths(
             self.env,

@@ -162,6 +162,7 @@ def check_env(config: Any, algo_class: type) -> None:
     from rllib_llm.config.tabled_config import TabledConfig
     from rllib_llm.envs.registry import (
         ENVIRONMENTS,
+        check_batched,
         creator,
         default_settings,
         register_user_env,
@@ -185,6 +186,7 @@ def check_env(config: Any, algo_class: type) -> None:
         with_defaults(config.env_config, default_settings(env), env_id=env)
     elif issubclass(algo_class, LanguageModelAlgorithm):
         creator(env)
+        check_batched(env)
     elif not register_user_env(env):
         _check_stock_env(env)
 

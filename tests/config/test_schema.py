@@ -82,3 +82,8 @@ def test_mistakes_with_rllibs_own_algorithms_are_told_once_and_in_our_words():
         "Write `model: {name: value}`."
     )
     assert texts[1].startswith("a.config.lr='fast' must be a number: its default is")
+
+
+def test_a_section_that_is_no_mapping_is_told_as_one():
+    with pytest.raises(ValueError, match="rewards='my.close' must be a mapping: it is a section"):
+        build_config(PPOPtx, {"rewards": "my.close"}, "a.config")

@@ -99,6 +99,23 @@ def test_a_single_environment_is_refused_with_the_call_that_works():
         gymnasium.make(ARITHMETIC)
 
 
+class Single(gymnasium.Env):
+    pass
+
+
+@pytest.mark.parametrize("env", [Single, Single(), f"{__name__}:Single"])
+def test_a_single_environment_of_ones_own_is_refused_for_samplers_alone(env):
+    with pytest.raises(UnknownEnvError, match=r"must be a gymnasium.vector.VectorEnv: one step"):
+        registry.check_batched(env)
+    registry.check_batched(word_env())
+    assert registry.creator(Single)({}).metadata == gymnasium.Env.metadata  # RLlib's own take it
+
+
+def test_a_name_of_gymnasiums_is_no_spelling_mistake():
+    with pytest.raises(UnknownEnvError, match=r"env='CartPole-v1' must be a gymnasium.vector.Vec"):
+        registry.check_name("CartPole-v1")
+
+
 def test_a_dotted_path_becomes_a_name_that_rllib_knows():
     path = f"{__name__}:ConfigEnv"
     assert registry.register_user_env(path) and registry.register_user_env(path)
