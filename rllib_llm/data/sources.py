@@ -105,7 +105,7 @@ def is_quick_to_read(source: Source | None) -> bool:
 
 
 def _with_options(source: Any, name: str) -> tuple[Any, dict[str, Any]]:
-    """What is to be read, and the further keys of a mapping that says so."""
+    """The source to be read, and the further keys of a mapping that says so."""
     if not isinstance(source, Mapping):
         return source, {}
     for key in source:

@@ -308,8 +308,8 @@ class TorchEngine:
         return ended
 
     def _requeue(self, held: Sequence[_Held], first: bool = False) -> None:
-        """Has rows that are not in the batch prefilled again with their sampled tokens, those of a
-        group together where these are the same; before all that wait, if `first`."""
+        """Queues rows that are not in the batch, to be prefilled again with their sampled tokens,
+        those of a group together where these are the same; before all that wait, if `first`."""
         parts: dict[object, list[tuple[_Held, int]]] = {}
         texts: dict[object, tuple[int, ...]] = {}
         for each, tokens in zip(held, self._read(held), strict=True):

@@ -170,7 +170,7 @@ class JudgeModel(Judge):
         read: Callable[[str], Read],
         response_format: Mapping[str, Any] | None = None,
     ) -> list[Read | Invalid]:
-        """What `read` makes of the judge's replies to chats, or raises UnreadableReply.
+        """Returns what `read` makes of the judge's replies to chats, or raises UnreadableReply.
 
         Raises:
             RequestRefusedError: the server refuses requests (wrong key, unknown model).

@@ -231,7 +231,7 @@ class _Answer:
 
 
 def _judged(answer: _Answer) -> RewardResult:
-    """What a function says of a batch; where it fails, of each row by itself."""
+    """The answer of a function about a batch; where it fails, of each row by itself."""
     term, batch = answer.term, answer.batch
     try:
         found = answer.wait()

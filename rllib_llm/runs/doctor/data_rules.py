@@ -305,9 +305,14 @@ def _leaking_split(stage: Stage, rows: Rows, keys: Sequence[str]) -> Iterator[Fi
     """Rows that `eval_fraction` holds out and that repeat one to train on."""
     from rllib_llm.envs.prompts import PromptSource
 
-    settings = {name: stage.env.get(name) for name in ("prompt_column", "eval_fraction")}
-    seed = stage.env.get("split_seed", 0)
-    source = PromptSource(rows, shuffle=False, split="eval", split_seed=seed, **settings)
+    source = PromptSource(
+        rows,
+        shuffle=False,
+        prompt_column=stage.env.get("prompt_column"),
+        split="eval",
+        eval_fraction=stage.env["eval_fraction"],
+        split_seed=stage.env.get("split_seed", 0),
+    )
     held_out = set(source.indices(0, len(source)).tolist())
     trained = {key for index, key in enumerate(keys) if index not in held_out}
     shared = sum(keys[index] in trained for index in held_out)
