@@ -195,6 +195,7 @@ class OldLogprobs:
             self._all_reduce(self._own)
             self._all_reduce = None
         own = self._own[minibatch[NUMBER]]
+        again &= (own != 0).any(dim=1)  # a loss of the user's own does not ask for them
         minibatch[columns.OLD_LOGPROBS] = torch.where(
             again.unsqueeze(1), own, minibatch[columns.OLD_LOGPROBS]
         )

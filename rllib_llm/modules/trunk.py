@@ -69,8 +69,11 @@ def wants_recurring_sizes(model: nn.Module) -> bool:
     bfloat16 on processors and float32 after `use_onednn`, makes code for every size of a product,
     milliseconds and up to 1.5 MB each, for the first thousand of which memory grows."""
     weight = next(model.parameters())
-    is_half = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
-    return (is_half and torch.backends.mkldnn.is_available()) or multiplies_by_onednn(model)
+    if weight.device.type != "cpu":
+        return False
+    if weight.dtype == torch.bfloat16:
+        return torch.backends.mkldnn.is_available()
+    return weight.dtype == torch.float32 and multiplies_by_onednn(model)
 
 
 def trunk_hidden(trunk: nn.Module, wanted: WantedTokens) -> Tensor:

@@ -205,8 +205,9 @@ async def within(seconds: float | None, awaitable: Awaitable[Result], said: str 
             await ended(task)
             raise Late(said or f"no result within {seconds:g} s")
         return task.result()
-    finally:
-        task.cancel()
+    except asyncio.CancelledError:  # one of its own must not outlive it
+        await ended(task)
+        raise
 
 
 async def ended(task: asyncio.Future) -> None:

@@ -199,12 +199,12 @@ class RewardSum:
 class _Answer:
     """A function's answer about a batch; that of a coroutine function is under way."""
 
-    def __init__(self, term: RewardTerm, batch: RewardBatch, until: float = math.inf) -> None:
-        self.term, self.batch, self.until = term, batch, until
+    def __init__(self, term: RewardTerm, batch: RewardBatch) -> None:
+        self.term, self.batch, self.until = term, batch, math.inf
         self._awaited: Future[Any] | None = None
         if term.is_async:
             if term.timeout_s is not None:
-                self.until = min(until, time.monotonic() + 2 * term.timeout_s + _LOOP_SECONDS)
+                self.until = time.monotonic() + 2 * term.timeout_s + _LOOP_SECONDS
             self._awaited = _loop().submit(_called(term, batch))
 
     def wait(self) -> Any:
@@ -240,8 +240,7 @@ def _judged(answer: _Answer) -> RewardResult:
     except (Exception, SystemExit) as error:  # noqa: BLE001  (a user's function: it costs its rows)
         if len(batch) == 1:
             return failed_result(batch, _cause(error))
-        rows = (batch.row(i) for i in range(len(batch)))
-        begun = [_Answer(term, row, answer.until) for row in rows]
+        begun = [_Answer(term, batch.row(i)) for i in range(len(batch))]
         return join_rows([_judged(row) for row in begun])
     return read_answer(term, found, batch)
 

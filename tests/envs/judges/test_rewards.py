@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
+import time
 from decimal import Decimal
 
 import numpy as np
@@ -50,6 +51,24 @@ class Matches:
 
     def __call__(self, prompts, completions, answer):
         return np.array([self.bonus * (c == a) for c, a in zip(completions, answer, strict=True)])
+
+
+async def raises_on_bad(completions):
+    if "bad" in completions:
+        raise ValueError("a bad one")
+    return [1.0 for _ in completions]
+
+
+def slow_to_judge(completions):
+    time.sleep(0.6)
+    return [0.0 for _ in completions]
+
+
+def test_rows_that_are_asked_again_have_a_time_limit_of_their_own(monkeypatch):
+    """Functions beside an async one may take longer than it may."""
+    monkeypatch.setattr("rllib_llm.envs.judges.rewards._LOOP_SECONDS", 0.1)
+    terms = RewardSum([{"function": raises_on_bad, "timeout_s": 0.2}, slow_to_judge])
+    assert terms(batch_of("a", "b", "bad", "c")).valid.tolist() == [True, True, False, True]
 
 
 def test_the_weighted_sum_and_its_components():
