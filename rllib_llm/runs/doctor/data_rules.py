@@ -266,9 +266,16 @@ def data_rules(stage: Stage) -> Iterator[Finding]:
     keys = [_key(row) for row in rows]
     yield from _repeats(names[0], keys)
     if held_out is not None:
-        yield from _leak(names, keys, [_key(row) for row in held_out])
+        yield from _leak(
+            [_key(row) for row in held_out], keys, f"rows of {names[1]} are in {names[0]} as well",
+            f"Take them out of {names[0]}.",
+        )  # fmt: skip
     elif stage.is_rlhf and stage.env.get("eval_fraction") and len(rows) < MAX_ROWS:
-        yield from _leaking_split(stage, rows, keys)
+        yield from _leak(
+            *_split(stage, rows, keys),
+            "prompts that eval_fraction holds out repeat one to train on",
+            "Remove repeated rows, or give eval_prompts.",
+        )  # fmt: skip
     if stage.is_rlhf:
         yield from _prompts(stage, rows)
     else:
@@ -290,19 +297,20 @@ def _repeats(name: str, keys: Sequence[str]) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _leak(names: Sequence[str], keys: Sequence[str], held_out: Sequence[str]) -> Iterator[Finding]:
-    shared = sum(key in set(keys) for key in held_out)
+def _leak(
+    held_out: Sequence[str], trained: Sequence[str], found: str, remedy: str
+) -> Iterator[Finding]:
+    known = set(trained)
+    shared = sum(key in known for key in held_out)
     if shared:
         yield Finding(
-            "data.leak", "warning",
-            f"{shared} of the {len(held_out)} rows of {names[1]} are in {names[0]} as well",
-            "their results say what was learnt by heart",
-            f"Take them out of {names[0]}.",
+            "data.leak", "warning", f"{shared} of the {len(held_out)} {found}",
+            "their results say what was learnt by heart", remedy,
         )  # fmt: skip
 
 
-def _leaking_split(stage: Stage, rows: Rows, keys: Sequence[str]) -> Iterator[Finding]:
-    """Rows that `eval_fraction` holds out and that repeat one to train on."""
+def _split(stage: Stage, rows: Rows, keys: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The keys of the prompts that `eval_fraction` holds out, and of the others."""
     from rllib_llm.envs.prompts import PromptSource
 
     source = PromptSource(
@@ -313,16 +321,9 @@ def _leaking_split(stage: Stage, rows: Rows, keys: Sequence[str]) -> Iterator[Fi
         eval_fraction=stage.env["eval_fraction"],
         split_seed=stage.env.get("split_seed", 0),
     )
-    held_out = set(source.indices(0, len(source)).tolist())
-    trained = {key for index, key in enumerate(keys) if index not in held_out}
-    shared = sum(keys[index] in trained for index in held_out)
-    if shared:
-        yield Finding(
-            "data.leak", "warning",
-            f"{shared} of the {len(held_out)} prompts that eval_fraction holds out repeat one to "
-            "train on", "their results say what was learnt by heart",
-            "Remove repeated rows, or give eval_prompts.",
-        )  # fmt: skip
+    chosen = set(source.indices(0, len(source)).tolist())
+    held_out = [key for index, key in enumerate(keys) if index in chosen]
+    return held_out, [key for index, key in enumerate(keys) if index not in chosen]
 
 
 def _prompts(stage: Stage, rows: Rows) -> Iterator[Finding]:
