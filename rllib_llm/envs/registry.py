@@ -184,7 +184,7 @@ def _not_batched(env: Any) -> UnknownEnvError:
 
 
 def _unknown(env: str) -> UnknownEnvError:
-    if env in gymnasium.registry:
+    if env in gymnasium.registry and gymnasium.spec(env).entry_point is not None:
         return _not_batched(env)
     return UnknownEnvError(
         name="env",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import pickle
 import signal
 import time
 
@@ -323,6 +324,7 @@ def test_a_task_is_a_function_of_seed_and_position(gym):
     assert two[150] == one[150]  # in any order
     assert [one[i] for i in range(20)] == two[:20]
     assert gym.Tasks(mixture, num_tasks=200, seed=6)[150] != one[150]
+    assert pickle.loads(pickle.dumps(one))[150] == one[150]
     names = [one[i]["dataset"] for i in range(200)]
     assert 120 <= names.count("gcd") <= 180  # three of four: 150 +- 5 standard deviations of 6
 

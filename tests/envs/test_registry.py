@@ -116,6 +116,15 @@ def test_a_name_of_gymnasiums_is_no_spelling_mistake():
         registry.check_name("CartPole-v1")
 
 
+def test_a_vectorised_environment_of_gymnasiums_is_told_how_to_register_it():
+    gymnasium.register("Batched-v0", vector_entry_point=word_env)
+    try:
+        with pytest.raises(UnknownEnvError, match="a name registered with ray.tune.register_env"):
+            registry.check_name("Batched-v0")
+    finally:
+        del gymnasium.registry["Batched-v0"]
+
+
 def test_a_dotted_path_becomes_a_name_that_rllib_knows():
     path = f"{__name__}:ConfigEnv"
     assert registry.register_user_env(path) and registry.register_user_env(path)

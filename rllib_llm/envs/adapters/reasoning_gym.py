@@ -125,6 +125,13 @@ class Tasks(MadeRows):
         self._remembered = functools.lru_cache(_REMEMBERED)(self._entry)
         self._check_levels()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_remembered": None}  # no cache is pickled
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._remembered = functools.lru_cache(_REMEMBERED)(self._entry)
+
     def _check_levels(self) -> None:
         """Makes a row of each data set at every level that tasks will reach."""
         for which in sorted(set(self._which.clip(max=len(self.specs) - 1).tolist())):

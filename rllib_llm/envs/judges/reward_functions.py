@@ -292,9 +292,10 @@ class RewardTerm:
 
 
 def as_functions(given: Any) -> list[Any]:
-    """One reward function, several or none (None), as a list."""
-    is_one = isinstance(given, (str, Mapping)) or callable(given)
-    return [given] if is_one else list(given or ())
+    """One reward function, several or none (None, an empty text or mapping), as a list."""
+    if callable(given) or (given and isinstance(given, (str, Mapping))):
+        return [given]
+    return list(given or ())
 
 
 def required_column(columns: Mapping[str, Any], setting: str, name: str) -> Sequence[Any]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from rllib_llm.envs.judges.reward_functions import Invalid, Judge
+from rllib_llm.envs.judges.reward_functions import Invalid, Judge, as_functions
 from rllib_llm.envs.judges.rewards import (
     RewardBatch,
     RewardError,
@@ -51,6 +51,11 @@ class Matches:
 
     def __call__(self, prompts, completions, answer):
         return np.array([self.bonus * (c == a) for c, a in zip(completions, answer, strict=True)])
+
+
+@pytest.mark.parametrize("none", [None, "", {}, []])
+def test_an_empty_setting_is_no_reward_function(none):
+    assert as_functions(none) == []
 
 
 async def raises_on_bad(completions):
