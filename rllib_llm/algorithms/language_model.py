@@ -37,6 +37,7 @@ from rllib_llm.algorithms.language_model_config import (
 from rllib_llm.algorithms.results import HEADLINE, with_headline
 from rllib_llm.checkpoints.algorithm import WholeCheckpoints, in_its_folder
 from rllib_llm.checkpoints.folder import make_readable
+from rllib_llm.config.checks import given
 from rllib_llm.learners.metrics import MEANS, MESSAGES, NUM_PARAMETERS, TOLD
 from rllib_llm.overseer.diagnosis import BETWEEN, PAUSED, SAVING
 from rllib_llm.overseer.oversight import Oversight
@@ -98,11 +99,15 @@ class LanguageModelAlgorithm(WholeCheckpoints):
 
     _progress_metrics = (*HEADLINE,)  # what Tune shows of a trial's last result
     config: LanguageModelConfig
-    config_class: type[LanguageModelConfig]
+    config_class: type[LanguageModelConfig] | None = None
 
     @classmethod
     def get_default_config(cls) -> Any:
-        return cls.config_class(algo_class=cls)
+        config_class = given(
+            cls.config_class, f"{cls.__name__}.config_class", "a subclass of LanguageModelConfig",
+            "it has the algorithm's settings", "Set it in the class",
+        )  # fmt: skip
+        return config_class(algo_class=cls)
 
     def __init__(self, config: Any = None, env: Any = None, **kwargs: Any):
         settings = self.get_default_config() if config is None else config

@@ -23,7 +23,7 @@ from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from ray.util.debug import log_once
 from ray.util.placement_group import get_current_placement_group
 
-from rllib_llm.config.checks import warn_of_no_effect
+from rllib_llm.config.checks import given, require, warn_of_no_effect
 from rllib_llm.config.model import (
     FAULT_TOLERANCE,
     LANGUAGE_MODEL,
@@ -39,7 +39,7 @@ from rllib_llm.config.setting import Section
 from rllib_llm.config.tabled_config import TabledConfig
 from rllib_llm.modules.precision import cuda_multiplies_bfloat16, faster_library
 from rllib_llm.shared.dotted import import_dotted
-from rllib_llm.shared.errors import noted
+from rllib_llm.shared.errors import SettingError, noted
 from rllib_llm.shared.process import multiplies_bfloat16
 from rllib_llm.shared.ray_compat import free_by_node
 
@@ -96,10 +96,20 @@ class LanguageModelConfig(TabledConfig):
     minibatch_size: int | None
     chat_template: str | None
     trains_adapters = True  # whether `lora` can be set
-    module_path: str  # of the RLModule's class
-    learner_path: str  # of the Learner's class
+    # The classes of RLModule and Learner, or their dotted paths.
+    module_path: str | type | None = None
+    learner_path: str | type | None = None
 
     language_model = SectionMethod()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if hasattr(cls, "module_class"):
+            raise SettingError(
+                name=f"{cls.__name__}.module_class", rule="be called module_path",
+                reason="nothing reads it by this name",
+                remedy="Write module_path = MyRLModule, or its dotted path",
+            )  # fmt: skip
 
     def __init__(self, algo_class=None):
         super().__init__(algo_class=algo_class)
@@ -134,10 +144,35 @@ class LanguageModelConfig(TabledConfig):
         )
 
     def get_default_rl_module_spec(self) -> RLModuleSpec:
-        return RLModuleSpec(module_class=import_dotted(self.module_path))
+        return RLModuleSpec(module_class=self._named("module_path", "an RLModule"))
 
     def get_default_learner_class(self) -> type:
-        return import_dotted(self.learner_path)
+        return self._named("learner_path", "a Learner")
+
+    def build_algo(self, *args: Any, **kwargs: Any) -> Any:
+        """As RLlib's, which would take the settings alone of a config of another class."""
+        of_algorithm = type(self._algorithm().get_default_config())
+        require(
+            isinstance(self, of_algorithm), f"{type(self).__name__}.algo_class", self.algo_class,
+            f"an algorithm of this class of configs, and not of {of_algorithm.__name__}",
+            "it would take the settings alone", f"Set config_class = {type(self).__name__} in it",
+        )  # fmt: skip
+        return super().build_algo(*args, **kwargs)
+
+    def _algorithm(self) -> Any:
+        return given(
+            self.algo_class, f"{type(self).__name__}.algo_class", "the Algorithm's class",
+            "it is built from this config", "Give it to super().__init__(algo_class=...)",
+        )  # fmt: skip
+
+    def _named(self, name: str, kind: str) -> type:
+        name, value = f"{type(self).__name__}.{name}", getattr(self, name)
+        value = given(
+            value, name, f"{kind}'s class or its dotted path", "the algorithm is made of it",
+            f"Set it in the class, or derive {type(self).__name__} from the algorithm that it "
+            "resembles",
+        )  # fmt: skip
+        return value if isinstance(value, type) else import_dotted(value, name=name)
 
     @property
     def _model_config_auto_includes(self) -> dict[str, Any]:
@@ -161,9 +196,11 @@ class LanguageModelConfig(TabledConfig):
             ValueError: naming the setting, the rule, the reason and a remedy.
         """
         # RLlib greets every algorithm on its new API stack; there is no other stack here.
-        log_once(f"{self.algo_class.__name__}_on_new_api_stack")
+        log_once(f"{self._algorithm().__name__}_on_new_api_stack")
         with noted():
             self.given_model()
+            if self._learner_class is None:
+                self.get_default_learner_class()  # raises where the class names none
         self.check_table()
         with noted():
             super().validate()

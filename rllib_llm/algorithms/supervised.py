@@ -31,7 +31,7 @@ class SupervisedConfig(LanguageModelConfig):
     """Settings of the data set of supervised stages."""
 
     sections: tuple[Section, ...] = (*LanguageModelConfig.sections, SUPERVISED)
-    source_class: Callable[..., BatchSource]  # what reads the data
+    source_class: Callable[..., BatchSource] | None = None  # what reads the data
 
     def __init__(self, algo_class=None):
         super().__init__(algo_class=algo_class)
@@ -50,7 +50,11 @@ class SupervisedConfig(LanguageModelConfig):
 
     def make_source(self, data: Any, **settings: Any) -> BatchSource:
         """The rows of `data`, tokenised; `settings`: tokenizer, max_length and shuffle."""
-        return self.source_class(data, seed=self.seed or 0, **settings)
+        source = given(
+            type(self).source_class, f"{type(self).__name__}.source_class", "a class or a function",
+            "it reads the data", "Set it in the class, or override make_source",
+        )  # fmt: skip
+        return source(data, seed=self.seed or 0, **settings)
 
     def longest_text(self) -> int:
         """The number of tokens kept of each text: at most the model's context length."""

@@ -258,9 +258,10 @@ class Settings(BaseModel):
 
 def setting(default: Any, meaning: str, **row: Any) -> Any:
     """Returns the field of one setting; `row`: further attributes of `Setting`, of peers' names
-    (trl, rllib, also) a text with spaces between them."""
+    (trl, rllib, also) also a text with spaces between them."""
     for kind in ("trl", "rllib", "also"):
-        row[kind] = tuple(row.get(kind, "").split())
+        names = row.get(kind, ())
+        row[kind] = tuple(names.split() if isinstance(names, str) else names)
     return Field(default, description=meaning, json_schema_extra=row)
 
 

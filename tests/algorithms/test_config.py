@@ -14,6 +14,14 @@ from rllib_llm.algorithms.registry import (
     get_algorithm_class,
 )
 from rllib_llm.algorithms.reinforce_pp import ReinforcePPConfig
+from rllib_llm.algorithms.rlhf_config import RLHFConfig
+from rllib_llm.algorithms.sft import SFTConfig
+from rllib_llm.algorithms.supervised import Supervised, SupervisedConfig
+from rllib_llm.config.setting import Section, Settings, setting
+from rllib_llm.data.texts import TextSource
+from rllib_llm.learners.supervised_learners import SFTLearner
+from rllib_llm.modules.rl_modules import CausalLMModule
+from rllib_llm.shared.errors import SettingError
 from rllib_llm.shared.messages import VERBOSE
 from tests.algorithms import tiny_runs as tiny
 
@@ -288,3 +296,73 @@ def test_an_algorithm_in_other_letters_is_suggested():
     with pytest.raises(UnknownAlgorithmError) as caught:
         get_algorithm_class("grpo")
     assert caught.value.remedy == "Did you mean 'GRPO' or 'PPO'"
+
+
+def text_source(data, **settings):
+    return TextSource(data, loss_on="all", **settings)
+
+
+class OwnSFTConfig(SupervisedConfig):
+    """A stage of its own that names its module by class, its learner by path, a plain function."""
+
+    source_class = text_source
+    module_path = CausalLMModule
+    learner_path = "rllib_llm.learners.supervised_learners:SFTLearner"
+
+
+class OwnSFT(Supervised):
+    config_class = OwnSFTConfig
+
+
+def test_classes_of_one_s_own_are_named_by_class_path_or_function():
+    config = OwnSFT.get_default_config().language_model(model=tiny.MODEL)
+    config.training(data=tiny.TEXTS).validate()
+    assert config.get_default_learner_class() is SFTLearner
+    assert config.get_default_rl_module_spec().module_class is CausalLMModule
+    rows = config.make_source(
+        tiny.TEXTS, tokenizer=config.load_tokenizer(), max_length=8, shuffle=False
+    ).batch(0, 2)
+    assert {len(column) for column in rows.values()} == {2}
+
+
+def test_a_class_that_nobody_would_ask_for_its_module_is_refused():
+    with pytest.raises(SettingError, match="Mine.module_class must be called module_path: "):
+        type("Mine", (tiny.GRPOConfig,), {"module_class": lambda self: CausalLMModule})
+
+
+@pytest.mark.parametrize("missing, of", [
+    ("learner_path", SupervisedConfig), ("learner_path", RLHFConfig),
+    ("module_path", SFTConfig), ("source_class", SFTConfig), ("algo_class", RLHFConfig),
+])  # fmt: skip
+def test_what_a_class_of_one_s_own_lacks_is_named(missing, of):
+    given = {"learner_path": SFTConfig.learner_path, "module_path": SFTConfig.module_path}
+    mine = type("Mine", (of,), {**given, missing: None})
+    algorithm = type("MyAlgorithm", (Supervised,), {"config_class": mine})
+    config = mine(None if missing == "algo_class" else algorithm)
+    config.language_model(model=tiny.MODEL)
+    if of is not RLHFConfig:
+        config.training(data=tiny.TEXTS)
+    with pytest.raises(SettingError, match=f"Mine.{missing}=None must be .*: .*(Set|Give)"):
+        if missing == "source_class":
+            config.make_source(tiny.TEXTS, tokenizer=None)
+        else:
+            config.build_algo()
+
+
+def test_an_algorithm_of_other_configs_is_refused():
+    config = type("Mine", (SupervisedConfig,), {})(OwnSFT).language_model(model=tiny.MODEL)
+    with pytest.raises(SettingError, match="Mine.algo_class=.*OwnSFT.*not of OwnSFTConfig: .*Set"):
+        config.build_algo()
+
+
+def test_an_algorithm_without_a_config_class_says_so():
+    with pytest.raises(SettingError, match="Mine.config_class=None must be a subclass of Lang"):
+        type("Mine", (Supervised,), {}).get_default_config()
+
+
+def test_names_of_peers_may_be_a_tuple():
+    class Own(Settings):
+        beta: float = setting(0.1, "a weight", also=("kl_beta", "b"), trl="beta")
+
+    row = Section.of("training", Own).settings[0]
+    assert row.also == ("kl_beta", "b") and row.trl == ("beta",)
