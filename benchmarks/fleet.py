@@ -155,7 +155,10 @@ class Fleet:
         workers.time = self  # type: ignore[assignment]  # the driver's clock is this one's
         self.pool = Pool(self, num_samplers)
         self._driver = workers.LeasingWorkers(
-            self.pool, LedgerPort(self), None, starvation=NeverStarved  # type: ignore[arg-type]
+            self.pool,
+            LedgerPort(self),
+            None,
+            starvation=NeverStarved,  # type: ignore[arg-type]
         )
         self._later(0.0, self._look)
 

@@ -137,7 +137,9 @@ def measure(point: Point, iterations: int) -> dict[str, Any]:
         num_parameters = write_model(folder, point)
         config = make_config(folder, point)
         if not point.samplers:
-            config.env_runners(env_runner_cls=watch.timed_runner(config.get_default_env_runner_class()))
+            config.env_runners(
+                env_runner_cls=watch.timed_runner(config.get_default_env_runner_class())
+            )
         learner = config.get_default_learner_class()
         config.learners(learner_class=watch.timed_class(learner, {"update": "learn"}))
         algorithm = config.build_algo()

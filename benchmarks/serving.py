@@ -414,8 +414,7 @@ def compare(args: argparse.Namespace, folder: str, connections: int) -> dict[str
     """The modes at a number of connections, medians over rounds."""
     plan = plan_of(args, connections)
     rounds = [
-        {mode: measure(mode, folder, plan, args) for mode in args.modes}
-        for _ in range(args.rounds)
+        {mode: measure(mode, folder, plan, args) for mode in args.modes} for _ in range(args.rounds)
     ]
     line: dict[str, Any] = {"connections": connections, "rounds": args.rounds}
     for mode in args.modes:
