@@ -30,7 +30,8 @@ from rllib_llm.envs.prompts import PromptRow
 from rllib_llm.envs.rlhf import EnvConfigError
 from rllib_llm.envs.tools import ToolResult
 from rllib_llm.shared import columns
-from rllib_llm.shared.remote import call, told, within
+from rllib_llm.shared.messages import told
+from rllib_llm.shared.remote import call, within
 
 Complete = Callable[[Sequence[int], int, int, int], Awaitable[Ended]]
 """(token ids, most new tokens, row, turn) -> what was sampled."""

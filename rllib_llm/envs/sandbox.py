@@ -24,7 +24,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +32,8 @@ from typing import Any
 
 from rllib_llm.envs.judges.reward_functions import Invalid
 from rllib_llm.envs.sandbox_program import remove
-from rllib_llm.shared.remote import Away, Late
+from rllib_llm.shared.messages import told
+from rllib_llm.shared.remote import Away, ExitedError, Late, no_answer
 
 _PROGRAM = Path(__file__).with_name("sandbox_program.py")
 _PART = 65_536  # bytes that are read at once
@@ -127,17 +128,25 @@ class Contained:
             self, _end, self.process, self._lifeline, self.folder, threading.Lock()
         )
 
-    def read(self, until: float, *, most: int | None = None, line: bool = False) -> bytes:
-        """Reads its output: a line, or everything up to `most` bytes. Late: not by `until` (of
-        `time.monotonic`). EOFError: it ended before its line. ValueError: its line has no end."""
+    def read(
+        self, seconds: float, said: str = "", *, most: int | None = None, line: bool = False
+    ) -> bytes:
+        """Reads its output: a line, or everything up to `most` bytes.
+
+        Raises:
+            Late: not within `seconds`; with the message `said`.
+            EOFError: it ended before its line.
+            ValueError: its line has no end.
+        """
         assert self.process.stdout is not None, "it is a pipe"
+        until = time.monotonic() + seconds
         out = self.process.stdout.fileno()
         while not (line and b"\n" in self._unread):
             if most is not None and len(self._unread) >= most:
                 break
             left = until - time.monotonic()
             if left <= 0 or not multiprocessing.connection.wait([out], left):
-                raise Late
+                raise Late(said or no_answer(seconds))
             part = os.read(out, _PART)
             if not part and line:
                 raise EOFError
@@ -152,7 +161,7 @@ class Contained:
         read, _, self._unread = self._unread.partition(b"\n")
         return read
 
-    def ask(self, line: Mapping[str, Any], until: float) -> dict[str, Any]:
+    def ask(self, line: Mapping[str, Any], seconds: float, said: str = "") -> dict[str, Any]:
         """The answer to one line of JSON, {"value": ...} or {"error": ...}.
 
         Raises as `read`, OSError where it has ended, and ValueError for what is no answer to this
@@ -162,10 +171,10 @@ class Contained:
         word = secrets.token_hex(16).encode()
         self.process.stdin.write(word + b" " + json.dumps(line).encode() + b"\n")
         self.process.stdin.flush()
-        named, _, said = self.read(until, line=True).partition(b" ")
+        named, _, answer = self.read(seconds, said, line=True).partition(b" ")
         if self._unread or not secrets.compare_digest(named, word):
             raise ValueError("it is no answer to what was asked")
-        return _read_answer(said)
+        return _read_answer(answer)
 
     def end(self) -> int:
         """Ends it and all that it has started; its exit code."""
@@ -223,7 +232,7 @@ def missing_layers() -> tuple[str, ...]:
     """The layers of the sandbox that this kernel does not support, with reasons; checked once, with
     a warning."""
     with Contained(Sandbox(), {"mode": "missing"}) as probe:
-        missing = tuple(json.loads(probe.read(time.monotonic() + 60.0) or b"[]"))
+        missing = tuple(json.loads(probe.read(60.0) or b"[]"))
     if missing:
         warnings.warn(
             f"sandbox without {', '.join(missing)}: this kernel or container refuses it. Code of a "
@@ -313,16 +322,32 @@ class _Worker:
         """The function's result, or why there is none."""
         process = self._started()
         try:
-            answer = process.ask(arguments, time.monotonic() + deadline_s)
+            with self._answering():
+                answer = process.ask(arguments, deadline_s, no_answer(deadline_s, "deadline_s"))
+        except (Late, ExitedError) as error:
+            return Invalid.of(error)
+        return answer["value"] if "value" in answer else Invalid(str(answer["error"]))
+
+    @contextlib.contextmanager
+    def _answering(self) -> Iterator[None]:
+        """Ends the process where it gives no answer that can be read.
+
+        Raises:
+            Late: it gave none in time.
+            ExitedError: it ended, or had to be ended.
+        """
+        try:
+            yield
         except Late:
             self.end()
-            return Invalid(f"it did not end within deadline_s={deadline_s:g}")
-        except (EOFError, OSError):
-            return Invalid(f"its process ended with exit code {self.end()}")
+            raise
+        except (EOFError, OSError) as error:
+            raise ExitedError(f"its process ended with exit code {self.end()}") from error
         except ValueError as error:
             self.end()
-            return Invalid(f"its process was ended, since what it said cannot be read: {error}")
-        return answer["value"] if "value" in answer else Invalid(str(answer["error"]))
+            raise ExitedError(
+                f"its process was ended, since what it said cannot be read: {error}"
+            ) from error
 
     def end(self) -> int:
         """Ends the process; its exit code."""
@@ -337,9 +362,11 @@ class _Worker:
         missing_layers()
         process = self.process = Contained(self._sandbox, self._order, is_asked=True)
         try:
-            said = json.loads(process.read(time.monotonic() + self._start_s, line=True))
-        except (Late, EOFError, OSError, ValueError) as error:
-            said = {"error": f"{type(error).__name__}, exit code {self.end()}"}
+            with self._answering():
+                late = no_answer(self._start_s, "start_s")
+                said = json.loads(process.read(self._start_s, late, line=True))
+        except (Late, ExitedError) as error:
+            said = {"error": told(error)}
         if "error" in said:
             self.end()
             self._broken = WorkerError(

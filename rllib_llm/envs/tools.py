@@ -39,7 +39,8 @@ from transformers.utils.chat_template_utils import (
 from rllib_llm.conversations.tool_calls import ToolCall
 from rllib_llm.envs.sandbox import Contained, Sandbox, missing_layers
 from rllib_llm.shared.dotted import import_dotted
-from rllib_llm.shared.remote import Away, Late, Outage, backoff_seconds, call, ended, told, within
+from rllib_llm.shared.messages import told
+from rllib_llm.shared.remote import Away, Late, Outage, backoff_seconds, call, ended, within
 
 ERRORS = ("message", "invalid")
 _SHOWN = 200  # characters of an error
@@ -179,14 +180,10 @@ class Toolbox:
         try:
             result = await within(limit, tool.run(asked.arguments))
             text, failure = self._shortened(as_text(result)), ""
-        except TimeoutError as error:  # its own limit, or this one
-            text, failure = f"Error: {str(error) or 'no result in time'}.", "timeout"
-        except Away as error:
-            text, failure = f"Error: {error}", "unavailable"
         except Exception as error:  # noqa: BLE001  (of a user's tool: the policy is told)
-            is_signal = isinstance(error, ValueError) and str(error).startswith(_NO_SIGNALS)
-            failure = "unavailable" if is_signal else "error"
-            text = f"Error: {told(error)[:_SHOWN]}"
+            failure = _failure_of(error)
+            shown = None if failure == "unavailable" else _SHOWN  # the policy does not read it
+            text = f"Error: {told(error)[:shown]}"
         return ToolResult(text, failure, time.perf_counter() - start)
 
     def _refusal(self, asked: ToolCall) -> str:
@@ -208,6 +205,14 @@ class Toolbox:
         half = self.max_chars // 2
         left_out = len(text) - 2 * half
         return f"{text[:half]}\n[{left_out} characters left out]\n{text[len(text) - half :]}"
+
+
+def _failure_of(error: Exception) -> str:
+    """The `ToolResult.failure` of what a tool raised."""
+    if isinstance(error, TimeoutError):  # its own limit, or the toolbox's
+        return "timeout"
+    is_signal = isinstance(error, ValueError) and _NO_SIGNALS in told(error)
+    return "unavailable" if is_signal or isinstance(error, Away) else "error"
 
 
 def as_tool(given: Any) -> Tool:
@@ -296,11 +301,8 @@ class PythonTool:
         missing_layers()
         order, files = {"mode": "program", "program": "program.py"}, {"program.py": code}
         with self._places, Contained(self._sandbox, order, files=files) as program:
-            try:
-                until = time.monotonic() + self.timeout_s
-                printed = program.read(until, most=self.max_output)
-            except Late:
-                raise Late(f"the program did not end within {self.timeout_s:g} s") from None
+            late = f"the program did not end within {self.timeout_s:g} s"
+            printed = program.read(self.timeout_s, late, most=self.max_output)
             exit_code = program.end()
         text = printed.decode("utf-8", errors="replace")
         if len(printed) == self.max_output:

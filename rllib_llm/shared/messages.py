@@ -52,14 +52,30 @@ def is_library(file: str) -> bool:
     return file.startswith("<") or any(place in file for place in places)
 
 
+def told(error: BaseException) -> str:
+    """An exception as text: its class and words, or the words alone if it is of this package."""
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001  (of a user's class)
+        text = "(its text cannot be read)"
+    if _is_own(error):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _is_own(error: BaseException) -> bool:
+    return type(error).__module__.partition(".")[0] == "rllib_llm"
+
+
 def raised(error: BaseException) -> str:
     """The exception and its place in one line: "KeyError: 'a', raised in my_rewards.py:6 (boom)".
 
-    The place is the innermost one outside of libraries; without one, the innermost of all.
+    The place is the innermost one outside of libraries; without one, the innermost of all. An
+    exception of this package explains itself, without a place.
     """
-    what = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+    what = " ".join(told(error).split())
     frames = traceback.extract_tb(error.__traceback__)
-    if not frames:
+    if _is_own(error) or not frames:
         return what
     own = [frame for frame in frames if not is_library(frame.filename)]
     frame = (own or list(frames))[-1]
@@ -71,7 +87,7 @@ def explains_itself(error: BaseException) -> bool:
     package need not be shown: true for its own ValueErrors."""
     if not isinstance(error, ValueError):
         return False
-    if type(error).__module__.partition(".")[0] == "rllib_llm":
+    if _is_own(error):
         return True
     frames = traceback.extract_tb(error.__traceback__)
     return type(error) is ValueError and bool(frames) and frames[-1].filename.startswith(PACKAGE)

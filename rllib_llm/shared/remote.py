@@ -31,6 +31,7 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RaySystemError
 
+from rllib_llm.shared.messages import told
 from rllib_llm.shared.process import StarvedProcesses
 from rllib_llm.shared.ray_compat import processes_of
 
@@ -113,16 +114,13 @@ Result = TypeVar("Result")
 
 
 class ExitedError(RuntimeError):
-    """`SystemExit` or the like, raised by a user's code: as it is it would end the event loop."""
+    """A user's code has ended what it runs in: by `SystemExit` or the like, which as it is would
+    end the event loop, or its process."""
 
 
-def told(error: BaseException) -> str:
-    """An exception in one line."""
-    try:
-        text = str(error)
-    except Exception:  # noqa: BLE001  (of a user's class)
-        text = "(its text cannot be read)"
-    return text if isinstance(error, (ExitedError, Late)) else f"{type(error).__name__}: {text}"
+def no_answer(seconds: float, setting: str = "") -> str:
+    """The words of `Late`, with the setting that is the limit."""
+    return f"no answer within {setting}={seconds:g}" if setting else f"no answer within {seconds:g} s"
 
 
 class EventLoop:
@@ -203,7 +201,7 @@ async def within(seconds: float | None, awaitable: Awaitable[Result], said: str 
         await asyncio.wait({task}, timeout=None if seconds == math.inf else seconds)
         if not task.done():
             await ended(task)
-            raise Late(said or f"no result within {seconds:g} s")
+            raise Late(said or no_answer(seconds or 0.0))
         return task.result()
     except asyncio.CancelledError:  # one of its own must not outlive it
         await ended(task)

@@ -116,7 +116,7 @@ def test_slow_calls_are_told_and_servers_that_hang_are_not_the_policy_s(
     monkeypatch.setattr("rllib_llm.envs.tools._PROBE_SECONDS", 2.0)
     calls, _ = served(program(tmp_path, FRAIL), timeout_s=1.0)
     (slow,) = calls(8)
-    assert (slow.failure, slow.text) == ("timeout", "Error: no result within 1 s.")
+    assert (slow.failure, slow.text) == ("timeout", "Error: no answer within 1 s")
     hung, again = calls(7, 1)
     assert "answered nothing for 1 s" in caplog.text
     assert hung.failure == "unavailable" and again.text == "3"

@@ -335,7 +335,7 @@ def raises_unspeakably():
 FAULTS = {
     "raises unspeakably": (raises_unspeakably, "Error: Unspeakable: (its text cannot be read)"),
     "half a character": (lambda: "\ud83d 3", "? 3"),
-    "hangs": (lambda: time.sleep(5), "Error: no result within 0.2 s."),
+    "hangs": (lambda: time.sleep(5), "Error: no answer within 0.2 s"),
     "raises": (raises, "Error: OSError: the disk is full"),
     "exits": (lambda: exit(3), "Error: SystemExit: 3"),
     "megabyte": (lambda: "x" * 2**20, "[1048476 characters left out]"),

@@ -47,6 +47,29 @@ def test_what_the_calculator_does_not_do(expression, message):
         calculator(expression)
 
 
+def times_out():
+    """Looks at a data base."""
+    raise TimeoutError("the data base has no place free")
+
+
+def times_out_silently():
+    """Looks at a data base."""
+    raise TimeoutError
+
+
+@pytest.mark.parametrize(
+    ("tool", "text"),
+    [
+        (times_out, "Error: TimeoutError: the data base has no place free"),
+        (times_out_silently, "Error: TimeoutError"),
+    ],
+)
+def test_a_tool_s_own_time_out_is_told_in_its_own_words(tool, text):
+    asked = ToolCall(tool.__name__, {}, "", "ok")
+    result = asyncio.run(Toolbox([tool], timeout_s=30).run(asked))
+    assert (result.text, result.failure) == (text, "timeout")
+
+
 def python(code, **limits):
     asked = ToolCall("python", {"code": code}, "", "ok")
     return asyncio.run(Toolbox([PythonTool(**limits)]).run(asked))
@@ -73,7 +96,7 @@ def test_a_program_s_own_limit_holds_and_is_named():
     child = "import subprocess; subprocess.Popen(['setsid', 'sleep', '99'])"
     start = time.monotonic()
     result = python(f"{child}\nimport time; time.sleep(60)", timeout_s=1)
-    assert result.text == "Error: the program did not end within 1 s."
+    assert result.text == "Error: the program did not end within 1 s"
     assert result.failure == "timeout" and time.monotonic() - start < 6
     start = time.monotonic()
     assert python(f"print('kept'); {child}", timeout_s=20).text == "kept"

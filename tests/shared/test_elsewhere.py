@@ -71,7 +71,7 @@ def test_a_limit_holds_for_what_does_not_let_itself_be_cancelled(monkeypatch):
 
     async def waits():
         start = time.monotonic()
-        with pytest.raises(Late, match=r"^no result within 0.05 s$"):
+        with pytest.raises(Late, match=r"^no answer within 0.05 s$"):
             await within(0.05, stays())
         return time.monotonic() - start
 

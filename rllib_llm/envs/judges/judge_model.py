@@ -209,14 +209,14 @@ class JudgeModel(Judge):
             request = self._client.submit("chat/completions", body, _reply)
             said, is_cut = await asyncio.wrap_future(request)
             if is_cut:
-                return Invalid(
+                raise UnreadableReply(
                     f"the judge's reply={said[-_SHOWN:]!r} must end by itself: it was cut off at "
                     f"max_tokens={self._settings['max_tokens']}, and may lack its verdict. Raise "
-                    "max_tokens"
+                    "max_tokens."
                 )
             verdict = read(said)
         except (ServerError, UnreadableReply) as error:
-            return Invalid(str(error))
+            return Invalid.of(error)
         self._cache.put(key, said)
         return verdict
 

@@ -126,7 +126,7 @@ class RemoteReward(Judge):
         try:
             return await asyncio.wrap_future(self._client.submit(self._path, body, read))
         except ServerError as error:
-            return [Invalid(str(error))] * size
+            return [Invalid.of(error)] * size
 
     def _body(self, prompts: list, completions: list, columns: Mapping[str, Any]) -> dict[str, Any]:
         labels = columns.get(self._label_column)

@@ -18,6 +18,7 @@ import torch
 
 from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.messages import raised
 
 RewardFunction = Callable[..., Any]
 """A plain function, or a `Judge`."""
@@ -38,6 +39,11 @@ class Invalid:
     is never a score of 0."""
 
     reason: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Invalid:
+        """For the reason that this was raised instead of a score; a late answer is a `Late`."""
+        return cls(raised(error))
 
     def __str__(self) -> str:
         return self.reason

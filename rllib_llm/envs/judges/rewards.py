@@ -23,8 +23,7 @@ from rllib_llm.envs.judges.reward_functions import (
     RewardTerm,
     as_functions,
 )
-from rllib_llm.shared.messages import raised
-from rllib_llm.shared.remote import EventLoop, ExitedError, Late, harmless, within
+from rllib_llm.shared.remote import EventLoop, ExitedError, Late, harmless, no_answer, within
 
 __all__ = [
     "Invalid", "RewardBatch", "RewardError", "RewardSum", "RewardTerm", "Rewards", "UnjudgedError",
@@ -125,7 +124,7 @@ class RewardSum:
             valid = valid & result.valid
             judged = judged | ~result.values.isnan()
             for row in (~result.valid).nonzero().flatten().tolist():
-                reasons[row] = f"{term.name}: {result.reason(row)}"
+                reasons[row] = f"{term.name}: {result.reasons[row]}"
             for name, values in result.metrics.items():
                 if name in metrics:
                     raise RewardError(
@@ -178,7 +177,7 @@ class RewardSum:
         if not failed:
             return
         self.num_failed[term.name] += len(failed)
-        reason = result.reason(failed[0])
+        reason = result.reasons[failed[0]]
         shown = shown_row(batch, failed[0])
         if len(failed) == len(batch):
             raise UnjudgedError(
@@ -250,7 +249,7 @@ async def _called(term: RewardTerm, batch: RewardBatch) -> Any:
 
 
 async def _in_time(term: RewardTerm, answer: Awaitable[Any]) -> Any:
-    said = f"no answer within timeout_s={term.timeout_s or math.inf:g}"
+    said = no_answer(term.timeout_s or math.inf, "timeout_s")
     return await within(term.timeout_s, harmless(answer), said)
 
 
@@ -266,32 +265,29 @@ def _loop() -> EventLoop:
 
 
 _LOOP_SECONDS = 5.0  # that the loop may take beside what it waits for
+NOT_FINITE = "the result is NaN or infinite"
 _SHOWN = 120  # characters of a text in a message
 
 
 @dataclass(frozen=True)
 class RewardResult:
-    """One function's answer: values (NaN: not judged by it) and validity [B], metrics, the first
-    exception, and the reasons that the function gave, by row."""
+    """One function's answer: values (NaN: not judged by it) and validity [B], metrics, the reason
+    of each row that is not valid, and the first exception."""
 
     values: torch.Tensor
     valid: torch.Tensor
     metrics: dict[str, torch.Tensor]
-    error: BaseException | None = None
     reasons: Mapping[int, str] = field(default_factory=dict)
-
-    def reason(self, row: int) -> str:
-        """Why the row has no score."""
-        if row in self.reasons:
-            return self.reasons[row]
-        return "the result is NaN or infinite" if self.error is None else raised(self.error)
+    error: BaseException | None = None
 
 
 def failed_result(batch: RewardBatch, error: BaseException) -> RewardResult:
     """The result of a function that raised on all rows."""
     device = batch.completion_ids.device
     values = torch.zeros(len(batch), device=device)
-    return RewardResult(values, torch.zeros(len(batch), dtype=torch.bool, device=device), {}, error)
+    valid = torch.zeros(len(batch), dtype=torch.bool, device=device)
+    reasons = dict.fromkeys(range(len(batch)), Invalid.of(error).reason)
+    return RewardResult(values, valid, {}, reasons, error)
 
 
 def join_rows(rows: Sequence[RewardResult]) -> RewardResult:
@@ -302,8 +298,8 @@ def join_rows(rows: Sequence[RewardResult]) -> RewardResult:
         torch.cat([row.values for row in rows]),
         torch.cat([row.valid for row in rows]),
         {name: torch.cat([row.metrics.get(name, missing) for row in rows]) for name in names},
+        {i: row.reasons[0] for i, row in enumerate(rows) if row.reasons},
         next((row.error for row in rows if row.error is not None), None),
-        {i: row.reason(0) for i, row in enumerate(rows) if not bool(row.valid)},
     )
 
 
@@ -329,6 +325,8 @@ def read_answer(term: RewardTerm, answer: Any, batch: RewardBatch) -> RewardResu
     values = _numbers(term.name, "scores", answer, batch)
     finite = torch.isfinite(values)
     values = torch.where(finite, values, torch.zeros_like(values))
+    for i in (~finite).nonzero().flatten().tolist():
+        reasons.setdefault(i, NOT_FINITE)
     return RewardResult(
         torch.where(unjudged, torch.full_like(values, torch.nan), values),
         finite,
@@ -336,7 +334,7 @@ def read_answer(term: RewardTerm, answer: Any, batch: RewardBatch) -> RewardResu
             str(name): _numbers(term.name, f"metric {name!r}", given, batch)
             for name, given in metrics.items()
         },
-        reasons=reasons,
+        reasons,
     )
 
 

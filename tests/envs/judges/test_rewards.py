@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from rllib_llm.envs.judges.judge_model import UnreadableReply
 from rllib_llm.envs.judges.reward_functions import Invalid, Judge, as_functions
 from rllib_llm.envs.judges.rewards import (
     RewardBatch,
@@ -19,6 +20,8 @@ from rllib_llm.envs.judges.rewards import (
     UnjudgedError,
 )
 from rllib_llm.shared.dotted import DottedPathError
+from rllib_llm.shared.openai_client import ServerError
+from rllib_llm.shared.remote import ExitedError, Late
 
 NAN = float("nan")
 
@@ -486,3 +489,38 @@ def test_who_asks_for_the_chats_gets_texts_beside_them():
     chats = [[{"role": "user", "content": "hi"}]]
     RewardSum([ours, Texts()])(batch_of("yes", messages=chats))
     assert seen == [(["p"], ["yes"], chats)] * 2
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (Late("no answer within 3 s"), "no answer within 3 s"),
+        (ServerError("http://h/v1 must answer"), "http://h/v1 must answer"),
+        (UnreadableReply("the judge's reply='' must"), "the judge's reply='' must"),
+        (ExitedError("SystemExit: 3"), "SystemExit: 3"),
+        (TimeoutError("of its own"), "TimeoutError: of its own"),
+        (KeyError("a"), "KeyError: 'a'"),
+    ],
+)
+def test_errors_of_this_package_give_their_words_as_reasons_and_others_their_class_too(
+    error, reason
+):
+    assert Invalid.of(error) == Invalid(reason)
+
+
+def test_a_late_answer_names_the_limit_and_no_class_of_ours():
+    async def hangs(completions):
+        await asyncio.sleep(60)
+
+    async def some(completions):
+        if "late" in completions and len(completions) == 1:
+            await asyncio.sleep(60)
+        if "late" in completions:
+            raise KeyError("late")
+        return [1.0] * len(completions)
+
+    with pytest.raises(UnjudgedError, match="'late' with no answer within timeout_s=0.05"):
+        RewardSum({"function": hangs, "timeout_s": 0.05})(batch_of("late"))
+    with pytest.warns(UserWarning, match="with no answer within timeout_s=0.05"):
+        out = RewardSum({"function": some, "timeout_s": 0.05})(batch_of("late", "b"))
+    assert out.reasons == ("some: no answer within timeout_s=0.05", "")
