@@ -24,7 +24,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +39,7 @@ _PROGRAM = Path(__file__).with_name("sandbox_program.py")
 _PART = 65_536  # bytes that are read at once
 _MAX_LINE = 2**24  # bytes of an answer
 _END_SECONDS = 10.0  # that a supervisor has to end what it supervises
+_NO_ANSWER = (EOFError, OSError, ValueError)  # `Late` is an OSError
 _KEPT = ("LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH")
 
 
@@ -322,32 +323,19 @@ class _Worker:
         """The function's result, or why there is none."""
         process = self._started()
         try:
-            with self._answering():
-                answer = process.ask(arguments, deadline_s, no_answer(deadline_s, "deadline_s"))
-        except (Late, ExitedError) as error:
-            return Invalid.of(error)
+            answer = process.ask(arguments, deadline_s, no_answer(deadline_s, "deadline_s"))
+        except _NO_ANSWER as error:
+            return Invalid.of(self._ended(error))
         return answer["value"] if "value" in answer else Invalid(str(answer["error"]))
 
-    @contextlib.contextmanager
-    def _answering(self) -> Iterator[None]:
-        """Ends the process where it gives no answer that can be read.
-
-        Raises:
-            Late: it gave none in time.
-            ExitedError: it ended, or had to be ended.
-        """
-        try:
-            yield
-        except Late:
-            self.end()
-            raise
-        except (EOFError, OSError) as error:
-            raise ExitedError(f"its process ended with exit code {self.end()}") from error
-        except ValueError as error:
-            self.end()
-            raise ExitedError(
-                f"its process was ended, since what it said cannot be read: {error}"
-            ) from error
+    def _ended(self, error: Exception) -> Exception:
+        """Ends the process, which gave no answer that can be read; returns why."""
+        code = self.end()
+        if isinstance(error, Late):
+            return error
+        if isinstance(error, ValueError):
+            return ExitedError(f"its process was ended, since what it said cannot be read: {error}")
+        return ExitedError(f"its process ended with exit code {code}")
 
     def end(self) -> int:
         """Ends the process; its exit code."""
@@ -362,11 +350,10 @@ class _Worker:
         missing_layers()
         process = self.process = Contained(self._sandbox, self._order, is_asked=True)
         try:
-            with self._answering():
-                late = no_answer(self._start_s, "start_s")
-                said = json.loads(process.read(self._start_s, late, line=True))
-        except (Late, ExitedError) as error:
-            said = {"error": told(error)}
+            late = no_answer(self._start_s, "start_s")
+            said = json.loads(process.read(self._start_s, late, line=True))
+        except _NO_ANSWER as error:
+            said = {"error": told(self._ended(error))}
         if "error" in said:
             self.end()
             self._broken = WorkerError(

@@ -120,7 +120,9 @@ class ExitedError(RuntimeError):
 
 def no_answer(seconds: float, setting: str = "") -> str:
     """The words of `Late`, with the setting that is the limit."""
-    return f"no answer within {setting}={seconds:g}" if setting else f"no answer within {seconds:g} s"
+    return (
+        f"no answer within {setting}={seconds:g}" if setting else f"no answer within {seconds:g} s"
+    )
 
 
 class EventLoop:

@@ -12,7 +12,7 @@ import inspect
 import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rllib_llm.data.rows import Rows
 from rllib_llm.modules.model_source import num_positions
@@ -20,6 +20,9 @@ from rllib_llm.runs.doctor.stage import MAX_ROWS, Finding, Stage, first_rows
 from rllib_llm.runs.experiments import StandIn
 from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.errors import in_place, noted
+
+if TYPE_CHECKING:
+    from rllib_llm.envs.prompts import PromptSource
 
 PROMPT_COLUMNS = {"prompt", "messages"}  # which become the prompt itself
 NUM_ROWS = 32  # of which tokens are made, from the first on
@@ -253,6 +256,7 @@ def _check_imports(given: Any, name: str) -> None:
 MAX_REPEATED = 0.05  # share of rows that equal an earlier one
 MAX_CUT = 0.05  # share of texts that lose tokens
 MAX_EMPTY = 0.0
+TEXTS = ("prompt", "completion", "text", "messages", "tools", "chosen", "rejected")
 NUM_ENCODED = 256  # rows whose length is measured
 
 
@@ -263,11 +267,11 @@ def data_rules(stage: Stage) -> Iterator[Finding]:
     rows, held_out = (first_rows(data, n) for data, n in zip(given, names, strict=True))
     if rows is None:
         return
-    keys = [_key(row) for row in rows]
+    keys = _keys(stage, rows)
     yield from _repeats(names[0], keys)
     if held_out is not None:
         yield from _leak(
-            [_key(row) for row in held_out], keys, f"rows of {names[1]} are in {names[0]} as well",
+            _keys(stage, held_out), keys, f"rows of {names[1]} are in {names[0]} as well",
             f"Take them out of {names[0]}.",
         )  # fmt: skip
     elif stage.is_rlhf and stage.env.get("eval_fraction") and len(rows) < MAX_ROWS:
@@ -282,9 +286,27 @@ def data_rules(stage: Stage) -> Iterator[Finding]:
         yield from _texts(stage, rows)
 
 
-def _key(row: Any) -> str:
-    """The key by which equal rows are found."""
-    return json.dumps(row, sort_keys=True, default=str)
+def _keys(stage: Stage, rows: Rows) -> list[str]:
+    """The keys by which equal rows are found: what the model reads of them, as far as known."""
+    if stage.is_conversation:
+        read = list(rows)
+    elif stage.is_rlhf:
+        read = [row.prompt for row in _source(stage, rows).all_rows()]
+    else:
+        read = [{name: row[name] for name in TEXTS if name in row} or row for row in rows]
+    return [json.dumps(each, sort_keys=True, default=str) for each in read]
+
+
+def _source(stage: Stage, rows: Rows, **split: Any) -> PromptSource:
+    from rllib_llm.envs.prompts import PromptSource
+
+    return PromptSource(
+        rows,
+        shuffle=False,
+        prompt_column=stage.env.get("prompt_column"),
+        split_seed=stage.env.get("split_seed", 0),
+        **split,
+    )
 
 
 def _repeats(name: str, keys: Sequence[str]) -> Iterator[Finding]:
@@ -311,16 +333,7 @@ def _leak(
 
 def _split(stage: Stage, rows: Rows, keys: Sequence[str]) -> tuple[list[str], list[str]]:
     """The keys of the prompts that `eval_fraction` holds out, and of the others."""
-    from rllib_llm.envs.prompts import PromptSource
-
-    source = PromptSource(
-        rows,
-        shuffle=False,
-        prompt_column=stage.env.get("prompt_column"),
-        split="eval",
-        eval_fraction=stage.env["eval_fraction"],
-        split_seed=stage.env.get("split_seed", 0),
-    )
+    source = _source(stage, rows, split="eval", eval_fraction=stage.env["eval_fraction"])
     chosen = set(source.indices(0, len(source)).tolist())
     held_out = [key for index, key in enumerate(keys) if index in chosen]
     return held_out, [key for index, key in enumerate(keys) if index not in chosen]
@@ -346,13 +359,11 @@ def _prompts(stage: Stage, rows: Rows) -> Iterator[Finding]:
         return
     if stage.is_conversation:
         return
-    from rllib_llm.envs.prompts import PromptEncoder, PromptSource
+    from rllib_llm.envs.prompts import PromptEncoder
     from rllib_llm.envs.rlhf import policy_tokenizer
 
     encoder = PromptEncoder(policy_tokenizer(env), env["max_prompt_len"])
-    source = PromptSource(
-        rows, prompt_column=env.get("prompt_column"), split_seed=env.get("split_seed", 0)
-    )
+    source = _source(stage, rows)
     looked_at = min(NUM_ENCODED, len(source))
     encoder.encode([source.row(index) for index in range(looked_at)])
     if encoder.num_truncated > MAX_CUT * looked_at:

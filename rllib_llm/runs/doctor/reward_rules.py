@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 
 from rllib_llm.envs.judges.reward_functions import RewardBatch, RewardTerm
-from rllib_llm.envs.judges.rewards import RewardResult, read_answer
+from rllib_llm.envs.judges.rewards import NOT_FINITE, RewardResult, read_answer
 from rllib_llm.runs.doctor.machine_rules import server_rules
 from rllib_llm.runs.doctor.stage import Finding, Stage, first_rows
 
@@ -98,11 +97,14 @@ def _look(term: RewardTerm, result: RewardResult, batch: RewardBatch) -> Iterato
     texts = [text[:20] for text in batch.completions]
     known = result.values[result.valid & result.values.isfinite()].tolist()
     invalid = (~result.valid).nonzero().flatten().tolist()
-    unfit = [texts[i] for i in invalid if i not in result.reasons]
+    unfit = [texts[i] for i in invalid if result.reasons[i] == NOT_FINITE]
     if unfit or not known:
-        rest = f"of {unfit} is NaN or infinite" if unfit else f"of each of {texts} is None"
+        found = f"the score of {unfit} is NaN or infinite"
+        if not unfit:
+            told = [f"{texts[i]!r} is not judged: {result.reasons[i]}" for i in invalid[:1]]
+            found = told[0] if told else f"the score of each of {texts} is None"
         yield Finding(
-            "rewards.infinite", "warning", f"{term.name}: the score {rest}",
+            "rewards.infinite", "warning", f"{term.name}: {found}",
             "such a completion is not learnt from",
             "Return a finite number, at least for some of them.",
         )  # fmt: skip
@@ -178,8 +180,7 @@ def answer_scores(stage: Stage) -> tuple[float, float] | None:
 def _mean(terms: Sequence[RewardTerm], batch: RewardBatch) -> float:
     total = 0.0
     for term in terms:
-        result = term.call(batch)
-        values = result[0] if isinstance(result, tuple) else result
-        known = [float(v) for v in values if v is not None and math.isfinite(float(v))]
-        total += term.weight * sum(known) / max(1, len(known))
+        result = read_answer(term, term.call(batch), batch)
+        known = result.values[result.valid & result.values.isfinite()]
+        total += term.weight * float(known.sum()) / max(1, len(known))
     return total

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rllib_llm.envs.judges.rewards import Invalid
 from rllib_llm.runs.doctor.machine_rules import GIB, Machine
 from rllib_llm.runs.experiments import Experiment
 
@@ -37,6 +38,16 @@ class Unmade:
 
 def infinite(completions):
     return [float("inf") for _ in completions]
+
+
+def invalid(completions):
+    return [Invalid("the grader's model is not loaded") for _ in completions]
+
+
+def invalid_for_some(completions, answer):
+    """Judges answers of one character alone."""
+    pairs = zip(completions, answer, strict=True)
+    return [float(text == a) if len(a) == 1 else Invalid("two characters") for text, a in pairs]
 
 
 def nothing(completions):

@@ -15,7 +15,8 @@ import pytest
 from rllib_llm.envs.prompts import PromptSource
 from rllib_llm.runs.doctor.examine import before_a_run, examine
 from rllib_llm.runs.doctor.machine_rules import GIB, Machine
-from rllib_llm.runs.doctor.stage import exit_code
+from rllib_llm.runs.doctor.reward_rules import answer_scores
+from rllib_llm.runs.doctor.stage import exit_code, make_stage
 from tests.runs.doctor import set_ups
 from tests.runs.doctor.set_ups import HERE, MACHINE, SUMS, conversations, grpo, supervised
 from tests.tiny_models import byte_tokenizer, llama, llama_classifier, save
@@ -126,6 +127,57 @@ def test_held_out_prompts_that_repeat_one_to_train_on_are_counted():
     twins = sum(prompt in train for prompt in held_out)
     (leak,) = [f.text() for f in found(grpo(env=settings)) if f.id == "data.leak"]
     assert twins > 0 and f"{twins} of the 6 prompts that eval_fraction holds out" in leak
+
+
+LEAKS = {
+    "prompts": lambda: grpo(
+        env={"prompts": with_ids(SUMS, 0), "eval_prompts": with_ids(SUMS[:2], 100)}
+    ),
+    "held out of prompts": lambda: grpo(
+        env={"prompts": with_ids(SUMS * 2, 0), "eval_prompts": None, "eval_fraction": 0.125}
+    ),
+    "chats": lambda: grpo(
+        env={
+            "prompts": [{"messages": [*CHAT, said(text)]} for text in "ab"],
+            "eval_prompts": [{"messages": [*CHAT, said("c")]}],
+            "reward_functions": f"{HERE}.says_something",
+            "chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}",
+        }
+    ),
+    "texts": lambda: supervised(
+        "SFT", data=with_ids(set_ups.TEXTS, 0), eval_data=with_ids(set_ups.TEXTS[:2], 100)
+    ),
+}
+
+
+def with_ids(rows, first):
+    return [{**row, "id": first + i} for i, row in enumerate(rows)]
+
+
+def said(text):
+    return {"role": "assistant", "content": text}
+
+
+@pytest.mark.parametrize("name", LEAKS)
+def test_rows_that_the_model_reads_alike_are_the_same_whatever_else_they_hold(name: str):
+    assert "data.leak" in [finding.id for finding in found(LEAKS[name]())]
+
+
+def test_a_reward_that_fails_on_every_row_is_told_with_its_reason():
+    experiment = grpo(env={"reward_functions": f"{HERE}.invalid"})
+    (text,) = [f.text() for f in found(experiment) if f.id.startswith("rewards")]
+    assert "the grader's model is not loaded" in text and "None" not in text
+
+
+def test_rows_without_a_score_do_not_count_among_right_answers():
+    """No row's sum is that of the next row."""
+    experiment = grpo(
+        env={
+            "reward_functions": f"{HERE}.invalid_for_some",
+            "prompts": [*SUMS, {"prompt": "9+9=", "answer": "18"}],
+        }
+    )
+    assert answer_scores(make_stage(experiment)) == (1.0, 0.0)
 
 
 def _with_area(ids: list[str]) -> list[str]:
