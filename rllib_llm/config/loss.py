@@ -63,17 +63,20 @@ class Loss(Settings):
     )
     clip_param: float = setting(
         0.2,
-        "ε: ratios are clipped to [1 - ε, 1 + ε]; the upper bound can be set by `clip_param_high`",
+        "the ε of [1 - ε, 1 + ε], to which ratios are clipped",
+        note="`clip_param_high` sets another upper bound.",
         least=0,
         trl="epsilon",
         also="cliprange clip_range eps_clip clip_ratio clip_epsilon",
     )
     clip_param_high: float | None = setting(
         None,
-        "the ε of ratios above 1 (DAPO's clip-higher); None: `clip_param`",
+        "the ε of ratios above 1 (DAPO's clip-higher)",
+        note="None: `clip_param`.",
         least=0,
         trl="epsilon_high",
         also="clip_ratio_high eps_clip_high",
+        remedy="Write 0.28 as DAPO does, or None for clip_param",
     )
     dual_clip: float | None = setting(
         None,

@@ -305,6 +305,8 @@ class Optimiser(Settings):
         unit="tokens",
         least=1,
         also="ppo_max_token_len_per_gpu max_tokens_per_batch",
+        reason="it says how much goes through the model at a time",
+        remedy="Raise it, or use None for micro_batch_size",
     )
     refused_batch_dir: str | None = setting(
         None,

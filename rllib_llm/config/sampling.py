@@ -187,6 +187,7 @@ class Sampling(Drawn):
         unit="iterations",
         least=0,
         trl="log_completions",
+        remedy="Write 10, or 0 for none",
     )
     num_logged_samples: int = setting(
         8,
@@ -331,7 +332,7 @@ def _held_out(config: Any) -> dict[str, Any]:
     }
     if not isinstance(overlay, Mapping):  # none, or a config that says it all
         return settings | ({} if overlay is None else {"explore": overlay.explore})
-    return settings | flattened(type(config), overlay)
+    return settings | flattened(type(config), overlay, "evaluation_config")
 
 
 def _check_pass_at(held_out: Mapping[str, Any], pass_at: Any, name: str) -> None:

@@ -124,8 +124,8 @@ def check_keys(config: AlgorithmConfig, settings: Mapping[str, Any], where: str)
         for key in unknown:
             complain(unknown_key(where, key, allowed, _hint(str(key), allowed)))
     overrides = settings.get("evaluation_config")
-    if isinstance(overrides, Mapping):
-        check_keys(config, flat_settings(config, overrides), f"{where}.evaluation_config")
+    if isinstance(overrides, Mapping) and not isinstance(config, Tabled):  # those check their own
+        check_keys(config, overrides, f"{where}.evaluation_config")
 
 
 def _hint(key: str, allowed: set[str]) -> str:

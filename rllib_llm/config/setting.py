@@ -111,26 +111,30 @@ class Setting:
             return config.env_config.get(self.name, self.default)
         return getattr(config, self.attribute or self.name)
 
-    def check(self, value: Any) -> None:
-        """Checks that `value` has the type and lies in the range of this row.
-
-        Raises:
-            SettingError: it does not; within `all_complaints` it is noted.
-        """
-        error = self.error(value)
+    def check(self, value: Any, config: Any = None, place: str = "") -> None:
+        """Complains of what `error` returns."""
+        error = self.error(value, config, place)
         if error is not None:
             complain(error)
 
-    def error(self, value: Any) -> SettingError | None:
-        """The error that `value` is refused with, or None."""
+    def error(self, value: Any, config: Any = None, place: str = "") -> SettingError | None:
+        """The error that `value` is refused with, or None.
+
+        config: whose value is the default in the remedy; this row's where it is None. place: the
+        setting whose mapping `value` stands in, such as "eval_envs.math".
+        """
         if self.may_be_empty and isinstance(value, str) and not value:
             return None
         if self.or_dotted and isinstance(value, str) and looks_dotted(value):
             return None
         value_rule, reason = self.rule, self.reason or self.says
-        remedy = self.remedy or f"Its default is {self.default!r}"
-        if value is False and not self.remedy and (self.is_optional or self.type is Any):
+        default = self.default if config is None else self.value(config)
+        path = (place, self.place if self.place == IN_ENV else "", self.name)
+        remedy = self.remedy
+        if not remedy and default is None:
             remedy = "Leave it out, or set None"
+        elif not remedy:
+            remedy = f"Write {default!r}, its default{', or None' if self.is_optional else ''}"
         number = plain(value) if type(plain(value)) in (int, float) else 0
         try:
             _adapter(self.type, self.choices, self.least, self.above, self.most).validate_python(
@@ -149,7 +153,7 @@ class Setting:
             elif isinstance(value, str) and not value.strip("\0 \t\n"):
                 value_rule = "more than a blank"
         return SettingError(
-            name=self.name if self.place == IN_CONFIG else f"{self.place}.{self.name}",
+            name=".".join(filter(None, path)),
             value=value,
             rule=f"be {value_rule}",
             reason=reason,

@@ -32,6 +32,8 @@ class Supervised(Settings):
         unit="tokens",
         least=2,
         also="max_seq_length max_seq_len model_max_length",
+        reason="every token but the first is predicted",
+        remedy="Raise it to the tokens of your texts",
     )
     shuffle: bool = setting(
         True,

@@ -21,6 +21,7 @@ from rllib_llm.config.schema import READ_ONLY, RENAMED, RETIRED
 from rllib_llm.config.sections import (
     ConfigClass,
     SectionMethod,
+    defaults,
     known_names,
     other_names,
     rllib_parameters,
@@ -40,6 +41,7 @@ from rllib_llm.shared.errors import (
     closest,
     complain,
     nearest,
+    noted,
     suggestion,
 )
 
@@ -302,10 +304,10 @@ class TabledConfig(AlgorithmConfig):
         for row in (*table(type(self)).values(), *rllib_table(type(self)).values()):
             if row.place == IN_CONFIG:
                 value = row.value(self)
-                row.check(value)
+                row.check(value, defaults(type(self)))
                 if plain(value) is not value:  # a scalar of numpy, which RLlib would not take
                     setattr(self, row.attribute or row.name, plain(value))
-        self._check_env_rows(self.env_config)
+        self._check_env_rows(self.env_config, self.env)
         refuse_inert(self)
         warn_of_strangers(self)
         overlays = {"evaluation_config": self.evaluation_config}
@@ -313,21 +315,27 @@ class TabledConfig(AlgorithmConfig):
         overlays |= {f"eval_envs.{name}": overlay for name, overlay in named.items()}
         for name, overlay in overlays.items():
             if isinstance(overlay, Mapping):
-                given = flattened(type(self), overlay)
-                self._check_env_rows(given.get("env_config"), given.get("env", self.env))
-                unknown = [key for key in given if not self._takes(key)]
-                if unknown:
-                    where = f"{type(self).__name__}.{name}"
-                    complain(unknown_settings(type(self), unknown, where))
+                with noted():
+                    self._check_overlay(overlay, name)
 
-    def _check_env_rows(self, env_config: Any, env: Any = None) -> None:
+    def _check_overlay(self, overlay: Mapping[str, Any], place: str) -> None:
+        """Checks settings that evaluation has otherwise; `place`: "evaluation_config", say."""
+        given = flattened(type(self), overlay, place)
+        unknown = [key for key in given if not self._takes(key)]
+        if unknown:
+            complain(unknown_settings(type(self), unknown, place))
+        for row in (*table(type(self)).values(), *rllib_table(type(self)).values()):
+            if row.place == IN_CONFIG and row.name in given:
+                row.check(given[row.name], defaults(type(self)), place)
+        self._check_env_rows(given.get("env_config"), given.get("env", self.env), place)
+
+    def _check_env_rows(self, env_config: Any, env: Any, place: str = "") -> None:
         """Checks `env_config` against the tables, for environments of this package."""
-        env = self.env if env is None else env
         if not isinstance(env_config, Mapping) or not str(env).startswith(OWN_ENVS):
             return
         for row in table(type(self)).values():
             if row.place == IN_ENV and row.name in env_config:
-                row.check(env_config[row.name])
+                row.check(env_config[row.name], defaults(type(self)), place)
 
 
 def _names_a_network(name: str, value: Any) -> bool:
@@ -335,8 +343,11 @@ def _names_a_network(name: str, value: Any) -> bool:
     return name == "model" and not isinstance(value, Mapping)
 
 
-def flattened(config_class: ConfigClass, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """`settings`, the mappings that stand under the name of a section dissolved into it.
+def flattened(
+    config_class: ConfigClass, settings: Mapping[str, Any], place: str = ""
+) -> dict[str, Any]:
+    """`settings`, the mappings that stand under the name of a section dissolved into it; `place`:
+    the setting that they are the value of, if any.
 
     Raises:
         UnknownSettingError: keys of a section that are none of its settings.
@@ -346,14 +357,20 @@ def flattened(config_class: ConfigClass, settings: Mapping[str, Any]) -> dict[st
     env: dict[str, Any] = {}
     for key, value in settings.items():
         is_section = key in section_names(config_class)
-        if is_section and key not in known_names(config_class) and not isinstance(value, Mapping):
-            first = next(iter(section_rows(config_class, key).values())).in_section
+        path = f"{place}.{key}" if place else key
+        is_setting = key in known_names(config_class) and key != "env_config"
+        if (
+            (is_section or key == "env_config")
+            and not is_setting
+            and not isinstance(value, Mapping)
+        ):
+            rows = section_rows(config_class, key) if is_section else {"prompts": None}
             raise SettingError(
-                name=key, value=value, rule="be a mapping", reason="it is a section of settings",
-                remedy=f"Write `{key}: {{{first}: ...}}`",
+                name=path, value=value, rule="be a mapping", reason="it is a section of settings",
+                remedy=f"Write `{key}: {{{next(iter(rows))}: ...}}`",
             )  # fmt: skip
         if not is_section or not isinstance(value, Mapping):
-            _add(flat, key, value, key)
+            _add(flat, key, value, path)
             continue
         unknown = []
         for name, item in value.items():
@@ -361,12 +378,13 @@ def flattened(config_class: ConfigClass, settings: Mapping[str, Any]) -> dict[st
             if row is None:
                 unknown.append(name)
             else:
-                _add(env if row.place == IN_ENV else flat, row.name, item, f"{key}.{name}")
+                _add(env if row.place == IN_ENV else flat, row.name, item, f"{path}.{name}")
         if unknown:
-            raise unknown_settings(config_class, unknown, key, key)
+            raise unknown_settings(config_class, unknown, path, key)
     if env:
-        for name, value in (flat.get("env_config") or {}).items():
-            _add(env, name, value, f"env_config.{name}")
+        path = f"{place}.env_config" if place else "env_config"
+        for name, value in flat.get("env_config", {}).items():
+            _add(env, name, value, f"{path}.{name}")
         flat["env_config"] = env
     return flat
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 
@@ -12,6 +13,7 @@ from rllib_llm.config.schema import build_config
 from rllib_llm.config.sections import table
 from rllib_llm.envs.conversation import DEFAULTS
 from rllib_llm.envs.rlhf import COMMON_DEFAULTS
+from rllib_llm.shared.errors import all_complaints
 from tests.algorithms import tiny_runs as tiny
 
 SAMPLED = {"explore": True, "num_completions": 4}
@@ -123,3 +125,53 @@ def test_the_table_has_the_environments_own_settings_and_defaults():
     rows = {row.name: row for row in CONVERSATION.settings}
     assert all(DEFAULTS[name] == row.default for name, row in rows.items())
     assert rows.keys() >= DEFAULTS.keys() - COMMON_DEFAULTS.keys() - table(GRPOConfig).keys()
+
+
+@pytest.mark.parametrize("config, wrong, said", [
+    (tiny.GRPOConfig, {"num_completions": 0}, "Write 8, its default."),  # RLHF's is 1
+    (tiny.RLOOConfig, {"num_completions": 0}, "Write 4, its default."),
+    (tiny.SFTConfig, {"adam_epsilon": 0}, "Write 1e-08, its default."),  # RLHF's is 1e-5
+    (tiny.DPOConfig, {"adam_epsilon": 0}, "Write 1e-08, its default."),
+    (tiny.GRPOConfig, {"adam_epsilon": 0}, "Write 1e-05, its default."),
+    (tiny.PPOPtxConfig, {"vf_clip_param": 0}, "Write 0.2, its default, or None."),
+    (tiny.GRPOConfig, {"target_kl": 0}, "Leave it out, or set None."),
+    (tiny.GRPOConfig, {"log_samples_every": -2}, "Write 10, or 0 for none."),
+    (tiny.SFTConfig, {"max_length": 1}, "Raise it to the tokens of your texts."),
+    (tiny.GRPOConfig, {"micro_batch_tokens": 0}, "Raise it, or use None for micro_batch_size."),
+    (tiny.GRPOConfig, {"clip_param_high": -1.0},
+     "Write 0.28 as DAPO does, or None for clip_param."),
+    (tiny.GRPOConfig, {"clip_param": -1.5},
+     ": it is the ε of [1 - ε, 1 + ε], to which ratios are clipped. Write 0.2, its default."),
+])  # fmt: skip
+def test_a_remedy_says_what_to_write_by_the_algorithm_s_own_default(config, wrong, said):
+    made = config().language_model(model=tiny.MODEL).update_from_dict(wrong)
+    with pytest.raises(ValueError) as error:
+        made.validate()
+    assert str(error.value).endswith(said)
+
+
+OVERLAYS = [
+    ({"env_config": 5}, "env_config=5 must be a mapping: .*`env_config: {prompts: ...}`"),
+    ({"prompts": 5}, "prompts=5 must be a mapping: .*`prompts: {data: ...}`"),
+    ({"prompts": {"data": "x"}, "env_config": 5}, "env_config=5 must be a mapping"),
+    ({"sampling": {"temperatur": 1}}, "sampling: unknown key 'temperatur'"),
+    ({"temperature": -3}, "temperature=-3 must be a number above 0"),
+    ({"env_config": {"max_prompt_len": 0}}, "env_config.max_prompt_len=0 must be a whole number"),
+    (
+        {"prompts": {"max_prompt_len": 3}, "env_config": {"max_prompt_len": 4}},
+        "env_config.max_prompt_len=4 must be the only one",
+    ),
+]
+
+
+@pytest.mark.parametrize("overlay, words", OVERLAYS)
+def test_what_evaluation_has_otherwise_is_checked_and_its_whole_path_is_told(overlay, words):
+    config = tiny.grpo().evaluation(evaluation_interval=1)
+    config.sampling(eval_envs={"math": overlay})
+    with pytest.raises(ValueError, match=r"^eval_envs\.math\." + words):
+        config.validate()
+    config = tiny.grpo().evaluation(evaluation_interval=1, evaluation_config=overlay)
+    with all_complaints() as found:
+        config.validate()
+    (said,) = map(str, found)  # once
+    assert re.match(r"evaluation_config\." + words, said)
