@@ -192,8 +192,14 @@ async def call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> An
 _END_SECONDS = 5.0  # that a cancelled task has to end
 
 
-async def within(seconds: float | None, awaitable: Awaitable[Result], said: str = "") -> Result:
-    """The result of an awaitable, which is cancelled when its time is over (None: it has any).
+async def within(
+    seconds: float | None,
+    awaitable: Awaitable[Result],
+    said: str = "",
+    end_seconds: float = _END_SECONDS,
+) -> Result:
+    """The result of an awaitable, which is cancelled when its time is over (None: it has any). It
+    has `end_seconds` to end; if that takes longer, it goes on in the background.
 
     Raises:
         Late: it is, with the message `said`. What the awaitable itself raises is no `Late`.
@@ -202,7 +208,7 @@ async def within(seconds: float | None, awaitable: Awaitable[Result], said: str 
     try:
         await asyncio.wait({task}, timeout=None if seconds == math.inf else seconds)
         if not task.done():
-            await ended(task)
+            await ended(task, end_seconds)
             raise Late(said or no_answer(seconds or 0.0))
         return task.result()
     except asyncio.CancelledError:  # one of its own must not outlive it
@@ -210,10 +216,10 @@ async def within(seconds: float | None, awaitable: Awaitable[Result], said: str 
         raise
 
 
-async def ended(task: asyncio.Future) -> None:
-    """Cancels a task, and waits a while for its end."""
+async def ended(task: asyncio.Future, seconds: float = _END_SECONDS) -> None:
+    """Cancels a task, and waits for its end, but not for longer than `seconds`."""
     task.cancel()
-    await asyncio.wait({task}, timeout=_END_SECONDS)
+    await asyncio.wait({task}, timeout=seconds)
 
 
 async def harmless(awaitable: Awaitable[Any]) -> Any:

@@ -144,8 +144,10 @@ class RewardTerm:
     convention of trl.GRPOTrainer's reward functions, extended.) Function objects may have a method
     `metrics()`, numbers by name.
 
-    timeout_s: how long an answer that is awaited may take for a batch; later, none of its rows is
-    valid. By default what the function says in an attribute of that name, as a `Judge` does, and
+    timeout_s: how long an answer that is awaited may take for a batch; then it is cancelled, none
+    of its rows is valid, and the batch goes on, while what is slow to end does so in the
+    background. (Code that blocks the event loop is left behind after twice that time and 5 s: until
+    then another function may be to blame.) By default what the function says in an attribute of that name, as a `Judge` does, and
     `TIMEOUT_S` for other coroutine functions.
     """
 

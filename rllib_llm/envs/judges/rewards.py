@@ -250,7 +250,7 @@ async def _called(term: RewardTerm, batch: RewardBatch) -> Any:
 
 async def _in_time(term: RewardTerm, answer: Awaitable[Any]) -> Any:
     said = no_answer(term.timeout_s or math.inf, "timeout_s")
-    return await within(term.timeout_s, harmless(answer), said)
+    return await within(term.timeout_s, harmless(answer), said, end_seconds=0.0)
 
 
 def _cause(error: BaseException) -> BaseException:

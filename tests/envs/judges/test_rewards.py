@@ -328,6 +328,23 @@ def test_an_answer_that_does_not_come_in_time_is_given_up_once(is_plain):
     assert asked == [["a", "b"]] and cancelled.wait(5)
 
 
+def test_a_function_that_is_slow_to_end_holds_up_nobody_and_ends_in_the_background():
+    ended = threading.Event()
+
+    async def slow_to_end(completions):
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(3)
+            ended.set()
+
+    start = time.monotonic()
+    with pytest.raises(UnjudgedError, match="no answer within timeout_s=0.05"):
+        RewardSum({"function": slow_to_end, "timeout_s": 0.05})(batch_of("a", "b"))
+    assert time.monotonic() - start < 2 and not ended.is_set()  # it ends after 3.05 s
+    assert ended.wait(20)
+
+
 def test_functions_that_are_awaited_have_ten_minutes_and_judges_what_they_give_themselves():
     async def function(completions):
         return [0.0] * len(completions)
