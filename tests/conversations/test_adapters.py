@@ -458,6 +458,17 @@ def test_answers_to_all_data_sets(gym, scores, tmp_path):
         assert score <= own, rows[i]["dataset"]  # sympy reads no sentences here
 
 
+def test_a_task_s_record_is_one_s_own(gym):
+    """A scorer that writes into it changed the task for all others."""
+    tasks = gym.Tasks("chain_sum", num_tasks=2)
+    task, packed = tasks[1], tasks.packed(1)
+    _, entry = tasks.entry(1)
+    entry["answer"] = "-1"
+    entry["metadata"].clear()
+    assert tasks.entry(1)[1]["metadata"] and tasks.entry(1)[1]["answer"] == task["answer"] != "-1"
+    assert (tasks[1], tasks.packed(1)) == (task, packed)
+
+
 def test_a_data_set_that_likes_any_answer_is_named(gym):
     with pytest.warns(UserWarning, match="'game_of_life_halting' of reasoning-gym gives its full"):
         gym.Tasks("game_of_life_halting", num_tasks=2)

@@ -122,7 +122,7 @@ class Tasks(MadeRows):
         chosen = np.random.default_rng(seed).random(num_tasks)
         self._which = np.searchsorted(np.cumsum(weights / weights.sum()), chosen, side="right")
         self._made: dict[tuple[int, int], Any] = {}
-        self._remembered = functools.lru_cache(_REMEMBERED)(self._entry)
+        self._remembered = functools.lru_cache(_REMEMBERED)(self._packed_entry)
         self._check_levels()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class Tasks(MadeRows):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._remembered = functools.lru_cache(_REMEMBERED)(self._entry)
+        self._remembered = functools.lru_cache(_REMEMBERED)(self._packed_entry)
 
     def _check_levels(self) -> None:
         """Makes a row of each data set at every level that tasks will reach."""
@@ -166,9 +166,17 @@ class Tasks(MadeRows):
         }
 
     def entry(self, index: int) -> tuple[int, Any]:
-        """Which data set the task at `index` is of, and reasoning-gym's own record of it."""
+        """Which data set the task at `index` is of, and a copy of reasoning-gym's own record of
+        it."""
+        which, packed = self._found(index)
+        return which, pickle.loads(base64.b64decode(packed))
+
+    def _found(self, index: int) -> tuple[int, str]:
         which = min(int(self._which[index]), len(self.specs) - 1)
         return which, self._remembered(which, self.level(index), index)
+
+    def _packed_entry(self, which: int, level: int, index: int) -> str:
+        return _packed(self._entry(which, level, index))
 
     def _entry(self, which: int, level: int, index: int) -> Any:
         try:
@@ -199,9 +207,9 @@ class Tasks(MadeRows):
 
     def packed(self, index: int) -> dict[str, str]:
         """The task at `index`, packed for the scoring process."""
-        which, entry = self.entry(index)
+        which, entry = self._found(index)
         config = self._config(which, self.level(index))
-        return {"name": self.specs[which].name, "config": _packed(config), "entry": _packed(entry)}
+        return {"name": self.specs[which].name, "config": _packed(config), "entry": entry}
 
     def _make(self, which: int, level: int) -> Any:
         import reasoning_gym
