@@ -24,7 +24,7 @@ from rllib_llm.envs.actions import BanditEnvError, told_columns
 from rllib_llm.envs.adapters.agent import AgentEnv, OpenAgentServer, open_for, run_agents
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.conversation_rollouts import Attempt, judge, run_rollouts
-from rllib_llm.envs.registry import ENVIRONMENTS, make
+from rllib_llm.envs.registry import ENVIRONMENTS, make, not_batched
 from rllib_llm.modules.pretrained import load_causal_lm
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import widen
@@ -229,11 +229,7 @@ class BanditChecker(Problems):
         env = self.env
         before = len(self.problems)
         if not isinstance(env, VectorEnv):
-            self.add(
-                f"the environment of type {type(env).__name__} must be a "
-                "gymnasium.vector.VectorEnv: one step judges a whole batch. Build on "
-                "rllib_llm.envs.bandit.BanditEnv."
-            )
+            self.add(str(not_batched(env)))
             return False
         for name in ("single_observation_space", "single_action_space"):
             space = getattr(env, name, None)

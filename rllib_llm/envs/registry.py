@@ -97,7 +97,7 @@ def check_batched(env: Any) -> None:
     if isinstance(env, str) and looks_dotted(env) and registered_env(env) is None:
         env = import_dotted(env, name="env")
     if isinstance(env, gymnasium.Env) or (inspect.isclass(env) and issubclass(env, gymnasium.Env)):
-        raise _not_batched(env)
+        raise not_batched(env)
 
 
 def check_name(env: Any) -> None:
@@ -173,7 +173,8 @@ def register_user_env(env: str) -> bool:
     return True
 
 
-def _not_batched(env: Any) -> UnknownEnvError:
+def not_batched(env: Any) -> UnknownEnvError:
+    """The error for an environment of single episodes."""
     return UnknownEnvError(
         name="env",
         value=env,
@@ -185,7 +186,7 @@ def _not_batched(env: Any) -> UnknownEnvError:
 
 def _unknown(env: str) -> UnknownEnvError:
     if env in gymnasium.registry and gymnasium.spec(env).entry_point is not None:
-        return _not_batched(env)
+        return not_batched(env)
     return UnknownEnvError(
         name="env",
         value=env,

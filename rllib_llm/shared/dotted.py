@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import os
 import re
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rllib_llm.shared.errors import SettingError, did_you_mean
@@ -70,7 +72,7 @@ def import_dotted(path: str, *, name: str = "path") -> Any:
             value=path,
             rule="name a module that can be imported",
             reason=f"there is no module {module_path or package!r}",
-            remedy="Install it, or put its folder on PYTHONPATH",
+            remedy=_moved(path) or "Install it, or put its folder on PYTHONPATH",
         )
     return _walk(module, module_path, rest, path, name)
 
@@ -114,10 +116,35 @@ def _walk(module: Any, module_path: str, rest: list[str], path: str, name: str) 
                 value=path,
                 rule=f"name something in {module_path!r}",
                 reason=f"it has no {attribute!r}",
-                remedy=did_you_mean(attribute, names, 3, otherwise="Check the spelling"),
+                remedy=_moved(path)
+                or did_you_mean(attribute, names, 3, otherwise="Check the spelling"),
             )
         found = getattr(found, attribute)
     return found
+
+
+def _moved(path: str) -> str:
+    """The remedy for what this package has elsewhere, in one place; "" for all else. Modules are
+    read, not imported."""
+    package, name = __name__.partition(".")[0], re.split("[.:]", path)[-1]
+    if re.split("[.:]", path)[0] != package:
+        return ""
+    root = Path(__file__).parent.parent
+    files = [file for file in sorted(root.rglob("*.py")) if _defines(file, name)]
+    if len(files) != 1:
+        return ""
+    module = ".".join([package, *files[0].relative_to(root).with_suffix("").parts])
+    place = f"{module.removesuffix('.__init__')}{':' if ':' in path else '.'}{name}"
+    return f"It is {place!r}"
+
+
+def _defines(file: Path, name: str) -> bool:
+    """Whether a module's own text defines the name."""
+    text = file.read_text(encoding="utf-8")
+    nodes = ast.parse(text).body if name in text else []
+    assigned = [getattr(n, "targets", [getattr(n, "target", None)]) for n in nodes]
+    names = {getattr(n, "name", None) for n in nodes}
+    return name in names | {getattr(each, "id", None) for targets in assigned for each in targets}
 
 
 IMPORTS = "RLLIB_LLM_IMPORT"  # their names, for processes that are started from here

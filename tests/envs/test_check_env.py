@@ -229,7 +229,10 @@ def test_random_scores_are_no_finding():
 @pytest.mark.parametrize(
     ("env", "message"),
     [
-        (PlainEnv, "type PlainEnv must be a gymnasium.vector.VectorEnv"),
+        (
+            PlainEnv,
+            "env=.*PlainEnv.* must be a gymnasium.vector.VectorEnv: one step judges a whole",
+        ),
         (WrongSpaces, "single_action_space=MultiDiscrete.* must be Repeated"),
         (OtherVocabulary, r"vocabulary sizes=\[19, 7\] of .* must be the same"),
         (NumpyPrompts, "prompt_ids of type ndarray must be a torch tensor"),

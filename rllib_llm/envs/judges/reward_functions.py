@@ -147,8 +147,8 @@ class RewardTerm:
     timeout_s: how long an answer that is awaited may take for a batch; then it is cancelled, none
     of its rows is valid, and the batch goes on, while what is slow to end does so in the
     background. (Code that blocks the event loop is left behind after twice that time and 5 s: until
-    then another function may be to blame.) By default what the function says in an attribute of that name, as a `Judge` does, and
-    `TIMEOUT_S` for other coroutine functions.
+    then another function may be to blame.) By default what the function says in an attribute of
+    that name, as a `Judge` does, and `TIMEOUT_S` for other coroutine functions.
     """
 
     def __init__(
