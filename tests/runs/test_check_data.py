@@ -12,6 +12,7 @@ from rllib_llm.runs.doctor.data_rules import check_data
 from tests.algorithms import tiny_runs as tiny
 
 CHATS = [{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}]
+JUDGES = "rllib_llm.envs.judges"
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
@@ -54,6 +55,11 @@ def test_what_is_right_passes():
     (grpo(reward_functions=None), "nothing judges the completions"),
     (grpo(reward_functions=needs_an_answer, prompts=["1+1="]),
      r"'needs_an_answer' must find its arguments \['answer'\] among the columns"),
+    (grpo(reward_functions={"function": f"{JUDGES}.judge_model.JudgeModel",
+                            "kwargs": {"base_url": "http://h/v1", "model": "m"}}),
+     rf"reward_functions='{JUDGES}.judge_model.JudgeModel' must score completions: .*JudgeServer"),
+    (grpo(reward_functions=f"{JUDGES}.no_such.MathVerify"),
+     rf"It is '{JUDGES}.remote_rewards.MathVerify'"),
     (grpo(reward_functions=takes_no_completions), "takes_no_completions.*completions"),
     (grpo(eval_fraction=0.99, eval_prompts=None), "must leave prompts to train on"),
     (grpo(prompts=[{"prompt": CHATS[0]["messages"]}]), "the tokenizer has no chat template"),

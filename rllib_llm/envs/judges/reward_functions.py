@@ -184,28 +184,8 @@ class RewardTerm:
 
         A class is called with `kwargs` to make the function; a function gets `kwargs` each time.
         """
-        if not isinstance(spec, Mapping):
-            spec = {"function": spec}
-        unknown = [key for key in spec if key not in _SPEC_KEYS]
-        if unknown or "function" not in spec:
-            raise RewardError(
-                name="reward_functions",
-                value=dict(spec),
-                rule="have 'function' and may have 'weight', 'name', 'kwargs', 'timeout_s'",
-                reason="unknown " + repr(unknown) if unknown else "no function",
-                remedy="Correct the keys",
-            )
-        function = spec["function"]
-        if isinstance(function, str):
-            function = import_dotted(function, name="reward_functions")
-        if not callable(function):
-            raise RewardError(
-                name="reward_functions",
-                value=spec["function"],
-                rule="be a callable or the dotted path of one",
-                reason=f"it is {type(function).__name__}",
-                remedy="Point it at a function",
-            )
+        function = named_function(spec)
+        spec = spec if isinstance(spec, Mapping) else {}
         inner = _inner(function)
         own_name = getattr(inner, "__name__", type(inner).__name__)
         name = str(spec.get("name") or getattr(inner, "name", None) or own_name)
@@ -297,6 +277,48 @@ class RewardTerm:
                 reason=f"there are {sorted(columns)}",
                 remedy="Add the columns, or give the arguments defaults or 'kwargs'",
             )
+
+
+def named_function(spec: RewardFunction | str | Mapping[str, Any]) -> Any:
+    """The callable that `RewardTerm.from_spec` calls or, where it is a class, makes.
+
+    Raises:
+        RewardError: unknown keys, nothing callable, or a judge that only asks.
+        DottedPathError: a path that names nothing.
+    """
+    if not isinstance(spec, Mapping):
+        spec = {"function": spec}
+    unknown = [key for key in spec if key not in _SPEC_KEYS]
+    if unknown or "function" not in spec:
+        raise RewardError(
+            name="reward_functions",
+            value=dict(spec),
+            rule="have 'function' and may have 'weight', 'name', 'kwargs', 'timeout_s'",
+            reason="unknown " + repr(unknown) if unknown else "no function",
+            remedy="Correct the keys",
+        )
+    function = spec["function"]
+    if isinstance(function, str):
+        function = import_dotted(function, name="reward_functions")
+    if not callable(function):
+        raise RewardError(
+            name="reward_functions",
+            value=spec["function"],
+            rule="be a callable or the dotted path of one",
+            reason=f"it is {type(function).__name__}",
+            remedy="Point it at a function",
+        )
+    made = function if inspect.isclass(function) else type(function)
+    if getattr(made, "__call__", None) is Judge.__call__:  # noqa: B004
+        raise RewardError(
+            name="reward_functions",
+            value=f"{made.__module__}.{made.__name__}",
+            rule="score completions",
+            reason="this class only asks a judge: judges build on it, and it has no __call__",
+            remedy="Name one that scores, such as JudgeServer or RubricJudge of "
+            "rllib_llm.envs.judges.llm_judges, or give yours a __call__",
+        )
+    return function
 
 
 def as_functions(given: Any) -> list[Any]:

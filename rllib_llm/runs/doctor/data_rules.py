@@ -18,7 +18,6 @@ from rllib_llm.data.rows import Rows
 from rllib_llm.modules.model_source import num_positions
 from rllib_llm.runs.doctor.stage import MAX_ROWS, Finding, Stage, first_rows
 from rllib_llm.runs.experiments import StandIn
-from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.errors import in_place, noted
 
 if TYPE_CHECKING:
@@ -99,7 +98,7 @@ def _check_prompts(config: Any, where: str) -> None:
         with noted():
             check_settings(settings)
         with noted():
-            _check_functions(settings, where)
+            _check_functions(settings)
     settings["model"] = config.env_config.get("model") or config.pretrained_model
     settings["chat_template"] = settings["chat_template"] or config.chat_template
     if not all(_is_here(settings[key]) for key in ("model", "tokenizer", "reference")):
@@ -137,25 +136,21 @@ def _check_prompts(config: Any, where: str) -> None:
         raise in_place(error, f"{where}.env_config") from error
 
 
-def _check_functions(settings: Mapping[str, Any], where: str) -> None:
+def _check_functions(settings: Mapping[str, Any]) -> None:
     """Check the signatures of reward functions, and that their arguments are columns of the first
     prompts. Classes are not instantiated: they may load a model."""
     from rllib_llm.data.sources import load_rows
-    from rllib_llm.envs.judges.reward_functions import RewardTerm
+    from rllib_llm.envs.judges.reward_functions import RewardTerm, as_functions, named_function
 
-    functions = settings["reward_functions"] or []
     prompts = settings["prompts"]
     columns = None
     if _can_be_read(prompts):
         rows = load_rows(prompts, name="prompts")
         first = [rows[index] for index in range(min(NUM_ROWS, len(rows)))]
         columns = {name for row in first if isinstance(row, Mapping) for name in row}
-    for spec in functions if isinstance(functions, list) else [functions]:
+    for spec in as_functions(settings["reward_functions"]):
         with noted():
-            function = spec.get("function") if isinstance(spec, Mapping) else spec
-            if isinstance(function, str):
-                function = import_dotted(function, name=f"{where}.env_config.reward_functions")
-            if inspect.isclass(function):
+            if inspect.isclass(named_function(spec)):
                 continue
             term = RewardTerm.from_spec(spec)
             if columns:
@@ -245,9 +240,10 @@ def _check_tokenizer(folder: str, name: str) -> None:
 
 
 def _check_imports(given: Any, name: str) -> None:
+    from rllib_llm.envs.judges.reward_functions import as_functions
     from rllib_llm.shared.dotted import import_dotted
 
-    for function in given if isinstance(given, list) else [given]:
+    for function in as_functions(given):
         path = function.get("function") if isinstance(function, Mapping) else function
         if isinstance(path, str) and "${" not in path:
             import_dotted(path, name=name)

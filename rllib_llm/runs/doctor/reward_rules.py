@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rllib_llm.envs.judges.reward_functions import RewardBatch, RewardTerm
+from rllib_llm.envs.judges.reward_functions import RewardBatch, RewardTerm, as_functions
 from rllib_llm.envs.judges.rewards import NOT_FINITE, RewardResult, read_answer
 from rllib_llm.runs.doctor.machine_rules import server_rules
 from rllib_llm.runs.doctor.stage import Finding, Stage, first_rows
@@ -27,9 +27,8 @@ def reward_rules(stage: Stage) -> Iterator[Finding]:
     if not given or rows is None or stage.is_conversation or any(server_rules(stage)):
         return
     batch = example_batch(stage, rows)
-    functions = given if isinstance(given, list) else [given]
     seconds = 0.0
-    for spec in functions:
+    for spec in as_functions(given):
         try:
             term = RewardTerm.from_spec(spec)
             term.check_columns(batch.columns)
@@ -166,7 +165,7 @@ def answer_scores(stage: Stage) -> tuple[float, float] | None:
         completions=answers,
         columns={name: [row.columns.get(name) for row in chosen] for name in names},
     )
-    terms = [RewardTerm.from_spec(spec) for spec in (given if isinstance(given, list) else [given])]
+    terms = [RewardTerm.from_spec(spec) for spec in as_functions(given)]
     terms = [term for term in terms if not term.is_async and not term.wants_tokens]
     if not terms:
         return None

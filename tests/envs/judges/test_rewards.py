@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from rllib_llm.envs.judges.judge_model import UnreadableReply
+from rllib_llm.envs.judges.judge_model import JudgeModel, UnreadableReply
 from rllib_llm.envs.judges.reward_functions import Invalid, Judge, as_functions
 from rllib_llm.envs.judges.rewards import (
     RewardBatch,
@@ -523,6 +523,15 @@ def test_errors_of_this_package_give_their_words_as_reasons_and_others_their_cla
     error, reason
 ):
     assert Invalid.of(error) == Invalid(reason)
+
+
+def test_a_judge_that_only_asks_is_no_reward_function():
+    class Own(Judge):
+        """Without a __call__."""
+
+    for given in (JudgeModel, JudgeModel("http://h/v1", "m"), Own, Own(), Judge):
+        with pytest.raises(RewardError, match=r"must score completions: .*, or give yours a __ca"):
+            RewardTerm.from_spec(given)
 
 
 def test_a_late_answer_names_the_limit_and_no_class_of_ours():
