@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ray.rllib.algorithms.algorithm_config import (
     DEPRECATED_VALUE,
@@ -72,6 +72,20 @@ class UnknownSettingError(SettingError):
     """Names that are no settings; the remedy has what each is called here, or resembles."""
 
 
+class UnknownAttributeError(AttributeError):
+    """A name that a config does not have. What resembles it is looked up when it is printed:
+    `hasattr` asks often, and of configs that are still being made."""
+
+    def __init__(self, config_class: ConfigClass, attribute: str):
+        super().__init__(config_class, attribute)
+
+    def __str__(self) -> str:
+        config_class, attribute = self.args
+        methods = [name for name in dir(config_class) if not name.startswith("_")]
+        remedy = hint(config_class, attribute, methods=methods)
+        return f"{config_class.__name__} has no attribute {attribute!r}. {remedy}"
+
+
 def unknown_settings(
     config_class: ConfigClass, names: Iterable[str], where: str, section: str = ""
 ) -> UnknownSettingError:
@@ -85,8 +99,11 @@ def unknown_settings(
     )  # fmt: skip
 
 
-def hint(config_class: ConfigClass, name: str, section: str = "") -> str:
-    """Return a sentence on what to write instead of `name`, which was given in a section."""
+def hint(
+    config_class: ConfigClass, name: str, section: str = "", methods: Iterable[str] = ()
+) -> str:
+    """Return a sentence on what to write instead of `name`, which was given in a section;
+    `methods` may be meant as well."""
     known = known_names(config_class)
     for row in section_rows(config_class, section).values():
         if name in row.keys:
@@ -113,7 +130,9 @@ def hint(config_class: ConfigClass, name: str, section: str = "") -> str:
         return f"It is called {row.name!r} here."
     if section and nearest(name, section_rows(config_class, section)):
         return suggestion(name, section_rows(config_class, section))
-    return _resembles(name, known, others)
+    if methods and not nearest(name, {*known, *methods, *others}):
+        return f"Its sections are {', '.join(section_names(config_class))}."
+    return _resembles(name, {*known, *methods}, others)
 
 
 def _place(config_class: ConfigClass, row: Setting) -> str:
@@ -167,6 +186,11 @@ class TabledConfig(AlgorithmConfig):
             )
             raise unknown_settings(cls, unknown, where)
         return super().__new__(cls)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise UnknownAttributeError(type(self), name)
 
     def __init__(self, algo_class=None):
         super().__init__(algo_class=algo_class)

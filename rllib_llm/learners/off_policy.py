@@ -171,6 +171,7 @@ class OldLogprobs:
         old = rows[columns.OLD_LOGPROBS]
         rows[NUMBER] = torch.arange(len(old), device=old.device)
         self._own = torch.zeros_like(old)
+        self._has_own = torch.zeros(len(old), device=old.device)  # 1: `of_this_pass` gave the row's
         self._is_first = torch.zeros(len(old), dtype=torch.bool, device=old.device)
         self._is_first[first.to(old.device)] = True
         self._all_reduce: Callable[[Tensor], Tensor] | None = all_reduce
@@ -184,18 +185,19 @@ class OldLogprobs:
         """A micro-batch of the first mini-batch; its old log-probs are its `logprobs` [rows, T]."""
         own = logprobs.detach()
         self._own[micro_batch[NUMBER], : own.shape[1]] = own
+        self._has_own[micro_batch[NUMBER]] = 1.0  # a loss of the user's own does not ask for them
         return {**micro_batch, columns.OLD_LOGPROBS: own}
 
     def recall(self, minibatch: Batch) -> None:
         """Puts into a later mini-batch what `of_this_pass` was given of its rows."""
-        again = self._is_first[minibatch[NUMBER]]
-        if not bool(again.any()):
+        numbers = minibatch[NUMBER]
+        if not bool(self._is_first[numbers].any()):
             return
         if self._all_reduce is not None:
             self._all_reduce(self._own)
+            self._all_reduce(self._has_own)
             self._all_reduce = None
-        own = self._own[minibatch[NUMBER]]
-        again &= (own != 0).any(dim=1)  # a loss of the user's own does not ask for them
+        again = (self._has_own[numbers] > 0).unsqueeze(1)
         minibatch[columns.OLD_LOGPROBS] = torch.where(
-            again.unsqueeze(1), own, minibatch[columns.OLD_LOGPROBS]
+            again, self._own[numbers], minibatch[columns.OLD_LOGPROBS]
         )

@@ -30,6 +30,7 @@ from rllib_llm.modules.logprobs import ReferencePolicy
 from rllib_llm.modules.lora import adapters_off, has_adapters
 from rllib_llm.modules.precision import multiplies_by_onednn, use_onednn, warn_of_emulation
 from rllib_llm.modules.pretrained import load_causal_lm
+from rllib_llm.modules.rl_modules import CausalLMModule
 from rllib_llm.shared import columns
 from rllib_llm.shared.process import until_it_fits
 
@@ -41,6 +42,7 @@ class SharedPasses(TorchLearner):
     """Forward passes over this learner's share of a batch."""
 
     _sharded: ShardedModule | None = None  # with the strategy "fsdp"
+    _passes_names = True  # whether the module is told which outputs are needed
     _num_parts = 1  # that each micro-batch is cut into, more where memory did not suffice
 
     # --- learners ----------------------------------------------------------------------------
@@ -72,6 +74,8 @@ class SharedPasses(TorchLearner):
 
     def _map_module_to_device(self, module) -> None:
         ours = module[DEFAULT_MODULE_ID].unwrapped()
+        # A user's own may read outputs that the learner does not ask for.
+        self._passes_names = type(ours)._forward_train is CausalLMModule._forward_train
         if not (self.distributed and self.config.learner_strategy == "fsdp"):
             super()._map_module_to_device(module)
             ours.make_computing_copies()
@@ -158,10 +162,13 @@ class SharedPasses(TorchLearner):
     @torch.no_grad()
     def evaluate_rows(self, batch: Batch, names: list[str], **options: Any) -> Batch:
         """Outputs [B, T] of all rows of completions, without gradient; each row is computed by one
-        learner."""
+        learner. Only those called `names` are computed, unless the module's class is a user's own
+        that overrides `_forward_train`."""
+        if self._passes_names:
+            options["names"] = names
 
         def passes() -> list[Batch]:
-            return [outputs for _, outputs in self.evaluated(batch, names=names, **options)]
+            return [outputs for _, outputs in self.evaluated(batch, **options)]
 
         outputs = self.in_memory(passes, batch)
         rows = self.micro_batch_rows(batch)

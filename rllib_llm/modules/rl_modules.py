@@ -141,7 +141,8 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
         are given (`input_ids`), `text_logprobs` [N, L] of their target tokens.
 
         names: of the outputs that are needed; values and entropy that are not are not computed, and
-            for `values` alone no logits.
+            for `values` alone no logits. Learners pass none to a class that overrides this method:
+            what it gets from `super()` is complete.
         full_kl_to: adds `full_kl` [B, T], the exact KL from that reference.
         ref_logprobs_of: that policy's log-probs alone, as `ref_logprobs`, without gradient.
         """

@@ -364,3 +364,20 @@ def test_callbacks_are_functions_or_several_of_them():
     error = rllib_table(PPOPtxConfig)["callbacks_on_train_result"].error(3)
     assert error.rule == "be a function (in YAML its dotted path), a list, a tuple or None"
     assert table(PPOPtxConfig)["adam_betas"].error(3).rule == "be a pair of numbers"
+
+
+@pytest.mark.parametrize("config, name, said", [
+    (GRPOConfig, "sample", "Did you mean 'oversample' or 'sampling' or 'num_completions'?"),
+    (GRPOConfig, "learning_rate", "It is called 'lr' here."),
+    (GRPOConfig, "bulid_algo", "Did you mean 'build_algo'?"),
+    (GRPOConfig, "num_workers", "It is 'num_env_runners' now."),
+    (SFTConfig, "sampling",
+     "Its sections are language_model, training, learners, fault_tolerance, framework, "),
+])  # fmt: skip
+def test_an_attribute_that_is_not_there_is_told_with_what_resembles_it(config, name, said):
+    with pytest.raises(AttributeError) as error:
+        getattr(config(), name)
+    start = f"{config.__name__} has no attribute {name!r}. "
+    assert str(error.value).startswith(start + said)
+    assert not hasattr(config(), name)
+    assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)

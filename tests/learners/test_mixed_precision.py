@@ -9,11 +9,14 @@ import warnings
 
 import pytest
 import torch
+from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 
 from rllib_llm.engines.engine import generate
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import uniform_noise
+from rllib_llm.learners.off_policy import OldLogprobs
 from rllib_llm.modules.precision import ComputingCopy, warn_of_emulation
+from rllib_llm.modules.rl_modules import CausalLMModule
 from rllib_llm.shared import columns
 from rllib_llm.shared.process import multiplies_bfloat16
 from rllib_llm.weights.flat_buffer import unpack
@@ -300,3 +303,42 @@ def test_a_processor_that_emulates_bfloat16_is_told_of(features, environ, fast):
         warn_of_emulation(torch.bfloat16, "cuda", lambda: False)
         warn_of_emulation(None, "cpu", lambda: False)
     assert [str(each.message)[:22] for each in said] == ([] if fast else ["mixed_precision='bf16'"])
+
+
+class EntropyReader(CausalLMModule):
+    """A module of a user, who takes what the docstring promises."""
+
+    num_read = 0
+
+    def _forward_train(self, batch, **kwargs):
+        outputs = super()._forward_train(batch, **kwargs)
+        if columns.REF_LOGPROBS not in outputs:
+            assert outputs[columns.ENTROPY].shape == outputs[columns.LOGPROBS].shape
+            EntropyReader.num_read += 1
+        return outputs
+
+
+@pytest.mark.parametrize("settings, num_passes", [
+    ({"critic": "shared"}, 1 + 2),  # before the update, and two mini-batches
+    ({"critic": "separate"}, 2 + 2),  # values, and the second mini-batch's log-probs
+])  # fmt: skip
+def test_a_module_of_one_s_own_reads_every_output_of_every_pass(settings, num_passes):
+    spec = RLModuleSpec(module_class=EntropyReader)
+    config = tiny_runs.ppo(minibatch_size=4, num_epochs=1, **settings)
+    learner = build(config.rl_module(rl_module_spec=spec))
+    batch = tiny.judged(learner)
+    EntropyReader.num_read = 0
+    tiny.update(learner, batch)
+    assert EntropyReader.num_read == num_passes
+
+
+def test_rows_that_were_scored_are_recalled_also_where_a_log_prob_is_0():
+    """A token that is certain has log-prob 0, as a row that nobody scored has in the buffer."""
+    old = torch.tensor([[-0.5, -0.5], [-0.25, -0.25], [-1.0, -1.0]])
+    rows = {columns.OLD_LOGPROBS: old}
+    kept = OldLogprobs(rows, torch.tensor([0, 1]), lambda tensor: tensor)
+    first = {name: column[:1] for name, column in rows.items()}
+    kept.of_this_pass(first, torch.zeros(1, 2))  # row 1 is of the mini-batch, but is not asked for
+    again = dict(rows)
+    kept.recall(again)
+    assert again[columns.OLD_LOGPROBS].tolist() == [[0.0, 0.0], [-0.25, -0.25], [-1.0, -1.0]]
