@@ -4,7 +4,7 @@
 
 The files lie in the trial's folder: what it does just now, and messages.log:
 
-    [3 sampler 1] warning: reward function 'answered' failed on 5 of 16 completions ...
+    [3 sampler 1] warning: reward function 'answered' failed on completions, ...
     [3 sampler 1] a line that a reward function printed
 
 The number is the iteration. A warning stands there once, however many samplers give it. All of it

@@ -141,7 +141,7 @@ def test_failed_rows_are_marked():
 
     env = word_env(rewards=RewardSum(fragile))
     env.reset()
-    with pytest.warns(UserWarning, match="'fragile' failed on 1 of 2.*prompt 'a big dog'"):
+    with pytest.warns(UserWarning, match="'fragile' failed on completions.*prompt 'a big dog'"):
         _, rewards, _, _, infos = env.step(answer(env, "good", "bad"))
     assert rewards.tolist() == [1, 0] and infos["valid"].tolist() == [True, False]
 

@@ -183,7 +183,7 @@ def test_a_judge_that_fails_makes_its_row_invalid_and_never_0(trouble, reason):
         # Reward functions get the data set's columns by name.
         batch = rows(["good", "bad"])
         object.__setattr__(batch, "columns", {"answer": ["x", "x"]})
-        with pytest.warns(UserWarning, match="failed on 1 of 2"):
+        with pytest.warns(UserWarning, match="failed on completions"):
             judged = RewardSum(judge)(batch)
     assert judged.valid.tolist() == [True, False]
     assert reason in judged.reasons[1] and judged.reasons[0] == ""
