@@ -188,8 +188,8 @@ class RewardSum:
         if term.name not in self._warned:
             self._warned.add(term.name)
             warnings.warn(
-                f"reward function {term.name!r} failed on completions, which are left out, first on "
-                f"{shown} with {reason}. Their share of an iteration is env/{term.name}_failed.",
+                f"reward function {term.name!r} failed on completions, which are left out, first "
+                f"on {shown} with {reason}. Their share of an iteration is env/{term.name}_failed.",
                 stacklevel=3,
             )
 
