@@ -16,7 +16,6 @@ Of a family that the package `renderers` knows the suffix is the renderer's, whe
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import json
@@ -24,10 +23,11 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from rllib_llm.conversations.tool_calls import SYNTAXES, ParsedReply, parse_reply, syntax_of
 from rllib_llm.data.encoding import render_chat
+from rllib_llm.data.turn_ends import MARKER, example_calls, find_turn_ends, special_texts
 from rllib_llm.shared.errors import SettingError
 
 Message = Mapping[str, Any]
@@ -36,7 +36,6 @@ HISTORIES = ("fork", "keep")
 AUTO = "auto"
 _THOUGHTS, _THOUGHTS_END = "<think>", "</think>"
 _HALF_MARK = re.compile(r"(?:[<\[][^<>\[\]]*)?\Z")  # at the end of a text
-_MARKER = "qqq"
 
 
 class ChatFormatError(SettingError):
@@ -55,15 +54,6 @@ class Suffix:
 
     how: Literal["exact", "rewritten", "kept", "fork", "bridged"]
     token_ids: list[int]
-
-
-class _Ends(NamedTuple):
-    """Tokens that end an assistant's turn: `text` of an old turn without calls, `last` of the
-    newest one, `calls` of one with tool calls. One and the same in most templates."""
-
-    text: str
-    last: str
-    calls: str
 
 
 class ChatFormat:
@@ -111,7 +101,7 @@ class ChatFormat:
                 f"history={history!r}, tool_syntax={syntax!r} must be of {HISTORIES} and "
                 f"{SYNTAXES}: they say how old turns and tool calls are written. Correct them."
             )
-        self.tokenizer = tokenizer
+        self.tokenizer, self._special_texts = tokenizer, special_texts(tokenizer)
         self.tools = [dict(tool) for tool in tools]
         self.tool_names = frozenset(tool["function"]["name"] for tool in self.tools)
         self.syntax = syntax or syntax_of(str(tokenizer.chat_template))
@@ -121,9 +111,10 @@ class ChatFormat:
         self._schemas = {each["name"]: each.get("parameters") or {} for each in functions}
         self.history = history
         self._settings = dict(template_settings or {})
-        self._ends = self._find_ends()
-        self.turn_end = self._ends.last
-        ids = (self._id_of(end) for end in (self._ends.last, self._ends.calls))
+        tool = min(self.tool_names, default=None)
+        self.ends = find_turn_ends(tokenizer, self.render, tool, refused=ChatFormatError)
+        self.turn_end = self.ends.last
+        ids = (self._id_of(end) for end in (self.ends.last, self.ends.calls))
         ends = stop_token_ids or (*ids, *_eos(tokenizer))
         self.stop_token_ids = tuple(dict.fromkeys(ends))
         self.renderer, self.renderer_note = family_renderer(tokenizer, renderer, self._settings)
@@ -160,14 +151,6 @@ class ChatFormat:
             for name, value in cleaned.items()
         }
 
-    @functools.cached_property
-    def _special_texts(self) -> list[str]:
-        added = self.tokenizer.added_tokens_decoder.values()
-        texts = {str(token) for token in added if token.special} | {
-            *self.tokenizer.all_special_tokens
-        }
-        return sorted((text for text in texts if len(text) > 1), key=len, reverse=True)
-
     # --- tokens ------------------------------------------------------------------------------
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
@@ -195,11 +178,11 @@ class ChatFormat:
         asked = self.render(before, generation_prompt=True)
         turn = reply.as_message()
         rendered = self.render([*before, turn, *new], generation_prompt=True)
-        behind = self._end_at(rendered, asked + reply.text)
+        behind = self.ends.behind(rendered, asked + reply.text)
         if behind is not None:
             return Suffix("exact", self._behind_turn(*behind, last_id))
-        said, _ = self._without_end(self.render([*before, turn]), len(asked), turn)
-        behind = self._end_at(rendered, said) if rendered.startswith(asked) else None
+        said, _ = self.ends.split(self.render([*before, turn]), len(asked), turn)
+        behind = self.ends.behind(rendered, said) if rendered.startswith(asked) else None
         if behind is not None and reply.reasoning in said[len(asked) :]:
             return Suffix("rewritten", self._behind_turn(*behind, last_id))
         if self.history == "fork":
@@ -218,8 +201,8 @@ class ChatFormat:
         start = self._turn_start(before, asked, rendered)
         if start is None:
             return None
-        told, end = self._without_end(rendered, start, turn)
-        said = told[start:] + (end or self.end_of(turn))
+        told, end = self.ends.split(rendered, start, turn)
+        said = told[start:] + (end or self.ends.of(turn))
         left_out = start < len(asked) and opens_thoughts(asked)
         return f"{_THOUGHTS_END}\n\n{said}" if left_out and _THOUGHTS_END not in said else said
 
@@ -237,32 +220,6 @@ class ChatFormat:
         place = rendered.rfind(prompt) if prompt else -1
         return None if place < 0 else place + len(prompt)
 
-    def end_of(self, turn: Message) -> str:
-        """The token that ends a turn when it is the newest."""
-        return self._ends.calls if turn.get("tool_calls") else self._ends.last
-
-    def _without_end(self, rendered: str, start: int, turn: Message) -> tuple[str, str]:
-        """A conversation up to the end of its last turn, which begins at `start`, and that end, ""
-        where none is written."""
-        ends = self._ends
-        kinds = (ends.calls, ends.last, ends.text) if turn.get("tool_calls") else (
-            ends.last, ends.text, ends.calls)  # fmt: skip
-        for end in kinds:
-            place = rendered.rfind(end, start)
-            if place >= 0:
-                return rendered[:place], end
-        return rendered.rstrip(), ""
-
-    def _end_at(self, rendered: str, said: str) -> tuple[str, str] | None:
-        """The turn's end after `said`, and the text after that end."""
-        if not rendered.startswith(said):
-            return None
-        rest = rendered[len(said) :]
-        for end in sorted({*self._ends}, key=len, reverse=True):
-            if rest.startswith(end):
-                return end, rest[len(end) :]
-        return None
-
     def written_behind(
         self,
         before: Sequence[Message],
@@ -274,13 +231,13 @@ class ChatFormat:
         """Ids that the template writes behind a turn, whatever it makes of the turn itself; see
         `suffix`."""
         rendered = self.render([*before, turn, *new], generation_prompt=True)
-        end = self._ends.calls if turn.get("tool_calls") else self._ends.text
+        end = self.ends.calls if turn.get("tool_calls") else self.ends.text
         until_turn = self.render([*before, turn])
         if not turn.get("tool_calls"):  # a turn that no template changes shows where it ends
-            plain = {"role": "assistant", "content": _MARKER}
+            plain = {"role": "assistant", "content": MARKER}
             shown = self.render([*before, plain, *new], generation_prompt=True)
-            behind = self._end_at(shown, shown[: shown.rfind(_MARKER) + len(_MARKER)])
-            if _MARKER in shown and behind is not None and rendered.endswith("".join(behind)):
+            behind = self.ends.behind(shown, shown[: shown.rfind(MARKER) + len(MARKER)])
+            if MARKER in shown and behind is not None and rendered.endswith("".join(behind)):
                 return self._behind_turn(*behind, last_id)
         told = self._upto_end(rendered, end, until_turn.count(end))
         return self._behind_turn(end, rendered[len(told) :], last_id)
@@ -333,64 +290,17 @@ class ChatFormat:
                 remedy="Make it a special token of the tokenizer",
             )
         closed = {anchor[-1]}
-        if end == self._ends.text:  # the newest turn may be closed by another token than old ones
-            closed.add(self._id_of(self._ends.last))
+        if end == self.ends.text:  # the newest turn may be closed by another token than old ones
+            closed.add(self._id_of(self.ends.last))
         return ids[len(anchor) :] if last_id in closed else ids
 
     def as_closed(self, token_ids: Sequence[int]) -> list[int]:
         """Ids where what ends the newest turn is what ends an old one."""
-        last, text = self._id_of(self._ends.last), self._id_of(self._ends.text)
+        last, text = self._id_of(self.ends.last), self._id_of(self.ends.text)
         return [text if token == last else token for token in token_ids]
 
     def _id_of(self, token: str) -> int:
         return self.encode(token)[-1]
-
-    def _find_ends(self) -> _Ends:
-        """The token texts that end an assistant's turn."""
-        user, says = {"role": "user", "content": "x"}, {"role": "assistant", "content": _MARKER}
-        alone, history = self.render([user, says]), self.render([user, says, user])
-        tail, old_tail = _behind(alone, _MARKER), _behind(history, _MARKER)
-        last = self._first_end(tail.lstrip())
-        # Where nothing ends the newest turn, what the next one begins with ends it.
-        text = self._first_end(old_tail.lstrip() if last else old_tail)
-        last = last or text
-        if text is None or last is None:
-            raise ChatFormatError(
-                name=f"the end of an assistant's turn, {tail[:40]!r},",
-                rule="begin with a special token",
-                reason="what ends the sampled turn would not be what the chat template writes, "
-                "and the next turn would be read after another text",
-                remedy="Give a template that ends turns with the EOS token",
-            )
-        calls = last
-        if self.tools:
-            with contextlib.suppress(ChatFormatError):  # the proof says what becomes of calls
-                calls = self._end_of_calls(user) or last
-        return _Ends(text, last, calls)
-
-    def _end_of_calls(self, user: Message) -> str | None:
-        calls, results = example_calls(min(self.tool_names), _MARKER, "y")
-        alone = self.render([user, calls])
-        history = self.render([user, calls, *results], generation_prompt=True)
-        eos, start = str(self.tokenizer.eos_token), alone.rfind(_MARKER)
-        place = alone.find(eos, start)
-        if place >= 0 and history.startswith(alone[:place] + eos):
-            return eos
-        alone = alone.rstrip()
-        ends = [token for token in self._special_texts if alone.endswith(token)]
-        if ends and len(alone) - len(ends[0]) > start:
-            return ends[0]
-        return self._first_end(history[len(alone) :]) if history.startswith(alone) else None
-
-    def _first_end(self, tail: str) -> str | None:
-        """The token that a text begins with which follows a turn: EOS where it is among the special
-        tokens that stand there together, else the first of them."""
-        run, rest = [], tail
-        while found := next((t for t in self._special_texts if rest.startswith(t)), None):
-            run.append(found)
-            rest = rest[len(found) :]
-        eos = self.tokenizer.eos_token
-        return eos if eos in run else run[0] if run else None
 
     @functools.cached_property
     def max_calls(self) -> int | None:
@@ -400,8 +310,8 @@ class ChatFormat:
         user, written = {"role": "user", "content": "x"}, [0]
         try:
             for count in (1, 2):
-                calls, results = example_calls(min(self.tool_names), _MARKER, "y", count)
-                written.append(self.render([user, calls, *results]).count(_MARKER))
+                calls, results = example_calls(min(self.tool_names), MARKER, "y", count)
+                written.append(self.render([user, calls, *results]).count(MARKER))
         except ChatFormatError:
             return 1 if count == 2 else None
         return 1 if written[1] and written[1] == written[2] else None
@@ -455,20 +365,6 @@ def opens_thoughts(asked: str) -> bool:
     return asked.rstrip().endswith(_THOUGHTS)
 
 
-def example_calls(
-    name: str, said: str, answer: str, count: int = 1
-) -> tuple[dict[str, Any], Messages]:
-    """A turn with `said` and so many calls of one tool, followed by the tool's answers."""
-    function = {"name": name, "arguments": {"text": said}}
-    ids = [f"call0000{i}" for i in range(count)]
-    calls = [{"type": "function", "id": call_id, "function": function} for call_id in ids]
-    results = [
-        {"role": "tool", "name": name, "tool_call_id": call_id, "content": answer}
-        for call_id in ids
-    ]
-    return {"role": "assistant", "content": "", "tool_calls": calls}, results
-
-
 def _broken_up(value: Any, special: Sequence[str]) -> Any:
     """The value, no text in it one of `special`, or with half of a character (a lone surrogate)."""
     if isinstance(value, str):
@@ -481,11 +377,6 @@ def _broken_up(value: Any, special: Sequence[str]) -> Any:
     if isinstance(value, (list, tuple)):
         return [_broken_up(part, special) for part in value]
     return value
-
-
-def _behind(text: str, part: str) -> str:
-    """The text after the last `part`; "" without one."""
-    return text[text.rfind(part) + len(part) :] if part in text else ""
 
 
 def _eos(tokenizer: Any) -> list[int]:

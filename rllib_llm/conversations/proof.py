@@ -16,11 +16,11 @@ from rllib_llm.conversations.chat_format import (
     ChatFormat,
     ChatFormatError,
     Messages,
-    example_calls,
     opens_thoughts,
 )
 from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.conversations.tool_calls import ParsedReply
+from rllib_llm.data.turn_ends import example_calls
 
 Outcome = Literal[
     "appends", "forks", "keeps", "unsupported", "ignored", "unreadable", "proven"
@@ -198,7 +198,7 @@ def _walk(chat_format: ChatFormat, name: str, turns: Messages) -> Proof:
         # The text and not the ids: a small vocabulary may not spell what is said here.
         asked = chat_format.render(turns[:place], generation_prompt=True)
         reply = chat_format.read(
-            said.removesuffix(chat_format.end_of(turn)), opens_thoughts=opens_thoughts(asked)
+            said.removesuffix(chat_format.ends.of(turn)), opens_thoughts=opens_thoughts(asked)
         )
         if wrong := _misread(turn, reply):
             return Proof(name, "unreadable", wrong)

@@ -11,6 +11,7 @@ again with it: where one is not the beginning of the other nothing is known, and
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 from jinja2.exceptions import TemplateError
 
 from rllib_llm.data.rows import DataSourceError, Rows
+from rllib_llm.data.turn_ends import Render, TurnEnds, find_turn_ends, special_texts
 from rllib_llm.shared.errors import SettingError
 
 # A template is a program: beside its own complaints it raises what Python raises.
@@ -312,8 +314,8 @@ def encode_chat(
     tools: Sequence[Any] | None = None,
 ) -> tuple[list[int], list[bool]]:
     """Token ids of a conversation, and a mask of the assistant's: from turn `num_prompt_turns` on,
-    its text and its end-of-turn token, which are the tokens that a rollout samples; without such a
-    token, the template's text after the turn.
+    its text and its end-of-turn token, which are the tokens that a rollout samples, also where the
+    template leaves the last turn open; without such a token, the template's text after the turn.
 
     A template's own `{% generation %}` marks are believed.
 
@@ -334,8 +336,13 @@ def encode_chat(
         )
     if _MARK.search(str(tokenizer.chat_template or "")):
         return _encode_marked(tokenizer, messages, own[0], tools)
-    text = render_chat(tokenizer, messages, tools=tools)
-    spans = [_span(tokenizer, messages, turn, text, tools) for turn in own]
+    render = functools.partial(render_chat, tokenizer, tools=tools)
+    text, ends = render(messages), _turn_ends(tokenizer, messages, tools)
+    spans = [_span(render, messages, turn, text, ends) for turn in own]
+    start, stop = spans[-1]
+    if own[-1] == len(messages) - 1 and not text[:stop].endswith(tuple(ends)):
+        text = text[:stop] + ends.of(messages[-1])  # the template leaves the newest turn open
+        spans[-1] = start, len(text)
     return encode_spans(tokenizer, text, spans, add_special_tokens=False)
 
 
@@ -346,41 +353,45 @@ def encode_judged_chat(
     it: a sampled completion has nothing behind that token, and without it when not `finished`."""
     text = render_chat(tokenizer, messages)
     trimmed = text.rstrip()
-    for end in tokenizer.all_special_tokens:
+    for end in special_texts(tokenizer):
         if trimmed.endswith(end):
             text = trimmed if finished else trimmed.removesuffix(end)
             break
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _span(
-    tokenizer: Any, messages: Messages, turn: int, text: str, tools: Sequence[Any] | None
-) -> Span:
-    """Characters of `text`, the whole conversation rendered, that the assistant samples."""
-    before = render_chat(tokenizer, messages[:turn], generation_prompt=True, tools=tools)
+def _span(render: Render, messages: Messages, turn: int, text: str, ends: TurnEnds) -> Span:
+    """Characters of `text`, the whole conversation rendered, that the assistant samples: what the
+    template writes behind the turn's end (usually a line break) is not the assistant's."""
+    before, upto = render(messages[:turn], generation_prompt=True), render(messages[: turn + 1])
     if not text.startswith(before):
         raise _not_shown(turn, before, text)
-    upto = render_chat(tokenizer, messages[: turn + 1], tools=tools)
-    if text.startswith(upto):
-        return len(before), sampled_end(tokenizer, upto, len(before))
+    told, written = ends.split(upto, len(before), messages[turn])
+    if behind := ends.behind(text, told):
+        return len(before), len(told + behind[0])
+    if not written and text.startswith(upto):
+        return len(before), len(told)
     # Some templates write a last turn in another way, e.g. with its thoughts: what ends it there
     # ends it here as well.
-    said = str(messages[turn]["content"]).strip()
-    closing = upto[upto.rindex(said) + len(said) :] if said and said in upto else None
+    said, told = str(messages[turn]["content"]).strip(), told + written
+    closing = told[told.rindex(said) + len(said) :] if said and said in told else None
     start = text.find(said, len(before))
     end = start + len(said)
     follows = start >= 0 and not text[len(before) : start].strip()
     if closing and follows and text.startswith(closing, end):
-        return len(before), sampled_end(tokenizer, text[: end + len(closing)], end)
+        return len(before), end + len(closing)
     raise _not_shown(turn, upto, text)
 
 
-def sampled_end(tokenizer: Any, upto: str, start: int) -> int:
-    """Where sampling of the last turn of `upto` ends: after its last special token. Text that the
-    template writes after it (usually a line break) is not the assistant's."""
-    ends = [upto.rfind(token, start) + len(token) for token in tokenizer.all_special_tokens
-            if upto.rfind(token, start) >= 0]  # fmt: skip
-    return max((end for end in ends if not upto[end:].strip()), default=len(upto))
+def _turn_ends(tokenizer: Any, messages: Messages, tools: Sequence[Any] | None) -> TurnEnds:
+    """What ends the turns of a tokenizer's chat template; empty where no special token does."""
+    calls = (call for message in messages for call in message.get("tool_calls") or ())
+    names = (call.get("function", call).get("name") for call in calls)
+    render = functools.partial(render_chat, tokenizer, tools=tools)
+    try:
+        return find_turn_ends(tokenizer, render, next(names, None), refused=DataSourceError)
+    except DataSourceError:
+        return TurnEnds("", "", "")
 
 
 def _not_shown(turn: int, part: str, text: str) -> DataSourceError:
@@ -481,7 +492,8 @@ def _shown_until(tokenizer: Any, messages: Messages, turn: int, tools: Sequence[
     before = render_chat(tokenizer, messages[:turn], generation_prompt=True, tools=tools)
     newest = render_chat(tokenizer, messages[: turn + 1], tools=tools)
     if thoughts in newest[len(before) :]:
-        said = newest[: sampled_end(tokenizer, newest, len(before))]
+        ends_of_turns = _turn_ends(tokenizer, messages, tools)
+        said = "".join(ends_of_turns.split(newest, len(before), messages[turn]))
         ends = range(len(messages), turn, -1)
         return next(
             end

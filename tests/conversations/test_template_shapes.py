@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from rllib_llm.conversations.chat_format import ChatFormat, ChatFormatError
 from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.conversations.proof import prove, require_tools
+from rllib_llm.data.encoding import encode_chat
 from tests.conversations.templates import ADD, FAMILIES, TEXT, family_tokenizer
 
 _TOOLS = "{% if tools %}Tools: {{ tools | tojson }}\n{% endif %}"
@@ -193,11 +194,9 @@ def test_a_turn_that_the_generation_prompt_does_not_begin_is_proven_with_tools(s
 def test_a_fork_is_what_the_template_writes_of_all_that_was_said(shape):
     """Calls and words arrive whole, whatever the generation prompt opened."""
     chat_format = ChatFormat(tokenizer_for(*OPENERS[shape]), tools=[ADD])
-    call = {"type": "function", "id": "call00000",
-            "function": {"name": "add", "arguments": {"text": "7 + 1"}}}  # fmt: skip
     turns = [
         {"role": "user", "content": "What is it?"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
         {"role": "tool", "name": "add", "tool_call_id": "call00000", "content": "8"},
         {"role": "assistant", "content": "Eight."},
         {"role": "user", "content": "Sure?"},
@@ -215,18 +214,19 @@ def test_a_fork_is_what_the_template_writes_of_all_that_was_said(shape):
     assert conversation.token_ids == whole
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_conversation_is_the_whole_rendered_again(shape):
-    chat_format = ChatFormat(tokenizer_for(*SHAPES[shape]), tools=[ADD])
-    call = {"type": "function", "id": "call00000",
-            "function": {"name": "add", "arguments": {"text": "7 + 1"}}}  # fmt: skip
-    turns = [
-        {"role": "user", "content": "What is it?"},
-        {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": ""},
-        {"role": "tool", "name": "add", "tool_call_id": "call00000", "content": "8"},
-        {"role": "assistant", "content": "Eight."},
-        {"role": "user", "content": "Sure?"},
-    ]
+CALL = {"type": "function", "id": "call00000",
+        "function": {"name": "add", "arguments": {"text": "7 + 1"}}}  # fmt: skip
+TURNS = [
+    {"role": "user", "content": "What is it?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL], "reasoning_content": ""},
+    {"role": "tool", "name": "add", "tool_call_id": "call00000", "content": "8"},
+    {"role": "assistant", "content": "Eight."},
+    {"role": "user", "content": "Sure?"},
+]
+
+
+def played(chat_format, turns):
+    """The conversation of a policy that says these turns, and the messages behind its last one."""
     conversation, waiting = Conversation(chat_format), []
     for place, turn in enumerate(turns):
         if turn["role"] != "assistant":
@@ -236,25 +236,52 @@ def test_a_conversation_is_the_whole_rendered_again(shape):
         waiting = []
         said = chat_format.said(turns[:place], turn)
         reply = conversation.append_sampled(ids := chat_format.encode(said), [0.0] * len(ids))
-        assert [c.arguments for c in reply.tool_calls] == [{"text": "7 + 1"}] * (place == 1)
+        calls = [{"text": "7 + 1"}] * ("tool_calls" in turn)
+        assert [c.arguments for c in reply.tool_calls] == calls
+    return conversation, waiting
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_conversation_is_the_whole_rendered_again(shape):
+    chat_format = ChatFormat(tokenizer_for(*SHAPES[shape]), tools=[ADD])
+    conversation, waiting = played(chat_format, TURNS)
     conversation.append_messages(waiting)
-    whole = chat_format.encode(chat_format.render(turns, generation_prompt=True))
+    whole = chat_format.encode(chat_format.render(TURNS, generation_prompt=True))
     assert chat_format.as_closed(conversation.token_ids) == chat_format.as_closed(whole)
     assert len(conversation.rows()) == 1
+
+
+@pytest.mark.parametrize("tools", [[ADD], []], ids=["tools", "plain"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_sft_learns_what_a_rollout_of_the_shape_samples(shape, tools):
+    """Also what ends a last turn that the template leaves open, and no generation prompt that it
+    writes behind one."""
+    tokenizer = tokenizer_for(*SHAPES[shape])
+    chat_format = ChatFormat(tokenizer, tools=tools)
+    turns = TURNS[:4] if tools else [TURNS[0], TURNS[3], TURNS[4], TURNS[3]]
+    conversation, waiting = played(chat_format, turns)
+    assert not waiting
+    (row,) = conversation.rows()
+    sampled = chat_format.as_closed(row.prompt_ids + row.completion_ids)
+    ids, targets = encode_chat(tokenizer, turns, tools=tools)
+    num = len(sampled)
+    assert chat_format.as_closed(ids)[:num] == sampled
+    assert targets[:num] == [False] * len(row.prompt_ids) + row.loss_mask
+    assert not any(targets[num:])
 
 
 @pytest.mark.parametrize("shape", ["glm", "gemma4"])
 def test_a_turn_that_ends_for_another_speaker_is_ended_as_the_template_ends_it(shape):
     """The policy ended its words as one ends a call, and the user speaks."""
     chat_format = ChatFormat(tokenizer_for(*SHAPES[shape]), tools=[ADD])
-    wrong = chat_format._ends.calls
+    wrong = chat_format.ends.calls
     conversation = Conversation(chat_format)
     conversation.append_messages([{"role": "user", "content": "x"}])
     start = {"glm": "\n<think></think>\n", "gemma4": ""}[shape]
     conversation.append_sampled(ids := chat_format.encode(f"{start}No.{wrong}"), [0.0] * len(ids))
     conversation.append_messages([{"role": "user", "content": "y"}])
     text = chat_format.tokenizer.decode(conversation.token_ids)
-    assert f"No.{wrong}{chat_format._ends.text}" in text
+    assert f"No.{wrong}{chat_format.ends.text}" in text
 
 
 @pytest.mark.parametrize(("template", "name"), [(LLAMA2, "Llama 2"), (ZEPHYR, "Zephyr")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tokenizers import AddedToken
 
 from rllib_llm.data.encoding import as_turns, encode_chat, encode_judged_chat, render_chat
 from rllib_llm.data.rows import DataSourceError
@@ -75,6 +76,14 @@ def test_a_tokenizer_without_a_template_says_what_to_do():
 def test_judged_chats_end_where_a_sampled_turn_does():
     tokenizer = tokenizer_with(OPENS_THOUGHTS)
     assert tokenizer.decode(encode_judged_chat(tokenizer, CHAT[:2])) == "<U>hi\n<A>yo</s>"
+    cut_off = encode_judged_chat(tokenizer, CHAT[:2], finished=False)
+    assert tokenizer.decode(cut_off) == "<U>hi\n<A>yo"
+
+
+def test_a_judged_chat_may_end_with_a_token_that_is_not_eos():
+    """Such as Llama 3's <|eot_id|> where EOS is <|end_of_text|>."""
+    tokenizer = tokenizer_with(OPENS_THOUGHTS.replace("</s>", "<eot>"))
+    tokenizer.add_tokens([AddedToken("<eot>", special=True)])
     cut_off = encode_judged_chat(tokenizer, CHAT[:2], finished=False)
     assert tokenizer.decode(cut_off) == "<U>hi\n<A>yo"
 

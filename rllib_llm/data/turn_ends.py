@@ -1,0 +1,136 @@
+"""The tokens that end an assistant's turn, found by what a chat template writes behind one.
+
+    <|im_start|>assistant\\nIt is 2.<|im_end|>\\n     it ends with a token of its own
+    <|assistant|>It is 2.<|user|>                   what the next turn begins with ends it
+
+A policy stops at them, and supervised fine-tuning teaches it to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from rllib_llm.shared.errors import SettingError
+
+Message = Mapping[str, Any]
+Render = Callable[..., str]
+"""Of messages, and whether with `generation_prompt`: the text; raises SettingError."""
+MARKER = "qqq"
+
+
+class TurnEnds(NamedTuple):
+    """Tokens that end an assistant's turn: `text` of an old turn without calls, `last` of the
+    newest one, `calls` of one with tool calls. One and the same in most templates."""
+
+    text: str
+    last: str
+    calls: str
+
+    def of(self, turn: Message) -> str:
+        """The token that ends a turn when it is the newest."""
+        return self.calls if turn.get("tool_calls") else self.last
+
+    def split(self, rendered: str, start: int, turn: Message) -> tuple[str, str]:
+        """A conversation up to the end of its last turn, which begins at `start`, and that end, ""
+        where none is written."""
+        others = (self.last, self.text) if turn.get("tool_calls") else (self.text, self.calls)
+        for end in (self.of(turn), *others):
+            place = rendered.rfind(end, start)
+            if place >= 0:
+                return rendered[:place], end
+        return rendered.rstrip(), ""
+
+    def behind(self, rendered: str, said: str) -> tuple[str, str] | None:
+        """The turn's end after `said`, and the text after that end."""
+        if not rendered.startswith(said):
+            return None
+        rest = rendered[len(said) :]
+        for end in sorted({*self}, key=len, reverse=True):
+            if rest.startswith(end):
+                return end, rest[len(end) :]
+        return None
+
+
+def find_turn_ends(
+    tokenizer: Any, render: Render, tool: str | None, refused: type[SettingError]
+) -> TurnEnds:
+    """The ends of turns as `render` writes them; `tool`: the name of one that it announces.
+
+    Raises:
+        SettingError: of the class `refused`: no special token ends a turn.
+    """
+    user, says = {"role": "user", "content": "x"}, {"role": "assistant", "content": MARKER}
+    alone, history = render([user, says]), render([user, says, user])
+    tail, old_tail = _behind(alone, MARKER), _behind(history, MARKER)
+    last = _first_end(tokenizer, tail.lstrip())
+    # Where nothing ends the newest turn, what the next one begins with ends it.
+    text = _first_end(tokenizer, old_tail.lstrip() if last else old_tail)
+    last = last or text
+    if text is None or last is None:
+        raise refused(
+            name=f"the end of an assistant's turn, {tail[:40]!r},",
+            rule="begin with a special token",
+            reason="what ends the sampled turn would not be what the chat template writes, "
+            "and the next turn would be read after another text",
+            remedy="Give a template that ends turns with the EOS token",
+        )
+    calls = last
+    if tool is not None:
+        with contextlib.suppress(SettingError):  # the proof says what becomes of calls
+            calls = _end_of_calls(tokenizer, render, tool) or last
+    return TurnEnds(text, last, calls)
+
+
+def special_texts(tokenizer: Any) -> list[str]:
+    """The special tokens of more than one character, the longest first."""
+    added = tokenizer.added_tokens_decoder.values()
+    texts = {str(token) for token in added if token.special} | {*tokenizer.all_special_tokens}
+    return sorted((text for text in texts if len(text) > 1), key=len, reverse=True)
+
+
+def example_calls(
+    name: str, said: str, answer: str, count: int = 1
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """A turn with `said` and so many calls of one tool, followed by the tool's answers."""
+    function = {"name": name, "arguments": {"text": said}}
+    ids = [f"call0000{i}" for i in range(count)]
+    calls = [{"type": "function", "id": call_id, "function": function} for call_id in ids]
+    results = [
+        {"role": "tool", "name": name, "tool_call_id": call_id, "content": answer}
+        for call_id in ids
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls}, results
+
+
+def _end_of_calls(tokenizer: Any, render: Render, tool: str) -> str | None:
+    calls, results = example_calls(tool, MARKER, "y")
+    user = {"role": "user", "content": "x"}
+    alone = render([user, calls])
+    history = render([user, calls, *results], generation_prompt=True)
+    eos, start = str(tokenizer.eos_token), alone.rfind(MARKER)
+    place = alone.find(eos, start)
+    if place >= 0 and history.startswith(alone[:place] + eos):
+        return eos
+    alone = alone.rstrip()
+    ends = [token for token in special_texts(tokenizer) if alone.endswith(token)]
+    if ends and len(alone) - len(ends[0]) > start:
+        return ends[0]
+    return _first_end(tokenizer, history[len(alone) :]) if history.startswith(alone) else None
+
+
+def _first_end(tokenizer: Any, tail: str) -> str | None:
+    """The token that a text begins with which follows a turn: EOS where it is among the special
+    tokens that stand there together, else the first of them."""
+    run, rest, known = [], tail, special_texts(tokenizer)
+    while found := next((t for t in known if rest.startswith(t)), None):
+        run.append(found)
+        rest = rest[len(found) :]
+    eos = tokenizer.eos_token
+    return eos if eos in run else run[0] if run else None
+
+
+def _behind(text: str, part: str) -> str:
+    """The text after the last `part`; "" without one."""
+    return text[text.rfind(part) + len(part) :] if part in text else ""
