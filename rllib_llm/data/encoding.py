@@ -384,7 +384,7 @@ def _span(render: Render, messages: Messages, turn: int, text: str, ends: TurnEn
 
 
 def _turn_ends(tokenizer: Any, messages: Messages, tools: Sequence[Any] | None) -> TurnEnds:
-    """What ends the turns of a tokenizer's chat template; empty where no special token does."""
+    """The ends of turns that the chat template writes; empty where no special token ends one."""
     calls = (call for message in messages for call in message.get("tool_calls") or ())
     names = (call.get("function", call).get("name") for call in calls)
     render = functools.partial(render_chat, tokenizer, tools=tools)
