@@ -8,6 +8,7 @@ from typing import Any, Literal
 from rllib_llm.config.checks import require
 from rllib_llm.config.setting import Condition, Section, Settings, never, setting, when
 from rllib_llm.modules.precision import LIBRARIES
+from rllib_llm.numerics.learning_rate import learning_rate_factor
 from rllib_llm.shared.errors import noted
 
 SEVERAL_LEARNERS = when("num_learners", "is 2 or more", lambda n: n >= 2, "Use 2 or more")
@@ -323,8 +324,6 @@ OPTIMISER = Section.of("training", Optimiser)
 
 def check_optimiser(config: Any) -> None:
     """Raises ValueError for a schedule of the learning rate, or moments, that cannot be."""
-    from rllib_llm.learners.optimizer import learning_rate_factor
-
     betas = config.adam_betas
     require(
         all(0 <= beta < 1 for beta in betas), "adam_betas", betas, "two numbers in [0, 1)",

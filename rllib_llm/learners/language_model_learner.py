@@ -40,9 +40,10 @@ from rllib_llm.learners.metrics import (
     RefusedUpdates,
     WeightedMeans,
 )
-from rllib_llm.learners.optimizer import decay_groups, learning_rate_factor, load_state, whole_state
+from rllib_llm.learners.optimizer import decay_groups, load_state, whole_state
 from rllib_llm.learners.sharding import clip_gradients_, gradient_norm, sum_gradients_
 from rllib_llm.learners.shared_passes import Batch, SharedPasses, seeded_dropout
+from rllib_llm.numerics.learning_rate import learning_rate_factor
 from rllib_llm.shared.messages import Listener, Message
 from rllib_llm.weights.transport import WeightsExporter
 

@@ -22,14 +22,16 @@ import importlib.util
 import logging
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rllib_llm.shared.errors import SettingError
+
+if TYPE_CHECKING:  # it imports what models are made of, and settings are checked without
+    from transformers import PreTrainedModel
 
 _NF4_BLOCKS = (64, 32)  # values that share a scale: bitsandbytes' default, and its smallest
 _CLASSIFIER_HEADS = ("score", "classifier", "classification_head")

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from rllib_llm.learners.optimizer import learning_rate_factor
+from rllib_llm.numerics.learning_rate import learning_rate_factor
 
 
 def factors(schedule, updates, *, warmup=0, total=None):

@@ -1,0 +1,47 @@
+"""Schedules of the learning rate, counted in updates."""
+
+from __future__ import annotations
+
+import math
+
+from rllib_llm.shared.errors import SettingError
+
+SCHEDULES = ("constant", "linear", "cosine")
+
+
+def learning_rate_factor(
+    update: int, *, schedule: str, num_warmup_updates: int, num_total_updates: int | None
+) -> float:
+    """The factor of the base learning rate at `update` (0 = the first).
+
+    Linear warm-up from 1/(n+1) over `num_warmup_updates`, then constant, or linear or cosine
+    decay to 0 at `num_total_updates` (SGDR, Loshchilov & Hutter 2017, eq. 5, without restarts).
+
+    Raises:
+        ValueError: unknown schedule, or a decay without `num_total_updates`.
+    """
+    if schedule not in SCHEDULES:
+        raise SettingError(
+            name="lr_schedule",
+            value=schedule,
+            rule=f"be one of {SCHEDULES}",
+            reason="no other is known",
+            remedy="Choose 'constant' to leave the learning rate as it is after warm-up",
+        )
+    if update < num_warmup_updates:
+        return (update + 1) / (num_warmup_updates + 1)
+    if schedule == "constant":
+        return 1.0
+    if not num_total_updates:
+        raise SettingError(
+            name="lr_num_updates",
+            value=num_total_updates,
+            rule=f"be a positive number of updates with lr_schedule={schedule!r}",
+            reason="the decay needs its end",
+            remedy="Set it to the optimiser updates of the whole run",
+        )
+    span = max(1, num_total_updates - num_warmup_updates)
+    progress = min(1.0, (update - num_warmup_updates) / span)
+    if schedule == "linear":
+        return 1.0 - progress
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
