@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,29 @@ def test_the_command_line_s_help_loads_nothing_heavy_beyond_ray():
     code = "import sys, ray.tune; before = set(sys.modules); import rllib_llm.cli.main; " \
            "print(*sorted({m.partition('.')[0] for m in set(sys.modules) - before}))"  # fmt: skip
     assert not set(HEAVY) & loaded_by(code, "rllib_llm")
+
+
+def test_a_run_is_checked_without_the_code_that_models_are_made_of(tmp_path):
+    """It takes 2 CPU-seconds to import, in the command and in the driver."""
+    from tests import tiny_models
+
+    tiny_models.save(tmp_path / "model", tiny_models.llama(), tiny_models.byte_tokenizer())
+    (tmp_path / "my_rewards.py").write_text(
+        "length = lambda completions: [*map(len, completions)]\n"
+    )
+    (tmp_path / "prompts.csv").write_text("prompt\nA\nB\n")
+    config = {
+        "model": "model", "prompts": {"data": "prompts.csv"}, "num_completions": 4,
+        "rewards": {"functions": ["my_rewards.length"]}, "train_batch_size_per_learner": 8,
+    }  # fmt: skip
+    run = {"run": "GRPO", "stop": {"training_iteration": 1}, "config": config}
+    (tmp_path / "run.yaml").write_text(json.dumps({"one": run}))
+    code = f"import os, sys; from rllib_llm.cli.main import app; os.chdir({str(tmp_path)!r})\n" \
+           "sys.argv = ['rllib', 'doctor', '--no-ray', 'run.yaml']\n" \
+           "try: app()\nexcept SystemExit as end: assert end.code < 2, end.code\n" \
+           "print(*sys.modules)"  # fmt: skip
+    late = {"transformers.modeling_utils", "rllib_llm.rollouts.env_runner"}
+    assert not late & loaded_by(code, "rllib_llm")
 
 
 def test_what_is_public_is_what_dir_lists():

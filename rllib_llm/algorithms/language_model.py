@@ -31,6 +31,7 @@ from rllib_llm.algorithms.language_model_config import (
     AUTO,
     DECIDED,
     LanguageModelConfig,
+    frozen_with,
     require_places,
     with_decided_precision,
 )
@@ -204,10 +205,7 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         trial = found[0] if found else self.trial_folder.name
         place = (str(folder), trial) if overseen else None
         if place != getattr(self.config, "_overseer", None):  # that of a checkpoint is of its run
-            config = self.config.copy(copy_frozen=False)
-            config._overseer = place
-            config.freeze()
-            self.config = config
+            self.config = frozen_with(self.config, _overseer=place)
         if not overseen:
             return
         self.oversight.join(

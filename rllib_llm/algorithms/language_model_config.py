@@ -64,19 +64,24 @@ def decided(config: Any, on_processor: Callable[[], bool] = multiplies_bfloat16)
     return "bf16" if ray.get(ask.remote()) else None
 
 
+def frozen_with(config: Any, **settings: Any) -> Any:
+    """A frozen copy of `config` with these settings."""
+    config = config.copy(copy_frozen=False)
+    for name, value in settings.items():
+        setattr(config, name, value)
+    config.freeze()
+    return config
+
+
 def with_decided_precision(config: Any) -> Any:
     """A frozen copy of `config` with "auto" precision resolved for this machine; logs the
     choice."""
     if config.float32_products == AUTO:
-        config = config.copy(copy_frozen=False)
-        config.float32_products = faster_library()
-        config.freeze()
+        config = frozen_with(config, float32_products=faster_library())
         logger.info("float32_products='auto' is %r in this run.", config.float32_products)
     if config.mixed_precision != AUTO:
         return config
-    config = config.copy(copy_frozen=False)
-    config.mixed_precision = decided(config)
-    config.freeze()
+    config = frozen_with(config, mixed_precision=decided(config))
     where = "GPU" if config.num_gpus_per_learner else "processor"
     what = (
         f"'bf16' in this run: the {where} multiplies bfloat16 faster than float32"
@@ -199,7 +204,9 @@ class LanguageModelConfig(TabledConfig):
         log_once(f"{self._algorithm().__name__}_on_new_api_stack")
         with noted():
             self.given_model()
-            if self._learner_class is None:
+            named_by = next((c for c in type(self).__mro__ if vars(c).get("learner_path")), object)
+            # This package's own are there, and take seconds to import.
+            if self._learner_class is None and not named_by.__module__.startswith("rllib_llm."):
                 self.get_default_learner_class()  # raises where the class names none
         self.check_table()
         with noted():

@@ -21,6 +21,7 @@ from ray.rllib.utils.metrics import ENV_RUNNER_RESULTS, EVALUATION_RESULTS
 
 from rllib_llm.algorithms.evaluation import evaluate_by_request, open_eval_envs
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
+from rllib_llm.algorithms.language_model_config import frozen_with
 from rllib_llm.algorithms.own_loop import Metrics, OwnLoop, UnderWay
 from rllib_llm.algorithms.results import (
     log_as_rllib,
@@ -70,6 +71,9 @@ class RLHF(LanguageModelAlgorithm):
         self._held_out: dict[EnvRunnerGroup, Rollouts] = {}
         self.evaluation_groups: dict[str, tuple[RLHFConfig, EnvRunnerGroup]] = {}
         start = time.monotonic()
+        if self.config.env_runner_cls is None:
+            default = self.config.get_default_env_runner_class()
+            self.config = frozen_with(self.config, env_runner_cls=default)
         try:
             super().setup(config)
         except IndexError:  # RLlib asked the first sampler for its spaces, and nobody answered

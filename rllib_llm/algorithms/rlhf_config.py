@@ -192,15 +192,13 @@ class RLHFConfig(LanguageModelConfig):
         return self.weights_name is not None or bool(self.weights_push)
 
     def get_default_env_runner_class(self) -> type:
-        """The EnvRunner class if no `env_runner_cls` is set. Not the setting's default, since a
-        config would then import everything that samplers need, which takes seconds."""
+        """The EnvRunner class if no `env_runner_cls` is set; the algorithm sets it then. A config
+        is made and checked without importing all that samplers need, which takes seconds."""
         from rllib_llm.rollouts.env_runner import RLHFEnvRunner
 
         return RLHFEnvRunner
 
     def validate(self) -> None:
-        if self.env_runner_cls is None:
-            self.env_runner_cls = self.get_default_env_runner_class()
         super().validate()
         check_loss(self)
         check_reference(self)

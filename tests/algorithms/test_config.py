@@ -21,6 +21,7 @@ from rllib_llm.config.setting import Section, Settings, setting
 from rllib_llm.data.texts import TextSource
 from rllib_llm.learners.supervised_learners import SFTLearner
 from rllib_llm.modules.rl_modules import CausalLMModule
+from rllib_llm.rollouts.env_runner import RLHFEnvRunner
 from rllib_llm.shared.errors import SettingError
 from rllib_llm.shared.messages import VERBOSE
 from tests.algorithms import tiny_runs as tiny
@@ -323,6 +324,33 @@ def test_classes_of_one_s_own_are_named_by_class_path_or_function():
         tiny.TEXTS, tokenizer=config.load_tokenizer(), max_length=8, shuffle=False
     ).batch(0, 2)
     assert {len(column) for column in rows.values()} == {2}
+
+
+def test_a_wrong_path_in_a_config_of_one_s_own_is_found_before_a_run():
+    mine = type("Mine", (tiny.GRPOConfig,), {"learner_path": "rllib_llm.learners.nowhere.Mine"})
+    config = mine().language_model(model=tiny.MODEL).environment("rllib_llm/Arithmetic-v0")
+    with pytest.raises(SettingError, match="Mine.learner_path='rllib_llm.learners.nowhere.Mine'"):
+        config.validate()
+
+
+class OwnRunner(RLHFEnvRunner):
+    """A sampler of one's own."""
+
+
+class OwnRunnerConfig(tiny.GRPOConfig):
+    """A config whose samplers are of its own class where none is given."""
+
+    def get_default_env_runner_class(self):
+        return OwnRunner
+
+
+@pytest.mark.parametrize("config, runner", [
+    (tiny.GRPOConfig, RLHFEnvRunner), (OwnRunnerConfig, OwnRunner),
+    (lambda: tiny.GRPOConfig().env_runners(env_runner_cls=OwnRunner), OwnRunner),
+])  # fmt: skip
+def test_a_built_algorithm_names_the_class_of_its_samplers(config, runner):
+    with tiny.built(tiny._rlhf(config()).sampling(num_completions=3)) as built:
+        assert built.config.env_runner_cls is type(built.env_runner) is runner
 
 
 def test_a_class_that_nobody_would_ask_for_its_module_is_refused():
