@@ -21,6 +21,7 @@ from rllib_llm.engines.engine_loop import EngineLoop
 from rllib_llm.engines.hot_swap import LaneEngine, LaneLoader
 from rllib_llm.engines.protocol import Ended, Row
 from rllib_llm.engines.torch_engine import Scores, TorchEngine
+from rllib_llm.modules.precision import faster_library, use_onednn
 from rllib_llm.modules.pretrained import load_causal_lm
 from rllib_llm.modules.tokenizer import eos_token_ids, load_tokenizer
 from rllib_llm.serving.guides import Grammars
@@ -241,11 +242,13 @@ def open_thread(
     settings: ServeSettings, source: str, after_step: Callable[[], None] | None = None
 ) -> ThreadHost:
     """A host in this process, which is a server's, with the model that `source` names; see
-    `ThreadHost`."""
+    `ThreadHost`. Its float32 products on a processor are by the library that is faster there."""
     sys.setswitchinterval(_SWITCH_SECONDS)
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
     model = load_causal_lm(source, dtype=settings.dtype, device=settings.chosen_device())
+    if faster_library() == "onednn":
+        use_onednn(model)
     tokenizer = served_tokenizer(source)
     ends = eos_token_ids(model.config, tokenizer, model.generation_config)
     return ThreadHost(model, settings, ends, tokenizer, after_step)

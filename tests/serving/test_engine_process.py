@@ -14,6 +14,7 @@ import torch
 from rllib_llm.engines.hot_swap import VersionGoneError
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Noise, Row
+from rllib_llm.modules.precision import LIBRARIES, multiplies_by_onednn
 from rllib_llm.serving.engine_host import Counts, open_thread
 from rllib_llm.serving.engine_process import EngineProcess, _without_keys
 from rllib_llm.serving.guides import GrammarError, grammar_of
@@ -64,6 +65,17 @@ def thread():
     host = open_thread(settings(), SOURCE)
     yield host
     host.close()
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_server_multiplies_by_the_faster_library(library, monkeypatch):
+    monkeypatch.setattr("rllib_llm.serving.engine_host.faster_library", lambda: library)
+    host = open_thread(settings(in_flight="finish"), SOURCE)
+    try:
+        models = [lane.model for lane in host.engine._lanes]
+        assert [*map(multiplies_by_onednn, models)] == [library == "onednn"] * 2
+    finally:
+        host.close()
 
 
 def several() -> list[Row]:

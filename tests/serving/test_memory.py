@@ -57,6 +57,17 @@ async def ask(http: httpx.AsyncClient, number: int) -> None:
         await http.post("/v1/chat/completions", json=CHAT | {"tools": tools})
 
 
+async def ask_every_size(url: str) -> None:
+    """Prompts of all numbers that may be read in at once. A product of matrices keeps what it found
+    for a size (10 MB of all sizes of this model), which no later request adds to."""
+    async with httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as http:
+        for length in (2, 128):
+            for count in range(1, 2 * CONNECTIONS + 1):
+                prompts = [[1 + i, *[1 + count + length] * (length - 1)] for i in range(count)]
+                asked = {"model": NAME, "prompt": prompts, "max_tokens": 4}
+                (await http.post("/v1/completions", json=asked)).raise_for_status()
+
+
 async def ask_many(url: str, numbers: range) -> None:
     left = iter(numbers)
 
@@ -76,6 +87,7 @@ def test_ten_thousand_requests_leave_no_memory_behind(tmp_path):
         process = command(folder, "--local", "--port", str(port), stderr=log)
         try:
             until_ready(process, url)
+            asyncio.run(ask_every_size(url))
             asyncio.run(ask_many(url, range(WARM_UP)))
             before = resident(process.pid)
             asyncio.run(ask_many(url, range(WARM_UP, WARM_UP + REQUESTS)))
