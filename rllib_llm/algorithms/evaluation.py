@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ray.rllib.callbacks.utils import make_callback
@@ -108,14 +108,13 @@ def check_eval_envs(config: Any) -> None:
     require(
         bool(config.evaluation_interval) or config.in_evaluation,
         "eval_envs", sorted(envs), "left out without evaluation_interval",
-        "nothing is evaluated", "Set evaluation_interval",
+        "nothing is evaluated", "Set evaluation_interval=1, say",
     )  # fmt: skip
-    for name, overlay in envs.items():
+    for name in envs:
         require(
-            bool(_NAME.fullmatch(name)) and isinstance(overlay, Mapping),
-            "eval_envs", {name: overlay}, "{name: {env, env_config, ...}}",
-            "results are reported as eval/<name>/<metric>",
-            "Take a name of letters and digits, and a mapping of settings",
+            bool(_NAME.fullmatch(name)), "the name of one of eval_envs", name,
+            "letters, digits and _.-, a letter first",
+            "results are reported as eval/<name>/<metric>", "Write math, say",
         )  # fmt: skip
 
 

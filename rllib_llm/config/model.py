@@ -31,6 +31,7 @@ class StartingPoint(Settings):
         "(model, tokenizer)",
         note="The source of tokenizer and weights.",
         attribute="pretrained_model",
+        remedy="Write the folder, hub id or path itself",
         also="model_name_or_path model_name pretrained_model_name_or_path base_model",
     )
 
@@ -260,7 +261,6 @@ class Optimiser(Settings):
         rllib="num_sgd_iter",
         also="ppo_epochs num_policy_epochs mu",
         reason="an iteration without rows or passes learns nothing",
-        remedy="Raise it",
     )
     train_batch_size_per_learner: int = setting(
         64,
@@ -281,7 +281,7 @@ class Optimiser(Settings):
         rllib="sgd_minibatch_size",
         also="mini_batch_size ppo_mini_batch_size local_mini_batch_size",
         reason="it says how much goes through the model at a time",
-        remedy="Raise it, or use null to leave it out",
+        remedy="Write 32, say, or None for the whole batch",
     )
     minibatch_tokens: int | None = setting(
         None,
@@ -307,7 +307,7 @@ class Optimiser(Settings):
         least=1,
         also="ppo_max_token_len_per_gpu max_tokens_per_batch",
         reason="it says how much goes through the model at a time",
-        remedy="Raise it, or use None for micro_batch_size",
+        remedy="Write 16384, or None with micro_batch_size",
     )
     refused_batch_dir: str | None = setting(
         None,

@@ -30,10 +30,12 @@ _TYPES: Mapping[str, Mapping[str, Any]] = types.MappingProxyType({
     "dict": {"type": dict},
     "dict?": {"type": dict | None},
     "model?": {"type": dict | DefaultModelConfig | None},
-    "overlay?": {"type": dict | AlgorithmConfig | None},
+    "overlay?": {"type": dict | AlgorithmConfig | None, "remedy": "Write {explore: true}"},
     "text": {"type": str},
     "text?": {"type": str | None},
-    "functions?": {"type": Callable | list | tuple | None},
+    "functions?": {
+        "type": Callable | list | tuple | None, "remedy": "Write 'my_module.my_function'"
+    },
     "seed?": {"type": int | None, "least": 0, "most": 2**32 - 1},  # numpy's
 })  # fmt: skip
 
@@ -48,7 +50,6 @@ def _rows(rows: str) -> tuple[Setting, ...]:
             default=None,
             meaning=meaning,
             attribute=RENAMED.get(name, ""),
-            remedy="Leave it out for RLlib's default",
             **_TYPES[kind.strip("()")],
         )
         for head, _, meaning in parts

@@ -319,7 +319,9 @@ def check_evaluation(config: Any) -> None:
     _check_pass_at(held_out, config.pass_at, "pass_at")
     for name, overlay in (config.eval_envs or {}).items():
         if isinstance(overlay, Mapping):
-            _check_pass_at({**held_out, **overlay}, config.pass_at, f"eval_envs.{name}.pass_at")
+            place = f"eval_envs.{name}"
+            settings = flattened(type(config), overlay, place)
+            _check_pass_at({**held_out, **settings}, config.pass_at, f"{place}.pass_at")
 
 
 def _held_out(config: Any) -> dict[str, Any]:

@@ -85,6 +85,9 @@ class Tabled(Protocol):
     def unknown(self, names: Iterable[str], where: str) -> ValueError:
         """The error for names that are no settings."""
 
+    def check_setting(self, name: str, value: Any, where: str) -> None:
+        """Raises the error of a value at `where` that the setting cannot have."""
+
 
 def allowed_keys(config: AlgorithmConfig) -> set[str]:
     """Return every key a user may set on `config`: its public attributes, by their YAML names; of
@@ -141,9 +144,15 @@ def check_values(config: AlgorithmConfig, settings: Mapping[str, Any], where: st
         ValueError: the first of them, outside of `all_complaints`.
     """
     wrong = set()
+    allowed = allowed_keys(config)
     for key, value in settings.items():
+        if key not in allowed:
+            continue
         try:
-            _check_value(config, key, value, where)
+            if isinstance(config, Tabled):
+                config.check_setting(key, value, where)
+            else:
+                _check_value(config, key, value, where)
         except ValueError as error:
             complain(error)
             wrong.add(key)
@@ -151,8 +160,7 @@ def check_values(config: AlgorithmConfig, settings: Mapping[str, Any], where: st
 
 
 def _check_value(config: AlgorithmConfig, key: str, value: Any, where: str) -> None:
-    of_rllib = not isinstance(config, Tabled)  # the others check their settings' values
-    if of_rllib and not isinstance(value, bool) and isinstance(value, int | float) and value == -1:
+    if not isinstance(value, bool) and isinstance(value, int | float) and value == -1:
         raise SettingError(
             name=f"{where}.{key}",
             value=value,
@@ -179,15 +187,7 @@ def _check_value(config: AlgorithmConfig, key: str, value: Any, where: str) -> N
             reason=f"its default is {default!r}",
             remedy=f"Write {kind}",
         )
-    if key == "model" and isinstance(config, Tabled) and isinstance(value, Mapping):
-        raise SettingError(
-            name=f"{where}.{key}",
-            value=value,
-            rule="be a Hugging Face folder, a hub id or the dotted path of a function",
-            reason="a mapping describes a network of RLlib's own, which is not used here",
-            remedy="Write `model: path`",
-        )
-    if of_rllib and isinstance(default, dict) and not isinstance(value, Mapping | None):
+    if isinstance(default, dict) and not isinstance(value, Mapping | None):
         raise SettingError(
             name=f"{where}.{key}",
             value=value,

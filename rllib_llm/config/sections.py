@@ -177,6 +177,12 @@ def shown_rows(config_class: ConfigClass, section: str) -> dict[str, Setting]:
     return {name: row for name, row in rows if row.can_act and row.name not in ignored}
 
 
+def first_setting(config_class: ConfigClass, section: str) -> str:
+    """The setting of the section that a value without a name is."""
+    named = (one.positional for one in config_class.sections if one.name == section)
+    return next(filter(None, named), next(iter(shown_rows(config_class, section))))
+
+
 def signature(config_class: ConfigClass, section: str) -> inspect.Signature:
     """The section's settings as keyword arguments, what RLlib takes by position as it does."""
     by_rllib = rllib_parameters(section)

@@ -33,7 +33,7 @@ class Supervised(Settings):
         least=2,
         also="max_seq_length max_seq_len model_max_length",
         reason="every token but the first is predicted",
-        remedy="Raise it to the tokens of your texts",
+        remedy="Write 256, or the tokens of your longest text",
     )
     shuffle: bool = setting(
         True,

@@ -22,6 +22,7 @@ from rllib_llm.config.sections import (
     ConfigClass,
     SectionMethod,
     defaults,
+    first_setting,
     known_names,
     other_names,
     rllib_parameters,
@@ -31,7 +32,6 @@ from rllib_llm.config.sections import (
     section_names,
     section_rows,
     sections_of,
-    shown_rows,
     table,
 )
 from rllib_llm.config.setting import IN_CONFIG, IN_ENV, Section, Setting, plain
@@ -209,8 +209,7 @@ class TabledConfig(AlgorithmConfig):
         unknown = []
         of_rllib = rllib_parameters(section)
         if args and not of_rllib:  # ours alone: one value is its first setting
-            named = (one.positional for one in self.sections if one.name == section)
-            first = next(filter(None, named), next(iter(shown_rows(type(self), section))))
+            first = first_setting(type(self), section)
             if len(args) > 1 or first in given:
                 raise TypeError(
                     f"{type(self).__name__}.{section}() takes one value without a name, which is "
@@ -311,6 +310,12 @@ class TabledConfig(AlgorithmConfig):
         """The error for names that are no settings."""
         return unknown_settings(type(self), names, where)
 
+    def check_setting(self, name: str, value: Any, where: str) -> None:
+        """Raises the error of a value at `where` that the setting cannot have."""
+        row = rllib_table(type(self)).get(name) or table(type(self)).get(RENAMED.get(name, name))
+        if row is not None and (error := row.error(value, defaults(type(self)))) is not None:
+            raise error.at(where)
+
     def _takes(self, key: str) -> bool:
         if not isinstance(key, str) or key in RETIRED:
             return False
@@ -337,10 +342,19 @@ class TabledConfig(AlgorithmConfig):
         overlays = {"evaluation_config": self.evaluation_config}
         named = getattr(self, "eval_envs", None) or {}
         overlays |= {f"eval_envs.{name}": overlay for name, overlay in named.items()}
-        for name, overlay in overlays.items():
-            if isinstance(overlay, Mapping):
-                with noted():
-                    self._check_overlay(overlay, name)
+        for place, overlay in overlays.items():
+            with noted():
+                if isinstance(overlay, Mapping):
+                    self._check_overlay(overlay, place)
+                elif place != "evaluation_config":  # which is checked as a row
+                    name = place.partition(".")[2]
+                    raise SettingError(
+                        name=place,
+                        value=overlay,
+                        rule="be a mapping",
+                        reason="it says in what an environment differs from training's",
+                        remedy=f"Write `{name}: {{env_config: {{prompts: ...}}}}`",
+                    )
 
     def _check_overlay(self, overlay: Mapping[str, Any], place: str) -> None:
         """Checks settings that evaluation has otherwise; `place`: "evaluation_config", say."""
@@ -388,10 +402,10 @@ def flattened(
             and not is_setting
             and not isinstance(value, Mapping)
         ):
-            rows = section_rows(config_class, key) if is_section else {"prompts": None}
+            first = first_setting(config_class, key) if is_section else "prompts"
             raise SettingError(
                 name=path, value=value, rule="be a mapping", reason="it is a section of settings",
-                remedy=f"Write `{key}: {{{next(iter(rows))}: ...}}`",
+                remedy=f"Write `{key}: {{{first}: ...}}`",
             )  # fmt: skip
         if not is_section or not isinstance(value, Mapping):
             _add(flat, key, value, path)

@@ -61,6 +61,8 @@ def test_pass_at_of_a_further_environment_is_checked():
     config.sampling(eval_envs={"hard": {"pass_at": [8]}})
     with pytest.raises(ValueError, match=r"eval_envs.hard.pass_at=\[8\] must be numbers from 1"):
         config.validate()
+    config.sampling(eval_envs={"hard": {"pass_at": [8], "sampling": {"num_completions": 8}}})
+    config.validate()
 
 
 def test_a_pattern_that_is_none_is_refused():
@@ -136,8 +138,8 @@ def test_the_table_has_the_environments_own_settings_and_defaults():
     (tiny.PPOPtxConfig, {"vf_clip_param": 0}, "Write 0.2, its default, or None."),
     (tiny.GRPOConfig, {"target_kl": 0}, "Leave it out, or set None."),
     (tiny.GRPOConfig, {"log_samples_every": -2}, "Write 10, or 0 for none."),
-    (tiny.SFTConfig, {"max_length": 1}, "Raise it to the tokens of your texts."),
-    (tiny.GRPOConfig, {"micro_batch_tokens": 0}, "Raise it, or use None for micro_batch_size."),
+    (tiny.SFTConfig, {"max_length": 1}, "Write 256, or the tokens of your longest text."),
+    (tiny.GRPOConfig, {"micro_batch_tokens": 0}, "Write 16384, or None with micro_batch_size."),
     (tiny.GRPOConfig, {"clip_param_high": -1.0},
      "Write 0.28 as DAPO does, or None for clip_param."),
     (tiny.GRPOConfig, {"clip_param": -1.5},

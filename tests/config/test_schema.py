@@ -4,6 +4,7 @@ import pytest
 from ray.rllib.algorithms.callbacks import RLlibCallback
 from ray.rllib.algorithms.ppo import PPO
 
+from rllib_llm.algorithms.grpo import GRPO
 from rllib_llm.algorithms.ppo_ptx import PPOPtx
 from rllib_llm.config.schema import allowed_keys, build_config
 from rllib_llm.shared.errors import all_complaints, nearest, suggestion
@@ -87,3 +88,29 @@ def test_mistakes_with_rllibs_own_algorithms_are_told_once_and_in_our_words():
 def test_a_section_that_is_no_mapping_is_told_as_one():
     with pytest.raises(ValueError, match="rewards='my.close' must be a mapping: it is a section"):
         build_config(PPOPtx, {"rewards": "my.close"}, "a.config")
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        ({"lr": "fast"}, "and `{grid_search: [...]}` tries several."),
+        ({"clip_param": "wide"}, "Write 0.2, its default."),
+        ({"micro_batch_tokens": "all"}, "Write 16384, or None with micro_batch_size."),
+        ({"evaluation_config": "greedy"}, "Write {explore: true}."),
+        ({"num_env_runners": "two"}, "Write 0, its default."),
+        ({"model": {"path": "./my"}}, "Write the folder, hub id or path itself."),
+        (
+            {"eval_envs": {"math": "sums.csv"}, "evaluation_interval": 1},
+            "Write `math: {env_config: {prompts: ...}}`.",
+        ),
+        ({"rewards": ["my.function"]}, "Write `rewards: {functions: ...}`."),
+        ({"num_rollout_workers": 2}, "It is 'num_env_runners' now."),
+        ({"evaluation_num_workers": 1}, "It is 'evaluation_num_env_runners' now."),
+    ],
+)
+def test_a_mistake_is_told_once_with_what_to_write(settings: dict, remedy: str):
+    with all_complaints() as found:
+        settings = {"model": "rllib_llm.examples.arithmetic.build_model", **settings}
+        build_config(GRPO, {"env": "rllib_llm/Arithmetic-v0", **settings}, "a.config")
+    (error,) = map(str, found)
+    assert error.endswith(remedy)

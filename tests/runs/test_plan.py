@@ -219,7 +219,7 @@ def test_types_of_settings_are_told_before_anything_runs():
     model = "rllib_llm.examples.reviews_model.build_model"
     for wrong in ({"max_new_tokens": None}, {"max_new_tokens": 4.5}, {"num_epochs": True}):
         ((name, value),) = wrong.items()
-        with pytest.raises(UserError, match=f"ppo: {name}={value} must be a whole number"):
+        with pytest.raises(UserError, match=f"ppo.config: {name}={value} must be a whole number"):
             check_experiments([Experiment("ppo", "PPOPtx", config={"model": model, **wrong})])
     with pytest.raises(UserError, match="'rank' is none of them. Did you mean 'r'?"):
         check_experiments(
