@@ -13,6 +13,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from jsonschema import Draft202012Validator
+from jsonschema.validators import extend
+
 CallStatus = Literal[
     "ok", "truncated", "invalid_json", "missing_name", "invalid_arguments", "unknown_tool",
     "too_many_calls",
@@ -49,6 +52,7 @@ _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _COHERE_RESPONSE = re.compile(r"<\|START_RESPONSE\|>|<\|END_RESPONSE\|>")
 
+_MOST_LEVELS = 64  # of objects and lists in arguments, which templates and tools walk by recursion
 _MOST_PYTHON = 65_536  # characters of a list of calls that Python's parser is given
 
 Schemas = Mapping[str, Mapping[str, Any]]
@@ -152,6 +156,8 @@ def parse_reply(
             content, found = _ALONE[syntax](said, finish == "stop")
     calls = []
     for i, call in enumerate(found):
+        if not _is_json(call.arguments):
+            call = replace(call, arguments=None, status="invalid_json")
         status = call.status
         if max_calls is not None and i >= max_calls:
             call, status = replace(call, arguments=None), "too_many_calls"
@@ -320,8 +326,11 @@ def _from_glm(body: str, raw: str, schemas: Schemas) -> ToolCall:
 
 def _of_texts(name: str, texts: list[tuple[str, str]], raw: str, schemas: Schemas) -> ToolCall:
     """A call whose argument values are all written as text."""
-    kinds = schemas.get(name, {}).get("properties", {})
-    arguments = {key: _value(text, kinds.get(key)) for key, text in texts}
+    schema = schemas.get(name, {})
+    kinds, validator = schema.get("properties", {}), Arguments(schema)
+    arguments = {
+        key: _value(text, validator.evolve(schema=kinds.get(key, {}))) for key, text in texts
+    }
     return ToolCall(name, arguments, raw, "ok")
 
 
@@ -329,24 +338,41 @@ _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 _JSON_WORDS = {"true": True, "false": False, "null": None}
 
 
-def _value(text: str, schema: Mapping[str, Any] | None) -> Any:
-    """A value written as text, converted by its schema; without a schema, parsed as JSON if
-    possible."""
-    if schema is not None and _is_text(schema):
-        return text
+def _value(text: str, validator: Any) -> Any:
+    """A value written as text: parsed as JSON, unless the schema takes the text alone."""
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
-        return _PYTHON_WORDS.get(text.strip(), text)
+        value = _PYTHON_WORDS.get(text.strip(), text)
+    if (isinstance(value, str) and validator.schema) or not validator.is_valid(value):
+        return text if validator.is_valid(text) else value
+    return value
 
 
-def _is_text(schema: Mapping[str, Any]) -> bool:
-    """Whether a schema takes nothing but texts."""
-    kinds = schema.get("type")
-    options = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
-    if kinds is None:
-        return bool(options) and all(isinstance(option, str) for option in options)
-    return kinds == "string" or kinds == ["string"]
+def _or_null(keyword: str) -> Callable[..., Iterator[Any]]:
+    """A keyword of JSON Schema that lets null pass where the schema is also `nullable`."""
+    check = Draft202012Validator.VALIDATORS[keyword]
+
+    def checked(validator: Any, wanted: Any, value: Any, schema: Any) -> Iterator[Any]:
+        if value is not None or not schema.get("nullable"):
+            yield from check(validator, wanted, value, schema) or ()
+
+    return checked
+
+
+# transformers writes `X | None` as X that is `nullable`, a word of OpenAPI's.
+Arguments = extend(Draft202012Validator, {word: _or_null(word) for word in ("type", "enum")})
+
+
+def _is_json(value: Any, levels: int = _MOST_LEVELS) -> bool:
+    """Whether a value is one of JSON, and nested no deeper than `levels`."""
+    if isinstance(value, Mapping):
+        return levels > 0 and all(
+            isinstance(key, str) and _is_json(each, levels - 1) for key, each in value.items()
+        )
+    if isinstance(value, list):
+        return levels > 0 and all(_is_json(each, levels - 1) for each in value)
+    return value is None or isinstance(value, (str, int, float))
 
 
 def _from_gemma(body: str, raw: str) -> ToolCall:
@@ -372,7 +398,7 @@ def _from_python(body: str, raw: str) -> list[ToolCall]:
             listed = _JSONWords().visit(ast.parse(text, mode="eval")).body
             calls = listed.elts if isinstance(listed, ast.List) else [listed]
             return [_from_call(call) for call in calls]
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             continue
     return [ToolCall("", None, raw, "invalid_json")]
 

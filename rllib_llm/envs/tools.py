@@ -29,14 +29,14 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, Protocol
 
-import jsonschema
+from jsonschema import ValidationError
 from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import (
     DocstringParsingException,
     TypeHintParsingException,
 )
 
-from rllib_llm.conversations.tool_calls import ToolCall
+from rllib_llm.conversations.tool_calls import Arguments, ToolCall
 from rllib_llm.envs.sandbox import Contained, Sandbox, missing_layers
 from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.messages import told
@@ -192,11 +192,13 @@ class Toolbox:
             return f"there is no tool {asked.name!r}, but {sorted(self.tools)}"
         if asked.status != "ok":
             return _STATUS_MESSAGES.get(asked.status, asked.status)
-        parameters = self.tools[asked.name].schema["function"].get("parameters", {})
+        tool, arguments = self.tools[asked.name], dict(asked.arguments or {})
         try:
-            jsonschema.validate(dict(asked.arguments or {}), parameters)
-        except jsonschema.ValidationError as error:
-            return f"arguments of {asked.name!r}: {error.message[:_SHOWN]}"
+            Arguments(tool.schema["function"].get("parameters", {})).validate(arguments)
+            if isinstance(tool, FunctionTool):  # its schema does not refuse what it lacks
+                inspect.signature(tool.function).bind(**arguments)
+        except (ValidationError, TypeError) as error:
+            return f"arguments of {asked.name!r}: {getattr(error, 'message', error)!s:.{_SHOWN}}"
         return ""
 
     def _shortened(self, text: str) -> str:

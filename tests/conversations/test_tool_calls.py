@@ -87,6 +87,43 @@ def test_a_text_that_looks_like_json_stays_a_text_where_the_schema_wants_one(syn
     assert any_value == (None if written == "None" else json.loads(written))
 
 
+OPTIONAL = [  # a text or nothing: as transformers and as pydantic write it
+    {"type": "string", "nullable": True}, {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    {"type": ["string", "null"]}, {"$ref": "#/$defs/optional"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", OPTIONAL, ids=str)
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [("123", "123"), ("true", "true"), ('"quoted"', '"quoted"'), ("null", None), ("None", None)],
+)
+def test_an_optional_text_is_a_text_or_nothing(schema, written, value):
+    text = f"<tool_call>f<arg_key>x</arg_key><arg_value>{written}</arg_value></tool_call>"
+    kinds = {"properties": {"x": schema}, "$defs": {"optional": OPTIONAL[1]}}
+    assert parsed(text, "glm", tools={"f": kinds}).tool_calls[0].arguments == {"x": value}
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["{(1, 2): 3}", "{[1]: 2}", "{1: 2}", "{1, 2}", "b'x'", "1j", "...",
+     "[" * 80 + "]" * 80],
+)  # fmt: skip
+def test_arguments_that_no_json_can_hold_are_not_read(value):
+    """A template could not write them, and Python's own errors are no reply."""
+    text = f"<|tool_call_start|>[f(x={value})]<|tool_call_end|>"
+    (call,) = parsed(text, "pythonic").tool_calls
+    assert (call.status, call.arguments) == ("invalid_json", None)
+
+
+@pytest.mark.parametrize("depth", [65, 500, 900, 5000])
+def test_arguments_nested_too_deep_are_not_read(depth):
+    """The templates' own filters would end in a RecursionError."""
+    nested = '{"a":' * depth + "1" + "}" * depth
+    (call,) = parsed(f"[TOOL_CALLS]f{nested}", "mistral").tool_calls
+    assert (call.status, call.arguments) == ("invalid_json", None)
+
+
 def test_without_tools_an_answer_in_json_is_an_answer():
     for syntax, text in WRITTEN.items():
         reply = parsed(text, syntax, reads_calls=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from typing import Literal
 
 import pytest
 
@@ -152,6 +153,34 @@ def function_of(function: str) -> str:
 def test_an_argument_may_be_called_function():
     asked = ToolCall("function_of", {"function": "f"}, "", "ok")
     assert asyncio.run(Toolbox([function_of]).run(asked)).text == "f"
+
+
+def maybe(text: str | None = None, kind: Literal["a", "b"] | None = None) -> str:
+    """Says both.
+
+    Args:
+        text: anything.
+        kind: of it.
+    """
+    return f"{text} {kind}"
+
+
+def test_optional_arguments_take_null():
+    """transformers says `nullable` of them, which is no word of JSON Schema."""
+    asked = ToolCall("maybe", {"text": None, "kind": None}, "", "ok")
+    assert asyncio.run(Toolbox([maybe]).run(asked)).text == "None None"
+    wrong = ToolCall("maybe", {"kind": "c"}, "", "ok")
+    assert asyncio.run(Toolbox([maybe]).run(wrong)).failure == "invalid_arguments"
+
+
+@pytest.mark.parametrize("name", ["txet", "self", ""])
+def test_an_argument_that_a_function_lacks_is_the_policy_s_mistake(name):
+    """And no failure of the tool, which `tool_errors: invalid` would leave out."""
+    result = asyncio.run(Toolbox([maybe]).run(ToolCall("maybe", {name: "x"}, "", "ok")))
+    assert result.failure == "invalid_arguments"
+    assert result.text == (
+        f"Error: arguments of 'maybe': got an unexpected keyword argument {name!r}."
+    )
 
 
 def test_search_ranks_passages_by_rare_words():
