@@ -101,6 +101,12 @@ class FunctionTool:
             ) from error
         self.name = str(self.schema["function"]["name"])
         self.function = function
+        parameters = inspect.signature(function).parameters.values()
+        if nameless := [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL)]:
+            raise ToolError(
+                f"tool {self.name!r} must take {nameless[0].name!r} by name: a call names its "
+                "arguments. Leave '/' out, and take a list instead of '*'."
+            )
         if alarm := _alarm_in(function):
             raise ToolError(
                 f"tool {self.name!r} must not use {alarm!r}: it wants the main thread, and tools "

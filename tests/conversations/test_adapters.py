@@ -53,6 +53,10 @@ def reward_guesses(completions, environments, **kwargs):
     return [0.1 * environment.guesses for environment in environments]
 
 
+def nothing(completions, **kwargs):
+    return [0.0] * len(completions)
+
+
 def call(number):
     return f'<tool_call>{{"name": "guess", "arguments": {{"number": {number}}}}}</tool_call>'
 
@@ -138,6 +142,26 @@ class Ledger:
         """
         return 2 * number
 
+    @classmethod
+    def triple(cls, number: int) -> int:
+        """
+        Triples a number.
+
+        Args:
+            number: What to triple.
+        """
+        return 3 * number
+
+    @functools.lru_cache  # noqa: B019  (a method that TRL takes for one)
+    def quadruple(self, number: int) -> int:
+        """
+        Quadruples a number.
+
+        Args:
+            number: What to quadruple.
+        """
+        return 4 * number
+
     async def get_reward(self) -> float:
         return float(self.entries == sorted(self.entries))
 
@@ -159,13 +183,14 @@ FACTORIES = {
 def test_an_environment_that_owns_its_data_and_its_calls_in_order(make, kind):
     """TRL's first example has no data set; the calls of a turn are made in their order."""
     env = make(prompts=None, environment_factory=FACTORIES[kind], num_tasks=10)
-    attempts, judged, policy = roll(env, calls(0, 1, 2, 3, 4), calls(4, tool="double"), "Done.")
+    others = [calls(4, tool=tool) for tool in ("double", "triple", "quadruple")]
+    attempts, judged, policy = roll(env, calls(0, 1, 2, 3, 4), "".join(others), "Done.")
     assert judged.columns[columns.SCORES].tolist() == [1.0] * 4
     assert len(env.tasks) == 10
     begun = env.tokenizer.decode(policy.seen[0][2])
     assert ("Begin at 3." if kind == "partial" else "Begin at 0.") in begun
     said = [m["content"] for m in attempts[0].conversation.messages if m["role"] == "tool"]
-    assert said == [*(f"{{'entries': {n}}}" for n in range(1, 6)), "8"]  # str, as TRL has it
+    assert said == [*(f"{{'entries': {n}}}" for n in range(1, 6)), "8", "12", "16"]  # as TRL has it
 
 
 def test_rows_choose_among_environments(make):
@@ -266,14 +291,25 @@ def test_tools_that_want_the_main_thread_are_refused(make):
         roll(env, calls(1, tool="limit"), "Done.")
 
 
-class Pictures(Sneaky):
-    def reset(self, **row):
-        return [{"type": "image", "image": b""}]
-
-
-def test_pictures_are_refused(make):
+@pytest.mark.parametrize(
+    "begun", [[{"type": "image", "image": b""}], [{"role": "user", "content": "Go."}], 3]
+)
+def test_what_is_no_text_begins_no_conversation(make, begun):
+    """Messages are not taken by TRL either; as a prompt they would be their own repr."""
+    environment = type("Begun", (Sneaky,), {"reset": lambda self, **row: begun})
     with pytest.raises(UnjudgedError, match=r"reset\(\) must give a text or parts of type 'text'"):
-        roll(make(environment_factory=Pictures), "x")
+        roll(make(environment_factory=environment), "x")
+
+
+class Shared(Sneaky):
+    @classmethod
+    def reset(cls, **row):
+        return " Begin."
+
+
+def test_reset_may_be_of_the_class(make):
+    attempts, _, _ = roll(make(environment_factory=Shared, reward_functions=nothing), "x")
+    assert attempts[0].conversation.messages[0]["content"] == "Guess. Begin."
 
 
 class Camera(Sneaky):

@@ -219,7 +219,19 @@ def untyped(x):
     """Says x."""
 
 
+def nameless(x: int, /, *more: int) -> int:
+    """Says x.
+
+    Args:
+        x: it.
+        more: of it.
+    """
+    return x
+
+
 def test_functions_that_can_be_no_tools_are_refused():
+    with pytest.raises(ToolError, match="tool 'nameless' must take 'x' by name: a call"):
+        Toolbox([nameless])
     with pytest.raises(ToolError, match="tool 'untyped' must have type hints and a Google-style"):
         Toolbox([untyped])
     with pytest.raises(ToolError, match="must have names of their own"):

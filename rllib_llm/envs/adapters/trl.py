@@ -11,7 +11,6 @@ get `completions` as messages and `environments=`.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -135,7 +134,7 @@ class _TRLTool(FunctionTool):
 
     async def run(self, arguments: Mapping[str, Any]) -> Any:
         result = await super().run(arguments)
-        if not isinstance(result, list):
+        if not isinstance(result, list) or not any(map(_is_part, result)):
             return str(result)
         try:
             return _text_of(result, f"tool {self.name!r}")
@@ -147,7 +146,7 @@ def _factory(given: Any) -> Callable[[], Any]:
     """The factory of an environment, which must make objects that can be reset."""
     factory = import_dotted(given, name="environment_factory") if isinstance(given, str) else given
     made = factory() if callable(factory) else factory
-    if not callable(factory) or not inspect.isfunction(getattr(type(made), "reset", None)):
+    if not callable(factory) or not callable(getattr(type(made), "reset", None)):
         raise EnvConfigError(
             f"env_config['environment_factory']={given!r} must make objects with reset(**row): "
             "each conversation has one of its own. Give a class or a function that makes one."
@@ -156,13 +155,20 @@ def _factory(given: Any) -> Callable[[], Any]:
 
 
 def _methods(environment: Any) -> list[Callable[..., Any]]:
-    """The tools of an environment: public functions of its class, static ones, too. They are looked
-    for in the class: a property of the object would be computed."""
+    """The tools of an environment: public methods, static ones and those of the class, too. They
+    are looked for in the class: a property of the object would be computed."""
+    kind = type(environment)
+    members = {name: getattr(kind, name) for name in dir(kind) if name not in _NO_TOOLS}
     return [
         getattr(environment, name)
-        for name, _ in inspect.getmembers(type(environment), inspect.isfunction)
-        if not name.startswith("_") and name not in _NO_TOOLS
+        for name, member in members.items()
+        if not name.startswith("_") and callable(member) and hasattr(member, "__get__")
     ]
+
+
+def _is_part(given: Any) -> bool:
+    """Whether it is a part of a message: a text or a picture."""
+    return isinstance(given, Mapping) and "type" in given
 
 
 def _text_of(given: Any, whose: str) -> str:
@@ -170,10 +176,8 @@ def _text_of(given: Any, whose: str) -> str:
     if isinstance(given, str):
         return given
     is_list = isinstance(given, (list, tuple))
-    if is_list and all(isinstance(p, Mapping) and p.get("type") == "text" for p in given):
+    if is_list and all(_is_part(part) and part["type"] == "text" for part in given):
         return "".join(str(part["text"]) for part in given)
-    if is_list and not any(isinstance(part, Mapping) and "type" in part for part in given):
-        return str(given)
     raise TypeError(
         f"{whose} must give a text or parts of type 'text', not {str(given)[:80]!r}: the policy "
         "reads no images. Describe what they show."
