@@ -23,6 +23,7 @@ from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from ray.util.debug import log_once
 from ray.util.placement_group import get_current_placement_group
 
+from rllib_llm.algorithms.registry import ALGORITHMS, get_algorithm_class
 from rllib_llm.config.checks import given, require, warn_of_no_effect
 from rllib_llm.config.model import (
     FAULT_TOLERANCE,
@@ -34,7 +35,7 @@ from rllib_llm.config.model import (
     check_optimiser,
     check_precision,
 )
-from rllib_llm.config.sections import SectionMethod, defaults
+from rllib_llm.config.sections import SectionMethod, defaults, known_names, section_names
 from rllib_llm.config.setting import Section
 from rllib_llm.config.tabled_config import TabledConfig
 from rllib_llm.modules.precision import cuda_multiplies_bfloat16, faster_library
@@ -125,6 +126,14 @@ class LanguageModelConfig(TabledConfig):
         self.seed = 0
         # The local learner and sampler share one process with the driver.
         self.num_cpus_for_main_process = 1
+
+    @classmethod
+    def algorithms_with(cls, name: str) -> list[str]:
+        configs = {each: get_algorithm_class(each).get_default_config() for each in ALGORITHMS}
+        names = {
+            each: {*known_names(type(c)), *section_names(type(c))} for each, c in configs.items()
+        }
+        return [each for each in ALGORITHMS if name in names[each]]
 
     def implied(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Turns off one of two settings that express the same in different units, if the other is

@@ -25,7 +25,7 @@ class UnknownAlgorithmError(SettingError):
     """A name that neither this package nor RLlib knows."""
 
 
-def get_algorithm_class(name: str) -> type:
+def get_algorithm_class(name: str) -> Any:
     """The Algorithm class called `name`: ours, RLlib's own, or a dotted path.
 
     Raises:

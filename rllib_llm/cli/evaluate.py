@@ -131,14 +131,14 @@ def checkpoint_config(checkpoint: Path, settings: dict[str, Any]) -> Any:
     from rllib_llm.algorithms.language_model_config import LanguageModelConfig
     from rllib_llm.algorithms.rlhf_config import RLHFConfig
     from rllib_llm.checkpoints.algorithm import saved_config
-    from rllib_llm.config.schema import check_keys, check_values, resolve_classes
+    from rllib_llm.config.schema import check_keys, checked_values
 
     config = saved_config(checkpoint)
     if isinstance(config, LanguageModelConfig):
         config = without_training_data(config, checkpoint)
     check_keys(config, settings, "--config")
-    check_values(config, settings, "--config")
-    config = config.copy(copy_frozen=False).update_from_dict(resolve_classes(settings, "--config"))
+    settings = checked_values(config, settings, "--config")
+    config = config.copy(copy_frozen=False).update_from_dict(settings)
     # Results of this process alone, with an evaluation sampler of its own.
     config.num_env_runners = 0
     config.evaluation_interval = config.evaluation_interval or 1

@@ -7,7 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
+from ray.rllib.callbacks.callbacks import RLlibCallback
+from ray.rllib.core.learner.learner import Learner
 from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
+from ray.rllib.env.env_runner import EnvRunner
 
 from rllib_llm.config.schema import RENAMED
 from rllib_llm.config.setting import Section, Setting, never
@@ -19,6 +22,12 @@ LAYERS = never("here: it is the trunk's layers that are compiled")
 # How the lines below write a type.
 _TYPES: Mapping[str, Mapping[str, Any]] = types.MappingProxyType({
     "": {"type": Any},
+    "learner?": {"type": type[Learner] | None},
+    "sampler?": {"type": type[EnvRunner] | None},
+    "callbacks?": {
+        "type": type[RLlibCallback] | list | tuple | None,
+        "remedy": "Write a class derived from RLlibCallback",
+    },
     "count": {"type": int, "least": 0},
     "count?": {"type": int | None, "least": 0},
     "size": {"type": int, "least": 1},
@@ -65,7 +74,7 @@ COMMON = (
         custom_resources_per_learner (dict?): further resources of each learner
     """)),
     Section("training", "RLlib's own.", _rows("""
-        learner_class: the Learner, instead of the algorithm's own
+        learner_class (learner?): the Learner, instead of the algorithm's own
         learner_config_dict (dict?): settings for a Learner of your own
     """)),
     Section("framework", "torch and its compiler.", (
@@ -89,7 +98,7 @@ COMMON = (
         evaluation_error_after_n_consecutive_skips (size?): the skipped evaluations that end the run
     """)),
     Section("callbacks", "Functions of your own that are called.", _rows("""
-        callbacks: a class, or several, of callbacks
+        callbacks (callbacks?): a class, or several, of callbacks
         callbacks_on_algorithm_init (functions?): called when the algorithm was made
         callbacks_on_checkpoint_loaded (functions?): called when a checkpoint was loaded
         callbacks_on_evaluate_start (functions?): called before an evaluation
@@ -131,7 +140,7 @@ ONLINE = (
         num_cpus_per_env_runner (amount): the CPUs of each sampler
         num_gpus_per_env_runner (amount): the GPUs of each sampler, or a fraction of one
         custom_resources_per_env_runner (dict?): further resources of each sampler
-        env_runner_cls: the EnvRunner, a subclass of RLHFEnvRunner
+        env_runner_cls (sampler?): the EnvRunner, a subclass of RLHFEnvRunner
         create_local_env_runner (bool): whether the driver's process samples beside remote ones
         validate_env_runners_after_construction (bool): whether samplers are asked when made
         max_requests_in_flight_per_env_runner (size): the requests that wait at a sampler at most
@@ -176,6 +185,7 @@ INSTEAD = {
     "weights with it; leave it out",
     "algorithm_config_overrides_per_module": "One policy is trained, with the settings of the "
     "algorithm; leave it out",
+    "policies": "One policy is trained; leave it out",
     "batch_mode": "An episode is a whole completion; leave it out",
     "num_gpus": "'num_gpus_per_learner' and 'num_gpus_per_env_runner' say who has GPUs",
     "model": "The network is a language model: set language_model(model=...), in YAML "

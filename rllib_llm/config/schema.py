@@ -43,7 +43,9 @@ RETIRED = {
 READ_ONLY = ("learner_class", "model_config")
 
 
-CLASS_SUFFIXES = ("_class", "_cls", "_fn", "_function")
+CLASS_SUFFIXES = ("_class", "_cls", "_fn", "evaluation_function")
+# Of this package's algorithms alone, and what somebody looks for who tries them with RLlib's.
+FOR_LANGUAGE = ("prompts", "rewards", "sampling", "max_new_tokens", "num_completions")
 
 
 def build_config(
@@ -61,10 +63,7 @@ def build_config(
     settings = flat_settings(config, settings)
     with noted():
         check_keys(config, settings, where)
-    wrong = check_values(config, settings, where)
-    allowed = allowed_keys(config) - wrong  # all of them, unless a complaint was noted
-    known = {key: value for key, value in settings.items() if key in allowed}
-    config = config.update_from_dict(resolve_classes(known, where))
+    config = config.update_from_dict(checked_values(config, settings, where))
     config.validate()
     return config
 
@@ -132,31 +131,33 @@ def check_keys(config: AlgorithmConfig, settings: Mapping[str, Any], where: str)
 
 
 def _hint(key: str, allowed: set[str]) -> str:
+    if key in FOR_LANGUAGE:
+        return "It is for language models: write `run: GRPO` or `run: PPOPtx`."
     if key in RETIRED and RETIRED[key] in allowed:
         return f"It is {RETIRED[key]!r} now."
     return suggestion(key, allowed)
 
 
-def check_values(config: AlgorithmConfig, settings: Mapping[str, Any], where: str) -> set[str]:
-    """Complain of values that RLlib would drop, misread or trip over; return their keys.
+def checked_values(
+    config: AlgorithmConfig, settings: Mapping[str, Any], where: str
+) -> dict[str, Any]:
+    """Return the known ones of `settings`, dotted paths of classes and functions replaced by the
+    objects, without values that RLlib would drop, misread or trip over.
 
     Raises:
-        ValueError: the first of them, outside of `all_complaints`.
+        ValueError: the first of those, outside of `all_complaints`.
     """
-    wrong = set()
-    allowed = allowed_keys(config)
-    for key, value in settings.items():
-        if key not in allowed:
-            continue
-        try:
+    right: dict[str, Any] = {}
+    for key in filter(allowed_keys(config).__contains__, settings):
+        with noted():
+            resolved = resolve_classes({key: settings[key]}, where)
+            (value,) = resolved.values()
             if isinstance(config, Tabled):
                 config.check_setting(key, value, where)
             else:
                 _check_value(config, key, value, where)
-        except ValueError as error:
-            complain(error)
-            wrong.add(key)
-    return wrong
+            right |= resolved
+    return right
 
 
 def _check_value(config: AlgorithmConfig, key: str, value: Any, where: str) -> None:
@@ -200,8 +201,8 @@ def _check_value(config: AlgorithmConfig, key: str, value: Any, where: str) -> N
 def resolve_classes(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return `settings` with dotted paths of classes and functions replaced by the objects.
 
-    Keys that hold a class or function are known by their ending (`_class`, `_cls`, `_fn`,
-    `_function`), and `callbacks`, `callbacks_on_*`.
+    Keys that hold a class or function are known by their ending (`CLASS_SUFFIXES`), and
+    `callbacks`, `callbacks_on_*`.
     """
     resolved = {}
     for key, value in settings.items():

@@ -178,9 +178,15 @@ def shown_rows(config_class: ConfigClass, section: str) -> dict[str, Setting]:
 
 
 def first_setting(config_class: ConfigClass, section: str) -> str:
-    """The setting of the section that a value without a name is."""
-    named = (one.positional for one in config_class.sections if one.name == section)
+    """The setting of the section that a value without a name is; its first, if it takes none."""
+    named = [one.positional for one in config_class.sections if one.name == section]
+    named += positional(rllib_parameters(section))
     return next(filter(None, named), next(iter(shown_rows(config_class, section))))
+
+
+def positional(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
+    """Names of the parameters that may be given without a name."""
+    return [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
 
 
 def signature(config_class: ConfigClass, section: str) -> inspect.Signature:

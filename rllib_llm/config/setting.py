@@ -183,6 +183,8 @@ class Setting:
         if typing.get_origin(kind) is Literal:
             return " or ".join(map(repr, typing.get_args(kind)))
         origin = typing.get_origin(kind) or kind
+        if origin is type:
+            return f"a class derived from {typing.get_args(kind)[0].__name__}"
         words = _KIND_WORDS.get(origin) or origin.__name__
         if kind in (int, float):
             of_unit = f" of {self.unit}" if self.unit and kind is float else ""

@@ -25,6 +25,7 @@ from rllib_llm.config.sections import (
     first_setting,
     known_names,
     other_names,
+    positional,
     rllib_parameters,
     rllib_table,
     row_called,
@@ -128,6 +129,10 @@ def hint(
         if row.place == IN_ENV:
             return f"It is called {row.name!r} here. {_place(config_class, row)}."
         return f"It is called {row.name!r} here."
+    found = config_class.algorithms_with(name)
+    if found and name not in section_names(config_class):
+        many = f"{', '.join(found[:-1])} and {found[-1]}"
+        return f"It is for {many if found[1:] else f'{found[0]} alone'}: leave it out."
     if section and nearest(name, section_rows(config_class, section)):
         return suggestion(name, section_rows(config_class, section))
     if methods and not nearest(name, {*known, *methods, *others}):
@@ -179,6 +184,11 @@ class TabledConfig(AlgorithmConfig):
 
     def __new__(cls, *args: Any, **kwargs: Any):
         """Refuses settings as arguments, and names the method that takes them."""
+        if args and isinstance(args[0], str):
+            raise SettingError(
+                f"{cls.__name__}({args[0]!r}) takes no settings",
+                remedy=f"For a model write {cls.__name__}().language_model(model={args[0]!r})",
+            )
         taken = inspect.signature(cls.__init__).parameters
         if unknown := [name for name in kwargs if name not in taken]:
             where = (
@@ -208,15 +218,16 @@ class TabledConfig(AlgorithmConfig):
         theirs: dict[str, Any] = {}
         unknown = []
         of_rllib = rllib_parameters(section)
-        if args and not of_rllib:  # ours alone: one value is its first setting
+        if args:
             first = first_setting(type(self), section)
-            if len(args) > 1 or first in given:
+            is_named = of_rllib and first not in positional(of_rllib)
+            if len(args) > 1 or first in given or is_named:
+                one = "" if is_named else f"one value without a name, which is {first!r}, or "
                 raise TypeError(
-                    f"{type(self).__name__}.{section}() takes one value without a name, which is "
-                    f"{first!r}, or names: {section}({first}=...)."
+                    f"{type(self).__name__}.{section}() takes {one}settings by name: write "
+                    f"{section}({first}=...)."
                 )
             given = {first: args[0], **given}
-            args = ()
         for name, value in given.items():
             row = row_called(type(self), section, name)
             if value is NotProvided:
@@ -230,11 +241,16 @@ class TabledConfig(AlgorithmConfig):
         if unknown:
             where = f"{type(self).__name__}.{section}(...)"
             raise unknown_settings(type(self), unknown, where, section)
-        if args or theirs:
-            getattr(AlgorithmConfig, section)(self, *args, **theirs)
+        if theirs:
+            getattr(AlgorithmConfig, section)(self, **theirs)
         for name, value in {**self.implied(ours), **ours}.items():
             self._set(table(type(self))[name], value)
         return self
+
+    @classmethod
+    def algorithms_with(cls, name: str) -> list[str]:
+        """The algorithms of this package that have this setting or section."""
+        return []
 
     def implied(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Settings that follow from `given` where they are not in it themselves."""
@@ -490,13 +506,15 @@ def refuse_inert(config: TabledConfig) -> None:
         and not (isinstance(value, int) and value == DEPRECATED_VALUE)
         and not same(getattr(config, name), getattr(untouched, name))
     ]
+    names += ["policies"] if config.is_multi_agent else []
     algorithm = type(config).__name__.removesuffix("Config")
     for name in names:
+        default = repr(getattr(untouched, name))
         complain(
             SettingError(
                 name=name,
                 value=getattr(config, name),
-                rule=f"be left at {getattr(untouched, name)!r}",
+                rule=f"be left at {default}" if len(default) < 40 else "be left out",
                 reason=f"it is a setting of RLlib that acts on nothing in {algorithm}",
                 remedy=INSTEAD.get(name, "Leave it out"),
             )

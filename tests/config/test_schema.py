@@ -4,10 +4,12 @@ import pytest
 from ray.rllib.algorithms.callbacks import RLlibCallback
 from ray.rllib.algorithms.ppo import PPO
 
-from rllib_llm.algorithms.grpo import GRPO
+from rllib_llm.algorithms.grpo import GRPO, GRPOConfig
 from rllib_llm.algorithms.ppo_ptx import PPOPtx
+from rllib_llm.algorithms.sft import SFT
 from rllib_llm.config.schema import allowed_keys, build_config
 from rllib_llm.shared.errors import all_complaints, nearest, suggestion
+from tests.algorithms import tiny_runs as tiny
 
 
 class MyCallback(RLlibCallback):
@@ -106,6 +108,12 @@ def test_a_section_that_is_no_mapping_is_told_as_one():
         ({"rewards": ["my.function"]}, "Write `rewards: {functions: ...}`."),
         ({"num_rollout_workers": 2}, "It is 'num_env_runners' now."),
         ({"evaluation_num_workers": 1}, "It is 'evaluation_num_env_runners' now."),
+        ({"ptx_coeff": 0.1}, "It is for PPOPtx alone: leave it out."),
+        ({"label_smoothing": 0.1}, "It is for DPO alone: leave it out."),
+        ({"policies": ["a"]}, "One policy is trained; leave it out."),
+        ({"learner_class": f"{__name__}.MyCallback"}, "Leave it out, or set None."),
+        ({"env_runner_cls": f"{__name__}.MyCallback"}, "Leave it out, or set None."),
+        ({"callbacks": f"{__name__}.ppo"}, "Write a class derived from RLlibCallback."),
     ],
 )
 def test_a_mistake_is_told_once_with_what_to_write(settings: dict, remedy: str):
@@ -114,3 +122,47 @@ def test_a_mistake_is_told_once_with_what_to_write(settings: dict, remedy: str):
         build_config(GRPO, {"env": "rllib_llm/Arithmetic-v0", **settings}, "a.config")
     (error,) = map(str, found)
     assert error.endswith(remedy)
+
+
+def test_settings_of_other_algorithms_are_told_with_those_that_have_them():
+    with pytest.raises(ValueError, match="'rewards'. It is for PPOPtx, GRPO, RLOO and "):
+        build_config(SFT, {"rewards": {"functions": ["my.function"]}})
+    with pytest.raises(ValueError, match="prompts'. It is for language models: write `run: GRPO`"):
+        ppo(prompts={"data": "sums.csv"})
+
+
+def test_a_function_that_generates_is_named_in_yaml():
+    config = build_config(
+        GRPO,
+        {
+            "model": "rllib_llm.examples.arithmetic.build_model",
+            "env": "rllib_llm/Arithmetic-v0",
+            "num_completions": 4,
+            "generate_function": f"{__name__}.ppo",
+        },
+    )
+    assert config.generate_function == f"{__name__}.ppo"
+
+
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        (lambda: GRPOConfig("gpt2"), r"write GRPOConfig\(\).language_model\(model='gpt2'\)"),
+        (
+            lambda: GRPOConfig().training(1e-5),
+            r"training\(\) takes settings by name: write training\(lr=...\)",
+        ),
+        (lambda: GRPOConfig().environment("a", {}), r"write environment\(env=...\)"),
+        (
+            lambda: tiny.grpo().multi_agent(policies={"a"}).validate(),
+            "policies=.* must be left out: .* One policy is trained",
+        ),
+        (
+            lambda: tiny.grpo().training(model={"fcnet_hiddens": [3]}).validate(),
+            "model=.* must be left out: .* The network is a language model",
+        ),
+    ],
+)
+def test_mistakes_in_python_name_what_to_write(mistake, said):
+    with pytest.raises((ValueError, TypeError), match=said):
+        mistake()
