@@ -18,6 +18,7 @@ class Prompts(Settings):
         None,
         "a file (JSONL, CSV, Parquet, text), a data set, a hub id, rows, or a function",
         short="data",
+        remedy="Write `data: prompts.jsonl`",
         trl="train_dataset",
         also="prompt_data prompts_file",
     )

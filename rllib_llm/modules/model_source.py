@@ -5,6 +5,7 @@ of one without loading its weights: context length, vocabulary, size.
 from __future__ import annotations
 
 import errno
+import inspect
 import json
 import logging
 import math
@@ -116,6 +117,11 @@ def build_from_dotted(path: str) -> tuple[Any, Any]:
     function = import_dotted(path, name="model")
     if not callable(function):
         raise ModelSourceError(path, f"it names a {type(function).__name__}", "Name a function")
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        why = f"the function is called without arguments: {error}"
+        raise ModelSourceError(path, why, "Give its arguments defaults") from error
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         built = function()

@@ -18,7 +18,7 @@ import torch
 from rllib_llm.rollouts.judged_batch import JudgedBatch
 from rllib_llm.shared import columns
 from rllib_llm.shared.dotted import import_dotted, looks_dotted
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.errors import SettingError, did_you_mean
 
 
 class Verdict(NamedTuple):
@@ -160,6 +160,6 @@ def _open(setting: str | Mapping[str, Any]) -> Filter:
             value=setting,
             rule=f"be among {sorted(FILTERS)} or a function's dotted path",
             reason="it names nothing else",
-            remedy="Correct it",
+            remedy=did_you_mean(str(name), FILTERS, otherwise="Write 'reward_spread'"),
         )
     return functools.partial(found, **arguments) if arguments else found

@@ -72,7 +72,9 @@ def import_dotted(path: str, *, name: str = "path") -> Any:
             value=path,
             rule="name a module that can be imported",
             reason=f"there is no module {module_path or package!r}",
-            remedy=_moved(path) or "Install it, or put its folder on PYTHONPATH",
+            remedy=f"Write {path.replace('.py:', ':')!r}"
+            if ".py:" in path
+            else _moved(path) or "Install it, or put its folder on PYTHONPATH",
         )
     return _walk(module, module_path, rest, path, name)
 
