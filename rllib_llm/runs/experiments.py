@@ -167,6 +167,12 @@ class Experiment(BaseModel):
 
 KEYS = tuple(name for name in Experiment.model_fields if name != "name")
 
+# What a remedy writes.
+EXAMPLES = {
+    "run": "GRPO", "env": "rllib_llm/RLHF-v0", "stop": 100, "num_samples": 4,
+    "metric": "objective/scores", "max_failures": 2, "time_budget_s": 3600, "scheduler": "asha",
+    "search_alg": "optuna", "max_concurrent_trials": 2,
+}  # fmt: skip
 # pydantic's kind of error -> what a value must be.
 RULES = {
     "bool_type": "true or false",
@@ -208,7 +214,10 @@ def _in_words(name: str, error: ErrorDetails) -> str:
         rule = str(error["ctx"]["expected"])
     if kind == "greater_than_equal":
         rule = f"at least {error['ctx']['ge']}"
-    remedy = "Write it without quotes" if _is_quoted(error["input"]) else "Change it"
+    example = EXAMPLES.get(path[0])
+    remedy = f"Write `{path[-1]}: {example}`" if example else "Leave it out for its default"
+    if _is_quoted(error["input"]):
+        remedy = "Write it without quotes"
     if kind == "dict_type":
         remedy = f"Write `{path[-1]}: {{name: value}}`"
     return f"{where}={error['input']!r} must be {rule or error['msg']}: {_reason(path)}. {remedy}."
@@ -221,6 +230,8 @@ def _is_quoted(value: Any) -> bool:
 
 def _unknown(name: str, path: tuple[str, ...]) -> str:
     """The error for unknown keys."""
+    from rllib_llm.algorithms.language_model_config import LanguageModelConfig
+
     *parents, key = path
     where = ".".join((name, *parents))
     allowed: Mapping[str, Any] | tuple[str, ...] = KEYS
@@ -228,6 +239,8 @@ def _unknown(name: str, path: tuple[str, ...]) -> str:
         allowed = CheckpointConfig.__annotations__
     if key in MOVED and not parents:
         return f"{where}: unknown key {key!r}. It is {MOVED[key]!r} here."
+    if not parents and LanguageModelConfig.algorithms_with(key):
+        return f"{where}: unknown key {key!r}. It is the algorithm's: write it below `config:`."
     return f"{where}: unknown key {key!r}. {suggestion(key, allowed)}"
 
 

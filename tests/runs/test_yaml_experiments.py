@@ -191,3 +191,20 @@ def test_variables_may_refer_to_each_other_and_to_the_folder(tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             load({**data, "vars": wrong}, "f")
+
+
+@pytest.mark.parametrize(
+    ("line", "remedy"),
+    [
+        ("lr: 1.0e-5", "It is the algorithm's: write it below `config:`."),
+        ("model: ./my-model", "It is the algorithm's: write it below `config:`."),
+        ("num_samples: many", "Write `num_samples: 4`."),
+        ("time_budget_s: 1h", "Write `time_budget_s: 3600`."),
+        ("scheduler: [asha]", "Write `scheduler: asha`."),
+        ("stop: {training_iteration: three}", "Write `training_iteration: 100`."),
+    ],
+)
+def test_what_stands_wrong_beside_run_is_told_with_what_to_write(line, remedy):
+    with pytest.raises(UserError) as error:
+        load(parse(f"my-run:\n  run: GRPO\n  {line}\n", "my.yaml"), "my.yaml")
+    assert str(error.value).endswith(remedy)
