@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.errors import UserError, unknown_key
 
 ENVIRONMENT_PREFIX = "RLLIB_SERVE_"
 RATES = ("requests_per_minute", "tokens_per_minute")
@@ -202,10 +202,10 @@ def read_settings(
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"])) or "settings"
-        known = ", ".join(ServeSettings.model_fields)
-        hint = f" Settings are: {known}." if first["type"] == "extra_forbidden" else ""
+        if first["type"] == "extra_forbidden":
+            raise unknown_key("", name, ServeSettings.model_fields) from error
         value = "" if "key" in name or first["type"] == "missing" else f"={first['input']!r}"
-        raise UserError(f"{name}{value} must be corrected: {first['msg']}.{hint}") from error
+        raise UserError(f"{name}{value} must be corrected: {first['msg']}.") from error
 
 
 def _from_file(file: Path | None) -> dict[str, Any]:

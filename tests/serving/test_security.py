@@ -153,8 +153,8 @@ def test_other_addresses_than_this_machine_s_need_keys():
 
 
 def test_settings_are_refused_by_name(tmp_path):
-    with pytest.raises(UserError, match="colour='red' must be corrected.*Settings are: model"):
-        read_settings({"model": "m", "colour": "red"}, environment={})
+    with pytest.raises(UserError, match="unknown key 'prot'. Did you mean 'port'?"):
+        read_settings({"model": "m", "prot": 8000}, environment={})
     with pytest.raises(UserError, match="port='x'"):
         read_settings({"model": "m"}, environment={"RLLIB_SERVE_PORT": "x"})
     file = tmp_path / "serve.yaml"
