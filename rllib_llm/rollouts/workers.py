@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +19,8 @@ from rllib_llm.rollouts.groups import Lease
 from rllib_llm.rollouts.judged_batch import JudgedBatch, judged_groups, request_of
 from rllib_llm.rollouts.ledger_actor import (
     STOP_SECONDS,
+    JournaledLedger,
     LedgerCalls,
-    LocalLedger,
     RemoteLedger,
 )
 from rllib_llm.rollouts.sampler import SamplesAndJudges
@@ -75,7 +75,7 @@ class PlainWorker(Workers):
     """The sampler of this process, asked for one batch after the other."""
 
     def __init__(
-        self, sampler: SamplesAndJudges, ledger: LocalLedger, settings: ServingSettings
+        self, sampler: SamplesAndJudges, ledger: JournaledLedger, settings: ServingSettings
     ) -> None:
         self._sampler, self._ledger, self._settings = sampler, ledger, settings
 
@@ -101,7 +101,7 @@ class LocalWorker(Workers):
     def __init__(
         self,
         sampler: SamplesAndJudges,
-        ledger: LocalLedger,
+        ledger: JournaledLedger,
         settings: ServingSettings,
         *,
         is_eager: bool,
@@ -137,8 +137,23 @@ class LocalWorker(Workers):
         self._judges.close()
 
 
+@dataclass(eq=False)
+class _Asked:
+    """A call to a sampler that is under way.
+
+    sampler: its name for the ledger. began: monotonic seconds, later by those without a core.
+    """
+
+    sampler: str
+    call: Any  # the reference that becomes the answer
+    began: float
+    lease: int = 0
+    is_wanted: bool = True
+
+
 class RemoteWorkers(Workers):
-    """Samplers in actors of their own: what becomes of those that die, hang, or have no core.
+    """Samplers in actors of their own: what becomes of those that die, hang, leave, or have no
+    core.
 
     Args:
         starvation: watches processes by their ids. Time in which a sampler was ready to compute and
@@ -149,10 +164,14 @@ class RemoteWorkers(Workers):
         self,
         pool: SamplerPool,
         ledger: LedgerCalls,
+        settings: ServingSettings,
+        *,
         starvation: Callable[[Iterable[int]], StarvedProcesses] = StarvedProcesses,
     ) -> None:
         self._pool, self._actors, self._ledger = pool, pool.actors, ledger
-        self._starvation = starvation
+        self._settings, self._starvation = settings, starvation
+        self._asked: dict[int, _Asked] = {}  # by worker
+        self._gone: dict[str, float] = {}  # samplers that left, and when
         self._starved: dict[int, StarvedProcesses] = {}  # by worker
         self._num_losses = 0
         self._looked = self._someone_seen = time.monotonic()
@@ -168,24 +187,56 @@ class RemoteWorkers(Workers):
             self._pool.replace(worker, reason)
             self._lose(worker)
 
+    def _answers(self, timeout_s: float) -> Iterator[tuple[int, _Asked, Any]]:
+        """The calls that have ended, with their workers and answers. Waits for all of them, at most
+        `timeout_s`; the work of those that died is given to others."""
+        workers = {asked.call: worker for worker, asked in self._asked.items()}
+        for call in self._actors.ready(list(workers), timeout_s):
+            worker = workers[call]
+            try:
+                answer = self._actors.answer(call)
+            except RayTaskError as error:  # it is alive: what it answered cannot be sent, say
+                answer = SampleFailure.from_exception(error)
+            except RayError as error:
+                logger.warning("Sampler %d died; its prompts are sampled again: %s", worker, error)
+                self._actors.mark(worker, healthy=False)
+                self._lose(worker)
+                continue
+            yield worker, self._asked.pop(worker), answer
+
     def _lose(self, worker: int) -> None:
         """Gives the work of a dead sampler to others."""
-        self._ledger.call("give_back", str(self._actors.number(worker)))
+        asked = self._asked.pop(worker, None)
         self._starved.pop(worker, None)
-        self._num_losses += 1
-        self._pool.faults.requests_retried += 1
+        self._ledger.call("give_back", str(self._actors.number(worker)))
+        if asked is None or asked.is_wanted:
+            self._num_losses += 1
+            self._pool.faults.requests_retried += 1
 
-    def _allow_for_starvation(self) -> dict[int, float]:
-        """Gives samplers that had no core more time by so much; these seconds by worker."""
-        starved = {}
+    def _give_back_of_gone(self) -> None:
+        """Requeues the leases of samplers that have left."""
+        now = time.monotonic()
+        for worker in self._asked.keys() - set(self._actors.workers):
+            self._gone[self._asked.pop(worker).sampler] = now
+            self._starved.pop(worker, None)
+        for sampler, since in list(self._gone.items()):
+            # One that was added since has its number, and frees what it does not know itself.
+            is_back = self._actors.worker_called(int(sampler)) is not None
+            if is_back or now - since > SECONDS_GONE:
+                del self._gone[sampler]
+            else:
+                self._ledger.call("give_back", sampler)
+
+    def _allow_for_starvation(self) -> None:
+        """Gives samplers that had no core more time by so much."""
         for worker in self._actors.healthy():
             if worker not in self._starved:
                 self._starved[worker] = self._starvation(self._actors.processes(worker))
             seconds = self._starved[worker].take()
             if seconds >= LEAST_STARVED_SECONDS:
                 self._ledger.call("put_off", str(self._actors.number(worker)), seconds)
-                starved[worker] = seconds
-        return starved
+                if worker in self._asked:
+                    self._asked[worker].began += seconds
 
     def _require_progress(self, *, is_someone_there: bool) -> None:
         """Raises what ends the run where all samplers die again and again, or are gone."""
@@ -204,17 +255,6 @@ class RemoteWorkers(Workers):
             )
 
 
-@dataclass(eq=False)
-class _Asked:
-    """A call to a sampler that is under way."""
-
-    lease: Lease
-    sampler: str
-    call: Any  # the reference that becomes the answer
-    began: float  # monotonic seconds, before the lease's own limit began
-    is_wanted: bool = True
-
-
 class AskedWorkers(RemoteWorkers):
     """Samplers that are dealt one lease each, and answer it by one call.
 
@@ -222,25 +262,21 @@ class AskedWorkers(RemoteWorkers):
     completions are the same.
     """
 
-    def __init__(
-        self,
-        pool: SamplerPool,
-        ledger: LocalLedger,
-        settings: ServingSettings,
-        *,
-        starvation: Callable[[Iterable[int]], StarvedProcesses] = StarvedProcesses,
-    ) -> None:
-        super().__init__(pool, ledger, starvation)
-        self._settings = settings
-        self._asked: dict[int, _Asked] = {}  # by worker
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._nodes: dict[int, str] = {}  # by worker, as its last answer said
 
     def work(self) -> None:
         """Waits a moment for answers."""
         healthy = self._pool.healthy()
         self._ask(healthy)
-        self._receive()
-        self._take_from_the_dead()
+        if not self._asked:
+            time.sleep(POLL_SECONDS)
+        for worker, asked, answer in self._answers(POLL_SECONDS):
+            self._take(worker, asked, answer)
+        self._give_back_of_gone()
+        for worker in self._asked.keys() - set(self._actors.healthy()):
+            self._lose(worker)
         if time.monotonic() - self._looked >= SECONDS_BETWEEN_LOOKS:
             self._looked = time.monotonic()
             self._allow_for_starvation()
@@ -270,50 +306,25 @@ class AskedWorkers(RemoteWorkers):
             request = request_of(lease, self._settings)
             call = self._actors.call(worker, "serve", request, weights)
             sampler = str(self._actors.number(worker))
-            self._asked[worker] = _Asked(lease, sampler, call, began)
-
-    def _receive(self) -> None:
-        if not self._asked:
-            time.sleep(POLL_SECONDS)
-            return
-        workers = {asked.call: worker for worker, asked in self._asked.items()}
-        for call in self._actors.ready(list(workers), POLL_SECONDS):
-            worker = workers[call]
-            try:
-                answer = self._actors.answer(call)
-            except RayTaskError as error:  # it is alive: what it answered cannot be sent, say
-                answer = SampleFailure.from_exception(error)
-            except RayError as error:
-                logger.warning("Sampler %d died; its prompts are sampled again: %s", worker, error)
-                self._actors.mark(worker, healthy=False)
-                continue
-            self._take(worker, self._asked.pop(worker), answer)
+            self._asked[worker] = _Asked(sampler, call, began, lease.id)
 
     def _take(self, worker: int, asked: _Asked, answer: JudgedBatch | SampleFailure) -> None:
         if isinstance(answer, SampleFailure):
             if asked.is_wanted:
                 self._pool.faults.requests_retried += answer.may_pass
                 self._pool.faults.seconds_lost += time.monotonic() - asked.began
-            self._ledger.call("fail", asked.lease.id, answer)
+            self._ledger.call("fail", asked.lease, answer)
             return
         self._nodes[worker] = answer.node
         self._num_losses = 0
         groups = judged_groups(answer, min_valid=self._settings.min_valid)
-        self._ledger.call("push", asked.lease.id, groups)
-
-    def _take_from_the_dead(self) -> None:
-        healthy = set(self._actors.healthy())
-        for worker in [worker for worker in self._asked if worker not in healthy]:
-            if worker in self._actors.workers:
-                self._lose(worker)
-            else:  # it has left
-                self._ledger.call("give_back", self._asked.pop(worker).sampler)
+        self._ledger.call("push", asked.lease, groups)
 
     def _lose(self, worker: int) -> None:
-        asked = self._asked.pop(worker, None)
+        asked = self._asked.get(worker)
         if asked is not None and asked.is_wanted:
-            super()._lose(worker)
             self._pool.faults.seconds_lost += time.monotonic() - asked.began
+        super()._lose(worker)
 
 
 class LeasingWorkers(RemoteWorkers):
@@ -333,14 +344,11 @@ class LeasingWorkers(RemoteWorkers):
         settings: ServingSettings,
         *,
         answer_seconds: float = LEAST_SECONDS,
-        starvation: Callable[[Iterable[int]], StarvedProcesses] = StarvedProcesses,
+        **given: Any,
     ) -> None:
-        super().__init__(pool, ledger, starvation)
-        self._numbers: dict[int, int] = {}  # of the workers that there were at the last look
-        self._gone: dict[int, float] = {}  # numbers of those that left, and when
+        super().__init__(pool, ledger, settings, **given)
         self._answer_seconds = answer_seconds
         self._order = StreamOrder(uuid.uuid4().hex, ledger.actor, settings)
-        self._asked: dict[int, tuple[Any, float]] = {}  # calls and their times, by worker
         self._look()
 
     def work(self) -> None:
@@ -351,51 +359,20 @@ class LeasingWorkers(RemoteWorkers):
         """Those that can be asked, after a look at what all answered."""
         self._looked = time.monotonic()
         self._give_back_of_gone()
-        for worker, seconds in self._allow_for_starvation().items():
-            if worker in self._asked:
-                call, asked = self._asked[worker]
-                self._asked[worker] = (call, asked + seconds)
-        answered = set(self._actors.ready([call for call, _ in self._asked.values()], 0.0))
-        for worker, (call, asked) in list(self._asked.items()):
-            if call not in answered:
-                if self._looked - asked > self._answer_seconds:
-                    name = str(self._actors.number(worker))
-                    self.replace(name, f"it was silent for {self._looked - asked:.0f} s")
-                continue
-            del self._asked[worker]
-            try:
-                if (failure := self._actors.answer(call)) is not None:
-                    name = str(self._actors.number(worker))
-                    self._ledger.call("give_back", name, failure)
-            except RayError as error:
-                logger.warning("Sampler %d died; its prompts are sampled again: %s", worker, error)
-                self._actors.mark(worker, healthy=False)
-                self._lose(worker)
+        self._allow_for_starvation()
+        for _, asked, failure in self._answers(0.0):
+            if failure is not None:
+                self._ledger.call("give_back", asked.sampler, failure)
+        for asked in list(self._asked.values()):
+            if (silent := self._looked - asked.began) > self._answer_seconds:
+                self.replace(asked.sampler, f"it was silent for {silent:.0f} s")
         healthy = self._pool.healthy()
         for worker in healthy:
             if worker not in self._asked:
                 call = self._actors.call(worker, "apply", be_streaming, self._order)
-                self._asked[worker] = (call, self._looked)
+                name = str(self._actors.number(worker))
+                self._asked[worker] = _Asked(name, call, self._looked)
         return healthy
-
-    def _give_back_of_gone(self) -> None:
-        """Requeues the leases of samplers that have left."""
-        numbers = {worker: self._actors.number(worker) for worker in self._actors.workers}
-        for worker in self._numbers.keys() - numbers.keys():
-            self._gone[self._numbers[worker]] = self._looked
-            self._asked.pop(worker, None)
-            self._starved.pop(worker, None)
-        self._numbers = numbers
-        for number, since in list(self._gone.items()):
-            # One that was added since has its number, and frees what it does not know itself.
-            if number in numbers.values() or self._looked - since > SECONDS_GONE:
-                del self._gone[number]
-            else:
-                self._ledger.call("give_back", str(number))
-
-    def _lose(self, worker: int) -> None:
-        self._asked.pop(worker, None)
-        super()._lose(worker)
 
     def stop(self) -> None:
         calls = [self._actors.call(w, "apply", stop_streaming) for w in self._actors.healthy()]
