@@ -23,7 +23,7 @@ from typing import Any
 import ray
 
 from rllib_llm.rollouts.groups import JudgedGroup, Lease
-from rllib_llm.rollouts.ledger_actor import LocalLedger, RemoteLedger, SamplerLedger
+from rllib_llm.rollouts.ledger_actor import JournaledLedger, RemoteLedger, SamplerLedger
 from rllib_llm.rollouts.schedule import StreamRules
 from rllib_llm.weights.coordinator import PublishedWeights
 
@@ -99,7 +99,7 @@ def with_actor(args: argparse.Namespace, rules: StreamRules) -> dict[str, float]
 
 
 def in_process(args: argparse.Namespace, rules: StreamRules) -> dict[str, float]:
-    ledger = LocalLedger(rules)
+    ledger = JournaledLedger(rules)
     ledger.call("publish", PublishedWeights(0))
     version, num_groups = 0, 0
     start, cpu = time.monotonic(), time.process_time()

@@ -1,5 +1,5 @@
-"""The ledger as driver and samplers call it: in a named actor, where samplers that ask for work and
-the driver wait for it, or the object itself in one process."""
+"""The ledger as driver and samplers call it: a `JournaledLedger` without a file in one process;
+else one in a named actor, where samplers that ask for work, and the driver, wait for it."""
 
 from __future__ import annotations
 
@@ -44,13 +44,14 @@ class JournaledLedger:
     Nor was one for which the disk had no room: it raises OSError.
 
     Args:
-        folder: where the file is; a ledger that it describes is resumed. None: no file.
+        folder: where the file is; a ledger that it describes is resumed. None: no file, for a
+            process that samples and learns in turn.
     """
 
     def __init__(
         self,
         rules: StreamRules,
-        folder: Path | None,
+        folder: Path | None = None,
         *,
         keeps_rejected: bool = False,
         clock: Callable[[], float] = time.monotonic,
@@ -77,6 +78,30 @@ class JournaledLedger:
         if self._path is not None and self._num_bytes > _COMPACT_BYTES:
             self._compact(self._path)
         return answer
+
+    def take(self, step: int, num_seen: int, nth: int, wait_s: float = 0.0) -> Answer:
+        """See `Ledger.take`. Nobody works meanwhile, so it does not wait."""
+        return self.call("take", step, num_seen, nth)
+
+    def state(self) -> dict[str, Any]:
+        """See `Ledger.state`."""
+        return self.ledger.state()
+
+    def look(self) -> dict[str, Any]:
+        """`metrics`, `position`, `waits_for` (samplers being waited for) and `num_old` (groups to
+        be sampled by older weights than the newest)."""
+        return {
+            "metrics": self.ledger.metrics(),
+            "position": self.ledger.table.position,
+            "waits_for": self.ledger.waits_for(),
+            "num_old": self.ledger.num_old,
+        }
+
+    def close(self) -> None:
+        """Stops giving out work, and wakes all waiting samplers: there are none."""
+
+    def stop(self) -> None:
+        """Ends it: it needs no end."""
 
     def _make(self, name: str, now: float, args: Sequence[Any]) -> Any:
         silent, self._now = now - self._now, now
@@ -188,7 +213,7 @@ class LedgerActor:
             if rest <= 0:
                 break
             await _wait(asyncio.ensure_future(self._changed.wait()), rest)
-        answer = self._journaled.call("take", step, num_seen, nth)
+        answer = self._journaled.take(step, num_seen, nth)
         self._serve()  # what a lease held that has ended
         return answer
 
@@ -228,12 +253,11 @@ class LedgerActor:
 
     async def state(self) -> dict[str, Any]:
         """See `Ledger.state`."""
-        return self._journaled.ledger.state()
+        return self._journaled.state()
 
     async def look(self) -> dict[str, Any]:
-        """See `looked`; with `cpu_seconds` and `pid` of this process."""
-        cpu_seconds, pid = time.process_time(), os.getpid()
-        return looked(self._journaled) | {"cpu_seconds": cpu_seconds, "pid": pid}
+        """As `JournaledLedger.look`, with `cpu_seconds` and `pid` of this process."""
+        return self._journaled.look() | {"cpu_seconds": time.process_time(), "pid": os.getpid()}
 
 
 async def _wait(future: asyncio.Future, seconds: float) -> bool:
@@ -242,51 +266,10 @@ async def _wait(future: asyncio.Future, seconds: float) -> bool:
     return future.done() or not future.cancel()
 
 
-def looked(journaled: JournaledLedger) -> dict[str, Any]:
-    """`metrics`, `position`, `waits_for` (samplers being waited for) and `num_old` (groups to be
-    sampled by older weights than the newest)."""
-    ledger = journaled.ledger
-    return {
-        "metrics": ledger.metrics(),
-        "position": ledger.table.position,
-        "waits_for": ledger.waits_for(),
-        "num_old": ledger.num_old,
-    }
-
-
 MAX_CONCURRENT_CALLS = 1000  # samplers that wait at the same time
 CALL_SECONDS = 30.0  # that an attempt may take
 MAX_SECONDS_OF_A_CALL = 900.0  # all attempts of it, while the actor is started again and again
 STOP_SECONDS = 2.0
-
-
-class LocalLedger:
-    """A ledger in the process that samples and learns in turn."""
-
-    def __init__(self, rules: StreamRules, *, keeps_rejected: bool = False) -> None:
-        self.journaled = JournaledLedger(rules, None, keeps_rejected=keeps_rejected)
-
-    def call(self, name: str, *args: Any) -> Any:
-        """One of `CALLS`."""
-        return self.journaled.call(name, *args)
-
-    def take(self, step: int, num_seen: int, nth: int, wait_s: float) -> Answer:
-        """See `Ledger.take`. Nobody works meanwhile, so it does not wait."""
-        return self.journaled.call("take", step, num_seen, nth)
-
-    def state(self) -> dict[str, Any]:
-        """See `Ledger.state`."""
-        return self.journaled.ledger.state()
-
-    def look(self) -> dict[str, Any]:
-        """See `looked`."""
-        return looked(self.journaled)
-
-    def close(self) -> None:
-        """Stops giving out work, and wakes all waiting samplers: there are none."""
-
-    def stop(self) -> None:
-        """Ends it: it needs no end."""
 
 
 class RemoteLedger:
@@ -356,7 +339,7 @@ class RemoteLedger:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-LedgerCalls: TypeAlias = LocalLedger | RemoteLedger
+LedgerCalls: TypeAlias = JournaledLedger | RemoteLedger
 """The driver's interface to a ledger."""
 
 

@@ -30,8 +30,8 @@ from rllib_llm.rollouts.groups import Answer, Ending
 from rllib_llm.rollouts.judged_batch import JudgedBatch, as_bytes, batch_of, rows_of
 from rllib_llm.rollouts.ledger_actor import (
     CALL_SECONDS,
+    JournaledLedger,
     LedgerCalls,
-    LocalLedger,
     RemoteLedger,
 )
 from rllib_llm.rollouts.recorder import RolloutRecorder
@@ -248,7 +248,7 @@ class Rollouts:
         return {"rollouts": told}
 
     def look(self) -> dict[str, Any]:
-        """See `looked` of the ledger."""
+        """See `JournaledLedger.look`."""
         return self._ledger.look()
 
     def state(self) -> dict[str, Any]:
@@ -321,7 +321,7 @@ def open_rollouts(
     told: dict[str, Any] = {"recorder": recorder, "publish_again": publish_again, "tell": tell}
     if not pool.num_samplers:  # nobody could replace a sampler that is this very process
         rules = dataclasses.replace(rules, timeout_s=None)
-    own = LocalLedger(rules, keeps_rejected=keeps_rejected)
+    own = JournaledLedger(rules, keeps_rejected=keeps_rejected)
     is_asked = rules.num_parts is not None
     if is_asked and pool.num_samplers:
         return Rollouts(own, AskedWorkers(pool, own, settings), rules, **told)

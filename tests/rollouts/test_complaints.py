@@ -12,7 +12,7 @@ import time
 import pytest
 
 from rllib_llm.rollouts.groups import Answer
-from rllib_llm.rollouts.ledger_actor import LedgerActor, LocalLedger
+from rllib_llm.rollouts.ledger_actor import JournaledLedger, LedgerActor
 from rllib_llm.rollouts.recorder import RolloutRecorder
 from rllib_llm.rollouts.schedule import StreamRules
 from rllib_llm.rollouts.source import Rollouts
@@ -153,7 +153,7 @@ def test_those_who_wait_are_told_when_the_ledger_is_closed(tmp_path):
 # --- what is reported ------------------------------------------------------------------------
 
 
-class SlowLedger(LocalLedger):
+class SlowLedger(JournaledLedger):
     """Has a batch the third time it is asked, 20 ms each time."""
 
     def __init__(self, rules):
@@ -193,7 +193,7 @@ def test_the_wait_that_is_reported_is_that_for_this_batch(monkeypatch):
         assert 0.06 <= source.metrics()["rollouts"]["wait_seconds"] <= time.monotonic() - start
 
 
-class FillingLedger(LocalLedger):
+class FillingLedger(JournaledLedger):
     """Has a batch of four once they are all judged, one after the other."""
 
     def take(self, step, num_seen, nth, wait_s):

@@ -7,7 +7,7 @@ import resource
 import pytest
 
 from rllib_llm.rollouts import ledger_actor as module
-from rllib_llm.rollouts.ledger_actor import JournaledLedger, LocalLedger
+from rllib_llm.rollouts.ledger_actor import JournaledLedger
 from rllib_llm.rollouts.schedule import StreamRules
 from rllib_llm.rollouts.source import Rollouts
 from rllib_llm.rollouts.workers import Workers
@@ -115,11 +115,11 @@ def test_a_call_for_which_the_disk_had_no_room_was_not_made_and_hides_none_behin
 def test_weights_of_groups_are_kept_however_often_others_are_published_without_a_batch():
     """A loop of one's own may: a ledger that died then waited for them for ever."""
     rules = StreamRules(num_groups=1, max_staleness=1)
-    ledger = LocalLedger(rules)
+    ledger = JournaledLedger(rules)
     rollouts = Rollouts(ledger, Workers(), rules, recorder=None, publish_again=None)
     for version in range(6):
         rollouts.publish(PublishedWeights(version))
-    ledger.journaled.ledger.forget_weights()
+    ledger.ledger.forget_weights()
     rollouts._attend(ledger.call("report", 0))
     (lease,) = ledger.call("lease", "1", 1, [])
     assert lease.weights.version == 0

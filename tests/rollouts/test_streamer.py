@@ -11,7 +11,7 @@ from ray.exceptions import RayTaskError
 
 from rllib_llm.rollouts.errors import SampleFailure
 from rllib_llm.rollouts.judged_batch import SampleRequest
-from rllib_llm.rollouts.ledger_actor import LocalLedger
+from rllib_llm.rollouts.ledger_actor import JournaledLedger
 from rllib_llm.rollouts.schedule import ServingSettings, StreamRules
 from rllib_llm.rollouts.streamer import (
     LeaseWork,
@@ -66,7 +66,7 @@ def answer(work, name, make_answer):
 
 
 def work_of(world, *, schedule, in_flight="keep", **rules):
-    ledger = LocalLedger(StreamRules(**{"num_groups": 8, "schedule": schedule, **rules}))
+    ledger = JournaledLedger(StreamRules(**{"num_groups": 8, "schedule": schedule, **rules}))
     ledger.call("publish", PublishedWeights(0))
     settings = ServingSettings(N, max_groups=8, in_flight=in_flight)
     sampler = ScriptedSampler(world)

@@ -18,7 +18,7 @@ from rllib_llm.engines.protocol import Ended, Tokens
 from rllib_llm.envs.actions import Judgement
 from rllib_llm.envs.judges.rewards import UnjudgedError
 from rllib_llm.rollouts.errors import Faults
-from rllib_llm.rollouts.ledger_actor import JournaledLedger, looked
+from rllib_llm.rollouts.ledger_actor import JournaledLedger
 from rllib_llm.rollouts.policy import ModulePolicy
 from rllib_llm.rollouts.sampler import Sampler
 from rllib_llm.rollouts.schedule import ServingSettings, StreamRules
@@ -246,17 +246,17 @@ class SamplerEnd:
         return self._world.ledger.call(name, *args)
 
 
-class SimulatedLedger:
-    """A `LocalLedger` on the world's clock; while the driver waits, things happen."""
+class SimulatedLedger(JournaledLedger):
+    """On the world's clock; while the driver waits, things happen."""
 
     def __init__(self, rules, clock):
-        self.journaled = JournaledLedger(rules, None, keeps_rejected=True, clock=clock)
+        super().__init__(rules, keeps_rejected=True, clock=clock)
 
     actor = None
 
     def call(self, name, *args):
         held = self._not_concerned(*args) if name == "fail" else {}
-        answer = self.journaled.call(name, *args)
+        answer = super().call(name, *args)
         for entry, lease in held.items():
             assert entry.lease == lease, f"group {entry.position} fails with its neighbour"
         return answer
@@ -264,24 +264,10 @@ class SimulatedLedger:
     def _not_concerned(self, lease, failure, positions=None):
         """Groups of a lease that a failure leaves in it."""
         return {
-            entry: lease for entry in self.journaled.ledger.table
+            entry: lease for entry in self.ledger.table
             if entry.lease == lease and entry.state == "leased"
             and positions is not None and entry.position not in positions
         }  # fmt: skip
-
-    def take(self, step, num_seen, nth, wait_s):
-        return self.journaled.call("take", step, num_seen, nth)
-
-    def state(self):
-        return self.journaled.ledger.state()
-
-    def look(self):
-        return looked(self.journaled)
-
-    def close(self):
-        """Nothing to be done."""
-
-    stop = close
 
 
 class NeverStarved:
@@ -495,14 +481,14 @@ class World:
     def require_work_for_the_living(self):
         """Asserts that one that is known to be dead holds no lease."""
         known_dead = {name for name in self.pool.names if int(name) not in self.pool.marked}
-        holding = {e.sampler for e in self.ledger.journaled.ledger.table if e.state == "leased"}
+        holding = {e.sampler for e in self.ledger.ledger.table if e.state == "leased"}
         assert not known_dead & holding, known_dead & holding
 
     def require_patience(self):
         """Asserts that a judge who takes one and a half leases costs one of them: the next is twice
         as long, and stays so when it is renewed."""
         if not self.share_of_troubles:
-            for entry in self.ledger.journaled.ledger.table:
+            for entry in self.ledger.ledger.table:
                 assert entry.num_expired <= 1, f"group {entry.position} never ends"
 
     def note_progress(self):
@@ -544,7 +530,7 @@ class World:
     def require_account(self):
         """Asserts that every token is accounted for. Not by `source.metrics`, of which this is the
         least part: it is asked at every event."""
-        ledger = self.ledger.journaled.ledger
+        ledger = self.ledger.ledger
         ledger.account.check(ledger.table.num_tokens)
 
     def restored(self, rules) -> World:
