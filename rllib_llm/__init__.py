@@ -11,6 +11,7 @@ from typing import Any
 
 from rllib_llm.algorithms.registry import register_algorithms
 from rllib_llm.envs.registry import register_envs
+from rllib_llm.shared.errors import did_you_mean
 from rllib_llm.shared.messages import quiet_libraries
 from rllib_llm.shared.ray_compat import check_ray
 
@@ -39,7 +40,8 @@ __all__ = [*_PUBLIC, "__version__"]
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
         return getattr(importlib.import_module(_PUBLIC[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    meant = did_you_mean(name, _PUBLIC, 2, cutoff=0.5, otherwise=f"It has {', '.join(_PUBLIC)}.")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}. {meant}")
 
 
 def __dir__() -> list[str]:

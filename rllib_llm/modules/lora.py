@@ -118,7 +118,18 @@ def add_adapters(model: nn.Module, lora: dict[str, Any], *, seed: int = 0) -> No
     model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        inject_adapter_in_model(peft_config(lora), model, adapter_name=ADAPTER)
+        try:
+            inject_adapter_in_model(peft_config(lora), model, adapter_name=ADAPTER)
+        except ValueError as error:
+            layers = {n.rpartition(".")[2] for n, m in model.named_modules()
+                      if isinstance(m, (nn.Linear, Conv1D))}  # fmt: skip
+            raise SettingError(
+                name="lora.target_modules",
+                value={**DEFAULTS, **lora}["target_modules"],
+                rule="name layers of the model",
+                reason=f"adapters cannot be put there ({str(error).splitlines()[0]})",
+                remedy=f"Linear layers of this model: {', '.join(sorted(layers))}",
+            ) from error
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()

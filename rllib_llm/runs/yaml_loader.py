@@ -343,8 +343,9 @@ def load(
         UserError: unknown keys, wrong kinds of values, references to nothing or to a later stage.
     """
     if not isinstance(data, dict) or not data:
+        found = f"a {type(data).__name__}" if data else "empty"
         raise UserError(
-            f"{source} must hold experiments: it is {type(data).__name__}. "
+            f"{source} must hold experiments: it is {found}. "
             "Write `name: {run: PPOPtx, env: ..., config: {...}}`."
         )
     data = apply_overrides(with_includes(data, source, here), overrides, source)

@@ -26,6 +26,7 @@ from rllib_llm.modules.lora import (
 )
 from rllib_llm.modules.pretrained import load_causal_lm, load_quantized
 from rllib_llm.modules.rl_modules import CausalLMModule
+from rllib_llm.shared.errors import SettingError
 from tests.modules.tiny_models import tiny_model
 from tests.rounding import assert_as_near, neighbour
 from tests.tiny_models import llama, save
@@ -304,3 +305,8 @@ def test_a_quantised_trunk_learns_and_merges_to_what_was_trained(quantization, t
 def test_settings_that_are_none_are_refused(lora, words):
     with pytest.raises(ValueError, match=words):
         check_lora(lora)
+
+
+def test_layers_that_the_model_does_not_have_are_refused_with_those_that_it_has():
+    with pytest.raises(SettingError, match="modules=.'q_prj'. must .* down_proj, .*, v_proj"):
+        add_adapters(llama(), {"target_modules": ["q_prj"]})

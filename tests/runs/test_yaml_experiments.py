@@ -69,8 +69,8 @@ def test_references_are_filled_inside_and_as_whole_values():
         ("include: nowhere.yaml", "must be a YAML file: there is none"),
         ("a: SFT", "a='SFT' must be a mapping"),
         ("1a: {run: SFT}", "'1a' must be letters"),
-        ("[1, 2]", "x.yaml must hold experiments: it is list"),
-        ("", "x.yaml must hold experiments: it is NoneType"),
+        ("[1, 2]", "x.yaml must hold experiments: it is a list. Write"),
+        ("", "x.yaml must hold experiments: it is empty. Write"),
     ],
 )
 def test_what_cannot_be_an_experiment_is_refused(text: str, message: str):

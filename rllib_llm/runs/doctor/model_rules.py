@@ -81,6 +81,12 @@ def _tokenizer(stage: Stage) -> Iterator[Finding]:
     generation = load_generation_config(model)
     ends = eos_token_ids(tokenizer, generation)
     stops = getattr(stage.config, "stop_token_ids", None)
+    if beyond := [token for token in stops or () if token >= len(tokenizer)]:
+        yield Finding(
+            "model.stops", "error", f"stop_token_ids={stops}", f"it has no {beyond[0]}",
+            "Name tokens of this tokenizer: tokenizer.convert_tokens_to_ids(text).",
+            rule=f"be among the {len(tokenizer)} tokens of the vocabulary",
+        )  # fmt: skip
     if stage.is_rlhf and not ends and not stops:
         yield Finding(
             "model.eos", "warning", f"model={str(model)!r} has no EOS token",

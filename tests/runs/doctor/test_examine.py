@@ -197,6 +197,13 @@ def test_a_broken_model_folder_is_named_before_its_weights_are_loaded(folders, f
     assert name in [finding.id for finding in found(grpo(model=folders[folder]))]
 
 
+def test_a_stop_token_beyond_the_vocabulary_is_named():
+    experiment = grpo(stop_token_ids=[99999])
+    (text,) = [f.text() for f in found(experiment) if f.id == "model.stops"]
+    size = len(make_stage(experiment).config.load_tokenizer())
+    assert f"stop_token_ids=[99999] must be among the {size} tokens of the vocabulary" in text
+
+
 def test_a_policy_is_no_judge(folders):
     experiment = grpo(model=folders["sound"], env={"reward_model": folders["sound"]})
     assert "model.kind" in [finding.id for finding in found(experiment)]
