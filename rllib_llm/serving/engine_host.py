@@ -30,7 +30,8 @@ from rllib_llm.serving.weights import fingerprint
 from rllib_llm.shared.errors import SettingWarning
 
 _MANY_POSITIONS = 2**20  # of a model that says no number
-_PREFILL_TOKENS = 2**13  # of several prompts in one step, during which all other requests wait
+# Of several prompts in one step, during which all other requests wait: on a GPU, on a processor.
+_PREFILL_TOKENS, _PREFILL_TOKENS_OF_CPU = 2**13, 2**10
 # The engine's thread hardly lets go of the interpreter: with Python's 5 ms whatever else its
 # process does, such as taking a request in, would wait so long behind each of its own waits.
 _SWITCH_SECONDS = 0.0005
@@ -262,7 +263,9 @@ def served_tokenizer(source: str, chat_template: str | None = None) -> Any:
 
 
 def _engine(model: Any, version: int | None, settings: ServeSettings) -> TorchEngine:
+    on_cpu = next(model.parameters()).device.type == "cpu"
     return TorchEngine(
         model, version=version, max_rows=settings.max_rows,
-        max_positions=settings.max_model_len or 2048, max_prefill=_PREFILL_TOKENS,
+        max_positions=settings.max_model_len or 2048,
+        max_prefill=_PREFILL_TOKENS_OF_CPU if on_cpu else _PREFILL_TOKENS,
     )  # fmt: skip
