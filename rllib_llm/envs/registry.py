@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -187,11 +188,15 @@ def not_batched(env: Any) -> UnknownEnvError:
 def _unknown(env: str) -> UnknownEnvError:
     if env in gymnasium.registry and gymnasium.spec(env).entry_point is not None:
         return not_batched(env)
+    package = env.partition(".")[0] if "." in env else ""
+    is_path = package.isidentifier() and importlib.util.find_spec(package) is None
     return UnknownEnvError(
         name="env",
         value=env,
         rule=f"be one of {env_ids()}, a name registered with ray.tune.register_env, or a dotted "
         "path to an environment",
-        reason="it is none of these",
-        remedy=did_you_mean(env, ENVIRONMENTS, 2, cutoff=0.4, otherwise="Check the spelling"),
+        reason=f"there is no module {package!r}" if is_path else "it is none of these",
+        remedy="Put the module's folder on PYTHONPATH"
+        if is_path
+        else did_you_mean(env, ENVIRONMENTS, 2, cutoff=0.4, otherwise="Check the spelling"),
     )

@@ -118,7 +118,9 @@ def _walk(module: Any, module_path: str, rest: list[str], path: str, name: str) 
                 value=path,
                 rule=f"name something in {module_path!r}",
                 reason=f"it has no {attribute!r}",
-                remedy=_moved(path)
+                remedy=f"Write {f'{module_path}.NAME'!r}, with the name of a function or class"
+                if path == f"{module_path}.py"
+                else _moved(path)
                 or did_you_mean(attribute, names, 3, otherwise="Check the spelling"),
             )
         found = getattr(found, attribute)

@@ -137,6 +137,7 @@ def test_a_dotted_path_becomes_a_name_that_rllib_knows():
         registry.register_user_env(f"{__name__}:ConfgEnv")
 
 
-def test_a_path_into_a_module_that_is_not_there_says_so():
+@pytest.mark.parametrize("path", ["vowel:create", "vowel.VowelEnv"])
+def test_a_path_into_a_module_that_is_not_there_says_so(path):
     with pytest.raises(ValueError, match="there is no module 'vowel'"):
-        make("vowel:create")
+        make(path)

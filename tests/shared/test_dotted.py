@@ -29,6 +29,7 @@ def test_attributes_of_attributes():
         (3, "must be a dotted path such as"),
         ("no_such_package.thing", "no module 'no_such_package'. Install it, or put its folder"),
         ("json.no_such_module:thing", "no module 'json.no_such_module'"),
+        ("json.py", "it has no 'py'. Write 'json.NAME', with the name of a function or class."),
         ("json:lods", "it has no 'lods'. Did you mean 'loads'"),
         ("json.dumbs", "it has no 'dumbs'. Did you mean 'dumps'"),
     ],

@@ -30,7 +30,8 @@ logger = logging.getLogger(__name__)
 
 _NUMBER = r"(?<![\w.])(?<!\d,)[-+]?\d+(?:\.\d+)?(?![\w]|[.,]\d)"  # "7,5" is not read
 _NAMED_SCORE = re.compile(
-    rf"\b(?:score|rating|grade|verdict)\b[\s*_`\"']*(?:is|of|[:=])[\s*_`\"']*({_NUMBER})",
+    rf"\b(?:score|rating|grade|verdict)\b[\s*_`\"']*(?:is|of|[:=])[\s*_`\"']*({_NUMBER})"
+    r"(?![\s*_]*(?:/|[-–—]|to|out of|of)[\s*_]*\d)",  # "4/5" of another scale, "8-9"
     re.IGNORECASE,
 )
 
@@ -136,9 +137,10 @@ def stated_score(said: str, low: float, high: float) -> float | None:
     A scale ("from 0 to 10", "/10", "out of 10") is no score. Of several numbers the one counts that
     is called score, rating or grade, or that stands alone in the last line.
     """
-    ends = rf"{low:g}(?:\.0+)?\s*(?:to|and|[-–—]|\.\.)\s*{high:g}(?:\.0+)?(?![\d.]*\d)"
+    least, most = (re.escape(f"{end:.15g}") for end in (low, high))
+    ends = rf"{least}(?:\.0+)?\s*(?:to|and|[-–—]|\.\.)\s*{most}(?:\.0+)?(?![\d.]*\d)"
     text = re.sub(rf"(?<![\d.]){ends}", " ", said)
-    text = re.sub(rf"(?<=\d)[\s*]*(?:/|out of|of)[\s*]*{high:g}(?:\.0+)?(?![\d.]*\d)", " ", text)
+    text = re.sub(rf"(?<=\d)[\s*]*(?:/|out of|of)[\s*]*{most}(?:\.0+)?(?![\d.]*\d)", " ", text)
     numbers = {float(number) for number in re.findall(_NUMBER, text)}
     if len(numbers) == 1:
         return numbers.pop()

@@ -37,11 +37,16 @@ def reply(text, finish="stop"):
         ("Of 5 facts 4 are right.\n\n8", 8), ("Score: 2? No, its score is 6.", 6),
         ("10", 10), ("0", 0),
         ("Score: 7,5", None), ("8. It lacks 3 things.", None), ("Either 7 or 8", None),
-        ("As a model", None), ("", None),
+        ("As a model", None), ("", None), ("Score: 4/5", None), ("Score: 8-9", None),
+        ("Score: 8 to 9", None), ("Score: 4 out of 5", None), ("Score: 8 - it lacks 2 facts", 8),
     ],
 )  # fmt: skip
 def test_the_score_that_a_reply_states(said, score):
     assert stated_score(said, 0.0, 10.0) == score
+
+
+def test_a_wide_scale_is_no_score_either():
+    assert stated_score("On a scale of 0 to 2500000: 8", 0.0, 2.5e6) == 8
 
 
 @pytest.mark.parametrize(
