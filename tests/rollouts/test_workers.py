@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from ray.exceptions import RayTaskError
 
 from rllib_llm.rollouts import workers as module
 from rllib_llm.rollouts.errors import Faults, SamplingError
@@ -129,6 +130,22 @@ def test_what_a_sampler_held_that_left_waits_again(world):
     ledger.called.clear()
     look(workers, now)
     assert ledger.called == []
+
+
+def test_one_that_raises_is_alive_and_its_exception_is_told_to_the_ledger(world):
+    workers, actors, ledger, now = world
+
+    def answer(call):
+        if call == 2:
+            raised = RayTaskError("apply", "at its place", ValueError("a bad judge"))
+            raise raised.as_instanceof_cause()
+
+    actors.answer = answer
+    look(workers, now)
+    ((name, sampler, failure),) = ledger.called
+    assert (name, sampler) == ("give_back", "2") and failure.kind == "RayTaskError(ValueError)"
+    assert "at its place" in failure.error
+    assert actors.killed == []
 
 
 def test_one_that_comes_takes_the_number_of_one_that_left(world):
