@@ -45,7 +45,8 @@ class DPOConfig(SupervisedConfig):
         require(
             not is_kto or self.minibatch_size != 1, "minibatch_size", self.minibatch_size,
             "at least 2 with loss_type='kto'",
-            "the KL is measured on completions of other pairs of the mini-batch", "Raise it",
+            "the KL is measured on completions of other pairs of the mini-batch",
+            "Set minibatch_size=2 or more",
         )  # fmt: skip
 
 

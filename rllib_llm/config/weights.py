@@ -154,7 +154,7 @@ def check_others(config: Any) -> None:
         return
     require(
         config.weights_name is not None, "weights_name", config.weights_name, "a name with serve",
-        "the server finds the run's weights by it", "Set it",
+        "the server finds the run's weights by it", "Set weights_name='my-run'",
     )  # fmt: skip
     # Here, since few runs need it.
     from rllib_llm.serving.settings import read_settings

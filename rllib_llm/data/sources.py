@@ -125,7 +125,7 @@ def _with_options(source: Any, name: str) -> tuple[Any, dict[str, Any]]:
             remedy=f"Set it to {_ALLOWED}",
         )
     limit, columns = source.get("limit"), source.get("columns")
-    if limit is not None and (not isinstance(limit, int) or limit < 1):
+    if limit is not None and (type(limit) is not int or limit < 1):
         raise DataSourceError(
             name=f"{name}['limit']",
             value=limit,
@@ -260,7 +260,7 @@ def _read_hugging_face(text: str, options: dict[str, Any], name: str) -> Rows:
             loaded = datasets.load_dataset(
                 text, options.get("name"), revision=options.get("revision")
             )
-    except (OSError, ValueError, HfHubHTTPError, HFValidationError) as error:
+    except (OSError, ValueError, IndexError, HfHubHTTPError, HFValidationError) as error:
         looked = f"there is no such file or folder (looked in {str(Path.cwd())!r})"
         found = "the folder is there" if Path(text).is_dir() else looked
         raise DataSourceError(

@@ -115,6 +115,8 @@ def test_a_row_without_a_column_has_none_there():
         ({"pth": "x"}, "unknown key. Did you mean 'path'"),
         ({"split": "train"}, "must have a 'path'"),
         ({"path": ["a"], "limit": -1}, r"prompts\['limit'\]=-1 must be an integer of at least 1"),
+        ({"path": ["a"], "limit": True}, r"prompts\['limit'\]=True must be an integer"),
+        ("/", r"the folder is there, and reading it as a data set failed"),
         ({"path": ["a"], "columns": "text"}, r"prompts\['columns'\]='text' must be \{new name"),
         ({"path": ["a"], "columns": {"a": "text", "b": "text"}}, "one new name"),
         ({"path": ["a"], "where": "score > 0"}, "a list holds no rollouts of a run"),
