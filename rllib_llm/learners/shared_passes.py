@@ -75,7 +75,8 @@ class SharedPasses(TorchLearner):
     def _map_module_to_device(self, module) -> None:
         ours = module[DEFAULT_MODULE_ID].unwrapped()
         # A user's own may read outputs that the learner does not ask for.
-        self._passes_names = type(ours)._forward_train is CausalLMModule._forward_train
+        defines = next(one for one in type(ours).__mro__ if "_forward_train" in vars(one))
+        self._passes_names = defines is CausalLMModule
         if not (self.distributed and self.config.learner_strategy == "fsdp"):
             super()._map_module_to_device(module)
             ours.make_computing_copies()
