@@ -115,17 +115,18 @@ def add_adapters(model: nn.Module, lora: dict[str, Any], *, seed: int = 0) -> No
     """
     from peft import inject_adapter_in_model
 
+    settings = peft_config(lora)
     model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            inject_adapter_in_model(peft_config(lora), model, adapter_name=ADAPTER)
+            inject_adapter_in_model(settings, model, adapter_name=ADAPTER)
         except ValueError as error:
             layers = {n.rpartition(".")[2] for n, m in model.named_modules()
                       if isinstance(m, (nn.Linear, Conv1D))}  # fmt: skip
             raise SettingError(
                 name="lora.target_modules",
-                value={**DEFAULTS, **lora}["target_modules"],
+                value={**DEFAULTS, **lora}["target_modules"],  # peft's own is a set
                 rule="name layers of the model",
                 reason=f"adapters cannot be put there ({str(error).splitlines()[0]})",
                 remedy=f"Linear layers of this model: {', '.join(sorted(layers))}",

@@ -307,6 +307,11 @@ def test_settings_that_are_none_are_refused(lora, words):
         check_lora(lora)
 
 
+def test_a_wrong_setting_is_blamed_itself_not_the_layers():
+    with pytest.raises(SettingError, match="^lora.r=0 must be a whole number"):
+        add_adapters(llama(), {"r": 0})
+
+
 def test_layers_that_the_model_does_not_have_are_refused_with_those_that_it_has():
     with pytest.raises(SettingError, match="modules=.'q_prj'. must .* down_proj, .*, v_proj"):
         add_adapters(llama(), {"target_modules": ["q_prj"]})
