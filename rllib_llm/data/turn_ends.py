@@ -64,9 +64,10 @@ def find_turn_ends(
     user, says = {"role": "user", "content": "x"}, {"role": "assistant", "content": MARKER}
     alone, history = render([user, says]), render([user, says, user])
     tail, old_tail = _behind(alone, MARKER), _behind(history, MARKER)
-    last = _first_end(tokenizer, tail.lstrip())
+    special, eos = special_texts(tokenizer), str(tokenizer.eos_token)
+    last = _first_end(special, eos, tail.lstrip())
     # Where nothing ends the newest turn, what the next one begins with ends it.
-    text = _first_end(tokenizer, old_tail.lstrip() if last else old_tail)
+    text = _first_end(special, eos, old_tail.lstrip() if last else old_tail)
     last = last or text
     if text is None or last is None:
         raise refused(
@@ -79,7 +80,7 @@ def find_turn_ends(
     calls = last
     if tool is not None:
         with contextlib.suppress(SettingError):  # the proof says what becomes of calls
-            calls = _end_of_calls(tokenizer, render, tool) or last
+            calls = _end_of_calls(special, eos, render, tool) or last
     return TurnEnds(text, last, calls)
 
 
@@ -104,30 +105,29 @@ def example_calls(
     return {"role": "assistant", "content": "", "tool_calls": calls}, results
 
 
-def _end_of_calls(tokenizer: Any, render: Render, tool: str) -> str | None:
+def _end_of_calls(special: list[str], eos: str, render: Render, tool: str) -> str | None:
     calls, results = example_calls(tool, MARKER, "y")
     user = {"role": "user", "content": "x"}
     alone = render([user, calls])
     history = render([user, calls, *results], generation_prompt=True)
-    eos, start = str(tokenizer.eos_token), alone.rfind(MARKER)
+    start = alone.rfind(MARKER)
     place = alone.find(eos, start)
     if place >= 0 and history.startswith(alone[:place] + eos):
         return eos
     alone = alone.rstrip()
-    ends = [token for token in special_texts(tokenizer) if alone.endswith(token)]
+    ends = [token for token in special if alone.endswith(token)]
     if ends and len(alone) - len(ends[0]) > start:
         return ends[0]
-    return _first_end(tokenizer, history[len(alone) :]) if history.startswith(alone) else None
+    return _first_end(special, eos, history[len(alone) :]) if history.startswith(alone) else None
 
 
-def _first_end(tokenizer: Any, tail: str) -> str | None:
+def _first_end(special: list[str], eos: str, tail: str) -> str | None:
     """The token that a text begins with which follows a turn: EOS where it is among the special
     tokens that stand there together, else the first of them."""
-    run, rest, known = [], tail, special_texts(tokenizer)
-    while found := next((t for t in known if rest.startswith(t)), None):
+    run, rest = [], tail
+    while found := next((t for t in special if rest.startswith(t)), None):
         run.append(found)
         rest = rest[len(found) :]
-    eos = tokenizer.eos_token
     return eos if eos in run else run[0] if run else None
 
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import gymnasium
 
-from rllib_llm.shared.dotted import import_dotted, looks_dotted
+from rllib_llm.shared.dotted import import_dotted, looks_dotted, package_of
 from rllib_llm.shared.errors import SettingError, did_you_mean
 from rllib_llm.shared.ray_compat import registered_env
 
@@ -188,15 +187,14 @@ def not_batched(env: Any) -> UnknownEnvError:
 def _unknown(env: str) -> UnknownEnvError:
     if env in gymnasium.registry and gymnasium.spec(env).entry_point is not None:
         return not_batched(env)
-    package = env.partition(".")[0] if "." in env else ""
-    is_path = package.isidentifier() and importlib.util.find_spec(package) is None
+    package = package_of(env)  # such a path gets here where its package is not there
     return UnknownEnvError(
         name="env",
         value=env,
         rule=f"be one of {env_ids()}, a name registered with ray.tune.register_env, or a dotted "
         "path to an environment",
-        reason=f"there is no module {package!r}" if is_path else "it is none of these",
+        reason=f"there is no module {package!r}" if package else "it is none of these",
         remedy="Put the module's folder on PYTHONPATH"
-        if is_path
+        if package
         else did_you_mean(env, ENVIRONMENTS, 2, cutoff=0.4, otherwise="Check the spelling"),
     )

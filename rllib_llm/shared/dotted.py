@@ -21,15 +21,19 @@ class DottedPathError(SettingError):
     """A dotted path that names nothing which can be imported."""
 
 
+def package_of(path: str) -> str:
+    """The first package of a dotted path; "" for what has not the form of one."""
+    is_path = _DOTTED.fullmatch(path) and re.search("[.:]", path)
+    return re.split("[.:]", path, maxsplit=1)[0] if is_path else ""
+
+
 def looks_dotted(path: str) -> bool:
     """True where `path` has the form of a dotted path and its first package can be imported.
 
     `org/name` and plain words never do, so hub ids and file names stay apart from dotted paths.
     """
-    if not _DOTTED.fullmatch(path) or not ("." in path or ":" in path):
-        return False
-    package = re.split(r"[.:]", path, maxsplit=1)[0]
-    return importlib.util.find_spec(package) is not None
+    package = package_of(path)
+    return bool(package) and importlib.util.find_spec(package) is not None
 
 
 def import_dotted(path: str, *, name: str = "path") -> Any:
@@ -42,7 +46,7 @@ def import_dotted(path: str, *, name: str = "path") -> Any:
         DottedPathError: not a dotted path, no such module, one whose code raises (the cause is what
             it raised), or no such name in it.
     """
-    if not isinstance(path, str) or not _DOTTED.fullmatch(path) or not re.search("[.:]", path):
+    if not isinstance(path, str) or not package_of(path):
         raise DottedPathError(
             name=name,
             value=path,
@@ -66,12 +70,11 @@ def import_dotted(path: str, *, name: str = "path") -> Any:
             remedy="Correct the module, or install what it needs",
         ) from error
     if module is None:
-        package = re.split(r"[.:]", path, maxsplit=1)[0]
         raise DottedPathError(
             name=name,
             value=path,
             rule="name a module that can be imported",
-            reason=f"there is no module {module_path or package!r}",
+            reason=f"there is no module {module_path or package_of(path)!r}",
             remedy=f"Write {path.replace('.py:', ':')!r}"
             if ".py:" in path
             else _moved(path) or "Install it, or put its folder on PYTHONPATH",
@@ -131,7 +134,7 @@ def _moved(path: str) -> str:
     """The remedy for what this package has elsewhere, in one place; "" for all else. Modules are
     read, not imported."""
     package, name = __name__.partition(".")[0], re.split("[.:]", path)[-1]
-    if re.split("[.:]", path)[0] != package:
+    if package_of(path) != package:
         return ""
     root = Path(__file__).parent.parent
     files = [file for file in sorted(root.rglob("*.py")) if _defines(file, name)]
