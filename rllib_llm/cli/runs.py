@@ -199,7 +199,6 @@ def verify(
 
 Folder = Annotated[str, typer.Argument(metavar="RUN", help="The run's folder, or a stage's.")]
 REFRESH_S = 1.0
-PHASE_WIDTH = 24
 SILENT_STYLE = "red"
 
 

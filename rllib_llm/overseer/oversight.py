@@ -24,7 +24,6 @@ from typing import Any
 
 import ray
 from ray.exceptions import ActorDiedError, RayError
-from ray.util.metrics import Gauge
 
 from rllib_llm.overseer import diagnosis
 from rllib_llm.overseer.diagnosis import PhaseClock, shares
@@ -210,27 +209,6 @@ class Orders:
         return f"iteration {iteration} is being saved; then the run ends"
 
 
-class Gauges:
-    """Iterations of a part, and the shares of its time."""
-
-    def __init__(self, part: str) -> None:
-        tags = {"part": part}
-        self._iteration = Gauge(
-            "rllib_llm_iteration", "Iterations that a trial has learnt.", tag_keys=("part",)
-        )
-        self._iteration.set_default_tags(tags)
-        self._share = Gauge(
-            "rllib_llm_time_share", "Share of a trial's time.", tag_keys=("part", "phase")
-        )
-        self._share.set_default_tags(tags)
-
-    def set(self, iteration: int, shares: Mapping[str, float]) -> None:
-        """The values as they are now."""
-        self._iteration.set(iteration)
-        for phase, share in shares.items():
-            self._share.set(share, tags={"phase": phase})
-
-
 NUM_RECENT = 10  # iterations that a diagnosis looks at
 # What judged batches and the receivers of weights call what a sampler did, and what that was for
 # the learner, who waited.
@@ -256,13 +234,11 @@ class Oversight:
         self._link: Link | None = None
         self._orders: Orders | None = None
         self._facts: dict[str, Any] = {}
-        self._gauges: Gauges | None = None
 
     def join(self, folder: Path, part: str, **facts: Any) -> None:
         """Reports to the overseer of the Tune run in `folder` from now on."""
         self._facts = facts
         self._link = Link(folder, part, self._describe, restarts_hung=True)
-        self._gauges = Gauges(part)
 
     def obey(self, algorithm: Any, pausing: Callable[[], None]) -> None:
         """Starts carrying out the overseer's commands; see `Orders`."""
@@ -307,8 +283,6 @@ class Oversight:
         starved += self._samplers_starved
         found["starved"] = min(1.0, starved / max(1e-9, seconds))
         self._samplers_starved = 0.0
-        if self._gauges is not None:
-            self._gauges.set(iteration, found)
         return found
 
     def recent_seconds(self) -> dict[str, float]:

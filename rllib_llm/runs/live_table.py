@@ -314,62 +314,41 @@ class Progress(LiveTable):
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-class TunerProgress(Callback):
+class TunerProgress(Progress):
     """`Progress` for runs of this package's algorithms with the default `verbose` of `RunConfig`
     (3); silent otherwise, and for other algorithms."""
 
     def __init__(self) -> None:
-        self._lines: Progress | None = None
-        self._is_decided = False
-        self._stop: Any = None
-        self._num_trials: int | None = None
+        super().__init__()
+        self.setup()
 
-    def setup(
-        self, stop: Any = None, num_samples: Any = None, total_num_samples: Any = None, **info: Any
-    ) -> None:
+    def setup(self, stop: Any = None, total_num_samples: Any = None, **info: Any) -> None:
         """Stores the run's description; its algorithms are not known yet."""
-        self._lines, self._is_decided = None, False
-        self._stop, self._num_trials = stop, total_num_samples
+        super().setup(stop)
+        self._console.quiet, self._is_decided = True, False
+        self._num_trials = total_num_samples
 
     def on_step_begin(self, iteration: int, trials: list, **info: Any) -> None:
-        self._decide(trials)
-
-    def on_step_end(self, iteration: int, trials: list, **info: Any) -> None:
-        self._decide(trials)
-        if self._lines is not None:
-            self._lines.on_step_end(iteration, trials)
-
-    def on_trial_start(self, iteration: int, trials: list, *given: Any, **info: Any) -> None:
-        self._decide(trials)
-        if self._lines is not None:
-            self._lines.on_trial_start(iteration, trials, *given, **info)
-
-    def on_trial_result(self, *given: Any, **info: Any) -> None:
-        if self._lines is not None:
-            self._lines.on_trial_result(*given, **info)
-
-    def on_trial_complete(self, *given: Any, **info: Any) -> None:
-        if self._lines is not None:
-            self._lines.on_trial_complete(*given, **info)
-
-    def on_trial_error(self, *given: Any, **info: Any) -> None:
-        if self._lines is not None:
-            self._lines.on_trial_error(*given, **info)
-
-    def on_experiment_end(self, trials: list, **info: Any) -> None:
-        if self._lines is not None:
-            self._lines.end()
-
-    def _decide(self, trials: list) -> None:
-        """Once, when the first trials are known: whether to speak, and Tune not to."""
+        """Once, when the first trials are known, decides whether to speak, and Tune not to."""
         if self._is_decided or not trials:
             return
         self._is_decided = True
         is_default = has_verbosity(Verbosity.V3_TRIAL_DETAILS) and not is_verbose()
         if is_default and any(_is_ours(trial) for trial in trials):
             set_verbosity(Verbosity.V0_MINIMAL)
-            self._lines = Progress(self._stop if isinstance(self._stop, Mapping) else None)
-            self._lines.begin(trials[0], self._num_trials)
+            self._console.quiet = False
+            self.begin(trials[0], self._num_trials)
+
+    def on_trial_start(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
+        self.on_step_begin(iteration, trials)
+        super().on_trial_start(iteration, trials, trial, **info)
+
+    def on_step_end(self, iteration: int, trials: list, **info: Any) -> None:
+        self.on_step_begin(iteration, trials)
+        super().on_step_end(iteration, trials, **info)
+
+    def on_experiment_end(self, trials: list, **info: Any) -> None:
+        self.end()
 
 
 def _is_ours(trial: Any) -> bool:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from rllib_llm.data.rollout_store import ROLLOUTS, STORE_FILE
 from rllib_llm.rollouts.recorder import SAMPLES_FILE
 from rllib_llm.runs.experiments import Experiment
 from rllib_llm.runs.metrics import first_and_last, summary_metrics
-from rllib_llm.runs.report_page import PAGE_FILE, plot_stage
+from rllib_llm.runs.report_page import PAGE_FILE
 from rllib_llm.runs.results import (
     StageResult,
     before_and_after,
@@ -32,13 +30,12 @@ from rllib_llm.shared.storage import Place, UrlPath, inner_path
 def report(
     results: list[StageResult], experiments: list[Experiment], folder: Place, console: Console
 ) -> bool:
-    """Print the report of a run and draw its curves; True where every pass criterion is met.
+    """Print the report of a run; True where every pass criterion is met.
 
     Args:
-        results: what the stages left behind, in order; a picture goes to each stage's folder.
+        results: what the stages left behind, in order.
         folder: of the run.
     """
-    figures = {}
     for result in results:
         trial = result.best_trial_folder
         _print_summary(result, read_results(trial), console)
@@ -46,26 +43,12 @@ def report(
         if pairs:
             _heading("Held-out prompts: completions before and after training", console)
             console.print(before_after_table(pairs))
-        figures[result.name] = _plot(result)
     verdicts = [_criteria(r, e, console) for r, e in zip(results, experiments, strict=True)]
     _heading(f"Everything is in {_shown(folder)}", console)
-    for line in _places(results, figures, folder):
+    for line in _places(results, folder):
         console.print(line, highlight=False, soft_wrap=True)  # a path can be copied
     _next_commands(results, folder, console)
     return all(verdicts)
-
-
-def _plot(result: StageResult) -> Place | None:
-    """The picture of a stage's curves in its folder, if there is anything to draw."""
-    title, place = f"{result.name} · {result.algorithm}", result.folder / "curves.png"
-    if isinstance(place, Path):
-        return plot_stage(title, result.trial_folders, result.labels, place)
-    with tempfile.TemporaryDirectory() as folder:
-        drawn = plot_stage(title, result.trial_folders, result.labels, Path(folder) / place.name)
-        if drawn is None:
-            return None
-        place.write_bytes(drawn.read_bytes())
-    return place
 
 
 def _heading(text: str, console: Console) -> None:
@@ -109,9 +92,7 @@ def _criteria(result: StageResult, experiment: Experiment, console: Console) -> 
     return met
 
 
-def _places(
-    results: list[StageResult], figures: Mapping[str, Place | None], folder: Place
-) -> list[Text]:
+def _places(results: list[StageResult], folder: Place) -> list[Text]:
     """Lines of stage, what, and where below `folder`, in columns."""
     rows: list[tuple[str, str, str]] = []
     for result in results:
@@ -120,8 +101,7 @@ def _places(
         places = {
             "model (Hugging Face)": result.model,
             "checkpoint": result.checkpoint,
-            "curves": figures[result.name],
-            "report": result.folder / PAGE_FILE,
+            "curves and report": result.folder / PAGE_FILE,
             "sampled texts": samples if samples.is_file() else None,
             "rollouts": rollouts if (rollouts / STORE_FILE).is_file() else None,
             "logs (TensorBoard, JSON, CSV)": trial,

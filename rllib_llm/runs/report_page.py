@@ -1,13 +1,11 @@
-"""The report of a run: its curves as one picture, and one HTML file that asks nobody for anything:
-curves, settings, environment, before and after, and a table of completions. Of two runs: side by
-side.
+"""The report of a run: one HTML file that asks nobody for anything: curves, settings, environment,
+before and after, and a table of completions. Of two runs: side by side.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +27,7 @@ from rllib_llm.runs.results import (
 from rllib_llm.runs.run_folder import read_environment
 from rllib_llm.runs.signs import signs
 from rllib_llm.shared.errors import UserError
-from rllib_llm.shared.storage import Place
+from rllib_llm.shared.storage import Place, place, replace_text
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,6 @@ class Panel:
     unit: str
     key: str
     eval_key: str = ""
-    is_share: bool = False
 
 
 PANELS = (
@@ -49,70 +46,16 @@ PANELS = (
     Panel("KL to the reference", "nats per completion", "objective/kl"),
     Panel("Pretraining loss", "nats per token", "loss/ptx_avg", "eval/ptx_loss"),
     Panel("Entropy of the policy", "nats per token", "policy/entropy_avg"),
-    Panel("Grammatical", "share", "env/grammatical", "eval/grammatical", is_share=True),
+    Panel("Grammatical", "share", "env/grammatical", "eval/grammatical"),
     Panel("Turns", "per conversation", "env/num_turns", "eval/num_turns"),
     Panel("Tool calls", "per conversation", "env/num_tool_calls", "eval/num_tool_calls"),
     Panel("Loss", "nats per token", "loss/sft", "eval/loss"),
     Panel("Loss", "nats per pair", "loss/reward_model", "eval/loss"),
-    Panel("Pairs ordered rightly", "share", "train/accuracy", "eval/accuracy", is_share=True),
+    Panel("Pairs ordered rightly", "share", "train/accuracy", "eval/accuracy"),
 )
 STOCK_PANELS = (Panel("Return", "mean over episodes", "env_runners/episode_return_mean"),)
 X_AXIS = ("episode", "episodes")
 STOCK_X_AXIS = ("num_env_steps_sampled_lifetime", "environment steps")
-COLORS = ("#0b6e99", "#c4540a", "#3f7d20", "#8a3ffc", "#a2191f", "#6f6f6f")
-MAX_COLUMNS = 3
-SMOOTH_FROM = 20  # points
-MARKED_UP_TO = 6
-LEGEND_CHARS = 52  # that fit under a column of plots
-LEGEND_LINE_CHARS = 8  # the space of a line in its colour
-
-
-def plot_stage(
-    title: str, trial_folders: list[Place], labels: list[str], file: Path
-) -> Path | None:
-    """Draw the trials' results into the PNG `file`; None where there is nothing to draw."""
-    trials = [read_results(folder) for folder in trial_folders]
-    is_ours = any("episode" in result for results in trials for result in results)
-    x_key, x_title = X_AXIS if is_ours else STOCK_X_AXIS
-    known = [*(PANELS if is_ours else STOCK_PANELS)]
-    known += part_panels([result for results in trials for result in results])
-    panels = [p for p in known if any(len(series(t, x_key, p.key)[1]) > 1 for t in trials)]
-    if not panels:
-        return None
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    columns = min(MAX_COLUMNS, len(panels))
-    rows = -(-len(panels) // columns)
-    figure, axes = plt.subplots(
-        rows,
-        columns,
-        figsize=(3.6 * columns, 2.5 * rows + 0.5),
-        squeeze=False,
-        dpi=150,
-        layout="constrained",
-    )
-    for axis, panel in zip(axes.flat, panels, strict=False):
-        for index, results in enumerate(trials):
-            color = COLORS[index % len(COLORS)]
-            _draw(axis, results, panel, x_key, color, labels[index] if len(trials) > 1 else "")
-        _dress(axis, panel)
-    for axis in axes.flat[len(panels) :]:
-        axis.set_visible(False)
-    for axis in axes[-1]:
-        axis.set_xlabel(x_title, fontsize=8)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
-    if len(trials) > 1:
-        handles, names = axes[0][0].get_legend_handles_labels()
-        figure.legend(
-            handles, names, loc="outside lower left", fontsize=8, frameon=False,
-            ncols=max(1, LEGEND_CHARS * columns // (max(map(len, names)) + LEGEND_LINE_CHARS)),
-        )  # fmt: skip
-    figure.savefig(file)
-    plt.close(figure)
-    return file
 
 
 def part_panels(results: Sequence[Mapping[str, Any]]) -> tuple[Panel, ...]:
@@ -123,59 +66,6 @@ def part_panels(results: Sequence[Mapping[str, Any]]) -> tuple[Panel, ...]:
     )
 
 
-def _draw(
-    axis: Any, results: list[dict[str, Any]], panel: Panel, x_key: str, color: str, label: str
-) -> None:
-    xs, ys = series(results, x_key, panel.key)
-    if not ys:
-        return
-    if len(ys) >= SMOOTH_FROM:
-        axis.plot(xs, ys, color=color, alpha=0.25, linewidth=0.8)
-        axis.plot(xs, _running_mean(ys, len(ys) // 10), color=color, linewidth=1.8, label=label)
-    else:  # a line through two points does not say where they are
-        axis.plot(
-            xs, ys, color=color, linewidth=1.8, label=label,
-            marker="o" if len(ys) <= MARKED_UP_TO else None, markersize=4,
-        )  # fmt: skip
-    if not panel.eval_key:
-        return
-    xs, ys = fresh_series(results, x_key, panel.eval_key)
-    if ys:
-        axis.plot(
-            xs, ys, "o", color=color, markersize=4, markerfacecolor="white", clip_on=False, zorder=3
-        )
-        axis.set_title("○ held out", loc="right", fontsize=7, color="#555555")
-
-
-def _dress(axis: Any, panel: Panel) -> None:
-    axis.set_title(panel.title, loc="left", fontsize=9, fontweight="bold")
-    axis.set_ylabel(panel.unit, fontsize=8)
-    axis.tick_params(labelsize=7, length=2)
-    axis.grid(color="#e5e5e5", linewidth=0.6)
-    axis.set_axisbelow(True)
-    axis.margins(x=0.02)
-    axis.xaxis.set_major_formatter("{x:,.0f}")
-    axis.set_xlim(left=0)
-    if panel.is_share:
-        axis.set_ylim(-0.02, 1.02)
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axis.spines[side].set_color("#999999")
-
-
-def _running_mean(values: list[float], window: int) -> list[float]:
-    """Return the mean of each value and as many before as after it, `window` in all where there are
-    so many: the first and the last value are themselves."""
-    half = max(1, window // 2)
-    means = []
-    for index in range(len(values)):
-        reach = min(half, index, len(values) - 1 - index)
-        near = values[index - reach : index + reach + 1]
-        means.append(sum(near) / len(near))
-    return means
-
-
 PAGE_FILE = "report.html"
 TEMPLATE = Path(__file__).parent / "page"
 MAX_PAIRS = 50
@@ -184,7 +74,7 @@ EXTRA_PANELS = (
     Panel("Completion length", "tokens", "train/output_length", "eval/output_length"),
     Panel("Staleness", "updates", "train/staleness"),
     Panel("Completions without a score", "rows", "train/num_invalid"),
-    Panel("Clipped ratios", "share of tokens", "policy/clipfrac_avg", is_share=True),
+    Panel("Clipped ratios", "share of tokens", "policy/clipfrac_avg"),
     Panel("Gradient norm", "before clipping", "grad_norm"),
     Panel("Learning rate", "last optimiser step", "lr"),
     Panel("Sampled tokens", "per second", "throughput/tokens_per_s"),
@@ -198,30 +88,31 @@ class PageTrial:
     """One trial on the page: its name and its folder."""
 
     label: str
-    folder: Path
+    folder: Place
 
     @property
-    def stage_folder(self) -> Path:
+    def stage_folder(self) -> Place:
         """Folder of the Tune run it belongs to."""
         return self.folder.parent
 
 
-def find_trials(folder: str | Path) -> list[PageTrial]:
+def find_trials(folder: str | Place) -> list[PageTrial]:
     """The trials of a run, of a stage or of a trial's folder, those that have reported, in the
     order in which they began.
 
     Raises:
         UserError: there are none.
     """
-    root = Path(folder).expanduser().resolve()
+    root = place(folder)
+    root = root.resolve() if isinstance(root, Path) else root
     files = [root / RESULTS, *root.glob(f"*/{RESULTS}"), *root.glob(f"*/*/{RESULTS}")]
-    files = [file for file in files if file.is_file() and file.stat().st_size]
+    begun = {file: _begun(file) for file in files if file.is_file()}
+    files = sorted((file for file, at in begun.items() if at is not None), key=begun.__getitem__)
     if not files:
         raise UserError(
             f"run={str(root)!r} must be the folder of a run with results: there is none of "
             f"{RESULTS} in it. Name the folder that `rllib train` shows, after an iteration."
         )
-    files.sort(key=_begun)
     stages = [file.parent.parent for file in files]
     trials = []
     for file, stage in zip(files, stages, strict=True):
@@ -231,15 +122,13 @@ def find_trials(folder: str | Path) -> list[PageTrial]:
     return trials
 
 
-def _begun(result_file: Path) -> float:
-    first = result_file.open(encoding="utf-8").readline()
-    try:
-        return float(json.loads(first).get("timestamp", 0)) or result_file.stat().st_mtime
-    except ValueError:
-        return result_file.stat().st_mtime
+def _begun(result_file: Place) -> float | None:
+    """When the first of a trial's results came, seconds; None where there is none."""
+    first = next(iter(read_json_lines(result_file)), None)
+    return None if first is None else float(first.get("timestamp", 0))
 
 
-def write_page(groups: Mapping[str, Sequence[PageTrial]], file: Path) -> Path:
+def write_page(groups: Mapping[str, Sequence[PageTrial]], file: Place) -> Place:
     """Writes the page of the runs in `groups`, keyed by name; stages of one run in sequence,
     several runs side by side."""
     data = {
@@ -255,9 +144,7 @@ def write_page(groups: Mapping[str, Sequence[PageTrial]], file: Path) -> Path:
     # A text may hold "</script>" or a comment's beginning: neither ends the data so.
     page = page.replace("/*DATA*/", text.replace("<", "\\u003c"))
     file.parent.mkdir(parents=True, exist_ok=True)
-    new = file.with_suffix(".new")
-    new.write_text(page, encoding="utf-8")
-    os.replace(new, file)
+    replace_text(file, page)
     return file
 
 
@@ -285,7 +172,7 @@ def _trial(trial: PageTrial) -> dict[str, Any]:
     }
 
 
-def _settings(folder: Path) -> dict[str, str]:
+def _settings(folder: Place) -> dict[str, str]:
     try:
         given = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -299,7 +186,7 @@ def _short(value: Any) -> str:
 
 
 def panels(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The curves of a trial: [{title, unit, x_title, share, curves: [{name, x, y}]}]."""
+    """The curves of a trial: [{title, unit, x_title, curves: [{name, x, y}]}]."""
     is_ours = any("episode" in result for result in results)
     (x_key, x_title), known = (X_AXIS, PANELS) if is_ours else (STOCK_X_AXIS, STOCK_PANELS)
     found = []
@@ -324,7 +211,7 @@ def _thin(values: list[float]) -> list[float]:
     return values[::step] if step > 1 else values
 
 
-def _pairs(folder: Path) -> list[dict[str, Any]]:
+def _pairs(folder: Place) -> list[dict[str, Any]]:
     pairs = before_and_after(read_json_lines(folder / SAMPLES_FILE))
     step = max(1, len(pairs) // MAX_PAIRS)
     return [
@@ -355,7 +242,7 @@ COLUMNS = ("iteration", "status", "prompt", "completion", "score", "rewards", "v
 NO_PART = ("iteration", "split", "prompt_index", "prompt", "completion", "score")
 
 
-def page_rows(trial_folder: Path, limit: int = MAX_ROWS) -> list[dict[str, Any]]:
+def page_rows(trial_folder: Place, limit: int = MAX_ROWS) -> list[dict[str, Any]]:
     """Rows {iteration, split, prompt, completion, score, parts, tokens} of a trial, `limit` at
     most, spread evenly. tokens: [[text, log-prob, advantage, KL], ...], None where not known; of
     samples without tokens [].
@@ -384,18 +271,19 @@ def _of_sample(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _stored(trial_folder: Path, limit: int) -> list[dict[str, Any]]:
+def _stored(trial_folder: Place, limit: int) -> list[dict[str, Any]]:
     folder = trial_folder / ROLLOUTS
-    files = sorted(folder.glob("part-*.parquet"))
+    files = sorted(folder.glob("part-*.parquet"), key=str)
     if not files:
         return []
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     rows: list[dict[str, Any]] = []
     per_file = max(1, limit // len(files))
     words = _words(trial_folder)
     for file in _spread(files, limit):
-        table = pq.read_table(file, columns=list(COLUMNS))
+        table = pq.read_table(pa.BufferReader(file.read_bytes()), columns=list(COLUMNS))
         rows += [_of_rollout(row, words) for row in _spread(table.to_pylist(), per_file)]
     return rows[:limit]
 
@@ -439,7 +327,7 @@ def _spread(rows: Sequence[Any], limit: int) -> list[Any]:
     return [rows[index * len(rows) // limit] for index in range(limit)]
 
 
-def _words(trial_folder: Path) -> Callable[[int], str]:
+def _words(trial_folder: Place) -> Callable[[int], str]:
     """Gives the text of a token id by the trial's tokenizer; "#17" without one."""
     tokenizer = _tokenizer(trial_folder)
     if tokenizer is None:
@@ -448,11 +336,13 @@ def _words(trial_folder: Path) -> Callable[[int], str]:
     return lambda token: texts.of(token)[0]
 
 
-def _tokenizer(trial_folder: Path) -> Any:
+def _tokenizer(trial_folder: Place) -> Any:
     """That of the exported model, else of the newest checkpoint, else of the folder that the run
-    began with; None where there is none yet."""
-    files = [trial_folder / "model" / "tokenizer_config.json"]
-    files += sorted(trial_folder.glob("checkpoint_*/**/tokenizer_config.json"), reverse=True)
+    began with; None where there is none yet. From a URL no model is fetched for it."""
+    files = []
+    if isinstance(trial_folder, Path):
+        files = [trial_folder / "model" / "tokenizer_config.json"]
+        files += sorted(trial_folder.glob("checkpoint_*/**/tokenizer_config.json"), reverse=True)
     files += [folder / "tokenizer_config.json" for folder in _began_with(trial_folder)]
     for file in files:
         if file.is_file():
@@ -462,7 +352,7 @@ def _tokenizer(trial_folder: Path) -> Any:
     return None
 
 
-def _began_with(trial_folder: Path) -> list[Path]:
+def _began_with(trial_folder: Place) -> list[Path]:
     """The folder of the model that the trial's settings name, where that is one."""
     try:
         model = json.loads((trial_folder / SETTINGS_FILE).read_text(encoding="utf-8"))["model"]

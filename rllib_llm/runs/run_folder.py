@@ -251,7 +251,7 @@ def describe_environment(folder: Path | None = None) -> dict[str, str]:
     return {**found, "commit": commit} if commit else found
 
 
-def write_environment(folder: Path) -> None:
+def write_environment(folder: Place) -> None:
     """Notes it in `folder`, unless it was noted before: a resumed run keeps its beginning."""
     file = folder / ENVIRONMENT_FILE
     if not file.is_file():
@@ -259,7 +259,7 @@ def write_environment(folder: Path) -> None:
         file.write_text(json.dumps(describe_environment(), indent=1), encoding="utf-8")
 
 
-def read_environment(folder: Path) -> dict[str, str]:
+def read_environment(folder: Place) -> dict[str, str]:
     """Read the environment recorded in `folder`; {} if none was."""
     try:
         return json.loads((folder / ENVIRONMENT_FILE).read_text(encoding="utf-8"))

@@ -113,8 +113,7 @@ def run_stage(
         warnings.simplefilter("ignore")  # what it warns of was said before the first stage
         check_experiment(experiment)
     folder = run_folder / experiment.name
-    if not isinstance(folder, UrlPath):
-        write_environment(folder)
+    write_environment(folder)
     finished = (folder / RECORD).is_file()
     (folder / RECORD).unlink(missing_ok=True)
     with (
@@ -162,8 +161,7 @@ def run_stage(
         goes_on_from = last_saved(trials, of=f" of {experiment.name}")
         raise StageFailed(_failure_text(experiment.name, trials), goes_on_from)
     result = collect_result(experiment, folder, trials)
-    if not isinstance(folder, UrlPath):
-        write_page({experiment.name: find_trials(folder)}, folder / PAGE_FILE)
+    write_page({experiment.name: find_trials(folder)}, folder / PAGE_FILE)
     return result
 
 

@@ -50,7 +50,6 @@ logger = logging.getLogger(__name__)
 _ENDED = (
     "The engine's process must be alive: it has ended, and its log says why. Start the server anew."
 )
-WORKER = "rllib_llm.serving.engine_process"
 _STOP_SECONDS = 10.0
 _MEMORY = Path("/dev/shm")  # where files need no disk
 _SPARE = 1.2  # of the room that weights take there

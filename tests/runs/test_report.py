@@ -56,7 +56,7 @@ def test_the_report_says_what_changed_and_where_everything_is(tmp_path):
     assert "rl · PPOPtx, 6 s of training" in text
     assert "reward 0.500 2.250" in text and "episodes 10 30" in text
     assert "model (Hugging Face) rl/PPOPtx_0/model" in text
-    assert "curves rl/curves.png" in text and (tmp_path / "rl" / "curves.png").is_file()
+    assert "curves and report rl/report.html" in text
     assert f"rllib generate {result.model}" in text
     assert f"tensorboard --logdir {tmp_path}" in text
 

@@ -66,6 +66,8 @@ def test_a_run_at_a_url(root, tmp_path, ray_session):
     stage = StageResult.load(run / "grpo")
     assert (stage.model / "config.json").is_file() and (run / "grpo" / "stage.json").is_file()
     assert (stage.best_trial_folder / "result.json").is_file()
+    page = (run / "grpo" / "report.html").read_text()
+    assert '"torch":' in page and '"tokens":[["' in page
     first = rows_kept(run)
     # Sixteen completions of two prompts, and eight held-out ones before and after.
     assert sorted({row[:2] for row in first}) == [

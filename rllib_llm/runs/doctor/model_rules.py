@@ -13,7 +13,6 @@ from rllib_llm.runs.metrics import describes
 from rllib_llm.shared.errors import suggestion
 
 SAMPLE = "The sum of 12 and 30 is 42.\nIsn't it? (Yes, it is!)"
-JUDGES = ("reward_model", "critic_model")
 
 
 def model_rules(stage: Stage) -> Iterator[Finding]:
