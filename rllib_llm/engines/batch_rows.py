@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from rllib_llm.engines.kv_cache import Prefix
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import NOT_FINITE, Completions, Likeliest, Tokens
-from rllib_llm.shared.columns import widen
 
 
 @dataclass(frozen=True)
@@ -384,27 +384,22 @@ class CompletionBuffers:
 
 
 @dataclass(frozen=True)
-class Prompts:
-    """Prompts on the model's device, [groups, P] int64 and bool, left-padded."""
-
-    ids: torch.Tensor
-    mask: torch.Tensor
-
-
-@dataclass(frozen=True)
 class Group:
-    """Rows that share a prompt, and the place of the prompt in its batch."""
+    """Rows that share a prompt."""
 
-    prompts: Prompts
-    index: int
-    length: int
-    """Tokens of the prompt, those that were sampled before among them."""
+    token_ids: torch.Tensor
+    """[length] int64 on the model's device, those that were sampled before among them."""
     columns: list[int]
     """Of the buffers, one per row."""
     params: list[SamplingParams]
     num_sampled: list[int]
     prefix: Prefix | None = None
     """What is computed already of the prompt of a single row."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.token_ids)
 
 
 class PromptQueue:
@@ -479,19 +474,8 @@ class PromptQueue:
 
 
 def padded(groups: Sequence[Group]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and mask [groups, longest] of prompts, which need not be of one batch."""
-    longest = max(group.length for group in groups)
-    parts, start = [], 0
-    for end in range(1, len(groups) + 1):
-        # Neighbours of one batch are cut out of it together.
-        if end < len(groups) and groups[end].prompts is groups[start].prompts \
-                and groups[end].index == groups[end - 1].index + 1:  # fmt: skip
-            continue
-        held = groups[start].prompts
-        rows = slice(groups[start].index, groups[end - 1].index + 1)
-        width = min(longest, held.ids.shape[1])
-        cut = (held.ids[rows, -width:], held.mask[rows, -width:])
-        parts.append([widen(tensor, longest, left=True) for tensor in cut])
-        start = end
-    ids, mask = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-    return ids, mask
+    """Ids and mask [groups, longest] of prompts, left-padded."""
+    prompts = [group.token_ids for group in groups]
+    ids = pad_sequence(prompts, batch_first=True, padding_side="left")
+    starts = ids.shape[1] - torch.tensor([len(prompt) for prompt in prompts], device=ids.device)
+    return ids, torch.arange(ids.shape[1], device=ids.device) >= starts.unsqueeze(1)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import Cache
 
 from rllib_llm.engines.kv_cache import (
+    PromptCache,
     RepeatedPromptCache,
     SharedPromptCache,
     StaticLayer,
@@ -46,16 +46,14 @@ class DecodePlan:
     @classmethod
     def of(cls, model: nn.Module) -> DecodePlan:
         """The plan of a causal LM of transformers."""
-        weight = next(model.parameters())
-        is_llama = is_llama_shaped(model)
+        weight, num_layers = next(model.parameters()), num_shared_layers(model.config)
+        is_llama = num_layers is not None and is_llama_shaped(model)
         is_recordable = is_llama and can_be_recorded(model)
         cost = float("inf")
         if is_recordable:
             cost = cost_of_block(model.config, weight.element_size(), weight.device)
-        return cls(
-            model, num_shared_layers(model.config), is_llama, is_recordable, cost,
-            wants_recurring_sizes(model),
-        )  # fmt: skip
+        recurring = wants_recurring_sizes(model)
+        return cls(model, num_layers, is_llama, is_recordable, cost, recurring)
 
     @property
     def steps_between_looks(self) -> int:
@@ -67,7 +65,7 @@ class DecodePlan:
         """Whether completions share the keys and values of their prompt."""
         return self.num_layers is not None
 
-    def make_cache(self, num_completions: int, capacity: int) -> Cache:
+    def make_cache(self, num_completions: int, capacity: int) -> PromptCache:
         """The fastest cache that is right for the model's layers.
 
         Args:
@@ -83,33 +81,28 @@ class DecodePlan:
 # of the same states are one more column.
 DecodeStep = Callable[[torch.Tensor, torch.Tensor, Cache, torch.Tensor | None], torch.Tensor]
 # As `open_decode_step` with its default settings.
-OpenStep = Callable[[DecodePlan, Cache, int, nn.Module | None], AbstractContextManager[DecodeStep]]
+OpenStep = Callable[[DecodePlan, int, nn.Module | None], DecodeStep]
 
 
-@contextmanager
 def open_decode_step(
     plan: DecodePlan,
-    cache: Cache,
     steps: int,
     value_head: nn.Module | None = None,
     cuda_graphs: bool = True,
-) -> Iterator[DecodeStep]:
-    """A step of the model as it is now, valid inside the context.
+) -> DecodeStep:
+    """A step of the model as it is now, for caches of the plan; it may hold copies of the weights.
 
     Args:
         steps: how often the step will be taken at most.
         value_head: a linear layer of the trunk's last state, as `linear`, whose result is appended.
         cuda_graphs: whether the step may be recorded and replayed on a CUDA device.
     """
-    model = plan.model
-    if plan.is_llama and isinstance(cache, SharedPromptCache):
-        llama_step = LlamaStep(model, steps, value_head)
+    if plan.is_llama:
+        llama_step = LlamaStep(plan.model, steps, value_head)
         device = llama_step.embedding.device
         if cuda_graphs and device.type == "cuda" and plan.is_recordable:
-            yield StaticLlamaStep(llama_step, functools.partial(CudaGraph, device=device))
-        else:
-            yield llama_step
-        return
+            return StaticLlamaStep(llama_step, functools.partial(CudaGraph, device=device))
+        return llama_step
 
     def step(
         tokens: torch.Tensor,
@@ -118,7 +111,7 @@ def open_decode_step(
         padding_mask: torch.Tensor | None,
     ) -> torch.Tensor:
         return last_logits(
-            model,
+            plan.model,
             value_head,
             input_ids=tokens.unsqueeze(1),
             attention_mask=padding_mask,
@@ -126,7 +119,7 @@ def open_decode_step(
             past_key_values=cache,
         )
 
-    yield step
+    return step
 
 
 def last_logits(model: nn.Module, value_head: nn.Module | None, **inputs: Any) -> torch.Tensor:
@@ -171,7 +164,7 @@ def prefill(
     value_head: nn.Module | None,
     ids: torch.Tensor,
     mask: torch.Tensor,
-    cache: SharedPromptCache | RepeatedPromptCache,
+    cache: PromptCache,
     start: int = 0,
     piece_tokens: int = PIECE_TOKENS,
 ) -> torch.Tensor:
@@ -272,14 +265,8 @@ _FEW_ROWS = 32
 _ROW_SHARE = 0.25
 
 
-class Recorded(Protocol):
-    """A function of no arguments that can be repeated: `CudaGraph`."""
-
-    def replay(self) -> torch.Tensor: ...
-
-
 # Function and the record before it, which is not used again -> record.
-Record = Callable[[Callable[[], torch.Tensor], Recorded | None], Recorded]
+Record = Callable[[Callable[[], torch.Tensor], CudaGraph | None], CudaGraph]
 
 
 def can_be_recorded(model: nn.Module) -> bool:
@@ -300,7 +287,7 @@ class StaticLlamaStep:
     def __init__(self, step: LlamaStep, record: Record) -> None:
         self.step = step
         self.record = record
-        self.recorded: Recorded | None = None
+        self.recorded: CudaGraph | None = None
         self.keys: torch.Tensor | None = None  # of the first layer: other ones need a new record
         self.num_rows = self.num_positions = 0  # of the record
 
@@ -344,7 +331,7 @@ class StaticLlamaStep:
                 buffer[:, :, layer.length :] = 0
                 buffer[layer.num_rows :] = 0
 
-    def _record(self, rows: int, cache: SharedPromptCache) -> Recorded:
+    def _record(self, rows: int, cache: SharedPromptCache) -> CudaGraph:
         """Records the step for so many rows and the positions to come. The record reads the inputs'
         tensors, the cache's buffers and the weights; each of them lives as long as this step."""
         self.num_rows = min(-(-rows // 8) * 8, len(self.tokens))

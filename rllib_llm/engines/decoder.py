@@ -12,7 +12,6 @@ further one saves more than it costs (`like_lengths`), and the step can take sev
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 
 import numpy as np
 import torch
@@ -35,12 +34,7 @@ from rllib_llm.engines.decode_step import (
     prefill,
     recurring_length,
 )
-from rllib_llm.engines.kv_cache import (
-    Layers,
-    RepeatedPromptCache,
-    SharedPromptCache,
-    fill,
-)
+from rllib_llm.engines.kv_cache import Layers, PromptCache, fill
 from rllib_llm.engines.llama_step import LlamaStep
 from rllib_llm.engines.protocol import Guide
 from rllib_llm.engines.row_blocks import RowBlock, RowBlocks, alike
@@ -110,7 +104,6 @@ class Decoder:
         block_cost = plan.block_cost if block_cost is None else block_cost
         device = self.device  # not through the decoder, which its caches would outlive
         self.blocks = RowBlocks(lambda: RowBlock(plan.make_cache(1, 0), device), device, block_cost)
-        self._held = ExitStack()
         self._decode_step: DecodeStep | None = None
 
     @property
@@ -144,15 +137,10 @@ class Decoder:
     def close(self) -> None:
         """Frees the decode step and its copies of the weights, which are rebuilt on demand."""
         self._decode_step = None
-        self._held.close()
 
     def _opened_step(self) -> DecodeStep:
         if self._decode_step is None:
-            cache = next(iter(self.blocks)).cache
-            opened = self.open_step(self.plan, cache, self.steps, self.value_head)
-            self._decode_step = self._held.enter_context(opened)
-            if not isinstance(self._decode_step, LlamaStep):
-                self.blocks.cost = float("inf")
+            self._decode_step = self.open_step(self.plan, self.steps, self.value_head)
         return self._decode_step
 
     # --- one step ----------------------------------------------------------------------------
@@ -335,8 +323,8 @@ class Decoder:
         self._take(logits, before)
 
     def _admit(
-        self, block: RowBlock, prompts: SharedPromptCache | RepeatedPromptCache,
-        groups: Sequence[Group], longest: int, room: tuple[int, int],
+        self, block: RowBlock, prompts: PromptCache, groups: Sequence[Group], longest: int,
+        room: tuple[int, int],
     ) -> None:  # fmt: skip
         """Puts prefilled prompts into a block, and their rows into the batch."""
         columns = [column for group in groups for column in group.columns]
@@ -346,7 +334,7 @@ class Decoder:
         block.admit(prompts, [len(group.columns) for group in groups], longest, room)
         self.rows.add(columns, params, lengths, num_sampled, self.clock)
         self._count_tokens(groups)
-        block.add(columns, lengths, int(self.rows.last.max()) - self.clock + 1)
+        block.add(columns, lengths)
         self.blocks.find_order(self.rows.columns)
 
     def _count_tokens(self, groups: Sequence[Group]) -> None:
@@ -356,8 +344,8 @@ class Decoder:
                 group.columns, group.params, group.num_sampled, strict=True
             ):
                 if params.has_penalties:
-                    text = group.prompts.ids[group.index, -group.length :]
                     prompt_len = group.length - num
+                    text = group.token_ids
                     self.counts.begin(column, text[:prompt_len], text[prompt_len:])
 
     def _room_for(self, block: RowBlock, groups: Sequence[Group], longest: int) -> tuple[int, int]:

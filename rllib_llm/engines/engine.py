@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from rllib_llm.engines.batch_rows import CompletionBuffers, Group, Prompts
+from rllib_llm.engines.batch_rows import CompletionBuffers, Group
 from rllib_llm.engines.decode_step import DecodePlan, open_decode_step, prefill
 from rllib_llm.engines.decoder import Decoder
 from rllib_llm.engines.params import SamplingParams
@@ -81,7 +81,7 @@ def generate(
     plan = plan or DecodePlan.of(model)
     device = next(model.parameters()).device
     steps_between_looks = steps_between_looks or plan.steps_between_looks
-    prompts = Prompts(prompt_ids.to(device), prompt_mask.to(device))
+    groups = groups_of(prompt_ids.to(device), prompt_mask, params, num_completions)
     num_rows = len(prompt_ids) * num_completions
     rows_at_once, positions = _places(
         plan, prompt_mask, params, num_completions, steps_between_looks, max_rows
@@ -105,7 +105,7 @@ def generate(
             value_head=value_head,
             block_cost=None if row_blocks else float("inf"),
         )
-        decoder.queue.put(groups_of(prompts, params, num_completions))
+        decoder.queue.put(groups)
         # Inference mode spares each operation its autograd bookkeeping: up to a tenth of the time.
         with torch.inference_mode(), contextlib.closing(decoder):
             while decoder.num_rows:
@@ -154,12 +154,15 @@ def capacity(prompt_len: int, params: SamplingParams, steps_between_looks: int) 
     return prompt_len + 2 * params.max_new_tokens + steps_between_looks
 
 
-def groups_of(prompts: Prompts, params: SamplingParams, num_completions: int) -> list[Group]:
-    """The groups of a batch; the rows of group g are `num_completions` from g times that on."""
+def groups_of(
+    ids: torch.Tensor, mask: torch.Tensor, params: SamplingParams, num_completions: int
+) -> list[Group]:
+    """The groups of a batch of left-padded prompts; the rows of group g are `num_completions` from
+    g times that on."""
     n = num_completions
     return [
-        Group(prompts, g, length, list(range(g * n, (g + 1) * n)), [params] * n, [0] * n)
-        for g, length in enumerate(prompts.mask.sum(dim=1).tolist())
+        Group(prompt[-length:], list(range(g * n, (g + 1) * n)), [params] * n, [0] * n)
+        for g, (prompt, length) in enumerate(zip(ids, mask.sum(dim=1).tolist(), strict=True))
     ]
 
 
@@ -342,17 +345,17 @@ def _with_cache(model: nn.Module, ids: torch.Tensor) -> Iterator[tuple[str, torc
     prompts = ids[:_PROMPT_LEN].where(mask[:, :_PROMPT_LEN], ids[-1])
     plan = DecodePlan.of(model)
     cache = plan.make_cache(1, len(ids))
-    with open_decode_step(plan, cache, 2) as step:
-        first = prefill(model, None, prompts, mask[:, :_PROMPT_LEN], cache)
-        yield "prompts", first.float()
-        positions = mask[:, :_PROMPT_LEN].sum(dim=1)
-        tokens = ids[_PROMPT_LEN].expand(2)
-        second = step(tokens, positions, cache, mask[:, : _PROMPT_LEN + 1])
-        yield "first step", second.float()
-        # The row without padding leaves; the other takes its place.
-        cache.move_rows(positions.new_tensor([1]), positions.new_tensor([0]), 1)
-        last = step(ids[-1:], positions[1:] + 1, cache, mask[1:])
-        yield "second step", last.float()
+    step = open_decode_step(plan, 2)
+    first = prefill(model, None, prompts, mask[:, :_PROMPT_LEN], cache)
+    yield "prompts", first.float()
+    positions = mask[:, :_PROMPT_LEN].sum(dim=1)
+    tokens = ids[_PROMPT_LEN].expand(2)
+    second = step(tokens, positions, cache, mask[:, : _PROMPT_LEN + 1])
+    yield "first step", second.float()
+    # The row without padding leaves; the other takes its place.
+    cache.move_rows(positions.new_tensor([1]), positions.new_tensor([0]), 1)
+    last = step(ids[-1:], positions[1:] + 1, cache, mask[1:])
+    yield "second step", last.float()
 
 
 def _spread(logits: torch.Tensor) -> torch.Tensor:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from transformers import DynamicCache, PretrainedConfig
@@ -262,23 +264,48 @@ class SharedPromptCache(Cache):
         for layer in self.layers:
             layer.num_rows = 0
 
-    def look_from(self, first: int) -> None:
-        """Marks the positions before `first` as padding in every row."""
+    def look_from(self, first: int) -> int:
+        """Marks the positions before `first` as padding in every row; the first looked at."""
         for layer in self.layers:
             layer.first = first
+        return first
+
+    def states_of(self, row: int, start: int) -> Layers:
+        """A copy of a row's keys and values, from the position `start` on."""
+        return [
+            (
+                layer.keys[row, :, start : layer.length].clone(),
+                layer.values[row, :, start : layer.length].clone(),
+            )
+            for layer in self.layers
+        ]
 
 
 class RepeatedPromptCache(DynamicCache):
     """transformers' own cache, whatever its layers are (linear attention, shared or indexed keys).
 
-    Slower: prompts are prefilled once per completion, and each step copies what it holds.
+    Slower: prompts are prefilled once per completion, and each step copies what it holds. It grows
+    by itself, no rows come to those that are there, and all positions are looked at.
     """
+
+    capacity = sys.maxsize
+
+    def look_from(self, first: int) -> int:
+        """As `SharedPromptCache.look_from`."""
+        return 0
+
+    def clear(self) -> None:
+        """Does nothing: the next prompts come with a cache of their own."""
 
     def move_rows(self, sources: torch.Tensor, targets: torch.Tensor, num_rows: int) -> None:
         """As `SharedPromptLayer.move_rows`."""
         order = torch.arange(num_rows, device=sources.device)
         order[targets] = sources
         self.reorder_cache(order)
+
+
+PromptCache: TypeAlias = Any
+"""A `SharedPromptCache` or a `RepeatedPromptCache`, as the plan of a model says."""
 
 
 def num_shared_layers(config: PretrainedConfig) -> int | None:
@@ -344,17 +371,6 @@ class KeptPrefixes:
         if prefix is not None:
             self._num_bytes -= prefix.num_bytes
         return prefix
-
-
-def row_of(cache: SharedPromptCache, row: int, start: int) -> Layers:
-    """A copy of a row's keys and values, from the position `start` on."""
-    return [
-        (
-            layer.keys[row, :, start : layer.length].clone(),
-            layer.values[row, :, start : layer.length].clone(),
-        )
-        for layer in cache.layers
-    ]
 
 
 def fill(

@@ -11,12 +11,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from rllib_llm.engines.batch_rows import Moves, fill_gaps
-from rllib_llm.engines.kv_cache import (
-    Layers,
-    RepeatedPromptCache,
-    SharedPromptCache,
-    row_of,
-)
+from rllib_llm.engines.kv_cache import Layers, PromptCache
 from rllib_llm.shared.process import until_it_fits
 
 # Keys and values that attention reads on a CPU while one more call of it, and what goes with it, is
@@ -93,14 +88,13 @@ class RowBlock:
         cache: without rows.
     """
 
-    def __init__(
-        self, cache: SharedPromptCache | RepeatedPromptCache, device: torch.device
-    ) -> None:
+    def __init__(self, cache: PromptCache, device: torch.device) -> None:
         self.cache, self.device = cache, device
         # On the host, of each row: its column of the buffers, which names it, and where it starts.
         self.columns = self.starts = np.empty(0, dtype=np.int64)
         self.length = self.first = 0  # positions in use; those before `first` are padding only
-        self.mask: torch.Tensor | None = None  # [rows, capacity], None while none has padding
+        # `starts` on the device, [rows, 1] int64; None while no row has padding behind `first`.
+        self._padding: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.columns)
@@ -118,13 +112,15 @@ class RowBlock:
     def seen(self) -> torch.Tensor | None:
         """Mask of valid positions from `first` on, including the next one, [rows, span + 1] bool;
         None if all are valid."""
-        return None if self.mask is None else self.mask[:, self.first : self.length + 1]
+        if self._padding is None:
+            return None
+        return torch.arange(self.first, self.length + 1, device=self.device) >= self._padding
 
     # --- rows ----------------------------------------------------------------------------------
 
     def admit(
         self,
-        prompts: SharedPromptCache | RepeatedPromptCache,
+        prompts: PromptCache,
         copies: list[int],
         longest: int,
         room: tuple[int, int],
@@ -142,29 +138,21 @@ class RowBlock:
             self.length = longest
         elif self.length < longest:
             self._shift(self.length - longest)
-        if isinstance(self.cache, SharedPromptCache) and prompts is not self.cache:
-            assert isinstance(prompts, SharedPromptCache)
+        if prompts is not self.cache:
             self.cache.admit(prompts, copies, room)
 
-    def add(self, columns: list[int], lengths: list[int], to_come: int) -> None:
-        """Names the rows that were admitted.
-
-        Args:
-            lengths: positions of each row.
-            to_come: positions that the rows of this block may still get.
-        """
+    def add(self, columns: list[int], lengths: list[int]) -> None:
+        """Names the rows that were admitted, of so many positions each."""
         self.columns = np.concatenate([self.columns, np.asarray(columns, dtype=np.int64)])
         starts = self.length - np.asarray(lengths, dtype=np.int64)
         self.starts = np.concatenate([self.starts, starts])
-        self.look_from(to_come)
+        self._skip_padding()
 
     def take_in(self, other: RowBlock) -> None:
         """Moves the rows of another block here, none of which is longer than the longest."""
-        assert isinstance(self.cache, SharedPromptCache)
-        assert isinstance(other.cache, SharedPromptCache)
         rows = len(self) + len(other)
         self.cache.admit(other.cache, [1] * len(other), (rows, self.cache.capacity))
-        self.add(other.columns.tolist(), other.lengths.tolist(), 0)
+        self.add(other.columns.tolist(), other.lengths.tolist())
 
     def keep(self, moves: Moves) -> None:
         """Removes finished rows."""
@@ -174,40 +162,29 @@ class RowBlock:
         self.columns, self.starts = (
             values[: moves.num_rows] for values in (self.columns, self.starts)
         )
-        is_shared = isinstance(self.cache, SharedPromptCache)
         if moves.num_rows:
             self.cache.move_rows(moves.sources, moves.targets, moves.num_rows)
-            if self.mask is not None:
-                self.mask = moves.apply(self.mask)
-            if is_shared and self.first < self.starts.min():  # the longest has left
-                self.look_from(0)
-        elif is_shared:
+            if self._padding is not None:
+                self._skip_padding()
+        else:
             self.cache.clear()
 
     def states_of(self, columns: set[int]) -> dict[int, Layers]:
         """Copies of the keys and values of rows, as far as they are here."""
-        if not isinstance(self.cache, SharedPromptCache):
-            return {}
         return {
-            column: row_of(self.cache, row, int(self.starts[row]))
+            column: self.cache.states_of(row, int(self.starts[row]))
             for row, column in enumerate(self.columns.tolist())
             if column in columns
         }
 
     # --- positions -----------------------------------------------------------------------------
 
-    def look_from(self, to_come: int) -> None:
-        """Skips positions that are padding in every row, and marks the padding."""
-        self.first = int(self.starts.min())
-        self.mask = None
+    def _skip_padding(self) -> None:
+        """Skips positions that are padding in every row, and marks the rest of the padding."""
+        self.first = self.cache.look_from(int(self.starts.min()))
+        self._padding = None
         if self.first != self.starts.max():
-            capacity = self.length + to_come
-            if isinstance(self.cache, SharedPromptCache):
-                capacity = self.cache.capacity
-            columns = torch.arange(capacity, device=self.device)
-            self.mask = columns >= torch.from_numpy(self.starts).to(self.device).unsqueeze(1)
-        if isinstance(self.cache, SharedPromptCache):
-            self.cache.look_from(self.first)
+            self._padding = torch.from_numpy(self.starts).to(self.device).unsqueeze(1)
 
     def make_room(self, is_bounded: bool) -> None:
         """Makes room for one more position, by overwriting common padding or by growing.
@@ -216,7 +193,7 @@ class RowBlock:
             is_bounded: the cache has room for all that will come, so that it should not grow.
         """
         cache = self.cache
-        if not isinstance(cache, SharedPromptCache) or self.length < cache.capacity:
+        if self.length < cache.capacity:
             return
         first = int(self.starts.min())
         # Both move the whole cache, and have to pay for it by the room that they make.
@@ -224,11 +201,10 @@ class RowBlock:
             self._shift(first)
         else:
             cache.grow(cache.capacity + max(cache.capacity // 2, _MIN_SHIFT))
-        self.look_from(0)
+        self._skip_padding()
 
     def _shift(self, positions: int) -> None:
         """Moves all rows so many positions to the front, or back."""
-        assert isinstance(self.cache, SharedPromptCache)
         if self.length - positions > self.cache.capacity:
             self.cache.grow(self.length - positions)
         self.cache.shift(positions)

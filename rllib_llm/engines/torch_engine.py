@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from rllib_llm.engines.batch_rows import CompletionBuffers, Group, Prompts
+from rllib_llm.engines.batch_rows import CompletionBuffers, Group
 from rllib_llm.engines.decode_step import DecodePlan, open_decode_step
 from rllib_llm.engines.decoder import Decoder
 from rllib_llm.engines.engine import check_decoding_once, check_positions, check_tokens
@@ -256,7 +256,8 @@ class TorchEngine:
             self._buffers.begin(column, noises.get(row.id))
             columns.append(column)
         group = self._prompt(rows[0].token_ids, rows, columns, [row.num_sampled for row in rows])
-        if len(rows) > 1 or rows[0].conversation is None:
+        is_turn = len(rows) == 1 and rows[0].conversation is not None
+        if not is_turn or not self._decoder.plan.shares_prompts:
             return group
         self._decoder.wanted.add(columns[0])
         return replace(group, prefix=self._kept.take(rows[0].conversation, rows[0].token_ids))
@@ -268,10 +269,8 @@ class TorchEngine:
         columns: list[int],
         num_sampled: list[int],
     ) -> Group:
-        ids = torch.tensor([list(token_ids)], dtype=torch.int64, device=self.device)
-        prompts = Prompts(ids, torch.ones_like(ids, dtype=torch.bool))
-        params = [row.params for row in rows]
-        return Group(prompts, 0, ids.shape[1], columns, params, num_sampled)
+        ids = torch.tensor(list(token_ids), dtype=torch.int64, device=self.device)
+        return Group(ids, columns, [row.params for row in rows], num_sampled)
 
     def step(self) -> list[Ended]:
         ended, self._left = self._left, []

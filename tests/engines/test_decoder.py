@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rllib_llm.engines.batch_rows import CompletionBuffers, Prompts
+from rllib_llm.engines.batch_rows import CompletionBuffers
 from rllib_llm.engines.decode_step import DecodePlan
 from rllib_llm.engines.decoder import Decoder
 from rllib_llm.engines.engine import capacity, generate, groups_of
@@ -109,7 +109,7 @@ def test_places_are_filled_again_and_the_cache_stays_small():
         DecodePlan.of(model), buffers, steps=STEPS, max_rows=3 * N,
         room=(3 * N, capacity(9, params, 1)),
     )  # fmt: skip
-    decoder.queue.put(groups_of(Prompts(ids, mask), params, N))
+    decoder.queue.put(groups_of(ids, mask, params, N))
     most, addresses = 0, set()
     with torch.inference_mode():
         while decoder.num_rows:

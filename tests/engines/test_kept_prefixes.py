@@ -214,5 +214,6 @@ def test_the_bound_on_prompts_counts_the_tokens_that_are_read():
     whole prompts, 2."""
     for prefix, fit in ((Prefix([0] * 3950, []), 32), (None, 2)):
         queue = PromptQueue()
-        queue.put([Group(None, 0, 4000, [i], [None], [0], prefix) for i in range(32)])
+        text = torch.zeros(4000)
+        queue.put([Group(text, [i], [None], [0], prefix) for i in range(32)])
         assert queue.fitting(64, 8192, True) == fit

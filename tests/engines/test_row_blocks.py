@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig
 
-from rllib_llm.engines.batch_rows import CompletionBuffers, Prompts
+from rllib_llm.engines.batch_rows import CompletionBuffers
 from rllib_llm.engines.decode_step import DecodePlan
 from rllib_llm.engines.decoder import Decoder
 from rllib_llm.engines.engine import groups_of
@@ -116,7 +116,7 @@ def decoder(cost: float, lengths=LENGTHS, steps=STEPS) -> Decoder:
     plan = DecodePlan.of(tiny_model("llama"))
     made = Decoder(plan, buffers, steps=steps, room=room, block_cost=cost)
     params = SamplingParams(PAD, max_new_tokens=steps)
-    made.queue.put(groups_of(Prompts(ids.masked_fill(~mask, PAD), mask), params, 1))
+    made.queue.put(groups_of(ids.masked_fill(~mask, PAD), mask, params, 1))
     return made
 
 

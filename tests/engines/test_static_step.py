@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-from contextlib import contextmanager
 
 import pytest
 import torch
 
-from rllib_llm.engines.batch_rows import CompletionBuffers, Prompts
+from rllib_llm.engines.batch_rows import CompletionBuffers
 from rllib_llm.engines.decode_step import (
     CudaGraph,
     DecodePlan,
@@ -57,9 +56,8 @@ class Records:
         self.record = record
         self.made = []
 
-    @contextmanager
-    def open(self, plan, cache, steps, value_head=None):
-        yield StaticLlamaStep(LlamaStep(plan.model, steps, value_head), self._record)
+    def open(self, plan, steps, value_head=None):
+        return StaticLlamaStep(LlamaStep(plan.model, steps, value_head), self._record)
 
     def _record(self, function, previous):
         self.made.append(self.record(function, previous))
@@ -76,9 +74,9 @@ def completions(model, params, n, open_step, lengths=SHORT, device="cpu") -> Com
     room = (len(ids) * n, ids.shape[1] + steps)
     decoder = Decoder(
         DecodePlan.of(model), buffers, steps=steps, steps_between_looks=2, room=room,
-        open_step=open_step,
+        open_step=open_step, block_cost=float("inf"),
     )  # fmt: skip
-    decoder.queue.put(groups_of(Prompts(ids, mask), params, n))
+    decoder.queue.put(groups_of(ids, mask, params, n))
     with torch.inference_mode():
         while decoder.num_rows:
             decoder.step()
@@ -126,7 +124,8 @@ def test_sampled_rows_that_end_are_dropped(case):
 def test_a_record_of_few_rows_replaces_a_wasteful_one():
     model = tiny_model("llama")
     records = Records()
-    with torch.inference_mode(), records.open(DecodePlan.of(model), None, 64) as step:
+    step = records.open(DecodePlan.of(model), 64)
+    with torch.inference_mode():
         cache, positions = prefilled(model, rows=40, capacity=64)
         step(torch.full((40,), 7), positions, cache, None)
         assert (step.num_rows, step.num_positions) == (40, 64)
@@ -162,7 +161,8 @@ def test_a_replay_reads_the_inputs_as_they_are_now():
     # The same record, other tokens, positions and column: other logits, those of the plain step.
     model = tiny_model("mistral (sliding window)")
     records = Records()
-    with torch.inference_mode(), records.open(DecodePlan.of(model), None, 64) as step:
+    step = records.open(DecodePlan.of(model), 64)
+    with torch.inference_mode():
         cache, positions = prefilled(model, rows=3, capacity=64)
         other, _ = prefilled(model, rows=3, capacity=64)
         for layer in cache.layers:  # what memory may hold that was never written
@@ -183,7 +183,8 @@ def test_what_a_record_reads_lives_as_long_as_the_step():
     # A graph keeps addresses, not tensors.
     model = tiny_model("qwen3")
     records = Records()
-    with torch.inference_mode(), records.open(DecodePlan.of(model), None, 64) as step:
+    step = records.open(DecodePlan.of(model), 64)
+    with torch.inference_mode():
         cache, positions = prefilled(model, rows=3, capacity=64)
         step(torch.tensor([11, 12, 13]), positions, cache, None)
     held = [step.tokens, step.positions, step.column, *model.parameters(), *model.buffers()]
@@ -223,9 +224,8 @@ def test_rotations_that_depend_on_the_longest_row_are_not_recorded():
 
 def test_nothing_is_recorded_on_a_cpu():
     model = tiny_model("llama")
-    cache = SharedPromptCache(2, 1, 64)
-    with open_decode_step(DecodePlan.of(model), cache, 64, cuda_graphs=True) as step:
-        assert type(step) is LlamaStep
+    step = open_decode_step(DecodePlan.of(model), 64, cuda_graphs=True)
+    assert type(step) is LlamaStep
 
 
 @pytest.mark.gpu
