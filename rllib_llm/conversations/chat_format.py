@@ -19,14 +19,13 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from rllib_llm.conversations.tool_calls import SYNTAXES, ParsedReply, parse_reply, syntax_of
-from rllib_llm.data.encoding import render_chat
+from rllib_llm.data.encoding import common_prefix_len, render_chat
 from rllib_llm.data.turn_ends import MARKER, example_calls, find_turn_ends, special_texts
 from rllib_llm.shared.errors import SettingError
 
@@ -209,14 +208,14 @@ class ChatFormat:
     def _turn_start(self, before: Sequence[Message], asked: str, rendered: str) -> int | None:
         """Where the turn that follows `before` begins."""
         unasked, last = self.render(before), str(before[-1]["content"]).strip()
-        common = len(os.path.commonprefix([asked, rendered]))
+        common = common_prefix_len(asked, rendered)
         if common == len(asked):
             return common
         # Some templates write a generation prompt behind every conversation.
         told = len(unasked) if asked != unasked else asked.rfind(last) + len(last)
         if common >= told:  # whole marks: <think> and <tool_call> begin alike
             return len(_HALF_MARK.sub("", rendered[:common]))
-        prompt = asked[len(os.path.commonprefix([asked, unasked])) :]
+        prompt = asked[common_prefix_len(asked, unasked) :]
         place = rendered.rfind(prompt) if prompt else -1
         return None if place < 0 else place + len(prompt)
 

@@ -116,22 +116,21 @@ def _row(path: Sequence[Node], learnt: set[int]) -> TrainingRow:
     return row.cut()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Rollout:
-    """A finished conversation and its result.
+    """A conversation and its result.
 
-    score: all that it earned. valid: False where something failed that is not the policy's doing,
-    for `reason`. group: position of its prompt; row_id: its place among all rollouts; prompt_index:
-    its row in the data set.
+    group: position of its prompt; row_id: its place among all rollouts; prompt_index: its row in
+    the data set. score: all that it earned. valid: False where something failed that is not the
+    policy's doing, and as long as nobody has judged it.
     """
 
     conversation: Conversation
-    score: float
-    valid: bool
-    reason: str
     group: int
     row_id: int
     prompt_index: int
+    score: float = 0.0
+    valid: bool = False
 
 
 def training_columns(rollouts: Sequence[Rollout], pad_token_id: int) -> dict[str, torch.Tensor]:

@@ -20,6 +20,7 @@ from rllib_llm.conversations.chat_format import (
 )
 from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.conversations.tool_calls import ParsedReply
+from rllib_llm.data.encoding import common_prefix_len
 from rllib_llm.data.turn_ends import example_calls
 
 Outcome = Literal[
@@ -239,10 +240,7 @@ def _compared(
         return Proof(name, "keeps", "old turns keep the token that ended them when they were new")
     if conversation.suffixes["kept"] or conversation.suffixes["bridged"]:
         return Proof(name, "keeps", "earlier turns stay as they were sampled")
-    same = next(
-        (i for i, (a, b) in enumerate(zip(walked, expected, strict=False)) if a != b),
-        min(len(walked), len(expected)),
-    )
+    same = common_prefix_len(walked, expected)
     decode = chat_format.tokenizer.decode
     raise ChatFormatError(
         name="chat_template",

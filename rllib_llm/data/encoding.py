@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -169,8 +170,8 @@ def encode_spans(
     return ids, inside
 
 
-def common_prefix_len(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many ids both begin with."""
+def common_prefix_len(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many ids, or characters, both begin with."""
     pairs = zip(one, other, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
@@ -261,14 +262,14 @@ def as_turns(prompt: Any, answer: Any) -> tuple[Messages, int]:
     for part in (turns, prompt if isinstance(prompt, list) else ()):
         check_messages(part)
     if prompt is None:
-        return turns, _num_before_answer(turns)
+        return turns, num_before_answer(turns)
     before = list(prompt) if isinstance(prompt, list) else [_turn("user", prompt)]
     if [_plain(turn) for turn in turns[: len(before)]] == [_plain(turn) for turn in before]:
         return turns, len(before)
     if turns and turns[0]["role"] == "assistant":
         return before + turns, len(before)
     if isinstance(prompt, str) and _plain(before[0]) in [_plain(turn) for turn in turns[:-1]]:
-        return turns, _num_before_answer(turns)  # a system message, then the prompt
+        return turns, num_before_answer(turns)  # a system message, then the prompt
     raise DataSourceError(
         name="prompt",
         value=str(prompt)[:60],
@@ -298,12 +299,10 @@ def _plain(turn: Mapping[str, Any]) -> tuple[str, str]:
     return str(turn.get("role")), str(turn.get("content")).strip()
 
 
-def _num_before_answer(turns: Messages) -> int:
+def num_before_answer(turns: Sequence[Any]) -> int:
     """Turns before the last run of the assistant's."""
-    count = len(turns)
-    while count and turns[count - 1]["role"] == "assistant":
-        count -= 1
-    return count
+    said = (isinstance(turn, Mapping) and turn.get("role") == "assistant" for turn in turns[::-1])
+    return len(turns) - sum(itertools.takewhile(bool, said))
 
 
 def encode_chat(
@@ -395,7 +394,7 @@ def _turn_ends(tokenizer: Any, messages: Messages, tools: Sequence[Any] | None) 
 
 
 def _not_shown(turn: int, part: str, text: str) -> DataSourceError:
-    same = next((i for i, (a, b) in enumerate(zip(part, text, strict=False)) if a != b), len(text))
+    same = common_prefix_len(part, text)
     return DataSourceError(
         name=f"messages[{turn}]",
         rule="be rendered by the chat template as it is before an answer",

@@ -185,16 +185,23 @@ def told_columns(
 
 def _check_column(name: str, column: Any, completion_mask: torch.Tensor) -> None:
     shape = completion_mask.shape[:1] if name == columns.GROUP else completion_mask.shape
-    dtype = _DTYPES[name]
-    fits = isinstance(column, torch.Tensor) and column.dtype == dtype and column.shape == shape
-    if not fits:
-        arrived = type(column).__name__
-        if isinstance(column, torch.Tensor):
-            arrived = f"{column.dtype}, shape {list(column.shape)}"
-        raise BanditEnvError(
-            f"infos[{name!r}] of {arrived} must be a torch tensor of {dtype}, shape "
-            f"{list(shape)}: it belongs to the completions given to step(). Return such a tensor."
-        )
+    if problem := misfit(f"infos[{name!r}]", column, _DTYPES[name], shape):
+        raise BanditEnvError(problem)
+
+
+def misfit(where: str, value: Any, dtype: torch.dtype, shape: Sequence[int | None]) -> str:
+    """Why an environment's answer is no tensor of dtype and shape (None: any size); "" if it is."""
+    arrived = f"type {type(value).__name__}"
+    if isinstance(value, torch.Tensor):
+        sizes = [n if s is None else s for s, n in zip(shape, value.shape, strict=False)]
+        if value.dtype == dtype and len(value.shape) == len(shape) and sizes == [*value.shape]:
+            return ""
+        arrived = f"{value.dtype}, shape {list(value.shape)}"
+    wanted = ["any" if size is None else size for size in shape]
+    return (
+        f"{where} of {arrived} must be a torch tensor of {dtype}, shape {wanted}: each row belongs "
+        "to an episode of the batch. Return such a tensor."
+    )
 
 
 def _first_row(flags: torch.Tensor) -> int | None:

@@ -20,7 +20,7 @@ from gymnasium.vector import VectorEnv
 from ray.rllib.utils.spaces.repeated import Repeated
 
 from rllib_llm.engines.protocol import Ended
-from rllib_llm.envs.actions import BanditEnvError, told_columns
+from rllib_llm.envs.actions import BanditEnvError, misfit, told_columns
 from rllib_llm.envs.adapters.agent import AgentEnv, OpenAgentServer, open_for, run_agents
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.conversation_rollouts import Attempt, judge, run_rollouts
@@ -106,32 +106,18 @@ class Problems:
         self.problems: list[str] = []
         self.notes: list[str] = []  # what keeps the contract, and will be refused by default
 
-    def add(self, problem: str) -> None:
-        """One finding, in the form of every message of this package."""
-        self.problems.append(problem)
-
     def check_tensor(
         self, where: str, value: Any, dtype: torch.dtype, shape: tuple[int | None, ...]
     ) -> bool:
         """True where `value` is a tensor of dtype and shape (None: any size)."""
-        wanted = (
-            f"a torch tensor of {dtype}, shape {[s if s is not None else 'any' for s in shape]}"
-        )
-        if not isinstance(value, torch.Tensor):
-            arrived, reason = f"of type {type(value).__name__}", "batches stay on the device"
-        elif value.dtype != dtype or len(value.shape) != len(shape):
-            arrived, reason = f"of {value.dtype}, shape {list(value.shape)}", "the learner reads it"
-        elif any(s is not None and s != n for s, n in zip(shape, value.shape, strict=True)):
-            arrived, reason = f"of shape {list(value.shape)}", "there is one row for each episode"
-        else:
-            return True
-        self.add(f"{where} {arrived} must be {wanted}: {reason}. Return such a tensor.")
-        return False
+        problem = misfit(where, value, dtype, shape)
+        self.problems += [problem] if problem else []
+        return not problem
 
     def check_finite(self, where: str, values: torch.Tensor) -> None:
         """A finding where a value is NaN or infinite."""
         if not bool(torch.isfinite(values).all()):
-            self.add(
+            self.problems.append(
                 f"{where}={values.flatten().tolist()[:8]!r} must be finite: one NaN spoils the "
                 "whole update. Mark such rows in infos['valid'] and give them 0, as RewardSum "
                 "does."
@@ -142,7 +128,7 @@ class Problems:
         names = (columns.PROMPT_IDS, columns.PROMPT_MASK)
         if not isinstance(observation, Mapping) or any(name not in observation for name in names):
             arrived = list(observation) if isinstance(observation, Mapping) else type(observation)
-            self.add(
+            self.problems.append(
                 f"{where} observation={arrived!r} must be a dict with {list(names)}: the sampler "
                 "reads both. Return them."
             )
@@ -161,21 +147,21 @@ class Problems:
         max_len = self.env.single_observation_space.max_len
         vocab_size = int(self.env.single_observation_space.child_space.n)
         if not 1 <= ids.shape[1] <= max_len:
-            self.add(
+            self.problems.append(
                 f"{where} prompt_ids of shape {list(ids.shape)} must be 1 to {max_len} tokens "
                 "long: the observation space says so. Truncate longer prompts, or raise max_len of "
                 "the space."
             )
         if bool((mask[:, :-1] & ~mask[:, 1:]).any()) or not bool(mask[:, -1:].all()):
             row = int(((mask[:, :-1] & ~mask[:, 1:]).any(-1) | ~mask[:, -1]).nonzero()[0])
-            self.add(
+            self.problems.append(
                 f"{where} prompt_mask[{row}]={mask[row].int().tolist()} must be False for padding "
                 "at the left, then True to the end, at least once: generation starts behind the "
                 "last column. Pad prompts at the left."
             )
         if bool(((ids < 0) | (ids >= vocab_size)).any()):
             bad = int(ids[(ids < 0) | (ids >= vocab_size)][0])
-            self.add(
+            self.problems.append(
                 f"{where} prompt token id={bad} must be in 0..{vocab_size - 1}, padding too: the "
                 "embedding has no other rows. Use the policy's tokenizer, and one of its ids for "
                 "padding."
@@ -229,13 +215,13 @@ class BanditChecker(Problems):
         env = self.env
         before = len(self.problems)
         if not isinstance(env, VectorEnv):
-            self.add(str(not_batched(env)))
+            self.problems.append(str(not_batched(env)))
             return False
         for name in ("single_observation_space", "single_action_space"):
             space = getattr(env, name, None)
             fits = isinstance(space, Repeated) and isinstance(space.child_space, spaces.Discrete)
             if not fits:
-                self.add(
+                self.problems.append(
                     f"{name}={space!r} must be Repeated(Discrete(vocab_size), max_len): prompts "
                     "and completions are token ids of varying number. Take "
                     "ray.rllib.utils.spaces.repeated.Repeated."
@@ -246,14 +232,14 @@ class BanditChecker(Problems):
                 for space in (env.single_observation_space, env.single_action_space)
             ]
             if vocabularies[0] != vocabularies[1]:
-                self.add(
+                self.problems.append(
                     f"vocabulary sizes={vocabularies!r} of observation and action space must be "
                     "the same: one policy reads the prompts and writes the completions. Use its "
                     "vocabulary size in both."
                 )
         num_envs = getattr(env, "num_envs", None)
         if not isinstance(num_envs, int) or num_envs < 1:
-            self.add(
+            self.problems.append(
                 f"num_envs={num_envs!r} must be an integer of at least 1: it is the number of "
                 "prompts in a batch. Set it in __init__."
             )
@@ -263,7 +249,7 @@ class BanditChecker(Problems):
         """The infos of `reset`: which prompts they are."""
         if not isinstance(infos, Mapping) or not {columns.PROMPT_INDEX, "position"} <= set(infos):
             arrived = list(infos) if isinstance(infos, Mapping) else type(infos)
-            self.add(
+            self.problems.append(
                 f"reset() infos={arrived!r} must be a dict with 'prompt_index' and 'position': "
                 "samples are matched by the row of their prompt. Return both."
             )
@@ -272,7 +258,7 @@ class BanditChecker(Problems):
         where = "reset() infos['prompt_index']"
         self.check_tensor(where, index, torch.int64, (self.batch_size,))
         if infos["position"] != 1:
-            self.add(
+            self.problems.append(
                 f"reset() infos['position']={infos['position']!r} must be the position asked for, "
                 "1: runs continue from it. Return options['position']."
             )
@@ -283,7 +269,7 @@ class BanditChecker(Problems):
         for start in range(0, len(prompts), self.num_completions):
             group = prompts[start : start + self.num_completions]
             if any(prompt != group[0] for prompt in group):
-                self.add(
+                self.problems.append(
                     f"prompts of rows {start}..{start + self.num_completions - 1}={group!r} must "
                     "be the same: they are one group, the completions of one prompt, and groups "
                     "are adjacent. Repeat each prompt num_completions times in a row "
@@ -297,7 +283,7 @@ class BanditChecker(Problems):
         first = unpadded(observation)
         again = unpadded(self.env.reset(options=self.options)[0])
         if first != again:
-            self.add(
+            self.problems.append(
                 "prompts of reset() at the same position twice must be the same: runs are "
                 "continued and repeated by position alone. Make prompts a function of (seed, "
                 "position), as PromptSource does."
@@ -306,7 +292,7 @@ class BanditChecker(Problems):
         shifted = {**self.options, "position": 2, "num_prompts": self.num_prompts - 1}
         tail = unpadded(self.env.reset(options=shifted)[0])
         if tail != first[self.num_completions :]:
-            self.add(
+            self.problems.append(
                 "prompts of reset() at position 2 must be those of position 1 without the first: "
                 "batches of any size walk through the same order. Count positions in prompts, not "
                 "in batches or rows."
@@ -338,14 +324,14 @@ class BanditChecker(Problems):
         before = {name: value.clone() for name, value in actions.items()}
         result = self.env.step(dict(actions))
         if not isinstance(result, tuple) or len(result) != 5:
-            self.add(
+            self.problems.append(
                 f"step() result of type {type(result).__name__} must be (observation, rewards, "
                 "terminations, truncations, infos): gymnasium's order. Return these five."
             )
             return
         observation, rewards, terminations, truncations, infos = result
         if any(not torch.equal(before[name], actions[name]) for name in before):
-            self.add(
+            self.problems.append(
                 "actions after step() must be as they were before: the learner trains on the same "
                 "tensors. Do not write into them; clone first."
             )
@@ -359,7 +345,7 @@ class BanditChecker(Problems):
         ):
             fits = self.check_tensor(f"step() {name}", flags, torch.bool, size)
             if fits and not bool((flags == wanted).all()):
-                self.add(
+                self.problems.append(
                     f"step() {name}={flags.tolist()!r} must be all {wanted}: an episode is one "
                     "completion and ends with it. Return torch.ones or torch.zeros of bool."
                 )
@@ -370,7 +356,7 @@ class BanditChecker(Problems):
         """The infos of judged completions: there, of the right type and shape, and true."""
         missing = [k for k in _REQUIRED_INFOS if not isinstance(infos, Mapping) or k not in infos]
         if missing:
-            self.add(
+            self.problems.append(
                 f"step() infos without {missing} must be a dict with {list(_REQUIRED_INFOS)}: the "
                 "learner and the metrics read them. Return them."
             )
@@ -387,7 +373,7 @@ class BanditChecker(Problems):
             self.check_finite("step() infos['scores']", scores)
         fits &= self.check_tensor("step() infos['valid']", valid, torch.bool, size)
         if fits and bool((scores[~valid] != 0).any()):
-            self.add(
+            self.problems.append(
                 f"step() infos['scores'] where not valid={scores[~valid].tolist()!r} must be 0: "
                 "such rows must not move any mean. Set them to 0."
             )
@@ -399,7 +385,7 @@ class BanditChecker(Problems):
         where = "step() infos['num_completion_tokens']"
         fits = self.check_tensor(where, counts, torch.int64, size)
         if fits and not bool((counts == right).all()):
-            self.add(
+            self.problems.append(
                 f"{where}={counts.tolist()!r} must be {right.tolist()}: it counts the True entries "
                 "of completion_mask, the stop token too. Return completion_mask.sum(-1)."
             )
@@ -422,7 +408,7 @@ class BanditChecker(Problems):
             self.check_tensor("step() infos['kl']", infos["kl"], torch.float32, (mask.shape[0],))
         self.check_finite(where, ref_logprobs)
         if bool((ref_logprobs[~mask] != 0).any()) or bool((ref_logprobs > 1e-6).any()):
-            self.add(
+            self.problems.append(
                 f"{where} of padding or above 0 must be at most 0, and exactly 0 where "
                 "completion_mask is False: they are log-probabilities of the completion's tokens. "
                 "Multiply by the mask; subtract the log-sum-exp."
@@ -441,7 +427,7 @@ class BanditChecker(Problems):
             scores.append(infos.get(columns.SCORES, rewards))
         random_scores = not torch.allclose(scores[0], scores[1], atol=1e-4)
         if not random_scores and not torch.allclose(scores[0], scores[2], atol=1e-4):
-            self.add(
+            self.problems.append(
                 f"scores with two more columns of padding={scores[2].tolist()!r} must be as "
                 f"without them, {scores[0].tolist()!r}: padding depends on the other rows of a "
                 "batch. Cut completions to completion_mask before judging them."
@@ -457,7 +443,7 @@ class BanditChecker(Problems):
         scores = infos.get(columns.SCORES, rewards)
         if "kl" in infos or torch.allclose(rewards, scores):
             return
-        self.add(
+        self.problems.append(
             f"step() rewards={rewards.tolist()!r} must be infos['scores'], {scores.tolist()!r}: "
             "where there are scores, these are learnt from and rewards are only reported. Return "
             "the scores as rewards, or leave them out of infos to have rewards learnt from."
@@ -484,7 +470,7 @@ class BanditChecker(Problems):
                 self.env.step(actions)
             except (ValueError, LookupError, TypeError, RuntimeError):
                 continue
-            self.add(
+            self.problems.append(
                 f"step() given {what} must be an error: wrong batches would be learnt from "
                 "unnoticed. Check actions first; rllib_llm.envs.actions.check_actions does."
             )
@@ -509,13 +495,13 @@ class ConversationChecker(Problems):
         one, two = self._talk(), self._talk()
         scores = [batch[columns.SCORES][batch[columns.VALID]] for batch in (one, two)]
         if not all(bool(torch.isfinite(column).all()) for column in scores):
-            self.add(
+            self.problems.append(
                 f"scores={scores[0].tolist()!r} must be finite numbers: a reward that is NaN or "
                 "infinite ends the training. Return Response(invalid=reason) where there is none."
             )
         same = torch.equal(one[columns.PROMPT_INDEX], two[columns.PROMPT_INDEX])
         if not same or not torch.equal(one[columns.PROMPT_IDS], two[columns.PROMPT_IDS]):
-            self.add(
+            self.problems.append(
                 "tasks at one position must be the same each time: a run that is resumed, or a "
                 "sampler that is restarted, asks for them again. Draw what is random from the "
                 "task, not from a global generator."

@@ -42,17 +42,13 @@ class EngineFailed(RuntimeError):
 
 
 @dataclass
-class Attempt:
+class Attempt(Rollout):
     """A rollout under way, or over.
 
     invalid: why nothing may be learnt from it, or "". truncated: the limit that ended it, or "".
     earned: what `ConversationEnv.score` said. has_turn_rewards: whether a turn was given any.
     """
 
-    row: PromptRow
-    row_id: int
-    group: int
-    conversation: Conversation
     invalid: str = ""
     error: BaseException | None = None
     truncated: str = ""
@@ -63,12 +59,6 @@ class Attempt:
     def count(self, name: str, number: float = 1.0) -> None:
         """Adds to a number of this rollout's metrics."""
         self.counts[name] = self.counts.get(name, 0.0) + number
-
-    def over(self, score: float, valid: bool) -> Rollout:
-        """The rollout with its result."""
-        return Rollout(
-            self.conversation, score, valid, self.invalid, self.group, self.row_id, self.row.index
-        )
 
 
 _LARGEST = float(torch.finfo(torch.float32).max)
@@ -109,7 +99,8 @@ def new_attempts(
             group = first_position + place
             task = _copied({"prompt": row.prompt, **row.columns})
             conversation = Conversation(env.format_of(task), task=task)
-            attempts.append(Attempt(row, group * num_completions + copy, group, conversation))
+            row_id = group * num_completions + copy
+            attempts.append(Attempt(conversation, group, row_id, row.index))
     return attempts
 
 
@@ -323,7 +314,7 @@ _SHOWN = 300  # characters of a reason
 
 def unjudged_columns(attempts: Sequence[Attempt], pad_token_id: int) -> dict[str, torch.Tensor]:
     """The columns of rollouts that are over and could not be judged: no row is valid."""
-    return training_columns([attempt.over(0.0, False) for attempt in attempts], pad_token_id)
+    return training_columns(attempts, pad_token_id)
 
 
 def judge(env: ConversationEnv, attempts: Sequence[Attempt], pad_token_id: int) -> Judgement:
@@ -337,14 +328,13 @@ def judge(env: ConversationEnv, attempts: Sequence[Attempt], pad_token_id: int) 
     sound = [a for a in attempts if not a.invalid and a.conversation.num_turns]
     _report(env, attempts, sound)
     components, judged = _components(env, sound)
-    results = {id(attempt): (0.0, False) for attempt in attempts}
     for i, attempt in enumerate(sound):
-        earned = attempt.conversation.total_reward + (attempt.earned or 0.0)
-        results[id(attempt)] = (earned, True) if judged is None else (
-            earned + float(judged.scores[i]), bool(judged.valid[i])
-        )  # fmt: skip
-    rollouts = [attempt.over(*results[id(attempt)]) for attempt in attempts]
-    batch = training_columns(rollouts, pad_token_id)
+        attempt.score, attempt.valid = attempt.conversation.total_reward, True
+        attempt.score += attempt.earned or 0.0
+        if judged is not None:
+            attempt.score += float(judged.scores[i])
+            attempt.valid = bool(judged.valid[i])
+    batch = training_columns(attempts, pad_token_id)
     if env.reference is not None:
         names = (columns.PROMPT_IDS, columns.PROMPT_MASK, columns.COMPLETION_IDS,
                  columns.COMPLETION_MASK)  # fmt: skip
@@ -400,11 +390,9 @@ def _components(
 def _reward_batch(env: ConversationEnv, sound: Sequence[Attempt]) -> RewardBatch:
     """The conversations as reward functions take them; see `RewardBatch`. Their texts depend
     neither on the template nor on where it begins a row."""
-    batch = training_columns(
-        [Rollout(a.conversation, 0.0, True, "", 0, i, 0) for i, a in enumerate(sound)],
-        int(env.tokenizer.pad_token_id),
-    )
-    ends = batch[columns.ROW_ID].bincount().cumsum(0) - 1
+    batch = training_columns(sound, int(env.tokenizer.pad_token_id))
+    lasts = {row_id: place for place, row_id in enumerate(batch[columns.ROW_ID].tolist())}
+    ends = list(lasts.values())
     starts = [attempt.conversation.opening for attempt in sound]
     chats = [attempt.conversation.messages for attempt in sound]
     said = [chat[len(start) :] for chat, start in zip(chats, starts, strict=True)]

@@ -285,8 +285,7 @@ class RewardModelScorer(_Frozen, Judge):
     and `wants_tokens` is True. Otherwise, or with a `template`, it reads texts, encoded by its own
     tokenizer (`RewardTextEncoder`).
 
-    model, quantization, backend, device, dtype, products, batch_tokens, measure_drift: see
-        `_Frozen`; the drift is "rank_corr" and "max_abs".
+    model, frozen: see `_Frozen`; the drift is "rank_corr" and "max_abs".
     tokenizer: the policy's; None always reads texts.
     max_length: tokens of prompt and completion that are read, the last ones; None takes the reward
         model's own limit.
@@ -309,23 +308,14 @@ class RewardModelScorer(_Frozen, Judge):
         model: str | os.PathLike,
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        quantization: str = "none",
-        backend: str = "auto",
-        device: str | torch.device = "cpu",
-        dtype: str | torch.dtype = "float32",
-        products: str = "mkl",
         max_length: int | None = None,
         normalize: Sequence[float] | bool | None = None,
         label: int | str | None = None,
         template: str | None = None,
         append_eos: bool | None = None,
-        batch_tokens: int = DEFAULT_BATCH_TOKENS,
-        measure_drift: int = 0,
+        **frozen: Any,
     ):
-        super().__init__(
-            model, quantization=quantization, backend=backend, device=device, dtype=dtype,
-            products=products, batch_tokens=batch_tokens, measure_drift=measure_drift,
-        )  # fmt: skip
+        super().__init__(model, **frozen)
         own_tokenizer = load_tokenizer(model)
         if score_head(self.model).out_features > 1:
             label_index(self.model.config, label)

@@ -10,7 +10,13 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from rllib_llm.data.encoding import check_text, encode_text, keep_end, render_chat
+from rllib_llm.data.encoding import (
+    check_text,
+    encode_text,
+    keep_end,
+    num_before_answer,
+    render_chat,
+)
 from rllib_llm.data.rows import (
     DataSourceError,
     EpochOrder,
@@ -137,8 +143,8 @@ class PromptSource:
         # name beside a prompt often holds answers as well.
         columns.pop("messages", None)
         if not isinstance(prompt, str):
-            if self.prompt_column == MESSAGES:
-                prompt = _before_answer(prompt)
+            if self.prompt_column == MESSAGES and isinstance(prompt, list):
+                prompt = prompt[: num_before_answer(prompt)] or prompt
             _check_messages(prompt, index, self)
             columns["messages"] = prompt
         return PromptRow(index, prompt, columns)
@@ -327,16 +333,6 @@ def _choose_column(rows: Rows, prompt_column: str | None) -> str:
         reason=f"{rows.description} has no column 'prompt' but {rows.columns}",
         remedy="Name the one that holds the prompts",
     )
-
-
-def _before_answer(messages: Any) -> Any:
-    """A conversation without the assistant's turns at its end."""
-    end = len(messages) if isinstance(messages, list) else 0
-    while end and isinstance(messages[end - 1], Mapping) and (
-        messages[end - 1].get("role") == "assistant"
-    ):  # fmt: skip
-        end -= 1
-    return messages[:end] if end else messages
 
 
 def _check_messages(prompt: Any, index: int, source: PromptSource) -> None:

@@ -193,9 +193,10 @@ def _model_settings(key: str) -> set[str]:
     """Names of the settings of a frozen model, `key` "reward_model" or "reference"."""
     from rllib_llm.envs.frozen_models import FrozenReference, RewardModelScorer
 
+    names = {*inspect.signature(FrozenReference).parameters}
     if key == "reference":
-        return set(inspect.signature(FrozenReference).parameters)
-    names = set(inspect.signature(RewardModelScorer).parameters) - {"tokenizer"}
+        return names
+    names |= {*inspect.signature(RewardModelScorer).parameters} - {"tokenizer", "frozen"}
     return names | {"weight", "name", "models", "combine", "std_coeff"}
 
 

@@ -108,8 +108,8 @@ def complete(opening: Opening, rng: random.Random) -> str:
 def _draw(table: Table, mood: float, rng: random.Random) -> str:
     (form,) = rng.choices(table.forms, weights=FORM_WEIGHTS[: len(table.forms)])
     if 0 in form and rng.random() < NEUTRAL_SHARE:
-        return rng.choice(form[0]).text
-    return rng.choice(form[+1 if rng.random() < mood else -1]).text
+        return rng.choice(form[0])
+    return rng.choice(form[+1 if rng.random() < mood else -1])
 
 
 def judge(text: str) -> ReviewGrade:

@@ -15,7 +15,6 @@ feeling) counts +1 or -1; "not" turns it round.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -99,6 +98,8 @@ GLAD = ("Luckily", "Happily", "To my delight")
 SAD = ("Sadly", "Worse", "To my horror")
 LOVE = ("I love", "I adore", "I am proud of")
 HATE = ("I hate", "I cannot stand", "I am sick of")
+GENERAL, OWN = {+1: PRAISE, -1: BLAME}, {+1: GOOD, -1: BAD}
+ADVERBS, FEELINGS = {+1: GLAD, -1: SAD}, {+1: LOVE, -1: HATE}
 
 VERDICTS = {
     +1: (
@@ -120,16 +121,9 @@ VERDICTS = {
     ),
 }
 
-SIGNS = (+1, -1)
 FORM_WEIGHTS = (3, 5, 2, 2)  # of the forms of body, in the order of `tables`
-
-
-@dataclass(frozen=True)
-class Sentence:
-    """A sentence and the sum of its opinions."""
-
-    text: str
-    sentiment: int
+Sentence = tuple[str, int]
+"""A sentence and the sum of its opinions."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +133,7 @@ class Table:
     `forms` holds the sentences of each form by the sign of their sentiment.
     """
 
-    forms: list[dict[int, list[Sentence]]]
+    forms: list[dict[int, list[str]]]
     sentiments: dict[str, int]
 
 
@@ -155,31 +149,30 @@ class Tables:
 @lru_cache(maxsize=len(KINDS))
 def tables(kind: Kind) -> Tables:
     """Return the sentences of `kind`, made once per process."""
-    thing, parts = ["it"], [f"the {part}" for part in kind.parts]
-    claims, deeds = _claims(thing), _deeds(kind)
-    of_thing = (
-        _stated(claims) + _graded(thing),
-        _pairs(thing),
-        _exclaimed(claims) + _exclaimed(deeds),
-        _stated(deeds),
+    done = {+1: kind.delights, -1: kind.troubles}
+    deeds = [(f"it {deed}", sign) for sign in done for deed in done[sign]]
+    feelings = [
+        (f"{feeling} the {part}.", sign)
+        for sign in FEELINGS
+        for feeling in FEELINGS[sign]
+        for part in kind.parts
+    ]
+    verdicts = [(line, sign) for sign, lines in VERDICTS.items() for line in lines]
+    parts = [f"the {part}" for part in kind.parts]
+    return Tables(
+        _table(*_said_of(["it"], deeds), _stated(deeds)),
+        _table(*_said_of(parts, []), feelings),
+        _table(verdicts),
     )
-    claims = _claims(parts)
-    of_part = (
-        _stated(claims) + _graded(parts),
-        _pairs(parts),
-        _exclaimed(claims),
-        _feelings(kind),
-    )
-    return Tables(_table(*of_thing), _table(*of_part), _table(_verdicts()))
 
 
 def _table(*forms: list[Sentence]) -> Table:
-    by_sign: list[dict[int, list[Sentence]]] = [{} for _ in forms]
+    by_sign: list[dict[int, list[str]]] = [{} for _ in forms]
     for groups, sentences in zip(by_sign, forms, strict=True):
-        for sentence in sentences:
-            sign = (sentence.sentiment > 0) - (sentence.sentiment < 0)
-            groups.setdefault(sign, []).append(sentence)
-    return Table(by_sign, {s.text: s.sentiment for form in forms for s in form})
+        for text, sentiment in sentences:
+            sign = (sentiment > 0) - (sentiment < 0)
+            groups.setdefault(sign, []).append(text)
+    return Table(by_sign, {text: sentiment for form in forms for text, sentiment in form})
 
 
 def heads_of(kind: Kind) -> list[str]:
@@ -188,84 +181,35 @@ def heads_of(kind: Kind) -> list[str]:
     return [head.format(this=noun, This=noun.capitalize()) for head in HEADS]
 
 
-def _capital(text: str) -> str:
-    return text[0].upper() + text[1:]
-
-
-def _own(sign: int) -> tuple[str, ...]:
-    """Return the adjectives that may be graded and negated."""
-    return GOOD if sign > 0 else BAD
-
-
-def _general(sign: int) -> tuple[str, ...]:
-    return PRAISE if sign > 0 else BLAME
-
-
-def _claims(subjects: list[str]) -> list[Sentence]:
-    """Return one opinion each, without capital and full stop: "the pole is heavy"."""
-    return [
-        Sentence(f"{subject} is {word}", sign)
-        for sign in SIGNS
+def _said_of(subjects: list[str], deeds: list[Sentence]) -> list[list[Sentence]]:
+    """Return the forms of what is said of subjects: one opinion, two, and one behind an adverb."""
+    claims = [
+        (f"{subject} is {word}", sign)
+        for sign in OWN
         for subject in subjects
-        for word in _general(sign) + _own(sign)
+        for word in GENERAL[sign] + OWN[sign]
     ]
-
-
-def _deeds(kind: Kind) -> list[Sentence]:
-    """Return the thing's action without capital and full stop: "it laughs at the wind"."""
-    return [
-        Sentence(f"it {deed}", sign)
-        for sign in SIGNS
-        for deed in (kind.delights if sign > 0 else kind.troubles)
+    graded = [
+        (f"{subject} is {change} {word}", sign * turn)
+        for sign in OWN
+        for subject in subjects
+        for change, turn in (*((degree, +1) for degree in DEGREES), ("not", -1))
+        for word in OWN[sign]
     ]
+    pairs = [
+        (f"{subject} is {general} {'and' if first == second else 'but'} {own}", first + second)
+        for first in GENERAL
+        for second in OWN
+        for subject in subjects
+        for general in GENERAL[first]
+        for own in OWN[second]
+    ]
+    exclaimed = [
+        (f"{adverb}, {text}.", sign) for text, sign in claims + deeds for adverb in ADVERBS[sign]
+    ]
+    return [_stated(claims + graded), _stated(pairs), exclaimed]
 
 
 def _stated(claims: list[Sentence]) -> list[Sentence]:
-    return [Sentence(f"{_capital(claim.text)}.", claim.sentiment) for claim in claims]
-
-
-def _exclaimed(claims: list[Sentence]) -> list[Sentence]:
-    """Return the claims behind each adverb of their polarity: "Sadly, the pole is heavy."."""
-    return [
-        Sentence(f"{adverb}, {claim.text}.", claim.sentiment)
-        for claim in claims
-        for adverb in (GLAD if claim.sentiment > 0 else SAD)
-    ]
-
-
-def _graded(subjects: list[str]) -> list[Sentence]:
-    """Return "The pole is very heavy." and "The pole is not heavy."."""
-    changes = [(degree, +1) for degree in DEGREES] + [("not", -1)]
-    return [
-        Sentence(f"{_capital(subject)} is {change} {word}.", sign * turn)
-        for sign in SIGNS
-        for subject in subjects
-        for change, turn in changes
-        for word in _own(sign)
-    ]
-
-
-def _pairs(subjects: list[str]) -> list[Sentence]:
-    """Return two adjectives joined: "It is lovely and light.", "It is lovely but heavy."."""
-    return [
-        Sentence(f"{_capital(subject)} is {general} {link} {own}.", first + second)
-        for first, second in itertools.product(SIGNS, SIGNS)
-        for link in (["and"] if first == second else ["but"])
-        for subject in subjects
-        for general in _general(first)
-        for own in _own(second)
-    ]
-
-
-def _feelings(kind: Kind) -> list[Sentence]:
-    """Return the writer's feeling about a part: "I cannot stand the zipper."."""
-    return [
-        Sentence(f"{feeling} the {part}.", sign)
-        for sign in SIGNS
-        for feeling in (LOVE if sign > 0 else HATE)
-        for part in kind.parts
-    ]
-
-
-def _verdicts() -> list[Sentence]:
-    return [Sentence(line, sign) for sign, lines in VERDICTS.items() for line in lines]
+    """Return the claims as sentences of their own, "It is heavy." of "it is heavy"."""
+    return [(f"{text[0].upper()}{text[1:]}.", sentiment) for text, sentiment in claims]

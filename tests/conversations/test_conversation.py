@@ -165,8 +165,7 @@ def test_branches_share_what_came_before_and_learn_it_once():
 
 
 def rollout(conversation, **changes):
-    settings = {"score": 1.0, "valid": True, "reason": "", "group": 0, "row_id": 0,
-                "prompt_index": 0, **changes}  # fmt: skip
+    settings = {"score": 1.0, "valid": True, "group": 0, "row_id": 0, "prompt_index": 0, **changes}
     return Rollout(conversation, **settings)
 
 

@@ -70,7 +70,7 @@ def test_what_fits_is_taken_and_the_rest_of_the_infos_left():
         ({columns.LOSS_MASK: SAMPLED.int()},
          r"infos\['loss_mask'\] of torch.int32, shape \[2, 4\] must be .* of torch.bool"),
         ({columns.LOSS_MASK: SAMPLED[:, :3]}, r"shape \[2, 3\] must be .* shape \[2, 4\]"),
-        ({columns.LOSS_MASK: SAMPLED.tolist()}, r"infos\['loss_mask'\] of list must be"),
+        ({columns.LOSS_MASK: SAMPLED.tolist()}, r"infos\['loss_mask'\] of type list must be"),
         ({columns.LOSS_MASK: torch.ones(2, 4).bool()},
          r"infos\['loss_mask'\]\[1\]=\[1, 1, 1, 1\] must be False where completion_mask is, "),
         ({columns.LOSS_MASK: SAMPLED & (torch.arange(2) < 1).unsqueeze(1)},
