@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from collections import Counter
@@ -96,7 +97,7 @@ def query(
     columns: Sequence[str] | None = None,
     learnable: bool = False,
 ) -> pa.Table:
-    """The rows that meet the SQL condition `where` (run by DuckDB).
+    """The rows that meet the SQL condition `where`, which DuckDB reads.
 
     Args:
         learnable: only trained and rejected rows with a score, see `LEARNABLE`.
@@ -105,6 +106,7 @@ def query(
 
     Raises:
         ConditionError: `where` or `sort` cannot be read, or DuckDB is not installed.
+        FileNotFoundError: a run that goes on has merged files meanwhile.
     """
     column, ascending = _sort_key(sort)
     if column is not None and column not in rollouts.schema.names:
@@ -115,50 +117,16 @@ def query(
     keys = [(name, "ascending") for name in IN_ORDER]
     if column is not None:
         keys.insert(0, (column, "ascending" if ascending else "descending"))
-    chosen = rollouts.filter(LEARNABLE) if learnable else rollouts
-    if where is not None:
-        found = _where(rollouts, where, keys, limit, learnable)
-    elif limit is not None:
-        found = _first_rows(chosen, keys, limit)
+    if where is not None or (limit is not None and importlib.util.find_spec("duckdb")):
+        found = _in_duckdb(rollouts, where, keys, limit, learnable)
     else:
-        found = chosen.to_table().sort_by(keys)
+        chosen = rollouts.filter(LEARNABLE) if learnable else rollouts
+        if limit is None:
+            found = chosen.to_table().sort_by(keys)
+        else:  # of other rows no more than the keys is held in memory
+            order = pc.sort_indices(chosen.to_table(columns=[*dict(keys)]), sort_keys=keys)
+            found = chosen.take(order.slice(0, limit))
     return found if columns is None else found.select(list(columns))
-
-
-def _first_rows(rollouts: ds.Dataset, keys: list[tuple[str, str]], limit: int) -> pa.Table:
-    """The first rows in the order of `keys`. Only these columns are read of other rows, one file at
-    a time; files that the statistics place later are skipped."""
-    names = [name for name, _ in keys]
-    fragments = list(rollouts.get_fragments())
-    best: pa.Table | None = None
-    for number, fragment in enumerate(fragments):
-        if best is not None and best.num_rows == limit and limit:
-            last = best.column(keys[0][0])[-1].as_py()
-            if last is not None and not _may_come_before(fragment, *keys[0], last):
-                continue
-        read = fragment.to_table(columns=list(dict.fromkeys(names)), schema=SCHEMA)
-        read = read.append_column("file", pa.repeat(pa.scalar(number), read.num_rows))
-        read = read.append_column("place", pa.array(range(read.num_rows), pa.int64()))
-        both = read if best is None else pa.concat_tables([best, read])
-        best = both.sort_by(keys).slice(0, limit)
-    assert best is not None, "there is a file"
-    files, places = best.column("file").to_pylist(), best.column("place").to_pylist()
-    rows = {
-        number: fragments[number].to_table(schema=SCHEMA).take(
-            [place for file, place in zip(files, places, strict=True) if file == number]
-        )
-        for number in dict.fromkeys(files)
-    }  # fmt: skip
-    return pa.concat_tables(rows.values()).sort_by(keys) if rows else SCHEMA.empty_table()
-
-
-def _may_come_before(fragment: ds.Fragment, name: str, order: str, last: Any) -> bool:
-    """Whether a file may hold a row that is not behind one with the value `last`."""
-    found = [group.statistics.get(name) for group in fragment.row_groups]
-    if None in found:
-        return True
-    is_ascending = order == "ascending"
-    return any(each["min"] <= last if is_ascending else each["max"] >= last for each in found)
 
 
 def _sort_key(sort: str | None) -> tuple[str | None, bool]:
@@ -170,9 +138,9 @@ def _sort_key(sort: str | None) -> tuple[str | None, bool]:
     return match[1], (match[2] or "desc").lower() == "asc"
 
 
-def _where(
+def _in_duckdb(
     rollouts: ds.Dataset,
-    where: str,
+    where: str | None,
     keys: list[tuple[str, str]],
     limit: int | None,
     learnable: bool,
@@ -184,20 +152,27 @@ def _where(
             f"where={where!r} must be read by DuckDB, which is not installed. Install it: "
             "pip install 'rllib-llm[rollouts]'."
         ) from error
-    files = list(rollouts.get_fragments())
+    files = [*rollouts.get_fragments()]
+    words = {"ascending": "ASC", "descending": "DESC"}
+    order = ", ".join(
+        # NaN is the largest number to DuckDB, and none to pyarrow.
+        (f"NULLIF(\"{name}\", 'NaN')" if pa.types.is_floating(SCHEMA.field(name).type)
+         else f'"{name}"') + f" {words[how]} NULLS LAST"
+        for name, how in keys
+    )  # fmt: skip
+    further = f" AND {LEARNABLE_SQL}" if learnable else ""
+    most = "" if limit is None else f" LIMIT {limit}"
+    text = f"SELECT * FROM rollouts WHERE ({where or 'TRUE'}){further} ORDER BY {order}{most}"
     with duckdb.connect() as connection:
-        if all(isinstance(file.filesystem, LocalFileSystem) for file in files):
-            # DuckDB reads what it needs of its own files, of others all columns.
-            connection.read_parquet([file.path for file in files]).create_view("rollouts")
-        else:
-            connection.register("rollouts", rollouts)
         try:
-            words = {"ascending": "ASC", "descending": "DESC"}
-            order = ", ".join(f'"{name}" {words[how]} NULLS LAST' for name, how in keys)
-            most = "" if limit is None else f" LIMIT {limit}"
-            further = f" AND {LEARNABLE_SQL}" if learnable else ""
-            text = f"SELECT * FROM rollouts WHERE ({where}){further} ORDER BY {order}{most}"
-            return connection.sql(text).to_arrow_table()
+            if all(isinstance(file.filesystem, LocalFileSystem) for file in files):
+                # DuckDB reads what it needs of its own files, of others all columns.
+                connection.read_parquet([file.path for file in files]).create_view("rollouts")
+            else:
+                connection.register("rollouts", rollouts)
+            return connection.sql(text).to_arrow_table().cast(SCHEMA)
+        except duckdb.IOException as error:
+            raise FileNotFoundError(str(error)) from error
         except duckdb.Error as error:
             first = str(error).splitlines()[0]
             raise ConditionError(

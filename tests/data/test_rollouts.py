@@ -57,6 +57,30 @@ def test_order_and_number(folder):
     assert worst.to_pylist() == [{"score": 0.0}]
 
 
+@pytest.mark.parametrize("sort", [None, "score", "score asc", "prompt"])
+def test_the_first_rows_are_the_same_with_duckdb_and_without(tmp_path, monkeypatch, sort):
+    store = RolloutStore(tmp_path)
+    put(store, 1, *group(1, [0.5, float("nan"), 1.0]))
+    put(store, 2, *group(2, [0.25, 1.0], prompt="2+2="))
+    store.stop()
+    with_duckdb = query(open_rollouts([tmp_path]), sort=sort, limit=4)
+    monkeypatch.setitem(sys.modules, "duckdb", None)
+    without = query(open_rollouts([tmp_path]), sort=sort, limit=4)
+    assert with_duckdb.schema == without.schema and len(without) == 4
+    assert str(with_duckdb.to_pylist()) == str(without.to_pylist())  # NaN is not equal to itself
+
+
+@pytest.mark.parametrize("question", [{"where": "score > 0"}, {"limit": 1}, {}])
+def test_a_file_that_was_merged_meanwhile_is_no_wrong_condition(tmp_path, question):
+    store = RolloutStore(tmp_path)
+    put(store, 1, *group(1, [1.0]))
+    store.stop()
+    rollouts = open_rollouts([tmp_path])
+    next(tmp_path.glob("*.parquet")).unlink()
+    with pytest.raises(FileNotFoundError):
+        query(rollouts, **question)
+
+
 @pytest.mark.parametrize("where", ["score >", "colour = 'red'", "score > 1 )", "DROP TABLE x"])
 def test_what_cannot_be_read_is_said(folder, where):
     with pytest.raises(ConditionError, match="where=.* must be"):
