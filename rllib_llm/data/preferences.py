@@ -8,12 +8,10 @@ label, such as reviews with a sentiment or a rating.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import re
 import warnings
-from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -21,25 +19,25 @@ import numpy as np
 import torch
 
 from rllib_llm.data.encoding import (
+    Part,
     as_turns,
     common_prefix_len,
     encode_chat,
     encode_ended,
     encode_judged_chat,
     keep_end,
-    vocabulary_hash,
 )
 from rllib_llm.data.rollouts import pairs_of_rollouts
 from rllib_llm.data.rows import DataSourceError, EpochOrder, Rows, require_columns
 from rllib_llm.data.sources import Source, load_rows
-from rllib_llm.data.texts import OTHER_TOKENIZER, warn_of_cuts
+from rllib_llm.data.texts import BatchSource
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import pad_left, pad_right
 from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.errors import SettingError
 
 
-class PreferenceSource:
+class PreferenceSource(BatchSource):
     """Batches of pairs by position; subclasses say in which columns.
 
     Pairs whose chosen and rejected texts are the same say nothing of what is preferred: they are
@@ -49,62 +47,19 @@ class PreferenceSource:
         DataSourceError: no rows, a row without a text of either kind, or no pair that differs.
     """
 
+    _lost = "beginning"
+    _texts_of_row = 2
+
     def __init__(
         self, data: Source, *, tokenizer: Any, max_length: int, seed: int = 0, shuffle: bool = True
     ):
-        self._rows = pairs_of_rollouts(load_rows(data))
-        self._members = _telling_pairs(self._rows)
-        self._has_stored = "chosen_completion_ids" in self._rows.columns
-        self._tokenizer = tokenizer
-        self._max_length = max_length
-        self._num_cut = self._num_read = 0  # texts, two for each pair
-        self._order = EpochOrder(len(self._members), seed, shuffle=shuffle)
+        rows = pairs_of_rollouts(load_rows(data))
+        self._members = _telling_pairs(rows)
+        self._has_stored = "chosen_completion_ids" in rows.columns
+        super().__init__(rows, len(self._members), tokenizer, max_length, seed, shuffle)
 
-    def __len__(self) -> int:
-        return len(self._members)
-
-    @property
-    def truncated_share(self) -> float:
-        """Share of the texts read so far that are longer than `max_length`."""
-        return self._num_cut / max(1, self._num_read)
-
-    def batch(self, position: int, count: int) -> dict[str, torch.Tensor]:
-        """Columns [count, ...] of the pairs from `position` on, epoch after epoch."""
-        indices = self._members[self._order.indices(position, count)]
-        cut_before = self._num_cut
-        pairs = [self._encode_row(int(index)) for index in indices]
-        self._num_read += 2 * count
-        if cut_before == 0 and self._num_cut:
-            warn_of_cuts(self._num_cut, 2 * count, self._max_length, self._lost)
-        return self._columns(pairs)
-
-    _lost = "beginning"  # what a text loses that is too long
-
-    def _is_stored(self, row: dict[str, Any]) -> bool:
-        """Whether a pair has the tokens that a policy of this vocabulary sampled; raises
-        DataSourceError for conversations of another tokenizer."""
-        if row.get("chosen_completion_ids") is None:
-            return False
-        is_own = row.get("tokenizer") == self._vocabulary
-        if not is_own and row.get("chosen_messages") is not None:
-            raise DataSourceError(OTHER_TOKENIZER)
-        return is_own
-
-    @functools.cached_property
-    def _vocabulary(self) -> str:
-        return vocabulary_hash(self._tokenizer)
-
-    def _encode_row(self, index: int) -> tuple[Any, ...]:
-        try:
-            return self._encode(self._rows[index])
-        except DataSourceError as error:
-            raise error.at(f"row {index} of {self._rows.description}") from error
-
-    @abstractmethod
-    def _encode(self, row: dict[str, Any]) -> tuple[Any, ...]: ...
-
-    @abstractmethod
-    def _columns(self, pairs: list[tuple[Any, ...]]) -> dict[str, torch.Tensor]: ...
+    def _of_index(self, index: int) -> tuple[Any, ...]:
+        return self._of_row(int(self._members[index]))
 
     def _answers(self, chosen: list[Any], rejected: list[Any]) -> dict[str, torch.Tensor]:
         pad = self._tokenizer.pad_token_id
@@ -123,8 +78,8 @@ class PairSource(PreferenceSource):
     `rejected_ids`, `rejected_mask`, each [count, L], right-padded. Long texts are truncated at the
     start."""
 
-    def _encode(self, row: dict[str, Any]) -> tuple[list[int], list[int]]:
-        if self._is_stored(row):
+    def _encode(self, row: dict[str, Any], part: Part | None = None) -> tuple[list[int], list[int]]:
+        if self._is_stored(row, "chosen_"):
             chosen, rejected = (
                 [*row["prompt_ids"], *row[f"{name}_completion_ids"]]
                 for name in ("chosen", "rejected")
@@ -147,8 +102,8 @@ class PairSource(PreferenceSource):
             return list(self._tokenizer((prompt or "") + answer)["input_ids"])
         return encode_ended(self._tokenizer, prompt or "", answer)[0]
 
-    def _columns(self, pairs: list[tuple[Any, ...]]) -> dict[str, torch.Tensor]:
-        return self._answers([pair[0] for pair in pairs], [pair[1] for pair in pairs])
+    def _columns(self, encoded: list[tuple[Any, ...]]) -> dict[str, torch.Tensor]:
+        return self._answers([pair[0] for pair in encoded], [pair[1] for pair in encoded])
 
 
 class PromptedPairSource(PreferenceSource):
@@ -162,8 +117,8 @@ class PromptedPairSource(PreferenceSource):
 
     _lost = "prompt's beginning, then their end"
 
-    def _encode(self, row: dict[str, Any]) -> tuple[Any, ...]:
-        if self._is_stored(row):
+    def _encode(self, row: dict[str, Any], part: Part | None = None) -> tuple[Any, ...]:
+        if self._is_stored(row, "chosen_"):
             one, of_one = _sampled(row, "chosen")
             other, of_other = _sampled(row, "rejected")
             ids, one, other = self._shorten(list(row["prompt_ids"]), one, other)
@@ -225,20 +180,20 @@ class PromptedPairSource(PreferenceSource):
         rest = self._max_length - len(prompt)
         return prompt, chosen[:rest], rejected[:rest]
 
-    def _columns(self, pairs: list[tuple[Any, ...]]) -> dict[str, torch.Tensor]:
+    def _columns(self, encoded: list[tuple[Any, ...]]) -> dict[str, torch.Tensor]:
         pad = self._tokenizer.pad_token_id
-        prompts, prompt_mask = pad_left([pair[0] for pair in pairs], pad)
+        prompts, prompt_mask = pad_left([pair[0] for pair in encoded], pad)
         sampled = {}
         if self._has_stored:  # all batches alike: the columns of one are those of the next
             for at, name in ((1, columns.CHOSEN_LOSS_MASK), (2, columns.REJECTED_LOSS_MASK)):
                 masks = [pair[at + 2] if len(pair) > 3 else [True] * len(pair[at])
-                         for pair in pairs]  # fmt: skip
+                         for pair in encoded]  # fmt: skip
                 sampled[name] = pad_right(masks, False, torch.bool)[0]
         return {
             **sampled,
             columns.PROMPT_IDS: prompts,
             columns.PROMPT_MASK: prompt_mask,
-            **self._answers([pair[1] for pair in pairs], [pair[2] for pair in pairs]),
+            **self._answers([pair[1] for pair in encoded], [pair[2] for pair in encoded]),
         }
 
 

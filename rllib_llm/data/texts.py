@@ -8,8 +8,11 @@ ends it.
 
 from __future__ import annotations
 
+import functools
 import warnings
-from typing import Any, Protocol
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -21,7 +24,7 @@ from rllib_llm.data.encoding import (
     parts_of_rows,
     vocabulary_hash,
 )
-from rllib_llm.data.rows import DataSourceError, EpochOrder
+from rllib_llm.data.rows import DataSourceError, EpochOrder, Rows
 from rllib_llm.data.sources import Source, load_rows
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import pad_right
@@ -31,22 +34,84 @@ LOSS_ON = ("completion", "all")
 TokenizedText = tuple[list[int], list[bool]]  # ids and loss mask
 
 
-class BatchSource(Protocol):
-    """Rows of a data set, in batches by position."""
+class BatchSource:
+    """Rows of a data set, in batches by position; a subclass encodes a row, and makes the columns
+    of a batch. `size`: how many there are in an epoch."""
 
-    @property
-    def truncated_share(self) -> float:
-        """Share of the texts read so far that were too long and were cut."""
+    _lost = "end"  # what a text loses that is too long
+    _texts_of_row = 1
+
+    def __init__(
+        self, rows: Rows, size: int, tokenizer: Any, max_length: int, seed: int, shuffle: bool
+    ) -> None:
+        self._rows, self._tokenizer, self._max_length = rows, tokenizer, max_length
+        self._num_cut = self._num_read = 0  # texts
+        self._order = EpochOrder(size, seed, shuffle=shuffle)
 
     def __len__(self) -> int:
         """Rows of one epoch."""
+        return self._order.num_rows
+
+    @property
+    def truncated_share(self) -> float:
+        """Share of the texts read so far that are longer than `max_length`."""
+        return self._num_cut / max(1, self._num_read)
 
     def batch(self, position: int, count: int) -> dict[str, torch.Tensor]:
         """Columns [count, ...] of the rows from `position` on, epoch after epoch."""
+        cut_before = self._num_cut
+        encoded = [self._of_index(int(i)) for i in self._order.indices(position, count)]
+        if cut_before == 0 and self._num_cut:
+            warnings.warn(
+                f"{self._num_cut} of the first {self._num_read} texts are longer than max_length="
+                f"{self._max_length} tokens and lose their {self._lost}; later ones lose it "
+                "without a word. Raise max_length, or drop them.",
+                stacklevel=2,
+            )
+        return self._columns(encoded)
+
+    def _of_row(self, place: int, part: Part | None = None) -> Any:
+        self._num_read += self._texts_of_row
+        try:
+            return self._encode(self._rows[place], part)
+        except DataSourceError as error:
+            raise error.at(f"row {place} of {self._rows.description}") from error
+
+    def _is_stored(self, row: Mapping[str, Any], of: str = "") -> bool:
+        """Whether a row has the tokens that a policy of this vocabulary sampled.
+
+        Raises:
+            DataSourceError: it is a conversation of another tokenizer.
+        """
+        if row.get(f"{of}completion_ids") is None:
+            return False
+        is_own = row.get("tokenizer") == self._vocabulary
+        if not is_own and row.get(f"{of}messages") is not None:
+            raise DataSourceError(
+                "a conversation of a policy must be learnt from with the tokenizer that sampled "
+                "it: its tokens say what the policy said, and another tokenizer's would not. Take "
+                "the model of that run."
+            )
+        return is_own
+
+    @functools.cached_property
+    def _vocabulary(self) -> str:
+        return vocabulary_hash(self._tokenizer)
+
+    @abstractmethod
+    def _of_index(self, index: int) -> Any:
+        """The encoded row at an index of the epoch, by `_of_row`."""
+
+    @abstractmethod
+    def _encode(self, row: dict[str, Any], part: Part | None = None) -> Any: ...
+
+    @abstractmethod
+    def _columns(self, encoded: list[Any]) -> dict[str, torch.Tensor]: ...
 
 
-class TextSource:
-    """Batches of texts by position; tokenised on first use and kept."""
+class TextSource(BatchSource):
+    """Batches of texts by position, tokenised on first use and kept: `input_ids`, `attention_mask`,
+    `loss_mask`, each [count, L], right-padded."""
 
     def __init__(
         self,
@@ -78,72 +143,44 @@ class TextSource:
                 reason="every text ends with it, or the model never learns to stop",
                 remedy="Set tokenizer.eos_token and save the tokenizer again",
             )
-        self._rows = load_rows(data)
-        self._tokenizer = tokenizer
-        self._max_length = max_length
-        self._num_cut = 0
-        self._loss_on = loss_on
-        self._keep_end = keep_end
-        self._vocabulary = (
-            vocabulary_hash(tokenizer) if "completion_ids" in self._rows.columns else None
-        )
+        rows = load_rows(data)
         # A rollout is learnt from as it was sampled: it is one row already.
-        self._parts = None if self._vocabulary else parts_of_rows(self._rows, tokenizer)
-        self._order = EpochOrder(len(self), seed, shuffle=shuffle)
+        is_rollouts = "completion_ids" in rows.columns
+        self._parts = None if is_rollouts else parts_of_rows(rows, tokenizer)
+        size = len(rows if self._parts is None else self._parts)
+        super().__init__(rows, size, tokenizer, max_length, seed, shuffle)
+        self._loss_on, self._keep_end = loss_on, keep_end
         self._tokenized: dict[int, TokenizedText] = {}
 
-    def __len__(self) -> int:
-        return len(self._rows if self._parts is None else self._parts)
-
-    @property
-    def truncated_share(self) -> float:
-        """Share of the texts read so far that are longer than `max_length`."""
-        return self._num_cut / max(1, len(self._tokenized))
-
-    def batch(self, position: int, count: int) -> dict[str, torch.Tensor]:
-        """`input_ids`, `attention_mask`, `loss_mask`, each [count, L], right-padded."""
-        cut_before = self._num_cut
-        texts = [self._text(int(i)) for i in self._order.indices(position, count)]
-        if cut_before == 0 and self._num_cut:
-            warn_of_cuts(self._num_cut, count, self._max_length, "end")
-        ids, mask = pad_right([ids for ids, _ in texts], self._tokenizer.pad_token_id)
-        loss_mask, _ = pad_right([targets for _, targets in texts], False, torch.bool)
-        loss_mask[:, 0] = False  # nothing predicts a first token
-        return {columns.INPUT_IDS: ids, columns.ATTENTION_MASK: mask, columns.LOSS_MASK: loss_mask}
-
-    def _text(self, index: int) -> TokenizedText:
+    def _of_index(self, index: int) -> TokenizedText:
         if index not in self._tokenized:
-            ids, targets = self._tokenize(index)
+            part = None if self._parts is None else self._parts[index]
+            ids, targets = self._of_row(index if part is None else part.row, part)
             self._num_cut += len(ids) > self._max_length
+            targets = [True] * len(ids) if self._loss_on == "all" else targets
             self._tokenized[index] = self._cut(ids), self._cut(targets)
         return self._tokenized[index]
+
+    def _columns(self, encoded: list[TokenizedText]) -> dict[str, torch.Tensor]:
+        ids, mask = pad_right([ids for ids, _ in encoded], self._tokenizer.pad_token_id)
+        loss_mask, _ = pad_right([targets for _, targets in encoded], False, torch.bool)
+        loss_mask[:, 0] = False  # nothing predicts a first token
+        return {columns.INPUT_IDS: ids, columns.ATTENTION_MASK: mask, columns.LOSS_MASK: loss_mask}
 
     def _cut(self, items: list[Any]) -> list[Any]:
         if len(items) > self._max_length and self._keep_end:
             return items[: self._max_length - 1] + items[-1:]
         return items[: self._max_length]
 
-    def _tokenize(self, index: int) -> TokenizedText:
-        part = None if self._parts is None else self._parts[index]
-        place = index if part is None else part.row
-        row = self._rows[place]
-        try:
-            ids, targets = self._encode(row, part)
-        except DataSourceError as error:
-            raise error.at(f"row {place} of {self._rows.description}") from error
-        return ids, [True] * len(ids) if self._loss_on == "all" else targets
-
-    def _encode(self, row: dict[str, Any], part: Part | None) -> TokenizedText:
+    def _encode(self, row: dict[str, Any], part: Part | None = None) -> TokenizedText:
         if part is not None:
             messages = list(row["messages"])[: part.end]
             return encode_chat(self._tokenizer, messages, part.start, tools=row.get("tools"))
-        if row.get("completion_ids") is not None and row.get("tokenizer") == self._vocabulary:
+        if self._is_stored(row):
             # The very tokens that a policy of this vocabulary sampled; one that was cut off gets no
             # EOS it did not say.
             asked, sampled = list(row["prompt_ids"]), list(row["completion_ids"])
             return asked + sampled, [False] * len(asked) + list(row["loss_mask"])
-        if row.get("completion_ids") is not None and row.get("messages") is not None:
-            raise DataSourceError(OTHER_TOKENIZER)
         if row.get("messages") is not None:
             return encode_chat(self._tokenizer, list(row["messages"]), tools=row.get("tools"))
         prompt, completion = row.get("prompt"), row.get("completion")
@@ -161,19 +198,3 @@ class TextSource:
             reason="nothing else is a text",
             remedy="Rename a column, e.g. with {path: ..., columns: {text: yours}}",
         )
-
-
-OTHER_TOKENIZER = (
-    "a conversation of a policy must be learnt from with the tokenizer that sampled it: its tokens "
-    "say what the policy said, and another tokenizer's would not. Take the model of that run."
-)
-
-
-def warn_of_cuts(num_cut: int, num_texts: int, max_length: int, lost: str) -> None:
-    """Warns that texts were longer than `max_length` and `lost` their "beginning" or "end"."""
-    warnings.warn(
-        f"{num_cut} of the first {num_texts} texts are longer than max_length={max_length} tokens "
-        f"and lose their {lost}; later ones lose it without a word. Raise max_length, or drop "
-        "them.",
-        stacklevel=3,
-    )
