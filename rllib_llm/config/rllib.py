@@ -22,6 +22,7 @@ LAYERS = never("here: it is the trunk's layers that are compiled")
 # How the lines below write a type.
 _TYPES: Mapping[str, Mapping[str, Any]] = types.MappingProxyType({
     "": {"type": Any},
+    "env?": {"type": str | Callable | None, "remedy": "Write 'rllib_llm/RLHF-v0', or your class"},
     "learner?": {"type": type[Learner] | None},
     "sampler?": {"type": type[EnvRunner] | None},
     "callbacks?": {
@@ -132,7 +133,7 @@ COMMON = (
 
 ONLINE = (
     Section("environment", "Where prompts and rewards come from.", _rows("""
-        env: the environment's name, dotted path or class
+        env (env?): the environment's name, dotted path or class
         env_config (dict): the environment's settings
     """)),
     Section("env_runners", "The processes that sample.", _rows("""

@@ -13,11 +13,13 @@ from rllib_llm.envs.bandit import BanditEnv
 from rllib_llm.envs.judges.reward_functions import as_functions
 from rllib_llm.envs.judges.rewards import RewardSum, RewardTerm
 from rllib_llm.envs.prompts import PromptSource
+from rllib_llm.envs.registry import default_settings
 from rllib_llm.modules.model_source import check_reference_vocabulary, num_embeddings
 from rllib_llm.modules.quantization import check_quantization
 from rllib_llm.modules.tokenizer import load_tokenizer
 from rllib_llm.shared.errors import SettingError, did_you_mean
 
+CONVERSATION = "rllib_llm/Conversation-v0"
 COMMON_DEFAULTS: dict[str, Any] = {
     "model": None,  # folder, hub id or dotted path of the policy: gives tokenizer and vocabulary
     "tokenizer": None,  # where it is not the model's: an object, folder, hub id or dotted path
@@ -181,11 +183,15 @@ def with_defaults(
 def _check_keys(given: Mapping[str, Any], known: Collection[str], where: str, *, of: str) -> None:
     for key in given:
         if key not in known:
+            is_turns = key in default_settings(CONVERSATION)
+            its_own = f"Leave `env` out, or write `env: {CONVERSATION}`, which has turns"
             raise EnvConfigError(
                 name=f"{where}[{key!r}]",
                 rule=f"be a setting of {of}, one of {sorted(known)}",
                 reason="unknown key",
-                remedy=did_you_mean(str(key), known, otherwise="Remove it"),
+                remedy=did_you_mean(
+                    str(key), known, otherwise=its_own if is_turns else "Remove it"
+                ),
             )
 
 

@@ -143,7 +143,8 @@ def flat_groups(rows: Rows) -> str:
 
 
 def overfitted_judge(rows: Rows) -> str:
-    """A reward model that orders held-out pairs worse than chance while it fits its own."""
+    """A reward model that orders held-out pairs worse than chance, and no better than before, while
+    it fits its own."""
     losses = [value for row in rows if (value := number(row.get("loss/reward_model"))) is not None]
     made: dict[Any, float] = {}
     for row in rows:
@@ -151,7 +152,8 @@ def overfitted_judge(rows: Rows) -> str:
             made[_made(row)] = value
     held_out = list(made.values())[-2:]
     learns = len(losses) >= IN_A_ROW and losses[-1] < FALLEN * losses[0]
-    if not learns or len(held_out) < 2 or min(held_out) <= math.log(2):
+    rises = len(held_out) == 2 and held_out[1] >= held_out[0] > math.log(2)
+    if not (learns and rises):
         return ""
     return (
         f"the held-out loss is {held_out[-1]:.3f}, above ln 2 = {math.log(2):.3f} of a coin, while "

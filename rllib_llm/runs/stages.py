@@ -133,10 +133,11 @@ def run_stage(
             return _tuner(experiment, run_folder, callbacks)
 
         if resume and folder.exists():
-            if not any(folder.glob("*/checkpoint_*")):
-                text = f"{experiment.name} begins again: no checkpoint of it had been saved."
-                console.print(text, highlight=False)
             tuner = restored(finished)
+            text = "begins again: no checkpoint of it had been saved"
+            if _can_resume(folder) and any(folder.glob("*/checkpoint_*")):
+                text = f"goes on from {last_saved(list(tuner.get_results()))}"
+            console.print(f"{experiment.name} {text}.", highlight=False)
         else:
             tuner = _tuner(experiment, run_folder, callbacks)
         try:

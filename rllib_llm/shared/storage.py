@@ -42,10 +42,11 @@ def open_storage(url: str) -> tuple[pyarrow.fs.FileSystem, str]:
     try:
         filesystem, path = pyarrow.fs.FileSystem.from_uri(url)
     except (OSError, ValueError) as error:
+        is_web = url.startswith(("http://", "https://"))
+        remedy = "Download it" if is_web else "Check it, and the credentials in the environment"
         raise StorageError(
-            f"storage={url!r} must be a path or a URL that pyarrow knows, such as "
-            f"s3://bucket/folder, gs://... or hdfs://...: {error}. Check it, and the credentials "
-            "in the environment."
+            f"{url!r} must be a path or a URL that pyarrow knows, such as s3://bucket/folder, "
+            f"gs://... or hdfs://...: {error}. {remedy}."
         ) from error
     return filesystem, path.rstrip("/")
 

@@ -106,6 +106,7 @@ def test_a_failed_run_says_why_and_resume_goes_on(run, tmp_path):
     record = (folder / "first" / "stage.json").stat().st_mtime_ns
     resumed = run(failing, "--resume")
     assert resumed.exit_code == 0, resumed.output
+    assert "second goes on from iteration 2." in said(resumed.output)
     second = StageResult.load(folder / "second")
     assert second.metrics["objective/scores"] == 8.0
     # Of the third iteration, which the checkpoint of the second did not know, there is one row.
@@ -364,7 +365,7 @@ def test_algorithms_of_rllib_run_from_the_command_line(tmp_path, ray_session):
         (["train", "--algo", COUNTER, "--storage-path", "/proc/x"], "that can be written to"),
         (
             ["train", "--algo", COUNTER, "--storage-path", "nothing://bucket"],
-            "storage='nothing://bucket' must be a path or a URL that pyarrow knows",
+            "'nothing://bucket' must be a path or a URL that pyarrow knows",
         ),
     ],
 )

@@ -127,6 +127,7 @@ def test_eval_prompts_alone_are_enough_for_evaluation(files):
     ("changes", "error", "message"),
     [
         ({"promts": []}, EnvConfigError, r"env_config\['promts'\] .*Did you mean 'prompts'"),
+        ({"max_turns": 2}, EnvConfigError, "Leave `env` out, or write `env: rllib_llm/Conv"),
         ({"prompts": None}, EnvConfigError, "prompts must have data: there is nothing"),
         ({"reward_functions": None}, EnvConfigError, "rewards must have a model or functions"),
         ({"model": None}, EnvConfigError, "must have 'model' \\(or 'tokenizer'\\)"),

@@ -9,6 +9,7 @@ import pytest
 from rllib_llm.algorithms.reward_model import RewardModelConfig
 from rllib_llm.algorithms.sft import SFTConfig
 from rllib_llm.runs.doctor.data_rules import check_data
+from rllib_llm.shared.errors import all_complaints
 from tests.algorithms import tiny_runs as tiny
 
 CHATS = [{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}]
@@ -70,6 +71,12 @@ def test_what_is_wrong_is_told(config, message):
     where = "sft.config" if isinstance(config, SFTConfig) else "run.config"
     with pytest.raises(ValueError, match=message):
         check_data(config, where)
+
+
+def test_rows_that_cannot_be_read_are_told_once():
+    with all_complaints() as told:
+        check_data(grpo(prompts=[1, 2, 3]), "run.config")
+    assert len(told) == 1 and "row 0 is int" in str(told[0])
 
 
 def test_only_prompts_that_there_are_need_room():

@@ -49,6 +49,8 @@ def test_a_judge_that_learns_by_heart_is_seen():
     assert "0.800" in text and f"{math.log(2):.3f}" in text and "0.700 to 0.300" in text
     better = {**worse, "eval__loss": [0.69, 0.69, 0.6, 0.6, 0.5]}
     assert found(rows(**losses, **better)) == []
+    late = {**worse, "eval__loss": [0.69, 0.69, 0.8, 0.8, 0.75]}  # it falls, from above a coin's
+    assert found(rows(**losses, **late)) == []
     untrained = {"loss__reward_model": [0.7] * 5}  # a coin before it has learnt is no sign
     assert found(rows(**untrained, **worse)) == []
 

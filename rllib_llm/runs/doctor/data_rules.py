@@ -14,11 +14,11 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rllib_llm.data.rows import Rows
+from rllib_llm.data.rows import DataSourceError, Rows
 from rllib_llm.modules.model_source import num_positions
 from rllib_llm.runs.doctor.stage import MAX_ROWS, Finding, Stage, first_rows
 from rllib_llm.runs.experiments import StandIn
-from rllib_llm.shared.errors import in_place, noted
+from rllib_llm.shared.errors import complain, in_place, noted
 
 if TYPE_CHECKING:
     from rllib_llm.envs.prompts import PromptSource
@@ -97,8 +97,12 @@ def _check_prompts(config: Any, where: str) -> None:
     if config.env == DEFAULT_ENV:
         with noted():
             check_settings(settings)
+        try:
+            columns = _columns(settings["prompts"])
+        except DataSourceError as error:
+            return complain(error)
         with noted():
-            _check_functions(settings)
+            _check_functions(settings["reward_functions"], columns)
     settings["model"] = config.env_config.get("model") or config.pretrained_model
     settings["chat_template"] = settings["chat_template"] or config.chat_template
     if not all(_is_here(settings[key]) for key in ("model", "tokenizer", "reference")):
@@ -136,19 +140,23 @@ def _check_prompts(config: Any, where: str) -> None:
         raise in_place(error, f"{where}.env_config") from error
 
 
-def _check_functions(settings: Mapping[str, Any]) -> None:
-    """Check the signatures of reward functions, and that their arguments are columns of the first
-    prompts. Classes are not instantiated: they may load a model."""
+def _columns(prompts: Any) -> set[str]:
+    """The columns of the first prompts, empty where they are not quick to read."""
     from rllib_llm.data.sources import load_rows
+
+    if not _can_be_read(prompts):
+        return set()
+    rows = load_rows(prompts, name="prompts")
+    first = [rows[index] for index in range(min(NUM_ROWS, len(rows)))]
+    return {name for row in first if isinstance(row, Mapping) for name in row}
+
+
+def _check_functions(functions: Any, columns: set[str]) -> None:
+    """Check the signatures of reward functions, and that their arguments are among `columns`, if
+    any. Classes are not instantiated: they may load a model."""
     from rllib_llm.envs.judges.reward_functions import RewardTerm, as_functions, named_function
 
-    prompts = settings["prompts"]
-    columns = None
-    if _can_be_read(prompts):
-        rows = load_rows(prompts, name="prompts")
-        first = [rows[index] for index in range(min(NUM_ROWS, len(rows)))]
-        columns = {name for row in first if isinstance(row, Mapping) for name in row}
-    for spec in as_functions(settings["reward_functions"]):
+    for spec in as_functions(functions):
         with noted():
             if inspect.isclass(named_function(spec)):
                 continue
