@@ -28,6 +28,7 @@ STAMP := $(VENV)/.installed
 
 demo: $(STAMP)
 	$(BIN)/rllib train file tuned_examples/reviews_ppo_ptx.yaml --storage-path $(RESULTS)
+	@echo 'For the commands above, first: . $(BIN)/activate'
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q --timeout 600 -n $(TEST_WORKERS) --dist loadfile -m 'not slow'
@@ -80,6 +81,7 @@ $(STAMP): setup.py constraints.txt pyproject.toml
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) \
 	  --constraint constraints.txt --editable '.[dev]'
 	@touch $@
+	@echo 'Installed. To have rllib on the PATH: . $(BIN)/activate'
 
 clean:
 	rm -rf $(VENV) .venv-vllm $(RESULTS) site build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

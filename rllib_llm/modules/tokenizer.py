@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from rllib_llm.modules.model_source import (
     load_with_retries,
     source_kind,
 )
-from rllib_llm.shared.errors import SettingError, SettingWarning
+from rllib_llm.shared.errors import SettingError
 
 
 def load_tokenizer(
@@ -130,23 +129,12 @@ def ensure_pad_token(tokenizer: PreTrainedTokenizerBase, eos_ids: tuple[int, ...
     will do, and EOS inside a mask is learned whatever the pad token is. A distinct one is chosen
     all the same for tools that compare ids: a token named after padding, a reserved one, the
     unknown token, the beginning-of-sequence token. Where there is none of them EOS stays.
-
-    Warns when the pad token was EOS.
     """
     ends = set(eos_ids) | set(eos_token_ids(tokenizer))
-    old = tokenizer.pad_token
-    if old is not None and tokenizer.pad_token_id not in ends:
+    if tokenizer.pad_token is not None and tokenizer.pad_token_id not in ends:
         return
     choice = _spare_token(tokenizer, ends)
-    if choice is not None:
-        tokenizer.pad_token = choice
-        if old is not None:
-            found = f"The pad token {old!r} is an end-of-sequence token"
-            reason = f"{choice!r} pads instead, and EOS is learned as usual"
-            # One line for all callers, so that Python shows the warning once.
-            warnings.warn(SettingWarning("model.pad", found, reason), stacklevel=1)
-        return
-    if tokenizer.eos_token is None:
+    if choice is None and tokenizer.eos_token is None:
         raise SettingError(
             name="tokenizer.pad_token",
             value=None,
@@ -154,10 +142,7 @@ def ensure_pad_token(tokenizer: PreTrainedTokenizerBase, eos_ids: tuple[int, ...
             reason="the vocabulary holds no pad, reserved, unknown, BOS or EOS token to pad with",
             remedy="Set tokenizer.pad_token and save it again",
         )
-    tokenizer.pad_token = tokenizer.eos_token
-    found = f"The pad token is the EOS token {tokenizer.eos_token!r}, for want of another one"
-    reason = "batches carry masks, so EOS is still learned and pads never count"
-    warnings.warn(SettingWarning("model.pad", found, reason), stacklevel=1)
+    tokenizer.pad_token = choice or tokenizer.eos_token
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, num_embeddings: int) -> None:

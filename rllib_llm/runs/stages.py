@@ -113,6 +113,7 @@ def run_stage(
         warnings.simplefilter("ignore")  # what it warns of was said before the first stage
         check_experiment(experiment)
     folder = run_folder / experiment.name
+    has_begun = resume and folder.exists()
     write_environment(folder)
     finished = (folder / RECORD).is_file()
     (folder / RECORD).unlink(missing_ok=True)
@@ -132,7 +133,7 @@ def run_stage(
                 return _restored_tuner(experiment, folder, callbacks, further)
             return _tuner(experiment, run_folder, callbacks)
 
-        if resume and folder.exists():
+        if has_begun:
             tuner = restored(finished)
             text = "begins again: no checkpoint of it had been saved"
             if _can_resume(folder) and any(folder.glob("*/checkpoint_*")):

@@ -120,10 +120,12 @@ def test_a_failed_run_says_why_and_resume_goes_on(run, tmp_path):
 
 
 def test_resume_begins_a_stage_that_was_killed_before_tune_noted_anything(run, tmp_path):
-    stage = tmp_path / "results" / "run" / "a"
+    stage = tmp_path / "results" / "run" / "first"
     stage.mkdir(parents=True)
-    result = run({"a": TWO_STAGES["first"]}, "--resume")
+    result = run(TWO_STAGES, "--resume")
     assert result.exit_code == 0, result.output
+    assert "first begins again: no checkpoint" in said(result.output)
+    assert "second begins again" not in said(result.output)  # it had not begun
     assert StageResult.load(stage).metrics["training_iteration"] == 2
 
 

@@ -123,34 +123,23 @@ def test_missing_pad_token_takes_a_spare_one_and_the_vocabulary_keeps_its_size(t
     assert len(loaded) == size
 
 
-def test_pad_that_is_eos_is_replaced_and_warned_of(tmp_path):
+def test_pad_that_is_eos_is_replaced(tmp_path):
     path = tiny.save(tmp_path, tiny.llama(), tiny.byte_tokenizer(pad="</s>"))
-    with pytest.warns(UserWarning, match="'</s>' is an end-of-sequence token: '<unk>' pads"):
-        tokenizer = load_tokenizer(path)
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.pad_token == "<unk>"
     assert tokenizer.pad_token_id not in eos_token_ids(tokenizer)
-
-
-def test_a_process_is_warned_of_a_pad_token_once(tmp_path):
-    path = tiny.save(tmp_path, tiny.llama(), tiny.byte_tokenizer(pad="</s>"))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
-        load_tokenizer(path)
-        ensure_pad_token(tiny.byte_tokenizer(pad="</s>"))  # from another line
-    assert len(caught) == 1
 
 
 def test_pad_that_is_a_further_eos_of_the_generation_config_is_replaced(tmp_path):
     path = tiny.save(tmp_path, tiny.llama(), tiny.byte_tokenizer())
     GenerationConfig(eos_token_id=[2, 3]).save_pretrained(path)  # 3 is <pad>
-    with pytest.warns(UserWarning, match="'<unk>' pads instead"):
-        assert load_tokenizer(path).pad_token == "<unk>"
+    assert load_tokenizer(path).pad_token == "<unk>"
 
 
-def test_eos_pads_with_a_warning_where_nothing_else_can():
+def test_eos_pads_where_nothing_else_can():
     everything = dict.fromkeys(("unk", "bos", "eos"), "<|endoftext|>")  # as in GPT-2
     tokenizer = tiny.byte_tokenizer(everything, pad=None)
-    with pytest.warns(UserWarning, match="EOS is still learned"):
-        ensure_pad_token(tokenizer)
+    ensure_pad_token(tokenizer)
     assert tokenizer.pad_token == "<|endoftext|>"
 
 

@@ -193,7 +193,7 @@ def test_of_many_trials_that_wait_the_first_are_told():
 def test_a_warning_that_was_told_before_is_not_told_again():
     out = console(terminal=False)
     table = LiveTable("rl · GRPO", {}, out)
-    table.know(["The pad token '</s>' is an end-of-sequence token; '<unk>' pads instead."])
-    table.warn("The pad token '</s>' is an end-of-sequence token; '<unk>' pads instead.")
+    table.know(["A warning of a setting."])
+    table.warn("A warning of a setting.")
     table.warn("another")
     assert out.file.getvalue() == "warning: another\n"

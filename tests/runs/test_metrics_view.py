@@ -22,7 +22,7 @@ def test_columns_are_those_of_the_stage_that_results_hold():
     rl = [{"episode": 1}, {"episode": 2, "objective/kl": 0.1, "objective/scores": None}]
     assert [metric.key for metric in columns(rl)] == ["episode", "objective/kl"]
     rm = [{"episode": 1, "loss/reward_model": 0.7, "eval/accuracy": 0.5, "eval/loss": 0.7}]
-    assert [metric.title for metric in columns(rm)] == ["episodes", "loss", "held out"]
+    assert [metric.title for metric in columns(rm)] == ["episodes", "loss", "held-out accuracy"]
     stock = [{"env_runners/episode_return_mean": 3.0, "num_env_steps_sampled_lifetime": 5}]
     assert [metric.title for metric in columns(stock)] == ["env steps", "return"]
     assert columns([{}]) == []

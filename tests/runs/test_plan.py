@@ -171,9 +171,6 @@ def test_tokenizers_of_folders_are_checked_before_anything_runs(tmp_path):
         check_experiments([counter("texts"), reviews(reward_model={"model": folder})])
     with pytest.raises(UserError, match="reference.model=.* must have the vocabulary of the pol"):
         check_experiments([counter("texts"), reviews(reference={"model": folder})])
-    folder = save(tmp_path / "pad", llama(), byte_tokenizer(pad="</s>"))
-    with pytest.warns(UserWarning, match="pad token '</s>' is an end-of-sequence token"):
-        check_experiments([counter("texts"), reviews(model=folder)])
 
 
 def test_settings_of_strangers_are_their_own():
