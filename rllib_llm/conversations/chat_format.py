@@ -318,16 +318,10 @@ class ChatFormat:
     # --- replies -----------------------------------------------------------------------------
 
     def parse(
-        self,
-        token_ids: Sequence[int],
-        *,
-        finish: str = "stop",
-        first_call: int = 0,
-        prompt_ids: Sequence[int] = (),
-        syntax: str | None = None,
+        self, token_ids: Sequence[int], *, prompt_ids: Sequence[int] = (), **how: Any
     ) -> ParsedReply:
-        """Parses a sampled turn. `prompt_ids`: its prompt, which may open the thoughts; `syntax`:
-        of tool calls, if not the template's."""
+        """Parses a sampled turn. `prompt_ids`: its prompt, which may open the thoughts; `how`: see
+        `read`."""
         ids = list(token_ids)
         while ids and ids[-1] in self.stop_token_ids:
             ids.pop()
@@ -337,25 +331,14 @@ class ChatFormat:
             )
         )
         asked = str(self.tokenizer.decode(list(prompt_ids)[-16:])) if prompt_ids else ""
-        return self.read(
-            text, finish=finish, first_call=first_call, opens_thoughts=opens_thoughts(asked),
-            syntax=syntax,
-        )  # fmt: skip
+        return self.read(text, opens_thoughts=opens_thoughts(asked), **how)
 
-    def read(
-        self,
-        text: str,
-        *,
-        finish: str = "stop",
-        first_call: int = 0,
-        opens_thoughts: bool = False,
-        syntax: str | None = None,
-    ) -> ParsedReply:
-        """The text of a turn, without its end, taken apart; see `parse_reply`."""
+    def read(self, text: str, *, syntax: str | None = None, **how: Any) -> ParsedReply:
+        """The text of a turn, without its end, taken apart. `syntax`: of tool calls, if not the
+        template's; `how`: `finish`, `first_call` and `opens_thoughts` of `parse_reply`."""
         return parse_reply(
-            text, syntax=syntax or self.syntax, finish=finish, first_call=first_call,
-            opens_thoughts=opens_thoughts, tools=self._schemas if self.tools else None,
-            max_calls=self.max_calls, reads_calls=self._reads_calls or syntax is not None,
+            text, syntax=syntax or self.syntax, tools=self._schemas if self.tools else None,
+            max_calls=self.max_calls, reads_calls=self._reads_calls or syntax is not None, **how,
         )  # fmt: skip
 
 

@@ -246,10 +246,10 @@ def _read_harmony(text: str, is_whole: bool, reads_calls: bool) -> tuple[str, st
     return "\n".join(thoughts), "\n".join(words), calls
 
 
-def _named(name: str, arguments: str, raw: str) -> ToolCall:
-    """A call with its name and its arguments as JSON."""
+def _named(name: str, arguments: Any, raw: str) -> ToolCall:
+    """A call with its name and its arguments, an object or the JSON of one."""
     try:
-        found = json.loads(arguments)
+        found = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
         return ToolCall(name, None, raw, "invalid_json")
     if not isinstance(found, Mapping):
@@ -299,15 +299,7 @@ def _from_object(found: Any, raw: str) -> ToolCall:
         found = {**found, "name": found["tool_name"]}
     if not isinstance(found, Mapping) or not isinstance(found.get("name"), str):
         return ToolCall("", None, raw, "missing_name")
-    arguments = found.get("arguments", found.get("parameters", {}))
-    if isinstance(arguments, str):  # as OpenAI writes them
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return ToolCall(found["name"], None, raw, "invalid_json")
-    if not isinstance(arguments, Mapping):
-        return ToolCall(found["name"], None, raw, "invalid_arguments")
-    return ToolCall(found["name"], arguments, raw, "ok")
+    return _named(found["name"], found.get("arguments", found.get("parameters", {})), raw)
 
 
 def _from_xml(body: str, raw: str, schemas: Schemas) -> ToolCall:

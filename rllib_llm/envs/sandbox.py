@@ -276,16 +276,18 @@ class WorkerPool:
         for name, value in bounds.items():
             if not value > 0:
                 raise ValueError(f"{name}={value!r} must be above 0: it is a limit. Raise it.")
-        self._deadline_s = deadline_s
+        self._deadline_s, self._start_s, self._function = deadline_s, start_s, function
         module, _, name = function.rpartition(":")
         path = f"{os.path.abspath(module)}:{name}" if module.endswith(".py") else function
-        order = {"mode": "calls", "function": path, "isolated": isolated}
+        self._order = {"mode": "calls", "function": path, "isolated": isolated}
+        self._sandbox = Sandbox(**limits)
+        self._broken: WorkerError | None = None
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="verifier")
-        self._workers: queue.LifoQueue[_Worker] = queue.LifoQueue()  # a warm one first
-        made = [_Worker(Sandbox(**limits), order, function, start_s) for _ in range(num_workers)]
-        for worker in made:
-            self._workers.put(worker)
-        self._end = weakref.finalize(self, _end_all, made)
+        # A warm one first; None: one that is to be started.
+        self._workers: queue.LifoQueue[Contained | None] = queue.LifoQueue()
+        for _ in range(num_workers):
+            self._workers.put(None)
+        self._end = weakref.finalize(self, _end_all, self._workers)
 
     def map(self, calls: Sequence[Mapping[str, Any]]) -> list[Any]:
         """The function's result for each call's arguments; `Invalid` if it failed or timed out.
@@ -303,68 +305,49 @@ class WorkerPool:
     def _call(self, arguments: Mapping[str, Any]) -> Any:
         worker = self._workers.get()
         try:
-            return worker.call(arguments, self._deadline_s)
+            worker = worker or self._started()
+            late = no_answer(self._deadline_s, "deadline_s")
+            try:
+                answer = worker.ask(arguments, self._deadline_s, late)
+            except _NO_ANSWER as error:
+                reason, worker = _why_ended(worker, error), None
+                return Invalid.of(reason)
+            return answer["value"] if "value" in answer else Invalid(str(answer["error"]))
         finally:
             self._workers.put(worker)
 
-
-class _Worker:
-    """One process, which is started again after it was ended."""
-
-    def __init__(
-        self, sandbox: Sandbox, order: Mapping[str, Any], function: str, start_s: float
-    ) -> None:
-        self._sandbox, self._order, self._function = sandbox, order, function
-        self._start_s = start_s
-        self.process: Contained | None = None
-        self._broken: WorkerError | None = None
-
-    def call(self, arguments: Mapping[str, Any], deadline_s: float) -> Any:
-        """The function's result, or why there is none."""
-        process = self._started()
-        try:
-            answer = process.ask(arguments, deadline_s, no_answer(deadline_s, "deadline_s"))
-        except _NO_ANSWER as error:
-            return Invalid.of(self._ended(error))
-        return answer["value"] if "value" in answer else Invalid(str(answer["error"]))
-
-    def _ended(self, error: Exception) -> Exception:
-        """Ends the process, which gave no answer that can be read; returns why."""
-        code = self.end()
-        if isinstance(error, Late):
-            return error
-        if isinstance(error, ValueError):
-            return ExitedError(f"its process was ended, since what it said cannot be read: {error}")
-        return ExitedError(f"its process ended with exit code {code}")
-
-    def end(self) -> int:
-        """Ends the process; its exit code."""
-        process, self.process = self.process, None
-        return 0 if process is None else process.end()
-
     def _started(self) -> Contained:
-        if self.process is not None:
-            return self.process
         if self._broken is not None:  # it would take as long to fail again
             raise self._broken
         missing_layers()
-        process = self.process = Contained(self._sandbox, self._order, is_asked=True)
+        worker = Contained(self._sandbox, self._order, is_asked=True)
         try:
             late = no_answer(self._start_s, "start_s")
-            said = json.loads(process.read(self._start_s, late, line=True))
+            said = json.loads(worker.read(self._start_s, late, line=True))
         except _NO_ANSWER as error:
-            said = {"error": told(self._ended(error))}
+            said = {"error": told(_why_ended(worker, error))}
         if "error" in said:
-            self.end()
+            worker.end()
             self._broken = WorkerError(
                 f"function={self._function!r} must be importable in a worker process: "
                 f"{said['error']}. Correct the path, install what it needs, or raise start_s and "
                 "memory_mb."
             )
             raise self._broken
-        return process
+        return worker
 
 
-def _end_all(workers: Sequence[_Worker]) -> None:
-    for worker in workers:
-        worker.end()
+def _why_ended(worker: Contained, error: Exception) -> Exception:
+    """Ends a process that gave no answer that can be read; returns why."""
+    code = worker.end()
+    if isinstance(error, Late):
+        return error
+    if isinstance(error, ValueError):
+        return ExitedError(f"its process was ended, since what it said cannot be read: {error}")
+    return ExitedError(f"its process ended with exit code {code}")
+
+
+def _end_all(workers: queue.LifoQueue[Contained | None]) -> None:
+    while not workers.empty():
+        if (worker := workers.get()) is not None:
+            worker.end()

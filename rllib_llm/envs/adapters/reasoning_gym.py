@@ -181,19 +181,16 @@ class Tasks(MadeRows):
     def _entry(self, which: int, level: int, index: int) -> Any:
         try:
             return self.dataset(which, level)[index]
+        except EnvConfigError:
+            raise
         except Exception as error:  # noqa: BLE001  (of a data set: its settings make no task)
-            if isinstance(error, EnvConfigError):
-                raise
-            raise self._refused(which, level, error) from error
-
-    def _refused(self, which: int, level: int, error: Exception) -> EnvConfigError:
-        spec = self.specs[which]
-        place = "" if self._per_level is None else f", level {level} of its curriculum,"
-        return EnvConfigError(
-            f"datasets: config={dict(spec.config)!r}{place} must be settings of {spec.name!r}: "
-            f"{type(error).__name__}: {str(error)[:_SHOWN]}. Correct them"
-            f"{', or set in config what the level sets wrongly' if place else ''}."
-        )
+            spec = self.specs[which]
+            place = "" if self._per_level is None else f", level {level} of its curriculum,"
+            raise EnvConfigError(
+                f"datasets: config={dict(spec.config)!r}{place} must be settings of {spec.name!r}: "
+                f"{type(error).__name__}: {str(error)[:_SHOWN]}. Correct them"
+                f"{', or set in config what the level sets wrongly' if place else ''}."
+            ) from error
 
     def level(self, index: int) -> int:
         """How far the curriculum is at a row."""
@@ -201,8 +198,11 @@ class Tasks(MadeRows):
 
     def dataset(self, which: int, level: int) -> Any:
         """The data set of a mixture at a level of its curriculum, made once."""
+        import reasoning_gym
+
         if (which, level) not in self._made:
-            self._made[which, level] = self._make(which, level)
+            config, name = self._config(which, level), self.specs[which].name
+            self._made[which, level] = reasoning_gym.create_dataset(name, **config)
         return self._made[which, level]
 
     def packed(self, index: int) -> dict[str, str]:
@@ -210,17 +210,6 @@ class Tasks(MadeRows):
         which, entry = self._found(index)
         config = self._config(which, self.level(index))
         return {"name": self.specs[which].name, "config": _packed(config), "entry": entry}
-
-    def _make(self, which: int, level: int) -> Any:
-        import reasoning_gym
-
-        try:
-            config = self._config(which, level)
-            return reasoning_gym.create_dataset(self.specs[which].name, **config)
-        except (AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
-            if isinstance(error, EnvConfigError):
-                raise
-            raise self._refused(which, level, error) from error
 
     def _config(self, which: int, level: int) -> dict[str, Any]:
         config = dict(self.specs[which].config)
