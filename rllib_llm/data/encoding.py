@@ -32,21 +32,30 @@ _TEMPLATES_RAISE = (
 
 
 def render_chat(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool = False,
+    **settings: Any,
+) -> str:  # fmt: skip
+    """The messages as the tokenizer's chat template writes them. `generation_prompt`: whether what
+    begins the assistant's turn stands at the end; `settings`: see `apply_template`, which also says
+    what is raised."""
+    settings.update(tokenize=False, add_generation_prompt=generation_prompt)
+    return str(apply_template(tokenizer, messages, **settings))
+
+
+def apply_template(
     tokenizer: Any,
     messages: Sequence[Mapping[str, Any]],
     *,
     tools: Sequence[Any] | None = None,
-    generation_prompt: bool = False,
     refused: type[SettingError] = DataSourceError,
     **settings: Any,
-) -> str:
-    """The messages as the tokenizer's chat template writes them.
+) -> Any:
+    """The result of `tokenizer.apply_chat_template`.
 
     Args:
         tools: JSON schemas that the template is to announce.
-        generation_prompt: whether what begins the assistant's turn stands at the end.
         refused: the class of the error.
-        settings: further variables of the template.
+        settings: further arguments, and variables of the template.
 
     Raises:
         SettingError: of the class `refused`: no template, or one that refuses the messages.
@@ -59,12 +68,12 @@ def render_chat(
             remedy="Set chat_template (a file, or the template itself), take an "
             "instruction-tuned model, or write the rows as text",
         )
+    taken = [dict(message) for message in messages]
+    for message in taken:
+        if message.get("tool_calls"):
+            message["tool_calls"] = [_with_object(call) for call in message["tool_calls"]]
     try:
-        rendered = tokenizer.apply_chat_template(
-            [_as_templates_take(message) for message in messages],
-            tools=list(tools) if tools else None, tokenize=False,
-            add_generation_prompt=generation_prompt, **settings,
-        )  # fmt: skip
+        return tokenizer.apply_chat_template(taken, tools=list(tools or ()) or None, **settings)
     except _TEMPLATES_RAISE as error:
         roles = [message.get("role") for message in messages]
         kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
@@ -73,28 +82,18 @@ def render_chat(
             f"them ({kind}{error}). Correct the messages, or set chat_template to one that takes "
             "them."
         ) from error
-    return str(rendered)
-
-
-def _as_templates_take(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message, the arguments of its tool calls as objects: OpenAI writes them as JSON text."""
-    calls = message.get("tool_calls")
-    if not calls:
-        return dict(message)
-    return {**message, "tool_calls": [_with_object(call) for call in calls]}
 
 
 def _with_object(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return call
+    """A tool call with its arguments as an object, as templates take them: OpenAI writes them as
+    JSON text."""
     try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except (ValueError, RecursionError):
+        arguments = json.loads(call["function"]["arguments"] or "{}")
+    except (KeyError, TypeError, ValueError, RecursionError):  # also an object already
         return call
     if not isinstance(arguments, dict):
         return call
-    return {**call, "function": {**function, "arguments": arguments}}
+    return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
 Span = tuple[int, int]  # of characters, the end excluded
@@ -408,11 +407,8 @@ def _not_shown(turn: int, part: str, text: str) -> DataSourceError:
 def _encode_marked(
     tokenizer: Any, messages: Messages, first_turn: int, tools: Sequence[Any] | None
 ) -> tuple[list[int], list[bool]]:
-    encoded = tokenizer.apply_chat_template(
-        messages,
-        tools=list(tools) if tools else None,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
+    encoded = apply_template(
+        tokenizer, messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True
     )
     ids, marked = list(encoded["input_ids"]), [bool(mark) for mark in encoded["assistant_masks"]]
     if any(message["role"] == "assistant" for message in messages[:first_turn]):

@@ -123,9 +123,8 @@ class PromptedPairSource(PreferenceSource):
             other, of_other = _sampled(row, "rejected")
             ids, one, other = self._shorten(list(row["prompt_ids"]), one, other)
             return ids, one, other, of_one[: len(one)], of_other[: len(other)]
-        prompt, answers = row.get("prompt"), (row["chosen"], row["rejected"])
-        encode = self._encode_chats if _is_chat(prompt, answers[0]) else self._encode_texts
-        chosen, rejected, border = encode(prompt, *answers)
+        is_chat = _is_chat(row.get("prompt"), row["chosen"])
+        chosen, rejected, border = (self._encode_chats if is_chat else self._encode_texts)(row)
         border = min(border, common_prefix_len(chosen, rejected))
         prompt = chosen[:border]
         if not prompt:
@@ -138,20 +137,19 @@ class PromptedPairSource(PreferenceSource):
             )
         return self._shorten(prompt, chosen[border:], rejected[border:])
 
-    def _encode_texts(
-        self, prompt: str | None, chosen: str, rejected: str
-    ) -> tuple[list[int], list[int], int]:
+    def _encode_texts(self, row: dict[str, Any]) -> tuple[list[int], list[int], int]:
         """Ids of both texts and where their answers begin, as far as the row tells."""
-        both = [encode_ended(self._tokenizer, prompt or "", text) for text in (chosen, rejected)]
-        (chosen_ids, border), (rejected_ids, other_border) = both
+        prompt = row.get("prompt") or ""
+        (chosen_ids, border), (rejected_ids, other_border) = (
+            encode_ended(self._tokenizer, prompt, row[name]) for name in ("chosen", "rejected")
+        )
         told = min(border, other_border) if prompt else len(chosen_ids)
         return chosen_ids, rejected_ids, told
 
-    def _encode_chats(
-        self, prompt: Any, chosen: Any, rejected: Any
-    ) -> tuple[list[int], list[int], int]:
-        one, num_prompt_turns = as_turns(prompt, chosen)
-        other, num_other = as_turns(prompt, rejected)
+    def _encode_chats(self, row: dict[str, Any]) -> tuple[list[int], list[int], int]:
+        prompt, tools = row.get("prompt"), row.get("tools")
+        one, num_prompt_turns = as_turns(prompt, row["chosen"])
+        other, num_other = as_turns(prompt, row["rejected"])
         answers = [*one[num_prompt_turns:], *other[num_other:]]
         if one[:num_prompt_turns] != other[:num_other] or any(
             turn["role"] != "assistant" for turn in answers
@@ -162,8 +160,8 @@ class PromptedPairSource(PreferenceSource):
                 reason="what others say is not the policy's to learn",
                 remedy="Put all turns before the answer into 'prompt'",
             )
-        chosen_ids, own = encode_chat(self._tokenizer, one, num_prompt_turns)
-        rejected_ids, other_own = encode_chat(self._tokenizer, other, num_other)
+        chosen_ids, own = encode_chat(self._tokenizer, one, num_prompt_turns, tools=tools)
+        rejected_ids, other_own = encode_chat(self._tokenizer, other, num_other, tools=tools)
         return chosen_ids, rejected_ids, min(own.index(True), other_own.index(True))
 
     def _shorten(

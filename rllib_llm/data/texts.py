@@ -186,7 +186,8 @@ class TextSource(BatchSource):
         prompt, completion = row.get("prompt"), row.get("completion")
         if prompt is not None and completion is not None:
             if isinstance(prompt, list) or isinstance(completion, list):
-                return encode_chat(self._tokenizer, *as_turns(prompt, completion))
+                turns = as_turns(prompt, completion)
+                return encode_chat(self._tokenizer, *turns, tools=row.get("tools"))
             ids, border = encode_ended(self._tokenizer, prompt, completion)
             return ids, [False] * border + [True] * (len(ids) - border)
         if row.get("text") is not None:

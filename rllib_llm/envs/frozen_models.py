@@ -13,7 +13,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rllib_llm.data.encoding import encode_judged_chat, encode_text, keep_end
+from rllib_llm.data.encoding import (
+    apply_template,
+    encode_judged_chat,
+    encode_text,
+    keep_end,
+)
 from rllib_llm.envs.judges.reward_functions import Judge
 from rllib_llm.modules.logprobs import score_completions
 from rllib_llm.modules.packing import pack_right, token_batches
@@ -228,7 +233,7 @@ class RewardTextEncoder:
             turns.append({"role": "assistant", "content": completion})
             if self.append_eos:
                 return self.shorten(encode_judged_chat(tokenizer, turns, finished=finished))
-            encoded: Any = tokenizer.apply_chat_template(turns, return_dict=True)
+            encoded = apply_template(tokenizer, turns, return_dict=True)
             return self.shorten(list(encoded["input_ids"]))
         text = prompt
         if not isinstance(prompt, str):

@@ -8,8 +8,10 @@ from rllib_llm.conversations.chat_format import ChatFormat
 from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.conversations.proof import ENDS, MORE, SAYS, THINKS, USER
 from rllib_llm.data.encoding import encode_chat
+from rllib_llm.data.preferences import PromptedPairSource
 from rllib_llm.data.texts import TextSource
 from rllib_llm.examples import calculator
+from rllib_llm.shared import columns
 from tests.conversations.templates import ADD, FAMILIES, family_tokenizer
 
 CALL = {
@@ -52,6 +54,21 @@ def test_sft_learns_what_a_rollout_samples(family, messages):
     assert ids[: len(row)] == row and targets[: len(row)] == learnt
     assert not any(targets[len(row) :])  # a line break behind the last end
     assert sum(targets) == sum(learnt) > 0
+
+
+def test_prompts_with_answers_and_pairs_announce_the_tools_of_their_row():
+    tokenizer = family_tokenizer("chatml")
+    row = {"prompt": [USER], "tools": [ADD]}
+    prompt_ids = ChatFormat(tokenizer, tools=[ADD]).prompt_ids([USER])
+    texts = TextSource([{**row, "completion": [SAYS]}], tokenizer=tokenizer, max_length=999)
+    whole = TextSource([{"messages": [USER, SAYS], "tools": [ADD]}], tokenizer=tokenizer,
+                       max_length=999)  # fmt: skip
+    ids = texts.batch(0, 1)[columns.INPUT_IDS]
+    assert ids.tolist() == whole.batch(0, 1)[columns.INPUT_IDS].tolist()
+    assert ids[0, : len(prompt_ids)].tolist() == prompt_ids
+    pair = {**row, "chosen": [SAYS], "rejected": [ENDS]}
+    pairs = PromptedPairSource([pair], tokenizer=tokenizer, max_length=999).batch(0, 1)
+    assert pairs[columns.PROMPT_IDS][0].tolist()[: len(prompt_ids)] == prompt_ids
 
 
 def test_sft_of_the_calculator_learns_what_it_samples():

@@ -56,6 +56,30 @@ def test_a_generation_prompt_that_the_conversation_lacks_is_refused():
         learnt(OPENS_THOUGHTS, CHAT)
 
 
+MARKED = (
+    STRICT + "{% for m in messages %}{% if m['role'] == 'assistant' %}<A>{% generation %}"
+    "{{ m['content'] }}{% for c in m['tool_calls'] or [] %}"
+    "{{ c['function']['arguments'] | tojson }}{% endfor %}</s>{% endgeneration %}"
+    "{% else %}<U>{{ m['content'] }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<A>{% endif %}"
+)
+
+
+def called(arguments):
+    call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+    calls = {"role": "assistant", "content": "", "tool_calls": [call]}
+    return [USER, calls, {"role": "tool", "content": "3"}, YO]
+
+
+def test_templates_with_marks_take_arguments_as_json_text_and_name_what_they_refuse():
+    """As OpenAI writes calls; the text would be learnt in quotes."""
+    assert learnt(MARKED, called('{"a": 1}')) == learnt(MARKED, called({"a": 1}))
+    assert learnt(MARKED, called('{"a": 1}')) == '{"a": 1}</s>yo</s>'
+    assert learnt(MARKED, called('{"a": 1}'), 2) == "yo</s>"  # behind a prompt with a call
+    with pytest.raises(DataSourceError, match="what the chat template takes.*user first"):
+        learnt(MARKED, CHAT[1:])
+
+
 def test_a_conversation_without_the_assistant_is_refused():
     with pytest.raises(DataSourceError, match=r"roles \['user'\] must have a turn of 'assistant'"):
         learnt(LAST_THINKS, [USER])
