@@ -36,7 +36,7 @@ from rllib_llm.envs.rlhf import (
     reward_terms,
     with_defaults,
 )
-from rllib_llm.envs.tools import MCPServers, Toolbox
+from rllib_llm.envs.tools import TOOL_ERRORS, MCPServers, Toolbox
 from rllib_llm.modules.model_source import num_embeddings, num_positions
 from rllib_llm.shared.openai_client import OpenAIClient, ServerError
 from rllib_llm.shared.remote import EventLoop
@@ -90,11 +90,11 @@ def check_limits(settings: Mapping[str, Any]) -> None:
             reason="it bounds the tokens of a conversation",
             remedy="None: what the model reads",
         )
-    if settings["tool_errors"] not in ("message", "invalid"):
+    if settings["tool_errors"] not in TOOL_ERRORS:
         raise EnvConfigError(
             name="env_config['tool_errors']",
             value=settings["tool_errors"],
-            rule="be 'message' or 'invalid'",
+            rule=f"be one of {TOOL_ERRORS}",
             reason="the policy sees a failed call's error, or the rollout is left out",
             remedy="Choose",
         )

@@ -218,12 +218,10 @@ class RewardTextEncoder:
         messages: the chat behind each prompt, where `prompts` hold it rendered for another model;
         finished: False where the length limit ended the completion.
         """
-        rows = []
-        for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-            chat = messages[i] if messages is not None else prompt
-            done = finished is None or finished[i]
-            rows.append(self._encode_row(prompt, chat, completion, done))
-        return rows
+        chats = prompts if messages is None else messages
+        ends = [True] * len(completions) if finished is None else finished
+        rows = zip(prompts, chats, completions, ends, strict=True)
+        return [self._encode_row(*row) for row in rows]
 
     def _encode_row(self, prompt: Any, chat: Any, completion: str, finished: bool) -> list[int]:
         tokenizer = self.tokenizer

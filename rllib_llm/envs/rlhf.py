@@ -94,7 +94,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
 
 def check_prompts(settings: Mapping[str, Any], prompts: Source | None) -> None:
     """Raises EnvConfigError where there are no prompts for this split."""
-    if prompts is None and not (settings["eval_prompts"] and _is_eval(settings)):
+    if prompts is None and not (settings["eval_prompts"] and settings["split"] == "eval"):
         raise EnvConfigError(
             name="prompts",
             rule="have data",
@@ -113,7 +113,7 @@ def prompt_source(
     """The prompts of the split that `settings` name, in their order."""
     return PromptSource(
         prompts,
-        seed=settings["split_seed"] if _is_eval(settings) else settings["seed"],
+        seed=settings["split_seed"] if settings["split"] == "eval" else settings["seed"],
         shuffle=settings["shuffle"],
         prompt_column=prompt_column,
         split=settings["split"],
@@ -220,10 +220,6 @@ def policy_tokenizer(settings: Mapping[str, Any]) -> PreTrainedTokenizerBase:
     if isinstance(chosen, PreTrainedTokenizerBase):
         return chosen
     return load_tokenizer(chosen, chat_template=settings["chat_template"])
-
-
-def _is_eval(settings: Mapping[str, Any]) -> bool:
-    return settings["split"] == "eval"
 
 
 def _as_model_settings(given: Any, key: str) -> dict[str, Any]:

@@ -42,7 +42,7 @@ from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.messages import told
 from rllib_llm.shared.remote import Away, Late, Outage, backoff_seconds, call, ended, within
 
-ERRORS = ("message", "invalid")
+TOOL_ERRORS = ("message", "invalid")
 _SHOWN = 200  # characters of an error
 _ALARMS = ("SIGALRM", "setitimer", "alarm")
 _NO_SIGNALS = "signal only works in main thread"
@@ -544,24 +544,20 @@ class _Server:
             opened: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
             self._lost = asyncio.Event()
             holding = asyncio.ensure_future(self._hold(opened))
+            late = f"it did not answer within {self._connect_s:g} s"
             try:
-                await asyncio.wait({opened}, timeout=self._connect_s)
-                if not opened.done():
-                    opened.set_exception(
-                        TimeoutError(f"it did not answer within {self._connect_s:g} s")
-                    )
-                if error := opened.exception():
-                    self._error = told(error)
-                    if not first.done():
-                        first.set_exception(error)
-                        return
-                    attempt += 1
-                else:
-                    if not first.done():
-                        first.set_result(opened.result())
-                    self._outage.end()
-                    attempt = 0
-                    await self._lost.wait()
+                listed = await within(self._connect_s, opened, late)
+                if not first.done():
+                    first.set_result(listed)
+                self._outage.end()
+                attempt = 0
+                await self._lost.wait()
+            except Exception as error:  # noqa: BLE001  (as above)
+                self._error = told(error)
+                if not first.done():
+                    first.set_exception(error)
+                    return
+                attempt += 1
             finally:
                 self._client = None
                 self._here.clear()

@@ -7,6 +7,7 @@ start it with.
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 import re
@@ -125,7 +126,8 @@ class Problems(MadeRows):
         self._operations = "".join(dict.fromkeys(operations))
         self._total = len(self._operations) * self._limit**2
         super().__init__(min(num_problems, self._total))
-        self._stride = _coprime_near(round(self._total * (math.sqrt(5) - 1) / 2), self._total)
+        golden = max(1, round(self._total * (math.sqrt(5) - 1) / 2))
+        self._stride = next(n for n in itertools.count(golden) if math.gcd(n, self._total) == 1)
 
     def make(self, index: int) -> dict[str, Any]:
         """The problem at `index`."""
@@ -169,10 +171,3 @@ def build_model(
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """One token for each character of the problems, pad, EOS and unknown apart."""
     return character_tokenizer(_CHARACTERS, special=_SPECIAL)
-
-
-def _coprime_near(start: int, modulus: int) -> int:
-    stride = max(1, start)
-    while math.gcd(stride, modulus) != 1:
-        stride += 1
-    return stride

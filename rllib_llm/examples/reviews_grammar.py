@@ -152,40 +152,28 @@ def _sentences(text: str) -> list[str]:
 # --- what goes wrong in a text that is no review -----------------------------------------------
 
 
-def _drop(parts: list[str], rng: random.Random, split: Split) -> None:
-    del parts[rng.randrange(len(parts))]
-
-
-def _double(parts: list[str], rng: random.Random, split: Split) -> None:
-    place = rng.randrange(len(parts))
-    parts.insert(place, parts[place])
-
-
-def _swap(parts: list[str], rng: random.Random, split: Split) -> None:
-    place = rng.randrange(len(parts) - 1)
-    parts[place : place + 2] = reversed(parts[place : place + 2])
-
-
-def _repeat(parts: list[str], rng: random.Random, split: Split) -> None:
-    parts.insert(rng.randrange(len(parts)), rng.choice(parts))
-
-
-def _borrow(parts: list[str], rng: random.Random, split: Split) -> None:
-    others = split(complete(rng.choice(openings()), rng))
-    parts[rng.randrange(len(parts))] = rng.choice(others)
-
-
 FAULTS = (
-    *((_words, change) for change in (_drop, _double, _swap, _borrow)),
-    *((_sentences, change) for change in (_drop, _repeat, _borrow)),
+    *((_words, change) for change in ("drop", "double", "swap", "borrow")),
+    *((_sentences, change) for change in ("drop", "repeat", "borrow")),
 )
 
 
-def faulty(text: str, fault: tuple[Split, Callable[..., None]], rng: random.Random) -> str:
+def faulty(text: str, fault: tuple[Split, str], rng: random.Random) -> str:
     """Return the text with one of `FAULTS`."""
     split, change = fault
     parts = split(text)
-    change(parts, rng, split)
+    if change == "borrow":
+        others = split(complete(rng.choice(openings()), rng))
+        borrowed = rng.choice(others)
+        parts[rng.randrange(len(parts))] = borrowed
+        return " ".join(parts)
+    place = rng.randrange(len(parts) - (change == "swap"))
+    if change == "drop":
+        del parts[place]
+    elif change == "swap":
+        parts[place : place + 2] = reversed(parts[place : place + 2])
+    else:
+        parts.insert(place, rng.choice(parts) if change == "repeat" else parts[place])
     return " ".join(parts)
 
 

@@ -50,25 +50,18 @@ def build_tokenizer(vocab_size: int = 512) -> PreTrainedTokenizerFast:
 
 
 def build_model(
-    seed: int = 0,
-    vocab_size: int = 512,
-    hidden_size: int = 192,
-    intermediate_size: int = 512,
-    num_layers: int = 2,
-    num_heads: int = 4,
+    seed: int = 0, vocab_size: int = 512, **size: int
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     """Return an untrained Llama of about one million parameters with its tokenizer, in a second.
 
     Equal arguments give equal weights and the same tokenizer; the global random state is kept.
+    size: see `small_llama`.
     """
+    usual = {"hidden_size": 192, "intermediate_size": 512, "max_len": MAX_POSITIONS}
     return small_llama(
         build_tokenizer(vocab_size),
         seed,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        max_len=MAX_POSITIONS,
+        **{**usual, **size},
         tie_word_embeddings=False,
         # Wide initial weights and slow rotations: a shallow model on short texts learns the
         # grammar in about half the steps that the usual 0.02 and 10 000 take.

@@ -9,9 +9,11 @@ section 3.3), so what wins in one place only is a tie.
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from types import MappingProxyType
 from typing import Any
 
@@ -354,8 +356,8 @@ class PairwiseJudge(SchemaJudge):
                     continue
                 won[row].append(result[0] if is_first else 1.0 - result[0])
                 changed[row].append(float(result[1]))
-        scores = [_mean(points) if points else why[i] for i, points in enumerate(won)]
-        return scores, {"places_disagree": [_mean(row) if row else float("nan") for row in changed]}
+        scores = [fmean(points) if points else why[i] for i, points in enumerate(won)]
+        return scores, {"places_disagree": [fmean(row) if row else math.nan for row in changed]}
 
     async def _compare(self, pairs: Sequence[Pair]) -> list[tuple[float, bool] | Invalid]:
         """(points of the first, whether the places decided) of each pair; equal texts are a tie."""
@@ -394,7 +396,3 @@ def _met_in_groups(prompts: Sequence[str], num_opponents: int | None) -> list[tu
                 other = rows[(place + step) % len(rows)]
                 met.setdefault(frozenset((row, other)), (row, other))
     return list(met.values())
-
-
-def _mean(numbers: Sequence[float]) -> float:
-    return sum(numbers) / len(numbers)
