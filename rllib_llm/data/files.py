@@ -66,7 +66,9 @@ def _read(path: Path, name: str) -> Rows:
     if path.suffix in _PARQUET:
         return _read_parquet(path)
     if path.suffix in _TEXT:
-        return Rows([{"text": line} for line in _text(path).split("\n") if line.strip()], str(path))
+        return Rows(
+            [{"text": line} for line in text_of(path).split("\n") if line.strip()], str(path)
+        )
     if path.suffix in _TABLES:
         return _read_table(path)
     if path.suffix in _JSON_LINES:
@@ -78,7 +80,7 @@ def _read(path: Path, name: str) -> Rows:
     )
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
     """The text of a file in UTF-8, without the byte order mark that some editors put first."""
     try:
         return path.read_text(encoding="utf-8-sig")
@@ -88,6 +90,8 @@ def _text(path: Path) -> str:
         utf_16 = content[:2] in (b"\xff\xfe", b"\xfe\xff")
         likely = "UTF-16" if utf_16 else "Windows-1252 or Latin-1"
         raise DataSourceError(
+            name="file",
+            value=str(path),
             rule="be text in UTF-8",
             reason=f"line {line} holds the byte 0x{content[error.start]:02x}, so that it is "
             f"probably {likely}",
@@ -98,7 +102,7 @@ def _text(path: Path) -> str:
 
 def _read_table(path: Path) -> Rows:
     """Rows of a table with a line of column names: separated by tabs, commas or semicolons."""
-    text = _text(path)
+    text = text_of(path)
     header = text.partition("\n")[0]
     separator = "\t" if path.suffix == ".tsv" else max(",;\t", key=header.count)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
@@ -187,7 +191,7 @@ def _mapped(path: Path) -> Any:
 
 
 def _json_values(path: Path) -> Iterator[Any]:
-    text = _text(path)
+    text = text_of(path)
     if text.lstrip().startswith("["):
         try:
             yield from json.loads(text)

@@ -317,12 +317,16 @@ class BanditChecker(Problems):
         }
         return {name: value.to(device) for name, value in actions.items()}
 
+    def step(self, actions: Mapping[str, torch.Tensor]) -> Any:
+        """The answer to actions behind the same prompts as always."""
+        self.env.reset(options=self.options)
+        return self.env.step(dict(actions))
+
     def check_step(self) -> None:
         """Checks the results of `step`, and that it does not modify the actions."""
-        self.env.reset(options=self.options)
         actions = self.random_actions()
         before = {name: value.clone() for name, value in actions.items()}
-        result = self.env.step(dict(actions))
+        result = self.step(actions)
         if not isinstance(result, tuple) or len(result) != 5:
             self.problems.append(
                 f"step() result of type {type(result).__name__} must be (observation, rewards, "
@@ -422,8 +426,7 @@ class BanditChecker(Problems):
         short = {name: value[:, :-2] for name, value in actions.items()}
         scores = []
         for given in (short, short, actions):
-            self.env.reset(options=self.options)
-            _, rewards, _, _, infos = self.env.step(dict(given))
+            _, rewards, _, _, infos = self.step(given)
             scores.append(infos.get(columns.SCORES, rewards))
         random_scores = not torch.allclose(scores[0], scores[1], atol=1e-4)
         if not random_scores and not torch.allclose(scores[0], scores[2], atol=1e-4):
@@ -438,16 +441,15 @@ class BanditChecker(Problems):
         mistake, unless they are less a KL."""
         if self.problems:
             return
-        self.env.reset(options=self.options)
-        _, rewards, _, _, infos = self.env.step(self.random_actions())
+        _, rewards, _, _, infos = self.step(self.random_actions())
         scores = infos.get(columns.SCORES, rewards)
-        if "kl" in infos or torch.allclose(rewards, scores):
-            return
-        self.problems.append(
-            f"step() rewards={rewards.tolist()!r} must be infos['scores'], {scores.tolist()!r}: "
-            "where there are scores, these are learnt from and rewards are only reported. Return "
-            "the scores as rewards, or leave them out of infos to have rewards learnt from."
-        )
+        if "kl" not in infos and not torch.allclose(rewards, scores):
+            self.problems.append(
+                f"step() rewards={rewards.tolist()!r} must be infos['scores'], "
+                f"{scores.tolist()!r}: where there are scores, these are learnt from and rewards "
+                "are only reported. Return the scores as rewards, or leave them out of infos to "
+                "have rewards learnt from."
+            )
 
     def check_refusals(self) -> None:
         """Wrong actions must raise an error, not be judged."""
@@ -465,9 +467,8 @@ class BanditChecker(Problems):
             hole[-1, 0], hole[-1, -1] = False, True
             wrong["a mask with a hole"] = {**good, columns.COMPLETION_MASK: hole}
         for what, actions in wrong.items():
-            self.env.reset(options=self.options)
             try:
-                self.env.step(actions)
+                self.step(actions)
             except (ValueError, LookupError, TypeError, RuntimeError):
                 continue
             self.problems.append(

@@ -37,6 +37,7 @@ from transformers.utils.chat_template_utils import (
 )
 
 from rllib_llm.conversations.tool_calls import Arguments, ToolCall
+from rllib_llm.data.files import text_of
 from rllib_llm.envs.sandbox import Contained, Sandbox, missing_layers
 from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.messages import told
@@ -401,17 +402,7 @@ def _words(text: str) -> list[str]:
 def _texts_in(folder: Path) -> list[tuple[str, str]]:
     """(title, text) of the files in a folder and in those within it."""
     files = sorted(p for p in folder.rglob("*") if p.suffix in _SUFFIXES and p.is_file())
-    return [(path.relative_to(folder).with_suffix("").as_posix(), _utf8(path)) for path in files]
-
-
-def _utf8(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")  # without a mark of byte order
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"folder: {str(path)!r} must be written in UTF-8: {error}. Convert it, for example "
-            "with iconv -f latin1 -t utf8."
-        ) from error
+    return [(path.relative_to(folder).with_suffix("").as_posix(), text_of(path)) for path in files]
 
 
 _PROBE_SECONDS = 5.0  # that a server has to show that it is there

@@ -91,9 +91,7 @@ def program(tmp_path, text):
 
 def test_a_server_that_never_answers_is_given_up(served, tmp_path):
     start = time.monotonic()
-    with pytest.raises(
-        ToolError, match="must be reachable: TimeoutError: it did not answer within 1"
-    ):
+    with pytest.raises(ToolError, match="must be reachable: it did not answer within 1 s"):
         served(program(tmp_path, MUTE), connect_s=1)
     assert time.monotonic() - start < 20
 
