@@ -29,7 +29,7 @@ from full_length import full_length
 from rllib_llm import GRPOConfig
 from rllib_llm.data.rollout_store import RolloutStore, conform
 from rllib_llm.rollouts.judged_batch import JudgedBatch
-from rllib_llm.rollouts.recorder import AboutRun, RolloutRecorder, StoredRollouts, rows_of
+from rllib_llm.rollouts.recorder import AboutRun, RolloutRecorder, rows_of
 from rllib_llm.shared import columns
 
 ABOUT = AboutRun(
@@ -76,7 +76,7 @@ def writer(num_rows: int, num_batches: int, folder: Path) -> dict[str, float]:
     ]
     megabytes = sum(conform(table, 1).nbytes for table in made) / 1e6
     store = RolloutStore(folder)
-    recorder = StoredRollouts(store, ABOUT)
+    recorder = RolloutRecorder(store, ABOUT)
     start, cpu = time.perf_counter(), time.process_time()
     for iteration, batch in enumerate(batches):
         recorder.record(batch, "trained", iteration=iteration + 1)
@@ -96,7 +96,7 @@ def writer(num_rows: int, num_batches: int, folder: Path) -> dict[str, float]:
 class Keeps:
     """A recorder that passes on what it is told, and keeps the last batch."""
 
-    def __init__(self, recorder: StoredRollouts) -> None:
+    def __init__(self, recorder: RolloutRecorder) -> None:
         self._recorder = recorder
         self.batch: JudgedBatch | None = None
 

@@ -35,7 +35,7 @@ from rllib_llm.weights.coordinator import CoordinatorClient, PublishedWeights
 from rllib_llm.weights.flat_buffer import pack
 from rllib_llm.weights.loading import ModuleLoader
 from rllib_llm.weights.publisher import BackgroundPublisher
-from rllib_llm.weights.receiver import Transfer, WeightsFollower, WeightsReceiver, nodes_with_a_copy
+from rllib_llm.weights.receiver import WeightsFollower, WeightsReceiver, nodes_with_a_copy
 
 CASES = ("transfers", "coordinator", "learner", "lost", "nodes")
 LONG = 600.0
@@ -63,7 +63,7 @@ class Following:
         self.follower = WeightsFollower(
             self.client,
             lambda flat: self.loader.load(self.module, flat),
-            transfer=Transfer(get=get),
+            receiver=WeightsReceiver(get=get),
         )
 
     def swap_to(self, version: int) -> None:

@@ -23,7 +23,7 @@ from rllib_llm.data.encoding import vocabulary_hash
 from rllib_llm.data.rollout_store import ROLLOUTS, RolloutStore
 from rllib_llm.learners.off_policy import with_effective_sample_size
 from rllib_llm.rollouts.judged_batch import JudgedBatch
-from rllib_llm.rollouts.recorder import AboutRun, StoredRollouts
+from rllib_llm.rollouts.recorder import AboutRun, RolloutRecorder
 from rllib_llm.shared import columns
 from rllib_llm.weights.coordinator import PublishedWeights
 
@@ -116,7 +116,7 @@ def with_headline(result: Mapping[str, Any]) -> dict[str, Any]:
     return {**head, **result}
 
 
-def stored_rollouts(config: Any, storage: Any, trial_folder: Path) -> StoredRollouts:
+def stored_rollouts(config: Any, storage: Any, trial_folder: Path) -> RolloutRecorder:
     """The recorder of rollouts, for a run that stores them: in the trial's folder on this machine,
     or in Tune's `storage` where that is elsewhere."""
     tokenizer = config.load_tokenizer()
@@ -141,4 +141,4 @@ def stored_rollouts(config: Any, storage: Any, trial_folder: Path) -> StoredRoll
         folder, filesystem=filesystem, on_error=config.store_on_error,
         keep_iterations=config.store_keep_iterations,
     )  # fmt: skip
-    return StoredRollouts(store, about)
+    return RolloutRecorder(store, about)

@@ -37,7 +37,7 @@ from rllib_llm.overseer import diagnosis
 from rllib_llm.rollouts.errors import BrokenSamplerError, Faults, PublishedWeightsLostError
 from rllib_llm.rollouts.judged_batch import JudgedBatch
 from rllib_llm.rollouts.recorder import RolloutRecorder, SampleLog
-from rllib_llm.rollouts.replay import replayed
+from rllib_llm.rollouts.replay import open_replay
 from rllib_llm.rollouts.sampler_pool import SamplerActors, SamplerPool
 from rllib_llm.rollouts.schedule import ServingSettings, StreamRules, texts_are_due
 from rllib_llm.shared import columns
@@ -98,7 +98,7 @@ class RLHF(LanguageModelAlgorithm):
         if self.env_runner is not None:
             self.env_runner.watch.tell(lambda text: self.doing(self._sampling(f", {text}")))
         self.recorder = self.make_recorder()
-        self.rollouts = replayed(self.make_rollouts(), self.config)
+        self.rollouts = self.make_rollouts()
         self._publish()
         if self.config.serve is not None:
             self._server = self.serve(**self.config.serve)
@@ -114,9 +114,9 @@ class RLHF(LanguageModelAlgorithm):
             self.config.serving_settings(),
             folder=self.trial_folder / "ledger",
             recorder=self.recorder,
-            keeps_rejected=type(self.recorder) is not RolloutRecorder,
             publish_again=self._publish_again,
             tell=self._tell_of_answers,
+            replay=open_replay(self.config),
         )
 
     def make_recorder(self) -> RolloutRecorder:
@@ -252,7 +252,7 @@ class RLHF(LanguageModelAlgorithm):
             )  # fmt: skip
             self._held_out[group] = open_rollouts(
                 pool, group.local_env_runner, rules, settings, folder=self.trial_folder,
-                recorder=RolloutRecorder(), keeps_rejected=False, publish_again=self._publish_again,
+                recorder=RolloutRecorder(), publish_again=self._publish_again,
             )  # fmt: skip
         published = self.weights.in_store() if pool.num_samplers else self.weights.published
         batch = self._held_out[group].next_from(0, published)

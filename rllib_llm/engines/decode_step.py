@@ -65,15 +65,11 @@ class DecodePlan:
         """Whether completions share the keys and values of their prompt."""
         return self.num_layers is not None
 
-    def make_cache(self, num_completions: int, capacity: int) -> PromptCache:
-        """The fastest cache that is right for the model's layers.
-
-        Args:
-            capacity: prompt and completion positions to hold.
-        """
+    def make_cache(self, capacity: int) -> PromptCache:
+        """The fastest cache that is right for the model's layers, of so many positions."""
         if self.num_layers is None:
             return RepeatedPromptCache(config=self.model.config)
-        return SharedPromptCache(self.num_layers, num_completions, capacity)
+        return SharedPromptCache(self.num_layers, capacity)
 
 
 # tokens [rows] int64, their positions [rows] int64, cache, padding mask [rows, seen + 1] bool or

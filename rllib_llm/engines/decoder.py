@@ -103,7 +103,7 @@ class Decoder:
         self.clock = 0
         block_cost = plan.block_cost if block_cost is None else block_cost
         device = self.device  # not through the decoder, which its caches would outlive
-        self.blocks = RowBlocks(lambda: RowBlock(plan.make_cache(1, 0), device), device, block_cost)
+        self.blocks = RowBlocks(lambda: RowBlock(plan.make_cache(0), device), device, block_cost)
         self._decode_step: DecodeStep | None = None
 
     @property
@@ -280,7 +280,7 @@ class Decoder:
         more = self._length_to_read(len(groups), longest) - longest if shares else 0
         if more:
             ids, mask = (F.pad(each, (more, 0)) for each in (ids, mask))
-        prompts = self.plan.make_cache(1, longest + more)
+        prompts = self.plan.make_cache(longest + more)
         repeats = torch.tensor(copies, device=self.device)
         if not shares:
             block.cache = prompts
@@ -315,7 +315,7 @@ class Decoder:
         room = self._room_for(block, groups, longest)
         # Where nobody is in the block its own cache is filled, and nothing has to be copied to it.
         is_beside = len(block) > 0
-        prompts = self.plan.make_cache(1, longest) if is_beside else block.cache
+        prompts = self.plan.make_cache(longest) if is_beside else block.cache
         fill(prompts, prefixes, lengths, new, (len(groups), longest) if is_beside else room)
         self.num_prefilled += sum(min(length, new) for length in lengths)
         logits = prefill(self.model, self.value_head, ids, mask, prompts, longest - new)

@@ -344,7 +344,7 @@ def _with_cache(model: nn.Module, ids: torch.Tensor) -> Iterator[tuple[str, torc
     # Padding that is an ordinary token: the mask alone says that it does not count.
     prompts = ids[:_PROMPT_LEN].where(mask[:, :_PROMPT_LEN], ids[-1])
     plan = DecodePlan.of(model)
-    cache = plan.make_cache(1, len(ids))
+    cache = plan.make_cache(len(ids))
     step = open_decode_step(plan, 2)
     first = prefill(model, None, prompts, mask[:, :_PROMPT_LEN], cache)
     yield "prompts", first.float()

@@ -39,17 +39,18 @@ class _Scoring:
 
 
 class LaneEngine:
-    """See `protocol.Engine`. With two lanes `load` is `LaneLoader`'s, which does not stop the rows.
+    """See `protocol.Engine`. `load` is between two steps; `LaneLoader`'s does not stop the rows.
 
     Args:
-        older: an engine of its own with the same model and, at first, without rows. Without it rows
-            that are in the engine do not finish on their weights: `load` says what becomes of them.
+        older: an engine of its own with the same model and, at first, without rows. With it rows
+            that are in the engine finish on their weights while new ones begin on newer ones.
     """
 
     def __init__(self, newest: TorchEngine, older: TorchEngine | None = None) -> None:
         self._lanes = [newest] if older is None else [newest, older]
         self._takes_older = False  # the older lane has weights, and takes rows
         self._waiting: Future[TorchEngine] | None = None
+        self._pending: tuple[dict[str, torch.Tensor], int] | None = None  # for the older lane
         self._scorings: dict[TorchEngine, deque[_Scoring]] = {each: deque() for each in self._lanes}
 
     @property
@@ -121,6 +122,7 @@ class LaneEngine:
             if lane.num_running:
                 ended += lane.step()
         self._hand_over()
+        self._load_pending()
         return ended
 
     def _score_one(self, lane: TorchEngine) -> None:
@@ -181,17 +183,19 @@ class LaneEngine:
     def load(
         self, weights: dict[str, torch.Tensor], version: int, in_flight: InFlight = "finish"
     ) -> None:
-        if in_flight == "finish" and len(self._lanes) > 1:
-            raise ValueError(
-                "in_flight='finish' must not be used here: the rows would wait for the weights. "
-                "Use LaneLoader.load."
-            )
-        self._lanes[0].load(weights, version, in_flight)
+        """See `Engine.load`. Where rows finish, new ones begin on these weights once the older lane
+        is empty; weights that come before are passed over for newer ones."""
+        if in_flight != "finish" or len(self._lanes) == 1 or self.version is None:
+            self._lanes[0].load(weights, version, in_flight)
+            return
+        self._takes_older, self._pending = False, (weights, version)
+        self._load_pending()
 
-    def load_first(self, version: int) -> None:
-        """Loads the first weights into the newest lane, before there are rows."""
-        assert not self.num_running, "rows would change their weights"
-        self._lanes[0].load({}, version)
+    def _load_pending(self) -> None:
+        if self._pending is not None and not self._num_held(self._lanes[1]):
+            pending, self._pending = self._pending, None
+            self._lanes[1].load(*pending)
+            self.switch()
 
     def empty_lane(self) -> Future[TorchEngine]:
         """The older lane, once it has no rows. It then accepts none until `switch` or `keep`, and

@@ -23,29 +23,27 @@ _MOST_EXCESS = 4
 class SharedPromptLayer(CacheLayerMixin):
     """Keys and values of one layer in two preallocated buffers [rows, heads, capacity, head_dim].
 
-    The first update is the prefill of `groups` prompts; each is written to the rows of all its
-    completions. Every later update appends one position to the rows in use, which are always the
-    first `num_rows` of the buffers. Rows may also be let in by `admit`, at any time. Positions
-    before `first` are padding in every row: they are not looked at.
+    The first update is the prefill of prompts, a row each. Every later update appends positions to
+    the rows in use, which are always the first `num_rows` of the buffers. Completions of prompts
+    are let in by `admit`, at any time. Positions before `first` are padding in every row: they are
+    not looked at.
     """
 
     is_sliding = False
 
-    def __init__(self, num_completions: int, capacity: int) -> None:
+    def __init__(self, capacity: int) -> None:
         super().__init__()
-        self.num_completions = num_completions
         self.capacity = capacity
         self.num_rows = 0
         self.first = 0
         self.length = 0  # positions in use, those before `first` among them
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocates the buffers from the prompts' keys and values, [groups, heads, P, head_dim]."""
-        groups = key_states.shape[0]
-        self.num_rows = groups * self.num_completions
-        self.keys = self._buffer(key_states)
-        self.values = self._buffer(value_states)
-        self.is_initialized = True
+        """Writes the prompts' keys and values, [rows, heads, P, head_dim], to new buffers."""
+        self._grow(key_states, len(key_states), self.capacity)
+        self.num_rows, self.length = len(key_states), key_states.shape[2]
+        self.keys[:, :, : self.length] = key_states
+        self.values[:, :, : self.length] = value_states
 
     def begin(self, num_rows: int, length: int, like: torch.Tensor, room: tuple[int, int]) -> None:
         """Initialises an empty cache with `num_rows` rows and `length` positions, which the caller
@@ -61,19 +59,12 @@ class SharedPromptLayer(CacheLayerMixin):
         self._grow(like.unsqueeze(0), *room)
         self.num_rows, self.length, self.first = num_rows, length, 0
 
-    def _buffer(self, states: torch.Tensor) -> torch.Tensor:
-        _, heads, _, head_dim = states.shape
-        return states.new_empty(self.num_rows, heads, self.capacity, head_dim)
-
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Appends the new states and returns all that the new queries may look at."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-            self._write_prompts(self.keys, key_states)
-            self._write_prompts(self.values, value_states)
-            self.length = key_states.shape[2]
             return key_states, value_states
         end = self.length + key_states.shape[2]
         keys = self.keys[: self.num_rows, :, self.first : end]
@@ -87,11 +78,6 @@ class SharedPromptLayer(CacheLayerMixin):
         """Place, among the positions that `update` returned, of the first that a query at the last
         of them looks at; `window` counts the positions it looks at, itself among them."""
         return 0 if window is None else max(0, self.length - self.first - window)
-
-    def _write_prompts(self, buffer: torch.Tensor, states: torch.Tensor) -> None:
-        groups, _, prompt_len, _ = states.shape
-        per_group = buffer.unflatten(0, (groups, self.num_completions))
-        per_group[:, :, :, :prompt_len] = states.unsqueeze(1)
 
     def move_rows(self, sources: torch.Tensor, targets: torch.Tensor, num_rows: int) -> None:
         """Copies rows onto rows and keeps the first `num_rows`; index tensors are [moved] int64."""
@@ -214,10 +200,8 @@ class StaticLayer:
 class SharedPromptCache(Cache):
     """One `SharedPromptLayer` per attention layer of the model."""
 
-    def __init__(self, num_layers: int, num_completions: int, capacity: int) -> None:
-        super().__init__(
-            layers=[SharedPromptLayer(num_completions, capacity) for _ in range(num_layers)]
-        )
+    def __init__(self, num_layers: int, capacity: int) -> None:
+        super().__init__(layers=[SharedPromptLayer(capacity) for _ in range(num_layers)])
 
     def move_rows(self, sources: torch.Tensor, targets: torch.Tensor, num_rows: int) -> None:
         """See `SharedPromptLayer.move_rows`."""

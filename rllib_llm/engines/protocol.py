@@ -8,9 +8,10 @@ empty", a conversation adds a row per turn, a server adds rows as requests come.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -275,26 +276,86 @@ class Completions:
         return {name: column.to(device) for name, column in held.items()}
 
 
-def prompts_of(prompt_ids: torch.Tensor, prompt_mask: torch.Tensor) -> list[list[int]]:
-    """The prompts' ids without their padding."""
-    return [ids[mask].tolist() for ids, mask in zip(prompt_ids, prompt_mask, strict=True)]
-
-
 def pad_completions(
-    token_ids: list[list[int]], logprobs: list[list[float]], params: SamplingParams
+    rows: Sequence[Any], pad_token_id: int, *, with_versions: bool = False
 ) -> Completions:
-    """Ragged rows as `Completions`; a row is finished where it ends with a stop token.
+    """Ragged rows as `Completions`, each with `token_ids`, at least one, as many `logprobs` and
+    `versions`, and its `finish`."""
+    ids, mask = pad_right([row.token_ids for row in rows], pad_token_id)
+    logprobs, _ = pad_right([row.logprobs for row in rows], 0.0, torch.float32)
+    finished = torch.tensor([row.finish == "stop" for row in rows])
+    versions = None
+    if with_versions:
+        versions, _ = pad_right([row.versions for row in rows], columns.NO_VERSION, torch.int32)
+    return Completions(ids, mask, logprobs, finished, versions=versions)
 
-    Args:
-        token_ids: of each row, stop token included, at least one.
-        logprobs: of each row, as many as it has tokens.
-        params: its pad and stop tokens are read.
-    """
-    ids, mask = pad_right(token_ids, params.pad_token_id)
-    values, _ = pad_right(logprobs, 0.0, torch.float32)
-    stops = set(params.stop_token_ids)
-    finished = torch.tensor([row[-1] in stops for row in token_ids])
-    return Completions(ids, mask, values, finished)
+
+class BatchEngine(ABC):
+    """What generates whole batches and is no module of ours: vLLM, or a server."""
+
+    tokenizer: Any
+    stop_token_ids: tuple[int, ...]
+    takes_weights = False
+    """Whether it generates with published weights; if not, with those that it has."""
+    has_weights = True
+    knows_versions = False
+    """Whether it says which weights sampled a token."""
+
+    @abstractmethod
+    def complete(self, rows: Sequence[Row], weights: tuple[int, int] | None) -> list[Ended]:
+        """A completion of each prompt; the same noise gives the same one, where it can. `weights`:
+        (epoch, version) of the run's newest, for a server that follows it."""
+
+    def generate(
+        self,
+        prompt_ids: torch.Tensor,
+        prompt_mask: torch.Tensor,
+        params: SamplingParams,
+        *,
+        num_completions: int,
+        noises: Sequence[Noise],
+        weights: tuple[int, int] | None = None,
+    ) -> Completions:
+        """Completions of each prompt, one for each of `noises`; see `complete`.
+
+        Args:
+            prompt_ids: [groups, P] int64, left-padded.
+            prompt_mask: [groups, P] bool.
+        """
+        prompts = [ids[mask].tolist() for ids, mask in zip(prompt_ids, prompt_mask, strict=True)]
+        rows = [
+            Row(i, prompts[i // num_completions], params, noise=noise)
+            for i, noise in enumerate(noises)
+        ]
+        ended = self.complete(rows, weights)
+        return pad_completions(ended, params.pad_token_id, with_versions=self.knows_versions)
+
+    def open_rows(
+        self,
+        version: int | None = None,
+        load_weights: Callable[[dict[str, torch.Tensor]], None] | None = None,
+    ) -> Engine:
+        """This as an `Engine`.
+
+        Args:
+            version: of the weights that it has; None where `load` comes first.
+            load_weights: what `load` does; None: `load_weights` of this.
+
+        Raises:
+            ValueError: it cannot be asked row by row.
+        """
+        raise ValueError(
+            "engine='openai' must be 'torch' or 'vllm' for conversations: a server is asked for "
+            "whole batches of completions, not turn by turn. Set engine='torch'."
+        )
+
+    def load_weights(self, weights: dict[str, torch.Tensor]) -> None:  # noqa: B027
+        """Generates with the policy's weights, under the names of its state; does nothing where
+        they are external."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Frees what it holds."""
 
 
 # --- Noise: a pure function of (seed, row), without a generator state to carry or to restore

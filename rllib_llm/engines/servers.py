@@ -4,34 +4,27 @@ from __future__ import annotations
 
 import math
 import re
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-import torch
-
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import (
-    Completions,
-    Ended,
-    Finish,
-    Noise,
-    pad_completions,
-    prompts_of,
-)
+from rllib_llm.engines.protocol import BatchEngine, Ended, Finish, Noise, Row
 from rllib_llm.shared.errors import SettingError
 from rllib_llm.shared.openai_client import OpenAIClient, server_root
 
 
-class CompletionClient(ABC):
+class CompletionClient(BatchEngine):
     """Completions by a server, one by one or in batches.
 
     Args:
         client: asks it; closed with this.
-        tokenizer, stop_token_ids: the policy's, with all its EOS ids, as `ServerPolicy` reads them.
+        tokenizer, stop_token_ids: the policy's, with all its EOS ids.
     """
+
+    knows_versions = True
 
     def __init__(
         self, client: OpenAIClient, tokenizer: Any, stop_token_ids: tuple[int, ...]
@@ -56,31 +49,11 @@ class CompletionClient(ABC):
         The future raises RequestRefusedError or ServerError where there is no answer.
         """
 
-    def generate(
-        self,
-        prompt_ids: torch.Tensor,
-        prompt_mask: torch.Tensor,
-        params: SamplingParams,
-        *,
-        num_completions: int,
-        noises: Sequence[Noise],
-        weights: tuple[int, int] | None = None,
-    ) -> Completions:
-        """Completions of each prompt, one for each of `noises`; see `submit`."""
-        prompts = prompts_of(prompt_ids, prompt_mask)
-        rows = [prompt for prompt in prompts for _ in range(num_completions)]
+    def complete(self, rows: Sequence[Row], weights: tuple[int, int] | None) -> list[Ended]:
         started = [
-            self.submit(row, params, noise=noise, weights=weights)
-            for row, noise in zip(rows, noises, strict=True)
+            self.submit(row.token_ids, row.params, noise=row.noise, weights=weights) for row in rows
         ]
-        ended = [future.result() for future in started]
-        made = pad_completions(
-            [row.token_ids for row in ended], [row.logprobs for row in ended], params
-        )
-        made.versions = torch.full(made.completion_mask.shape, -1, dtype=torch.int32)
-        versions = [version for row in ended for version in row.versions]
-        made.versions[made.completion_mask] = torch.tensor(versions, dtype=torch.int32)
-        return made
+        return [future.result() for future in started]
 
     def close(self) -> None:
         """Closes its connections."""

@@ -23,16 +23,13 @@ from transformers import AutoConfig
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import (
     NOT_FINITE,
-    Completions,
+    BatchEngine,
     Ended,
     Finish,
     InFlight,
-    Noise,
     Row,
     Tokens,
     check_rows,
-    pad_completions,
-    prompts_of,
 )
 from rllib_llm.engines.torch_engine import TRUNK, finish_of
 from rllib_llm.modules.model_source import DOTTED, build_from_dotted, source_kind
@@ -61,7 +58,7 @@ NO_WEIGHTS = (
 )
 
 
-class VLLMEngine:
+class VLLMEngine(BatchEngine):
     """Generates completions with a copy of the policy that is not a torch module of ours.
 
     Args:
@@ -75,6 +72,8 @@ class VLLMEngine:
         ImportError: vLLM is not installed.
         ValueError: on a CPU, for heads that vLLM's kernels do not know.
     """
+
+    takes_weights = True
 
     def __init__(
         self, model: str, *, dtype: str = "float32", temperature: float = 1.0, **settings: Any
@@ -130,12 +129,6 @@ class VLLMEngine:
         version: int | None = None,
         load_weights: Callable[[dict[str, torch.Tensor]], None] | None = None,
     ) -> VLLMRows:
-        """This vLLM as an `Engine`.
-
-        Args:
-            version: of the weights that it has; None where `load` comes first.
-            load_weights: what `load` does, by way of `load_weights` of this; None: just that.
-        """
         return VLLMRows(self, version, load_weights or self.load_weights)
 
     def add(
@@ -194,46 +187,24 @@ class VLLMEngine:
         self.num_loads += 1
         self.has_weights = True
 
-    def generate(
-        self,
-        prompt_ids: torch.Tensor,
-        prompt_mask: torch.Tensor,
-        params: SamplingParams,
-        *,
-        num_completions: int,
-        noises: Sequence[Noise],
-    ) -> Completions:
-        """Completions of each prompt; the log-probs of greedy ones are at temperature 1.
-
-        Args:
-            prompt_ids: [groups, P] int64, left-padded.
-            prompt_mask: [groups, P] bool.
-            noises: one per completion; the same one gives the same completion up to round-off.
+    def complete(self, rows: Sequence[Row], weights: tuple[int, int] | None = None) -> list[Ended]:
+        """See `BatchEngine`; the log-probs of greedy completions are at temperature 1.
 
         Raises:
             RuntimeError: it was given no weights yet, and would sample from random ones.
-            ValueError: log-probs before truncation cannot be had from vLLM with these `params`.
+            ValueError: log-probs before truncation cannot be had from vLLM with these settings.
             FloatingPointError: the model's logits are not finite.
         """
         if not self.has_weights:
             raise RuntimeError(NO_WEIGHTS)
-        texts = [
-            text for text in prompts_of(prompt_ids, prompt_mask) for _ in range(num_completions)
-        ]
-        rows = VLLMRows(self, 0, self.load_weights, is_told_of_steps=False)
-        rows.add([
-            Row(i, text, params, noise=noise)
-            for i, (text, noise) in enumerate(zip(texts, noises, strict=True))
-        ])  # fmt: skip
+        held = VLLMRows(self, 0, self.load_weights, is_told_of_steps=False)
+        held.add(rows)
         ended: dict[Hashable, Ended] = {}
-        while rows.num_running:
-            ended |= {each.id: each for each in rows.step()}
-        made = [ended[i] for i in range(len(texts))]
-        if any(each.finish == "error" for each in made):
+        while held.num_running:
+            ended |= {each.id: each for each in held.step()}
+        if any(each.finish == "error" for each in ended.values()):
             raise FloatingPointError(NOT_FINITE)
-        return pad_completions(
-            [each.token_ids for each in made], [each.logprobs for each in made], params
-        )
+        return [ended[row.id] for row in rows]
 
     def close(self) -> None:
         """Stops vLLM and frees its memory."""

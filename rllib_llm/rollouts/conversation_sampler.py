@@ -31,9 +31,8 @@ from rllib_llm.envs.conversation_rollouts import (
     run_rollouts,
     unjudged_columns,
 )
-from rllib_llm.envs.judges.rewards import UnjudgedError
 from rllib_llm.rollouts.judged_batch import JudgedBatch, SampleRequest
-from rllib_llm.rollouts.sampler import Sampler, UnjudgedBatch
+from rllib_llm.rollouts.sampler import Sampler, SamplingEnvironment, UnjudgedBatch
 from rllib_llm.shared import columns
 
 
@@ -45,43 +44,32 @@ class ConversationSampler(Sampler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._judging = threading.Lock()
-        self._judging_env: ConversationEnv = copy.copy(self.environment.env)
+        self._judging_env = SamplingEnvironment(copy.copy(self.environment.env))
 
-    def _begin(self, request: SampleRequest) -> UnjudgedBatch:
+    def _complete(self, request: SampleRequest) -> tuple[dict[str, torch.Tensor], list[Attempt]]:
         """Finished conversations: token i of a turn depends on seed, rollout, turn, i and the
         conversation before it."""
-        self.require_weights()
         env: ConversationEnv = self.environment.env
         params = self._params(request.explore)
         ends = (*params.stop_token_ids, *env.chat_format.stop_token_ids)
         params = dataclasses.replace(params, stop_token_ids=tuple(dict.fromkeys(ends)))
-        start = time.perf_counter()
         self.watch.generating(self.weights.version, params.max_new_tokens)
-        attempts = self._attempts(env, request, params)
-        seconds = {"generate_seconds": time.perf_counter() - start}
-        return UnjudgedBatch(request, self.weights.version, {}, attempts, seconds)
-
-    def _judge_here(self, generated: UnjudgedBatch) -> JudgedBatch:
-        """Judged conversations as one batch of all their rows; rows of a group are adjacent."""
-        self.environment.env.global_step = self._step
-        return self._judged_by(self.environment.env, generated)
+        return {}, self._attempts(env, request, params)
 
     def judge(self, generated: UnjudgedBatch) -> JudgedBatch:
         """One batch after the other."""
         with self._judging:
-            self._judging_env.global_step = generated.version
-            try:
-                return self._judged_by(self._judging_env, generated)
-            except UnjudgedError as error:
-                return self._unjudged(generated, error)
+            return self._judged_by(self._judging_env, generated)
 
     def _unjudged(self, generated: UnjudgedBatch, error: Exception) -> JudgedBatch:
         rows = unjudged_columns(generated.completions, self.policy.pad_token_id)
         return self._batch(generated, rows, cause=str(error))
 
-    def _judged_by(self, env: ConversationEnv, generated: UnjudgedBatch) -> JudgedBatch:
+    def _score(self, environment: SamplingEnvironment, generated: UnjudgedBatch) -> JudgedBatch:
+        """Judged conversations as one batch of all their rows; rows of a group are adjacent."""
         start = time.perf_counter()
-        judged = judge(env, generated.completions, self.policy.pad_token_id)
+        environment.env.global_step = generated.step
+        judged = judge(environment.env, generated.completions, self.policy.pad_token_id)
         spent = generated.timings["generate_seconds"]
         seconds = {
             "tool_seconds": spent * _tool_share(judged.metrics),

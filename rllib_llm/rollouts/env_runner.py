@@ -48,7 +48,6 @@ from rllib_llm.rollouts.policy import (
     EnginePolicy,
     ModulePolicy,
     SamplingPolicy,
-    ServerPolicy,
     sampling_params,
 )
 from rllib_llm.rollouts.sampler import (
@@ -160,7 +159,7 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
     def _make_policy(self) -> SamplingPolicy:
         config = self.config
         if config.engine == "openai":
-            return ServerPolicy(
+            return EnginePolicy(
                 open_server(config.pretrained_model, **config.server_engine_settings())
             )
         # The driver's own sampler may share the learner's module, and wants no second policy.

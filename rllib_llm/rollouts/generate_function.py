@@ -25,7 +25,7 @@ import torch
 
 from rllib_llm.engines.engine_loop import EngineLoop
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import Ended
+from rllib_llm.engines.protocol import Ended, Finish, pad_completions
 from rllib_llm.rollouts.policy import Generation, ModulePolicy
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import pad_right
@@ -50,6 +50,11 @@ class Generated:
     logprobs: Sequence[float]
     finished: bool | None = None
     sampled: Sequence[bool] | None = None
+
+    @property
+    def finish(self) -> Finish:
+        """As an engine's rows have it."""
+        return "stop" if self.finished else "length"
 
 
 class Asked:
@@ -192,13 +197,7 @@ def _checked(row: Any, params: SamplingParams, vocab_size: int) -> Generated:
 
 
 def _columns(rows: list[Generated], asked: Generation) -> dict[str, torch.Tensor]:
-    ids, mask = pad_right([row.token_ids for row in rows], asked.params.pad_token_id)
-    made = {
-        columns.COMPLETION_IDS: ids,
-        columns.COMPLETION_MASK: mask,
-        columns.SAMPLER_LOGPROBS: pad_right([row.logprobs for row in rows], 0.0, torch.float32)[0],
-        columns.FINISHED: torch.tensor([bool(row.finished) for row in rows]),
-    }
+    made = pad_completions(rows, asked.params.pad_token_id).columns()
     if not all(all(row.sampled or ()) for row in rows):
         sampled = [row.sampled or () for row in rows]
         made[columns.LOSS_MASK], _ = pad_right(sampled, False, torch.bool)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from ray.rllib.core.rl_module.rl_module import RLModule
@@ -16,15 +16,11 @@ from ray.rllib.core.rl_module.rl_module import RLModule
 from rllib_llm.engines.decode_step import DecodePlan
 from rllib_llm.engines.engine import check_decoding_once, generate
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import Engine, Noise, uniform_noise
+from rllib_llm.engines.protocol import BatchEngine, Engine, Noise, uniform_noise
 from rllib_llm.engines.torch_engine import TorchEngine
 from rllib_llm.shared import columns
 from rllib_llm.weights.flat_buffer import FlatBuffer, unpack
 from rllib_llm.weights.loading import ModuleLoader, differing
-
-if TYPE_CHECKING:  # they import transformers, or httpx
-    from rllib_llm.engines.servers import CompletionClient
-    from rllib_llm.engines.vllm_engine import VLLMEngine
 
 LoadWeights: TypeAlias = Callable[[dict[str, torch.Tensor]], None]
 EVALUATION_SEED = 1_000_003  # added to the seed, so that evaluation has noise of its own
@@ -247,37 +243,41 @@ def _check_decoding(module: Any) -> None:
     check_decoding_once(module.computing_model)
 
 
-class ForeignPolicy(SamplingPolicy):
-    """The base of policies whose weights are not accessible."""
+class EnginePolicy(SamplingPolicy):
+    """vLLM in this process, which has a copy of the policy, or a server, with weights that it has
+    from elsewhere."""
 
-    takes_weights: bool = False
-    has_weights: bool = True
+    def __init__(self, engine: BatchEngine) -> None:
+        self._engine = engine
+        self.takes_weights = engine.takes_weights
 
-    def __init__(self, source: VLLMEngine | CompletionClient) -> None:
-        self._source: Any = source
+    @property
+    def has_weights(self) -> bool:
+        return self._engine.has_weights
 
     @property
     def pad_token_id(self) -> int:
-        return self._source.tokenizer.pad_token_id
+        return self._engine.tokenizer.pad_token_id
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        return self._source.stop_token_ids
+        return self._engine.stop_token_ids
 
     def generate(
         self, prompts: Mapping[str, torch.Tensor], asked: Generation
     ) -> dict[str, torch.Tensor]:
         ids, mask = prompts[columns.PROMPT_IDS], prompts[columns.PROMPT_MASK]
         noises = [Noise(asked.seed, row) for row in asked.row_ids.tolist()]
-        made = self._source.generate(
+        made = self._engine.generate(
             ids, mask, asked.params, num_completions=asked.num_completions, noises=noises,
-            **self._followed(asked),
+            weights=asked.weights,
         )  # fmt: skip
         return made.columns(ids.device)
 
-    def _followed(self, asked: Generation) -> dict[str, Any]:
-        """The weights that the source is to follow, where it does."""
-        return {}
+    def open_engine(
+        self, version: int | None, *, load_weights: LoadWeights | None = None
+    ) -> Engine:
+        return self._engine.open_rows(version, load_weights)
 
     def load(self, weights: FlatBuffer) -> None:
         self.set_state(unpack(weights))
@@ -290,44 +290,11 @@ class ForeignPolicy(SamplingPolicy):
         """Empty: its weights are external, or come with a request."""
         return {}
 
+    def set_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        self._engine.load_weights(dict(state))
+
     def close(self) -> None:
-        self._source.close()
-
-
-class EnginePolicy(ForeignPolicy):
-    """vLLM in this process, which has a copy of the policy."""
-
-    takes_weights = True
-
-    @property
-    def has_weights(self) -> bool:  # type: ignore[override]  # what it starts from are dummies
-        return self._source.has_weights
-
-    def open_engine(
-        self, version: int | None, *, load_weights: LoadWeights | None = None
-    ) -> Engine:
-        return self._source.open_rows(version, load_weights)
-
-    def set_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        self._source.load_weights(dict(state))
-
-
-class ServerPolicy(ForeignPolicy):
-    """A server that generates, with weights that it has from elsewhere."""
-
-    def _followed(self, asked: Generation) -> dict[str, Any]:
-        return {"weights": asked.weights}
-
-    def set_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Does nothing: its weights are external."""
-
-    def open_engine(
-        self, version: int | None, *, load_weights: LoadWeights | None = None
-    ) -> Engine:
-        raise ValueError(
-            "engine='openai' must be 'torch' or 'vllm' for conversations: a server is asked for "
-            "whole batches of completions, not turn by turn. Set engine='torch'."
-        )
+        self._engine.close()
 
 
 def sampling_params(config: Any, policy: SamplingPolicy, explore: bool) -> SamplingParams:

@@ -229,50 +229,32 @@ sampler; held-out rows of an evaluation."""
 
 
 class RolloutRecorder:
-    """Keeps rollouts; this one keeps none. It is called in the driver's process, once for each
-    closed group."""
+    """Writes each completion as a row, in the background; without a store it keeps none. Called in
+    the driver's process, once for each closed group."""
+
+    def __init__(self, store: RolloutStore | None = None, about: AboutRun | None = None) -> None:
+        self._store, self._about = store, about
+
+    @property
+    def keeps(self) -> bool:
+        """Whether anything is kept."""
+        return self._store is not None
 
     def record(
         self, groups: JudgedBatch, status: Status, *, iteration: int, reason: str = ""
     ) -> None:
-        """Takes whole groups that were closed alike.
+        """Takes whole groups that were closed alike. Waits where the disk is slower than the run.
 
         Args:
             groups: their rows, on any device. `columns.GROUP` names each row's group, and
                 `columns.ADVANTAGES` is there where the learner handed it back.
             reason: why they were rejected or failed, one word; "" otherwise.
-        """
-
-    def state(self) -> dict[str, Any]:
-        """Its state for a checkpoint, after writing everything recorded."""
-        return {}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Restores `state`; rollouts recorded later are discarded."""
-
-    def metrics(self) -> dict[str, float]:
-        """Its volume so far and the time spent writing."""
-        return {}
-
-    def stop(self) -> None:
-        """Writes the rest and ends."""
-
-
-class StoredRollouts(RolloutRecorder):
-    """Writes each completion as a row, in the background."""
-
-    def __init__(self, store: RolloutStore, about: AboutRun) -> None:
-        self._store = store
-        self._about = about
-
-    def record(
-        self, groups: JudgedBatch, status: Status, *, iteration: int, reason: str = ""
-    ) -> None:
-        """Waits where the disk is slower than the run.
 
         Raises:
             RolloutStoreError: nothing can be written, and the run is to stop then.
         """
+        if self._store is None or self._about is None:
+            return
         # Rows that wait hold no memory of a GPU, and the caller may add columns meanwhile.
         groups = groups.to("cpu")
         ended = datetime.datetime.now(datetime.UTC)
@@ -282,16 +264,22 @@ class StoredRollouts(RolloutRecorder):
         self._store.put(iteration, groups.num_rows, make)
 
     def state(self) -> dict[str, Any]:
-        return self._store.state()
+        """Its state for a checkpoint, after writing everything recorded."""
+        return {} if self._store is None else self._store.state()
 
     def set_state(self, state: dict[str, Any]) -> None:
-        self._store.set_state(state)
+        """Restores `state`; rollouts recorded later are discarded."""
+        if self._store is not None:
+            self._store.set_state(state)
 
     def metrics(self) -> dict[str, float]:
-        return self._store.metrics()
+        """Its volume so far and the time spent writing."""
+        return {} if self._store is None else self._store.metrics()
 
     def stop(self) -> None:
-        self._store.stop()
+        """Writes the rest and ends."""
+        if self._store is not None:
+            self._store.stop()
 
 
 SAMPLES_FILE = "samples.jsonl"

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from rllib_llm.rollouts.judged_batch import JudgedBatch, concatenate, take_rows
 from rllib_llm.shared import columns
-from rllib_llm.weights.coordinator import PublishedWeights
-
-if TYPE_CHECKING:
-    from rllib_llm.rollouts.source import Rollouts
 
 EVICTIONS = ("oldest", "most_used")
 
@@ -31,6 +27,7 @@ class ReplayBuffer:
     """Whole groups by age, the oldest first; draws depend on seed and iteration alone.
 
     Args:
+        num_groups: drawn for each batch, fewer while there are fewer.
         capacity: groups that it holds at most.
         eviction: who goes where there is no room: "oldest", or "most_used", of those the oldest.
         max_uses: after so many, the first included, a group goes.
@@ -38,9 +35,11 @@ class ReplayBuffer:
     """
 
     def __init__(
-        self, *, capacity: int, eviction: str = "oldest", max_uses: int = 4, recency: float = 0.0,
-        seed: int = 0,
+        self, *, num_groups: int, capacity: int, eviction: str = "oldest", max_uses: int = 4,
+        recency: float = 0.0, seed: int = 0,
     ) -> None:  # fmt: skip
+        self.num_groups = num_groups
+        self.iteration = 0  # batches handed out
         self._capacity = capacity
         self._eviction = eviction
         self._max_uses = max_uses
@@ -52,13 +51,29 @@ class ReplayBuffer:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def add(self, batch: JudgedBatch, iteration: int) -> None:
+    def extend(self, fresh: JudgedBatch) -> JudgedBatch:
+        """A fresh batch and behind it groups of earlier ones, counted by `num_replayed`; the buffer
+        has the fresh ones from now on."""
+        self.iteration += 1
+        drawn = self.draw()
+        self.add(fresh)
+        if drawn is None:
+            return fresh
+        drawn = dataclasses.replace(
+            drawn.to(fresh.rewards.device),
+            timings=dict.fromkeys(fresh.timings, 0.0),
+            texts={name: drawn.texts.get(name, [""] * drawn.num_rows) for name in fresh.texts},
+        )
+        whole = concatenate([fresh, drawn])
+        return dataclasses.replace(whole, node=fresh.node, num_replayed=drawn.num_rows)
+
+    def add(self, batch: JudgedBatch) -> None:
         """Keeps the groups of `batch`, on the CPU; where there is no room, others go."""
         batch = dataclasses.replace(batch.to("cpu"), messages=[], timings={}, weights={})
         groups = batch.columns[columns.GROUP]
         for group in groups.unique(sorted=True):
             rows = take_rows(batch, (groups == group).nonzero().squeeze(1))
-            self._kept.append(_Kept(rows, iteration))
+            self._kept.append(_Kept(rows, self.iteration))
             self._counts["added"] += 1
         while len(self._kept) > self._capacity:
             del self._kept[self._evicted()]
@@ -69,13 +84,13 @@ class ReplayBuffer:
             return 0
         return max(range(len(self._kept)), key=lambda i: (self._kept[i].uses, -i))
 
-    def draw(self, num_groups: int, iteration: int) -> JudgedBatch | None:
+    def draw(self) -> JudgedBatch | None:
         """Different groups, as many as there are at most, in the order of their age; None where
         it is empty. The same buffer gives the same groups for the same iteration."""
-        count = min(num_groups, len(self._kept))
+        count = min(self.num_groups, len(self._kept))
         if not count:
             return None
-        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + iteration)
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self.iteration)
         places = torch.arange(1, len(self._kept) + 1, dtype=torch.float64)
         chosen = torch.multinomial(places**self._recency, count, generator=generator).sort().values
         drawn = [self._kept[int(i)] for i in chosen]
@@ -87,10 +102,10 @@ class ReplayBuffer:
         self._kept = remaining
         return concatenate([kept.rows for kept in drawn])
 
-    def metrics(self, iteration: int) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Its size, and the groups added, drawn and dropped so far."""
         uses = [kept.uses for kept in self._kept]
-        ages = [iteration - kept.iteration for kept in self._kept]
+        ages = [self.iteration - kept.iteration for kept in self._kept]
         drawn = self._counts["drawn"] / max(1, self._counts["added"])
         return {
             "groups": float(len(self._kept)),
@@ -107,84 +122,28 @@ class ReplayBuffer:
             {"rows": dict(vars(one.rows)), "iteration": one.iteration, "uses": one.uses}
             for one in self._kept
         ]
-        return {"kept": kept, "counts": dict(self._counts)}
+        buffer = {"kept": kept, "counts": dict(self._counts)}
+        return {"iteration": self.iteration, "buffer": buffer}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Restores `state`; keeps the newest groups if they exceed the capacity."""
         kept = [
             _Kept(JudgedBatch(**one["rows"]), one["iteration"], one["uses"])
-            for one in state["kept"]
+            for one in state["buffer"]["kept"]
         ]
-        self._kept = kept[-self._capacity :]
-        self._counts = dict(state["counts"])
+        self._kept, self.iteration = kept[-self._capacity :], state["iteration"]
+        self._counts = dict(state["buffer"]["counts"])
 
 
-class Replayed:
-    """Appends `num_groups` replayed groups to each batch of a source, counted by `num_replayed`.
-
-    Args:
-        buffer: of the others; a fresh batch enters it once it was handed out.
-        num_groups: drawn for each batch, fewer while there are fewer.
-    """
-
-    def __init__(self, source: Rollouts, buffer: ReplayBuffer, num_groups: int) -> None:
-        self.source = source
-        self.buffer = buffer
-        self._num_groups = num_groups
-        self._iteration = 0  # batches handed out
-
-    @property
-    def position(self) -> int:
-        """Prompt groups handed out so far, each counted once."""
-        return self.source.position
-
-    def next(self) -> JudgedBatch:
-        fresh = self.source.next()
-        self._iteration += 1
-        drawn = self.buffer.draw(self._num_groups, self._iteration)
-        self.buffer.add(fresh, self._iteration)
-        if drawn is None:
-            return fresh
-        drawn = dataclasses.replace(
-            drawn.to(fresh.rewards.device),
-            timings=dict.fromkeys(fresh.timings, 0.0),
-            texts={name: drawn.texts.get(name, [""] * drawn.num_rows) for name in fresh.texts},
-        )
-        whole = concatenate([fresh, drawn])
-        return dataclasses.replace(whole, node=fresh.node, num_replayed=drawn.num_rows)
-
-    def publish(self, weights: PublishedWeights) -> None:
-        self.source.publish(weights)
-
-    def metrics(self) -> dict[str, dict[str, float]]:
-        """The metrics of the source and the buffer."""
-        return {"replay": self.buffer.metrics(self._iteration), **self.source.metrics()}
-
-    def state(self) -> dict[str, Any]:
-        """The state of the source and the buffer."""
-        replay = {"iteration": self._iteration, "buffer": self.buffer.state()}
-        return {**self.source.state(), "replay": replay}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """A state without a buffer leaves this one empty."""
-        self.source.set_state(state)
-        if "replay" in state:
-            self._iteration = state["replay"]["iteration"]
-            self.buffer.set_state(state["replay"]["buffer"])
-
-    def stop(self) -> None:
-        self.source.stop()
-
-
-def replayed(source: Rollouts, config: Any) -> Rollouts | Replayed:
-    """The source with a buffer around it, where an `RLHFConfig` asks for one."""
+def open_replay(config: Any) -> ReplayBuffer | None:
+    """The buffer that an `RLHFConfig` asks for, if it does."""
     if not config.replay_groups:
-        return source
-    buffer = ReplayBuffer(
+        return None
+    return ReplayBuffer(
+        num_groups=config.replay_groups,
         capacity=config.replay_capacity or 4 * config.num_prompts_per_iteration,
         eviction=config.replay_eviction,
         max_uses=config.replay_max_uses,
         recency=config.replay_recency,
         seed=config.seed or 0,
     )
-    return Replayed(source, buffer, config.replay_groups)

@@ -9,38 +9,57 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 
 from rllib_llm.engines.hot_swap import LaneEngine
-from rllib_llm.engines.protocol import NOT_FINITE, Ended, Engine, InFlight, Noise, Row, Tokens
+from rllib_llm.engines.protocol import (
+    NOT_FINITE,
+    Ended,
+    Engine,
+    InFlight,
+    Noise,
+    Row,
+    Tokens,
+    pad_completions,
+)
 from rllib_llm.engines.torch_engine import TorchEngine
 from rllib_llm.rollouts.groups import Lease, PartialCompletion
-from rllib_llm.rollouts.judged_batch import NO_VERSION, SampleRequest
+from rllib_llm.rollouts.judged_batch import SampleRequest
 from rllib_llm.rollouts.policy import ModulePolicy, SamplingPolicy
 from rllib_llm.rollouts.sampler import Sampler, UnjudgedBatch
 from rllib_llm.shared import columns
-from rllib_llm.shared.columns import pad_right
 from rllib_llm.weights.coordinator import PublishedWeights
 
 _NOTHING = PartialCompletion((), (), ())
 
 
 class RowEngine:
-    """An engine whose rows continue on new weights; their cache is kept or recomputed."""
+    """An engine that new weights reach between two steps. Its rows continue on them, or finish on
+    those they started with: then there are two modules, which change places with each load.
+    """
 
     def __init__(self, sampler: Sampler, in_flight: InFlight) -> None:
         self._sampler, self._in_flight = sampler, in_flight
         self._newest: PublishedWeights | None = None
         self._newest_order = 0  # of their publication
+        self._is_loaded = False
         self.order = 0  # of those that new rows begin on
         self.rows = self._open()
 
     def _open(self) -> Engine:
-        return self._sampler.policy.open_engine(None, load_weights=self._put)
+        sampler = self._sampler
+        # vLLM has one copy of the weights: new rows wait for those that finish on the old ones.
+        if self._in_flight != "finish" or not isinstance(sampler.policy, ModulePolicy):
+            return self._engine_of(sampler.policy)
+        sampler.twin = sampler.twin or sampler.policy.twin()
+        newest, older = self._engine_of(sampler.policy), self._engine_of(sampler.twin)
+        return LaneEngine(cast(TorchEngine, newest), cast(TorchEngine, older))
+
+    def _engine_of(self, policy: SamplingPolicy) -> Engine:
+        return policy.open_engine(None, load_weights=functools.partial(self._put, policy))
 
     def is_news(self, weights: PublishedWeights, order: int) -> bool:
         """Whether these weights are newer than the last. Calls to the ledger can overtake one
@@ -53,87 +72,32 @@ class RowEngine:
         is_news = self.is_news(weights, order)
         self._newest_order = max(self._newest_order, order)
         if is_news:
-            self._newest = weights
-            self._load(weights.version)
-        if self._is_loaded():
-            self.order = self._newest_order
+            self._newest, self._is_loaded = weights, False
+            self.rows.load({}, weights.version, self._in_flight)
+        self._note_loaded()
 
-    def _load(self, version: int) -> None:
-        self.rows.load({}, version, self._in_flight)
-
-    def _is_loaded(self) -> bool:
-        """Whether new rows begin on the weights it was given last."""
-        return True
-
-    def _put(self, _: Mapping[str, torch.Tensor], policy: SamplingPolicy | None = None) -> None:
-        """Puts the newest weights into a policy, the sampler's by default."""
+    def _put(self, policy: SamplingPolicy, _: Mapping[str, torch.Tensor]) -> None:
+        """Puts the newest weights into a policy, which is the sampler's from now on."""
+        sampler = self._sampler
         assert self._newest is not None, "weights are given before they are loaded"
-        self._sampler.weights.ensure(self._newest, (policy or self._sampler.policy).load)
+        sampler.weights.ensure(self._newest, policy.load)
+        if policy is sampler.twin:
+            sampler.policy, sampler.twin = sampler.twin, sampler.policy
+        self._is_loaded = True
+
+    def _note_loaded(self) -> None:
+        if self._is_loaded:
+            self.order = self._newest_order
 
     def step(self) -> list[Ended]:
         """A token for every row; those that have ended."""
-        return self.rows.step()
+        ended = self.rows.step()
+        self._note_loaded()
+        return ended
 
     def close(self) -> None:
         """Frees the engine."""
         self.rows.close()
-
-
-class LanedRowEngine(RowEngine):
-    """An engine whose rows finish on the weights they started with, while new rows start on newer
-    ones.
-
-    There are two modules. The sampler's policy is the one that has the newest weights, the other is
-    its twin; when new weights come and the twin has no rows left, it gets them and they change
-    places. Weights that come before are passed over for newer ones; rows that need them, or newer
-    ones, wait.
-    """
-
-    rows: LaneEngine
-
-    def _open(self) -> LaneEngine:
-        sampler = self._sampler
-        if sampler.twin is None:
-            assert isinstance(sampler.policy, ModulePolicy), "rows are sampled by a module"
-            sampler.twin = sampler.policy.twin()
-        self._emptied: Future[TorchEngine] | None = None
-        newest, older = [
-            cast(
-                TorchEngine,
-                policy.open_engine(None, load_weights=functools.partial(self._put, policy=policy)),
-            )
-            for policy in (sampler.policy, sampler.twin)
-        ]
-        return LaneEngine(newest, older)
-
-    def _load(self, version: int) -> None:
-        if self.rows.version is None:
-            self.rows.load_first(version)
-            return
-        if self._emptied is None:
-            self._emptied = self.rows.empty_lane()
-        self._switch()
-
-    def _is_loaded(self) -> bool:
-        return self._emptied is None
-
-    def _switch(self) -> None:
-        """New rows begin on the newest weights, if the lane for them is empty."""
-        if self._emptied is None or not self._emptied.done():
-            return
-        lane, self._emptied = self._emptied.result(), None
-        assert self._newest is not None, "a lane is emptied for weights"
-        lane.load({}, self._newest.version)
-        self.rows.switch()
-        self.order = self._newest_order
-        sampler = self._sampler
-        assert sampler.twin is not None, "it has a lane"
-        sampler.policy, sampler.twin = sampler.twin, sampler.policy
-
-    def step(self) -> list[Ended]:
-        ended = super().step()
-        self._switch()
-        return ended
 
 
 @dataclass
@@ -166,10 +130,7 @@ class RowStream:
     ) -> None:
         self._sampler, self._n = sampler, num_completions
         self._masks_stale_prefix = masks_stale_prefix
-        # vLLM has one copy of the weights: new rows wait for those that finish on the old ones.
-        has_twin = in_flight == "finish" and isinstance(sampler.policy, ModulePolicy)
-        kind = LanedRowEngine if has_twin else RowEngine
-        self._engine = kind(sampler, in_flight)
+        self._engine = RowEngine(sampler, in_flight)
         self._groups: dict[int, _Group] = {}  # by position
 
     @property
@@ -281,8 +242,9 @@ class RowStream:
         weights = self._sampler.weights
         made = self._columns([group.ended[i] for i in range(self._n)])
         return UnjudgedBatch(
-            group.request, weights.version, group.prompts, made, weights=weights.metrics()
-        )
+            group.request, weights.version, group.prompts, made, weights.version,
+            weights=weights.metrics(),
+        )  # fmt: skip
 
     def partial(self) -> dict[int, dict[int, tuple[PartialCompletion, ...]]]:
         """The partial output of each group, by lease and position."""
@@ -300,18 +262,10 @@ class RowStream:
         return found
 
     def _columns(self, rows: list[PartialCompletion]) -> dict[str, torch.Tensor]:
-        versions, _ = pad_right([row.versions for row in rows], NO_VERSION, torch.int32)
         pad = self._sampler.policy.pad_token_id
-        ids, mask = pad_right([row.token_ids for row in rows], pad)
-        logprobs, _ = pad_right([row.logprobs for row in rows], 0.0, torch.float32)
-        made = {
-            columns.COMPLETION_IDS: ids,
-            columns.COMPLETION_MASK: mask,
-            columns.SAMPLER_LOGPROBS: logprobs,
-            columns.FINISHED: torch.tensor([row.finish == "stop" for row in rows]),
-            columns.WEIGHTS_VERSION: versions,
-        }
+        made = pad_completions(rows, pad, with_versions=True).columns()
         if self._masks_stale_prefix:
+            versions = made[columns.WEIGHTS_VERSION]
             newest = versions.max(dim=1, keepdim=True).values
             made[columns.LOSS_MASK] = made[columns.COMPLETION_MASK] & (versions == newest)
         return made

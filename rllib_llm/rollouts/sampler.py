@@ -147,13 +147,15 @@ class UnjudgedBatch:
     """Completions of a request that are to be judged.
 
     version: of the weights that made them. prompts: columns of the prompts. completions: columns,
-    or conversations that are over. timings, weights: see `JudgedBatch`.
+    or conversations that are over. step: updates behind what was published for the request.
+    timings, weights: see `JudgedBatch`.
     """
 
     request: SampleRequest
     version: int
     prompts: dict[str, torch.Tensor]
     completions: Any
+    step: int
     timings: dict[str, float] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)
 
@@ -212,10 +214,7 @@ class Sampler:
         try:
             generated = self._generate_with(request, published)
             self.watch.judging()
-            try:
-                return self._judge_here(generated)
-            except UnjudgedError as error:
-                return self._unjudged(generated, error)
+            return self._judged_by(self.environment, generated)
         finally:
             self.watch.end()
 
@@ -250,34 +249,35 @@ class Sampler:
         """
         generated = self._begin(request)
         self.watch.judging()
-        return self._judge_here(generated)
+        return self._score(self.environment, generated)
 
     def _begin(self, request: SampleRequest) -> UnjudgedBatch:
         self.require_weights()
         start = time.perf_counter()
         prompts, made = self._complete(request)
         seconds = {"generate_seconds": time.perf_counter() - start}
-        return UnjudgedBatch(request, self.weights.version, prompts, made, seconds)
+        return UnjudgedBatch(request, self.weights.version, prompts, made, self._step, seconds)
 
     def _complete(self, request: SampleRequest) -> tuple[dict[str, torch.Tensor], Any]:
-        """Prompts and completions of a request, as `judged` takes them."""
+        """Prompts and completions of a request, as `UnjudgedBatch` has them."""
         rows = self.environment.prompts(request)
         return rows, self._generate(rows, request)
 
-    def _judge_here(self, generated: UnjudgedBatch) -> JudgedBatch:
-        """The completions of the last prompts, judged."""
-        start = time.perf_counter()
-        judged = self.environment.judge(generated.completions, self._step)
-        return self._judged(generated, judged, time.perf_counter() - start)
-
     def judge(self, generated: UnjudgedBatch) -> JudgedBatch:
         """As `serve`, for scores only; callable from any thread during sampling."""
-        start = time.perf_counter()
         with self.environment.judging(generated.request) as environment:
-            try:
-                judged = environment.judge(generated.completions, generated.version)
-            except UnjudgedError as error:
-                return self._unjudged(generated, error)
+            return self._judged_by(environment, generated)
+
+    def _judged_by(self, environment: SamplingEnvironment, generated: UnjudgedBatch) -> JudgedBatch:
+        """Completions of the last prompts of an environment, judged if any can be."""
+        try:
+            return self._score(environment, generated)
+        except UnjudgedError as error:
+            return self._unjudged(generated, error)
+
+    def _score(self, environment: SamplingEnvironment, generated: UnjudgedBatch) -> JudgedBatch:
+        start = time.perf_counter()
+        judged = environment.judge(generated.completions, generated.step)
         return self._judged(generated, judged, time.perf_counter() - start)
 
     def _unjudged(self, generated: UnjudgedBatch, error: Exception) -> JudgedBatch:

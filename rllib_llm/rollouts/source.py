@@ -35,6 +35,7 @@ from rllib_llm.rollouts.ledger_actor import (
     RemoteLedger,
 )
 from rllib_llm.rollouts.recorder import RolloutRecorder
+from rllib_llm.rollouts.replay import ReplayBuffer
 from rllib_llm.rollouts.sampler import SamplesAndJudges
 from rllib_llm.rollouts.sampler_pool import SamplerPool
 from rllib_llm.rollouts.schedule import ServingSettings, StreamRules
@@ -66,6 +67,7 @@ class Rollouts:
     Args:
         publish_again: publishes the current weights anew, since somebody could not get them.
         tell: called with the groups of the next batch that are judged, as they come.
+        replay: groups of earlier batches, some of which come behind each.
     """
 
     def __init__(
@@ -77,7 +79,9 @@ class Rollouts:
         recorder: RolloutRecorder,
         publish_again: Callable[[PublishedWeightsLostError], PublishedWeights],
         tell: Callable[[int], None] = lambda num_groups: None,
+        replay: ReplayBuffer | None = None,
     ) -> None:
+        self._replay = replay
         self._ledger, self._workers, self._rules = ledger, workers, rules
         self._recorder, self._publish_again, self._tell = recorder, publish_again, tell
         self._kept: dict[int, PublishedWeights] = {}  # by version, those that may be asked for
@@ -121,6 +125,10 @@ class Rollouts:
             FilteredOutError: filters refuse everything.
             SamplingError: nobody can sample.
         """
+        fresh = self._fresh()
+        return fresh if self._replay is None else self._replay.extend(fresh)
+
+    def _fresh(self) -> JudgedBatch:
         if self._rules.num_parts is None or self._handed_out:
             return self._next()
         before, weights = self._saved() | {"weights_version": self._step}, self._kept[self._step]
@@ -236,7 +244,7 @@ class Rollouts:
 
     def metrics(self) -> dict[str, dict[str, float]]:
         """`rollouts`, see `Ledger.metrics`, with `age_mean` and `age_max` of the
-        last batch's groups in updates, and the seconds that it was waited for."""
+        last batch's groups in updates, and the seconds that it was waited for; `replay`."""
         look = self.look()
         ages = self._ages or [0.0]
         told = {
@@ -245,7 +253,8 @@ class Rollouts:
             "age_max": max(ages),
             "wait_seconds": self._wait_seconds,
         }
-        return {"rollouts": told}
+        replay = {} if self._replay is None else {"replay": self._replay.metrics()}
+        return {**replay, "rollouts": told}
 
     def look(self) -> dict[str, Any]:
         """See `JournaledLedger.look`."""
@@ -260,7 +269,8 @@ class Rollouts:
             self._workers.work()
             self._attend(self._ledger.call("report", self._num_seen))
             time.sleep(SECONDS_BETWEEN_REPORTS)
-        return self._saved()
+        replay = {} if self._replay is None else {"replay": self._replay.state()}
+        return {**self._saved(), **replay}
 
     def _saved(self) -> dict[str, Any]:
         """The state as it is."""
@@ -292,6 +302,8 @@ class Rollouts:
         else:
             self._ledger.call("begin", state["position"], state["weights_version"])
         self._position = state.get("num_learnt", state["position"])
+        if self._replay is not None and "replay" in state:
+            self._replay.set_state(state["replay"])
 
     def stop(self) -> None:
         """Waits, for a limited time, for work in flight."""
@@ -308,9 +320,9 @@ def open_rollouts(
     *,
     folder: Path,
     recorder: RolloutRecorder,
-    keeps_rejected: bool,
     publish_again: Callable[[PublishedWeightsLostError], PublishedWeights],
     tell: Callable[[int], None] = lambda num_groups: None,
+    replay: ReplayBuffer | None = None,
 ) -> Rollouts:
     """Where batches come from that these samplers make.
 
@@ -318,10 +330,12 @@ def open_rollouts(
         pool: remote samplers. local: that of this process, where there are none.
         folder: for the journal of a ledger in an actor, which goes with the run.
     """
-    told: dict[str, Any] = {"recorder": recorder, "publish_again": publish_again, "tell": tell}
+    told: dict[str, Any] = {
+        "recorder": recorder, "publish_again": publish_again, "tell": tell, "replay": replay,
+    }  # fmt: skip
     if not pool.num_samplers:  # nobody could replace a sampler that is this very process
         rules = dataclasses.replace(rules, timeout_s=None)
-    own = JournaledLedger(rules, keeps_rejected=keeps_rejected)
+    own = JournaledLedger(rules, keeps_rejected=recorder.keeps)
     is_asked = rules.num_parts is not None
     if is_asked and pool.num_samplers:
         return Rollouts(own, AskedWorkers(pool, own, settings), rules, **told)
@@ -335,7 +349,7 @@ def open_rollouts(
     name = f"ledger-{uuid.uuid4().hex}"
     limit = rules.timeout_s if isinstance(rules.timeout_s, (int, float)) else LEAST_SECONDS
     ledger = RemoteLedger(
-        name, rules, folder, keeps_rejected=keeps_rejected, answer_seconds=min(limit, CALL_SECONDS)
+        name, rules, folder, keeps_rejected=recorder.keeps, answer_seconds=min(limit, CALL_SECONDS)
     )
     workers = LeasingWorkers(pool, ledger, settings, answer_seconds=limit)
     return Rollouts(ledger, workers, rules, **told)

@@ -26,7 +26,7 @@ from rllib_llm.serving.schemas import ApiError
 from rllib_llm.serving.settings import ServeSettings
 from rllib_llm.weights.coordinator import CoordinatorClient
 from rllib_llm.weights.flat_buffer import FlatBuffer, unpack
-from rllib_llm.weights.receiver import Transfer, WeightsFollower
+from rllib_llm.weights.receiver import WeightsFollower, WeightsReceiver
 
 MODEL_GONE = "model_not_found"
 _MAX_REMEMBERED = 10_000
@@ -287,7 +287,7 @@ class RunSource:
         service: is given them.
         client: of the run's coordinator.
         merger: makes whole weights of what the run publishes, where it trains adapters.
-        transfer: see `WeightsFollower`.
+        receiver: see `WeightsFollower`.
         retry_seconds: between attempts after an error.
     """
 
@@ -297,13 +297,13 @@ class RunSource:
         client: CoordinatorClient,
         merger: AdapterMerger | None = None,
         *,
-        transfer: Transfer | None = None,
+        receiver: WeightsReceiver | None = None,
         retry_seconds: float = _WAIT_SECONDS,
     ) -> None:
         self._service, self._client, self._merger = service, client, merger
         self._retry_seconds = retry_seconds
         self._arrived: list[FlatBuffer] = []
-        self._follower = WeightsFollower(client, self._arrived.append, transfer=transfer)
+        self._follower = WeightsFollower(client, self._arrived.append, receiver=receiver)
         self._stop = threading.Event()
         self.error: Exception | None = None  # that keeps it from following
         self._thread = threading.Thread(target=self._run, name="follow-weights", daemon=True)

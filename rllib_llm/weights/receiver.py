@@ -9,6 +9,7 @@ coordinator (`WeightsFollower`).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 import threading
 import time
@@ -88,8 +89,11 @@ def wait_among_nodes(published: PublishedWeights) -> None:
     wait_for_turn(published, node=ray.get_runtime_context().get_node_id())
 
 
-class Transfer:
-    """Fetches published weights and records the cost.
+class WeightsReceiver:
+    """Keeps one model at published weights: fetches, opens, verifies and counts them.
+
+    `in_use`: what the model holds whole; None before the first, and after a load that failed
+    midway: it may then hold parts of two versions.
 
     get: `ray.get` or what stands for it. sleep, uniform, wait_for_turn: likewise.
     timeout_seconds: of one attempt; a transfer slower than that counts as failed.
@@ -105,80 +109,14 @@ class Transfer:
         wait_for_turn: Callable[[PublishedWeights], None] = wait_among_nodes,
         timeout_seconds: float = 60.0,
         max_attempts: int = 5,
-    ):
-        self._get, self._sleep, self._uniform = get, sleep, uniform
-        self._wait_for_turn = wait_for_turn
-        self._timeout_seconds, self._max_attempts = timeout_seconds, max_attempts
-        self.failures: Counter[str] = Counter()  # by the error's name, over all transfers
-        self.seconds = 0.0  # of the last transfer, its failed attempts included
-
-    def fetch(
-        self,
-        latest: Callable[[], PublishedWeights],
-        report: Callable[[PublishedWeights], None] = lambda published: None,
-        *,
-        open_ticket: Callable[[Any], FlatBuffer] = lambda ticket: ticket,
-    ) -> tuple[PublishedWeights, FlatBuffer]:
-        """Fetches the weights that `latest` returns, calling it again at each attempt, and verifies
-        checksums. `report` receives weights whose bytes are lost or damaged; `open_ticket` reads
-        the object from the store.
-
-        Raises:
-            WeightsLostError: every attempt failed, or the ticket cannot be opened by this process.
-        """
-        start = time.perf_counter()
-        for attempt in range(self._max_attempts):
-            published = latest()
-            try:
-                if len(published.nodes) > 1:
-                    self._wait_for_turn(published)
-                refs = list(published.ref)
-                tickets = self.get(refs) if len(refs) > 1 else [self.get(refs[0])]
-                parts = [open_ticket(ticket) for ticket in tickets]
-                for part in parts:
-                    verify(part)
-                flat = join(parts)
-            except TicketError as error:
-                raise self.unreadable(published, error) from error
-            except PASSING_ERRORS as error:
-                self.failures[type(error).__name__] += 1
-                if isinstance(error, LOST_ERRORS):
-                    report(published)
-                last = error
-                if attempt + 1 < self._max_attempts:
-                    self._sleep(backoff_seconds(attempt, self._uniform))
-            else:
-                self.seconds = time.perf_counter() - start
-                return published, flat
-        raise WeightsLostError(
-            f"weights_version={published.version} must be in the object store: {self._max_attempts}"
-            f" attempts failed, the last with {type(last).__name__}: {last}. Publish again."
-        ) from last
-
-    def get(self, ref: ray.ObjectRef | list[ray.ObjectRef]) -> Any:
-        """The object, or all of several, if they arrive within the timeout of one attempt."""
-        return self._get(ref, timeout=self._timeout_seconds)
-
-    def unreadable(self, published: PublishedWeights, error: TicketError) -> WeightsLostError:
-        """The error for bytes that this process can never read, so that retrying is pointless."""
-        self.failures[type(error).__name__] += 1
-        return WeightsLostError(
-            f"weights_version={published.version} must be readable where they were left: {error}. "
-            "Publish again, through the object store."
-        )
-
-
-class WeightsReceiver:
-    """Keeps one model at published weights.
-
-    `in_use`: what the model holds whole; None before the first, and after a load that failed
-    midway: it may then hold parts of two versions.
-    """
-
-    def __init__(self, transfer: Transfer | None = None) -> None:
-        self._transfer = transfer or Transfer()
-        self._transports = Transports(self._transfer.get)
+    ) -> None:
+        self._get = functools.partial(get, timeout=timeout_seconds)
+        self._sleep, self._uniform = sleep, uniform
+        self._wait_for_turn, self._max_attempts = wait_for_turn, max_attempts
+        self._transports = Transports(self._get)
         self.in_use: PublishedWeights | None = None
+        self.failures: Counter[str] = Counter()  # by the error's name, over all transfers
+        self.transfer_seconds = 0.0  # of the last transfer, its failed attempts included
         self.load_seconds = 0.0  # of the last load
         self.num_skipped = 0  # versions passed over
         self._num_bytes = 0
@@ -187,11 +125,6 @@ class WeightsReceiver:
     def version(self) -> int:
         """The version in use; -1 without one."""
         return -1 if self.in_use is None else self.in_use.version
-
-    @property
-    def failures(self) -> Counter[str]:
-        """Transfers that failed so far, by the error's name."""
-        return self._transfer.failures
 
     def ensure(self, published: PublishedWeights, load: Callable[[FlatBuffer], None]) -> None:
         """Calls `load` with the published weights unless they are the ones in use.
@@ -239,25 +172,63 @@ class WeightsReceiver:
     ) -> Iterator[tuple[PublishedWeights, FlatBuffer]]:
         """Weights and their bytes, which are to be read within the block.
 
-        latest: where tickets come from, see `Transfer.fetch`, as is `report`.
+        latest: gives weights, and is called again at each attempt. report: receives weights whose
+        bytes are lost or damaged.
 
         Raises:
-            WeightsLostError: they are not where they were put, or cannot be read here; or, at the
-                end of the block, they have changed while they were read.
+            WeightsLostError: every attempt failed, or they cannot be read here; or, at the end of
+                the block, they have changed while they were read.
         """
+        start = time.perf_counter()
         with ExitStack() as opened:
-            published, flat = self._transfer.fetch(
-                latest,
-                report,
-                open_ticket=lambda ticket: opened.enter_context(
-                    self._transports[ticket.transport].open(ticket)
-                ),
-            )
+            for attempt in range(self._max_attempts):
+                published = latest()
+                try:
+                    flat = self._fetch(published, opened)
+                    break
+                except TicketError as error:
+                    raise self._unreadable(published, error) from error
+                except PASSING_ERRORS as error:
+                    self.failures[type(error).__name__] += 1
+                    if isinstance(error, LOST_ERRORS):
+                        report(published)
+                    last = error
+                    if attempt + 1 < self._max_attempts:
+                        self._sleep(backoff_seconds(attempt, self._uniform))
+            else:
+                raise WeightsLostError(
+                    f"weights_version={published.version} must be in the object store: "
+                    f"{self._max_attempts} attempts failed, the last with {type(last).__name__}: "
+                    f"{last}. Publish again."
+                ) from last
+            self.transfer_seconds = time.perf_counter() - start
             yield published, flat
             try:
                 opened.close()
             except TicketError as error:
-                raise self._transfer.unreadable(published, error) from error
+                raise self._unreadable(published, error) from error
+
+    def _fetch(self, published: PublishedWeights, opened: ExitStack) -> FlatBuffer:
+        """One attempt; what is open for it is closed with `opened`."""
+        if len(published.nodes) > 1:
+            self._wait_for_turn(published)
+        refs = list(published.ref)
+        tickets = self._get(refs) if len(refs) > 1 else [self._get(refs[0])]
+        parts = [
+            opened.enter_context(self._transports[ticket.transport].open(ticket))
+            for ticket in tickets
+        ]
+        for part in parts:
+            verify(part)
+        return join(parts)
+
+    def _unreadable(self, published: PublishedWeights, error: TicketError) -> WeightsLostError:
+        """The error for bytes that this process can never read, so that retrying is pointless."""
+        self.failures[type(error).__name__] += 1
+        return WeightsLostError(
+            f"weights_version={published.version} must be readable where they were left: {error}. "
+            "Publish again, through the object store."
+        )
 
     def published_bytes(self) -> FlatBuffer:
         """The weights in use as they were published, on a device a copy of them.
@@ -276,15 +247,15 @@ class WeightsReceiver:
     def metrics(self) -> dict[str, float]:
         """Bytes and seconds of the last transfer and load, age of the weights in use in seconds;
         versions passed over (`skips`) and failed transfers by kind so far."""
-        seconds = self._transfer.seconds + self.load_seconds
+        seconds = self.transfer_seconds + self.load_seconds
         return {
             "bytes": float(self._num_bytes),
-            "transfer_seconds": self._transfer.seconds,
+            "transfer_seconds": self.transfer_seconds,
             "load_seconds": self.load_seconds,
             "gb_per_s": self._num_bytes / 1e9 / seconds if seconds else 0.0,
             "age_seconds": 0.0 if self.in_use is None else self.in_use.age_seconds,
             "skips": float(self.num_skipped),
-            **failure_metrics(self._transfer.failures),
+            **failure_metrics(self.failures),
         }
 
 
@@ -318,11 +289,11 @@ class WeightsFollower:
         load: Callable[[Any], None],
         *,
         prepare: Callable[[FlatBuffer], Any] = lambda flat: flat,
-        transfer: Transfer | None = None,
+        receiver: WeightsReceiver | None = None,
         wait_seconds: float = 5.0,
     ):
         self._client, self._load, self._prepare = client, load, prepare
-        self._receiver = WeightsReceiver(transfer)
+        self._receiver = receiver or WeightsReceiver()
         self._wait_seconds = wait_seconds
         self._lock = threading.Lock()
         self._arrived: tuple[PublishedWeights, int, Any] | None = None  # with bytes, as prepared

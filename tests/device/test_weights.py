@@ -10,7 +10,7 @@ import torch
 from rllib_llm.weights.direct import CudaIpcTransport, CudaMemory, DeviceWeightsError
 from rllib_llm.weights.flat_buffer import StagingBuffer, fill_slots, lay_out, unpack
 from rllib_llm.weights.loading import ModuleLoader, differing
-from rllib_llm.weights.receiver import Transfer, WeightsReceiver
+from rllib_llm.weights.receiver import WeightsReceiver
 from tests.device import pretend
 from tests.weights.test_loading import Module, flat_of, values
 from tests.weights.test_on_device import get_itself, published
@@ -75,7 +75,7 @@ def test_the_process_that_made_the_memory_cannot_open_it(gpu):
 def _read_there(pipe):
     """A process on the same GPU that reads snapshots and sends what it found."""
     pretend.install()
-    receiver, found = WeightsReceiver(Transfer(get=get_itself)), {}
+    receiver, found = WeightsReceiver(get=get_itself), {}
     while (weights := pipe.recv()) is not None:
         receiver.ensure(weights, lambda flat: found.update(
             {name: (tensor.is_cuda, tensor.clone().cpu()) for name, tensor in unpack(flat).items()}

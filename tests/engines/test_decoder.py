@@ -125,8 +125,8 @@ def test_places_are_filled_again_and_the_cache_stays_small():
 
 
 def test_a_cache_lets_rows_in_that_end_where_the_others_end():
-    cache = SharedPromptCache(1, num_completions=1, capacity=0)
-    prompts = [SharedPromptCache(1, 1, length) for length in (3, 1)]
+    cache = SharedPromptCache(1, capacity=0)
+    prompts = [SharedPromptCache(1, length) for length in (3, 1)]
     for value, prompt in enumerate(prompts, start=1):
         states = torch.full((1, 1, 4 - value if value == 1 else 1, 2), float(value))
         prompt.layers[0].update(states, -states)

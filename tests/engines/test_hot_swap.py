@@ -86,6 +86,24 @@ def test_a_third_version_waits_until_the_oldest_is_empty_which_takes_no_more_row
     assert_of(until_empty(engine)["row 1"], third, row(1), 2)
 
 
+def test_loaded_between_two_steps_the_newest_weights_wait_for_the_older_lane():
+    _, second, third, fourth = models(4)
+    engine = lanes()
+    engine.add([row(0)])
+    engine.step()
+    engine.load(published(second), 1)  # the older lane is empty
+    engine.add([row(1)])
+    engine.step()
+    engine.load(published(third), 2)
+    engine.load(published(fourth), 3)
+    assert engine.version == 1
+    found = until_empty(engine)
+    assert [set(found[f"row {i}"].versions) for i in range(2)] == [{0}, {1}]
+    assert engine.versions == [3, 1]
+    engine.add([row(2)])
+    assert_of(until_empty(engine)["row 2"], fourth, row(2), 3)
+
+
 def test_an_aborted_row_empties_the_lane():
     engine = lanes()
     engine.add([row(0)])

@@ -19,8 +19,9 @@ def prompt_states() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def filled(num_completions: int) -> SharedPromptLayer:
-    layer = SharedPromptLayer(num_completions, capacity=5)
-    layer.update(*prompt_states())
+    prompts, layer = SharedPromptLayer(capacity=3), SharedPromptLayer(capacity=0)
+    prompts.update(*prompt_states())
+    layer.admit(prompts, [num_completions] * 2, room=(2 * num_completions, 5))
     return layer
 
 
@@ -37,7 +38,7 @@ def test_a_prompt_is_written_to_the_rows_of_all_its_completions():
 
 def test_the_prefill_attends_to_its_own_states():
     keys, values = prompt_states()
-    returned = SharedPromptLayer(4, capacity=5).update(keys, values)
+    returned = SharedPromptLayer(capacity=5).update(keys, values)
 
     assert returned[0] is keys
     assert returned[1] is values
@@ -98,7 +99,7 @@ def test_the_cache_of_transformers_moves_rows_too():
 
 def test_room_made_at_the_front_holds_numbers():
     """A longer prompt comes to short rows: what lies before these was never written."""
-    layer = SharedPromptLayer(num_completions=1, capacity=16)
+    layer = SharedPromptLayer(capacity=16)
     layer.update(torch.ones(2, 1, 3, 4), torch.ones(2, 1, 3, 4))
     for buffer in (layer.keys, layer.values):
         buffer[:, :, 3:] = torch.nan  # as memory may be that nobody has written to

@@ -49,7 +49,7 @@ def test_logits_are_the_models(case, steps, padded):
     with torch.no_grad():
         arguments = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
         plain, exact = (m(**arguments).logits for m in (model, copy.deepcopy(model).double()))
-        cache = SharedPromptCache(len(model.model.layers), 1, capacity=10)
+        cache = SharedPromptCache(len(model.model.layers), capacity=10)
         model(
             input_ids=ids[:, :prompt_len],
             attention_mask=mask[:, :prompt_len],
@@ -76,7 +76,7 @@ def test_in_bfloat16_it_is_as_near_to_float32_as_the_model(case):
     ids = torch.randint(3, VOCAB, (3, 8))
     with torch.no_grad():
         truth, own = (model(input_ids=ids).logits[:, -1].float() for model in (exact, half))
-        cache = SharedPromptCache(len(half.model.layers), 1, capacity=8)
+        cache = SharedPromptCache(len(half.model.layers), capacity=8)
         half(input_ids=ids[:, :7], past_key_values=cache)
         step = LlamaStep(half, 64)
         found = step(ids[:, 7], torch.full((3,), 7), cache, None).float()

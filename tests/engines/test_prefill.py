@@ -20,7 +20,7 @@ def prompts():
 def filled(model, piece_tokens: int):
     """Logits, the cache, and how many tokens each pass had."""
     ids, mask = prompts()
-    cache, passes = DecodePlan.of(model).make_cache(1, 12), []
+    cache, passes = DecodePlan.of(model).make_cache(12), []
 
     def count(module, args, kwargs):
         passes.append(kwargs["input_ids"].numel())

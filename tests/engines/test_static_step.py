@@ -141,8 +141,8 @@ def test_a_record_of_few_rows_replaces_a_wasteful_one():
 
 def prefilled(model, rows: int, capacity: int) -> tuple[SharedPromptCache, torch.Tensor]:
     """A cache of the same 9 tokens in all rows, and the next positions."""
-    cache = SharedPromptCache(len(model.model.layers), rows, capacity)
-    model(input_ids=prompts()[0][:1], past_key_values=cache)
+    cache = SharedPromptCache(len(model.model.layers), capacity)
+    model(input_ids=prompts()[0][:1].expand(rows, -1), past_key_values=cache)
     return cache, torch.full((rows,), 9)
 
 

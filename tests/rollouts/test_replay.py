@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rllib_llm.rollouts.judged_batch import JudgedBatch
-from rllib_llm.rollouts.replay import ReplayBuffer, Replayed
+from rllib_llm.rollouts.replay import ReplayBuffer
 from rllib_llm.shared import columns
 
 
@@ -27,45 +27,60 @@ def batch(*groups: int, length: int = 2) -> JudgedBatch:
     )
 
 
+def buffer_of(capacity: int, **settings) -> ReplayBuffer:
+    return ReplayBuffer(num_groups=2, capacity=capacity, **settings)
+
+
+def add(buffer: ReplayBuffer, rows: JudgedBatch, iteration: int) -> None:
+    buffer.iteration = iteration
+    buffer.add(rows)
+
+
+def metrics(buffer: ReplayBuffer, iteration: int) -> dict[str, float]:
+    buffer.iteration = iteration
+    return buffer.metrics()
+
+
 def drawn(buffer: ReplayBuffer, count: int, iteration: int) -> list[int]:
     """The groups of a draw, each once."""
-    found = buffer.draw(count, iteration)
+    buffer.num_groups, buffer.iteration = count, iteration
+    found = buffer.draw()
     groups = [] if found is None else found.columns[columns.GROUP].tolist()
     assert groups[::2] == groups[1::2]  # whole
     return groups[::2]
 
 
 def test_the_oldest_goes_where_there_is_no_room():
-    buffer = ReplayBuffer(capacity=3)
-    assert buffer.draw(2, 1) is None
-    buffer.add(batch(0, 1), 1)
-    buffer.add(batch(2, 3, length=5), 2)
+    buffer = buffer_of(3)
+    assert drawn(buffer, 2, 1) == []
+    add(buffer, batch(0, 1), 1)
+    add(buffer, batch(2, 3, length=5), 2)
     assert drawn(buffer, 9, 3) == [1, 2, 3]
-    assert buffer.metrics(4) == {
+    assert metrics(buffer, 4) == {
         "groups": 3, "occupancy": 1.0, "mean_uses": 2.0, "mean_age": pytest.approx(7 / 3),
         "reuse": 0.75, "added": 4, "drawn": 3, "evicted": 1, "used_up": 0,
     }  # fmt: skip
 
 
 def test_the_most_used_goes_where_it_is_told_so():
-    buffer = ReplayBuffer(capacity=2, eviction="most_used", max_uses=9)
-    buffer.add(batch(0, 1), 1)
+    buffer = buffer_of(2, eviction="most_used", max_uses=9)
+    add(buffer, batch(0, 1), 1)
     (used,) = drawn(buffer, 1, 1)
-    buffer.add(batch(2), 2)
+    add(buffer, batch(2), 2)
     assert drawn(buffer, 2, 2) == [1 - used, 2]
 
 
 def test_a_group_goes_after_its_last_use():
-    buffer = ReplayBuffer(capacity=4, max_uses=3)
-    buffer.add(batch(5), 1)  # used once, when it was fresh
+    buffer = buffer_of(4, max_uses=3)
+    add(buffer, batch(5), 1)  # used once, when it was fresh
     assert [drawn(buffer, 1, i) for i in (2, 3, 4)] == [[5], [5], []]
-    assert buffer.metrics(4)["used_up"] == 1
+    assert metrics(buffer, 4)["used_up"] == 1
 
 
 def test_recency_weighs_the_newer():
     """α = 1 over four groups: 1/10, 2/10, 3/10, 4/10."""
-    buffer = ReplayBuffer(capacity=4, max_uses=10**9, recency=1.0, seed=3)
-    buffer.add(batch(0, 1, 2, 3), 1)
+    buffer = buffer_of(4, max_uses=10**9, recency=1.0, seed=3)
+    add(buffer, batch(0, 1, 2, 3), 1)
     counts = collections.Counter(drawn(buffer, 1, i)[0] for i in range(4000))
     for group, share in enumerate((0.1, 0.2, 0.3, 0.4)):
         # Four standard deviations of a binomial share of 4000 draws, at most 0.031.
@@ -74,38 +89,21 @@ def test_recency_weighs_the_newer():
 
 def test_draws_are_a_function_of_seed_and_iteration_and_survive_a_checkpoint():
     def filled(seed):
-        buffer = ReplayBuffer(capacity=8, max_uses=3, recency=0.5, seed=seed)
-        buffer.add(batch(*range(8)), 1)
+        buffer = buffer_of(8, max_uses=3, recency=0.5, seed=seed)
+        add(buffer, batch(*range(8)), 1)
         return buffer
 
     whole, again, other = filled(0), filled(0), filled(1)
     first = [drawn(whole, 3, i) for i in range(3)]
     assert [drawn(again, 3, i) for i in range(3)] == first
     assert [drawn(other, 3, i) for i in range(3)] != first
-    resumed = ReplayBuffer(capacity=8, max_uses=3, recency=0.5, seed=0)
+    resumed = buffer_of(8, max_uses=3, recency=0.5, seed=0)
     resumed.set_state(whole.state())
-    assert resumed.metrics(4) == whole.metrics(4)
+    assert metrics(resumed, 4) == metrics(whole, 4)
     assert [drawn(resumed, 2, i) for i in (3, 4)] == [drawn(whole, 2, i) for i in (3, 4)]
-    smaller = ReplayBuffer(capacity=1)
+    smaller = buffer_of(1)
     smaller.set_state(whole.state())
     assert len(smaller) <= 1
-
-
-class Counting:
-    """A source whose n-th batch is group n."""
-
-    def __init__(self):
-        self.position = 0
-
-    def next(self):
-        self.position += 1
-        return batch(self.position, length=self.position)
-
-    def state(self):
-        return {"position": self.position}
-
-    def set_state(self, state):
-        self.position = state["position"]
 
 
 def groups_of(found: JudgedBatch) -> list[int]:
@@ -113,26 +111,23 @@ def groups_of(found: JudgedBatch) -> list[int]:
 
 
 def test_earlier_groups_stand_behind_the_fresh_ones():
-    source = Replayed(Counting(), ReplayBuffer(capacity=2, max_uses=9), 2)
-    assert groups_of(source.next()) == [1]
-    second = source.next()
+    buffer = buffer_of(2, max_uses=9)
+    fresh = {i: batch(i, length=i) for i in range(1, 5)}
+    assert groups_of(buffer.extend(fresh[1])) == [1]
+    second = buffer.extend(fresh[2])
     assert groups_of(second) == [2, 1] and second.num_replayed == 2 and second.num_rows == 4
     assert groups_of(second.fresh) == [2] and second.fresh.num_replayed == 0
     # Rows of other lengths are padded, and nobody waited for the replayed ones.
     assert second.columns[columns.COMPLETION_MASK].sum(dim=1).tolist() == [2, 2, 1, 1]
     assert second.timings == {"generate_seconds": 1.0}
-    assert groups_of(source.next()) == [3, 1, 2]
-    assert groups_of(source.next()) == [4, 2, 3]
+    assert groups_of(buffer.extend(fresh[3])) == [3, 1, 2]
+    assert groups_of(buffer.extend(fresh[4])) == [4, 2, 3]
 
 
-def test_a_resumed_source_goes_on_alike():
-    def made():
-        return Replayed(Counting(), ReplayBuffer(capacity=4, max_uses=3, seed=7), 1)
-
-    whole, resumed = made(), made()
-    for _ in range(5):
-        whole.next()
+def test_a_resumed_buffer_goes_on_alike():
+    whole, resumed = buffer_of(4, max_uses=3, seed=7), buffer_of(4, max_uses=3, seed=7)
+    for i in range(1, 6):
+        whole.extend(batch(i))
     resumed.set_state(whole.state())
-    assert [groups_of(resumed.next()) for _ in range(5)] == [
-        groups_of(whole.next()) for _ in range(5)
-    ]
+    for i in range(6, 11):
+        assert groups_of(resumed.extend(batch(i))) == groups_of(whole.extend(batch(i)))

@@ -112,7 +112,6 @@ def test_a_judge_knows_the_step_of_its_completions_while_others_are_sampled():
     params = SimpleNamespace(max_new_tokens=1)
     sampler = Sampler(environment, OnesPolicy(), params=lambda explore: params, seed=0)
     generated = sampler.generate(SampleRequest(0, 1, 2), publication(3))
-    generated.version = 3
     found = []
     judging = threading.Thread(target=lambda: found.append(sampler.judge(generated)))
     judging.start()

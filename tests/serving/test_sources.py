@@ -12,7 +12,7 @@ import torch
 from rllib_llm.serving.weights import RunSource
 from rllib_llm.weights.coordinator import PublishedWeights
 from rllib_llm.weights.flat_buffer import pack
-from rllib_llm.weights.receiver import Transfer
+from rllib_llm.weights.receiver import WeightsReceiver
 from tests.weights.fakes import Coordinator, Store
 
 LONG = 60.0
@@ -40,7 +40,7 @@ class Run:
         self.epoch = self.coordinator.begin_epoch()
         self.source = RunSource(
             self.service, self.coordinator, retry_seconds=0.02,
-            transfer=Transfer(get=self.store.get, sleep=lambda seconds: None),
+            receiver=WeightsReceiver(get=self.store.get, sleep=lambda seconds: None),
         )  # fmt: skip
 
     def publish(self, version: int) -> None:

@@ -20,7 +20,7 @@ from ray.experimental.rdt import (
 from rllib_llm.weights.coordinator import PublishedWeights
 from rllib_llm.weights.direct import DirectTransport
 from rllib_llm.weights.flat_buffer import unpack
-from rllib_llm.weights.receiver import Transfer, WeightsReceiver
+from rllib_llm.weights.receiver import WeightsReceiver
 
 
 @dataclass
@@ -120,9 +120,7 @@ class Sampler:
         if transport == "in_metadata":
             register_tensor_transport(transport, ["cpu"], InMetadata, torch.Tensor)
         torch.set_num_threads(1)
-        self._receiver = WeightsReceiver(
-            Transfer(timeout_seconds=timeout_seconds, max_attempts=max_attempts)
-        )
+        self._receiver = WeightsReceiver(timeout_seconds=timeout_seconds, max_attempts=max_attempts)
 
     def fail_next(self, num: int) -> None:
         InMetadata.num_failing = num

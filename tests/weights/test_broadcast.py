@@ -10,7 +10,7 @@ from ray.exceptions import ObjectLostError
 from rllib_llm.weights.coordinator import PublishedWeights, WeightsLostError
 from rllib_llm.weights.flat_buffer import pack, unpack
 from rllib_llm.weights.publisher import BackgroundPublisher, WeightsPublisher
-from rllib_llm.weights.receiver import Transfer, WeightsReceiver
+from rllib_llm.weights.receiver import WeightsReceiver
 from tests.algorithms.tiny_runs import ppo
 from tests.learners import tiny_learners
 from tests.weights.fakes import Coordinator, Store
@@ -130,7 +130,7 @@ def test_weights_that_are_gone_are_said_to_be(ray_session):
     def get(ref, timeout):
         raise ObjectLostError("ff" * 28, None, "here")
 
-    receiver = WeightsReceiver(Transfer(get=get, sleep=lambda seconds: None, max_attempts=3))
+    receiver = WeightsReceiver(get=get, sleep=lambda seconds: None, max_attempts=3)
     with pytest.raises(WeightsLostError, match="weights_version=1 .* 3 attempts"):
         receiver.ensure(published(1, 10), Module().load)
     assert receiver.version == -1

@@ -9,7 +9,7 @@ import torch
 
 from rllib_llm.weights.coordinator import PublishedWeights
 from rllib_llm.weights.flat_buffer import TicketError, pack, unpack
-from rllib_llm.weights.receiver import PAUSE_SECONDS, Transfer, WeightsFollower
+from rllib_llm.weights.receiver import PAUSE_SECONDS, WeightsFollower, WeightsReceiver
 from tests.weights.fakes import Coordinator, Store
 
 LONG = 60.0  # seconds that nothing here takes
@@ -22,9 +22,9 @@ class Run:
         self.coordinator, self.store = Coordinator(keep=3), Store()
         self.loaded = []
         self.epoch = self.coordinator.begin_epoch()
-        self.transfer = Transfer(get=self.store.get, sleep=lambda seconds: None)
+        self.receiver = WeightsReceiver(get=self.store.get, sleep=lambda seconds: None)
         self.follower = WeightsFollower(
-            self.coordinator, self.load, transfer=self.transfer, wait_seconds=0.05
+            self.coordinator, self.load, receiver=self.receiver, wait_seconds=0.05
         )
 
     load_error = None
@@ -91,7 +91,7 @@ def test_what_was_prepared_is_loaded_at_the_swap(run):
         return lambda: run.load(flat)
 
     follower = WeightsFollower(
-        run.coordinator, lambda use: use(), prepare=prepare, transfer=run.transfer,
+        run.coordinator, lambda use: use(), prepare=prepare, receiver=run.receiver,
         wait_seconds=0.05,
     )  # fmt: skip
     run.follower = follower
@@ -110,7 +110,7 @@ def test_an_error_while_weights_are_prepared_is_raised_at_the_next_swap(run):
         raise OSError("mremap: no memory")
 
     run.follower = WeightsFollower(
-        run.coordinator, run.load, prepare=prepare, transfer=run.transfer, wait_seconds=0.05
+        run.coordinator, run.load, prepare=prepare, receiver=run.receiver, wait_seconds=0.05
     )
     run.follower.start()
     run.publish(1)
@@ -181,7 +181,7 @@ def test_weights_that_cannot_be_read_here_are_asked_for_again_now_and_then(run):
         raise TicketError("not on this machine")
 
     run.follower = WeightsFollower(
-        run.coordinator, run.load, transfer=Transfer(get=get), wait_seconds=0.05
+        run.coordinator, run.load, receiver=WeightsReceiver(get=get), wait_seconds=0.05
     )
     run.publish(1)
     run.follower.start()

@@ -25,7 +25,7 @@ from rllib_llm.weights.direct import (
 from rllib_llm.weights.flat_buffer import FlatBuffer, unpack
 from rllib_llm.weights.loading import ModuleLoader
 from rllib_llm.weights.publisher import WeightsPublisher
-from rllib_llm.weights.receiver import Transfer, WeightsReceiver
+from rllib_llm.weights.receiver import WeightsReceiver
 from tests.algorithms.tiny_runs import ppo
 from tests.learners import tiny_learners
 from tests.weights.test_broadcast import LocalGroup
@@ -87,7 +87,7 @@ class Sampler:
 
     def __init__(self, get=ray.get):
         self.module, self.loader = Module(), ModuleLoader(alias=True)
-        self.receiver = WeightsReceiver(Transfer(get=get))
+        self.receiver = WeightsReceiver(get=get)
 
     def receive(self, published):
         self.receiver.ensure(published, lambda flat: self.loader.load(self.module, flat))
@@ -186,7 +186,7 @@ def test_a_learner_without_a_device_says_so_and_the_store_takes_over(ray_session
 
 def _read_on_cuda(pipe):
     """A process that reads snapshots on its own and sends what it found."""
-    receiver, found = WeightsReceiver(Transfer(get=get_itself)), {}
+    receiver, found = WeightsReceiver(get=get_itself), {}
     while (weights := pipe.recv()) is not None:
         receiver.ensure(weights, lambda flat: found.update(
             {name: tensor.clone().cpu() for name, tensor in unpack(flat).items()}

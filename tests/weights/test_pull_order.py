@@ -9,7 +9,7 @@ from rllib_llm.weights.flat_buffer import pack
 from rllib_llm.weights.receiver import (
     MAX_WAIT_SECONDS,
     POLL_SECONDS,
-    Transfer,
+    WeightsReceiver,
     may_pull,
     wait_for_turn,
 )
@@ -68,9 +68,10 @@ def test_a_node_waits_for_copies_but_not_for_ever():
 @pytest.mark.parametrize("nodes, waits", [((), 0), (("a",), 0), (("a", "b"), 1)])
 def test_a_transfer_takes_turns_where_there_are_several_nodes(nodes, waits):
     asked = []
-    transfer = Transfer(get=lambda ref, timeout: pack({}), wait_for_turn=asked.append)
+    receiver = WeightsReceiver(get=lambda ref, timeout: pack({}), wait_for_turn=asked.append)
     published = PublishedWeights(1, ref=("ref",), nodes=nodes)
-    transfer.fetch(lambda: published)
+    with receiver.open(lambda: published):
+        pass
     assert asked == [published] * waits
 
 

@@ -17,7 +17,7 @@ from ray.exceptions import (
 from rllib_llm.shared.remote import backoff_seconds
 from rllib_llm.weights.coordinator import PublishedWeights, WeightsLostError
 from rllib_llm.weights.flat_buffer import FlatBuffer, TicketError, pack
-from rllib_llm.weights.receiver import Transfer
+from rllib_llm.weights.receiver import WeightsReceiver
 
 PUBLISHED = PublishedWeights(3, ref=("ref",))
 FLAT = pack({"x": torch.arange(3.0)}, checksum=True)
@@ -39,6 +39,17 @@ class Store:
         return answer
 
 
+class Refused:
+    """A ticket that its own transport, of this module, does not open."""
+
+    transport, ticket = f"{__name__}:Refusing", None
+
+
+class Refusing:
+    def open(self, ticket):
+        raise TicketError("another device")
+
+
 def lost(kind=ObjectLostError):
     return kind("ff" * 28, None, "here")
 
@@ -46,13 +57,18 @@ def lost(kind=ObjectLostError):
 def transfer(store, **settings):
     slept = []
     settings = {"sleep": slept.append, "uniform": lambda low, high: (low + high) / 2, **settings}
-    return Transfer(get=store.get, **settings), slept
+    return WeightsReceiver(get=store.get, **settings), slept
+
+
+def fetch(receiver, latest=lambda: PUBLISHED, *report):
+    with receiver.open(latest, *report) as fetched:
+        return fetched
 
 
 def test_three_failures_then_the_weights():
     store = Store(lost(), GetTimeoutError("slow"), RaySystemError("store"), FLAT)
     fetching, slept = transfer(store, timeout_seconds=7)
-    published, flat = fetching.fetch(lambda: PUBLISHED)
+    published, flat = fetch(fetching)
     assert published is PUBLISHED and flat is FLAT
     assert slept == [0.05, 0.1, 0.2]  # 0.35 s in all
     assert fetching.failures == {"ObjectLostError": 1, "GetTimeoutError": 1, "RaySystemError": 1}
@@ -70,7 +86,7 @@ def test_each_attempt_asks_again_which_weights_are_the_latest():
     newer = PublishedWeights(4, ref=("ref",))
     told = iter([PUBLISHED, newer])
     fetching, _ = transfer(Store(lost(), FLAT))
-    assert fetching.fetch(lambda: next(told))[0] is newer
+    assert fetch(fetching, lambda: next(told))[0] is newer
 
 
 def test_bytes_that_are_gone_are_reported_but_a_slow_answer_is_not():
@@ -78,7 +94,7 @@ def test_bytes_that_are_gone_are_reported_but_a_slow_answer_is_not():
     fetching, _ = transfer(
         Store(lost(OwnerDiedError), GetTimeoutError("slow"), ActorUnavailableError("x", None), FLAT)
     )
-    fetching.fetch(lambda: PUBLISHED, reported.append)
+    fetch(fetching, lambda: PUBLISHED, reported.append)
     assert reported == [PUBLISHED]
     assert fetching.failures["OwnerDiedError"] == 1
 
@@ -88,7 +104,7 @@ def test_damaged_bytes_are_fetched_again():
     damaged[5] ^= 1
     reported = []
     fetching, _ = transfer(Store(FlatBuffer(damaged, FLAT.slots, FLAT.checksum), FLAT))
-    assert fetching.fetch(lambda: PUBLISHED, reported.append)[1] is FLAT
+    assert fetch(fetching, lambda: PUBLISHED, reported.append)[1] is FLAT
     assert fetching.failures == {"ChecksumError": 1}
     assert reported == [PUBLISHED]
 
@@ -96,22 +112,19 @@ def test_damaged_bytes_are_fetched_again():
 def test_after_the_last_attempt_the_weights_are_lost():
     fetching, slept = transfer(Store(lost(), lost(OwnerDiedError)), max_attempts=2)
     with pytest.raises(WeightsLostError, match="weights_version=3 .* OwnerDiedError"):
-        fetching.fetch(lambda: PUBLISHED)
+        fetch(fetching)
     assert slept == [0.05]  # not after the last
 
 
 def test_a_ticket_that_cannot_be_opened_here_is_lost_at_once():
-    def refuse(ticket):
-        raise TicketError("another device")
-
-    fetching, slept = transfer(Store(FLAT))
+    fetching, slept = transfer(Store(Refused()))
     with pytest.raises(WeightsLostError, match="weights_version=3 must be readable .* another"):
-        fetching.fetch(lambda: PUBLISHED, open_ticket=refuse)
+        fetch(fetching)
     assert slept == [] and fetching.failures == {"TicketError": 1}
 
 
 def test_an_error_of_the_learner_is_not_tried_again():
     fetching, slept = transfer(Store(RayTaskError("export", "traceback", ValueError("no"))))
     with pytest.raises(RayTaskError):
-        fetching.fetch(lambda: PUBLISHED)
+        fetch(fetching)
     assert slept == []
