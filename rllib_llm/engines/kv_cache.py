@@ -30,6 +30,7 @@ class SharedPromptLayer(CacheLayerMixin):
     """
 
     is_sliding = False
+    is_initialized: bool
 
     def __init__(self, capacity: int) -> None:
         super().__init__()

@@ -199,8 +199,11 @@ class BackgroundPublisher:
                 if self._stopped:
                     return
                 if self._pending is not None:
+                    # One that was to begin an epoch may not have come through.
+                    begins = self._current is not None and self._current.begins_epoch
                     self._current, self._pending = self._pending, None
-                    self._current.begins_epoch, self._begins_epoch = self._begins_epoch, False
+                    self._current.begins_epoch = begins or self._begins_epoch
+                    self._begins_epoch = False
                 self._busy = True
                 job = self._current
             if job is None:

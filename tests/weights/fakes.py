@@ -6,7 +6,7 @@ import threading
 import time
 from collections import Counter
 
-from ray.exceptions import ObjectLostError
+from ray.exceptions import GetTimeoutError, ObjectLostError
 
 from rllib_llm.weights.coordinator import VersionLog
 
@@ -43,6 +43,7 @@ class Coordinator:
         self.keep = keep
         self.log = VersionLog(keep)
         self.errors = []
+        self.knows_no_epoch = False  # asked for one, it gives no answer
         self.failures: Counter[str] = Counter()
         self.announced = []
         self.is_ended = False
@@ -52,6 +53,8 @@ class Coordinator:
         self.log = VersionLog(self.keep)
 
     def begin_epoch(self):
+        if self.knows_no_epoch:
+            raise GetTimeoutError("away")
         return self.log.begin_epoch()
 
     def end_epoch(self, epoch):

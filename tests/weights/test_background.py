@@ -76,6 +76,18 @@ def test_a_coordinator_that_lost_its_memory_is_told_again(parts):
     assert len(store.objects) == 1  # the bytes are still there
 
 
+def test_an_epoch_that_could_not_be_begun_is_begun_with_the_next_weights(parts):
+    publisher, coordinator, _ = parts
+    publisher.submit(weights(1), 5)
+    assert publisher.wait(LONG)
+    coordinator.knows_no_epoch = True
+    publisher.submit(weights(2), 2)  # the learner was restored
+    assert seen(lambda: publisher.failures)
+    publisher.submit(weights(3), 3)
+    coordinator.knows_no_epoch = False
+    assert seen(lambda: coordinator.latest().version == 3)
+
+
 def test_weights_reported_lost_are_put_again_under_another_key(parts):
     publisher, coordinator, store = parts
     publisher.submit(weights(1), 1)
