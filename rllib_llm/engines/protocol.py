@@ -291,7 +291,7 @@ def pad_completions(
 
 
 class BatchEngine(ABC):
-    """What generates whole batches and is no module of ours: vLLM, or a server."""
+    """An engine of whole batches that is no module of ours: vLLM, or a server."""
 
     tokenizer: Any
     stop_token_ids: tuple[int, ...]
