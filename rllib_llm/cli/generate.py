@@ -5,49 +5,80 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
 
+from rllib_llm.cli.options import takes
 from rllib_llm.cli.session import prepare, shown_warnings, user_errors
 from rllib_llm.shared.errors import UserError
 
 if TYPE_CHECKING:
-    import torch
-
     from rllib_llm.engines.params import SamplingParams
 
 DEFAULT_NEW_TOKENS = 64
-STREAMED_TOKENS = 4  # sampled between two looks at what there is to show
-HALF_CHARACTER = "\ufffd"
+BATCH_PROMPTS = 32
+NEW_CHAT = "/new"
+TOKENS_BEFORE = 8  # of a prompt that its completion goes on with, for the space between them
 
 Messages = list[dict[str, str]]
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are sampled; see `SamplingParams`.
+    """How completions are sampled: the options of `rllib generate`."""
 
-    chat: prompts that are text become the user's turn in the model's chat template; None: where the
-    model has one. system: the first message of each chat. stop: texts that end a completion and are
-    no part of it.
-    """
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Longest completion, tokens. Default: 64, or what the model has room for."
+        ),
+    ] = None
+    temperature: Annotated[
+        float, typer.Option(help="Logits are divided by it; 0 is the same as --greedy.")
+    ] = 1.0
+    top_p: Annotated[float, typer.Option(help="Sample from this probability mass.")] = 1.0
+    top_k: Annotated[int, typer.Option(help="Sample from so many tokens; 0: all.")] = 0
+    greedy: Annotated[bool, typer.Option("--greedy", help="Take the likeliest token.")] = False
+    num_completions: Annotated[int, typer.Option(min=1, help="Completions of each prompt.")] = 1
+    seed: Annotated[int, typer.Option(help="The same seed gives the same completions.")] = 0
+    max_prompt_len: Annotated[
+        int, typer.Option(min=1, help="Tokens; of a longer prompt the end is kept.")
+    ] = 512
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat",
+            help="Make each prompt the user's turn in the model's chat template. Default: where "
+            "the model has one.",
+        ),
+    ] = None
+    system: Annotated[str | None, typer.Option("--system", help="System message of the chats.")] = (
+        None
+    )
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--stop",
+            help="A text that ends a completion, \\n for a line's end; as often as needed.",
+        ),
+    ] = None
 
-    max_new_tokens: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    greedy: bool = False
-    num_completions: int = 1
-    seed: int = 0
-    max_prompt_len: int = 512
-    chat: bool | None = None
-    system: str | None = None
-    stop: Sequence[str] = ()
+
+class Piece(NamedTuple):
+    """What is new of a completion."""
+
+    number: int
+    """Of the completion: those of the first prompt come first."""
+    text: str
+    num_tokens: int
+    """Sampled so far."""
+    finished: bool
+    """Whether it has ended by itself, at a stop token or text."""
 
 
 class Completer:
@@ -62,6 +93,7 @@ class Completer:
 
         model = find_model(checkpoint)
         self.sampling = sampling
+        self._stops = [unescaped(text) for text in sampling.stop or ()]
         self.tokenizer = load_tokenizer(model)
         has_template = bool(self.tokenizer.chat_template)
         self.chats = has_template if sampling.chat is None else sampling.chat
@@ -84,71 +116,59 @@ class Completer:
             greedy=sampling.greedy or sampling.temperature == 0,
         )
         self._encoder = PromptEncoder(self.tokenizer, sampling.max_prompt_len)
+        self._engine: Any = None
         self._num_done = 0
 
-    def complete(self, prompts: list[Any]) -> list[list[dict[str, Any]]]:
-        """Return, for each prompt (text or chat messages), its completions as JSON rows."""
-        from rllib_llm.engines.engine import generate as sample
-        from rllib_llm.shared.columns import pad_left
-
+    def complete(self, prompts: list[Any]) -> list[dict[str, Any]]:
+        """Return the completions of each prompt (text or chat messages) as JSON rows."""
         n = self.sampling.num_completions
-        ids = self._encode(prompts)
-        prompt_ids, prompt_mask = pad_left(ids, self.params.pad_token_id)
-        params = self._params_for(prompt_ids.shape[1])
-        made = sample(
-            self.model,
-            prompt_ids,
-            prompt_mask,
-            params,
-            num_completions=n,
-            noise=self._noise(len(prompts), params),
-        )
-        self._num_done += len(prompts)
-        rows = []
-        for row in range(len(prompts) * n):
-            sampled = made.completion_ids[row][made.completion_mask[row]].tolist()
-            text, stopped = self._until_stop(self._text(ids[row // n], sampled))
-            rows.append(
-                {
-                    "prompt": prompts[row // n],
-                    "completion": text,
-                    "num_tokens": len(sampled),
-                    "finished": stopped or bool(made.finished[row]),
-                }
-            )
-        return [rows[i * n : (i + 1) * n] for i in range(len(prompts))]
+        rows = [{"prompt": prompt, "completion": ""} for prompt in prompts for _ in range(n)]
+        for number, text, num_tokens, finished in self.sample(prompts, n):
+            rows[number]["completion"] += text
+            rows[number] |= {"num_tokens": num_tokens, "finished": finished}
+        return rows
 
-    def stream(self, prompt: Any) -> Iterator[str]:
-        """The text of one completion, piece by piece as it is sampled; together what `complete`
-        gives (up to the round-off of differently shaped matrix products)."""
-        import torch
+    def sample(self, prompts: list[Any], n: int = 1) -> Iterator[Piece]:
+        """Samples `n` completions of each prompt; their pieces as they come."""
+        from rllib_llm.data.decoding import TextStream
+        from rllib_llm.engines.protocol import NOT_FINITE, Noise, Row
+        from rllib_llm.engines.torch_engine import TorchEngine
 
-        from rllib_llm.engines.engine import generate as sample
-
-        (ids,) = self._encode([prompt])
-        params = self._params_for(len(ids))
-        noise = self._noise(1, params)
-        self._num_done += 1
-        sampled: list[int] = []
-        shown = ""
-        while len(sampled) < params.max_new_tokens:
-            count = min(STREAMED_TOKENS, params.max_new_tokens - len(sampled))
-            context = torch.tensor([[*ids, *sampled]])
-            made = sample(
-                self.model,
-                context,
-                torch.ones_like(context, dtype=torch.bool),
-                dataclasses.replace(params, max_new_tokens=count),
-                noise=None if noise is None else noise[:1, len(sampled) : len(sampled) + count],
-            )
-            sampled += made.completion_ids[0][made.completion_mask[0]].tolist()
-            text, stopped = self._until_stop(self._text(ids, sampled))
-            done = stopped or bool(made.finished[0]) or len(sampled) >= params.max_new_tokens
-            safe = text if done else text[: len(text) - self._held_back(text)]
-            yield safe[len(shown) :]
-            shown = safe
-            if done:
-                return
+        prompt_ids = [ids for ids in self._encode(prompts) for _ in range(n)]
+        first, self._num_done = self._num_done * n, self._num_done + len(prompts)
+        # One that was left in the middle of its work is not taken again.
+        engine, self._engine = self._engine or TorchEngine(self.model, version=0), None
+        engine.add([
+            Row(i, ids, self._params_for(len(ids)), noise=Noise(self.sampling.seed, first + i),
+                group=i // n)
+            for i, ids in enumerate(prompt_ids)
+        ])  # fmt: skip
+        left = {
+            i: TextStream(self.tokenizer, () if self.chats else ids[-TOKENS_BEFORE:], self._stops)
+            for i, ids in enumerate(prompt_ids)
+        }
+        counts = dict.fromkeys(left, 0)
+        while left:
+            ended = {each.id: each.tokens.behind(counts[each.id]) for each in engine.step()}
+            going = [i for i in left if i not in ended]
+            new = engine.sampled(going, [counts[i] for i in going])
+            for i, tokens in {**ended, **dict(zip(going, new, strict=True))}.items():
+                if tokens.finish == "error":
+                    raise UserError(NOT_FINITE)
+                stream, text = left[i], ""
+                for token in tokens.token_ids:
+                    counts[i] += 1
+                    if token not in self.params.stop_token_ids:
+                        text += stream.push(token)
+                    if stream.stopped_by is not None:
+                        break
+                if i in ended or stream.stopped_by is not None:
+                    text += stream.finish()
+                    engine.abort([i])
+                    del left[i]
+                finished = tokens.finish == "stop" or stream.stopped_by is not None
+                yield Piece(i, text, counts[i], finished)
+        self._engine = engine
 
     def shortened(self, chat: Messages) -> Messages:
         """The chat without its oldest exchanges, where it is too long; a system message stays."""
@@ -180,18 +200,6 @@ class Completer:
         ]
         return self._encoder.encode(rows)[0]
 
-    def _noise(self, num_prompts: int, params: SamplingParams) -> torch.Tensor | None:
-        """Sampling noise of the next prompts, from the seed and their numbers."""
-        import numpy as np
-
-        from rllib_llm.engines.protocol import uniform_noise
-
-        if params.greedy:
-            return None
-        n = self.sampling.num_completions
-        rows = np.arange(self._num_done * n, (self._num_done + num_prompts) * n)
-        return uniform_noise(self.sampling.seed, rows, params.max_new_tokens)
-
     def _params_for(self, prompt_len: int) -> SamplingParams:
         """Return the sampling settings; a limit that the user left open fits the model."""
         positions = getattr(self.model.config, "max_position_embeddings", None)
@@ -200,32 +208,8 @@ class Completer:
         room = max(1, min(DEFAULT_NEW_TOKENS, positions - prompt_len))
         return dataclasses.replace(self.params, max_new_tokens=room)
 
-    def _text(self, prompt_ids: list[int], sampled: list[int]) -> str:
-        from rllib_llm.envs.actions import decode_completions
 
-        if self.chats:  # a turn of its own
-            return str(self.tokenizer.decode(sampled, skip_special_tokens=True))
-        return decode_completions(self.tokenizer, prompt_ids[-1:], [sampled])[0]
-
-    def _until_stop(self, text: str) -> tuple[str, bool]:
-        """The text before the first stop text in it, and whether there is one."""
-        ends = [at for stop in self.sampling.stop if (at := text.find(stop)) >= 0]
-        return (text[: min(ends)], True) if ends else (text, False)
-
-    def _held_back(self, text: str) -> int:
-        """Characters at the end that may be half a character or the beginning of a stop text."""
-        longest = len(text) - len(text.rstrip(HALF_CHARACTER))
-        for stop in self.sampling.stop:
-            for length in range(1, len(stop)):
-                if text.endswith(stop[:length]):
-                    longest = max(longest, length)
-        return longest
-
-
-BATCH_PROMPTS = 32
-NEW_CHAT = "/new"
-
-
+@takes(Sampling)
 def generate(
     checkpoint: Annotated[
         str, typer.Argument(help="Checkpoint, trial folder, Hugging Face folder or hub id.")
@@ -243,41 +227,8 @@ def generate(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="JSONL file for the completions of --file.")
     ] = None,
-    max_new_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Longest completion, tokens. Default: 64, or what the model has room for."
-        ),
-    ] = None,
-    temperature: Annotated[
-        float, typer.Option(help="Logits are divided by it; 0 is the same as --greedy.")
-    ] = 1.0,
-    top_p: Annotated[float, typer.Option(help="Sample from this probability mass.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Sample from so many tokens; 0: all.")] = 0,
-    greedy: Annotated[bool, typer.Option("--greedy", help="Take the likeliest token.")] = False,
-    num_completions: Annotated[int, typer.Option(min=1, help="Completions of each prompt.")] = 1,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same completions.")] = 0,
-    max_prompt_len: Annotated[
-        int, typer.Option(min=1, help="Tokens; of a longer prompt the end is kept.")
-    ] = 512,
-    chat: Annotated[
-        bool | None,
-        typer.Option(
-            "--chat/--no-chat",
-            help="Make each prompt the user's turn in the model's chat template. Default: where "
-            "the model has one.",
-        ),
-    ] = None,
-    system: Annotated[
-        str | None, typer.Option("--system", help="System message of the chats.")
-    ] = None,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--stop",
-            help="A text that ends a completion, \\n for a line's end; as often as needed.",
-        ),
-    ] = None,
+    *,
+    options: Sampling,
 ) -> None:
     """Complete prompts with a trained model, or talk to it.
 
@@ -285,29 +236,14 @@ def generate(
     """
     prepare()
     with user_errors():
-        stops = [unescaped(text) for text in stop or ()]
-    sampling = Sampling(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        greedy=greedy,
-        num_completions=num_completions,
-        seed=seed,
-        max_prompt_len=max_prompt_len,
-        chat=chat,
-        system=system,
-        stop=stops,
-    )
-    with user_errors():
-        completer = Completer(checkpoint, sampling)
-        rows = _prompt_rows(file) if file is not None else None
-    if rows is not None:
-        _complete_file(completer, rows, out)
+        completer = Completer(checkpoint, options)
+        prompts = None if file is None else _prompts(file)
+    if prompts is not None:
+        _complete_file(completer, prompts, out)
     elif sys.stdin.isatty():
         converse(completer, Console())
     else:
-        _complete_file(completer, [{"prompt": line.rstrip("\n")} for line in sys.stdin], out)
+        _complete_file(completer, [line.rstrip("\n") for line in sys.stdin], out)
 
 
 def unescaped(text: str) -> str:
@@ -324,17 +260,18 @@ def unescaped(text: str) -> str:
         ) from error
 
 
-def _prompt_rows(file: Path) -> list[dict[str, Any]]:
+def _prompts(file: Path) -> list[Any]:
     from rllib_llm.envs.prompts import PromptSource
 
     source = PromptSource(str(file), shuffle=False)
-    return [{"prompt": source.row(index).prompt} for index in range(len(source))]
+    return [source.row(index).prompt for index in range(len(source))]
 
 
-def _complete_file(completer: Completer, rows: list[dict[str, Any]], out: Path | None) -> None:
-    """Write the completions of all rows as JSON lines, to the file `out` or to standard output."""
+def _complete_file(completer: Completer, prompts: list[Any], out: Path | None) -> None:
+    """Write the completions of all prompts as JSON lines, to the file `out` or to standard
+    output."""
     with user_errors():
-        lines = _json_lines(completer, [row["prompt"] for row in rows])
+        lines = _json_lines(completer, prompts)
         if out is None:
             for line in lines:
                 print(line, flush=True)
@@ -348,9 +285,8 @@ def _complete_file(completer: Completer, rows: list[dict[str, Any]], out: Path |
 
 def _json_lines(completer: Completer, prompts: list[Any]) -> Iterator[str]:
     for start in range(0, len(prompts), BATCH_PROMPTS):
-        for group in completer.complete(prompts[start : start + BATCH_PROMPTS]):
-            for row in group:
-                yield json.dumps(row, ensure_ascii=False)
+        for row in completer.complete(prompts[start : start + BATCH_PROMPTS]):
+            yield json.dumps(row, ensure_ascii=False)
 
 
 def converse(completer: Completer, console: Console) -> None:
@@ -379,7 +315,7 @@ def converse(completer: Completer, console: Console) -> None:
             given = completer.shortened(completer.as_chat(turns)) if completer.chats else prompt
             for number in range(completer.sampling.num_completions):
                 console.print(answers, style="bold green", end="")
-                answer = _show(completer.stream(given), console)
+                answer = _show((piece.text for piece in completer.sample([given])), console)
                 if number == 0:
                     history = [*turns, {"role": "assistant", "content": answer}]
 

@@ -1,5 +1,5 @@
-"""Token ids of texts, which of them lie in a part of the text, and what single tokens are; chats as
-the text that their template writes.
+"""Token ids of texts, and which of them lie in a part of the text; chats as the text that their
+template writes.
 
 A prompt and its completion are tokenised as one text. Tokenised by itself a completion would begin
 with the space that SentencePiece puts in front of every text: "2+2=" and "4" would make "2+2= 4".
@@ -197,45 +197,6 @@ def vocabulary_hash(tokenizer: Any) -> str:
     pairs = sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1])
     text = "\n".join(f"{number} {token}" for token, number in pairs)
     return hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).hexdigest()[:16]
-
-
-class TokenTexts:
-    """Single tokens of a vocabulary as text and as bytes.
-
-    Args:
-        tokenizer: of the model.
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-        self._tokenizer = tokenizer
-        self._known: dict[int, tuple[str, list[int]]] = {}
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        self._is_byte_level = "ByteLevel" in str(getattr(backend, "decoder", ""))
-        self._bytes = {char: byte for byte, char in bytes_to_unicode().items()}
-        self._special = set(tokenizer.all_special_ids)
-
-    def of(self, token_id: int) -> tuple[str, list[int]]:
-        """Its text, and the bytes of it: of a part of a character the text is a mark."""
-        found = self._known.get(token_id)
-        if found is None:
-            found = self._known[token_id] = self._look_up(token_id)
-        return found
-
-    def _look_up(self, token_id: int) -> tuple[str, list[int]]:
-        piece = self._tokenizer.convert_ids_to_tokens(token_id)
-        if piece is None:  # a row of the embedding without a token
-            return "", []
-        if token_id not in self._special:
-            if self._is_byte_level and all(char in self._bytes for char in piece):
-                raw = bytes(self._bytes[char] for char in piece)
-                return raw.decode("utf-8", "replace"), list(raw)
-            if len(piece) == 6 and piece.startswith("<0x"):
-                raw = bytes([int(piece[3:5], 16)])
-                return raw.decode("utf-8", "replace"), list(raw)
-            piece = piece.replace("\u2581", " ")
-        return piece, list(piece.encode())
 
 
 Messages = list[dict[str, Any]]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rllib_llm.data.encoding import TokenTexts
+from rllib_llm.data.decoding import TokenTexts
 from rllib_llm.rollouts.recorder import SAMPLES_FILE
 from rllib_llm.runs.metrics import first_and_last, reward_parts, summary_metrics
 from rllib_llm.runs.results import (

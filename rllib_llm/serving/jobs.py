@@ -23,6 +23,7 @@ from typing import Any
 
 import anyio
 
+from rllib_llm.data.decoding import TextStream
 from rllib_llm.engines.hot_swap import VersionGoneError
 from rllib_llm.engines.params import LOWEST_TEMPERATURE, SamplingParams
 from rllib_llm.engines.protocol import Ended, GuideError, Row, Tokens
@@ -31,7 +32,7 @@ from rllib_llm.serving.engine_host import EngineHost
 from rllib_llm.serving.metrics import JobWatch
 from rllib_llm.serving.schemas import MAX_STOPS, ApiError, SamplingFields
 from rllib_llm.serving.settings import ServeSettings
-from rllib_llm.serving.streams import Choice, Piece, TextStream
+from rllib_llm.serving.streams import Choice, Piece
 from rllib_llm.serving.weights import LiveWeights, Weights
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ import anyio
 import torch
 from fastapi import Request, Response
 
-from rllib_llm.data.encoding import TokenTexts
+from rllib_llm.data.decoding import TokenTexts
 from rllib_llm.engines.protocol import Noise, Row
 from rllib_llm.serving.engine_host import EngineHost
 from rllib_llm.serving.guides import BusyError, no_good

@@ -8,12 +8,13 @@ from typing import Any
 
 from pydantic_core import to_json
 
+from rllib_llm.data.decoding import TextStream
 from rllib_llm.engines.torch_engine import Scores
 from rllib_llm.serving import chat
 from rllib_llm.serving.jobs import RunningJob
 from rllib_llm.serving.schemas import ChatRequest, CompletionRequest
 from rllib_llm.serving.service import Service
-from rllib_llm.serving.streams import Piece, TextStream
+from rllib_llm.serving.streams import Piece
 from rllib_llm.serving.weights import Weights
 
 _LOWEST = -9999.0  # JSON has no -inf

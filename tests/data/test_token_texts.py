@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rllib_llm.data.encoding import TokenTexts
+from rllib_llm.data.decoding import TokenTexts
 from rllib_llm.runs.report_page import _words
 from tests.conversations.templates import family_tokenizer
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rllib_llm.data.encoding import TokenTexts
-from rllib_llm.serving.streams import TextStream
+from rllib_llm.data.decoding import TextStream, TokenTexts
+from tests.envs.tiny_tokenizers import word_tokenizer
 from tests.tiny_models import byte_tokenizer, sentencepiece_tokenizer
 
 BYTES = byte_tokenizer()
@@ -69,6 +69,13 @@ def test_a_completion_goes_on_with_its_prompt_s_text():
     prompt, rest = PIECES("the cat", add_special_tokens=False)["input_ids"][:1], "\u2581cat"
     (token,) = PIECES.convert_tokens_to_ids([rest])
     assert "".join(streamed(PIECES, [token], before=prompt)[0]) == " cat"
+
+
+def test_special_tokens_take_no_space_away():
+    tokenizer = word_tokenizer(chat=True)
+    ids = tokenizer("the cat", add_special_tokens=False)["input_ids"]
+    special = tokenizer.all_special_ids[0]
+    assert "".join(streamed(tokenizer, [ids[0], special, special, *ids[1:]])[0]) == "the cat"
 
 
 @pytest.mark.parametrize(
