@@ -30,7 +30,7 @@ import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -68,25 +68,6 @@ def packed(message: Any) -> bytes:
     return _HEAD.pack(len(body)) + body
 
 
-class Messages:
-    """Puts messages together from bytes that arrive in parts of any size."""
-
-    def __init__(self) -> None:
-        self._bytes = bytearray()
-
-    def take(self, data: bytes) -> Iterator[Any]:
-        """The messages that are complete with these bytes."""
-        self._bytes += data
-        while len(self._bytes) >= _HEAD.size:
-            (size,) = _HEAD.unpack_from(self._bytes)
-            end = _HEAD.size + size
-            if len(self._bytes) < end:
-                return
-            message = pickle.loads(memoryview(self._bytes)[_HEAD.size : end])
-            del self._bytes[:end]
-            yield message
-
-
 class Channel:
     """The blocking end. Any thread may send, one may receive.
 
@@ -95,8 +76,9 @@ class Channel:
     """
 
     def __init__(self, connected: socket.socket) -> None:
-        self.socket = connected
-        self._messages = Messages()
+        self._socket = connected
+        # Large: one call of the interpreter for all that has come.
+        self._reader = connected.makefile("rb", _READ_BYTES)
         self._sending = threading.Lock()
 
     def send(self, message: Any) -> None:
@@ -107,40 +89,32 @@ class Channel:
         """
         data = packed(message)
         with self._sending:
-            self.socket.sendall(data)
-
-    def arrived(self) -> list[Any]:
-        """Waits for bytes, and returns the messages that are complete with them, if any: one call
-        of the interpreter for all of them.
-
-        Raises:
-            EOFError: the other end is gone.
-        """
-        try:
-            data = self.socket.recv(_READ_BYTES)
-        except ConnectionError:
-            data = b""
-        if not data:
-            raise EOFError
-        return list(self._messages.take(data))
+            self._socket.sendall(data)
 
     def receive(self) -> Any:
-        """Receives the first message; no other follows before this end has sent one.
+        """Waits for the next message.
 
         Raises:
             EOFError: the other end is gone.
         """
-        while not (messages := self.arrived()):
-            pass
-        (first,) = messages
-        return first
+        return pickle.loads(self._read(*_HEAD.unpack(self._read(_HEAD.size))))
+
+    def _read(self, size: int) -> bytes:
+        try:
+            data = self._reader.read(size)
+        except ConnectionError:
+            data = b""
+        if len(data) < size:
+            raise EOFError
+        return data
 
     def close(self) -> None:
         """Closes it; the other end notices."""
-        self.socket.close()
+        self._reader.close()
+        self._socket.close()
 
 
-class AsyncChannel(asyncio.Protocol):
+class AsyncChannel:
     """The end in an event loop, made in any thread and opened in the loop's.
 
     Args:
@@ -156,11 +130,9 @@ class AsyncChannel(asyncio.Protocol):
         on_end: Callable[[], None],
     ) -> None:
         self._socket, self._on_message, self._on_end = connected, on_message, on_end
-        self._messages = Messages()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._transport: asyncio.Transport | None = None
+        self._writer: asyncio.StreamWriter | None = None
         self._thread = 0
-        self._can_write = asyncio.Event()
 
     async def open(self) -> None:
         """Sends and receives from now on, in the running loop; asked again it does nothing, since
@@ -168,8 +140,22 @@ class AsyncChannel(asyncio.Protocol):
         if self._loop is not None:
             return
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
-        self._can_write.set()
-        await self._loop.create_unix_connection(lambda: self, sock=self._socket)
+        reader, self._writer = await asyncio.open_unix_connection(
+            sock=self._socket, limit=_READ_BYTES
+        )
+        self._receiving = asyncio.create_task(self._receive(reader, self._writer))
+
+    async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                (size,) = _HEAD.unpack(await reader.readexactly(_HEAD.size))
+                self._on_message(pickle.loads(await reader.readexactly(size)))
+        except (asyncio.IncompleteReadError, OSError):
+            pass  # the other end is gone
+        except Exception:  # the border of the task
+            logger.exception("A message of the engine could not be passed on.")
+        writer.close()
+        self._on_end()
 
     def send(self, message: Any) -> None:
         """Sends a message, or buffers it. From any thread.
@@ -188,12 +174,14 @@ class AsyncChannel(asyncio.Protocol):
             raise OSError("the event loop has ended") from error
 
     def _write(self, data: bytes) -> None:
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(data)
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(data)
 
     async def ready(self) -> None:
         """Waits while the other end has much left to read."""
-        await self._can_write.wait()
+        with contextlib.suppress(OSError):  # it is gone, which `on_end` tells
+            if self._writer is not None:
+                await self._writer.drain()
 
     def close(self) -> None:
         """Ends the connection, in the loop or after its end; the other end notices."""
@@ -201,28 +189,8 @@ class AsyncChannel(asyncio.Protocol):
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
             return  # it is closed already
-        if self._transport is None:
+        if self._writer is None:
             self._socket.close()
-
-    # --- called by the event loop --------------------------------------------------------------
-
-    def connection_made(self, transport: Any) -> None:
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        for message in self._messages.take(data):
-            self._on_message(message)
-
-    def pause_writing(self) -> None:
-        self._can_write.clear()
-
-    def resume_writing(self) -> None:
-        self._can_write.set()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._transport = None
-        self._can_write.set()
-        self._on_end()
 
 
 # --- the server's side ----------------------------------------------------------------------------
@@ -431,8 +399,8 @@ class EngineWorker:
         self._send(self._host.facts)
         with contextlib.suppress(EOFError):
             while True:
-                for name, *arguments in self._channel.arrived():
-                    getattr(self, name)(*arguments)
+                name, *arguments = self._channel.receive()
+                getattr(self, name)(*arguments)
         self._host.close()
 
     # --- what it is told ---------------------------------------------------------------------

@@ -23,18 +23,18 @@ from rllib_llm.serving.schemas import (
     ChatRequest,
     CompletionRequest,
     MessageItem,
-    OpenAIFields,
     ResponsePart,
     ResponseRequest,
     ResponseTool,
     ResponseToolName,
     Sampling,
+    StreamOptions,
     documented,
 )
 from rllib_llm.serving.security import Guards
 from rllib_llm.serving.service import RequestContext, Service
 from rllib_llm.serving.streams import Event, EventStream, Piece, whole
-from rllib_llm.serving.views import ChatView, Envelope, TextView, usage
+from rllib_llm.serving.views import ChatView, Envelope, TextView, View, openai_names, usage
 from rllib_llm.serving.weights import MODEL_GONE
 
 _COMPLETION_TOKENS = 16  # OpenAI's default
@@ -186,8 +186,9 @@ class Completer:
         def answer(running: RunningJob) -> AsyncIterator[Event]:
             running.on_piece = on_piece
             kind = "chat.completion.chunk" if body.stream else "chat.completion"
-            envelope = Envelope(self._service, running, f"chatcmpl-{context.request_id}", kind)
-            return _answer(view, running, envelope, body)
+            names = openai_names(f"chatcmpl-{context.request_id}", kind)
+            envelope = Envelope(self._service, running, names)
+            return answered(view, running, envelope, body.stream, body.stream_options)
 
         async for event in self.run(job, context, answer):
             yield event
@@ -256,8 +257,9 @@ class Completer:
         view = TextView(service, body, prompts)
 
         def answer(running: RunningJob) -> AsyncIterator[Event]:
-            envelope = Envelope(service, running, f"cmpl-{context.request_id}", "text_completion")
-            return _answer(view, running, envelope, body)
+            names = openai_names(f"cmpl-{context.request_id}", "text_completion")
+            envelope = Envelope(service, running, names)
+            return answered(view, running, envelope, body.stream, body.stream_options)
 
         async for event in self.run(job, context, answer):
             yield event
@@ -315,14 +317,18 @@ class Completer:
         return dataclasses.replace(job, grammar=grammar, grammar_field=within or field)
 
 
-async def _answer(
-    view: ChatView | TextView, running: RunningJob, envelope: Envelope, body: OpenAIFields
+async def answered(
+    view: View,
+    running: RunningJob,
+    envelope: Envelope,
+    stream: bool | None,
+    options: StreamOptions | None = None,
 ) -> AsyncIterator[Event]:
     """The one answer, or its chunks."""
     if running.job.prompt_logprobs is not None:
         view.scores = await running.scores()
-    if body.stream:
-        async for event in _streamed(view, running, envelope, body):
+    if stream:
+        async for event in _streamed(view, running, envelope, options):
             yield event
         return
     pieces: Sequence[Piece] = await running.collect()
@@ -331,10 +337,9 @@ async def _answer(
 
 
 async def _streamed(
-    view: ChatView | TextView, running: RunningJob, envelope: Envelope, body: OpenAIFields
+    view: View, running: RunningJob, envelope: Envelope, options: StreamOptions | None
 ) -> AsyncIterator[Event]:
     """Server-sent chunks of JSON for each piece, then the usage if requested."""
-    options = body.stream_options
     counts_all = bool(options and options.continuous_usage_stats)
     further = {"usage": None} if options and options.include_usage else {}
 

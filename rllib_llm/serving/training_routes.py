@@ -13,7 +13,13 @@ from rllib_llm.conversations.chat_format import ChatFormat
 from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.serving import chat
 from rllib_llm.serving.jobs import RunningJob, check_tokens, make_job, read_lengths
-from rllib_llm.serving.openai_routes import SAMPLING_ERRORS, STREAMED, Completer, model_cards
+from rllib_llm.serving.openai_routes import (
+    SAMPLING_ERRORS,
+    STREAMED,
+    Completer,
+    answered,
+    model_cards,
+)
 from rllib_llm.serving.schemas import (
     ApiError,
     ChatRequest,
@@ -27,7 +33,7 @@ from rllib_llm.serving.security import Client, Guards
 from rllib_llm.serving.service import RequestContext, Service
 from rllib_llm.serving.sessions import Session
 from rllib_llm.serving.streams import Event, Piece
-from rllib_llm.serving.views import ChatView, prompt_logprobs, token_logprobs, usage, versions_told
+from rllib_llm.serving.views import ChatView, Envelope, TokenView
 
 
 def token_router(service: Service, completer: Completer, guards: Guards) -> APIRouter:
@@ -101,62 +107,12 @@ async def _generate(
         version=context.version,
     )  # fmt: skip
 
-    async def answer(running: RunningJob) -> AsyncIterator[Event]:
-        told = None
-        if job.prompt_logprobs is not None:
-            (scores,) = await running.scores()
-            told = prompt_logprobs(service, body.token_ids, scores)
-        if body.stream:
-            async for i, piece in running:
-                yield _answer(service, body, running, [(i, piece)])
-            return
-        pieces = list(enumerate(await running.collect()))
-        whole = _answer(service, body, running, pieces)
-        whole["prompt_token_ids"] = body.token_ids if body.return_token_ids else None
-        whole["prompt_logprobs"] = told
-        whole["usage"] = usage(job.prompts, running.num_completion_tokens)
-        yield whole
+    def answer(running: RunningJob) -> AsyncIterator[Event]:
+        envelope = Envelope(service, running, {"request_id": running.request_id})
+        return answered(TokenView(service, body, running), running, envelope, body.stream)
 
     async for event in completer.run(job, context, answer):
         yield event
-
-
-def _answer(
-    service: Service,
-    body: GenerateRequest,
-    running: RunningJob,
-    pieces: list[tuple[int, Piece]],
-) -> dict[str, Any]:
-    weights = running.weights
-    return {
-        "request_id": running.request_id,
-        "model": service.weights.id_of(weights[-1]),
-        "choices": [_choice(service, body, running, i, piece) for i, piece in pieces],
-        "metadata": versions_told(weights),
-        "system_fingerprint": f"fp_{weights[-1].fingerprint}",
-    }
-
-
-def _choice(
-    service: Service, body: GenerateRequest, running: RunningJob, i: int, piece: Piece
-) -> dict[str, Any]:
-    choice: dict[str, Any] = {
-        "index": i,
-        "token_ids": piece.token_ids,
-        "finish_reason": piece.finish_reason,
-        "stop_reason": piece.stop_reason,
-        "logprobs": None,
-    }
-    if body.sampling_params.logprobs is not None:
-        choice["logprobs"] = token_logprobs(piece, body.sampling_params.logprobs)
-    if piece.finish_reason is not None:
-        choice["weight_versions"] = [
-            {"version": service.weights.of(serial).label, "start": start, "end": end}
-            for serial, start, end in running.choices[i].spans
-        ]
-    if body.output_mode == "text":
-        choice["text"] = piece.text
-    return choice
 
 
 # --- sessions ------------------------------------------------------------------------------------

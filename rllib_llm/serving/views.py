@@ -1,7 +1,9 @@
-"""Completions as OpenAI shows them: the JSON of whole answers and of chunks."""
+"""Completions as OpenAI shows them, and vLLM's route of tokens: the JSON of whole answers and of
+chunks."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,10 +14,9 @@ from rllib_llm.data.decoding import TextStream
 from rllib_llm.engines.torch_engine import Scores
 from rllib_llm.serving import chat
 from rllib_llm.serving.jobs import RunningJob
-from rllib_llm.serving.schemas import ChatRequest, CompletionRequest
+from rllib_llm.serving.schemas import ChatRequest, CompletionRequest, GenerateRequest
 from rllib_llm.serving.service import Service
 from rllib_llm.serving.streams import Piece
-from rllib_llm.serving.weights import Weights
 
 _LOWEST = -9999.0  # JSON has no -inf
 
@@ -26,13 +27,11 @@ class Envelope:
     Args:
         service: that answers.
         running: the request in the engine.
-        id: of the answer.
-        kind: its `object`.
+        fixed: what names the answer; see `openai_names`.
     """
 
-    def __init__(self, service: Service, running: RunningJob, id: str, kind: str) -> None:
-        self._service, self._running = service, running
-        self._fixed = {"id": id, "object": kind, "created": int(time.time())}
+    def __init__(self, service: Service, running: RunningJob, fixed: Mapping[str, Any]) -> None:
+        self._service, self._running, self._fixed = service, running, fixed
         self._chunk: tuple[int, bytes, bytes] | None = None
 
     def holding(self, choices: list[dict[str, Any]], **further: Any) -> dict[str, Any]:
@@ -43,7 +42,10 @@ class Envelope:
             "model": self._service.weights.id_of(weights[-1]),
             "system_fingerprint": f"fp_{weights[-1].fingerprint}",
             "choices": choices,
-            "metadata": versions_told(weights),
+            "metadata": {  # the last that has sampled, and all of them: texts, as OpenAI's are
+                "weight_version": weights[-1].label,
+                "weight_versions": ",".join(each.label for each in weights),
+            },
             **further,
         }
 
@@ -62,13 +64,9 @@ class Envelope:
         return before + to_json(choices) + after
 
 
-def versions_told(weights: Sequence[Weights]) -> dict[str, str]:
-    """The weights that have sampled an answer: the last of them, and all in their order, with a
-    comma between them (OpenAI's metadata are texts)."""
-    return {
-        "weight_version": weights[-1].label,
-        "weight_versions": ",".join(each.label for each in weights),
-    }
+def openai_names(id: str, kind: str) -> dict[str, Any]:
+    """What names an answer of OpenAI's: its id, its `object`, its time."""
+    return {"id": id, "object": kind, "created": int(time.time())}
 
 
 def usage(prompts: Sequence[Sequence[int]], completion_tokens: int) -> dict[str, int]:
@@ -84,9 +82,9 @@ def usage(prompts: Sequence[Sequence[int]], completion_tokens: int) -> dict[str,
 # --- log-probs -----------------------------------------------------------------------------------
 
 
-def finite(logprob: float) -> float:
-    """A log-prob as JSON takes it."""
-    return max(_LOWEST, logprob)
+def finite(logprob: float) -> float | None:
+    """A log-prob as JSON takes it; None where it is unknown, as of a text's first token."""
+    return None if math.isnan(logprob) else max(_LOWEST, logprob)
 
 
 def chat_logprobs(service: Service, piece: Piece, top: int) -> dict[str, Any]:
@@ -112,12 +110,11 @@ def _entries(
 
 def text_logprobs(service: Service, piece: Piece, top: int, start: int = 0) -> dict[str, Any]:
     """`logprobs` of a text completion whose text begins at character `start`."""
-    names = [service.texts.of(token)[0] for token in piece.token_ids]
     return {
-        "tokens": names,
+        "tokens": [service.texts.of(token)[0] for token in piece.token_ids],
         "token_logprobs": [finite(value) for value in piece.logprobs],
         "top_logprobs": [
-            {service.texts.of(token)[0]: finite(value) for token, value in place[:top]}
+            {service.texts.of(token)[0]: finite(value) for token, value in place[:top]} or None
             for place in piece.likeliest
         ]
         if top
@@ -157,10 +154,45 @@ def prompt_logprobs(
     return told
 
 
+def _ended(
+    piece: Piece, finish: str | None, logprobs: Any, prompt: list[int] | None
+) -> dict[str, Any]:
+    """The end of a choice. prompt: its token ids, where they are returned."""
+    ended: dict[str, Any] = {"logprobs": logprobs, "finish_reason": finish}
+    if finish is not None:
+        ended["stop_reason"] = piece.stop_reason
+    if prompt is not None:
+        ended |= {"token_ids": piece.token_ids, "prompt_token_ids": prompt}
+    return ended
+
+
+class View:
+    """Completions as one route shows them. `scores`: of the prompts, where they are asked for."""
+
+    scores: Sequence[Scores] = ()
+
+    @property
+    def further(self) -> dict[str, Any]:
+        """Fields of the response besides its choices."""
+        return {}
+
+    def choices(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+        """The choices of a complete response."""
+        return [choice for i, piece in enumerate(pieces) for choice in self.chunks(i, piece)]
+
+    def before(self) -> list[dict[str, Any]]:
+        """Chunks that come before anything is sampled."""
+        return []
+
+    def chunks(self, i: int, piece: Piece) -> list[dict[str, Any]]:
+        """The chunks of a stream for a piece of choice `i`."""
+        raise NotImplementedError
+
+
 # --- chats ---------------------------------------------------------------------------------------
 
 
-class ChatView:
+class ChatView(View):
     """A chat's completions as OpenAI shows them.
 
     Args:
@@ -186,19 +218,15 @@ class ChatView:
         self._request_id, self._format, self._syntax = request_id, chat_format, syntax
         self._begun: set[int] = set()
         self._held: dict[int, Piece] = {}
-        self.scores: Sequence[Scores] = ()
-        """Of the prompt, where they are asked for."""
 
     @property
     def further(self) -> dict[str, Any]:
-        """Fields of the response besides its choices."""
         if not self.scores:
             return {}
         told = prompt_logprobs(self._service, self._prompt, self.scores[0])
         return {"prompt_logprobs": told}
 
     def choices(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
-        """The choices of a complete response."""
         return [self._choice(i, piece) for i, piece in enumerate(pieces)]
 
     def _choice(self, i: int, piece: Piece) -> dict[str, Any]:
@@ -218,19 +246,11 @@ class ChatView:
         logprobs = None
         if self._body.logprobs:
             logprobs = chat_logprobs(self._service, piece, self._body.top_logprobs or 0)
-        ended: dict[str, Any] = {"logprobs": logprobs, "finish_reason": finish}
-        if finish is not None:
-            ended["stop_reason"] = piece.stop_reason
-        if self._body.return_token_ids:
-            ended |= {"token_ids": piece.token_ids, "prompt_token_ids": self._prompt}
-        return ended
-
-    def before(self) -> list[dict[str, Any]]:
-        """Chunks that come before anything is sampled."""
-        return []
+        return _ended(
+            piece, finish, logprobs, self._prompt if self._body.return_token_ids else None
+        )
 
     def chunks(self, i: int, piece: Piece) -> list[dict[str, Any]]:
-        """The chunks of a stream for a piece of choice `i`."""
         if self._format is not None:
             held = self._held.setdefault(i, Piece())
             held.add(piece)
@@ -261,23 +281,16 @@ class ChatView:
 # --- texts ---------------------------------------------------------------------------------------
 
 
-class TextView:
+class TextView(View):
     """Text completions as OpenAI shows them."""
 
     def __init__(self, service: Service, body: CompletionRequest, prompts: list[list[int]]) -> None:
         self._service, self._body, self._prompts = service, body, prompts
         self._n = body.n or 1
-        self.scores: Sequence[Scores] = ()
-        """Of the prompts, where they are asked for."""
         self._echoes: list[str] = []
         if body.echo:
             decode = service.tokenizer.decode
             self._echoes = [decode(prompt, skip_special_tokens=True) for prompt in prompts]
-
-    @property
-    def further(self) -> dict[str, Any]:
-        """Fields of the response besides its choices."""
-        return {}
 
     def choices(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
         """The choices of a complete response, in which the echoed prompt and the completion are one
@@ -303,48 +316,30 @@ class TextView:
         return [self._echo(i) for i in range(len(self._echoes) * self._n)]
 
     def chunks(self, i: int, piece: Piece) -> list[dict[str, Any]]:
-        """The chunks of a stream for a piece of choice `i`."""
         told = piece.token_ids and (self._body.logprobs is not None or self._body.return_token_ids)
         if not (piece.text or piece.finish_reason or told):
             return []
         return [self._choice(i, piece)]
 
     def _choice(self, i: int, piece: Piece) -> dict[str, Any]:
-        logprobs = None
+        at, logprobs = i // self._n, None
         if self._body.logprobs is not None:
-            start = len(self._echoes[i // self._n]) if self._echoes else 0
+            start = len(self._echoes[at]) if self._echoes else 0
             logprobs = text_logprobs(self._service, piece, self._body.logprobs, start)
-        choice: dict[str, Any] = {
-            "index": i, "text": piece.text, "logprobs": logprobs,
-            "finish_reason": piece.finish_reason,
-        }  # fmt: skip
-        if piece.finish_reason is not None:
-            choice["stop_reason"] = piece.stop_reason
-        if self._body.return_token_ids:
-            choice |= {
-                "token_ids": piece.token_ids, "prompt_token_ids": self._prompts[i // self._n],
-            }  # fmt: skip
-        return choice
+        prompt = self._prompts[at] if self._body.return_token_ids else None
+        ended = _ended(piece, piece.finish_reason, logprobs, prompt)
+        return {"index": i, "text": piece.text, **ended}
 
     def _echo(self, i: int) -> dict[str, Any]:
         """The echoed prompt of choice `i`."""
-        at = i // self._n
-        logprobs = None
+        at, told = i // self._n, None
         if self._body.logprobs is not None:
-            texts, prompt, scores = self._service.texts, self._prompts[at], self.scores[at]
-            likeliest: list[Mapping[str, float] | None] = [
-                {texts.of(i)[0]: finite(value) for i, value in place[: self._body.logprobs]}
-                for place in scores.likeliest
-            ]
-            logprobs = {
-                "tokens": [texts.of(token)[0] for token in prompt],
-                "token_logprobs": [None, *map(finite, scores.logprobs)],
-                "top_logprobs": [None, *likeliest] if self._body.logprobs else None,
-                "text_offset": _offsets(self._service.tokenizer, prompt),
-            }
-        return {
-            "index": i, "text": self._echoes[at], "logprobs": logprobs, "finish_reason": None,
-        }  # fmt: skip
+            ids, scores = self._prompts[at], self.scores[at]
+            logprobs, likeliest = [math.nan, *scores.logprobs], [[], *scores.likeliest]
+            offsets = _offsets(self._service.tokenizer, ids)
+            prompt = Piece("", ids, logprobs, likeliest, offsets=offsets)
+            told = text_logprobs(self._service, prompt, self._body.logprobs)
+        return {"index": i, "text": self._echoes[at], "logprobs": told, "finish_reason": None}
 
 
 def _joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
@@ -361,3 +356,38 @@ def _offsets(tokenizer: Any, token_ids: list[int]) -> list[int]:
         offsets.append(stream.length)
         stream.push(token)
     return offsets
+
+
+# --- tokens --------------------------------------------------------------------------------------
+
+
+class TokenView(View):
+    """Completions as vLLM's /inference/v1/generate shows them."""
+
+    def __init__(self, service: Service, body: GenerateRequest, running: RunningJob) -> None:
+        self._service, self._body, self._running = service, body, running
+
+    @property
+    def further(self) -> dict[str, Any]:
+        prompt = self._body.token_ids
+        told = prompt_logprobs(self._service, prompt, self.scores[0]) if self.scores else None
+        returned = prompt if self._body.return_token_ids else None
+        return {"prompt_token_ids": returned, "prompt_logprobs": told}
+
+    def chunks(self, i: int, piece: Piece) -> list[dict[str, Any]]:
+        top = self._body.sampling_params.logprobs
+        choice: dict[str, Any] = {
+            "index": i,
+            "token_ids": piece.token_ids,
+            "finish_reason": piece.finish_reason,
+            "stop_reason": piece.stop_reason,
+            "logprobs": None if top is None else token_logprobs(piece, top),
+        }
+        if piece.finish_reason is not None:
+            choice["weight_versions"] = [
+                {"version": self._service.weights.of(serial).label, "start": start, "end": end}
+                for serial, start, end in self._running.choices[i].spans
+            ]
+        if self._body.output_mode == "text":
+            choice["text"] = piece.text
+        return [choice]

@@ -13,10 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rllib_llm.serving.engine_process import AsyncChannel, Channel, Messages, packed
+from rllib_llm.serving.engine_process import AsyncChannel, Channel
 
 uvloop = pytest.importorskip("uvloop")
-SENT = [[], "a", list(range(3000)), None, b"x" * 2**21]
 # Of a message in bytes, and how long the other end sleeps before it reads on: from nothing to
 # several times what a socket holds.
 SIZES = st.lists(
@@ -26,22 +25,13 @@ SIZES = st.lists(
 )  # fmt: skip
 
 
-def test_messages_are_whole_however_their_bytes_come():
-    data = b"".join(packed(each) for each in SENT[:4])
-    for step in (1, 7, 5000, len(data)):
-        messages = Messages()
-        parts = [data[at : at + step] for at in range(0, len(data), step)]
-        assert [each for part in parts for each in messages.take(part)] == SENT[:4]
-
-
 def echo(theirs: socket.socket, stalls: list[float]) -> None:
     """The other end: reads slowly, and sends back what it reads."""
     channel, waits = Channel(theirs), iter(stalls)
     try:
         while True:
             time.sleep(next(waits, 0.0))
-            for message in channel.arrived():
-                channel.send(message)
+            channel.send(channel.receive())
     except (EOFError, OSError):
         channel.close()
 
@@ -100,7 +90,7 @@ def test_each_end_notices_that_the_other_is_gone():
     assert receiver.receive() == "first"
     sender.close()
     with pytest.raises(EOFError):
-        receiver.arrived()
+        receiver.receive()
     with pytest.raises(OSError, match="Broken pipe"):
         receiver.send("anybody?")
     receiver.close()
