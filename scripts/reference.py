@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 import sys
-import typing
 from pathlib import Path
 
 import click
@@ -19,7 +18,7 @@ import rllib_llm
 from rllib_llm.algorithms.registry import ALGORITHMS, get_algorithm_class
 from rllib_llm.cli.main import app
 from rllib_llm.config.sections import settings_of
-from rllib_llm.runs.experiments import KEYS, CheckpointConfig, Experiment
+from rllib_llm.runs.experiments import CHECKPOINTS, EXPERIMENT
 from rllib_llm.runs.metrics import GROUPS
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
@@ -96,29 +95,18 @@ def metrics_page() -> str:
 
 
 def yaml_page() -> str:
-    """The page as it is, its table of keys from the model of an experiment."""
+    """The page as it is, its table of keys from the settings of an experiment."""
     text = (FOLDER / "yaml.md").read_text(encoding="utf-8")
     before, _, rest = text.partition(_BEGIN)
     lines = ["", "| key | default | what it is |", "|---|---|---|"]
-    for key in KEYS:
-        field = Experiment.model_fields[key]
-        lines.append(f"| `{key}` | {_default(field)} | {_sentence(field.description or '')} |")
-        if key == "checkpoint_config":
-            for inner, meaning in _checkpoint_keys().items():
-                lines.append(f"| `checkpoint_config.{inner}` | | {_sentence(meaning)} |")
+    for row in EXPERIMENT.settings:
+        if row.name != "name":
+            default = f"`{row.default}`" if isinstance(row.default, int) else ""
+            lines.append(f"| `{row.name}` | {default} | {_sentence(row.meaning)} |")
+        if row.name == "checkpoint_config":
+            for inner in CHECKPOINTS.settings:
+                lines.append(f"| `checkpoint_config.{inner.name}` | | {_sentence(inner.meaning)} |")
     return before + _BEGIN + "\n".join([*lines, "", ""]) + _END + rest.partition(_END)[2]
-
-
-def _checkpoint_keys() -> dict[str, str]:
-    hints = typing.get_type_hints(CheckpointConfig, include_extras=True)
-    return {
-        key: next(m.description for m in kind.__metadata__ if hasattr(m, "description"))
-        for key, kind in hints.items()
-    }
-
-
-def _default(field) -> str:
-    return f"`{field.default}`" if isinstance(field.default, int) else ""
 
 
 def _sentence(text: str) -> str:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from rllib_llm.shared.errors import UserError
-from rllib_llm.shared.storage import UrlPath, is_url, local_copy
+from rllib_llm.shared.storage import Place, UrlPath, is_url, local_copy, place
 
 # Where a checkpoint of ours holds the trained model, as an ordinary Hugging Face folder; the last
 # part is RLlib's DEFAULT_MODULE_ID.
@@ -90,15 +90,16 @@ def check(folder: str | Path) -> dict[str, Any]:
     return manifest
 
 
-def checkpoints_in(trial_folder: str | Path) -> list[Path]:
+def checkpoints_in(trial_folder: str | Place) -> list[Any]:
     """Tune's checkpoint folders of one trial, the newest first, usable or not."""
-    folders = (path for path in Path(trial_folder).glob("checkpoint_*") if path.is_dir())
+    folders = (path for path in place(trial_folder).glob("checkpoint_*") if path.is_dir())
     numbered = [path for path in folders if path.name.removeprefix("checkpoint_").isdigit()]
     return sorted(numbered, key=lambda path: int(path.name.partition("_")[2]), reverse=True)
 
 
-def newest_usable(folder: str | Path) -> Path:
-    """`folder` itself if it is a checkpoint, or the newest usable one of the trial it belongs to.
+def newest_usable(folder: str | Place) -> Path:
+    """`folder` itself if it is a checkpoint, or the newest usable one of the trial it belongs to;
+    of a URL a copy of it.
 
     Args:
         folder: a checkpoint, a trial's folder, or a stage's folder with one trial in it.
@@ -106,10 +107,10 @@ def newest_usable(folder: str | Path) -> Path:
     Raises:
         CheckpointError: there is no usable one, saying what is wrong with the newest.
     """
-    folder = Path(folder)
+    folder = place(folder)
     candidates = checkpoints_in(folder)
     if not candidates:
-        trials = sorted({path.parent for path in folder.glob("*/checkpoint_*")})
+        trials = sorted({path.parent for path in folder.glob("*/checkpoint_*")}, key=str)
         if len(trials) > 1:
             raise CheckpointError(
                 f"checkpoint={str(folder)!r} must be a checkpoint or the folder of one trial: "
@@ -120,8 +121,9 @@ def newest_usable(folder: str | Path) -> Path:
     errors: list[CheckpointError] = []
     for candidate in candidates:
         try:
-            check(candidate)
-            return candidate
+            copy = local_copy(candidate)
+            check(copy)
+            return copy
         except CheckpointError as error:
             errors.append(error)
     raise errors[0]
@@ -257,23 +259,8 @@ def fetched(given: str | Path) -> Path:
     if not is_url(given):
         return Path(given).expanduser()
     url = UrlPath(str(given))
-    if not (found := [*url.glob("checkpoint_*")] or [*url.glob("*/checkpoint_*")]):
-        return local_copy(url)
-    trials = sorted({path.parent.name for path in found})
-    if len(trials) > 1:
-        raise CheckpointError(
-            f"checkpoint={str(url)!r} must be a checkpoint or the folder of one trial: there are "
-            f"{len(trials)} trials in it. Choose one of {', '.join(trials)}."
-        )
-    errors = []
-    for candidate in sorted(found, key=lambda path: path.name, reverse=True):
-        try:
-            copy = local_copy(candidate)
-            check(copy)
-            return copy
-        except CheckpointError as error:
-            errors.append(error)
-    raise errors[0]
+    has_some = any(url.glob("checkpoint_*")) or any(url.glob("*/checkpoint_*"))
+    return newest_usable(url) if has_some else local_copy(url)
 
 
 def _here(given: str) -> Path:

@@ -36,7 +36,8 @@ from pydantic import (
 from rllib_llm.shared.dotted import looks_dotted
 from rllib_llm.shared.errors import SettingError, complain
 
-IN_CONFIG, IN_ENV = "config", "env_config"  # where a setting is kept
+# Where a setting is kept: in RLlib's config, in its `env_config`, or beside it in a YAML file.
+IN_CONFIG, IN_ENV, OF_EXPERIMENT = "config", "env_config", "experiment"
 DEFAULT_ENV = "rllib_llm/RLHF-v0"  # what settings in `env_config` are of unless they say so
 LARGEST = 2**63 - 1  # tensors hold no larger whole number
 UNSET = -1  # RLlib drops settings of this value
@@ -91,7 +92,7 @@ class Setting:
     acts: tuple[Condition, ...] = ()  # when it has an effect; always, if empty
     keys: tuple[str, ...] = ()  # that a mapping in its place may have beside its first key
     short: str = ""  # its name inside its section
-    place: str = IN_CONFIG  # or IN_ENV
+    place: str = IN_CONFIG  # or IN_ENV, OF_EXPERIMENT
     env: str = DEFAULT_ENV  # of a setting in `env_config`, where no environment is named
     attribute: str = ""  # where the config keeps it, if not under `name`
     trl: tuple[str, ...] = ()  # what TRL calls it
@@ -140,7 +141,7 @@ class Setting:
             _adapter(self.type, self.choices, self.least, self.above, self.most).validate_python(
                 plain(value)
             )
-            if number != UNSET:
+            if number != UNSET or self.place == OF_EXPERIMENT:
                 return None
             value_rule = "another number than -1"
             reason = "RLlib takes -1 as 'not given' and would use the default"

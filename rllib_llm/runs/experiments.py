@@ -1,27 +1,16 @@
-"""One experiment, as a pydantic model: what each key may be, and what to say where it is something
-else; and what refers to other experiments, `${name.model}`.
+"""One experiment: what each of its keys may be, and what refers to other experiments,
+`${name.model}`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    StrictBool,
-    StrictInt,
-    StrictStr,
-    ValidationError,
-)
-from pydantic_core import ErrorDetails, PydanticCustomError
-from typing_extensions import TypedDict
-
-from rllib_llm.shared.errors import UserError, suggestion
+from rllib_llm.config.setting import OF_EXPERIMENT, Section, Setting, Settings, setting
+from rllib_llm.shared.errors import UserError, unknown_key
 
 if TYPE_CHECKING:
     from ray.tune import Trainable
@@ -38,54 +27,27 @@ MOVED = {
 }
 
 
-def _number(value: Any) -> Any:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return value
-    raise PydanticCustomError("number", "a number")
+class Checkpoints(Settings):
+    """When checkpoints are saved and which are kept: arguments of `ray.tune.CheckpointConfig`."""
+
+    checkpoint_interval_s: float | Literal["auto"] | None = setting(
+        "auto", "the seconds between checkpoints: 300 without checkpoint_frequency", least=0
+    )
+    checkpoint_frequency: int = setting(
+        0, "the iterations between checkpoints; 0: none between", least=0,
+        remedy="Write `checkpoint_frequency: 10`",
+    )  # fmt: skip
+    checkpoint_at_end: bool = setting(True, "whether one is saved at the end")
+    num_to_keep: int | None = setting(
+        None, "how many checkpoints a trial keeps; null: all", least=1
+    )
+    checkpoint_score_attribute: str | None = setting(
+        None, "the result by which checkpoints are kept"
+    )
+    checkpoint_score_order: Literal["max", "min"] = setting("max", "which way that result improves")
 
 
-def _environment(value: Any) -> Any:
-    if value is None or isinstance(value, str) or callable(value):
-        return value
-    raise PydanticCustomError("string_type", "text")
-
-
-def _interval(value: Any) -> Any:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value in (None, "auto") or (is_number and value >= 0):
-        return value
-    raise PydanticCustomError("interval", "at least 0 seconds, 'auto' or null")
-
-
-Interval = Annotated[Any, AfterValidator(_interval)]
-Number = Annotated[Any, AfterValidator(_number)]
-Order = Literal["max", "min"]
-
-
-class CheckpointConfig(TypedDict, total=False):
-    """Arguments of `ray.tune.CheckpointConfig`."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
-
-    checkpoint_interval_s: Annotated[
-        Interval,
-        Field(description="the seconds between checkpoints: 300 without checkpoint_frequency"),
-    ]
-    checkpoint_frequency: Annotated[
-        StrictInt, Field(ge=0, description="the iterations between checkpoints; 0: none between")
-    ]
-    checkpoint_at_end: Annotated[StrictBool, Field(description="whether one is saved at the end")]
-    num_to_keep: Annotated[
-        Annotated[StrictInt, Field(ge=1)] | None,
-        Field(description="how many checkpoints a trial keeps; null: all"),
-    ]
-    checkpoint_score_attribute: Annotated[
-        StrictStr | None, Field(description="the result by which checkpoints are kept")
-    ]
-    checkpoint_score_order: Annotated[Order, Field(description="which way that result improves")]
-
-
-class Experiment(BaseModel):
+class Experiment(Settings):
     """One experiment; the fields are the keys that YAML may use, `name` being the key it stands
     under.
 
@@ -93,64 +55,64 @@ class Experiment(BaseModel):
         UserError: what cannot be, all of it at once.
     """
 
-    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
-
-    name: StrictStr
-    run: StrictStr = Field(description="the algorithm's name or dotted path")
-    env: Annotated[Any, AfterValidator(_environment)] = Field(
-        None, description="a registered environment's name or a dotted path"
-    )
-    config: dict[str, Any] = Field(
-        default_factory=dict, description="the algorithm's settings, with search spaces"
-    )
-    stop: dict[str, Number] = Field(
-        default_factory=dict, description="the results at which a trial ends"
-    )
-    num_samples: StrictInt = Field(1, ge=1, description="how often the search space is sampled")
-    checkpoint_config: CheckpointConfig = Field(
-        default_factory=CheckpointConfig,
-        description="when checkpoints are saved; one at the end unless it says otherwise",
-    )
-    storage_path: StrictStr | None = Field(
-        None, description="where results go, unless --storage-path says it"
-    )
-    restore: StrictStr | None = Field(
-        None, description="the checkpoint from which the trials start"
-    )
-    max_failures: StrictInt = Field(
-        0, ge=-1, description="how often a failed trial goes on from its last checkpoint"
-    )
-    time_budget_s: Number | None = Field(
-        None, description="the seconds after which the experiment ends"
-    )
-    metric: StrictStr | None = Field(
-        None, description="the result that search and schedulers improve, and by which "
-        "`${name.model}` is the best of several trials'"
+    name: str = setting(..., "the key it stands under")
+    run: str = setting(..., "the algorithm's name or dotted path", remedy="Write `run: GRPO`")
+    env: str | Callable | None = setting(
+        None, "a registered environment's name or a dotted path",
+        remedy="Write `env: rllib_llm/RLHF-v0`",
     )  # fmt: skip
-    mode: Order | None = Field(None, description="which way the metric improves")
-    scheduler: StrictStr | None = Field(None, description="a Tune scheduler's name: asha, pbt, ...")
-    scheduler_config: dict[str, Any] = Field(
-        default_factory=dict, description="the scheduler's arguments"
+    config: dict[str, Any] = setting({}, "the algorithm's settings, with search spaces")
+    stop: dict[str, Any] = setting({}, "the results at which a trial ends")
+    num_samples: int = setting(
+        1, "how often the search space is sampled", least=1, remedy="Write `num_samples: 4`"
     )
-    search_alg: StrictStr | None = Field(None, description="a Tune searcher's name: optuna, ...")
-    search_config: dict[str, Any] = Field(
-        default_factory=dict, description="the searcher's arguments"
+    checkpoint_config: dict[str, Any] = setting(
+        {}, "when checkpoints are saved; one at the end unless it says otherwise"
     )
-    max_concurrent_trials: StrictInt | None = Field(None, description="how many trials run at once")
-    pass_criteria: dict[str, Number] = Field(
-        default_factory=dict, description="the least values of the last result that count as a pass"
+    storage_path: str | None = setting(None, "where results go, unless --storage-path says it")
+    restore: str | None = setting(None, "the checkpoint from which the trials start")
+    max_failures: int = setting(
+        0, "how often a failed trial goes on from its last checkpoint; -1: always", least=-1,
+        remedy="Write `max_failures: 2`",
+    )  # fmt: skip
+    time_budget_s: float | None = setting(
+        None, "the seconds after which the experiment ends", remedy="Write `time_budget_s: 3600`"
     )
-    description: str = Field("", description="what the experiment does, for readers of the file")
+    metric: str | None = setting(
+        None, "the result that search and schedulers improve, and by which `${name.model}` is the "
+        "best of several trials'", remedy="Write `metric: objective/scores`",
+    )  # fmt: skip
+    mode: Literal["max", "min"] | None = setting(None, "which way the metric improves")
+    scheduler: str | None = setting(
+        None, "a Tune scheduler's name: asha, pbt, ...", remedy="Write `scheduler: asha`"
+    )
+    scheduler_config: dict[str, Any] = setting({}, "the scheduler's arguments")
+    search_alg: str | None = setting(
+        None, "a Tune searcher's name: optuna, ...", remedy="Write `search_alg: optuna`"
+    )
+    search_config: dict[str, Any] = setting({}, "the searcher's arguments")
+    max_concurrent_trials: int | None = setting(
+        None, "how many trials run at once", remedy="Write `max_concurrent_trials: 2`"
+    )
+    pass_criteria: dict[str, Any] = setting(
+        {}, "the least values of the last result that count as a pass"
+    )
+    description: str = setting(
+        "", "what the experiment does, for readers of the file", may_be_empty=True
+    )
 
     def __init__(
         self, name: str, run: Any = None, env: Any = None, config: Any = None, **settings: Any
     ):
         given = {"name": name, "run": run, "env": env, "config": config, **settings}
         given = {key: value for key, value in given.items() if value is not None}
-        try:
-            super().__init__(**given)
-        except ValidationError as error:
-            raise UserError(" ".join(_in_words(name, e) for e in _one_each(error))) from None
+        problems = [] if run is not None else [
+            f"{name}.run is missing: it names the algorithm. Write `run: PPOPtx`."
+        ]  # fmt: skip
+        problems += _problems(EXPERIMENT, given, name)
+        if problems:
+            raise UserError(" ".join(problems))
+        super().__init__(**given)
         if self.mode and not self.metric:
             raise UserError(
                 name=f"{name}.mode",
@@ -165,93 +127,50 @@ class Experiment(BaseModel):
         return Experiment(**{**vars(self), **changes})
 
 
-KEYS = tuple(name for name in Experiment.model_fields if name != "name")
-
-# What a remedy writes.
-EXAMPLES = {
-    "run": "GRPO", "env": "rllib_llm/RLHF-v0", "stop": 100, "num_samples": 4,
-    "metric": "objective/scores", "max_failures": 2, "time_budget_s": 3600, "scheduler": "asha",
-    "search_alg": "optuna", "max_concurrent_trials": 2,
-}  # fmt: skip
-# pydantic's kind of error -> what a value must be.
-RULES = {
-    "bool_type": "true or false",
-    "dict_type": "a mapping",
-    "float_type": "a number",
-    "interval": "at least 0 seconds, 'auto' or null",
-    "int_from_float": "a whole number",
-    "int_type": "a whole number",
-    "number": "a number",
-    "string_type": "text",
-}
+CHECKPOINTS = Section.of("checkpoint_config", Checkpoints, place=OF_EXPERIMENT)
+EXPERIMENT = Section.of("experiment", Experiment, place=OF_EXPERIMENT)
+KEYS = tuple(row.name for row in EXPERIMENT.settings if row.name != "name")
 
 
-def _one_each(error: ValidationError) -> list[ErrorDetails]:
-    """The first complaint about each value: a union has one for every member."""
-    found = {_path(details["loc"]): details for details in reversed(error.errors())}
-    return list(reversed(found.values()))
+def _problems(section: Section, given: Mapping[str, Any], where: str) -> list[str]:
+    """What is wrong with settings, a sentence or two each."""
+    rows = {row.name: row for row in section.settings}
+    found = []
+    for key, value in given.items():
+        if key not in rows:
+            found.append(_unknown(section, key, where))
+        elif (error := rows[key].error(value, place=where)) is not None:
+            if isinstance(rows[key].default, dict):
+                error.remedy = f"Write `{key}: {{name: value}}`"
+            found.append(str(error))
+        elif key == "checkpoint_config":
+            found += _problems(CHECKPOINTS, value, f"{where}.{key}")
+        elif isinstance(value, dict):
+            found += [text for item in value.items() for text in _of_item(rows[key], *item, where)]
+    return found
 
 
-def _path(loc: tuple[int | str, ...]) -> tuple[str, ...]:
-    """Keys alone, without the members of unions that pydantic puts among them."""
-    kept = [str(loc[0]), *(str(part) for part in loc[1:] if loc[0] in _MAPPINGS)]
-    return tuple(kept[:2])
+def _of_item(row: Setting, name: Any, value: Any, where: str) -> list[str]:
+    """What is wrong with an entry of a mapping; limits of results are numbers."""
+    if not isinstance(name, str):
+        return [f"{where}.{row.name}: the name {name!r} must be text. Put it in quotes."]
+    if row.name not in ("stop", "pass_criteria"):
+        return []
+    limit = dataclasses.replace(row, name=name, type=float, remedy=f"Write `{name}: 100`")
+    error = limit.error(value, place=f"{where}.{row.name}")
+    return [] if error is None else [str(error)]
 
 
-_MAPPINGS = ("config", "stop", "checkpoint_config", "scheduler_config", "search_config",
-             "pass_criteria")  # fmt: skip
-
-
-def _in_words(name: str, error: ErrorDetails) -> str:
-    path = _path(error["loc"])
-    where, kind = ".".join((name, *path)), error["type"]
-    if kind == "missing":
-        return f"{where} is missing: it names the algorithm. Write `run: PPOPtx`."
-    if kind == "extra_forbidden":
-        return _unknown(name, path)
-    rule = RULES.get(kind)
-    if kind == "literal_error":
-        rule = str(error["ctx"]["expected"])
-    if kind == "greater_than_equal":
-        rule = f"at least {error['ctx']['ge']}"
-    example = EXAMPLES.get(path[0])
-    remedy = f"Write `{path[-1]}: {example}`" if example else "Leave it out for its default"
-    if _is_quoted(error["input"]):
-        remedy = "Write it without quotes"
-    if kind == "dict_type":
-        remedy = f"Write `{path[-1]}: {{name: value}}`"
-    return f"{where}={error['input']!r} must be {rule or error['msg']}: {_reason(path)}. {remedy}."
-
-
-def _is_quoted(value: Any) -> bool:
-    """Whether `value` is the text of a number, true or false."""
-    return isinstance(value, str) and bool(re.fullmatch(r"[-+.\d]+(e[-+]?\d+)?|true|false", value))
-
-
-def _unknown(name: str, path: tuple[str, ...]) -> str:
+def _unknown(section: Section, key: str, where: str) -> str:
     """The error for unknown keys."""
     from rllib_llm.algorithms.language_model_config import LanguageModelConfig
 
-    *parents, key = path
-    where = ".".join((name, *parents))
-    allowed: Mapping[str, Any] | tuple[str, ...] = KEYS
-    if parents:
-        allowed = CheckpointConfig.__annotations__
-    if key in MOVED and not parents:
-        return f"{where}: unknown key {key!r}. It is {MOVED[key]!r} here."
-    if not parents and LanguageModelConfig.algorithms_with(key):
-        return f"{where}: unknown key {key!r}. It is the algorithm's: write it below `config:`."
-    return f"{where}: unknown key {key!r}. {suggestion(key, allowed)}"
-
-
-def _reason(path: tuple[str, ...]) -> str:
-    if path[0] == "checkpoint_config" and len(path) > 1:
-        hints = CheckpointConfig.__annotations__
-        if path[1] in hints:
-            return "it says when checkpoints are saved and which are kept"
-    text = Experiment.model_fields[path[0]].description or ""
-    asks = text.startswith(("what", "which", "when", "where", "how", "whether"))
-    return f"it {'says' if asks else 'is'} {text}"
+    hint = ""
+    if section is EXPERIMENT and key in MOVED:
+        hint = f"It is {MOVED[key]!r} here."
+    elif section is EXPERIMENT and LanguageModelConfig.algorithms_with(key):
+        hint = "It is the algorithm's: write it below `config:`."
+    return str(unknown_key(where, key, [row.name for row in section.settings], hint))
 
 
 def algorithm_class(name: str, where: str) -> type[Trainable]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import threading
@@ -23,12 +24,7 @@ from pyarrow.fs import FileSelector, FileSystem, FileType, LocalFileSystem, copy
 from ray.tune import Callback, Checkpoint
 from ray.tune.result import SHOULD_CHECKPOINT, TIME_TOTAL_S, TRAINING_ITERATION
 
-from rllib_llm.checkpoints.folder import (
-    MANIFEST,
-    CheckpointError,
-    checkpoints_in,
-    read_manifest,
-)
+from rllib_llm.checkpoints.folder import MANIFEST
 from rllib_llm.overseer.oversight import STOP_RUN
 from rllib_llm.runs.results import flatten, number
 from rllib_llm.shared.ray_compat import training_result
@@ -128,10 +124,7 @@ class KeepBestCheckpoint(Callback):
         if _is_better(record, self._best.get(trial.trial_id)):
             self._best[trial.trial_id] = record
         with self._copy.writing():
-            if isinstance(checkpoint.filesystem, LocalFileSystem):
-                _keep_here(Path(checkpoint.path), record)
-            else:
-                _keep_elsewhere(checkpoint.filesystem, checkpoint.path, record)
+            _keep(checkpoint.filesystem, checkpoint.path, record)
 
     def _record(self, result: Mapping[str, Any], name: str) -> dict[str, Any] | None:
         """The recorded value of a checkpoint: the first of the rules' results measured in this
@@ -146,33 +139,33 @@ class KeepBestCheckpoint(Callback):
         return None
 
 
-def _keep_here(source: Path, record: Mapping[str, Any]) -> None:
-    folder = source.parent
-    target = folder / BEST_CHECKPOINT
-    before = _read(folder / RECORD) if target.is_dir() else None
-    if source.is_dir() and _is_better(record, before):
-        _link(source, target)
-        (folder / RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
-
-
-def _keep_elsewhere(filesystem: FileSystem, source: str, record: Mapping[str, Any]) -> None:
-    """Keeps the best checkpoint on storage that is not a disk: files are copied, the record last,
-    so that without it there is no best checkpoint."""
+def _keep(filesystem: FileSystem, source: str, record: Mapping[str, Any]) -> None:
+    """Keeps the checkpoint at `source` if it is the best. On storage that is not a disk files are
+    copied, the record last, so that without it there is no best checkpoint."""
     folder = source.rpartition("/")[0]
     target, file = f"{folder}/{BEST_CHECKPOINT}", f"{folder}/{RECORD}"
-    before = None
-    if filesystem.get_file_info(file).type == FileType.File:
-        with filesystem.open_input_stream(file) as stream:
-            before = json.loads(stream.read())
-    if not _is_better(record, before):
+    here, has_target, has_record = (
+        info.type != FileType.NotFound for info in filesystem.get_file_info([source, target, file])
+    )
+    before = _read(filesystem, file) if has_target and has_record else None
+    if not here or not _is_better(record, before):
         return
-    for path, delete in ((file, filesystem.delete_file), (target, filesystem.delete_dir)):
-        if filesystem.get_file_info(path).type != FileType.NotFound:
-            delete(path)
-    filesystem.create_dir(target, recursive=True)
-    copy_files(source, target, filesystem, filesystem)
+    if isinstance(filesystem, LocalFileSystem):
+        _link(Path(source), Path(target))
+    else:
+        if has_record:
+            filesystem.delete_file(file)
+        if has_target:
+            filesystem.delete_dir(target)
+        filesystem.create_dir(target, recursive=True)
+        copy_files(source, target, filesystem, filesystem)
     with filesystem.open_output_stream(file) as stream:
         stream.write(json.dumps(record, indent=1).encode())
+
+
+def _read(filesystem: FileSystem, file: str) -> dict[str, Any]:
+    with filesystem.open_input_stream(file) as stream:
+        return json.loads(stream.read())
 
 
 def _is_better(record: Mapping[str, Any], before: Mapping[str, Any] | None) -> bool:
@@ -180,10 +173,6 @@ def _is_better(record: Mapping[str, Any], before: Mapping[str, Any] | None) -> b
         return True
     gain = record["value"] - before["value"]
     return gain > 0 if record["mode"] == "max" else gain < 0
-
-
-def _read(file: Path) -> dict[str, Any] | None:
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
 
 
 def _link(source: Path, target: Path) -> None:
@@ -233,28 +222,18 @@ def _register(trial: Any) -> None:
 
 def _newest(filesystem: FileSystem, folder: str) -> str | None:
     """The path of a trial's newest checkpoint, usable or not."""
-    if isinstance(filesystem, LocalFileSystem):
-        found = checkpoints_in(folder)
-        return str(found[0]) if found else None
     infos = filesystem.get_file_info(FileSelector(folder, allow_not_found=True))
-    names = [
-        info.base_name for info in infos if info.base_name.removeprefix("checkpoint_").isdigit()
-    ]
-    return f"{folder}/{max(names)}" if names else None
+    names = {info.path: re.fullmatch(r"checkpoint_(\d+)", info.base_name) for info in infos}
+    known = {path: int(name[1]) for path, name in names.items() if name}
+    return max(known, key=known.__getitem__, default=None)
 
 
 def _manifest(filesystem: FileSystem, checkpoint: str) -> dict[str, Any]:
     """A checkpoint's manifest; empty if saving it was interrupted."""
-    if isinstance(filesystem, LocalFileSystem):
-        try:
-            return read_manifest(Path(checkpoint))
-        except CheckpointError:
-            return {}
-    file = f"{checkpoint}/{MANIFEST}"
-    if filesystem.get_file_info(file).type != FileType.File:
+    try:
+        return _read(filesystem, f"{checkpoint}/{MANIFEST}")
+    except (FileNotFoundError, ValueError):
         return {}
-    with filesystem.open_input_stream(file) as stream:
-        return json.loads(stream.read())
 
 
 RUNNING = "RUNNING"

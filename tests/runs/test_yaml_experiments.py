@@ -47,18 +47,19 @@ def test_references_are_filled_inside_and_as_whole_values():
         ("a: {run: SFT, checkpoint_config: {num_too_keep: 1}}", "Did you mean 'num_to_keep'"),
         ("a: {config: {}}", "a.run is missing"),
         ("run: GRPO\nconfig: {}", "an experiment must have a name: `run: GRPO` stands at the top"),
-        ("a: {run: SFT, stop: 3}", "a.stop=3 must be a mapping"),
+        ("a: {run: SFT, stop: 3}", "a.stop=3 must be a dictionary"),
         ("a: {run: SFT, stop: {episode: many}}", "a.stop.episode='many' must be a number"),
-        ("a: {run: SFT, num_samples: 0}", "a.num_samples=0 must be at least 1"),
+        ("a: {run: SFT, num_samples: 0}", "a.num_samples=0 must be a whole number of at least 1"),
         ("a: {run: SFT, num_samples: 1.5}", "a.num_samples=1.5 must be a whole number"),
-        ("a: {run: SFT, metric: x, mode: up}", "a.mode='up' must be 'max' or 'min'"),
+        ("a: {run: SFT, metric: x, mode: up}", "a.mode='up' must be one of ('max', 'min', None)"),
         (
             "a: {run: SFT, checkpoint_config: {checkpoint_frequency: often}}",
             "a.checkpoint_config.checkpoint_frequency='often' must be a whole number",
         ),
-        ("a: {run: SFT, checkpoint_config: {checkpoint_frequency: -2}}", "must be at least 0"),
-        ("a: {run: SFT, checkpoint_config: 3}", "a.checkpoint_config=3 must be a mapping"),
+        ("a: {run: SFT, checkpoint_config: {checkpoint_frequency: -2}}", "number of at least 0"),
+        ("a: {run: SFT, checkpoint_config: 3}", "a.checkpoint_config=3 must be a dictionary"),
         ("a: {run: SFT, num_samples: true}", "a.num_samples=True must be a whole number"),
+        ("a: {run: SFT, stop: {3: 4}}", "a.stop: the name 3 must be text. Put it in quotes."),
         ("a: {run: SFT, storage_path: 3}", "a.storage_path=3 must be text"),
         ("a: {run: 3, confg: {}, metric: 4}", "a.run=3 must be text"),
         ("a: {run: 3, confg: {}, metric: 4}", "a.metric=4 must be text"),
@@ -126,7 +127,7 @@ def test_variables_may_stand_for_numbers_of_the_experiment():
 def test_an_experiment_that_is_changed_is_checked_anew():
     (a,) = experiments("a: {run: SFT, stop: {episode: 3}}")
     assert a.replace(num_samples=2).stop == {"episode": 3}
-    with pytest.raises(UserError, match=r"a\.num_samples=0 must be at least 1"):
+    with pytest.raises(UserError, match=r"a\.num_samples=0 must be a whole number"):
         a.replace(num_samples=0)
 
 
@@ -201,6 +202,7 @@ def test_variables_may_refer_to_each_other_and_to_the_folder(tmp_path):
         ("num_samples: many", "Write `num_samples: 4`."),
         ("time_budget_s: 1h", "Write `time_budget_s: 3600`."),
         ("scheduler: [asha]", "Write `scheduler: asha`."),
+        ("stop: 3", "Write `stop: {name: value}`."),
         ("stop: {training_iteration: three}", "Write `training_iteration: 100`."),
     ],
 )
