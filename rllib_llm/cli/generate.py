@@ -70,7 +70,7 @@ class Sampling:
 
 
 class Piece(NamedTuple):
-    """What is new of a completion."""
+    """The new part of a completion."""
 
     number: int
     """Of the completion: those of the first prompt come first."""

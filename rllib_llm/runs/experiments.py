@@ -133,7 +133,7 @@ KEYS = tuple(row.name for row in EXPERIMENT.settings if row.name != "name")
 
 
 def _problems(section: Section, given: Mapping[str, Any], where: str) -> list[str]:
-    """What is wrong with settings, a sentence or two each."""
+    """Problems of settings, a sentence or two each."""
     rows = {row.name: row for row in section.settings}
     found = []
     for key, value in given.items():
@@ -151,7 +151,7 @@ def _problems(section: Section, given: Mapping[str, Any], where: str) -> list[st
 
 
 def _of_item(row: Setting, name: Any, value: Any, where: str) -> list[str]:
-    """What is wrong with an entry of a mapping; limits of results are numbers."""
+    """Problems of an entry of a mapping; limits of results are numbers."""
     if not isinstance(name, str):
         return [f"{where}.{row.name}: the name {name!r} must be text. Put it in quotes."]
     if row.name not in ("stop", "pass_criteria"):

@@ -65,7 +65,7 @@ class Envelope:
 
 
 def openai_names(id: str, kind: str) -> dict[str, Any]:
-    """What names an answer of OpenAI's: its id, its `object`, its time."""
+    """The names of an answer of OpenAI's: its id, its `object`, its time."""
     return {"id": id, "object": kind, "created": int(time.time())}
 
 
