@@ -232,8 +232,8 @@ def _compared(
     """Whether the walked tokens are those of the whole, up to the end of the last turn."""
     walked = conversation.token_ids
     said = chat_format.said(turns[:-1], turns[-1])
-    text = chat_format.render(turns[:-1], generation_prompt=True) + str(said)
-    expected = chat_format.encode(text)
+    asked = chat_format.render(turns[:-1], generation_prompt=True)
+    expected = chat_format.encode(asked + str(said))
     if walked == expected:
         return Proof(name, "appends")
     if chat_format.as_closed(walked) == chat_format.as_closed(expected):
@@ -242,11 +242,14 @@ def _compared(
         return Proof(name, "keeps", "earlier turns stay as they were sampled")
     same = common_prefix_len(walked, expected)
     decode = chat_format.tokenizer.decode
+    remedy = "Give a template that renders turns alike wherever they stand"
+    if asked.endswith(" "):
+        remedy = "Let what the template adds for the answer end in a newline, not in a space"
     raise ChatFormatError(
         name="chat_template",
         rule=f"write a dialogue with {name} as its turns were read",
-        reason=f"token {same} is {decode(walked[same : same + 8])!r} where the whole has "
-        f"{decode(expected[same : same + 8])!r}, and the policy would be trained on "
+        reason=f"from token {same} on it is {decode(walked[same : same + 8])!r}, where the whole "
+        f"has {decode(expected[same : same + 8])!r}, and the policy would be trained on "
         "text that nobody asks it for",
-        remedy="Give a template that renders turns alike wherever they stand",
+        remedy=remedy,
     )

@@ -100,8 +100,8 @@ GROUPS = (
         (
             "env/truncated",
             "share",
-            "completions ended by `max_turns` or `max_tokens`, in environments with "
-            "conversations; of prompts: `train/truncated_share`",
+            "conversations that `max_turns`, `max_tokens` or `max_new_tokens` ended; of prompts: "
+            "`train/truncated_share`",
         ),
         ("env/<name>", "its own", "metrics of the environment and its judges"),
         ("episode", "completions", "completions trained on so far"),
@@ -367,11 +367,13 @@ def _drifts(keys: Sequence[str]) -> list[Metric]:
 
 
 def _losses_of_rows(keys: Sequence[str]) -> list[Metric]:
-    """Shares of rows with a failed reward function or a truncated prompt."""
+    """Shares of rows with a failed reward function, a limit that was reached or a truncated
+    prompt."""
     failed = [key for key in keys if key.startswith("env/") and key.endswith("_failed")]
     names = [key.removeprefix("env/").removesuffix("_failed") for key in failed]
     shares = [Metric(k, f"share on which {n} failed") for k, n in zip(failed, names, strict=True)]
-    return [*shares, Metric("train/truncated_share", "share of prompts that were cut")]
+    cut = Metric("env/truncated", "share of conversations that a limit ended")
+    return [*shares, cut, Metric("train/truncated_share", "share of prompts that were cut")]
 
 
 def _held(results: Sequence[Mapping[str, Any]], metrics: Sequence[Metric]) -> list[Metric]:

@@ -309,6 +309,17 @@ def test_a_template_that_raises_what_python_raises_is_refused():
         ChatFormat(broken)
 
 
+def test_an_answer_that_begins_after_a_space_is_refused_with_the_cause(shared_dir):
+    spaced = "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}" \
+             "{% if add_generation_prompt %}assistant: {% endif %}"  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(shared_dir / "models" / "stories260K")
+    tokenizer.chat_template = spaced
+    with pytest.raises(ChatFormatError, match="end in a newline, not in a space"):
+        prove(ChatFormat(tokenizer))
+    tokenizer.chat_template = spaced.replace("assistant: {%", "assistant:{%")
+    assert "appends" in {found.outcome for found in prove(ChatFormat(tokenizer))}
+
+
 def test_calls_that_the_syntax_does_not_read_are_no_proof():
     template = GLM.replace("<arg_key>", "<arg_name>").replace("</arg_key>", "</arg_name>")
     chat_format = ChatFormat(tokenizer_for(template, "<|endoftext|>"), tools=[ADD])

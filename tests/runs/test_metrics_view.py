@@ -40,6 +40,13 @@ def test_completions_without_a_score_are_shown_where_there_are_any():
     assert [metric.key for metric in summary_metrics(results)] == ["episode", "train/num_invalid"]
 
 
+def test_conversations_that_a_limit_ended_are_shown_where_there_are_any():
+    results = [{"episode": 1, "env/truncated": 0.0}]
+    assert [metric.key for metric in summary_metrics(results)] == ["episode"]
+    results[0]["env/truncated"] = 0.5
+    assert [metric.key for metric in summary_metrics(results)] == ["episode", "env/truncated"]
+
+
 def test_what_rounds_to_zero_has_no_sign():
     metric = Metric("objective/kl", "KL")
     shown = [metric.text(value) for value in (-1e-9, 1e-9, -0.0004, -0.0006, -12.5)]
