@@ -97,6 +97,8 @@ def rollouts(
         if export is not None:
             console.print(_export(table, export), soft_wrap=True)
             return
+        if where:
+            console.print("All rollouts of the run, whatever --where asks for:")
         _print_summary(console, found)
         rows = table.to_pylist()
     if show and not rows:

@@ -174,7 +174,7 @@ def _in_duckdb(
         except duckdb.IOException as error:
             raise FileNotFoundError(str(error)) from error
         except duckdb.Error as error:
-            first = str(error).splitlines()[0]
+            first = " ".join(str(error).partition("\n\n")[0].split())  # then it draws a caret
             raise ConditionError(
                 f"where={where!r} must be an SQL condition on the columns "
                 f"{', '.join(rollouts.schema.names)}: {first}. Correct it."

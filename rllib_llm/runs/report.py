@@ -14,7 +14,7 @@ from rich.text import Text
 from rllib_llm.data.rollout_store import ROLLOUTS, STORE_FILE
 from rllib_llm.rollouts.recorder import SAMPLES_FILE
 from rllib_llm.runs.experiments import Experiment
-from rllib_llm.runs.metrics import first_and_last, summary_metrics
+from rllib_llm.runs.metrics import NONE, columns, first_and_last, summary_metrics
 from rllib_llm.runs.report_page import PAGE_FILE
 from rllib_llm.runs.results import (
     StageResult,
@@ -62,6 +62,7 @@ def _print_summary(result: StageResult, rows: list[dict[str, Any]], console: Con
         title += f", {seconds:.0f} s of training"
     if len(result.trial_folders) > 1:
         title += f", best of {len(result.trial_folders)} trials: {result.labels[result.best]}"
+        _print_trials(result, console)
     _heading(title, console)
     table = Table()
     table.add_column("result")
@@ -73,6 +74,21 @@ def _print_summary(result: StageResult, rows: list[dict[str, Any]], console: Con
     for sign in signs(rows):
         line = Text.assemble(("look: ", "yellow"), f"iteration {sign.iteration}: {sign.text}")
         console.print(line, highlight=False)
+
+
+def _print_trials(result: StageResult, console: Console) -> None:
+    """Print the last results of all trials, side by side."""
+    last = [rows[-1] if (rows := read_results(f)) else {} for f in result.trial_folders]
+    shown = columns(last)
+    _heading(f"{result.name}: all trials at their end", console)
+    table = Table("trial")
+    for heading in ("iteration", *(metric.title for metric in shown)):
+        table.add_column(heading, justify="right")
+    for label, row in zip(result.labels, last, strict=True):
+        values = [(metric, number(row.get(metric.key))) for metric in shown]
+        texts = (NONE if value is None else metric.text(value) for metric, value in values)
+        table.add_row(Text(label), str(row.get("training_iteration", NONE)), *texts)
+    console.print(table)
 
 
 def _criteria(result: StageResult, experiment: Experiment, console: Console) -> bool:

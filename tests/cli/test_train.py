@@ -86,7 +86,8 @@ def test_of_several_trials_the_best_one_is_handed_on(run, tmp_path):
         "lr=2.0",
     ]
     assert (stage.best, stage.metrics["objective/scores"]) == (0, 6.0)
-    assert "best of 2 trials: lr=3" in said(result.output)
+    text = said(result.output)
+    assert "best of 2 trials: lr=3" in text and "lr=1 2 20 2.000 0.500" in text
 
 
 @pytest.mark.slow  # trials in processes of their own

@@ -87,6 +87,11 @@ def test_what_cannot_be_read_is_said(folder, where):
         query(open_rollouts([folder]), where=where)
 
 
+def test_a_misspelt_column_is_told_with_the_one_it_resembles(folder):
+    with pytest.raises(ConditionError, match='Candidate bindings: "score"'):
+        query(open_rollouts([folder]), where="scor > 1")
+
+
 def test_a_condition_without_duckdb_says_what_to_install(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "duckdb", None)
     rollouts = open_rollouts([folder])
