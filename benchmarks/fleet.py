@@ -75,9 +75,6 @@ class Pool:
         self._down -= back
         return [worker for worker in self.workers if worker not in self._down]
 
-    def number(self, worker: int) -> int:
-        return worker
-
     def processes(self, worker: int) -> list[int]:
         return []
 

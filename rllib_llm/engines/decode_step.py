@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Cache
 
 from rllib_llm.engines.kv_cache import (
     PromptCache,
@@ -19,7 +18,7 @@ from rllib_llm.engines.kv_cache import (
     StaticLayer,
     num_shared_layers,
 )
-from rllib_llm.engines.llama_step import LlamaStep, additive, is_llama_shaped
+from rllib_llm.engines.llama_step import Blocks, LlamaStep, Order, additive, is_llama_shaped
 from rllib_llm.engines.row_blocks import cost_of_block
 from rllib_llm.modules.trunk import take_apart, wants_recurring_sizes
 
@@ -72,10 +71,8 @@ class DecodePlan:
         return SharedPromptCache(self.num_layers, capacity)
 
 
-# tokens [rows] int64, their positions [rows] int64, cache, padding mask [rows, seen + 1] bool or
-# None -> logits [rows, vocab]; the cache holds the tokens afterwards. With a value head the values
-# of the same states are one more column.
-DecodeStep = Callable[[torch.Tensor, torch.Tensor, Cache, torch.Tensor | None], torch.Tensor]
+# As `LlamaStep.__call__`; with a value head the values of the same states are one more column.
+DecodeStep = Callable[[torch.Tensor, torch.Tensor, Blocks, Order | None], torch.Tensor]
 # As `open_decode_step` with its default settings.
 OpenStep = Callable[[DecodePlan, int, nn.Module | None], DecodeStep]
 
@@ -101,11 +98,9 @@ def open_decode_step(
         return llama_step
 
     def step(
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        cache: Cache,
-        padding_mask: torch.Tensor | None,
+        tokens: torch.Tensor, positions: torch.Tensor, blocks: Blocks, order: Order | None = None
     ) -> torch.Tensor:
+        ((cache, padding_mask),) = blocks
         return last_logits(
             plan.model,
             value_head,
@@ -291,18 +286,19 @@ class StaticLlamaStep:
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        cache: SharedPromptCache,
-        padding_mask: torch.Tensor | None,
+        blocks: Blocks,
+        order: Order | None = None,
     ) -> torch.Tensor:
-        """See `LlamaStep.__call__`. Rows are left-padded, so positions tell which tokens count and
-        the mask is not read. The logits are overwritten by the next step."""
+        """See `LlamaStep.__call__`, of one cache. Rows are left-padded, so positions tell which
+        tokens count and the mask is not read. The logits are overwritten by the next step."""
+        ((cache, _),) = blocks
         rows, length = len(tokens), cache.length
         known = self.keys is cache.layers[0].keys
         fits = known and rows <= self.num_rows and length < self.num_positions
         wasteful = self.num_rows > _FEW_ROWS and rows <= _ROW_SHARE * self.num_rows
         pays = cache.capacity - length >= _MIN_TOKENS
         if not fits and not pays:
-            return self.step(tokens, positions, cache, padding_mask)
+            return self.step(tokens, positions, blocks)
         if not known:
             self._allocate(cache)
         self.tokens[:rows].copy_(tokens)

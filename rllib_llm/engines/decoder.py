@@ -35,7 +35,6 @@ from rllib_llm.engines.decode_step import (
     recurring_length,
 )
 from rllib_llm.engines.kv_cache import Layers, PromptCache, fill
-from rllib_llm.engines.llama_step import LlamaStep
 from rllib_llm.engines.protocol import Guide
 from rllib_llm.engines.row_blocks import RowBlock, RowBlocks, alike
 from rllib_llm.engines.sampling import TokenCounts, choose_for_rows
@@ -150,13 +149,8 @@ class Decoder:
         rows, step = self.rows, self._opened_step()
         for block in self.blocks:
             block.make_room(is_bounded=bool(self.room[1]))
-        if self.blocks.order is None:
-            (block,) = self.blocks
-            logits = step(rows.tokens, rows.positions, block.cache, block.seen())
-        else:
-            assert isinstance(step, LlamaStep)
-            caches = [(block.cache, block.seen()) for block in self.blocks]
-            logits = step.in_blocks(rows.tokens, rows.positions, caches, *self.blocks.order)
+        caches = [(block.cache, block.seen()) for block in self.blocks]
+        logits = step(rows.tokens, rows.positions, caches, self.blocks.order)
         rows.positions = rows.positions + rows.alive
         for block in self.blocks:
             block.length += 1

@@ -350,11 +350,11 @@ def _with_cache(model: nn.Module, ids: torch.Tensor) -> Iterator[tuple[str, torc
     yield "prompts", first.float()
     positions = mask[:, :_PROMPT_LEN].sum(dim=1)
     tokens = ids[_PROMPT_LEN].expand(2)
-    second = step(tokens, positions, cache, mask[:, : _PROMPT_LEN + 1])
+    second = step(tokens, positions, [(cache, mask[:, : _PROMPT_LEN + 1])], None)
     yield "first step", second.float()
     # The row without padding leaves; the other takes its place.
     cache.move_rows(positions.new_tensor([1]), positions.new_tensor([0]), 1)
-    last = step(ids[-1:], positions[1:] + 1, cache, mask[1:])
+    last = step(ids[-1:], positions[1:] + 1, [(cache, mask[1:])], None)
     yield "second step", last.float()
 
 

@@ -178,15 +178,12 @@ class EngineLoop:
 
     def pause(self) -> None:
         """Pauses sampling; requests are queued."""
-        self._set_paused(True)
+        self.is_paused = True
 
     def resume(self) -> None:
         """Resumes sampling."""
-        self._set_paused(False)
-
-    def _set_paused(self, is_paused: bool) -> None:
         with self._turn:
-            self.is_paused = is_paused
+            self.is_paused = False
             self._turn.notify()
 
     def close(self) -> None:
@@ -248,7 +245,8 @@ class EngineLoop:
             was_idle = not self._engine.num_running
             for task in tasks:
                 task()
-            may_gather = was_idle and (self._has_turns or self._num_left > 0)
+            has_turns = any(r.row.conversation is not None for r in self._requests.values())
+            may_gather = was_idle and (has_turns or self._num_left > 0)
             if self._may_step() and not (may_gather and self._gathers()):
                 return True
             self._after_step()
@@ -265,11 +263,6 @@ class EngineLoop:
                 if len(self._todo) == count:
                     break
             return bool(self._todo)
-
-    @property
-    def _has_turns(self) -> bool:
-        """Whether rows in the engine are turns of conversations."""
-        return any(each.row.conversation is not None for each in self._requests.values())
 
     def _may_step(self) -> bool:
         return bool(self._engine.num_running) and not self.is_paused

@@ -96,6 +96,12 @@ def transposed(weights: Sequence[torch.Tensor]) -> torch.Tensor:
 
 _MODELS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 _Norm = Callable[[torch.Tensor], torch.Tensor]
+# Caches, each with the padding mask of its rows, [rows, seen + 1] bool, True where a token counts;
+# None if all do.
+Blocks = Sequence[tuple[SharedPromptCache, torch.Tensor | None]]
+# Which of the rows stand in several caches, one cache after the other, and where the rows stand
+# there, [rows] int64 each.
+Order = tuple[torch.Tensor, torch.Tensor]
 # Of one layer and block of rows: their keys and values, and the mask that is added to the logits of
 # their attention, [rows, 1, 1, positions that are looked at].
 _Seen = tuple[SharedPromptLayer | StaticLayer, torch.Tensor | None]
@@ -278,42 +284,23 @@ class LlamaStep:
         self.head = _Projection(heads, steps)
 
     def __call__(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        cache: SharedPromptCache,
-        padding_mask: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Appends the tokens to the cache and returns logits [rows, vocab].
+        self, tokens: torch.Tensor, positions: torch.Tensor, blocks: Blocks,
+        order: Order | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Appends the tokens to the caches and returns logits [rows, vocab].
 
         Args:
             tokens: [rows] int64.
             positions: [rows] int64, of these tokens.
-            cache: holds everything before them.
-            padding_mask: [rows, seen + 1] bool, True where a token counts, or None if all do.
-        """
-        mask = self._added(padding_mask)
-        seen = [[(layer, mask)] for layer in cache.layers]
-        return self.logits(tokens, positions, seen)
-
-    def in_blocks(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        blocks: Sequence[tuple[SharedPromptCache, torch.Tensor | None]],
-        there: torch.Tensor,
-        back: torch.Tensor,
-    ) -> torch.Tensor:
-        """As `__call__`, for rows whose keys and values are in several caches.
-
-        Args:
-            blocks: caches, each with the padding mask of its rows.
-            there: [rows] int64, which of the rows stand in the caches, one cache after the other.
-            back: [rows] int64, where the rows stand there.
+            blocks: the caches that hold everything before them.
+            order: of several caches; None: as the rows are given.
         """
         masks = [self._added(padding_mask) for _, padding_mask in blocks]
         layers = zip(*(cache.layers for cache, _ in blocks), strict=True)
         seen = [list(zip(caches, masks, strict=True)) for caches in layers]
+        if order is None:
+            return self.logits(tokens, positions, seen)
+        there, back = order
         hidden = self._states(tokens[there], positions[there], seen)
         return self.head.apply(self.norm(hidden[back]))
 

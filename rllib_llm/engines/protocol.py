@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -163,14 +163,6 @@ class Ended:
         return Tokens(
             self.token_ids, self.logprobs, self.versions, self.likeliest, self.finish
         )  # fmt: skip
-
-
-def continued(row: Row, ended: Ended) -> Row:
-    """The row to add, here or in another engine, to go on where `ended`, an aborted one, ended."""
-    return replace(
-        row, token_ids=[*row.token_ids, *ended.token_ids],
-        num_sampled=row.num_sampled + ended.num_tokens, on_tokens=None,
-    )  # fmt: skip
 
 
 def check_rows(rows: Sequence[Row], held: Iterable[Hashable], version: int | None) -> None:

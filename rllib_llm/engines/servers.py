@@ -33,26 +33,12 @@ class CompletionClient(BatchEngine):
         self.tokenizer, self.stop_token_ids = tokenizer, stop_token_ids
 
     @abstractmethod
-    def submit(
-        self,
-        token_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        noise: Noise,
-        weights: tuple[int, int] | None = None,
-    ) -> Future[Ended]:
-        """Starts a completion of a prompt; the same noise gives the same one, where it can.
-
-        Args:
-            weights: (epoch, version) of the run's newest, for a server that follows it.
-
-        The future raises RequestRefusedError or ServerError where there is no answer.
-        """
+    def submit(self, row: Row, weights: tuple[int, int] | None = None) -> Future[Ended]:
+        """Starts a completion of a prompt, see `complete`. The future raises RequestRefusedError or
+        ServerError where there is no answer."""
 
     def complete(self, rows: Sequence[Row], weights: tuple[int, int] | None) -> list[Ended]:
-        started = [
-            self.submit(row.token_ids, row.params, noise=row.noise, weights=weights) for row in rows
-        ]
+        started = [self.submit(row, weights) for row in rows]
         return [future.result() for future in started]
 
     def close(self) -> None:
@@ -107,27 +93,21 @@ class OpenAICompletions(CompletionClient):
         self._extra_body = dict(extra_body or {})
         super().__init__(OpenAIClient(base_url, **client), tokenizer, stop_token_ids)
 
-    def submit(
-        self,
-        token_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        noise: Noise,
-        weights: tuple[int, int] | None = None,
-    ) -> Future[Ended]:
+    def submit(self, row: Row, weights: tuple[int, int] | None = None) -> Future[Ended]:
         """Starts a completion; log-probs are NaN where the server gave none that fit.
 
         Raises:
             ValueError: a prompt with special tokens, where prompts travel as text.
         """
+        params = row.params
         drawn_by = params.drawn_by
         drawn_by.pop("top_k")  # not OpenAI's
         body = {
             "model": self._served_model,
-            "prompt": self._prompt(list(token_ids)),
+            "prompt": self._prompt(list(row.token_ids)),
             "max_tokens": params.max_new_tokens,
             **drawn_by,
-            "seed": noise.one_seed,
+            "seed": row.noise.one_seed,
             "logprobs": 0,
             **self._extra_body,
         }
@@ -209,16 +189,9 @@ class TokenCompletions(CompletionClient):
         root = server_root(base_url) if isinstance(base_url, str) else base_url
         super().__init__(OpenAIClient(root, **client), tokenizer, stop_token_ids)
 
-    def submit(
-        self,
-        token_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        noise: Noise,
-        weights: tuple[int, int] | None = None,
-    ) -> Future[Ended]:
+    def submit(self, row: Row, weights: tuple[int, int] | None = None) -> Future[Ended]:
         """See `CompletionClient`."""
-        asked = weights if self._follows_run else None
+        params, asked = row.params, weights if self._follows_run else None
         sampling: dict[str, Any] = {
             "max_tokens": params.max_new_tokens,
             "min_tokens": params.min_new_tokens,
@@ -226,10 +199,10 @@ class TokenCompletions(CompletionClient):
             "stop_token_ids": list(params.stop_token_ids),
             "ignore_eos": True,  # the policy's own are among the stop tokens
             "logprobs": 0,
-            **self._noise(noise),
+            **self._noise(row.noise),
             **self._extra,
         }
-        body: dict[str, Any] = {"token_ids": list(token_ids), "sampling_params": sampling}
+        body: dict[str, Any] = {"token_ids": list(row.token_ids), "sampling_params": sampling}
         if self._served_model is not None:
             body["model"] = self._served_model
         headers = None if asked is None else {"X-Min-Weight-Version": f"{asked[0]}.{asked[1]}"}

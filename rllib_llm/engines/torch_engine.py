@@ -281,15 +281,12 @@ class TorchEngine:
                 columns = self._decoder.step(admits=self._pending is None)
                 return ended + self._let_go(columns)
             except torch.OutOfMemoryError:
-                fewer = self._fewer_rows()
+                # Half of the rows that had, or were to get, a place in the batch.
+                fewer = (len(self._rows) - self._decoder.queue.num_rows) // 2
                 if not fewer:
                     raise
             # Out of the handler, since what was raised holds on to the tensors.
             return ended + self._begin_again(fewer)
-
-    def _fewer_rows(self) -> int:
-        """Half of the rows that had, or were to get, a place in the batch."""
-        return (len(self._rows) - self._decoder.queue.num_rows) // 2
 
     def _begin_again(self, max_rows: int) -> list[Ended]:
         """Limits the batch to so many rows. All rows are prefilled again with their sampled tokens;

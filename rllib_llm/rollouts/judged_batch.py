@@ -7,9 +7,9 @@ import dataclasses
 import itertools
 import pickle
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -93,17 +93,7 @@ class JudgedBatch:
 
     def to(self, device: torch.device | str) -> JudgedBatch:
         """The batch with its tensors on `device`."""
-
-        def move(columns_: dict[str, Column]) -> dict[str, Column]:
-            return {name: column.to(device) for name, column in columns_.items()}
-
-        return dataclasses.replace(
-            self,
-            columns=move(self.columns),
-            rewards=self.rewards.to(device),
-            components=move(self.components),
-            metrics=move(self.metrics),
-        )
+        return JudgedBatch(**_mapped(vars(self), lambda column: column.to(device)))
 
     @property
     def sampled_mask(self) -> Column:
@@ -172,6 +162,14 @@ class JudgedBatch:
         return {**self.weights, "oldest_version": int(oldest)}
 
 
+def _mapped(fields: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """The fields of a batch, all its columns changed."""
+    of_columns = ("columns", "components", "metrics")
+    changed = {name: {k: change(column) for k, column in fields[name].items()}
+               for name in of_columns}  # fmt: skip
+    return {**fields, **changed, "rewards": change(fields["rewards"])}
+
+
 def concatenate(batches: list[JudgedBatch]) -> JudgedBatch:
     """All rows in one batch, in this order; shorter rows are padded on their padded side."""
     if len(batches) == 1:
@@ -193,17 +191,17 @@ def concatenate(batches: list[JudgedBatch]) -> JudgedBatch:
             if all(name in b.texts for b in batches)
         },
         # Samplers work at the same time: the slowest is what was waited for.
-        timings={
-            name: max(b.timings.get(name, 0.0) for b in batches)
-            for name in dict.fromkeys(name for b in batches for name in b.timings)
-        },
-        weights={
-            name: max(b.weights.get(name, 0.0) for b in batches)
-            for name in {name: None for b in batches for name in b.weights}
-        },
+        timings=_largest([b.timings for b in batches]),
+        weights=_largest([b.weights for b in batches]),
         messages=[message for b in batches for message in b.messages],
         pad_token_id=pad,
     )
+
+
+def _largest(told: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The largest number of each name."""
+    names = dict.fromkeys(name for each in told for name in each)
+    return {name: max(each.get(name, 0.0) for each in told) for name in names}
 
 
 def _column(batch: JudgedBatch, name: str) -> Column:
@@ -220,14 +218,9 @@ def _column(batch: JudgedBatch, name: str) -> Column:
 
 def take_rows(batch: JudgedBatch, rows: Column) -> JudgedBatch:
     """The rows [n] of a batch, int64, in this order."""
-    return dataclasses.replace(
-        batch,
-        columns={name: column[rows] for name, column in batch.columns.items()},
-        rewards=batch.rewards[rows],
-        components={name: column[rows] for name, column in batch.components.items()},
-        metrics={name: column[rows] for name, column in batch.metrics.items()},
-        texts={name: [texts[i] for i in rows.tolist()] for name, texts in batch.texts.items()},
-    )
+    taken = JudgedBatch(**_mapped(vars(batch), lambda column: column[rows]))
+    taken.texts = {name: [texts[i] for i in rows.tolist()] for name, texts in batch.texts.items()}
+    return taken
 
 
 def take_trimmed(batch: JudgedBatch, rows: Column) -> JudgedBatch:
@@ -292,20 +285,12 @@ class Places:
 
 def pack(batch: JudgedBatch) -> bytes:
     """The batch as bytes, its tensors as arrays, which are quicker to pickle."""
-    held = dict(vars(batch))
-    for name in ("columns", "components", "metrics"):
-        held[name] = {key: column.numpy() for key, column in held[name].items()}
-    held["rewards"] = batch.rewards.numpy()
-    return pickle.dumps(held, protocol=5)
+    return pickle.dumps(_mapped(vars(batch), torch.Tensor.numpy), protocol=5)
 
 
 def unpack(payload: bytes) -> JudgedBatch:
     """The inverse of `pack`."""
-    held = pickle.loads(payload)
-    for name in ("columns", "components", "metrics"):
-        held[name] = {key: torch.from_numpy(column) for key, column in held[name].items()}
-    held["rewards"] = torch.from_numpy(held["rewards"])
-    return JudgedBatch(**held)
+    return JudgedBatch(**_mapped(pickle.loads(payload), torch.from_numpy))
 
 
 def judged_groups(batch: JudgedBatch, *, min_valid: int = 1) -> list[JudgedGroup]:
@@ -408,5 +393,4 @@ def _spent(batches: Sequence[JudgedBatch]) -> dict[str, float]:
     for batch in batches:
         replica = int(batch.columns[columns.REPLICA][0])
         spent.setdefault(replica, Counter()).update(batch.timings)
-    names = {name: None for each in spent.values() for name in each}
-    return {name: max(float(each[name]) for each in spent.values()) for name in names}
+    return _largest(list(spent.values()))

@@ -51,14 +51,9 @@ def rows_of(
     num_rows = batch.num_rows
     seconds = sum(batch.timings.get(name, 0.0) for name in ONE_AFTER_THE_OTHER)
     constants: dict[str, Any] = {
-        "run": about.run,
-        "env": about.env,
+        **{name: getattr(about, name) for name in _OF_RUN},
         "status": status,
         "reason": reason,
-        "temperature": about.temperature,
-        "top_p": about.top_p,
-        "top_k": about.top_k,
-        "seed": about.seed,
         "tokenizer": about.vocabulary,
         "started": ended - datetime.timedelta(seconds=seconds),
         "ended": ended,
@@ -85,6 +80,8 @@ def rows_of(
     return pa.table(rows)
 
 
+# Columns whose values `AboutRun` has.
+_OF_RUN = ("run", "env", "temperature", "top_p", "top_k", "seed")
 # Stored column and the batch's column of one number for each row.
 _SCALARS = (
     ("position", columns.GROUP),

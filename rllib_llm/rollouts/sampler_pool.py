@@ -34,7 +34,6 @@ class SamplerActors:
         self._group = group
         self._manager = sampler_manager(group)
         self._handles = dict(self._manager.actors())
-        self._numbers = {worker: worker for worker in self._handles}
         self._num_reserved = len(self._handles)
 
     @property
@@ -45,15 +44,6 @@ class SamplerActors:
     def healthy(self) -> list[int]:
         """Indices of those that are not known to be dead."""
         return self._manager.healthy_actor_ids()
-
-    def worker_called(self, number: int) -> int | None:
-        """The worker that calls itself so (`worker_index`), None where it has left: of those that
-        are added each has the number of one that left."""
-        return next((w for w, known in self._numbers.items() if known == number), None)
-
-    def number(self, worker: int) -> int:
-        """The index of a worker's sampler."""
-        return self._numbers[worker]
 
     def mark(self, worker: int, *, healthy: bool) -> None:
         """Notes that a sampler died or came back; nothing of one that has left."""
@@ -108,13 +98,13 @@ class SamplerActors:
         handle = new_sampler(self._group, number, is_reserved=number <= self._num_reserved)
         self._manager.add_actors([handle])
         worker = max(self._manager.actors())
-        self._handles[worker], self._numbers[worker] = handle, number
+        self._handles[worker] = handle
         return worker
 
     def remove(self, worker: int) -> None:
         """Removes a sampler for good; its requests go to others."""
         self.ready([self.call(worker, "stop")], LEAVE_SECONDS)
-        del self._handles[worker], self._numbers[worker]
+        del self._handles[worker]
         ray.kill(self._manager.remove_actor(worker))
 
     def stop(self) -> None:

@@ -47,11 +47,13 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class StreamOrder:
-    """Instructions for a streaming sampler: `key` names the stream, `ledger` is the actor."""
+    """Instructions for a streaming sampler: `key` names the stream, `ledger` is the actor, which
+    knows the sampler by the name `sampler`."""
 
     key: str
     ledger: Any
     settings: ServingSettings
+    sampler: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -345,7 +347,7 @@ class Streamer:
     def __init__(self, runner: Any, order: StreamOrder) -> None:
         self.key = order.key
         self.failure: SampleFailure | None = None  # that ended the thread
-        ledger = SamplerLedger(order.ledger, str(runner.worker_index))
+        ledger = SamplerLedger(order.ledger, order.sampler)
         self._stopped = threading.Event()
         self._asked: queue.SimpleQueue[tuple[Callable[[], Any], Future]] = queue.SimpleQueue()
         self._work: Work

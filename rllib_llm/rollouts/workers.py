@@ -141,10 +141,9 @@ class LocalWorker(Workers):
 class _Asked:
     """A call to a sampler that is under way.
 
-    sampler: its name for the ledger. began: monotonic seconds, later by those without a core.
+    began: monotonic seconds, later by those without a core.
     """
 
-    sampler: str
     call: Any  # the reference that becomes the answer
     began: float
     lease: int = 0
@@ -153,7 +152,7 @@ class _Asked:
 
 class RemoteWorkers(Workers):
     """Samplers in actors of their own: what becomes of those that die, hang, leave, or have no
-    core.
+    core. The ledger knows each by the number of its worker, which no other has later.
 
     Args:
         starvation: watches processes by their ids. Time in which a sampler was ready to compute and
@@ -171,7 +170,7 @@ class RemoteWorkers(Workers):
         self._pool, self._actors, self._ledger = pool, pool.actors, ledger
         self._settings, self._starvation = settings, starvation
         self._asked: dict[int, _Asked] = {}  # by worker
-        self._gone: dict[str, float] = {}  # samplers that left, and when
+        self._gone: dict[int, float] = {}  # workers that left, and when
         self._starved: dict[int, StarvedProcesses] = {}  # by worker
         self._num_losses = 0
         self._looked = self._someone_seen = time.monotonic()
@@ -182,10 +181,9 @@ class RemoteWorkers(Workers):
         self._num_losses = 0
 
     def replace(self, sampler: str, reason: str) -> None:
-        worker = self._actors.worker_called(int(sampler))
-        if worker is not None:
-            self._pool.replace(worker, reason)
-            self._lose(worker)
+        if int(sampler) in self._actors.workers:
+            self._pool.replace(int(sampler), reason)
+            self._lose(int(sampler))
 
     def _answers(self, timeout_s: float) -> Iterator[tuple[int, _Asked, Any]]:
         """The calls that have ended, with their workers and answers. Waits for all of them, at most
@@ -208,7 +206,7 @@ class RemoteWorkers(Workers):
         """Gives the work of a dead sampler to others."""
         asked = self._asked.pop(worker, None)
         self._starved.pop(worker, None)
-        self._ledger.call("give_back", str(self._actors.number(worker)))
+        self._ledger.call("give_back", str(worker))
         if asked is None or asked.is_wanted:
             self._num_losses += 1
             self._pool.faults.requests_retried += 1
@@ -217,15 +215,14 @@ class RemoteWorkers(Workers):
         """Requeues the leases of samplers that have left."""
         now = time.monotonic()
         for worker in self._asked.keys() - set(self._actors.workers):
-            self._gone[self._asked.pop(worker).sampler] = now
+            self._gone[worker] = now
+            del self._asked[worker]
             self._starved.pop(worker, None)
-        for sampler, since in list(self._gone.items()):
-            # One that was added since has its number, and frees what it does not know itself.
-            is_back = self._actors.worker_called(int(sampler)) is not None
-            if is_back or now - since > SECONDS_GONE:
-                del self._gone[sampler]
+        for worker, since in list(self._gone.items()):
+            if now - since > SECONDS_GONE:
+                del self._gone[worker]
             else:
-                self._ledger.call("give_back", sampler)
+                self._ledger.call("give_back", str(worker))
 
     def _allow_for_starvation(self) -> None:
         """Gives samplers that had no core more time by so much."""
@@ -234,7 +231,7 @@ class RemoteWorkers(Workers):
                 self._starved[worker] = self._starvation(self._actors.processes(worker))
             seconds = self._starved[worker].take()
             if seconds >= LEAST_STARVED_SECONDS:
-                self._ledger.call("put_off", str(self._actors.number(worker)), seconds)
+                self._ledger.call("put_off", str(worker), seconds)
                 if worker in self._asked:
                     self._asked[worker].began += seconds
 
@@ -295,7 +292,7 @@ class AskedWorkers(RemoteWorkers):
         began = time.monotonic()
         dealt: dict[int, Lease] = {}
         for worker in idle:
-            leases = self._ledger.call("lease", str(self._actors.number(worker)), 1, [])
+            leases = self._ledger.call("lease", str(worker), 1, [])
             if not leases:
                 break
             (dealt[worker],) = leases
@@ -305,8 +302,7 @@ class AskedWorkers(RemoteWorkers):
             weights = dataclasses.replace(lease.weights, nodes=tuple(filter(None, nodes)))
             request = request_of(lease, self._settings)
             call = self._actors.call(worker, "serve", request, weights)
-            sampler = str(self._actors.number(worker))
-            self._asked[worker] = _Asked(sampler, call, began, lease.id)
+            self._asked[worker] = _Asked(call, began, lease.id)
 
     def _take(self, worker: int, asked: _Asked, answer: JudgedBatch | SampleFailure) -> None:
         if isinstance(answer, SampleFailure):
@@ -360,18 +356,18 @@ class LeasingWorkers(RemoteWorkers):
         self._looked = time.monotonic()
         self._give_back_of_gone()
         self._allow_for_starvation()
-        for _, asked, failure in self._answers(0.0):
+        for worker, _, failure in self._answers(0.0):
             if failure is not None:
-                self._ledger.call("give_back", asked.sampler, failure)
-        for asked in list(self._asked.values()):
+                self._ledger.call("give_back", str(worker), failure)
+        for worker, asked in list(self._asked.items()):
             if (silent := self._looked - asked.began) > self._answer_seconds:
-                self.replace(asked.sampler, f"it was silent for {silent:.0f} s")
+                self.replace(str(worker), f"it was silent for {silent:.0f} s")
         healthy = self._pool.healthy()
         for worker in healthy:
             if worker not in self._asked:
-                call = self._actors.call(worker, "apply", be_streaming, self._order)
-                name = str(self._actors.number(worker))
-                self._asked[worker] = _Asked(name, call, self._looked)
+                order = dataclasses.replace(self._order, sampler=str(worker))
+                call = self._actors.call(worker, "apply", be_streaming, order)
+                self._asked[worker] = _Asked(call, self._looked)
         return healthy
 
     def stop(self) -> None:

@@ -15,7 +15,6 @@ import contextlib
 import os
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -221,14 +220,14 @@ class WeightsCoordinator:
         return {**self._log.stats(), "pid": os.getpid()}
 
 
-class CoordinatorClient:
+class CoordinatorClient(NamedActor):
     """The coordinator called `name`, made if there is none, from any process of the cluster.
 
     keep: versions held in the object store; the first caller's value counts.
     restarts_hung: kills a coordinator that gives no answer, for Ray to start it again. For the
         publisher, who tells the new one all it needs.
     idle_seconds: without a call, after which it ends; the first caller's value counts.
-    given: see `NamedActor`, of which this is one.
+    given: see `NamedActor`.
     """
 
     def __init__(
@@ -242,12 +241,12 @@ class CoordinatorClient:
     ):
         self.name = name
         self._keep, self._idle_seconds = keep, idle_seconds
-        self._actor = NamedActor(
-            self._connect, answer_seconds=ANSWER_SECONDS, patience_seconds=PATIENCE_SECONDS,
+        super().__init__(
+            self._find_or_make, answer_seconds=ANSWER_SECONDS, patience_seconds=PATIENCE_SECONDS,
             restarts_hung=restarts_hung, **given,
         )  # fmt: skip
 
-    def _connect(self) -> Any:
+    def _find_or_make(self) -> Any:
         return (
             ray.remote(WeightsCoordinator)
             .options(
@@ -266,22 +265,17 @@ class CoordinatorClient:
             .remote(self._keep, self._idle_seconds)
         )
 
-    @property
-    def failures(self) -> Counter[str]:
-        """Attempts that failed, by the error's name."""
-        return self._actor.failures
-
     def begin_epoch(self) -> int:
         """See `VersionLog.begin_epoch`."""
-        return self._actor.call("call", "begin_epoch")
+        return self.call("call", "begin_epoch")
 
     def announce(self, published: PublishedWeights) -> Announced:
         """Announces a publication; may be repeated at any time."""
-        return self._actor.call("announce", published)
+        return self.call("announce", published)
 
     def latest(self) -> PublishedWeights | None:
         """The newest weights that can be had."""
-        return self._actor.call("call", "latest")
+        return self.call("call", "latest")
 
     def wait_for(
         self,
@@ -292,15 +286,15 @@ class CoordinatorClient:
     ) -> PublishedWeights | None:
         """The newest weights once their version is at least `min_version` and they come after the
         (epoch, version) `after`; None after `timeout` seconds without."""
-        return self._actor.call("wait_for", min_version, timeout, after, waits=timeout)
+        return self.call("wait_for", min_version, timeout, after, waits=timeout)
 
     def report_lost(self, key: str) -> None:
         """Reports that a publication's bytes could not be fetched."""
-        self._actor.call("call", "report_lost", key)
+        self.call("call", "report_lost", key)
 
     def stats(self) -> dict[str, int]:
         """Kept versions, their bytes, how many of them are lost, and the actor's process id."""
-        return self._actor.call("stats")
+        return self.call("stats")
 
     def end_epoch(self, epoch: int) -> None:
         """Ends the coordinator, unless a publisher has begun a later epoch. Receivers that wait
@@ -309,9 +303,9 @@ class CoordinatorClient:
         if not ray.is_initialized():  # and with Ray the coordinator has gone
             return
         with contextlib.suppress(*PASSING):
-            if self._actor.ask("call", "is_last_epoch", epoch, timeout=SECONDS_TO_END):
+            if self.ask("call", "is_last_epoch", epoch, timeout=SECONDS_TO_END):
                 self.close()
 
     def close(self) -> None:
         """Ends the coordinator for everybody; the bytes it held leave the store."""
-        self._actor.end()
+        self.end()

@@ -12,11 +12,11 @@ import torch
 
 from rllib_llm.engines.engine import generate
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import Row, continued, uniform_noise
+from rllib_llm.engines.protocol import Row, uniform_noise
 from rllib_llm.engines.row_blocks import bytes_of_row, row_budget
 from rllib_llm.engines.torch_engine import TorchEngine
 from tests.engines.test_torch_engine import PARAMS, alone, rows, tiny_model
-from tests.engines.tiny_generations import MODELS, PAD, STOPS, ragged_prompts
+from tests.engines.tiny_generations import MODELS, PAD, STOPS, continued, ragged_prompts
 from tests.modules import tiny_models
 from tests.modules.tiny_models import VOCAB
 

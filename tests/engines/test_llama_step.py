@@ -59,7 +59,7 @@ def test_logits_are_the_models(case, steps, padded):
         step = LlamaStep(model, steps)
         for t in range(prompt_len, 10):
             seen = mask[:, : t + 1] if padded else None
-            logits = step(ids[:, t], positions[:, t], cache, seen)
+            logits = step(ids[:, t], positions[:, t], [(cache, seen)])
             assert_as_near(logits, plain[:, t], exact[:, t])
 
 
@@ -79,7 +79,7 @@ def test_in_bfloat16_it_is_as_near_to_float32_as_the_model(case):
         cache = SharedPromptCache(len(half.model.layers), capacity=8)
         half(input_ids=ids[:, :7], past_key_values=cache)
         step = LlamaStep(half, 64)
-        found = step(ids[:, 7], torch.full((3,), 7), cache, None).float()
+        found = step(ids[:, 7], torch.full((3,), 7), [(cache, None)]).float()
     assert float((found - truth).norm()) < 1.5 * float((own - truth).norm())
 
 

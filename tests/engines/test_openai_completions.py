@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import Noise, row_seeds
+from rllib_llm.engines.protocol import Noise, Row, row_seeds
 from rllib_llm.engines.servers import CompletionClient, OpenAICompletions, open_server
 from rllib_llm.modules.tokenizer import load_tokenizer
 from rllib_llm.rollouts.judged_batch import SampleRequest
@@ -111,9 +111,7 @@ def test_chat_markup_arrives_as_it_is():
     chat = [4, 6, 5]
     with serving(says_cat) as server:
         client = chat_client(server)
-        ended = client.submit(
-            chat, SamplingParams(0, (2,), max_new_tokens=5), noise=Noise()
-        ).result()
+        ended = client.submit(Row(0, chat, SamplingParams(0, (2,), max_new_tokens=5))).result()
         client.close()
     assert server.requests[0][1]["prompt"] == chat
     assert (ended.token_ids, ended.versions, ended.finish) == ([8, 2], [-1, -1], "stop")
@@ -123,9 +121,9 @@ def test_prompts_travel_as_text_where_nothing_is_lost():
     settings = SamplingParams(0, (2,), max_new_tokens=5)
     with serving(says_cat) as server:
         client = chat_client(server, prompt_format="text")
-        client.submit([1, 6, 8], settings, noise=Noise()).result()
+        client.submit(Row(0, [1, 6, 8], settings)).result()
         with pytest.raises(ValueError, match=r"special tokens \['<user>', '<assistant>'\]"):
-            client.submit([1, 4, 6, 5], settings, noise=Noise())
+            client.submit(Row(0, [1, 4, 6, 5], settings))
         client.close()
         with pytest.raises(ValueError, match="'messages' must be one of"):
             chat_client(server, prompt_format="messages")
@@ -136,9 +134,7 @@ def test_token_ids_of_an_answer_are_taken_as_they_are():
     choice = {"text": "?", "token_ids": [8, 9, 2], "finish_reason": "stop"}
     with serving(lambda path, body: (200, {"choices": [choice]}, {})) as server:
         client = chat_client(server)
-        ended = client.submit(
-            [1, 6], SamplingParams(0, (2,), max_new_tokens=5), noise=Noise()
-        ).result()
+        ended = client.submit(Row(0, [1, 6], SamplingParams(0, (2,), max_new_tokens=5))).result()
         client.close()
     assert (ended.token_ids, ended.finish) == ([8, 9, 2], "stop")
 

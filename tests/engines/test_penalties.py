@@ -9,7 +9,7 @@ import torch
 
 from rllib_llm.engines.engine import generate
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import Noise, Row, continued, uniform_noise
+from rllib_llm.engines.protocol import Noise, Row, uniform_noise
 from tests.engines.test_torch_engine import (
     PARAMS,
     assert_sampled,
@@ -19,7 +19,7 @@ from tests.engines.test_torch_engine import (
     tiny_model,
     until_empty,
 )
-from tests.engines.tiny_generations import PAD, STOPS
+from tests.engines.tiny_generations import PAD, STOPS, continued
 from tests.modules.tiny_models import VOCAB
 
 ADJUSTED = [

@@ -18,7 +18,7 @@ from rllib_llm.engines.decode_step import DecodePlan
 from rllib_llm.engines.decoder import Decoder
 from rllib_llm.engines.engine import groups_of
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import Noise, Row, continued, uniform_noise
+from rllib_llm.engines.protocol import Noise, Row, uniform_noise
 from rllib_llm.engines.row_blocks import alike, cost_of_block, is_alike
 from tests.engines.test_kept_prefixes import dialogues
 from tests.engines.test_torch_engine import (
@@ -28,7 +28,7 @@ from tests.engines.test_torch_engine import (
     tiny_model,
     until_empty,
 )
-from tests.engines.tiny_generations import PAD, STOPS
+from tests.engines.tiny_generations import PAD, STOPS, continued
 from tests.modules.tiny_models import VOCAB
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}

@@ -127,13 +127,13 @@ def test_a_record_of_few_rows_replaces_a_wasteful_one():
     step = records.open(DecodePlan.of(model), 64)
     with torch.inference_mode():
         cache, positions = prefilled(model, rows=40, capacity=64)
-        step(torch.full((40,), 7), positions, cache, None)
+        step(torch.full((40,), 7), positions, [(cache, None)])
         assert (step.num_rows, step.num_positions) == (40, 64)
         cache.move_rows(torch.tensor([20]), torch.tensor([3]), 11)
-        step(torch.full((11,), 8), positions[:11] + 1, cache, None)
+        step(torch.full((11,), 8), positions[:11] + 1, [(cache, None)])
         assert len(records.made) == 1  # 11 of 40 rows are more than a quarter
         cache.move_rows(torch.tensor([10]), torch.tensor([0]), 9)
-        logits = step(torch.full((9,), 9), positions[:9] + 2, cache, None)
+        logits = step(torch.full((9,), 9), positions[:9] + 2, [(cache, None)])
         assert (step.num_rows, len(records.made)) == (16, 2)  # rounded up to eight
         assert logits.shape == (9, VOCAB)
         assert cache.length == 12
@@ -170,8 +170,8 @@ def test_a_replay_reads_the_inputs_as_they_are_now():
         plain = LlamaStep(model, 64)
         for i in range(5):
             tokens = torch.tensor([11, 12, 13]) + 7 * i
-            logits = step(tokens, positions + i, cache, None)
-            expected = plain(tokens, positions + i, other, None)
+            logits = step(tokens, positions + i, [(cache, None)])
+            expected = plain(tokens, positions + i, [(other, None)])
             torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-5)
     assert len(records.made) == 1
     for layer, same in zip(cache.layers, other.layers, strict=True):
@@ -186,7 +186,7 @@ def test_what_a_record_reads_lives_as_long_as_the_step():
     step = records.open(DecodePlan.of(model), 64)
     with torch.inference_mode():
         cache, positions = prefilled(model, rows=3, capacity=64)
-        step(torch.tensor([11, 12, 13]), positions, cache, None)
+        step(torch.tensor([11, 12, 13]), positions, [(cache, None)])
     held = [step.tokens, step.positions, step.column, *model.parameters(), *model.buffers()]
     held += [buffer for layer in cache.layers for buffer in (layer.keys, layer.values)]
     for layer in step.step.layers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import Noise, row_seeds
+from rllib_llm.engines.protocol import Noise, Row, row_seeds
 from rllib_llm.engines.servers import TokenCompletions, read_label
 from rllib_llm.shared.openai_client import ServerError
 from tests.scripted_server import serving
@@ -34,7 +34,7 @@ def completed(*answers, weights=None, **settings):
     with serving(answer_next) as server:
         client = TokenCompletions(base_url=server.base_url, **QUICK, **settings)
         try:
-            ended = client.submit([1, 6], PARAMS, noise=NOISE, weights=weights).result()
+            ended = client.submit(Row(0, [1, 6], PARAMS, noise=NOISE), weights).result()
         finally:
             client.close()
     return ended, server.requests

@@ -9,10 +9,10 @@ import torch
 
 from rllib_llm.engines.engine import generate
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import Ended, Noise, Row, continued, uniform_noise
+from rllib_llm.engines.protocol import Ended, Noise, Row, uniform_noise
 from rllib_llm.engines.torch_engine import TorchEngine
 from rllib_llm.modules.logprobs import score_completions
-from tests.engines.tiny_generations import PAD, STOPS, ragged_prompts, seeded
+from tests.engines.tiny_generations import PAD, STOPS, continued, ragged_prompts, seeded
 from tests.modules import tiny_models
 from tests.modules.tiny_models import VOCAB
 

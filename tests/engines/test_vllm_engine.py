@@ -14,12 +14,13 @@ pytest.importorskip(
 from rllib_llm.algorithms.grpo import GRPOConfig  # noqa: E402
 from rllib_llm.engines.engine import generate  # noqa: E402
 from rllib_llm.engines.params import SamplingParams  # noqa: E402
-from rllib_llm.engines.protocol import Noise, Row, continued  # noqa: E402
+from rllib_llm.engines.protocol import Noise, Row  # noqa: E402
 from rllib_llm.engines.vllm_engine import VLLMEngine  # noqa: E402
 from rllib_llm.modules.logprobs import score_completions  # noqa: E402
 from rllib_llm.shared import columns  # noqa: E402
 from rllib_llm.shared.errors import SettingWarning  # noqa: E402
 from tests.algorithms import tiny_runs as tiny  # noqa: E402
+from tests.engines.tiny_generations import continued
 
 pytestmark = pytest.mark.vllm
 

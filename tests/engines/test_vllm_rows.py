@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import Noise, Row, continued, row_seeds
+from rllib_llm.engines.protocol import Noise, Row, row_seeds
 from rllib_llm.engines.vllm_engine import VLLMEngine
 from tests.algorithms import tiny_runs as tiny
 from tests.engines import fake_vllm
+from tests.engines.tiny_generations import continued
 
 PARAMS = SamplingParams(0, (14,), max_new_tokens=6)
 

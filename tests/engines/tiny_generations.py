@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rllib_llm.engines.engine import generate
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import Completions, uniform_noise
+from rllib_llm.engines.protocol import Completions, Ended, Row, uniform_noise
 from tests.modules.tiny_models import FAMILIES, VOCAB
 
 PAD = 0
@@ -103,3 +104,11 @@ def seeded(architecture: str, **settings):
     torch.manual_seed(0)
     config = AutoConfig.for_model(architecture, pad_token_id=PAD, **settings)
     return AutoModelForCausalLM.from_config(config).eval()
+
+
+def continued(row: Row, ended: Ended) -> Row:
+    """The row to add, here or in another engine, to go on where `ended`, an aborted one, ended."""
+    return replace(
+        row, token_ids=[*row.token_ids, *ended.token_ids],
+        num_sampled=row.num_sampled + ended.num_tokens, on_tokens=None,
+    )  # fmt: skip

@@ -15,35 +15,25 @@ from rllib_llm.rollouts.workers import SECONDS_GONE, LeasingWorkers
 class Actors:
     """`SamplerActors` that answer at once; one that left cannot be asked."""
 
-    def __init__(self, numbers):
-        self.numbers = dict(numbers)
+    def __init__(self, *workers):
+        self.workers = list(workers)
         self.killed = []
-
-    @property
-    def workers(self):
-        return list(self.numbers)
 
     def healthy(self):
         return self.workers
 
-    def number(self, worker):
-        return self.numbers[worker]
-
-    def worker_called(self, number):
-        return next((w for w, known in self.numbers.items() if known == number), None)
-
     def call(self, worker, method, *args):
-        assert worker in self.numbers
+        assert worker in self.workers
         return worker
 
     def ready(self, calls, timeout_s):
         return calls
 
     def answer(self, call, timeout_s=None):
-        assert call in self.numbers, "nobody asks one that has left"
+        assert call in self.workers, "nobody asks one that has left"
 
     def mark(self, worker, *, healthy):
-        assert worker in self.numbers
+        assert worker in self.workers
 
     def kill(self, worker):
         self.killed.append(worker)
@@ -92,7 +82,7 @@ def world(monkeypatch, starvation):
     """(workers of two samplers, their actors, the ledger, the clock)"""
     now = [1000.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    actors, ledger = Actors({1: 1, 2: 2}), Ledger()
+    actors, ledger = Actors(1, 2), Ledger()
     workers = LeasingWorkers(
         SamplerPool(actors, Faults()), ledger, ServingSettings(1), starvation=starvation
     )
@@ -121,7 +111,7 @@ def test_what_a_sampler_held_that_left_waits_again(world):
     workers, actors, ledger, now = world
     look(workers, now)
     assert ledger.called == []
-    del actors.numbers[2]
+    actors.workers.remove(2)
     look(workers, now)
     look(workers, now)
     # As of a sampler that holds nothing. Its last call may come late, so it is said again.
@@ -148,25 +138,23 @@ def test_one_that_raises_is_alive_and_its_exception_is_told_to_the_ledger(world)
     assert actors.killed == []
 
 
-def test_one_that_comes_takes_the_number_of_one_that_left(world):
+def test_one_that_comes_is_not_taken_for_one_that_left(world):
     workers, actors, ledger, now = world
-    del actors.numbers[2]
+    actors.workers.remove(2)
     look(workers, now)
-    actors.numbers[3] = 2  # RLlib gives no worker twice
+    actors.workers.append(3)
     ledger.called.clear()
     look(workers, now)
-    assert ledger.called == []  # it frees what it does not know itself
-    workers.replace("2", "silent")
-    assert actors.killed == [3] and ledger.called == [("give_back", "2")]  # at once
-    workers.replace("7", "silent")  # of one that has left: nobody is killed
+    assert ledger.called == [("give_back", "2")]  # its last call may come late
+    workers.replace("3", "silent")
+    assert actors.killed == [3] and ledger.called[1:] == [("give_back", "3")]  # at once
+    workers.replace("2", "silent")  # nobody is killed
     assert actors.killed == [3]
 
 
-def test_a_silent_one_is_replaced_by_the_number_that_it_calls_itself(world):
-    """Workers are never counted twice, samplers are: worker 3 calls itself 2."""
+def test_a_silent_one_is_replaced(world):
     workers, actors, ledger, now = world
-    del actors.numbers[2]
-    actors.numbers[3] = 2
+    actors.workers[1] = 3
     actors.ready = lambda calls, timeout_s: [call for call in calls if call != 3]
     look(workers, now)
     look(workers, now, 130.0)

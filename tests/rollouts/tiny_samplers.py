@@ -65,12 +65,6 @@ class ScriptedActors:
     def healthy(self):
         return [worker for worker in self.samplers if worker not in self.dead]
 
-    def number(self, worker):
-        return worker
-
-    def worker_called(self, number):
-        return number
-
     def mark(self, worker, *, healthy):
         self.hung.discard(worker)
         silent = [call for call, end in self.ends.items() if end is None]

@@ -306,12 +306,6 @@ class ScriptedPool:
                 del self._back[worker]
         return sorted(self.marked)
 
-    def number(self, worker):
-        return worker
-
-    def worker_called(self, number):
-        return number
-
     def processes(self, worker):
         return []
 
