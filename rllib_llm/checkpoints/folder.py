@@ -134,13 +134,9 @@ def written_whole(target: str | Path) -> Iterator[Path]:
     """Gives a folder to write a checkpoint into, its manifest included; `target` becomes it when
     the context ends, and stays as it was when an exception does or the process is killed.
 
-    An empty `target` is written in place. Files beside an older checkpoint's own are kept.
+    Files beside an older checkpoint's own are kept.
     """
     target = Path(target)
-    if target.is_dir() and not (target / MANIFEST).is_file():
-        with _written_in_place(target):
-            yield target
-        return
     partial, previous = _partial(target), _previous(target)
     _recover(target)
     for leftover in (partial, previous):
@@ -157,20 +153,6 @@ def written_whole(target: str | Path) -> Iterator[Path]:
         os.rename(target, previous)
     os.rename(partial, target)
     shutil.rmtree(previous, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _written_in_place(target: Path) -> Iterator[None]:
-    """For a folder that is no checkpoint: there is nothing to lose in it, and until it has its
-    manifest it stays none. If it was empty, it is empty again after an exception."""
-    was_empty = not any(target.iterdir())
-    try:
-        yield
-    except BaseException:
-        if was_empty:
-            for path in target.iterdir():
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        raise
 
 
 def _partial(target: Path) -> Path:
@@ -194,7 +176,9 @@ def _recover(target: Path) -> None:
 
 def _keep_foreign_files(old: Path, new: Path) -> None:
     """Moves files that `old`'s manifest does not list to `new`, unless it has such files."""
-    own = {*read_manifest(old)["files"], MANIFEST}
+    own = {MANIFEST}
+    if (old / MANIFEST).is_file():
+        own |= set(read_manifest(old)["files"])
     for path in sorted(old.rglob("*")):
         name = path.relative_to(old)
         if path.is_file() and str(name) not in own and not (new / name).exists():

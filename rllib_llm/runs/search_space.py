@@ -15,27 +15,19 @@ from rllib_llm.runs.experiments import Experiment, algorithm_class
 from rllib_llm.runs.results import number
 from rllib_llm.shared.errors import UserError, suggestion, unknown_key
 
-# Name -> argument names of the `ray.tune` function. `choice` and `grid_search` take one list.
-SAMPLERS: dict[str, tuple[str, ...]] = {
-    "uniform": ("lower", "upper"),
-    "quniform": ("lower", "upper", "q"),
-    "loguniform": ("lower", "upper"),
-    "qloguniform": ("lower", "upper", "q"),
-    "randn": ("mean", "sd"),
-    "qrandn": ("mean", "sd", "q"),
-    "randint": ("lower", "upper"),
-    "qrandint": ("lower", "upper", "q"),
-    "lograndint": ("lower", "upper"),
-    "qlograndint": ("lower", "upper", "q"),
-}
+# Functions of `ray.tune` with numbers as arguments. `choice` and `grid_search` take one list.
+SAMPLERS = (
+    "uniform", "quniform", "loguniform", "qloguniform", "randn", "qrandn", "randint", "qrandint",
+    "lograndint", "qlograndint",
+)  # fmt: skip
 LISTS = ("grid_search", "choice")
 
 
 def to_tune(value: Any, where: str) -> Any:
     """Return `value` with every `{sampler: arguments}` replaced by the `ray.tune` object.
 
-    Arguments are a list in the order of `SAMPLERS`, or a mapping by name. `grid_search` stays the
-    mapping that Tune itself understands.
+    Arguments are a list in the order of Tune's function, or a mapping by name. `grid_search` stays
+    the mapping that Tune itself understands.
 
     Raises:
         UserError: wrong arguments for a sampler.
@@ -82,23 +74,16 @@ def _from_list(name: str, arguments: Any, where: str) -> Any:
 def _from_range(name: str, arguments: Any, where: str) -> Any:
     from ray import tune
 
-    names = SAMPLERS[name]
-    usage = f"Write {{{name}: [{', '.join(names)}]}}."
-    if isinstance(arguments, list):
-        if len(arguments) != len(names):
-            raise UserError(
-                name=f"{where}.{name}",
-                value=arguments,
-                rule=f"have {len(names)} numbers ({', '.join(names)})",
-                reason=f"it has {len(arguments)}",
-                remedy=usage,
-            )
+    sampler = getattr(tune, name)
+    names = [each for each in inspect.signature(sampler).parameters if each != "base"]
+    usage = f"Write {{{name}: [{', '.join(names)}]}}"
+    if isinstance(arguments, list) and len(arguments) == len(names):
         arguments = dict(zip(names, arguments, strict=True))
     if not isinstance(arguments, dict) or set(arguments) != set(names):
         raise UserError(
             name=f"{where}.{name}",
             value=arguments,
-            rule=f"give {', '.join(names)}",
+            rule=f"give {len(names)} numbers ({', '.join(names)})",
             reason="these are its arguments",
             remedy=usage,
         )
@@ -112,10 +97,10 @@ def _from_range(name: str, arguments: Any, where: str) -> Any:
                 remedy=usage,
             )
     try:
-        return getattr(tune, name)(*(arguments[key] for key in names))
+        return sampler(**arguments)
     except ValueError as error:
         raise UserError(
-            f"{where}.{name}={arguments!r} cannot be sampled: {error}. {usage}"
+            f"{where}.{name}={arguments!r} cannot be sampled: {error}. {usage}."
         ) from error
 
 

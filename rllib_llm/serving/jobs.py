@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
 import anyio
@@ -324,7 +323,7 @@ class RowEvents:
         grammar: str | None = None,
     ) -> None:
         self._events: deque[tuple[int, Tokens | Ended | BaseException]] = deque()
-        self._reader: asyncio.Future[None] | None = None  # that waits for an event
+        self._arrived = asyncio.Event()
         self._host, self._mailbox = host, mailbox
         self._num_left = len(rows)
         self._futures = host.submit_all(
@@ -345,11 +344,7 @@ class RowEvents:
 
     def _put(self, i: int, event: Tokens | Ended | BaseException) -> None:
         self._events.append((i, event))
-        self._wake_reader()
-
-    def _wake_reader(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+        self._arrived.set()
 
     def fail(self, error: Exception) -> None:
         """Raises an error, such as a timeout, in the waiting request."""
@@ -362,41 +357,27 @@ class RowEvents:
         while not self._events:
             if not self._num_left:
                 raise StopAsyncIteration
-            self._reader = asyncio.get_running_loop().create_future()
-            await self._reader
+            self._arrived.clear()
+            await self._arrived.wait()
         i, event = self._events.popleft()
         if isinstance(event, BaseException):
             raise event
         if isinstance(event, Ended):
             self._num_left -= 1
             return i, event
-        return i, self._with_later(i, event)
+        return i, event
 
-    def _with_later(self, i: int, tokens: Tokens) -> Tokens:
-        """Tokens of a row with those that came behind them: a reader that is slower than the engine
-        is given more at a time."""
-        later = [tokens]
-        while self._events and self._events[0][0] == i:
-            event = self._events[0][1]
-            if not isinstance(event, Tokens):
-                break
-            later.append(event)
-            self._events.popleft()
-        if len(later) == 1:
-            return tokens
-        return Tokens(
-            list(chain.from_iterable(each.token_ids for each in later)),
-            list(chain.from_iterable(each.logprobs for each in later)),
-            list(chain.from_iterable(each.versions for each in later)),
-            list(chain.from_iterable(each.likeliest for each in later)),
-            later[-1].finish,
-        )
+    def more(self, i: int) -> Tokens | None:
+        """Tokens of row `i` that have come behind the event before, if any: a reader that is slower
+        than the engine takes more at a time."""
+        if self._events and self._events[0][0] == i and isinstance(self._events[0][1], Tokens):
+            return self._events.popleft()[1]
+        return None
 
     def leave(self, i: int) -> None:
-        """Removes a row from the engine; it yields no more events."""
+        """Removes a row from the engine; it yields no more events. For the reader alone."""
         if self._futures[i].cancel():
             self._num_left -= 1
-            self._wake_reader()
 
     def abort(self) -> None:
         """Aborts all rows, which end with their partial output."""
@@ -501,6 +482,8 @@ class RunningJob:
             if choice.is_done:
                 continue
             piece = choice.end(event) if isinstance(event, Ended) else choice.tokens(event)
+            while not choice.is_done and (more := self._rows.more(i)) is not None:
+                piece.add(choice.tokens(more))
             self._watch.tokens(i, len(piece.token_ids))
             for serial in piece.versions:
                 self._serials.setdefault(serial)

@@ -64,6 +64,18 @@ class Strict(BaseModel):
         return given
 
 
+class Open(BaseModel):
+    """Takes further fields as they are."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+class Item(BaseModel):
+    """An item of a response's input; fields that an answer had beside these are passed over."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+
 class StreamOptions(Strict):
     """Options of a stream."""
 
@@ -134,10 +146,8 @@ class OpenAIFields(SamplingFields):
     prompt_cache_retention: str | None = None
 
 
-class FunctionSpec(BaseModel):
+class FunctionSpec(Open):
     """A function that the model may call."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
 
     name: Text
     description: str | None = None
@@ -158,29 +168,23 @@ class TextPart(Strict):
     text: str
 
 
-class FunctionCall(BaseModel):
+class FunctionCall(Open):
     """The function of a call, and its arguments as JSON in a text or as an object."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
 
     name: Text
     arguments: str | dict[str, Any] | None = None
 
 
-class MessageToolCall(BaseModel):
+class MessageToolCall(Open):
     """A call that the assistant made."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
 
     id: str | None = None
     type: Literal["function"] | None = None
     function: FunctionCall
 
 
-class Message(BaseModel):
+class Message(Open):
     """A message of a chat. Further fields are handed to the chat template."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
@@ -321,29 +325,23 @@ class AbortRequest(Strict):
 # --- /v1/responses -------------------------------------------------------------------------------
 
 
-class ResponsePart(BaseModel):
+class ResponsePart(Item):
     """A piece of an item's text."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
 
     type: Literal["input_text", "output_text", "text"]
     text: str
 
 
-class MessageItem(BaseModel):
+class MessageItem(Item):
     """A message."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[ResponsePart], Field(fail_fast=True)]
 
 
-class CallItem(BaseModel):
+class CallItem(Item):
     """A call that the assistant made."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
 
     type: Literal["function_call"]
     call_id: str
@@ -351,20 +349,16 @@ class CallItem(BaseModel):
     arguments: str
 
 
-class CallOutputItem(BaseModel):
+class CallOutputItem(Item):
     """The output of a function call."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
 
     type: Literal["function_call_output"]
     call_id: str
     output: str | Annotated[list[ResponsePart], Field(fail_fast=True)]
 
 
-class ReasoningItem(BaseModel):
+class ReasoningItem(Open):
     """The assistant's reasoning; ignored."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
 
     type: Literal["reasoning"]
 

@@ -112,8 +112,9 @@ class Service:
             default_max_tokens=settings.default_max_tokens,
             max_prompt_chars=settings.max_prompt_chars,
         )
-        self.weights = LiveWeights(settings.served_name)
-        self._known = {serial: Weights(serial, 0, serial, facts.fingerprint, source)}
+        first = Weights(serial, 0, serial, facts.fingerprint, source)
+        self.weights = LiveWeights(settings.served_name, first)
+        self._serials = itertools.count(serial + 1)
         self._load_lock = threading.Lock()
         self.jobs: dict[object, RunningJob] = {}
         self.sessions = Sessions()
@@ -129,7 +130,6 @@ class Service:
         self._mailbox = Mailbox(asyncio.get_running_loop())
         self.threads = anyio.CapacityLimiter(_THREADS)
         await self.host.listen()
-        self.weights.set_live(list(self._known.values()))
         self.is_ready = True
 
     async def drain(self, seconds: float) -> bool:
@@ -165,15 +165,14 @@ class Service:
         with self._load_lock:
             start = time.perf_counter()
             tensors = dict(weights)
-            serial = max(self._known) + 1
+            serial = next(self._serials)
             # Told before a token can be sampled by them.
             loaded = Weights(serial, epoch, version, fingerprint(tensors), source)
             self.weights.remember(loaded)
             serials = self.host.load(tensors, serial)
             loaded = replace(loaded, load_seconds=time.perf_counter() - start)
-            self._known[serial] = loaded
-            live = [self._known[each] for each in serials]
-            self._known = {each.serial: each for each in live}
+            self.weights.remember(loaded)
+            live = [self.weights.of(each) for each in serials]
         self.metrics.swapped(loaded)
         assert self._mailbox is not None, "start was called"
         self._mailbox.post(self.weights.set_live, live)

@@ -59,16 +59,16 @@ class Weights:
 
 class LiveWeights:
     """The versions that can be asked for, the newest first. Of the event loop alone, but for
-    `remember`.
+    `remember` and `of`.
 
     Args:
         name: of the model.
+        first: that it is served with until others come.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, first: Weights) -> None:
         self.name = name
-        self._known: dict[int, Weights] = {}
-        self._live: list[Weights] = []
+        self._known, self._live = {first.serial: first}, [first]
         self._changed = asyncio.Event()
 
     @property
@@ -84,13 +84,12 @@ class LiveWeights:
     def remember(self, weights: Weights) -> None:
         """Registers weights that may sample from now on. Thread-safe."""
         self._known[weights.serial] = weights
+        while len(self._known) > _MAX_REMEMBERED:
+            del self._known[next(iter(self._known))]
 
     def set_live(self, live: list[Weights]) -> None:
         """Sets the versions that the engine holds now."""
         self._live = live
-        self._known |= {weights.serial: weights for weights in live}
-        while len(self._known) > _MAX_REMEMBERED:
-            del self._known[next(iter(self._known))]
         self._changed.set()
         self._changed = asyncio.Event()
 

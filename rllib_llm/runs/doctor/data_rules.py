@@ -78,15 +78,16 @@ def _check_rows(config: Any, where: str) -> None:
 
 def _check_prompts(config: Any, where: str) -> None:
     from rllib_llm.config.setting import DEFAULT_ENV
-    from rllib_llm.envs.prompts import PromptEncoder, PromptSource
+    from rllib_llm.envs.prompts import PromptEncoder
     from rllib_llm.envs.registry import ENVIRONMENTS, default_settings
     from rllib_llm.envs.rlhf import (
         check_reference,
         check_settings,
         policy_tokenizer,
+        prompt_source,
         with_defaults,
     )
-    from rllib_llm.modules.model_source import check_lengths, num_positions
+    from rllib_llm.modules.model_source import check_lengths
 
     if config.env not in ENVIRONMENTS:
         return
@@ -117,12 +118,8 @@ def _check_prompts(config: Any, where: str) -> None:
             encoder = PromptEncoder(
                 tokenizer, settings["max_prompt_len"], settings["prompt_overflow"]
             )
-            source = PromptSource(
-                settings["prompts"],
-                prompt_column=settings["prompt_column"],
-                eval_fraction=settings["eval_fraction"],
-                split_seed=settings["split_seed"],
-                eval_data=settings["eval_prompts"],
+            source = prompt_source(
+                settings, settings["prompts"], settings["eval_prompts"], settings["prompt_column"]
             )
             encoder.encode(source.rows(0, min(NUM_ROWS, len(source))))
             encoder.check_all(source)

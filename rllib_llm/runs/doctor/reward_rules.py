@@ -6,7 +6,7 @@ import dataclasses
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +14,9 @@ from rllib_llm.envs.judges.reward_functions import RewardBatch, RewardTerm, as_f
 from rllib_llm.envs.judges.rewards import NOT_FINITE, RewardResult, read_answer
 from rllib_llm.runs.doctor.machine_rules import server_rules
 from rllib_llm.runs.doctor.stage import Finding, Stage, first_rows
+
+if TYPE_CHECKING:
+    from rllib_llm.envs.prompts import PromptRow
 
 NUM_ROWS = 4
 SLOW_SECONDS = 30.0  # of all reward functions in one iteration
@@ -67,25 +70,35 @@ def reward_rules(stage: Stage) -> Iterator[Finding]:
 def example_batch(stage: Stage, rows: Any) -> RewardBatch:
     """The first four prompts with four kinds of completions: the row's own answer if it has one,
     another row's, the prompt itself, and the empty text."""
+    chosen = _prompts(stage, rows, NUM_ROWS)
+    batch = _batch(chosen, [_answer(row.columns) for row in chosen])
+    answer = batch.completions[0]
+    completions = [answer or "Yes.", answer or "42", batch.prompts[2], ""]
+    return dataclasses.replace(batch, completions=completions)
+
+
+def _prompts(stage: Stage, rows: Any, num: int) -> list[PromptRow]:
+    """The first prompts, from the beginning again where there are fewer."""
     from rllib_llm.envs.prompts import PromptSource
 
     source = PromptSource(rows, prompt_column=stage.env.get("prompt_column"), shuffle=False)
-    chosen = [source.row(index % len(source)) for index in range(NUM_ROWS)]
-    answers = [_answer(row.columns) for row in chosen]
-    texts = [row.prompt if isinstance(row.prompt, str) else row.prompt[-1]["content"]
-             for row in chosen]  # fmt: skip
-    completions = [answers[0] or "Yes.", answers[0] or "42", texts[2], ""]
-    ids = torch.arange(1, NUM_ROWS + 1).view(-1, 1)
-    names = {name for row in chosen for name in row.columns}
+    return [source.row(index % len(source)) for index in range(num)]
+
+
+def _batch(rows: Sequence[PromptRow], completions: Sequence[str]) -> RewardBatch:
+    """These prompts and completions, each of one token."""
+    ids = torch.arange(1, len(rows) + 1).view(-1, 1)
+    names = {name for row in rows for name in row.columns}
     return RewardBatch(
         prompt_ids=ids,
         prompt_mask=torch.ones_like(ids, dtype=torch.bool),
         completion_ids=ids,
         completion_mask=torch.ones_like(ids, dtype=torch.bool),
-        prompts=texts,
+        prompts=[row.prompt if isinstance(row.prompt, str) else row.prompt[-1]["content"]
+                 for row in rows],
         completions=completions,
-        columns={name: [row.columns.get(name) for row in chosen] for name in names},
-    )
+        columns={name: [row.columns.get(name) for row in rows] for name in names},
+    )  # fmt: skip
 
 
 def _answer(columns: Mapping[str, Any]) -> str:
@@ -142,8 +155,6 @@ NUM_ANSWERS = 32
 def answer_scores(stage: Stage) -> tuple[float, float] | None:
     """Mean weighted reward of rows with their own answer, and with the next row's; None where the
     prompts have no answers, or nothing but a model judges."""
-    from rllib_llm.envs.prompts import PromptSource
-
     rows = first_rows(stage.env.get("prompts"), "prompts")
     given = stage.env.get("reward_functions")
     if rows is None or not given or stage.is_conversation:
@@ -151,20 +162,9 @@ def answer_scores(stage: Stage) -> tuple[float, float] | None:
     column = next((name for name in ANSWERS if name in rows.columns), None)
     if column is None:
         return None
-    source = PromptSource(rows, prompt_column=stage.env.get("prompt_column"), shuffle=False)
-    chosen = [source.row(index) for index in range(min(NUM_ANSWERS, len(source)))]
+    chosen = _prompts(stage, rows, min(NUM_ANSWERS, len(rows)))
     answers = [str(row.columns[column]) for row in chosen]
-    ids = torch.ones(len(chosen), 1, dtype=torch.long)
-    names = {name for row in chosen for name in row.columns}
-    batch = RewardBatch(
-        prompt_ids=ids,
-        prompt_mask=ids.bool(),
-        completion_ids=ids,
-        completion_mask=ids.bool(),
-        prompts=[str(row.prompt) for row in chosen],
-        completions=answers,
-        columns={name: [row.columns.get(name) for row in chosen] for name in names},
-    )
+    batch = _batch(chosen, answers)
     terms = [RewardTerm.from_spec(spec) for spec in as_functions(given)]
     terms = [term for term in terms if not term.is_async and not term.wants_tokens]
     if not terms:
