@@ -80,21 +80,6 @@ def read_json_lines(file: Place) -> list[dict[str, Any]]:
     return rows
 
 
-def read_new_json_lines(file: Path, start: int) -> tuple[list[dict[str, Any]], int]:
-    """Return the rows of a JSON lines file from byte `start` on, and the byte after the last whole
-    one. In a file that was cut back meanwhile, rows in place of known ones may be left out."""
-    if not file.is_file():
-        return [], 0
-    start = min(start, file.stat().st_size)
-    with file.open("rb") as stream:
-        stream.seek(max(0, start - 1))
-        text = stream.read()
-    begin = text.find(b"\n") + 1 if start else 0  # where a row begins
-    end = text.rfind(b"\n") + 1
-    rows = [json.loads(line) for line in text[begin:end].splitlines()]
-    return rows, max(0, start - 1) + end
-
-
 def series(results: list[dict[str, Any]], x: str, y: str) -> tuple[list[float], list[float]]:
     """Return the points (x, y) of the results that hold both as finite numbers."""
     pairs = [(number(result.get(x)), number(result.get(y))) for result in results]

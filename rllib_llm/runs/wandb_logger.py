@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 from ray.air.integrations.wandb import WandbLoggerCallback
 
 from rllib_llm.rollouts.recorder import SAMPLES_FILE
-from rllib_llm.runs.results import read_new_json_lines
 from rllib_llm.shared.errors import UserError
 from rllib_llm.shared.ray_compat import set_wandb_key, wandb_logging_actor
+from rllib_llm.shared.storage import new_lines
 
 _LoggingActor: Any = wandb_logging_actor()
 RESUME = "allow"  # for W&B: a run of this id is resumed where there is one
@@ -31,8 +32,8 @@ class SamplesLoggingActor(_LoggingActor):
 
     def _handle_result(self, result: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         log, config = super()._handle_result(result)
-        new, self._read_to = read_new_json_lines(self._samples, self._read_to)
-        if new:
+        lines, self._read_to = new_lines(self._samples, self._read_to)
+        if new := [json.loads(line) for line in lines]:
             names = list(new[0])
             data = [[row.get(name) for name in names] for row in new]
             log["samples"] = self._wandb.Table(columns=names, data=data)

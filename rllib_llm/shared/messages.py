@@ -33,7 +33,7 @@ from types import TracebackType
 from typing import Any, NoReturn, TextIO
 
 from rllib_llm.shared.dotted import DottedPathError, import_dotted
-from rllib_llm.shared.storage import BestEffort
+from rllib_llm.shared.storage import BestEffort, new_lines, replace_text
 
 VERBOSE = "RLLIB_LLM_VERBOSE"
 
@@ -376,9 +376,7 @@ class MessageLog:
                 file.unlink(missing_ok=True)
                 return
             self._folder.mkdir(parents=True, exist_ok=True)
-            new = file.with_suffix(".new")
-            new.write_text(activity, encoding="utf-8")
-            os.replace(new, file)
+            replace_text(file, activity)
 
 
 def same_key(text: str) -> str:
@@ -395,13 +393,7 @@ class TrialEar:
 
     def new_warnings(self) -> list[str]:
         """Warnings since the last call, or since this was made."""
-        if not self._file.is_file() or self._file.stat().st_size <= self._position:
-            return []
-        with self._file.open("rb") as file:
-            file.seek(self._position)
-            whole = file.read().rpartition(b"\n")[0] + b"\n"
-        self._position += len(whole) if whole.strip() else 0
-        lines = whole.decode("utf-8", errors="replace").splitlines()
+        lines, self._position = new_lines(self._file, self._position)
         return [match["text"] for line in lines if (match := LINE.match(line))]
 
     def activity(self) -> tuple[str, float] | None:

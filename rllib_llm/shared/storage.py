@@ -291,6 +291,21 @@ def whole_lines(file: Path) -> list[bytes]:
     return lines if not lines or lines[-1].endswith(b"\n") else lines[:-1]
 
 
+def new_lines(file: Path, start: int) -> tuple[list[str], int]:
+    """The whole lines of a file from byte `start` on, and the byte behind the last of them. In a
+    file that was cut back meanwhile, lines in place of known ones may be left out."""
+    if not file.is_file():
+        return [], 0
+    start = min(start, file.stat().st_size)
+    with file.open("rb") as stream:
+        stream.seek(max(0, start - 1))
+        text = stream.read()
+    begin = text.find(b"\n") + 1 if start else 0  # where a line begins
+    end = text.rfind(b"\n") + 1
+    lines = text[begin:end].decode("utf-8", errors="replace").splitlines()
+    return lines, max(0, start - 1) + end
+
+
 def replace_text(file: Place, text: str) -> None:
     """Writes `text` to `file` atomically, since a process may be killed meanwhile."""
     new = file.parent / f".{file.name}.new"

@@ -8,10 +8,10 @@ from rllib_llm.runs.results import (
     before_and_after,
     fresh_series,
     read_json_lines,
-    read_new_json_lines,
     read_results,
     series,
 )
+from rllib_llm.shared.storage import new_lines
 
 
 def test_results_are_flat_and_an_unfinished_last_line_is_left_out(tmp_path):
@@ -71,18 +71,18 @@ def test_completions_are_matched_by_prompt_first_against_last_evaluation():
 
 def test_new_rows_are_read_once_and_whole(tmp_path):
     file = tmp_path / "rows"
-    assert read_new_json_lines(file, 0) == ([], 0)
+    assert new_lines(file, 0) == ([], 0)
     file.write_text('{"a": 1}\n{"a": 2}\n{"a"', encoding="utf-8")
-    assert read_new_json_lines(file, 0) == ([{"a": 1}, {"a": 2}], 18)
-    assert read_new_json_lines(file, 18) == ([], 18)
+    assert new_lines(file, 0) == (['{"a": 1}', '{"a": 2}'], 18)
+    assert new_lines(file, 18) == ([], 18)
     file.write_text('{"a": 1}\n{"a": 2}\n{"a": 3}\n', encoding="utf-8")
-    assert read_new_json_lines(file, 18) == ([{"a": 3}], 27)
+    assert new_lines(file, 18) == (['{"a": 3}'], 27)
 
 
 def test_rows_that_replace_known_ones_do_not_tear_new_ones(tmp_path):
     """A trial that starts again cuts its file back, and goes on writing."""
     file = tmp_path / "rows"
     file.write_text('{"a": 1}\n', encoding="utf-8")
-    assert read_new_json_lines(file, 27) == ([], 9)
+    assert new_lines(file, 27) == ([], 9)
     file.write_text('{"a": 10}\n{"a": 2}\n', encoding="utf-8")
-    assert read_new_json_lines(file, 9) == ([{"a": 2}], 19)
+    assert new_lines(file, 9) == (['{"a": 2}'], 19)

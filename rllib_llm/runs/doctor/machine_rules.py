@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import platform
 import re
 import shutil
 import socket
@@ -368,7 +367,6 @@ def _computing_bytes(config: Any) -> int:
     return 2 if config.mixed_precision else _item_bytes(config)
 
 
-LEAST_PYTHON = (3, 10)
 # What CI runs with; a test holds it to constraints.txt.
 TRIED: Mapping[str, str] = {
     "ray": "2.60.0",
@@ -389,19 +387,14 @@ NEIGHBOURS = (
 
 
 def installation_rules(
-    versions: Mapping[str, str],
-    *,
-    python: Sequence[int] | None = None,
-    requirements: Mapping[str, Sequence[str]] | None = None,
+    versions: Mapping[str, str], *, requirements: Mapping[str, Sequence[str]] | None = None
 ) -> Iterator[Finding]:
     """Findings about packages.
 
     Args:
         versions: installed, by lower-case name.
-        python: version of the interpreter; this one's by default.
         requirements: what packages require of others; read from the installed by default.
     """
-    yield from _python(python or tuple(int(part) for part in platform.python_version_tuple()[:2]))
     if requirements is None:
         requirements = _installed_requirements(versions)
     for owner in ("rllib-llm", *NEIGHBOURS):
@@ -415,15 +408,6 @@ def installation_rules(
                 f"this package was tried with {tried}, and others may behave otherwise",
                 f"pip install {name}=={tried} where something is odd.", where=name,
             )  # fmt: skip
-
-
-def _python(version: Sequence[int]) -> Iterator[Finding]:
-    if tuple(version) < LEAST_PYTHON:
-        shown = ".".join(map(str, version))
-        yield Finding(
-            "installation.python", "error", f"python={shown}",
-            "the package uses its syntax", "Make a new environment.", rule="be 3.10 or newer",
-        )  # fmt: skip
 
 
 def _installed_requirements(versions: Mapping[str, str]) -> dict[str, list[str]]:
