@@ -91,7 +91,8 @@ def examine_experiment(experiment: Experiment) -> dict[str, float]:
                 if data_settings(settings) not in read:
                     read.add(data_settings(settings))
                     check_data(config, f"{name}.config")
-        for resource, amount in _reserved(algo_class.default_resource_request(config)).items():
+        reserved = algo_class.default_resource_request(config).required_resources
+        for resource, amount in reserved.items():
             needed[resource] = max(needed.get(resource, 0.0), amount)
     return needed
 
@@ -207,15 +208,6 @@ def _check_stock_env(env: str) -> None:
         reason="it is none of these",
         remedy=suggestion(env, gymnasium.registry),
     )
-
-
-def _reserved(request: Any) -> dict[str, float]:
-    """Return the sum of a placement group's bundles."""
-    total: dict[str, float] = {}
-    for bundle in request.bundles:
-        for name, amount in bundle.items():
-            total[name] = total.get(name, 0.0) + amount
-    return total
 
 
 # A checkpoint holds weights and Adam's two moments; a fourth share is for critic and model folder.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -117,16 +116,12 @@ def run_stage(
     write_environment(folder)
     finished = (folder / RECORD).is_file()
     (folder / RECORD).unlink(missing_ok=True)
-    with (
-        LiveTable(
-            f"{experiment.name} · {short_name(experiment.run)}", experiment.stop, console
-        ) as table,
-        _callbacks(experiment) as callbacks,
-        warnings.catch_warnings(),
-    ):
+    table = LiveTable(f"{experiment.name} · {short_name(experiment.run)}", experiment.stop, console)
+    callbacks = [table, *_callbacks(experiment), *loggers]
+    stopping = next(one for one in callbacks if isinstance(one, SaveOnStop))
+    with table, stopping, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of libraries; they would tear the table
         table.know(told)
-        callbacks = [table, *callbacks, *loggers]
 
         def restored(further: bool = False) -> Any:
             if _can_resume(folder):
@@ -156,7 +151,7 @@ def run_stage(
             goes_on_from = "the last checkpoint" if saved else "the beginning"
             raise StageFailed(f"{experiment.name}: {error}", goes_on_from) from None
     trials = [grid[index] for index in range(len(grid))]
-    if any(isinstance(one, SaveOnStop) and one.interrupted for one in callbacks):
+    if stopping.interrupted:
         text = f"{experiment.name} was stopped. It goes on from {last_saved(trials)}."
         raise StageInterrupted(text)
     if grid.num_errors:
@@ -167,30 +162,23 @@ def run_stage(
     return result
 
 
-@contextlib.contextmanager
-def _callbacks(experiment: Experiment) -> Iterator[list[Any]]:
-    """The callbacks of one Tune run; those that handle signals do so until the context ends."""
+def _callbacks(experiment: Experiment) -> list[Any]:
+    """The callbacks of one Tune run."""
     settings = experiment.checkpoint_config
     by_iterations = "checkpoint_frequency" in settings
-    callbacks: list[Any] = default_callbacks(
+    callbacks = default_callbacks(
         checkpoint_interval_s=settings.get(INTERVAL, None if by_iterations else "auto"),
         metric=experiment.metric,
         mode=experiment.mode,
     )
     planned = search_space(experiment).get("planned_iterations")
-    callbacks.append(
-        NewTerms(
-            experiment.stop,
-            experiment.max_failures,
-            checkpoint_settings(experiment),
-            {} if planned is None else {"planned_iterations": planned},
-        )
+    terms = NewTerms(
+        experiment.stop,
+        experiment.max_failures,
+        checkpoint_settings(experiment),
+        {} if planned is None else {"planned_iterations": planned},
     )
-    with contextlib.ExitStack() as stack:
-        for callback in callbacks:
-            if isinstance(callback, SaveOnStop):
-                stack.enter_context(callback)
-        yield callbacks
+    return [*callbacks, terms]
 
 
 def _tuner(experiment: Experiment, run_folder: Place, callbacks: list[Any]) -> Any:
