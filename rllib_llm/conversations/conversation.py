@@ -30,18 +30,23 @@ class Node:
 
     parent: index of the node before it; None: it begins a path. messages: what it says, as chat
     templates take it; a node that begins a later path repeats what was said before. token_ids:
-    those that it adds. Of a sampled one: `logprobs` and weight `versions` of each token, `finish`,
-    and the `reward` that it earned.
+    those that it adds. Of a sampled one: the parsed `reply`, `logprobs` and weight `versions` of
+    each token, `finish`, and the `reward` that it earned.
     """
 
     parent: int | None
     messages: tuple[Mapping[str, Any], ...]
     token_ids: tuple[int, ...]
-    sampled: bool = False
+    reply: ParsedReply | None = None
     logprobs: tuple[float, ...] = ()
     versions: tuple[int, ...] = ()
     finish: str = ""
     reward: float = 0.0
+
+    @property
+    def sampled(self) -> bool:
+        """Whether the policy said it."""
+        return self.reply is not None
 
 
 def path_to(nodes: Sequence[Node], leaf: int | None) -> list[Node]:
@@ -197,17 +202,20 @@ class Conversation:
         self.task = dict(task or {})
         self.state: dict[str, Any] = {}
         self.nodes: list[Node] = []
-        self.reply: ParsedReply | None = None  # the assistant's latest turn
         self.metrics: dict[str, float] = {}
         self.suffixes: Counter[str] = Counter()  # how often each kind of `Suffix` came
         self._leaf: int | None = None
-        self._num_calls = 0
 
     # --- what there is -----------------------------------------------------------------------
 
     def path(self, leaf: int | None = None) -> list[Node]:
         """The nodes from the first to `leaf`, by default the newest."""
         return path_to(self.nodes, self._leaf if leaf is None else leaf)
+
+    @property
+    def reply(self) -> ParsedReply | None:
+        """The assistant's latest turn on the newest path."""
+        return next((node.reply for node in reversed(self.path()) if node.reply), None)
 
     @property
     def token_ids(self) -> list[int]:
@@ -265,18 +273,18 @@ class Conversation:
         if not before:
             self._append(Node(None, cleaned, tuple(self.chat_format.prompt_ids(cleaned))))
             return
-        if not before[-1].sampled:
+        reply = before[-1].reply
+        if reply is None:
             raise ConversationError(
                 f"messages={list(cleaned)!r} must follow a sampled turn: the assistant has not "
                 "answered the last ones yet. Append all of them at once."
             )
-        assert self.reply is not None, "a sampled node was parsed"
         earlier = [message for node in before[:-1] for message in node.messages]
         last_id = before[-1].token_ids[-1]
         asked = [token for node in before[:-1] for token in node.token_ids]
         suffix = self.chat_format.bridge(asked, before[-1].token_ids, cleaned)
         if suffix is None:
-            suffix = self.chat_format.suffix(earlier, self.reply, cleaned, last_id=last_id)
+            suffix = self.chat_format.suffix(earlier, reply, cleaned, last_id=last_id)
         self.suffixes[suffix.how] += 1
         if suffix.how != "fork":
             self._append(Node(self._leaf, cleaned, tuple(suffix.token_ids)))
@@ -319,14 +327,13 @@ class Conversation:
                 "token_ids must follow messages: there is no prompt that they answer. Call "
                 "append_messages first."
             )
+        num_calls = sum(len(node.reply.tool_calls) for node in self.nodes if node.reply)
         reply = self.chat_format.parse(
-            token_ids, finish=finish, first_call=self._num_calls, prompt_ids=path[-1].token_ids
+            token_ids, finish=finish, first_call=num_calls, prompt_ids=path[-1].token_ids
         )
-        self._num_calls += len(reply.tool_calls)
-        self.reply = reply
         self._append(
             Node(
-                self._leaf, (reply.as_message(),), tuple(token_ids), True, tuple(logprobs),
+                self._leaf, (reply.as_message(),), tuple(token_ids), reply, tuple(logprobs),
                 tuple(versions), finish,
             )
         )  # fmt: skip
@@ -355,18 +362,11 @@ class Conversation:
             self.nodes.append(replace(node, parent=parent))
         self.suffixes.update(other.suffixes)
         if other._leaf is not None:
-            self._leaf, self.reply = other._leaf + shift, other.reply
+            self._leaf = other._leaf + shift
 
     def branch(self, node: int) -> None:
         """Continues from an earlier node; the turns after it remain as a path of their own."""
         self._leaf = range(len(self.nodes))[node]
-        newest = self.nodes[self._leaf]
-        if newest.sampled:
-            asked = () if newest.parent is None else self.nodes[newest.parent].token_ids
-            self.reply = self.chat_format.parse(
-                newest.token_ids, finish=newest.finish, first_call=self._num_calls,
-                prompt_ids=asked,
-            )  # fmt: skip
 
     def _append(self, node: Node) -> None:
         self.nodes.append(node)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -206,12 +207,14 @@ def load_rollouts(
         )
     try:
         rollouts = open_rollouts([Path(folder)])
-        learnable = not re.search(r"\b(status|valid)\b", where or "")
+        names = re.sub(r"'[^']*'", "", where or "")  # in a text they are words
+        learnable = not re.search(r"\b(status|valid)\b", names)
         table = query(rollouts, where=where, columns=_LEARNT_COLUMNS, learnable=learnable)
     except ValueError as error:
         raise DataSourceError(f"{name}: {error}") from error
     if best_of_group is not None:
-        table = table.take(_best_rows(Rows(table, folder), best_of_group))
+        best = _best_rows(Rows(table, folder), best_of_group)
+        table = table.take(pa.array(best, pa.int64()))
     description = f"{folder}{f' where {where}' if where else ''}"
     if table.column("messages").null_count == table.num_rows:
         return Rows(table.drop_columns("messages"), description)
@@ -222,13 +225,14 @@ def load_rollouts(
 
 
 def _ranked_groups(rows: Rows) -> list[list[int]]:
-    """Indices of the rows of each group, those of the highest score first: of the same prompt,
-    sampled in the same iteration of the same run."""
+    """Indices of the rows of each group that have a score, those of the highest first: of the same
+    prompt, sampled in the same iteration of the same run."""
     groups: dict[Any, list[int]] = {}
+    scores, samples = rows.column("score"), rows.column("sample")
     keys = zip(*(rows.column(name) for name in _GROUP_COLUMNS), strict=True)
     for index, key in enumerate(keys):
-        groups.setdefault(key, []).append(index)
-    scores, samples = rows.column("score"), rows.column("sample")
+        if scores[index] is not None and not math.isnan(scores[index]):
+            groups.setdefault(key, []).append(index)
     return [
         sorted(group, key=lambda index: (-scores[index], samples[index]))
         for group in groups.values()

@@ -164,6 +164,24 @@ def test_branches_share_what_came_before_and_learn_it_once():
     )
 
 
+def test_a_branch_goes_on_from_the_turn_as_it_was_read():
+    """The ids of its calls among it, by which tools' results name them."""
+    chat_format = ChatFormat(family_tokenizer("mistral"), tools=[ADD])
+    conversation = Conversation(chat_format)
+    conversation.append_messages([USER])
+    ids = [*chat_format.encode(CALL["mistral"]), chat_format.stop_token_ids[0]]
+    reply = conversation.append_sampled(ids, [0.0] * len(ids))
+    result = {"role": "tool", "name": "add", "tool_call_id": "call00000", "content": "2"}
+    conversation.append_messages([result])
+    whole = conversation.token_ids
+    conversation.branch(1)
+    assert conversation.reply == reply and reply.tool_calls[0].id == "call00000"
+    conversation.append_messages([result])
+    assert conversation.token_ids == whole
+    conversation.branch(0)  # where nobody has answered yet
+    assert conversation.reply is None
+
+
 def rollout(conversation, **changes):
     settings = {"score": 1.0, "valid": True, "group": 0, "row_id": 0, "prompt_index": 0, **changes}
     return Rollout(conversation, **settings)

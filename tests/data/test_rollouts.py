@@ -12,6 +12,7 @@ from rllib_llm.data.rollouts import (
     ConditionError,
     NoRolloutsError,
     open_rollouts,
+    pairs_of_rollouts,
     query,
     rollout_folders,
     summary,
@@ -98,6 +99,31 @@ def test_a_condition_without_duckdb_says_what_to_install(folder, monkeypatch):
     with pytest.raises(ConditionError, match=r"pip install 'rllib-llm\[rollouts\]'"):
         query(rollouts, where="score > 1")
     assert len(query(rollouts)) == 10 and len(load_rows(str(folder))) == 9
+
+
+def test_words_of_a_text_choose_no_rows_that_are_held_out(tmp_path):
+    store = RolloutStore(tmp_path)
+    put(store, 1, *group(1, [0.0, 1.0], prompt="is it valid?"))
+    put(store, 1, *group(2, [9.0], prompt="is it valid?", status="evaluated"))
+    store.stop()
+    chosen = load_rows({"path": str(tmp_path), "where": "prompt LIKE '%valid%'"})
+    assert [row["score"] for row in chosen] == [0.0, 1.0]
+
+
+def test_rows_without_a_score_are_neither_the_best_nor_half_of_a_pair(tmp_path):
+    store = RolloutStore(tmp_path)
+    rows = zip(group(1, [0, 0]), [None, float("nan")], strict=True)
+    unscored = [{**row, "score": score, "valid": False} for row, score in rows]
+    scored = [{**row, "sample": 2 + row["sample"]} for row in group(1, [0.0, 1.0])]
+    put(store, 1, *unscored, *scored)
+    store.stop()
+    every = {"path": str(tmp_path), "where": "status = 'trained'"}
+    assert len(load_rows(every)) == 4
+    assert [row["score"] for row in load_rows({**every, "best_of_group": 1})] == [1.0]
+    (pair,) = pairs_of_rollouts(load_rows(every))
+    assert (pair["chosen"], pair["rejected"]) == (" 1", " 0")
+    with pytest.raises(DataSourceError, match="hold at least one row"):
+        load_rows({"path": str(tmp_path), "where": "NOT valid", "best_of_group": 1})
 
 
 def test_an_unknown_column_to_sort_by(folder):

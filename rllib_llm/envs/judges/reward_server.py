@@ -17,13 +17,14 @@ import json
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, HTTPException, Request
 from pydantic import BaseModel, Field
 
 from rllib_llm.envs.judges.rewards import RewardBatch, RewardError, Rewards, RewardSum
 
+Asked = TypeVar("Asked", bound=BaseModel)
 LABEL_COLUMN = "answer"
 MAX_BODY_BYTES = 32 * 2**20
 _SPECIAL_TOKENS = re.compile(r"(?:\s|<[^<>\s]{1,40}>|\[[A-Z_]{2,20}\])*")
@@ -116,28 +117,6 @@ class RewardService:
             return error
 
 
-class _Gate:
-    def __init__(self, token: str) -> None:
-        if not token:
-            raise ValueError(
-                "token='' must not be empty: anybody who reaches the port could use it. Set one."
-            )
-        self._wanted = f"Bearer {token}".encode()
-
-    async def read(self, request: Request, kind: type[BaseModel]) -> Any:
-        """The body as `kind`; raises HTTPException where it is none, too large, or not allowed."""
-        given = request.headers.get("authorization", "").encode()
-        if not hmac.compare_digest(given, self._wanted):
-            raise HTTPException(401, "The token is missing or wrong.")
-        length = request.headers.get("content-length", "")
-        if not length.isdigit() or int(length) > MAX_BODY_BYTES:
-            raise HTTPException(413, f"The request must say its length, up to {MAX_BODY_BYTES}.")
-        try:
-            return kind.model_validate(json.loads(await request.body()))
-        except (ValueError, RecursionError) as error:  # pydantic's is a ValueError
-            raise HTTPException(422, str(error)) from error
-
-
 def _behind_prompt(query: str, prompt: str) -> str:
     """The part of a query after its prompt, which special tokens (BOS, padding) may precede; all of
     it would be judged without the prompt."""
@@ -152,8 +131,25 @@ def _behind_prompt(query: str, prompt: str) -> str:
 
 def make_app(service: RewardService, token: str) -> FastAPI:
     """The HTTP application; raises ValueError for an empty token."""
-    gate = _Gate(token)
+    if not token:
+        raise ValueError(
+            "token='' must not be empty: anybody who reaches the port could use it. Set one."
+        )
+    wanted = f"Bearer {token}".encode()
     app = FastAPI(title="Rewards", docs_url=None, redoc_url=None)
+
+    async def read(request: Request, kind: type[Asked]) -> Asked:
+        """The body as `kind`; raises HTTPException where it is none, too large, or not allowed."""
+        given = request.headers.get("authorization", "").encode()
+        if not hmac.compare_digest(given, wanted):
+            raise HTTPException(401, "The token is missing or wrong.")
+        length = request.headers.get("content-length", "")
+        if not length.isdigit() or int(length) > MAX_BODY_BYTES:
+            raise HTTPException(413, f"The request must say its length, up to {MAX_BODY_BYTES}.")
+        try:
+            return kind.model_validate(json.loads(await request.body()))
+        except (ValueError, RecursionError) as error:  # pydantic's is a ValueError
+            raise HTTPException(422, str(error)) from error
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -161,7 +157,7 @@ def make_app(service: RewardService, token: str) -> FastAPI:
 
     @app.post("/v1/rewards")
     async def rewards(request: Request) -> dict[str, Any]:
-        asked = await gate.read(request, RewardRequest)
+        asked = await read(request, RewardRequest)
         scores, reasons, components = await service.judge(
             asked.prompts, asked.completions, asked.columns
         )
@@ -169,7 +165,7 @@ def make_app(service: RewardService, token: str) -> FastAPI:
 
     @app.post("/get_reward")
     async def get_reward(request: Request) -> dict[str, Any]:
-        asked = await gate.read(request, OpenRLHFRequest)
+        asked = await read(request, OpenRLHFRequest)
         if len(asked.query) != len(asked.prompts):
             raise HTTPException(422, f"{len(asked.query)} queries, {len(asked.prompts)} prompts")
         pairs = zip(asked.query, asked.prompts, strict=True)
@@ -179,7 +175,7 @@ def make_app(service: RewardService, token: str) -> FastAPI:
 
     @app.post("/reward")
     async def reward(request: Request) -> dict[str, Any]:
-        asked = await gate.read(request, SlimeRequest)
+        asked = await read(request, SlimeRequest)
         (score,), (reason,) = await service.judge_labelled(
             [asked.prompt], [asked.response], [asked.label]
         )
