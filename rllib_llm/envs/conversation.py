@@ -71,33 +71,26 @@ _ABOVE_ZERO = ("tool_timeout_s", "max_seconds", "max_tool_chars", "max_turns", "
 
 def check_limits(settings: Mapping[str, Any]) -> None:
     """Raises EnvConfigError where a limit is no limit, or a choice none of the choices."""
-    for name in _ABOVE_ZERO:
-        value = settings[name]
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-            raise EnvConfigError(
-                name=f"env_config[{name!r}]",
-                value=value,
-                rule="be a number above 0",
-                reason="it bounds what a rollout may take",
-                remedy="Raise it",
-            )
     tokens = settings["max_tokens"]
-    if tokens is not None and (not isinstance(tokens, int) or tokens < 1):
-        raise EnvConfigError(
-            name="env_config['max_tokens']",
-            value=tokens,
-            rule="be an integer of at least 1, or None",
-            reason="it bounds the tokens of a conversation",
-            remedy="None: what the model reads",
-        )
-    if settings["tool_errors"] not in TOOL_ERRORS:
-        raise EnvConfigError(
-            name="env_config['tool_errors']",
-            value=settings["tool_errors"],
-            rule=f"be one of {TOOL_ERRORS}",
-            reason="the policy sees a failed call's error, or the rollout is left out",
-            remedy="Choose",
-        )
+    of_limits = ("be a number above 0", "it bounds what a rollout may take", "Raise it")
+    rules = [(name, _is_above_zero(settings[name]), *of_limits) for name in _ABOVE_ZERO]
+    rules += [
+        ("max_tokens", tokens is None or (isinstance(tokens, int) and tokens > 0),
+         "be an integer of at least 1, or None", "it bounds the tokens of a conversation",
+         "None: what the model reads"),
+        ("tool_errors", settings["tool_errors"] in TOOL_ERRORS, f"be one of {TOOL_ERRORS}",
+         "the policy sees a failed call's error, or the rollout is left out", "Choose"),
+    ]  # fmt: skip
+    for name, is_kept, rule, reason, remedy in rules:
+        if not is_kept:
+            raise EnvConfigError(
+                name=f"env_config[{name!r}]", value=settings[name], rule=rule, reason=reason,
+                remedy=remedy,
+            )  # fmt: skip
+
+
+def _is_above_zero(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
 
 
 @dataclass(frozen=True)

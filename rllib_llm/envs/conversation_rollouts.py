@@ -166,7 +166,7 @@ class _Rollout:
         self.attempt.counts.update(dict.fromkeys(_COUNTED, 0.0))
         conversation.append_messages(as_messages(await call(env.start, conversation)))
         self.toolbox = env.toolbox_of(conversation)
-        while await sample_turn(env, self.attempt, self.complete, self.max_new_tokens):
+        while await self._sample():
             response = await self._answer()
             if response.reward is not None:
                 self.attempt.has_turn_rewards = True
@@ -188,6 +188,30 @@ class _Rollout:
         earned = await call(env.score, conversation)
         if earned is not None:
             self.attempt.earned = _finite("score()", earned)
+
+    async def _sample(self) -> bool:
+        """Samples the assistant's turn; False where it was cut off, and the conversation ends."""
+        conversation, token_ids = self.conversation, self.conversation.token_ids
+        room, most = self.max_new_tokens, self.env.max_tokens
+        if most is not None:
+            room = min(room, most - len(token_ids))
+        if room < 1 and not conversation.num_turns:
+            raise ValueError(
+                f"the first prompt of {len(token_ids)} tokens must leave room for an answer "
+                f"within max_tokens={most}: shorten it, or raise max_tokens."
+            )
+        if room >= 1:
+            start = time.perf_counter()
+            turn = conversation.num_turns
+            sampled = await self.complete(token_ids, room, self.attempt.row_id, turn)
+            self.attempt.count("sample_seconds", time.perf_counter() - start)
+            conversation.append_sampled(
+                sampled.token_ids, sampled.logprobs, sampled.versions, finish=sampled.finish
+            )
+            if sampled.finish == "stop":
+                return True
+        self.attempt.truncated = "tokens"
+        return False
 
     async def _answer(self) -> Response:
         """The results of the called tools, or else the environment's response."""
@@ -256,33 +280,6 @@ def _number(source: str, what: str, value: Any) -> float:
         raise ValueError(
             f"{source} gave the {what} {str(value)[:80]!r}, which must be a number: {error}"
         ) from error
-
-
-async def sample_turn(
-    env: ConversationEnv, attempt: Attempt, complete: Complete, max_new_tokens: int
-) -> bool:
-    """The assistant's turn; False where it was cut off, and the conversation ends."""
-    conversation, token_ids = attempt.conversation, attempt.conversation.token_ids
-    room = max_new_tokens
-    if env.max_tokens is not None:
-        room = min(room, env.max_tokens - len(token_ids))
-    if room < 1:
-        if not conversation.num_turns:
-            raise ValueError(
-                f"the first prompt of {len(token_ids)} tokens must leave room for an answer "
-                f"within max_tokens={env.max_tokens}: shorten it, or raise max_tokens."
-            )
-        attempt.truncated = "tokens"
-        return False
-    start = time.perf_counter()
-    sampled = await complete(token_ids, room, attempt.row_id, conversation.num_turns)
-    attempt.count("sample_seconds", time.perf_counter() - start)
-    conversation.append_sampled(
-        sampled.token_ids, sampled.logprobs, sampled.versions, finish=sampled.finish
-    )
-    if sampled.finish != "stop":
-        attempt.truncated = "tokens"
-    return sampled.finish == "stop"
 
 
 def as_messages(given: Any) -> list[Message]:

@@ -140,15 +140,10 @@ class FrozenReference(_Frozen):
             result[rows] = scored.logprobs.to(result.device)
         return result
 
-    def measure(
-        self,
-        prompt_ids: Tensor,
-        prompt_mask: Tensor,
-        completion_ids: Tensor,
-        completion_mask: Tensor,
-    ) -> dict[str, float]:
-        """Drift against the unquantised model on these texts, kept in `drift`: kl, top1."""
-        ids, mask = pack_right(prompt_ids, prompt_mask, completion_ids, completion_mask)
+    def measure(self, *columns: Tensor) -> dict[str, float]:
+        """Drift against the unquantised model on such columns as `logprobs` takes, kept in `drift`:
+        kl, top1."""
+        ids, mask = pack_right(*columns)
         self._note_drift(lambda exact: next_token_drift(self.model, exact, ids, mask))
         return self.drift
 

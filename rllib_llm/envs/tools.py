@@ -406,6 +406,7 @@ def _texts_in(folder: Path) -> list[tuple[str, str]]:
 
 
 _PROBE_SECONDS = 5.0  # that a server has to show that it is there
+_CLOSE_SECONDS = 8.0  # that a connection has to end, and the program behind it: mcp needs 6.5
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 60.0  # seconds between attempts to connect
 _MOST_PAGES = 1000
 
@@ -504,7 +505,7 @@ class _Server:
     async def close(self) -> None:
         """Ends the connection."""
         if self._keeper is not None:
-            await ended(self._keeper)
+            await ended(self._keeper, _CLOSE_SECONDS + 1)
 
     async def _connected(self) -> Any:
         if self._client is None:
@@ -536,23 +537,23 @@ class _Server:
             self._lost = asyncio.Event()
             holding = asyncio.ensure_future(self._hold(opened))
             late = f"it did not answer within {self._connect_s:g} s"
+            failed: Exception | None = None
             try:
                 listed = await within(self._connect_s, opened, late)
                 if not first.done():
                     first.set_result(listed)
                 self._outage.end()
-                attempt = 0
                 await self._lost.wait()
             except Exception as error:  # noqa: BLE001  (as above)
-                self._error = told(error)
-                if not first.done():
-                    first.set_exception(error)
-                    return
-                attempt += 1
+                failed, self._error = error, told(error)
             finally:
                 self._client = None
                 self._here.clear()
-                await ended(holding)
+                await ended(holding, _CLOSE_SECONDS)
+            if failed is not None and not first.done():
+                first.set_exception(failed)
+                return
+            attempt = 0 if failed is None else attempt + 1
             self._outage.waits(self._error)
             await asyncio.sleep(
                 backoff_seconds(attempt, random.uniform, _FIRST_PAUSE, _LONGEST_PAUSE)
