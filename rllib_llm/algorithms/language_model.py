@@ -234,8 +234,8 @@ class LanguageModelAlgorithm(WholeCheckpoints):
             ValueError: that cannot be; stages without samplers refuse all numbers.
         """
         raise ValueError(
-            f"samplers={num_samplers} must be left alone: {type(self).__name__} has no samplers. "
-            "Tell a stage that has."
+            f"samplers={num_samplers} cannot be set: {type(self).__name__} has no samplers. "
+            "Ask a stage that has."
         )
 
     def read_data(self) -> None:

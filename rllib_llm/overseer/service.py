@@ -452,9 +452,9 @@ class Run:
 
     def _nobody(self, error: Exception) -> NoOverseerError:
         return NoOverseerError(
-            f"run={str(self.folder)!r} must be a run that goes on, on this machine: its "
-            f"overseer does not answer ({error}). Look whether the run has ended; a new "
-            "overseer is there within a minute."
+            f"run={str(self.folder)!r} must be going on, on this machine: its overseer does not "
+            f"answer ({error}). The run has ended, or its overseer is started again, which takes "
+            "up to a minute."
         )
 
 
@@ -470,7 +470,8 @@ def find_run(folder: str | Path) -> Run:
     if not files:
         raise UserError(
             f"run={str(root)!r} must be the folder of a run that was started with an overseer: "
-            "none has left its address there. Start the run with `overseer: true` in its config, "
-            "and name its folder as `rllib train` shows it."
+            "none has left its address there. If the run has only just begun, wait for its first "
+            "iteration; else start it with `overseer: true` in its config, and name its folder as "
+            "`rllib train` shows it."
         )
     return Run(files[-1].resolve())

@@ -174,7 +174,7 @@ class SamplerPool:
         have = self.num_samplers
         if not have:
             raise ValueError(
-                f"samplers={num_samplers} must be left alone: this run samples in the learner's "
+                f"samplers={num_samplers} cannot be set: this run samples in the learner's "
                 "process. Start it with num_env_runners: 1 or more."
             )
         if at_most is not None and num_samplers > at_most:

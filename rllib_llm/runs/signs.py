@@ -26,12 +26,13 @@ LONG_S = 30.0  # of such iterations together: less is soon over
 SLOW = 3.0  # times the median of the iterations before
 NUM_BEFORE = 20  # iterations that a slow one is compared with
 MUCH_KL = 2.0  # nats per token: each sampled token e^2 times likelier than under the reference
-FELL = 4.0  # times the usual spread of a batch's reward
+FELL = 4.0  # times the usual spread of a batch's reward, and its standard error
 FEWER_ENDED = 0.1  # of the completions
 OTHER_LENGTH = 1.3  # times shorter or longer
 # What the rules read, with the means of reward functions: all else of a result need not be kept.
 KEYS = (
     "training_iteration",
+    "episode",
     "objective/scores",
     "objective/scores_std",
     "train/zero_variance_groups",
@@ -232,7 +233,11 @@ def reward_drop(rows: Rows) -> str:
         return ""
     known = [number(row.get("objective/scores")) for row in before]
     spread = 1.5 * statistics.median(abs(value - usual) for value in known if value is not None)
-    if usual - score <= max(FELL * spread, 1e-6 * max(1.0, abs(usual))):
+    counts = [number(row.get("episode")) or 0.0 for row in (before[-1], last)]
+    deviation = number(last.get("objective/scores_std")) or 0.0
+    standard_error = deviation / math.sqrt(max(1.0, counts[1] - counts[0]))
+    least = max(FELL * spread, FELL * standard_error, 1e-6 * max(1.0, abs(usual)))
+    if usual - score <= least:
         return ""
     causes = []
     falls = {

@@ -122,6 +122,14 @@ def test_each_drop_of_a_batch_is_explained_by_what_differs():
     assert "50% of the completions were cut off (10%)" in drops[1].text
 
 
+def test_a_drop_within_the_chance_of_a_batch_is_none():
+    scores = {"objective__scores": [5.0] * 8 + [4.5], "episode": [16.0 * i for i in range(1, 10)]}
+    # Four standard errors of 16 completions: 0.7 / 4 * 4 = 0.7, and 0.4 / 4 * 4 = 0.4.
+    assert found(rows(**scores, objective__scores_std=[0.7] * 9)) == []
+    told = found(rows(**scores, objective__scores_std=[0.4] * 9))
+    assert told == [("reward drop", 9)]
+
+
 def test_a_slow_iteration_that_had_no_cores_is_told():
     slow = {"time_this_iter_s": [3.0, 4.0, 3.0, 112.0], "time_share__starved": [0.0, 0.0, 0.0, 0.8]}
     (sign,) = signs(rows(**slow))
