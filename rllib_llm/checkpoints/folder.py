@@ -102,22 +102,14 @@ def newest_usable(folder: str | Place) -> Path:
     of a URL a copy of it.
 
     Args:
-        folder: a checkpoint, a trial's folder, or a stage's folder with one trial in it.
+        folder: a checkpoint, a trial's folder, or that of a stage or run with one trial in it.
 
     Raises:
-        CheckpointError: there is no usable one, saying what is wrong with the newest.
+        CheckpointError: there are several trials, or there is no usable checkpoint, saying what is
+            wrong with the newest.
     """
     folder = place(folder)
-    candidates = checkpoints_in(folder)
-    if not candidates:
-        trials = sorted({path.parent for path in folder.glob("*/checkpoint_*")}, key=str)
-        if len(trials) > 1:
-            raise CheckpointError(
-                f"checkpoint={str(folder)!r} must be a checkpoint or the folder of one trial: "
-                f"there are {len(trials)} trials in it. Choose one of "
-                f"{', '.join(trial.name for trial in trials)}."
-            )
-        candidates = checkpoints_in(trials[0]) if trials else [folder]
+    candidates = checkpoints_in(_trial_in(folder)) or [folder]
     errors: list[CheckpointError] = []
     for candidate in candidates:
         try:
@@ -127,6 +119,20 @@ def newest_usable(folder: str | Place) -> Path:
         except CheckpointError as error:
             errors.append(error)
     raise errors[0]
+
+
+def _trial_in(folder: Place) -> Place:
+    """The trial in the folder of a run or of a stage; `folder` itself where it holds none."""
+    if checkpoints_in(folder):
+        return folder
+    found = [*folder.glob("*/checkpoint_*"), *folder.glob("*/*/checkpoint_*")]
+    trials = sorted({path.parent for path in found if path.is_dir()}, key=str)
+    if len(trials) > 1:
+        raise CheckpointError(
+            f"checkpoint={str(folder)!r} must be one trial: it holds {len(trials)}. Give one of "
+            f"{', '.join(map(str, trials))}."
+        )
+    return trials[0] if trials else folder
 
 
 @contextlib.contextmanager
@@ -235,7 +241,7 @@ def _crc32(path: Path) -> int:
 
 def fetched(given: str | Path) -> Path:
     """The folder that is meant: `given` itself, or a copy of the newest usable checkpoint at the
-    URL of one, of a trial or of a stage with one trial.
+    URL of one, of a trial, or of a stage or run with one trial.
 
     Raises:
         CheckpointError: there is none, saying what is wrong with the newest.
@@ -243,8 +249,7 @@ def fetched(given: str | Path) -> Path:
     if not is_url(given):
         return Path(given).expanduser()
     url = UrlPath(str(given))
-    has_some = any(url.glob("checkpoint_*")) or any(url.glob("*/checkpoint_*"))
-    return newest_usable(url) if has_some else local_copy(url)
+    return newest_usable(url) if checkpoints_in(_trial_in(url)) else local_copy(url)
 
 
 def _here(given: str) -> Path:
@@ -263,8 +268,8 @@ def find_model(given: str) -> str:
     In the folder of a run or of a stage with one trial, the trial is meant.
 
     Raises:
-        UserError: `given` is a folder without a model in it, or with several trials.
-        CheckpointError: it is a checkpoint, or the folder of a trial, and none is usable.
+        UserError: `given` is a folder without a model in it.
+        CheckpointError: it holds several trials, or no checkpoint of its trial is usable.
     """
     folder = _here(given)
     if not folder.exists():
@@ -277,22 +282,10 @@ def find_model(given: str) -> str:
     for candidate in (folder, folder / "model"):
         if (candidate / "config.json").is_file():
             return str(candidate)
-    if trials := _trials_below(folder):
-        if len(trials) > 1:
-            raise UserError(
-                f"checkpoint={given!r} must be one trial: it holds {len(trials)}. Give one of "
-                + ", ".join(map(str, trials))
-            )
-        folder = trials[0]
-    if not (checkpoints_in(folder) or (folder / MODEL_IN_CHECKPOINT).is_dir()):
+    trial = _trial_in(folder)
+    if not (checkpoints_in(trial) or (trial / MODEL_IN_CHECKPOINT).is_dir()):
         raise UserError(
             f"checkpoint={given!r} must hold a model: there is no config.json in it, nor in "
             f"{MODEL_IN_CHECKPOINT} or model below it. Give a checkpoint of a language model."
         )
-    return str(newest_usable(folder) / MODEL_IN_CHECKPOINT)
-
-
-def _trials_below(folder: Path) -> list[Path]:
-    """The trials with checkpoints in the folder of a run or of a stage."""
-    found = [*folder.glob("*/checkpoint_*"), *folder.glob("*/*/checkpoint_*")]
-    return sorted({path.parent for path in found if path.is_dir()})
+    return str(newest_usable(trial) / MODEL_IN_CHECKPOINT)

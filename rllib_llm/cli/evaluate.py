@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def evaluate(
     checkpoint: Annotated[
         str,
-        typer.Argument(help="Checkpoint folder of `rllib train`, or a trial's folder; or its URL."),
+        typer.Argument(help="Checkpoint, trial or run of `rllib train`, or its URL."),
     ],
     duration: Annotated[
         int | None,

@@ -219,7 +219,7 @@ def generate(
         typer.Option(
             "--file",
             "-f",
-            help="Prompts: JSONL or Parquet with a column `prompt` (or "
+            help="Prompts: JSONL, CSV or Parquet with a column `prompt` (or "
             "`messages`), or text with one prompt per line. Without it: from the "
             "terminal, or from standard input.",
         ),

@@ -143,7 +143,10 @@ def test_without_a_usable_one_the_newest_is_explained(tmp_path):
 
 
 def test_of_several_trials_one_has_to_be_chosen(tmp_path):
-    for name in ("one", "two"):
-        save(tmp_path / name / "checkpoint_000000")
-    with pytest.raises(CheckpointError, match="there are 2 trials in it. Choose one of one, two"):
-        folders.newest_usable(tmp_path)
+    saved = save(tmp_path / "stage" / "one" / "checkpoint_000000")
+    for folder in (tmp_path / "stage", tmp_path):  # a stage, and a run, of one trial
+        assert folders.newest_usable(folder) == saved
+    save(tmp_path / "stage" / "two" / "checkpoint_000000")
+    for folder in (tmp_path / "stage", tmp_path):
+        with pytest.raises(CheckpointError, match="must be one trial: it holds 2.*one, .*two"):
+            folders.newest_usable(folder)

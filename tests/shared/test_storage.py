@@ -118,7 +118,7 @@ def test_the_newest_usable_checkpoint_of_a_trial_is_fetched(root, tmp_path):
     assert fetched(str(trial)) == trial
     checkpoint(tmp_path / "run" / "trial_2" / "checkpoint_000000", "other")
     upload(tmp_path / "run", root / "run")
-    with pytest.raises(CheckpointError, match="there are 2 trials in it"):
+    with pytest.raises(CheckpointError, match="must be one trial: it holds 2"):
         fetched(str(root / "run"))
 
 
