@@ -143,16 +143,16 @@ class Completer:
                 group=i // n)
             for i, ids in enumerate(prompt_ids)
         ])  # fmt: skip
-        left = {
+        left: dict[Any, TextStream] = {
             i: TextStream(self.tokenizer, () if self.chats else ids[-TOKENS_BEFORE:], self._stops)
             for i, ids in enumerate(prompt_ids)
         }
-        counts = dict.fromkeys(left, 0)
+        counts: dict[Any, int] = dict.fromkeys(left, 0)
         while left:
             ended = {each.id: each.tokens.behind(counts[each.id]) for each in engine.step()}
             going = [i for i in left if i not in ended]
             new = engine.sampled(going, [counts[i] for i in going])
-            for i, tokens in {**ended, **dict(zip(going, new, strict=True))}.items():
+            for i, tokens in [*ended.items(), *zip(going, new, strict=True)]:
                 if tokens.finish == "error":
                     raise UserError(NOT_FINITE)
                 stream, text = left[i], ""

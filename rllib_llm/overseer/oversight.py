@@ -161,27 +161,24 @@ class Orders:
         self._iteration = iteration
         while (command := self._link.next_command()) is not None:
             self._carry_out(command)
-        if self.paused and not self._marks:
-            self._pausing()
-        while self.paused and not self._marks and self._link.is_open:
-            self._wait()
+        self._wait(lambda: bool(self._marks))
         marks, self._marks = self._marks, {}
         return marks
 
     def before_iteration(self) -> dict[str, bool]:
         """Waits where the trial is paused, and gave its result away only to be saved. Gives the
         mark of a run that is to stop there: its last result is saved, no iteration is to follow."""
-        if self.paused:
-            self._pausing()
-        while self.paused and self._link.is_open:
-            self._wait()
+        self._wait(lambda: False)
         marks, self._marks = self._marks, {}  # the iteration before this is saved already
         return {STOP_RUN: True} if STOP_RUN in marks else {}
 
-    def _wait(self) -> None:
-        command = self._link.next_command(POLL_S)
-        if command is not None:
-            self._carry_out(command)
+    def _wait(self, ends: Callable[[], bool]) -> None:
+        """Carries out commands while the trial is paused."""
+        if self.paused and not ends():
+            self._pausing()
+        while self.paused and not ends() and self._link.is_open:
+            if (command := self._link.next_command(POLL_S)) is not None:
+                self._carry_out(command)
 
     def _carry_out(self, command: Mapping[str, Any]) -> None:
         try:

@@ -323,20 +323,12 @@ class _Handler(BaseHTTPRequestHandler):
 MAX_CALLS = 64  # at once; each takes microseconds
 
 
-class OverseerActor:
+class OverseerActor(Overseer):
     """An `Overseer` with its HTTP server."""
 
     def __init__(self, folder: str) -> None:
-        self._overseer = Overseer()
-        self._server = OverseerServer(self._overseer, Path(folder))
-
-    def report(self, report: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """See `Overseer`."""
-        return self._overseer.report(report)
-
-    def leave(self, part: str) -> None:
-        """See `Overseer`."""
-        self._overseer.leave(part)
+        super().__init__()
+        self._server = OverseerServer(self, Path(folder))
 
     def pid(self) -> int:
         """Its process id."""

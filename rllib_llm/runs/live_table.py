@@ -300,19 +300,6 @@ class Progress(LiveTable):
         """Its name under Tune: trials of the same settings are not the same."""
         return str(trial)
 
-    def begin(self, trial: Any, num_trials: int | None) -> None:
-        """Print the run's name and the folder of its results."""
-        count = f"{num_trials} trial{'s' * (num_trials != 1)}" if num_trials else "Trials"
-        folder = trial.storage.experiment_fs_path
-        self._say(f"{count} of {trial.trainable_name}, results in {folder}")
-
-    def end(self) -> None:
-        """Print the last results of all trials side by side."""
-        self._console.print(self.table())
-
-    def _say(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-
 
 class TunerProgress(Progress):
     """`Progress` for runs of this package's algorithms with the default `verbose` of `RunConfig`
@@ -337,7 +324,11 @@ class TunerProgress(Progress):
         if is_default and any(_is_ours(trial) for trial in trials):
             set_verbosity(Verbosity.V0_MINIMAL)
             self._console.quiet = False
-            self.begin(trials[0], self._num_trials)
+            num = self._num_trials
+            count = f"{num} trial{'s' * (num != 1)}" if num else "Trials"
+            text = f"{count} of {trials[0].trainable_name}, results in "
+            text += str(trials[0].storage.experiment_fs_path)
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def on_trial_start(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
         self.on_step_begin(iteration, trials)
@@ -348,7 +339,7 @@ class TunerProgress(Progress):
         super().on_step_end(iteration, trials, **info)
 
     def on_experiment_end(self, trials: list, **info: Any) -> None:
-        self.end()
+        self._console.print(self.table())
 
 
 def _is_ours(trial: Any) -> bool:

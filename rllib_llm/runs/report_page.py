@@ -5,11 +5,12 @@ before and after, and a table of completions. Of two runs: side by side.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic_core import to_json
 
 from rllib_llm.data.decoding import TokenTexts
 from rllib_llm.rollouts.recorder import SAMPLES_FILE
@@ -106,8 +107,8 @@ def find_trials(folder: str | Place) -> list[PageTrial]:
     root = place(folder)
     root = root.resolve() if isinstance(root, Path) else root
     files = [root / RESULTS, *root.glob(f"*/{RESULTS}"), *root.glob(f"*/*/{RESULTS}")]
-    begun = {file: _begun(file) for file in files if file.is_file()}
-    files = sorted((file for file, at in begun.items() if at is not None), key=begun.__getitem__)
+    begun = {file: at for file in files if (at := _begun(file)) is not None}
+    files = sorted(begun, key=begun.__getitem__)
     if not files:
         raise UserError(
             f"run={str(root)!r} must be the folder of a run with results: there is none of "
@@ -138,7 +139,7 @@ def write_page(groups: Mapping[str, Sequence[PageTrial]], file: Place) -> Place:
             {"run": name, **_trial(trial)} for name, trials in groups.items() for trial in trials
         ],
     }
-    text = json.dumps(_finite(data), ensure_ascii=False, separators=(",", ":"))
+    text = to_json(data, inf_nan_mode="null").decode()
     page = _read("page.html")
     page = page.replace("/*STYLE*/", _read("page.css")).replace("/*SCRIPT*/", _read("page.js"))
     # A text may hold "</script>" or a comment's beginning: neither ends the data so.
@@ -219,17 +220,6 @@ def _pairs(folder: Place) -> list[dict[str, Any]]:
          "score_before": before.get("score"), "score_after": after.get("score")}
         for before, after in pairs[::step][:MAX_PAIRS]
     ]  # fmt: skip
-
-
-def _finite(value: Any) -> Any:
-    """`value` as JSON can have it: NaN and infinity become null."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
 
 
 SETTINGS_FILE = "params.json"  # Tune's

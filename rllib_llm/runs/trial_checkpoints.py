@@ -200,24 +200,19 @@ class UseFailureCheckpoints(Callback):
     that a restart, or `Tuner.restore`, continues from it."""
 
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        _register(trial)
+        """Gives the trial the newest checkpoint in its folder, if that is of its last result."""
+        filesystem = trial.storage.storage_filesystem
+        newest = _newest(filesystem, trial.storage.trial_fs_path)
+        known = None if trial.checkpoint is None else trial.checkpoint.path
+        if newest is None or newest == known or not trial.has_reported_at_least_once:
+            return
+        manifest = _manifest(filesystem, newest)
+        # A sum of measured times: no other state of this trial has the same.
+        if manifest.get(TIME_TOTAL_S) == trial.last_result.get(TIME_TOTAL_S):
+            checkpoint = Checkpoint(newest, filesystem)
+            trial.on_checkpoint(training_result(checkpoint, dict(trial.last_result)))
 
-    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        _register(trial)
-
-
-def _register(trial: Any) -> None:
-    """Gives `trial` the newest checkpoint in its folder, if that is of its last result."""
-    filesystem = trial.storage.storage_filesystem
-    newest = _newest(filesystem, trial.storage.trial_fs_path)
-    known = None if trial.checkpoint is None else trial.checkpoint.path
-    if newest is None or newest == known or not trial.has_reported_at_least_once:
-        return
-    manifest = _manifest(filesystem, newest)
-    # A sum of measured times: no other state of this trial has the same.
-    if manifest.get(TIME_TOTAL_S) == trial.last_result.get(TIME_TOTAL_S):
-        checkpoint = Checkpoint(newest, filesystem)
-        trial.on_checkpoint(training_result(checkpoint, dict(trial.last_result)))
+    on_trial_error = on_trial_recover
 
 
 def _newest(filesystem: FileSystem, folder: str) -> str | None:

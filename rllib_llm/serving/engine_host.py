@@ -163,6 +163,9 @@ class ThreadHost:
         self.loop = EngineLoop(self.engine, after_step)
         self._loader = LaneLoader(self.loop, self.engine)
         self._grammars = Grammars(tokenizer, eos_token_ids[0] if eos_token_ids else None)
+        self.pause, self.resume, self.abort = self.loop.pause, self.loop.resume, self.loop.abort
+        self.check_open, self.release = self.loop.check_open, self._grammars.release
+        self.compile = self._grammars.compile
 
     @property
     def is_paused(self) -> bool:
@@ -178,15 +181,6 @@ class ThreadHost:
         if grammar is not None:
             rows = [replace(each, guide=self._grammars.guide(grammar)) for each in rows]
         return self.loop.submit_all(rows)
-
-    def compile(self, grammar: str, pin: int) -> Future[None]:
-        return self._grammars.compile(grammar, pin)
-
-    def release(self, pin: int) -> None:
-        self._grammars.release(pin)
-
-    def abort(self, future: Future[Ended]) -> None:
-        self.loop.abort(future)
 
     def score(
         self, texts: Sequence[Sequence[int]], top: int, version: int | None
@@ -209,15 +203,6 @@ class ThreadHost:
         else:
             self.loop.load(dict(weights), serial, self._in_flight)
         return self.loop.do(lambda: self.engine.versions).result()
-
-    def pause(self) -> None:
-        self.loop.pause()
-
-    def resume(self) -> None:
-        self.loop.resume()
-
-    def check_open(self) -> None:
-        self.loop.check_open()
 
     def close(self) -> None:
         self._grammars.close()

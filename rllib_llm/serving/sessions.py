@@ -36,6 +36,12 @@ _OFF = dict.fromkeys(
 )
 
 
+# Of the training rows that are shown.
+_OF_ROWS = (
+    "prompt_ids", "completion_ids", "loss_mask", "logprobs", "versions", "rewards", "finished",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Rules:
     """Fixed sampling settings of a session, which override the agent's: training must know the
@@ -222,18 +228,7 @@ class Session:
             "created": int(self.created),
             "reward": self.reward,
             "messages": [conversation.messages for conversation in self.conversations],
-            "rows": [
-                {
-                    "prompt_ids": row.prompt_ids,
-                    "completion_ids": row.completion_ids,
-                    "loss_mask": row.loss_mask,
-                    "logprobs": row.logprobs,
-                    "versions": row.versions,
-                    "rewards": row.rewards,
-                    "finished": row.finished,
-                }
-                for row in rows
-            ],
+            "rows": [{name: getattr(row, name) for name in _OF_ROWS} for row in rows],
         }
 
 
