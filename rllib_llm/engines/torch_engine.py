@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -154,7 +154,6 @@ class TorchEngine:
         max_positions: prompt and completion of a long row, for `max_rows` on a GPU.
         load_weights: puts published weights into the model; by default they are copied into its
             parameters by name.
-        kept_bytes: KV cache of conversations that is kept between turns.
 
     Raises:
         ValueError: the model cannot be decoded here.
@@ -170,7 +169,6 @@ class TorchEngine:
         steps_between_looks: int | None = None,
         load_weights: Callable[[dict[str, torch.Tensor]], None] | None = None,
         cuda_graphs: bool = True,
-        kept_bytes: int = _KEPT_BYTES,
         plan: DecodePlan | None = None,
         max_prefill: int | None = None,
     ) -> None:
@@ -191,7 +189,7 @@ class TorchEngine:
         self._ids: dict[int, Hashable] = {}  # by column
         self._free: list[int] = []
         self._left: list[Ended] = []  # rows that ended while others were taken out
-        self._kept = KeptPrefixes(kept_bytes)
+        self._kept = KeptPrefixes(_KEPT_BYTES)
         self._pending: tuple[dict[str, torch.Tensor], int] | None = None
 
     @property
@@ -229,11 +227,10 @@ class TorchEngine:
         }
         self._reserve(rows)
         with torch.inference_mode():
-            groups: dict[object, list[Row]] = {}
-            for row in rows:
-                shared = row.id if row.group is None else (row.group, tuple(row.token_ids))
-                groups.setdefault((row.group is None, shared), []).append(row)
-            self._decoder.queue.put([self._group(part, noises) for part in groups.values()])
+            self._queue([
+                (self._begin(row, noises.get(row.id)), row.token_ids, row.num_sampled)
+                for row in rows
+            ])  # fmt: skip
 
     def _reserve(self, rows: Sequence[Row]) -> None:
         """Reserves columns of the buffers for rows."""
@@ -245,32 +242,36 @@ class TorchEngine:
         self._free += range(batch, wanted)
         self._buffers.reserve(longest, wanted)
 
-    def _group(self, rows: Sequence[Row], noises: dict[Hashable, torch.Tensor]) -> Group:
-        """Rows of the same tokens, as they wait for a place; `noises` of those that need one."""
-        columns = []
-        for row in rows:
-            column = self._free.pop()
-            self._rows[row.id], self._ids[column] = _Held(row, column), row.id
-            if row.guide is not None:
-                self._decoder.guides[column] = row.guide
-            self._buffers.begin(column, noises.get(row.id))
-            columns.append(column)
-        group = self._prompt(rows[0].token_ids, rows, columns, [row.num_sampled for row in rows])
-        is_turn = len(rows) == 1 and rows[0].conversation is not None
-        if not is_turn or not self._decoder.plan.shares_prompts:
-            return group
-        self._decoder.wanted.add(columns[0])
-        return replace(group, prefix=self._kept.take(rows[0].conversation, rows[0].token_ids))
+    def _begin(self, row: Row, noise: torch.Tensor | None) -> _Held:
+        """Gives a row a column; `noise` unless it is greedy."""
+        held = _Held(row, self._free.pop())
+        self._rows[row.id], self._ids[held.column] = held, row.id
+        if row.guide is not None:
+            self._decoder.guides[held.column] = row.guide
+        self._buffers.begin(held.column, noise)
+        return held
 
-    def _prompt(
-        self,
-        token_ids: Sequence[int],
-        rows: Sequence[Row],
-        columns: list[int],
-        num_sampled: list[int],
-    ) -> Group:
+    def _queue(self, rows: Iterable[tuple[_Held, Sequence[int], int]], first: bool = False) -> None:
+        """Queues rows to be prefilled, each with its tokens so far and how many of them were
+        sampled: those of a group together where their tokens are the same; before all that wait,
+        if `first`."""
+        parts: dict[object, list[tuple[_Held, Sequence[int], int]]] = {}
+        for held, token_ids, num_sampled in rows:
+            group = held.row.group
+            key = held.column if group is None else (group, tuple(token_ids))
+            parts.setdefault(key, []).append((held, token_ids, num_sampled))
+        self._decoder.queue.put([self._group(part) for part in parts.values()], first)
+
+    def _group(self, part: Sequence[tuple[_Held, Sequence[int], int]]) -> Group:
+        """Rows of the same tokens, as they wait for a place."""
+        held, (token_ids, *_), num_sampled = zip(*part, strict=True)
         ids = torch.tensor(list(token_ids), dtype=torch.int64, device=self.device)
-        return Group(ids, columns, [row.params for row in rows], num_sampled)
+        columns, params = [each.column for each in held], [each.row.params for each in held]
+        conversation, prefix = held[0].row.conversation, None
+        if len(held) == 1 and conversation is not None and self._decoder.plan.shares_prompts:
+            self._decoder.wanted.add(columns[0])
+            prefix = self._kept.take(conversation, token_ids)
+        return Group(ids, columns, params, list(num_sampled), prefix)
 
     def step(self) -> list[Ended]:
         ended, self._left = self._left, []
@@ -304,23 +305,16 @@ class TorchEngine:
         return ended
 
     def _requeue(self, held: Sequence[_Held], first: bool = False) -> None:
-        """Queues rows that are not in the batch, to be prefilled again with their sampled tokens,
-        those of a group together where these are the same; before all that wait, if `first`."""
-        parts: dict[object, list[tuple[_Held, int]]] = {}
-        texts: dict[object, tuple[int, ...]] = {}
-        for each, tokens in zip(held, self._read(held), strict=True):
-            text = (*each.row.token_ids, *tokens.token_ids)
-            key = each.column if each.row.group is None else (each.row.group, text)
-            parts.setdefault(key, []).append((each, each.row.num_sampled + len(tokens.token_ids)))
-            texts[key] = text
-        groups = [
-            self._prompt(
-                texts[key], [each.row for each, _ in part], [each.column for each, _ in part],
-                [num_sampled for _, num_sampled in part],
-            )
-            for key, part in parts.items()
-        ]  # fmt: skip
-        self._decoder.queue.put(groups, first)
+        """Queues rows that are not in the batch, to be prefilled again with their sampled tokens;
+        see `_queue`."""
+        self._queue(
+            [
+                (each, (*each.row.token_ids, *tokens.token_ids),
+                 each.row.num_sampled + len(tokens.token_ids))
+                for each, tokens in zip(held, self._read(held), strict=True)
+            ],
+            first,
+        )  # fmt: skip
 
     def sampled(self, ids: Sequence[Hashable], starts: Sequence[int]) -> list[Tokens]:
         first = dict(zip(ids, starts, strict=True))

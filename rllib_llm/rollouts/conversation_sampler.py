@@ -117,7 +117,9 @@ def completer(engine: EngineLoop, params: SamplingParams, seed: int) -> Complete
     """Asks the engine for one turn."""
 
     async def complete(token_ids: Sequence[int], room: int, row: int, turn: int) -> Ended:
-        asked = with_room(params, room)
+        longest = min(room, params.max_new_tokens)
+        shortest = min(params.min_new_tokens, longest)
+        asked = dataclasses.replace(params, max_new_tokens=longest, min_new_tokens=shortest)
         try:
             sampled = await engine.complete_async(
                 token_ids, asked, seed=seed, row=row, turn=turn, conversation=row
@@ -129,14 +131,6 @@ def completer(engine: EngineLoop, params: SamplingParams, seed: int) -> Complete
         return sampled
 
     return complete
-
-
-def with_room(params: SamplingParams, room: int) -> SamplingParams:
-    """The same settings where a turn may have `room` tokens at most."""
-    if room >= params.max_new_tokens:
-        return params
-    shortest = min(params.min_new_tokens, room)
-    return dataclasses.replace(params, max_new_tokens=room, min_new_tokens=shortest)
 
 
 class AgentSampler(ConversationSampler):

@@ -141,7 +141,7 @@ class ModulePolicy:
         Raises:
             ValueError: it cannot be decoded here.
         """
-        _check_decoding(module)
+        check_decoding_once(module.computing_model)
         self.module, self._is_shared, self.has_weights = module, True, True
         self._pending_state = None
 
@@ -153,7 +153,7 @@ class ModulePolicy:
         """
         if self.module is None:
             self.module = self._make_module()
-            _check_decoding(self.module)
+            check_decoding_once(self.module.computing_model)
             if self._pending_state is not None:
                 self.module.set_state(self._pending_state)
                 self._pending_state = None
@@ -236,11 +236,6 @@ class ModulePolicy:
 
     def close(self) -> None:
         """Does nothing."""
-
-
-def _check_decoding(module: Any) -> None:
-    """Tries, before anything is learnt, whether the module's model decodes as it computes."""
-    check_decoding_once(module.computing_model)
 
 
 class EnginePolicy(SamplingPolicy):

@@ -36,70 +36,6 @@ from rllib_llm.weights.coordinator import PublishedWeights
 _NOTHING = PartialCompletion((), (), ())
 
 
-class RowEngine:
-    """An engine that new weights reach between two steps. Its rows continue on them, or finish on
-    those they started with: then there are two modules, which change places with each load.
-    """
-
-    def __init__(self, sampler: Sampler, in_flight: InFlight) -> None:
-        self._sampler, self._in_flight = sampler, in_flight
-        self._newest: PublishedWeights | None = None
-        self._newest_order = 0  # of their publication
-        self._is_loaded = False
-        self.order = 0  # of those that new rows begin on
-        self.rows = self._open()
-
-    def _open(self) -> Engine:
-        sampler = self._sampler
-        # vLLM has one copy of the weights: new rows wait for those that finish on the old ones.
-        if self._in_flight != "finish" or not isinstance(sampler.policy, ModulePolicy):
-            return self._engine_of(sampler.policy)
-        sampler.twin = sampler.twin or sampler.policy.twin()
-        newest, older = self._engine_of(sampler.policy), self._engine_of(sampler.twin)
-        return LaneEngine(cast(TorchEngine, newest), cast(TorchEngine, older))
-
-    def _engine_of(self, policy: SamplingPolicy) -> Engine:
-        return policy.open_engine(None, load_weights=functools.partial(self._put, policy))
-
-    def is_news(self, weights: PublishedWeights, order: int) -> bool:
-        """Whether these weights are newer than the last. Calls to the ledger can overtake one
-        another."""
-        newest = self._newest
-        return newest is None or (weights.key != newest.key and order >= self._newest_order)
-
-    def give(self, weights: PublishedWeights, order: int) -> None:
-        """Samples with these as soon as may be, if they are news."""
-        is_news = self.is_news(weights, order)
-        self._newest_order = max(self._newest_order, order)
-        if is_news:
-            self._newest, self._is_loaded = weights, False
-            self.rows.load({}, weights.version, self._in_flight)
-        self._note_loaded()
-
-    def _put(self, policy: SamplingPolicy, _: Mapping[str, torch.Tensor]) -> None:
-        """Puts the newest weights into a policy, which is the sampler's from now on."""
-        sampler = self._sampler
-        assert self._newest is not None, "weights are given before they are loaded"
-        sampler.weights.ensure(self._newest, policy.load)
-        if policy is sampler.twin:
-            sampler.policy, sampler.twin = sampler.twin, sampler.policy
-        self._is_loaded = True
-
-    def _note_loaded(self) -> None:
-        if self._is_loaded:
-            self.order = self._newest_order
-
-    def step(self) -> list[Ended]:
-        """A token for every row; those that have ended."""
-        ended = self.rows.step()
-        self._note_loaded()
-        return ended
-
-    def close(self) -> None:
-        """Frees the engine."""
-        self.rows.close()
-
-
 @dataclass
 class _Group:
     """A group that is being sampled."""
@@ -113,7 +49,8 @@ class _Group:
 
 
 class RowStream:
-    """The groups that one sampler is at work on.
+    """The groups that one sampler is at work on. Their rows continue on new weights, or finish on
+    those they started with: then there are two modules, which change places with each load.
 
     Args:
         masks_stale_prefix: whether of a completion only the tokens of its newest weights are
@@ -129,9 +66,25 @@ class RowStream:
         masks_stale_prefix: bool = False,
     ) -> None:
         self._sampler, self._n = sampler, num_completions
-        self._masks_stale_prefix = masks_stale_prefix
-        self._engine = RowEngine(sampler, in_flight)
+        self._in_flight, self._masks_stale_prefix = in_flight, masks_stale_prefix
         self._groups: dict[int, _Group] = {}  # by position
+        self._newest: PublishedWeights | None = None
+        self._newest_order = 0  # of their publication
+        self._is_loaded = False
+        self._order = 0  # of those that new rows begin on
+        self._engine = self._open()
+
+    def _open(self) -> Engine:
+        sampler = self._sampler
+        # vLLM has one copy of the weights: new rows wait for those that finish on the old ones.
+        if self._in_flight != "finish" or not isinstance(sampler.policy, ModulePolicy):
+            return self._engine_of(sampler.policy)
+        sampler.twin = sampler.twin or sampler.policy.twin()
+        newest, older = self._engine_of(sampler.policy), self._engine_of(sampler.twin)
+        return LaneEngine(cast(TorchEngine, newest), cast(TorchEngine, older))
+
+    def _engine_of(self, policy: SamplingPolicy) -> Engine:
+        return policy.open_engine(None, load_weights=functools.partial(self._put, policy))
 
     @property
     def num_groups(self) -> int:
@@ -144,12 +97,32 @@ class RowStream:
         return {group.lease.id for group in self._groups.values()}
 
     def is_news(self, weights: PublishedWeights, order: int) -> bool:
-        """Whether these weights are newer than the last."""
-        return self._engine.is_news(weights, order)
+        """Whether these weights are newer than the last. Calls to the ledger can overtake one
+        another."""
+        newest = self._newest
+        return newest is None or (weights.key != newest.key and order >= self._newest_order)
 
     def load(self, weights: PublishedWeights, order: int) -> None:
-        """Samples with these from now on, see `Engine.load`."""
-        self._engine.give(weights, order)
+        """Samples with these as soon as may be, if they are news; see `Engine.load`."""
+        is_news = self.is_news(weights, order)
+        self._newest_order = max(self._newest_order, order)
+        if is_news:
+            self._newest, self._is_loaded = weights, False
+            self._engine.load({}, weights.version, self._in_flight)
+        self._note_loaded()
+
+    def _put(self, policy: SamplingPolicy, _: Mapping[str, torch.Tensor]) -> None:
+        """Puts the newest weights into a policy, which is the sampler's from now on."""
+        sampler = self._sampler
+        assert self._newest is not None, "weights are given before they are loaded"
+        sampler.weights.ensure(self._newest, policy.load)
+        if policy is sampler.twin:
+            sampler.policy, sampler.twin = sampler.twin, sampler.policy
+        self._is_loaded = True
+
+    def _note_loaded(self) -> None:
+        if self._is_loaded:
+            self._order = self._newest_order
 
     def add(self, lease: Lease) -> list[tuple[Exception, list[int]]]:
         """Starts the groups of a lease, or resumes their partial output. They wait if new rows
@@ -186,11 +159,11 @@ class RowStream:
         waiting = {
             position: group
             for position, group in groups.items()
-            if not group.has_begun and group.lease.order <= self._engine.order
+            if not group.has_begun and group.lease.order <= self._order
         }
         rows = [row for position, group in waiting.items() for row in self._rows(position, group)]
         if rows:
-            self._engine.rows.add(rows)
+            self._engine.add(rows)
         for group in waiting.values():
             group.has_begun = True
 
@@ -217,7 +190,7 @@ class RowStream:
     def _give_up(self, positions: Iterable[int]) -> None:
         for position in positions:
             if self._groups.pop(position).has_begun:
-                self._engine.rows.abort([(position, i) for i in range(self._n)])
+                self._engine.abort([(position, i) for i in range(self._n)])
 
     def step(self) -> list[tuple[Lease, UnjudgedBatch]]:
         """Samples a token for every row; the groups that are finished, to be judged.
@@ -226,6 +199,7 @@ class RowStream:
             FloatingPointError: the model's logits are not finite.
         """
         ended_rows = self._engine.step()
+        self._note_loaded()
         self._begin_waiting(self._groups)
         for ended in ended_rows:
             row_id: Any = ended.id
@@ -253,7 +227,7 @@ class RowStream:
             if not group.has_begun:
                 continue
             running = [i for i in range(self._n) if i not in group.ended]
-            read = self._engine.rows.sampled([(position, i) for i in running], [0] * len(running))
+            read = self._engine.sampled([(position, i) for i in running], [0] * len(running))
             held = dict(group.ended)
             for i, tokens in zip(running, read, strict=True):
                 held[i] = _joined(group.before[i], tokens, tokens.finish or "aborted")

@@ -54,12 +54,13 @@ def nodes_with_a_copy(ref: ray.ObjectRef) -> list[str]:
 def wait_for_turn(
     published: PublishedWeights,
     *,
-    node: str,
+    node: str | None = None,
     holders: Callable[[ray.ObjectRef], Collection[str]] = nodes_with_a_copy,
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Returns when this node may pull, at the latest after `MAX_WAIT_SECONDS`."""
+    """Returns when this node, or another, may pull, at the latest after `MAX_WAIT_SECONDS`."""
+    node = node or ray.get_runtime_context().get_node_id()
     deadline = clock() + MAX_WAIT_SECONDS
     while clock() < deadline:
         copies = set.intersection(*(set(holders(ref)) for ref in published.ref))
@@ -84,11 +85,6 @@ def failure_metrics(failures: Counter[str]) -> dict[str, float]:
     return {f"failures/{kind}": float(count) for kind, count in counts.items()}
 
 
-def wait_among_nodes(published: PublishedWeights) -> None:
-    """Returns when the node of this process may pull."""
-    wait_for_turn(published, node=ray.get_runtime_context().get_node_id())
-
-
 class WeightsReceiver:
     """Keeps one model at published weights: fetches, opens, verifies and counts them.
 
@@ -106,7 +102,7 @@ class WeightsReceiver:
         get: Callable[..., Any] = ray.get,
         sleep: Callable[[float], None] = time.sleep,
         uniform: Callable[[float, float], float] = random.uniform,
-        wait_for_turn: Callable[[PublishedWeights], None] = wait_among_nodes,
+        wait_for_turn: Callable[[PublishedWeights], None] = wait_for_turn,
         timeout_seconds: float = 60.0,
         max_attempts: int = 5,
     ) -> None:
@@ -214,10 +210,7 @@ class WeightsReceiver:
             self._wait_for_turn(published)
         refs = list(published.ref)
         tickets = self._get(refs) if len(refs) > 1 else [self._get(refs[0])]
-        parts = [
-            opened.enter_context(self._transports[ticket.transport].open(ticket))
-            for ticket in tickets
-        ]
+        parts = [opened.enter_context(self._transports.open(ticket)) for ticket in tickets]
         for part in parts:
             verify(part)
         return join(parts)

@@ -90,7 +90,7 @@ class StoreTransport:
 
 
 class Transports:
-    """One process's end of each transport that it has used.
+    """One process's end of each transport that it has used, made when it is first asked for.
 
     get: what stands for `ray.get`, with the timeout of a transfer.
     """
@@ -99,19 +99,32 @@ class Transports:
         self._get = get
         self._made: dict[str, Transport] = {}
 
-    def __getitem__(self, name: str) -> Transport:
-        """Made when it is first asked for. A dotted path leads to somebody's own; any other name
-        that is not ours is one of Ray's."""
+    def _of(self, name: str) -> Transport:
+        """A dotted path leads to somebody's own; any other name that is not ours is Ray's."""
         if name not in self._made:
             if name == "store":
                 self._made[name] = StoreTransport()
             elif name == "cuda_ipc":
                 self._made[name] = CudaIpcTransport()
             elif is_own(name):
-                self._made[name] = _OwnTransport(name)
+                self._made[name] = import_dotted(name, name="weights_transport")()
             else:
                 self._made[name] = DirectTransport(name, get=self._get)
         return self._made[name]
+
+    def export(
+        self, name: str, tensors: dict[str, torch.Tensor], *, checksum: bool = False
+    ) -> Ticket:
+        """See `Transport`; the ticket says which transport opens it."""
+        ticket = self._of(name).export(tensors, checksum=checksum)
+        if not is_own(name):
+            return ticket
+        return _OwnTicket(name, ticket, sum(tensor.nbytes for tensor in tensors.values()))
+
+    def open(self, ticket: Any) -> AbstractContextManager[FlatBuffer]:
+        """See `Transport`."""
+        found = ticket.ticket if isinstance(ticket, _OwnTicket) else ticket
+        return self._of(ticket.transport).open(found)
 
 
 def is_own(name: str) -> bool:
@@ -127,23 +140,6 @@ class _OwnTicket:
     transport: str
     ticket: Any
     num_bytes: int
-
-
-class _OwnTransport:
-    """The transport that a class or function of no arguments makes, by its dotted path."""
-
-    def __init__(self, path: str):
-        self._path = path
-        self._made: Transport = import_dotted(path, name="weights_transport")()
-
-    def export(self, tensors: dict[str, torch.Tensor], *, checksum: bool = False) -> Ticket:
-        """See `Transport`."""
-        ticket = self._made.export(tensors, checksum=checksum)
-        return _OwnTicket(self._path, ticket, sum(tensor.nbytes for tensor in tensors.values()))
-
-    def open(self, ticket: _OwnTicket) -> AbstractContextManager[FlatBuffer]:
-        """See `Transport`."""
-        return self._made.open(ticket.ticket)
 
 
 # --- The learner's end: its policy as tickets, by whichever transport
@@ -174,4 +170,4 @@ class WeightsExporter:
         state = self._module.published_shards() if shards else self.state()
         if not state:
             return None
-        return self._transports[transport].export(state, checksum=checksum)
+        return self._transports.export(transport, state, checksum=checksum)
