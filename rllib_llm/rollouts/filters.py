@@ -114,7 +114,7 @@ class Filters:
     """
 
     def __init__(self, settings: Sequence[str | Mapping[str, Any]]) -> None:
-        self._filters = [(str(_name(each)), _open(each)) for each in settings]
+        self._filters = [_open(each) for each in settings]
 
     def reason(self, batch: JudgedBatch) -> str:
         """Why the group, all rows of `batch`, is not to be learnt from; "" where it is.
@@ -140,15 +140,10 @@ class Filters:
         return ""
 
 
-def _name(setting: str | Mapping[str, Any]) -> Any:
-    return setting.get("name") if isinstance(setting, Mapping) else setting
-
-
-def _open(setting: str | Mapping[str, Any]) -> Filter:
-    name = _name(setting)
-    arguments = {}
-    if isinstance(setting, Mapping):
-        arguments = {key: value for key, value in setting.items() if key != "name"}
+def _open(setting: str | Mapping[str, Any]) -> tuple[str, Filter]:
+    """The filter's name, and the filter with its settings."""
+    arguments = dict(setting) if isinstance(setting, Mapping) else {"name": setting}
+    name = arguments.pop("name", None)
     found: Filter
     if name in FILTERS:
         found = FILTERS[name]
@@ -162,4 +157,4 @@ def _open(setting: str | Mapping[str, Any]) -> Filter:
             reason="it names nothing else",
             remedy=did_you_mean(str(name), FILTERS, otherwise="Write 'reward_spread'"),
         )
-    return functools.partial(found, **arguments) if arguments else found
+    return str(name), functools.partial(found, **arguments) if arguments else found

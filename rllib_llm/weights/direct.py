@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import ray
 import torch
@@ -151,27 +151,22 @@ class DeviceWeightsError(TicketError):
     """Weights on a device cannot be read by this process, or not any more."""
 
 
-class Memory(Protocol):
-    """Identifies a memory in any process."""
-
-    @property
-    def key(self) -> str:
-        """Its unique key."""
-
-    def attach(self) -> torch.Tensor:
-        """That memory, [num_bytes] uint8; raises DeviceWeightsError where it cannot be had."""
-
-
 @dataclass(frozen=True)
 class CudaMemory:
-    """Memory of the CUDA device `device` (its uuid); `arguments` are torch's own for sharing it."""
+    """Memory of the CUDA device `device` (its uuid), with a key of its own in any process;
+    `arguments` are torch's own for sharing it."""
 
     key: str
     device: str
     arguments: tuple[Any, ...]
 
     def attach(self) -> torch.Tensor:
-        """See `Memory`: for other processes of the node than the one that allocated it."""
+        """That memory, [num_bytes] uint8, in another process of the node than the one that
+        allocated it.
+
+        Raises:
+            DeviceWeightsError: it cannot be had.
+        """
         visible = [_uuid(index) for index in range(torch.cuda.device_count())]
         if self.device not in visible:
             raise DeviceWeightsError(
@@ -211,7 +206,7 @@ def _uuid(index: int) -> str:
 class DeviceSnapshot:
     """Weights in `memory` under `number`, as long as they were not written over."""
 
-    memory: Memory
+    memory: CudaMemory
     number: int
     num_bytes: int
     slots: dict[str, Slot]
@@ -226,10 +221,11 @@ class CudaIpcTransport:
     """
 
     def __init__(
-        self, allocate: Callable[[int, torch.device], tuple[torch.Tensor, Memory]] = allocate_cuda
+        self,
+        allocate: Callable[[int, torch.device], tuple[torch.Tensor, CudaMemory]] = allocate_cuda,
     ):
         self._allocate = allocate
-        self._buffers: list[tuple[torch.Tensor, Memory] | None] = [None, None]
+        self._buffers: list[tuple[torch.Tensor, CudaMemory] | None] = [None, None]
         self._number = 0
         self._attached: dict[str, torch.Tensor] = {}  # of the other process
 
@@ -249,7 +245,7 @@ class CudaIpcTransport:
 
     def _buffer(
         self, turn: int, num_bytes: int, device: torch.device
-    ) -> tuple[torch.Tensor, Memory]:
+    ) -> tuple[torch.Tensor, CudaMemory]:
         buffer = self._buffers[turn]
         if buffer is None or len(buffer[0]) != num_bytes or buffer[0].device != device:
             self._buffers[turn] = None  # the old one goes before the new one comes
@@ -270,7 +266,7 @@ class CudaIpcTransport:
         wait_for([memory.device])
         _require_number(memory, ticket)
 
-    def _attach(self, memory: Memory) -> torch.Tensor:
+    def _attach(self, memory: CudaMemory) -> torch.Tensor:
         if memory.key not in self._attached:
             newest = list(self._attached)[-1:]  # an exporter has two
             self._attached = {key: self._attached[key] for key in newest}

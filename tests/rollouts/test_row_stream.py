@@ -85,7 +85,7 @@ def test_nothing_is_sampled_behind_the_end_of_a_row_that_an_engine_has_not_looke
     expected = finish(whole, sampler)
     for num_steps in (3, 4):
         begun = stream(sampler)
-        begun._engine.rows._decoder.steps_between_looks = 8
+        begun._engine._decoder.steps_between_looks = 8
         begun.add(Lease(1, 4, 2, publication()))
         begun.add(Lease(2, 9, 1, publication()))
         for _ in range(num_steps):

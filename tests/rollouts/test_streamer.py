@@ -138,8 +138,8 @@ def test_a_group_that_fails_leaves_the_others_of_its_lease_in_the_engine():
 
     ledger, work = work_of(World(judge), schedule="free", max_staleness=0, groups_per_lease=8)
     begun = []
-    add = work._rows._engine.rows.add
-    work._rows._engine.rows.add = lambda rows: (begun.extend(row.id[0] for row in rows), add(rows))
+    add = work._rows._engine.add
+    work._rows._engine.add = lambda rows: (begun.extend(row.id[0] for row in rows), add(rows))
     failures = []
     while (answer := ledger.take(0, 0, 0, 0.0)).groups is None:
         failures += answer.failures
