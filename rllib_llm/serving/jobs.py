@@ -506,7 +506,8 @@ class RunningJob:
         if isinstance(error, GuideError):
             return ApiError(
                 400, "response_format must be one that can be followed to the end: what was "
-                f"sampled could not be ({error}). Simplify it.", param="response_format",
+                f"sampled could not be ({error}). Simplify it, or ask a model whose tokens can "
+                "write it.", param="response_format",
                 code="grammar_failed",
             )  # fmt: skip
         return ApiError(400, str(error))

@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from rllib_llm.shared.errors import did_you_mean
+
 # Fields that OpenAI documents and this server has nothing to do with: taken, where they ask for
 # what it does anyway.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
@@ -537,6 +539,7 @@ def field_error(errors: Sequence[Any], content_type: str) -> ApiError:
             break
         named.append(str(part))
     name = ".".join(named)
+    known = {field for model in (ChatRequest, CompletionRequest) for field in model.model_fields}
     if first["type"] == "extra_forbidden":
         if named[-1] in NEUTRAL_VALUES:
             value = repr(first["input"])[:100]
@@ -545,11 +548,14 @@ def field_error(errors: Sequence[Any], content_type: str) -> ApiError:
                 code="unsupported_parameter",
             )  # fmt: skip
         return ApiError(
-            400, f"{name} is no field of this request. Leave it out.", param=name,
+            400, f"{name} is no field of this request. "
+            f"{did_you_mean(named[-1], known, otherwise='Leave it out.')}", param=name,
             code="unknown_parameter",
         )  # fmt: skip
     if first["type"] == "missing":
         return ApiError(
             400, f"{name} must be given.", param=name, code="missing_required_parameter"
         )
-    return ApiError(400, f"{name} must be corrected: {first['msg']}.", param=name)
+    is_short = isinstance(first["input"], str | int | float | None)
+    value = f"={repr(first['input'])[:100]}" if is_short else ""
+    return ApiError(400, f"{name}{value} must be corrected: {first['msg']}.", param=name)

@@ -171,6 +171,9 @@ def test_what_is_not_supported_is_refused_by_name(client):
     assert refusal(logit_bias={"99999": 5}).param == "logit_bias"
     assert "not supported here" in str(refusal(modalities=["audio"]))
     assert refusal(temperature=-1).param == "temperature"
+    assert "temperature=-1 must be corrected" in str(refusal(temperature=-1))
+    misspelt = refusal(extra_body={"max_token": 5})
+    assert "no field of this request. Did you mean 'max_tokens'?" in str(misspelt)
     assert refusal(top_logprobs=3).param == "top_logprobs"
     unknown = refusal(extra_body={"colour": "red"})
     assert (unknown.param, unknown.code) == ("colour", "unknown_parameter")
