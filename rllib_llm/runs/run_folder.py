@@ -127,6 +127,11 @@ def _newest(root: Place, name: str, source: str) -> Place:
     )
 
 
+def _has_saved(stage: Place) -> bool:
+    """Whether a stage has ended or has a checkpoint; one that has neither begins again."""
+    return StageResult.load(stage) is not None or any(stage.glob("*/checkpoint_*"))
+
+
 def check_continues(folder: Place, experiments: Sequence[Experiment]) -> None:
     """Check that experiments that have begun in `folder` are requested unchanged.
 
@@ -135,7 +140,7 @@ def check_continues(folder: Place, experiments: Sequence[Experiment]) -> None:
     """
     before = {spec["name"]: spec for spec in _recorded(folder).get("experiments", [])}
     now = {spec["name"]: spec for spec in as_json(experiments)}
-    begun = [name for name in before if (folder / name).exists()]
+    begun = [name for name in before if _has_saved(folder / name)]
     problems = [
         f"{name} is not among the experiments: it has begun in {str(folder)!r}. Put it back."
         for name in begun

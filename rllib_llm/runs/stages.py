@@ -128,14 +128,14 @@ def run_stage(
                 return _restored_tuner(experiment, folder, callbacks, further)
             return _tuner(experiment, run_folder, callbacks)
 
+        tuner = None
         if has_begun:
-            tuner = restored(finished)
             text = "begins again: no checkpoint of it had been saved"
             if _can_resume(folder) and any(folder.glob("*/checkpoint_*")):
+                tuner = restored(finished)
                 text = f"goes on from {last_saved(list(tuner.get_results()))}"
             console.print(f"{experiment.name} {text}.", highlight=False)
-        else:
-            tuner = _tuner(experiment, run_folder, callbacks)
+        tuner = tuner or _tuner(experiment, run_folder, callbacks)
         try:
             grid = fit(
                 tuner,

@@ -130,6 +130,18 @@ def test_resume_begins_a_stage_that_was_killed_before_tune_noted_anything(run, t
     assert StageResult.load(stage).metrics["training_iteration"] == 2
 
 
+@pytest.mark.slow  # two runs
+def test_a_stage_that_saved_nothing_begins_again_with_what_is_asked_for_now(run, tmp_path):
+    wrong = {"a": {**TWO_STAGES["first"], "config": {"fail_at": 1}}}
+    assert run(wrong).exit_code == 1
+    corrected = {"a": {**TWO_STAGES["first"], "config": {"lr": 3.0}}}
+    result = run(corrected, "--resume")
+    assert result.exit_code == 0, result.output
+    assert "a begins again: no checkpoint" in said(result.output)
+    stage = StageResult.load(tmp_path / "results" / "run" / "a")
+    assert stage.metrics["objective/scores"] == 6.0  # 2 iterations of lr = 3
+
+
 def test_restore_starts_from_a_checkpoint(run, tmp_path):
     checkpoint = tmp_path / "checkpoint"
     checkpoint.mkdir()

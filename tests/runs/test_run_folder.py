@@ -59,7 +59,10 @@ def test_the_newest_run_of_the_same_file_is_resumed_not_of_another_of_its_name(t
 
 def test_a_setting_that_would_not_take_effect_is_refused_by_name(tmp_path):
     folder = new_folder(tmp_path, "x", "run", FILE, [sft(), ppo()])
-    (folder / "sft").mkdir()
+    (folder / "sft").mkdir()  # nothing was saved: it begins again, with what is asked for now
+    resumed_folder(tmp_path, "x", "run", FILE, [sft(config={"lr": 3e-3}), ppo()])
+    resumed_folder(tmp_path, "x", "run", FILE, [sft(), ppo()])
+    (folder / "sft" / "trial" / "checkpoint_000000").mkdir(parents=True)
     changed = sft(config={"lr": 2e-3, "optimiser": {"grad_clip": 2.0}}, num_samples=3)
     with pytest.raises(UserError) as caught:
         resumed_folder(tmp_path, "x", "run", FILE, [changed, ppo()])
@@ -73,7 +76,7 @@ def test_a_setting_that_would_not_take_effect_is_refused_by_name(tmp_path):
 
 def test_what_has_not_begun_and_what_a_resumed_run_takes_anew_may_change(tmp_path):
     folder = new_folder(tmp_path, "x", "run", FILE, [sft(), ppo()])
-    (folder / "sft").mkdir()
+    (folder / "sft" / "trial" / "checkpoint_000000").mkdir(parents=True)
     more = sft(stop={"training_iteration": 9}, max_failures=2, pass_criteria={"eval/loss": 0})
     resumed_folder(tmp_path, "x", "run", FILE, [more, ppo(config={"lr": 1.0})])
     # What was asked for last is what the next start is compared with.
@@ -91,6 +94,6 @@ def test_an_ended_stage_goes_no_further_once_a_later_one_has_begun(tmp_path):
     ).save()
     longer = [sft(stop={"training_iteration": 9}), ppo()]
     check_continues(folder, longer)  # it goes on
-    (folder / "ppo").mkdir()
+    (folder / "ppo" / "trial" / "checkpoint_000000").mkdir(parents=True)
     with pytest.raises(UserError, match=r"sft.stop=.*9.* must be .*5.*: ppo has begun"):
         check_continues(folder, longer)
