@@ -53,7 +53,8 @@ def apply_template(
     """The result of `tokenizer.apply_chat_template`.
 
     Args:
-        tools: JSON schemas that the template is to announce.
+        tools: JSON schemas that the template is to announce, or the JSON of their list, as data
+            sets hold them.
         refused: the class of the error.
         settings: further arguments, and variables of the template.
 
@@ -73,7 +74,8 @@ def apply_template(
         if message.get("tool_calls"):
             message["tool_calls"] = [_with_object(call) for call in message["tool_calls"]]
     try:
-        return tokenizer.apply_chat_template(taken, tools=list(tools or ()) or None, **settings)
+        listed = json.loads(tools or "[]") if isinstance(tools, str) else list(tools or ())
+        return tokenizer.apply_chat_template(taken, tools=listed or None, **settings)
     except _TEMPLATES_RAISE as error:
         roles = [message.get("role") for message in messages]
         kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "

@@ -368,16 +368,9 @@ class RewardModelScorer(_Frozen, Judge):
             ids, mask = self._padded([self._encoder.shorten(row) for row in rows])
         return self._normalized_scores(ids, mask)
 
-    def score_texts(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[str],
-        *,
-        messages: Sequence[Any] | None = None,
-        finished: Sequence[bool] | None = None,
-    ) -> Tensor:
+    def score_texts(self, prompts: Sequence[Any], completions: Sequence[str], **of: Any) -> Tensor:
         """Scores [B] float32 of texts, see `RewardTextEncoder.encode`."""
-        rows = self._encoder.encode(prompts, completions, messages=messages, finished=finished)
+        rows = self._encoder.encode(prompts, completions, **of)
         return self._normalized_scores(*self._padded(rows))
 
     def _padded(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:

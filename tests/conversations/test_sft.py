@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from rllib_llm.conversations.chat_format import ChatFormat
@@ -56,9 +58,10 @@ def test_sft_learns_what_a_rollout_samples(family, messages):
     assert sum(targets) == sum(learnt) > 0
 
 
-def test_prompts_with_answers_and_pairs_announce_the_tools_of_their_row():
+@pytest.mark.parametrize("tools", [[ADD], json.dumps([ADD])])
+def test_prompts_with_answers_and_pairs_announce_the_tools_of_their_row(tools):
     tokenizer = family_tokenizer("chatml")
-    row = {"prompt": [USER], "tools": [ADD]}
+    row = {"prompt": [USER], "tools": tools}
     prompt_ids = ChatFormat(tokenizer, tools=[ADD]).prompt_ids([USER])
     texts = TextSource([{**row, "completion": [SAYS]}], tokenizer=tokenizer, max_length=999)
     whole = TextSource([{"messages": [USER, SAYS], "tools": [ADD]}], tokenizer=tokenizer,

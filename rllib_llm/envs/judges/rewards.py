@@ -23,6 +23,7 @@ from rllib_llm.envs.judges.reward_functions import (
     RewardTerm,
     as_functions,
 )
+from rllib_llm.shared.errors import ended
 from rllib_llm.shared.remote import EventLoop, ExitedError, Late, harmless, no_answer, within
 
 __all__ = [
@@ -177,19 +178,19 @@ class RewardSum:
         if not failed:
             return
         self.num_failed[term.name] += len(failed)
-        reason = result.reasons[failed[0]]
+        reason = ended(result.reasons[failed[0]])
         shown = shown_row(batch, failed[0])
         if len(failed) == len(batch):
             raise UnjudgedError(
                 f"reward function {term.name!r} must judge at least one completion of a batch: "
-                f"it failed on all {len(batch)}, first on {shown} with {reason}. Correct the "
+                f"it failed on all {len(batch)}, first on {shown} with {reason} Correct the "
                 "function, or what it depends on."
             ) from result.error
         if term.name not in self._warned:
             self._warned.add(term.name)
             warnings.warn(
                 f"reward function {term.name!r} failed on completions, which are left out, first "
-                f"on {shown} with {reason}. Their share of an iteration is env/{term.name}_failed.",
+                f"on {shown} with {reason} Their share of an iteration is env/{term.name}_failed.",
                 stacklevel=3,
             )
 

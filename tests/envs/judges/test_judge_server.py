@@ -87,7 +87,7 @@ def test_a_judge_that_is_not_there_ends_the_run():
     with serving(echo_the_answer) as server:
         function = judge(server)
     url = f"{server.base_url}/chat/completions"
-    unreachable = rf"it failed on all 2(.|\n)*{url} must answer .*ConnectError"
+    unreachable = rf"it failed on all 2(.|\n)*{url} must answer .*ConnectError.*[^.]\. Correct the"
     with pytest.raises(RewardError, match=unreachable):
         RewardSum(function)(rows(["1", "2"]))
 
