@@ -16,7 +16,33 @@ class DataSourceError(SettingError):
     """A data source that cannot be read, is empty, or lacks a column."""
 
 
-class Rows(Sequence):
+class MadeRows(Sequence):
+    """A sequence of `size` rows, each a function of its index alone."""
+
+    description = "the rows made"  # where they come from, for messages
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    @abstractmethod
+    def make(self, index: int) -> dict[str, Any]:
+        """The row at `index`, which is from 0 up and below the size."""
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:  # Sequence's own ends at any IndexError
+        return map(self.make, range(self._size))
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self.make(i) for i in range(*index.indices(self._size))]
+        if not -self._size <= index < self._size:
+            raise IndexError(f"row {index} of {self._size} in {self.description}")
+        return self.make(int(index) % self._size)
+
+
+class Rows(MadeRows):
     """Rows of a data set: `rows[i]` is a dict, `rows.columns` the names, `len(rows)` the count.
 
     `backing` is a list of dicts, a `pyarrow.Table` or a `datasets.Dataset`; the latter two are
@@ -34,25 +60,14 @@ class Rows(Sequence):
         else:
             self.columns = list(backing.column_names)
         self._is_arrow_table = hasattr(backing, "to_pylist")
+        super().__init__(backing.num_rows if self._is_arrow_table else len(backing))
 
-    def __len__(self) -> int:
-        return self._backing.num_rows if self._is_arrow_table else len(self._backing)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        index = int(index)
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)} in {self.description}")
-        index %= len(self)
+    def make(self, index: int) -> dict[str, Any]:
         if self._is_arrow_table:
             row = self._backing.slice(index, 1).to_pylist()[0]
         else:
             row = {column: self._backing[index].get(column) for column in self.columns}
         return {column: self._as_chat(value) for column, value in row.items()}
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (self[i] for i in range(len(self)))
 
     def first(self, count: int) -> Rows:
         """The first `count` rows, kept as these are."""
@@ -179,27 +194,6 @@ def require_columns(rows: Rows, names: Iterable[str]) -> None:
                 str(name), rows.columns, otherwise="Name another column, or rename this one"
             ),
         )
-
-
-class MadeRows(Sequence):
-    """A sequence of `size` rows, each a function of its index alone."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    @abstractmethod
-    def make(self, index: int) -> dict[str, Any]:
-        """The row at `index`, which is from 0 up and below the size."""
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self.make(i) for i in range(*index.indices(self._size))]
-        if not -self._size <= index < self._size:
-            raise IndexError(f"row {index} of {self._size}")
-        return self.make(int(index) % self._size)
 
 
 _NUM_ROUNDS = 8  # of the cipher; four suffice for large sets, small ones want more

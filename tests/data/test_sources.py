@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rllib_llm.data.rows import DataSourceError, Rows, require_columns
+from rllib_llm.data.rows import DataSourceError, MadeRows, Rows, require_columns
 from rllib_llm.data.sources import check_source, load_rows
 from rllib_llm.shared.dotted import DottedPathError
 
@@ -216,3 +216,13 @@ def test_an_unreachable_hub_id_is_explained(monkeypatch):
     with pytest.raises(DataSourceError, match="'nobody/nothing' must be .*no network") as raised:
         load_rows("nobody/nothing", name="prompts")
     assert f"(looked in {str(Path.cwd())!r})" in str(raised.value)
+
+
+def test_a_row_that_raises_an_index_error_is_not_the_end_of_the_rows():
+    class Broken(MadeRows):
+        def make(self, index):
+            return [{"a": 0}, {"a": 1}][index]
+
+    with pytest.raises(IndexError, match="list index out of range"):
+        list(Broken(5))  # as a for loop over a sequence it would end after two
+    assert list(Broken(2)) == Broken(2)[:] == [{"a": 0}, {"a": 1}]
