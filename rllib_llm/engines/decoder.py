@@ -11,6 +11,7 @@ further one saves more than it costs (`like_lengths`), and the step can take sev
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -103,7 +104,6 @@ class Decoder:
         block_cost = plan.block_cost if block_cost is None else block_cost
         device = self.device  # not through the decoder, which its caches would outlive
         self.blocks = RowBlocks(lambda: RowBlock(plan.make_cache(0), device), device, block_cost)
-        self._decode_step: DecodeStep | None = None
 
     @property
     def num_rows(self) -> int:
@@ -131,26 +131,25 @@ class Decoder:
     def open(self) -> None:
         """Makes the decode step, which may copy the weights, before it is needed."""
         with torch.inference_mode():
-            self._opened_step()
+            _ = self._step
 
     def close(self) -> None:
         """Frees the decode step and its copies of the weights, which are rebuilt on demand."""
-        self._decode_step = None
+        self.__dict__.pop("_step", None)
 
-    def _opened_step(self) -> DecodeStep:
-        if self._decode_step is None:
-            self._decode_step = self.open_step(self.plan, self.steps, self.value_head)
-        return self._decode_step
+    @functools.cached_property
+    def _step(self) -> DecodeStep:
+        return self.open_step(self.plan, self.steps, self.value_head)
 
     # --- one step ----------------------------------------------------------------------------
 
     def _forward(self) -> torch.Tensor:
         """Logits [rows, vocab] behind the rows' newest tokens."""
-        rows, step = self.rows, self._opened_step()
+        rows = self.rows
         for block in self.blocks:
             block.make_room(is_bounded=bool(self.room[1]))
         caches = [(block.cache, block.seen()) for block in self.blocks]
-        logits = step(rows.tokens, rows.positions, caches, self.blocks.order)
+        logits = self._step(rows.tokens, rows.positions, caches, self.blocks.order)
         rows.positions = rows.positions + rows.alive
         for block in self.blocks:
             block.length += 1
@@ -249,7 +248,6 @@ class Decoder:
     def _let_in(self, groups: Sequence[Group]) -> None:
         """Prefills prompts and samples the first tokens of their rows, those of like length
         together."""
-        self._opened_step()
         parts = alike(*_sizes(groups), self.blocks.cost)
         if len(parts) > 1 and not len(self.rows):
             self.blocks.clear()  # a part would hold on to what was made for rows that have left

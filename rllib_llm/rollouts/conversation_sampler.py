@@ -50,7 +50,7 @@ class ConversationSampler(Sampler):
         """Finished conversations: token i of a turn depends on seed, rollout, turn, i and the
         conversation before it."""
         env: ConversationEnv = self.environment.env
-        params = self._params(request.explore)
+        params = self.params(request.explore)
         ends = (*params.stop_token_ids, *env.chat_format.stop_token_ids)
         params = dataclasses.replace(params, stop_token_ids=tuple(dict.fromkeys(ends)))
         self.watch.generating(self.weights.version, params.max_new_tokens)

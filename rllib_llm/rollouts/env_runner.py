@@ -55,7 +55,7 @@ from rllib_llm.rollouts.sampler import (
     SamplingEnvironment,
     UnjudgedBatch,
 )
-from rllib_llm.rollouts.streamer import Streamer, stop_streaming
+from rllib_llm.rollouts.streamer import Work, stop_streaming
 from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.messages import Listener
 from rllib_llm.shared.process import threads_for
@@ -77,7 +77,7 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         # nothing here draws from it.
         super().__init__(config=config, **kwargs)
         self._position = 0  # of plain `sample()` calls only
-        self.streamer: Streamer | None = None  # while groups stream
+        self.streamer: Work | None = None  # while groups stream
         self._calling_back = threading.Lock()
         self._params: dict[bool, SamplingParams] = {}  # by whether to explore
         classes = self.config.callbacks_class

@@ -142,6 +142,7 @@ class Filters:
 
 def _open(setting: str | Mapping[str, Any]) -> tuple[str, Filter]:
     """The filter's name, and the filter with its settings."""
+    arguments: dict[str, Any]
     arguments = dict(setting) if isinstance(setting, Mapping) else {"name": setting}
     name = arguments.pop("name", None)
     found: Filter

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from rllib_llm.numerics.scores import RolloutRows
@@ -298,22 +299,21 @@ def judged_groups(batch: JudgedBatch, *, min_valid: int = 1) -> list[JudgedGroup
     the device at once."""
     valid, mask = batch.columns[columns.VALID], batch.sampled_mask
     versions = batch.columns[columns.WEIGHTS_VERSION]
-    sampled = mask | (versions != NO_VERSION)
+    num_tokens = (mask | (versions != NO_VERSION)).sum(dim=1)
     latest = torch.iinfo(versions.dtype).max
     by_row = torch.stack([
         batch.columns[columns.GROUP],
         valid.long(),
-        sampled.sum(dim=1),
-        (sampled & ~(mask & valid.unsqueeze(1))).sum(dim=1),
-        versions.masked_fill(~mask, latest).amin(dim=1),
-    ])  # fmt: skip
-    by_row = by_row.cpu()
-    positions, index, sizes = by_row[0].unique_consecutive(return_inverse=True, return_counts=True)
-    sums = by_row.new_zeros(3, len(sizes)).index_add(1, index, by_row[1:4])
-    oldest = torch.full_like(sizes, latest).scatter_reduce(0, index, by_row[4], "amin")
-    oldest = oldest.masked_fill(oldest == latest, -1)
-    lasts = sizes.cumsum(0)
-    numbers = torch.stack([positions, lasts - sizes, lasts, *sums, oldest])
+        num_tokens,
+        num_tokens - mask.sum(dim=1).where(valid, 0),
+        versions.where(mask, latest).amin(dim=1),
+    ]).cpu().numpy()  # fmt: skip
+    firsts = np.flatnonzero(np.diff(by_row[0], prepend=-1))
+    lasts = np.append(firsts, by_row.shape[1])[1:]
+    sums = np.add.reduceat(by_row[1:4], firsts, axis=1)
+    oldest = np.minimum.reduceat(by_row[4], firsts)
+    oldest[oldest == latest] = -1
+    numbers = np.stack([by_row[0, firsts], firsts, lasts, *sums, oldest])
     return [
         JudgedGroup(
             position, Places(batch, first, last), num_tokens, num_lost, version,

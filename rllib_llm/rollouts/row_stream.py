@@ -168,7 +168,7 @@ class RowStream:
             group.has_begun = True
 
     def _rows(self, position: int, group: _Group) -> list[Row]:
-        params, seed = self._sampler.params(explore=True), self._sampler.seed
+        params, seed = self._sampler.params(True), self._sampler.seed
         mask = group.prompts[columns.PROMPT_MASK][0]
         prompt = group.prompts[columns.PROMPT_IDS][0][mask].tolist()
         rows = []

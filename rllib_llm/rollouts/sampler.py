@@ -134,12 +134,12 @@ class SamplingEnvironment:
         if "completion_texts" in infos:
             texts = {"prompt": infos["prompt_texts"], "completion": infos["completion_texts"]}
         return Judgement(
-            rewards, judged, _rows(infos, "components"), _rows(infos, "metrics"), texts
+            rewards,
+            judged,
+            dict(infos.get("components", {})),
+            dict(infos.get("metrics", {})),
+            texts,
         )
-
-
-def _rows(infos: Mapping[str, Any], name: str) -> dict[str, torch.Tensor]:
-    return dict(infos.get(name, {}))
 
 
 @dataclass
@@ -201,7 +201,7 @@ class Sampler:
         self.weights = WeightsReceiver()
         self._published: tuple[int, int] | None = None  # of the last request
         self._step = 0  # updates behind what was published for it
-        self._params, self.seed, self.name = params, seed, name
+        self.params, self.seed, self.name = params, seed, name
 
     def serve(self, request: SampleRequest, published: PublishedWeights) -> JudgedBatch:
         """Judged completions made with the published weights; where no row could be judged, rows
@@ -260,8 +260,15 @@ class Sampler:
 
     def _complete(self, request: SampleRequest) -> tuple[dict[str, torch.Tensor], Any]:
         """Prompts and completions of a request, as `UnjudgedBatch` has them."""
-        rows = self.environment.prompts(request)
-        return rows, self._generate(rows, request)
+        rows, n = self.environment.prompts(request), request.num_completions
+        params = self.params(request.explore)
+        self.watch.generating(self.weights.version, params.max_new_tokens)
+        asked = Generation(
+            params, n, self.seed, rows[columns.ROW_ID].cpu(), on_step=self.watch.on_step,
+            weights=self._published,
+        )  # fmt: skip
+        prompts = {name: rows[name][::n] for name in (columns.PROMPT_IDS, columns.PROMPT_MASK)}
+        return rows, self.policy.generate(prompts, asked)
 
     def judge(self, generated: UnjudgedBatch) -> JudgedBatch:
         """As `serve`, for scores only; callable from any thread during sampling."""
@@ -307,10 +314,6 @@ class Sampler:
             cause=judged.cause,
         )
 
-    def params(self, *, explore: bool) -> SamplingParams:
-        """How to sample."""
-        return self._params(explore)
-
     def require_weights(self) -> None:
         """Raises RuntimeError where the policy was never given weights."""
         if not self.policy.has_weights:
@@ -319,20 +322,6 @@ class Sampler:
                 "it was given: what it started from is not the policy that is trained. Call "
                 "serve() with published weights, or set_state(), first."
             )
-
-    def _generate(
-        self, rows: dict[str, torch.Tensor], request: SampleRequest
-    ) -> dict[str, torch.Tensor]:
-        """The columns of completions for the prompts in `rows`."""
-        n = request.num_completions
-        params = self._params(request.explore)
-        self.watch.generating(self.weights.version, params.max_new_tokens)
-        row_ids = rows[columns.ROW_ID].cpu()
-        asked = Generation(
-            params, n, self.seed, row_ids, on_step=self.watch.on_step, weights=self._published
-        )
-        prompts = {name: rows[name][::n] for name in (columns.PROMPT_IDS, columns.PROMPT_MASK)}
-        return self.policy.generate(prompts, asked)
 
     def differing(self, published: PublishedWeights | None = None) -> list[str]:
         """Names of the parameters that are not as published, after these were loaded; None: not as

@@ -130,7 +130,7 @@ class JudgeThreads:
 
 
 class Work:
-    """The turns of a streaming sampler's thread."""
+    """A streaming sampler at work, turn by turn."""
 
     def __init__(
         self,
@@ -147,6 +147,67 @@ class Work:
         self._renewing: Future[Any] | None = None
         self._renewed = 0.0
         self._was_judged = True  # something, since the last renewal
+        self.key = ""  # of the stream
+        self.failure: SampleFailure | None = None  # that ended the thread
+        self._stopped = threading.Event()
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future]] = queue.SimpleQueue()
+        # A daemon: a process that ends does not wait for a lease.
+        self._thread = threading.Thread(target=self._run, name="streaming", daemon=True)
+
+    # --- its thread ----------------------------------------------------------------------------
+
+    def start(self, key: str) -> None:
+        """Leases, samples and hands in groups for a stream, in a thread, until stopped."""
+        self.key = key
+        self._thread.start()
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether its thread runs."""
+        return self._thread.is_alive() and not self._stopped.is_set()
+
+    def stop(self) -> None:
+        """Asks for no more leases; waits for the end of what its thread does, if that is near."""
+        self._stopped.set()
+        self._thread.join(SECONDS_TO_END)
+
+    def between_turns(self, call: Callable[[], Result]) -> Result:
+        """The result of a call made between two steps.
+
+        Raises:
+            TimeoutError: no turn came to its end in time.
+        """
+        future: Future[Result] = Future()
+        self._calls.put((call, future))
+        return future.result(MAX_SECONDS_OF_A_TURN)
+
+    def _answer(self) -> None:
+        """Makes the calls that were asked for."""
+        while not self._calls.empty():
+            call, future = self._calls.get()
+            try:
+                future.set_result(call())
+            except Exception as error:  # noqa: BLE001  (the border of a thread; raised by who asked)
+                future.set_exception(error)
+
+    def _run(self) -> None:
+        try:
+            with self.listener:
+                while not self._stopped.is_set():
+                    self.turn()
+                    self._answer()
+        except RayActorError:
+            # The ledger has ended, and the run with it; where it has not, the driver, which asks
+            # every second, starts another thread.
+            self._stopped.set()
+        except Exception as error:  # noqa: BLE001  (the border of the thread; the driver is told)
+            self.failure = SampleFailure.from_exception(error)
+            self._stopped.set()
+        finally:
+            self._answer()
+            self.close()
+
+    # --- a turn --------------------------------------------------------------------------------
 
     def _judged(self, generated: UnjudgedBatch) -> JudgedBatch:
         batch = self._sampler.judge(generated)
@@ -341,71 +402,6 @@ class RowWork(Work):
         self._rows.close()
 
 
-class Streamer:
-    """Leases, samples and hands in groups until stopped, in its own thread."""
-
-    def __init__(self, runner: Any, order: StreamOrder) -> None:
-        self.key = order.key
-        self.failure: SampleFailure | None = None  # that ended the thread
-        ledger = SamplerLedger(order.ledger, order.sampler)
-        self._stopped = threading.Event()
-        self._asked: queue.SimpleQueue[tuple[Callable[[], Any], Future]] = queue.SimpleQueue()
-        self._work: Work
-        if order.settings.by_row and runner.sampler.takes_rows:
-            self._work = RowWork(ledger, runner.sampler, runner, order.settings)
-        else:
-            self._work = LeaseWork(ledger, runner, order.settings, str(runner))
-        # A daemon: a process that ends does not wait for a lease.
-        self._thread = threading.Thread(target=self._run, name="streaming", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_at_work(self) -> bool:
-        """Whether its thread runs."""
-        return self._thread.is_alive() and not self._stopped.is_set()
-
-    def stop(self) -> None:
-        """Asks for no more leases; waits for the end of what its thread does, if that is near."""
-        self._stopped.set()
-        self._thread.join(SECONDS_TO_END)
-
-    def between_turns(self, call: Callable[[], Result]) -> Result:
-        """The result of a call made between two steps.
-
-        Raises:
-            TimeoutError: no turn came to its end in time.
-        """
-        future: Future[Result] = Future()
-        self._asked.put((call, future))
-        return future.result(MAX_SECONDS_OF_A_TURN)
-
-    def _answer(self) -> None:
-        """Makes the calls that were asked for."""
-        while not self._asked.empty():
-            call, future = self._asked.get()
-            try:
-                future.set_result(call())
-            except Exception as error:  # noqa: BLE001  (the border of a thread; raised by who asked)
-                future.set_exception(error)
-
-    def _run(self) -> None:
-        try:
-            with self._work.listener:
-                while not self._stopped.is_set():
-                    self._work.turn()
-                    self._answer()
-        except RayActorError:
-            # The ledger has ended, and the run with it; where it has not, the driver, which asks
-            # every second, starts another thread.
-            self._stopped.set()
-        except Exception as error:  # noqa: BLE001  (the border of the thread; the driver is told)
-            self.failure = SampleFailure.from_exception(error)
-            self._stopped.set()
-        finally:
-            self._answer()
-            self._work.close()
-
-
 def be_streaming(runner: Any, order: StreamOrder) -> SampleFailure | None:
     """Makes a sampler work for a stream, and no other; returns the error that ended its thread
     since the last call, if any."""
@@ -414,7 +410,12 @@ def be_streaming(runner: Any, order: StreamOrder) -> SampleFailure | None:
         stop_streaming(runner)
         if streamer is not None and streamer.key == order.key:
             failure = streamer.failure
-        runner.streamer = Streamer(runner, order)
+        ledger = SamplerLedger(order.ledger, order.sampler)
+        if order.settings.by_row and runner.sampler.takes_rows:
+            runner.streamer = RowWork(ledger, runner.sampler, runner, order.settings)
+        else:
+            runner.streamer = LeaseWork(ledger, runner, order.settings, str(runner))
+        runner.streamer.start(order.key)
     return failure
 
 

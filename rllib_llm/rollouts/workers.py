@@ -90,7 +90,7 @@ class PlainWorker(Workers):
             self._ledger.call("push", lease.id, groups)
 
 
-class LocalWorker(Workers):
+class LocalWorker(PlainWorker):
     """The sampler in this process. It works while the driver waits, and judges in parallel.
 
     Args:
@@ -106,8 +106,8 @@ class LocalWorker(Workers):
         *,
         is_eager: bool,
     ) -> None:
-        self._ledger, self._is_eager = ledger, is_eager
-        self._sampler, self._settings = sampler, settings
+        super().__init__(sampler, ledger, settings)
+        self._is_eager = is_eager
         self._judges = JudgeThreads(sampler.judge, settings)
 
     def work(self) -> None:

@@ -275,7 +275,7 @@ def test_a_run_streams_with_it(ray_session, stream):
             assert told["tokens_generated"] == sum(told[name] for name in accounted)
             assert told["tokens_trained"] > 0
         works = algorithm.env_runner_group.foreach_env_runner(
-            lambda runner: type(runner.streamer._work).__name__, local_env_runner=False
+            lambda runner: type(runner.streamer).__name__, local_env_runner=False
         )
     assert works == ["RowWork" if stream["schedule"] == "free" else "LeaseWork"]
     has_several = stream.get("in_flight") in ("recompute", "keep")
