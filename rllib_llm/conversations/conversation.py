@@ -248,12 +248,6 @@ class Conversation:
         """The sum of what its turns earned."""
         return sum(node.reward for node in self.nodes)
 
-    @property
-    def finished(self) -> bool:
-        """Whether the newest turn was ended by a stop token."""
-        turns = [node for node in self.nodes if node.sampled]
-        return bool(turns) and turns[-1].finish == "stop"
-
     # --- what is appended --------------------------------------------------------------------
 
     def append_messages(self, messages: Sequence[Mapping[str, Any]]) -> None:

@@ -80,8 +80,5 @@ def build_model(
 
 
 def _title(number: int) -> str:
-    letters = []
-    for _ in range(_NUM_LETTERS):
-        number, place = divmod(number, 26)
-        letters.append(string.ascii_lowercase[place])
-    return "".join(letters)
+    places = (number // 26**i % 26 for i in range(_NUM_LETTERS))
+    return "".join(string.ascii_lowercase[place] for place in places)
