@@ -15,7 +15,7 @@ from typing import Any
 import gymnasium
 
 from rllib_llm.shared.dotted import import_dotted, looks_dotted, package_of
-from rllib_llm.shared.errors import SettingError, did_you_mean
+from rllib_llm.shared.errors import SettingError, nearest
 from rllib_llm.shared.ray_compat import registered_env
 
 ENVIRONMENTS: dict[str, str] = {
@@ -187,6 +187,8 @@ def not_batched(env: Any) -> UnknownEnvError:
 def _unknown(env: str) -> UnknownEnvError:
     if env in gymnasium.registry and gymnasium.spec(env).entry_point is not None:
         return not_batched(env)
+    called = {name: known for known in ENVIRONMENTS for name in (known, known.split("/")[1][:-3])}
+    near = dict.fromkeys(repr(called[name]) for name in nearest(env, called))
     package = package_of(env)  # such a path gets here where its package is not there
     return UnknownEnvError(
         name="env",
@@ -196,5 +198,5 @@ def _unknown(env: str) -> UnknownEnvError:
         reason=f"there is no module {package!r}" if package else "it is none of these",
         remedy="Put the module's folder on PYTHONPATH"
         if package
-        else did_you_mean(env, ENVIRONMENTS, 2, cutoff=0.4, otherwise="Check the spelling"),
+        else f"Did you mean {' or '.join(near)}?" if near else "Check the spelling",
     )

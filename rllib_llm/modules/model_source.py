@@ -81,7 +81,8 @@ def source_kind(model: str | os.PathLike, *, name: str = "model") -> tuple[str, 
         raise ModelSourceError(
             model,
             f"there is no such folder (looked in {os.getcwd()!r})",
-            "Check the path; write it absolute if the run starts elsewhere",
+            "Check the path"
+            + ("" if os.path.isabs(value) else "; write it absolute if the run starts elsewhere"),
             name=name,
         )
     return HUB, value

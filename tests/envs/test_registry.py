@@ -82,6 +82,10 @@ def test_names_of_the_users_own():
 def test_wrong_names():
     with pytest.raises(UnknownEnvError, match=f"env='Arithmetic-v1' .*Did you mean '{ARITHMETIC}'"):
         make("Arithmetic-v1")
+    with pytest.raises(UnknownEnvError, match="Did you mean 'rllib_llm/RLHF-v0'"):
+        make("RLHF")
+    with pytest.raises(UnknownEnvError, match="it is none of these. Check the spelling."):
+        make("Pendulum-v9")
     with pytest.raises(UnknownEnvError, match="env=3 must be an environment's name"):
         make(3)
     with pytest.raises(DottedPathError, match="Did you mean 'make_word_env'"):

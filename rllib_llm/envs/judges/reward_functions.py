@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from rllib_llm.shared.dotted import import_dotted
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.errors import SettingError, suggestion
 from rllib_llm.shared.messages import raised
 
 RewardFunction = Callable[..., Any]
@@ -295,7 +295,7 @@ def named_function(spec: RewardFunction | str | Mapping[str, Any]) -> Any:
             value=dict(spec),
             rule="have 'function' and may have 'weight', 'name', 'kwargs', 'timeout_s'",
             reason="unknown " + repr(unknown) if unknown else "no function",
-            remedy="Correct the keys",
+            remedy=suggestion(str(unknown[0]), _SPEC_KEYS) if unknown else "Name it: {function: ...}",
         )
     function = spec["function"]
     if isinstance(function, str):
