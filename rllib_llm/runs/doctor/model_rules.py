@@ -179,7 +179,9 @@ def _names(stage: Stage) -> Iterator[Finding]:
             yield Finding(
                 "experiment.result", "warning", f"{where}: no result is called {key!r}",
                 "no trial reports it, so nothing ever happens by it",
-                suggestion(key, (*COUNTERS, "reward", "objective/scores", "eval/scores", "objective/kl")),
+                suggestion(
+                    key, (*COUNTERS, "reward", "objective/scores", "eval/scores", "objective/kl")
+                ),
             )  # fmt: skip
 
 

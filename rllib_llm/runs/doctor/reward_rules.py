@@ -14,6 +14,7 @@ from rllib_llm.envs.judges.reward_functions import RewardBatch, RewardTerm, as_f
 from rllib_llm.envs.judges.rewards import NOT_FINITE, RewardResult, read_answer
 from rllib_llm.runs.doctor.machine_rules import server_rules
 from rllib_llm.runs.doctor.stage import Finding, Stage, first_rows
+from rllib_llm.shared.messages import raised
 
 if TYPE_CHECKING:
     from rllib_llm.envs.prompts import PromptRow
@@ -54,7 +55,7 @@ def reward_rules(stage: Stage) -> Iterator[Finding]:
                 answer = term.call(batch)
         except Exception as error:  # noqa: BLE001  (the user's code; told in its place)
             yield Finding(
-                "rewards.fails", "error", f"{term.name} raised {type(error).__name__}: {error}",
+                "rewards.fails", "error", f"{term.name} failed with {raised(error)}",
                 "it is asked about any completion, the empty one too",
                 "Look at the function, and at the columns of the prompts.",
             )  # fmt: skip

@@ -169,6 +169,12 @@ def test_a_reward_that_fails_on_every_row_is_told_with_its_reason():
     assert "the grader's model is not loaded" in text and "None" not in text
 
 
+def test_a_reward_function_that_raises_is_told_with_its_line():
+    experiment = grpo(env={"reward_functions": f"{HERE}.raises"})
+    (text,) = [f.text() for f in found(experiment) if f.id == "rewards.fails"]
+    assert "raises failed with" in text and ", raised in set_ups.py:" in text
+
+
 def test_rows_without_a_score_do_not_count_among_right_answers():
     """No row's sum is that of the next row."""
     experiment = grpo(
