@@ -295,7 +295,7 @@ def named_function(spec: RewardFunction | str | Mapping[str, Any]) -> Any:
             value=dict(spec),
             rule="have 'function' and may have 'weight', 'name', 'kwargs', 'timeout_s'",
             reason="unknown " + repr(unknown) if unknown else "no function",
-            remedy=suggestion(str(unknown[0]), _SPEC_KEYS) if unknown else "Name it: {function: ...}",
+            remedy=suggestion(str(unknown[0]), _SPEC_KEYS) if unknown else "Name one",
         )
     function = spec["function"]
     if isinstance(function, str):
