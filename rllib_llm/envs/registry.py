@@ -198,5 +198,7 @@ def _unknown(env: str) -> UnknownEnvError:
         reason=f"there is no module {package!r}" if package else "it is none of these",
         remedy="Put the module's folder on PYTHONPATH"
         if package
-        else f"Did you mean {' or '.join(near)}?" if near else "Check the spelling",
+        else f"Did you mean {' or '.join(near)}?"
+        if near
+        else "Check the spelling",
     )
