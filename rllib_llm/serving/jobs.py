@@ -1,8 +1,8 @@
 """One request in the engine: what is asked, its completions, and how it ends.
 
     fields of a request ── make_job ──▶ Job ──▶ rows of the engine
-    engine's thread ── on_tokens ──▶ Mailbox ── one wake-up for a step ──▶ event loop ──▶ RowEvents
-    RowEvents ──▶ RunningJob ──▶ pieces of each completion
+    engine's thread ── on_tokens ──▶ Mailbox ── one wake-up for a step ──▶ event loop ──▶ RunningJob
+    RunningJob ──▶ pieces of each completion
 
 What comes in the event loop itself, as of an engine in another process, is there at once.
 """
@@ -301,97 +301,6 @@ class Mailbox:
             call(*arguments)
 
 
-class RowEvents:
-    """The events of some rows, in order.
-
-    async for i, event in rows:      # Tokens, then Ended or an exception, of row i
-        ...
-    rows.close()                     # whatever has not ended leaves the engine
-
-    Args:
-        host: of the engine.
-        mailbox: of the event loop that waits.
-        rows: what is asked for.
-        grammar: that all of them keep to.
-    """
-
-    def __init__(
-        self,
-        host: EngineHost,
-        mailbox: Mailbox,
-        rows: Sequence[Row],
-        grammar: str | None = None,
-    ) -> None:
-        self._events: deque[tuple[int, Tokens | Ended | BaseException]] = deque()
-        self._arrived = asyncio.Event()
-        self._host, self._mailbox = host, mailbox
-        self._num_left = len(rows)
-        self._futures = host.submit_all(
-            [replace(each, on_tokens=self._teller(i)) for i, each in enumerate(rows)], grammar
-        )
-        for i, future in enumerate(self._futures):
-            future.add_done_callback(self._ender(i))
-
-    def _teller(self, i: int) -> Callable[[Tokens], None]:
-        return lambda tokens: self._mailbox.post(self._put, i, tokens)
-
-    def _ender(self, i: int) -> Callable[[Future], None]:
-        def tell(future: Future) -> None:
-            if not future.cancelled():
-                self._mailbox.post(self._put, i, future.exception() or future.result())
-
-        return tell
-
-    def _put(self, i: int, event: Tokens | Ended | BaseException) -> None:
-        self._events.append((i, event))
-        self._arrived.set()
-
-    def fail(self, error: Exception) -> None:
-        """Raises an error, such as a timeout, in the waiting request."""
-        self._put(-1, error)
-
-    def __aiter__(self) -> RowEvents:
-        return self
-
-    async def __anext__(self) -> tuple[int, Tokens | Ended]:
-        while not self._events:
-            if not self._num_left:
-                raise StopAsyncIteration
-            self._arrived.clear()
-            await self._arrived.wait()
-        i, event = self._events.popleft()
-        if isinstance(event, BaseException):
-            raise event
-        if isinstance(event, Ended):
-            self._num_left -= 1
-            return i, event
-        return i, event
-
-    def more(self, i: int) -> Tokens | None:
-        """Tokens of row `i` that have come behind the event before, if any: a reader that is slower
-        than the engine takes more at a time."""
-        of, event = self._events[0] if self._events else (None, None)
-        if of != i or not isinstance(event, Tokens):
-            return None
-        self._events.popleft()
-        return event
-
-    def leave(self, i: int) -> None:
-        """Removes a row from the engine; it yields no more events. For the reader alone."""
-        if self._futures[i].cancel():
-            self._num_left -= 1
-
-    def abort(self) -> None:
-        """Aborts all rows, which end with their partial output."""
-        for future in self._futures:
-            self._host.abort(future)
-
-    def close(self) -> None:
-        """Removes all rows from the engine."""
-        for future in self._futures:
-            future.cancel()
-
-
 # --- the request in the engine -------------------------------------------------------------------
 
 
@@ -410,8 +319,9 @@ class RunningJob:
     Args:
         request_id: of the request, to be told.
         job: what is asked.
-        rows: its completions in the engine.
-        scoring: of its prompts; None: they are not scored.
+        rows: its completions, to be added to the engine.
+        host: of the engine.
+        mailbox: of the event loop that waits.
         watch: its clock.
         weights: of the server.
         tokenizer: of the model.
@@ -422,15 +332,16 @@ class RunningJob:
         self,
         request_id: str,
         job: Job,
-        rows: RowEvents,
-        scoring: Future[list[Scores]] | None,
+        rows: Sequence[Row],
+        host: EngineHost,
+        mailbox: Mailbox,
         watch: JobWatch,
         weights: LiveWeights,
         tokenizer: Any,
         settings: ServeSettings,
     ) -> None:
         self.request_id, self.job = request_id, job
-        self._rows, self._scoring, self._watch, self._weights = rows, scoring, watch, weights
+        self._host, self._mailbox, self._watch, self._weights = host, mailbox, watch, weights
         self._tokenizer, self._settings = tokenizer, settings
         self.num_left = job.num_rows
         num_choices = len(job.prompts) * job.n
@@ -438,17 +349,60 @@ class RunningJob:
         self.on_piece: Callable[[Piece], None] | None = None
         self._serials: dict[int, None] = {}  # of the weights that have sampled, in their order
         self._texts: dict[int, str] = {}  # for the log, if it is to have them
+        self._events: deque[tuple[int, Tokens | Ended | BaseException]] = deque()
+        self._arrived = asyncio.Event()
+        self._rows_left = len(rows)
+        self._futures = host.submit_all(
+            [replace(each, on_tokens=self._teller(i)) for i, each in enumerate(rows)], job.grammar
+        )
+        for i, future in enumerate(self._futures):
+            future.add_done_callback(self._ender(i))
+        self._scoring: Future[list[Scores]] | None = None
+        if job.prompt_logprobs is not None:
+            self._scoring = host.score(job.prompts, job.prompt_logprobs, job.version)
         self._deadline = anyio.current_time() + settings.deadline_s
-        self._timer = asyncio.get_running_loop().call_later(settings.deadline_s, self._expire)
+        self._timer = asyncio.get_running_loop().call_later(
+            settings.deadline_s, self._put, -1, deadline_passed(settings.deadline_s)
+        )
+
+    def _teller(self, i: int) -> Callable[[Tokens], None]:
+        return lambda tokens: self._mailbox.post(self._put, i, tokens)
+
+    def _ender(self, i: int) -> Callable[[Future], None]:
+        def tell(future: Future) -> None:
+            if not future.cancelled():
+                self._mailbox.post(self._put, i, future.exception() or future.result())
+
+        return tell
+
+    def _put(self, i: int, event: Tokens | Ended | BaseException) -> None:
+        self._events.append((i, event))
+        self._arrived.set()
+
+    async def _next_event(self) -> tuple[int, Tokens | Ended]:
+        while not self._events:
+            if not self._rows_left:
+                raise StopAsyncIteration
+            self._arrived.clear()
+            await self._arrived.wait()
+        i, event = self._events.popleft()
+        if isinstance(event, BaseException):
+            raise event
+        self._rows_left -= isinstance(event, Ended)
+        return i, event
+
+    def _more(self, i: int) -> Tokens | None:
+        """Tokens of row `i` that have come behind the event before, if any: a reader that is slower
+        than the engine takes more at a time."""
+        if self._events and self._events[0][0] == i and isinstance(self._events[0][1], Tokens):
+            return self._events.popleft()[1]
+        return None
 
     def _choice(self, prompt: list[int]) -> Choice:
         job = self.job
         before = prompt[-8:] if job.continues_text else ()
         text = TextStream(self._tokenizer, before, job.stops, job.keeps_stop)
         return Choice(text, job.params.stop_token_ids, job.eos_token_ids)
-
-    def _expire(self) -> None:
-        self._rows.fail(deadline_passed(self._settings.deadline_s))
 
     async def scores(self) -> list[Scores]:
         """The scores of each prompt.
@@ -462,10 +416,8 @@ class RunningJob:
                 found = await asyncio.wrap_future(self._scoring)
         except TimeoutError:
             raise deadline_passed(self._settings.deadline_s) from None
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:
             raise self._refusal(error) from error
-        except RuntimeError as error:
-            raise ApiError(503, ENGINE_ENDED, code="engine_ended") from error
         self.num_left -= len(found)
         return found
 
@@ -475,16 +427,14 @@ class RunningJob:
     async def __anext__(self) -> tuple[int, Piece]:
         while True:
             try:
-                i, event = await self._rows.__anext__()
-            except ValueError as error:  # the engine refuses the row
+                i, event = await self._next_event()
+            except (ValueError, RuntimeError) as error:
                 raise self._refusal(error) from error
-            except RuntimeError as error:
-                raise ApiError(503, ENGINE_ENDED, code="engine_ended") from error
             choice = self.choices[i]
             if choice.is_done:
                 continue
             piece = choice.end(event) if isinstance(event, Ended) else choice.tokens(event)
-            while not choice.is_done and (more := self._rows.more(i)) is not None:
+            while not choice.is_done and (more := self._more(i)) is not None:
                 piece.add(choice.tokens(more))
             self._watch.tokens(i, len(piece.token_ids))
             for serial in piece.versions:
@@ -498,11 +448,13 @@ class RunningJob:
             return i, piece
 
     def _leave(self, i: int, piece: Piece) -> None:
-        self._rows.leave(i)
+        if self._futures[i].cancel():
+            self._rows_left -= 1
         self.num_left -= 1
         self._watch.finished(i, piece.finish_reason or "")
 
-    def _refusal(self, error: ValueError) -> ApiError:
+    def _refusal(self, error: ValueError | RuntimeError) -> ApiError:
+        """The answer where the engine refuses a row, or has ended."""
         if isinstance(error, VersionGoneError):  # it went between the request and the step
             return self._weights.gone("the version that was asked for")
         if isinstance(error, GuideError):
@@ -512,6 +464,8 @@ class RunningJob:
                 "write it.", param="response_format",
                 code="grammar_failed",
             )  # fmt: skip
+        if isinstance(error, RuntimeError):
+            return ApiError(503, ENGINE_ENDED, code="engine_ended")
         return ApiError(400, str(error))
 
     async def collect(self) -> list[Piece]:
@@ -543,12 +497,14 @@ class RunningJob:
 
     def abort(self) -> None:
         """Ends it with what there is."""
-        self._rows.abort()
+        for future in self._futures:
+            self._host.abort(future)
 
     def close(self) -> None:
         """Aborts its rows in the engine."""
         self._timer.cancel()
-        self._rows.close()
+        for future in self._futures:
+            future.cancel()
         if self._scoring is not None:
             self._scoring.cancel()
         if self._settings.log_prompts:

@@ -29,7 +29,6 @@ from rllib_llm.serving.jobs import (
     Job,
     Limits,
     Mailbox,
-    RowEvents,
     RunningJob,
     deadline_passed,
 )
@@ -301,13 +300,11 @@ class Service:
         self.check_open()
         self._admit(job)  # others may have come meanwhile
         watch = self.metrics.watch(sum(map(len, job.prompts)))
-        scoring = None
-        rows = self._rows_of(job)
-        if job.prompt_logprobs is not None:
-            scoring = self.host.score(job.prompts, job.prompt_logprobs, job.version)
+        assert self._mailbox is not None, "start was called"
         running = RunningJob(
-            request_id, job, rows, scoring, watch, self.weights, self.tokenizer, self.settings
-        )
+            request_id, job, _rows_of(job), self.host, self._mailbox, watch, self.weights,
+            self.tokenizer, self.settings,
+        )  # fmt: skip
         key = object()  # clients choose ids, and may do so twice
         self.jobs[key] = running
         try:
@@ -324,16 +321,16 @@ class Service:
         """Completions that are under way or wait, and texts that are scored."""
         return sum(job.num_left for job in self.jobs.values())
 
-    def _rows_of(self, job: Job) -> RowEvents:
-        """The rows of a job in the engine."""
-        assert self._mailbox is not None, "start was called"
-        rows = []
-        for i, prompt in enumerate(job.prompts if job.samples else ()):
-            params = replace(job.params, max_new_tokens=job.max_tokens[i])
-            group = object() if job.n > 1 else None
-            for k in range(job.n):
-                noise = Noise(job.seed, job.noise_row + i * job.n + k, job.noise_turn)
-                rows.append(
-                    Row(None, prompt, params, 0, noise, group, job.version, None, job.conversation)
-                )
-        return RowEvents(self.host, self._mailbox, rows, job.grammar)
+
+def _rows_of(job: Job) -> list[Row]:
+    """The rows of a job in the engine."""
+    rows = []
+    for i, prompt in enumerate(job.prompts if job.samples else ()):
+        params = replace(job.params, max_new_tokens=job.max_tokens[i])
+        group = object() if job.n > 1 else None
+        for k in range(job.n):
+            noise = Noise(job.seed, job.noise_row + i * job.n + k, job.noise_turn)
+            rows.append(
+                Row(None, prompt, params, 0, noise, group, job.version, None, job.conversation)
+            )
+    return rows
