@@ -394,9 +394,11 @@ class RunningJob:
     def _more(self, i: int) -> Tokens | None:
         """Tokens of row `i` that have come behind the event before, if any: a reader that is slower
         than the engine takes more at a time."""
-        if self._events and self._events[0][0] == i and isinstance(self._events[0][1], Tokens):
-            return self._events.popleft()[1]
-        return None
+        of_row, event = self._events[0] if self._events else (None, None)
+        if of_row != i or not isinstance(event, Tokens):
+            return None
+        self._events.popleft()
+        return event
 
     def _choice(self, prompt: list[int]) -> Choice:
         job = self.job
