@@ -164,8 +164,7 @@ class ThreadHost:
         self._loader = LaneLoader(self.loop, self.engine)
         self._grammars = Grammars(tokenizer, eos_token_ids[0] if eos_token_ids else None)
         self.pause, self.resume, self.abort = self.loop.pause, self.loop.resume, self.loop.abort
-        self.check_open, self.release = self.loop.check_open, self._grammars.release
-        self.compile = self._grammars.compile
+        self.check_open = self.loop.check_open
 
     @property
     def is_paused(self) -> bool:
@@ -181,6 +180,12 @@ class ThreadHost:
         if grammar is not None:
             rows = [replace(each, guide=self._grammars.guide(grammar)) for each in rows]
         return self.loop.submit_all(rows)
+
+    def compile(self, grammar: str, pin: int) -> Future[None]:
+        return self._grammars.compile(grammar, pin)
+
+    def release(self, pin: int) -> None:
+        self._grammars.release(pin)
 
     def score(
         self, texts: Sequence[Sequence[int]], top: int, version: int | None
