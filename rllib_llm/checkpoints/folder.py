@@ -140,9 +140,18 @@ def written_whole(target: str | Path) -> Iterator[Path]:
     """Gives a folder to write a checkpoint into, its manifest included; `target` becomes it when
     the context ends, and stays as it was when an exception does or the process is killed.
 
-    Files beside an older checkpoint's own are kept.
+    An empty `target` is written in place: it may be where a disk is mounted. Files beside an older
+    checkpoint's own are kept.
     """
-    target = Path(target)
+    target = Path(target).resolve()  # of a link the folder, on whatever disk
+    if target.is_dir() and not any(target.iterdir()):
+        try:
+            yield target
+        except BaseException:
+            for path in target.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            raise
+        return
     partial, previous = _partial(target), _previous(target)
     _recover(target)
     for leftover in (partial, previous):

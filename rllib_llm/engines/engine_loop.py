@@ -245,8 +245,10 @@ class EngineLoop:
             was_idle = not self._engine.num_running
             for task in tasks:
                 task()
-            has_turns = any(r.row.conversation is not None for r in self._requests.values())
-            may_gather = was_idle and (has_turns or self._num_left > 0)
+            may_gather = was_idle and (
+                self._num_left > 0
+                or any(r.row.conversation is not None for r in self._requests.values())
+            )
             if self._may_step() and not (may_gather and self._gathers()):
                 return True
             self._after_step()

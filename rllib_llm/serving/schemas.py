@@ -539,7 +539,8 @@ def field_error(errors: Sequence[Any], content_type: str) -> ApiError:
             break
         named.append(str(part))
     name = ".".join(named)
-    known = {field for model in (ChatRequest, CompletionRequest) for field in model.model_fields}
+    requests = (ChatRequest, CompletionRequest, ResponseRequest)
+    known = {field for model in requests for field in model.model_fields} - {name}
     if first["type"] == "extra_forbidden":
         if named[-1] in NEUTRAL_VALUES:
             value = repr(first["input"])[:100]

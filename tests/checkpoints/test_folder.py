@@ -69,6 +69,17 @@ def test_a_given_empty_folder_is_filled_or_left_empty(tmp_path):
     folders.check(save(tmp_path))
 
 
+def test_a_checkpoint_goes_where_a_link_leads_and_into_the_folder_one_is_in(tmp_path, monkeypatch):
+    (tmp_path / "large_disk").mkdir()
+    (tmp_path / "linked").symlink_to(tmp_path / "large_disk")
+    save(tmp_path / "linked")
+    assert (tmp_path / "linked").is_symlink() and (tmp_path / "large_disk" / "a").is_file()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    save(Path("."))
+    assert (tmp_path / "here" / "a").is_file()
+
+
 def test_what_others_put_beside_a_checkpoint_is_kept(tmp_path):
     target = save(tmp_path / "c", "old")
     (target / "notes.txt").write_text("mine", encoding="utf-8")
