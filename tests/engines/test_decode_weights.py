@@ -37,7 +37,16 @@ def test_it_pays_on_a_cpu_in_float32_over_many_steps():
 @pytest.mark.parametrize(
     ("dtype", "rtol", "atol"),
     [
-        (torch.bfloat16, 2.0**-8, 2.0**-6),  # rounded once, to eight bits
+        # Rounded once, to eight bits. Elsewhere nothing packs bfloat16 (next test), and oneDNN has
+        # no layout for it on processors that have AVX2 alone.
+        pytest.param(
+            torch.bfloat16,
+            2.0**-8,
+            2.0**-6,
+            marks=pytest.mark.skipif(
+                not multiplies_bfloat16(), reason="the processor has neither AMX nor AVX512-BF16"
+            ),
+        ),
         (torch.float32, 2.0**-20, 2.0**-18),  # sums of 32, each rounded to 24 bits
     ],
 )
