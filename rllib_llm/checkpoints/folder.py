@@ -140,15 +140,16 @@ def written_whole(target: str | Path) -> Iterator[Path]:
     """Gives a folder to write a checkpoint into, its manifest included; `target` becomes it when
     the context ends, and stays as it was when an exception does or the process is killed.
 
-    An empty `target` is written in place: it may be where a disk is mounted. Files beside an older
-    checkpoint's own are kept.
+    A `target` that is no checkpoint is written in place: it may be where a disk is mounted, and
+    stays none until it has its manifest. Files beside an older checkpoint's own are kept.
     """
     target = Path(target).resolve()  # of a link the folder, on whatever disk
-    if target.is_dir() and not any(target.iterdir()):
+    if target.is_dir() and not (target / MANIFEST).is_file():
+        before = set(target.iterdir())
         try:
             yield target
         except BaseException:
-            for path in target.iterdir():
+            for path in set(target.iterdir()) - before:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
             raise
         return

@@ -13,7 +13,7 @@ from ray.tune.utils import flatten_dict
 from rllib_llm.config.schema import flat_settings
 from rllib_llm.runs.experiments import Experiment, algorithm_class
 from rllib_llm.runs.results import number
-from rllib_llm.shared.errors import UserError, nearest, suggestion, unknown_key
+from rllib_llm.shared.errors import UserError, suggestion, unknown_key
 
 # Functions of `ray.tune` with numbers as arguments. `choice` and `grid_search` take one list.
 SAMPLERS = (
@@ -42,9 +42,6 @@ def to_tune(value: Any, where: str) -> Any:
             return _from_list(name, arguments, where)
         if name in SAMPLERS:
             return _from_range(name, arguments, where)
-        is_range = isinstance(arguments, list) and all(isinstance(one, float) for one in arguments)
-        if is_range and nearest(str(name), SAMPLERS):
-            raise unknown_key(where, name, (*SAMPLERS, *LISTS))
     return {key: to_tune(item, f"{where}.{key}") for key, item in value.items()}
 
 

@@ -155,7 +155,8 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def of_fields(request: Request, error: RequestValidationError) -> JSONResponse:
         kind = request.headers.get("content-type", "")
-        return JSONResponse(field_error(list(error.errors()), kind).body(), 400)
+        told = field_error(list(error.errors()), kind, request.url.path)
+        return JSONResponse(told.body(), 400)
 
     @app.exception_handler(HTTPException)
     async def of_http(request: Request, error: HTTPException) -> JSONResponse:

@@ -520,8 +520,15 @@ def not_json(content_type: str) -> ApiError:
     )  # fmt: skip
 
 
-def field_error(errors: Sequence[Any], content_type: str) -> ApiError:
-    """pydantic's error as a response that names the field."""
+_REQUESTS: dict[str, type[BaseModel]] = {
+    "/chat/completions": ChatRequest, "/completions": CompletionRequest,
+    "/responses": ResponseRequest, "/generate": GenerateRequest,
+}  # fmt: skip
+
+
+def field_error(errors: Sequence[Any], content_type: str, path: str) -> ApiError:
+    """pydantic's error as a response that names the field; `path`: of the route."""
+    known = next((m.model_fields for end, m in _REQUESTS.items() if path.endswith(end)), ())
     first = errors[0]
     if first["type"] == "json_invalid":
         problem = first.get("ctx", {}).get("error", first["msg"])
@@ -539,8 +546,6 @@ def field_error(errors: Sequence[Any], content_type: str) -> ApiError:
             break
         named.append(str(part))
     name = ".".join(named)
-    requests = (ChatRequest, CompletionRequest, ResponseRequest)
-    known = {field for model in requests for field in model.model_fields} - {name}
     if first["type"] == "extra_forbidden":
         if named[-1] in NEUTRAL_VALUES:
             value = repr(first["input"])[:100]
@@ -550,7 +555,7 @@ def field_error(errors: Sequence[Any], content_type: str) -> ApiError:
             )  # fmt: skip
         return ApiError(
             400, f"{name} is no field of this request. "
-            f"{did_you_mean(named[-1], known, otherwise='Leave it out.')}", param=name,
+            f"{did_you_mean(name, known, otherwise='Leave it out.')}", param=name,
             code="unknown_parameter",
         )  # fmt: skip
     if first["type"] == "missing":

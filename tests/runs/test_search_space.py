@@ -41,7 +41,6 @@ def test_examples_are_all_points_of_the_grid_with_samplers_drawn():
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({"lognormal": [1e-5, 1e-3]}, "unknown key 'lognormal'. Did you mean 'loguniform'"),
         ({"grid_search": 3}, r"a\.grid_search=3 must be a list"),
         ({"choice": []}, r"a\.choice=\[\] must be a list of at least one"),
         ({"uniform": [1]}, r"must give 2 numbers \(lower, upper\)"),
