@@ -157,8 +157,8 @@ def _in_duckdb(
     words = {"ascending": "ASC", "descending": "DESC"}
     order = ", ".join(
         # NaN is the largest number to DuckDB, and none to pyarrow.
-        (f"NULLIF(\"{name}\", 'NaN')" if pa.types.is_floating(SCHEMA.field(name).type)
-         else f'"{name}"') + f" {words[how]} NULLS LAST"
+        (f'isnan("{name}"), ' if pa.types.is_floating(SCHEMA.field(name).type) else "")
+        + f'"{name}" {words[how]} NULLS LAST'
         for name, how in keys
     )  # fmt: skip
     further = f" AND {LEARNABLE_SQL}" if learnable else ""

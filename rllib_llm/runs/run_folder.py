@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rllib_llm.runs.experiments import KEYS, Experiment
-from rllib_llm.runs.results import StageResult
+from rllib_llm.runs.results import StageResult, read_results
 from rllib_llm.shared.errors import UserError
 from rllib_llm.shared.storage import Place, UrlPath, place, replace_text
 
@@ -127,9 +127,12 @@ def _newest(root: Place, name: str, source: str) -> Place:
     )
 
 
-def _has_saved(stage: Place) -> bool:
-    """Whether a stage has ended or has a checkpoint; one that has neither begins again."""
-    return StageResult.load(stage) is not None or any(stage.glob("*/checkpoint_*"))
+def has_saved(stage: Place) -> bool:
+    """Whether a stage has a checkpoint, or a trial that has ended; without, it begins again."""
+    if StageResult.load(stage) is not None or any(stage.glob("*/checkpoint_*")):
+        return True
+    results = (read_results(file.parent) for file in stage.glob("*/result.json"))
+    return any(rows and rows[-1].get("done") for rows in results)
 
 
 def check_continues(folder: Place, experiments: Sequence[Experiment]) -> None:
@@ -140,7 +143,7 @@ def check_continues(folder: Place, experiments: Sequence[Experiment]) -> None:
     """
     before = {spec["name"]: spec for spec in _recorded(folder).get("experiments", [])}
     now = {spec["name"]: spec for spec in as_json(experiments)}
-    begun = [name for name in before if _has_saved(folder / name)]
+    begun = [name for name in before if has_saved(folder / name)]
     problems = [
         f"{name} is not among the experiments: it has begun in {str(folder)!r}. Put it back."
         for name in begun

@@ -19,13 +19,13 @@ from rllib_llm.runs.live_table import LiveTable
 from rllib_llm.runs.plan import INTERVAL, check_experiment, checkpoint_settings
 from rllib_llm.runs.report_page import PAGE_FILE, find_trials, write_page
 from rllib_llm.runs.results import RECORD, StageResult, collect_result, short_name
-from rllib_llm.runs.run_folder import write_environment
+from rllib_llm.runs.run_folder import has_saved, write_environment
 from rllib_llm.runs.search_space import make_scheduler, make_searcher, search_space
 from rllib_llm.runs.trial_checkpoints import SaveOnStop
 from rllib_llm.shared.errors import UserError
 from rllib_llm.shared.messages import failure_text
 from rllib_llm.shared.ray_compat import replace_callbacks, resume_finished, tuner_from_checkpoint
-from rllib_llm.shared.storage import Place, UrlPath
+from rllib_llm.shared.storage import Place, UrlPath, remove
 
 
 class StageFailed(RuntimeError):
@@ -113,6 +113,8 @@ def run_stage(
         check_experiment(experiment)
     folder = run_folder / experiment.name
     has_begun = resume and folder.exists()
+    if has_begun and not has_saved(folder):
+        remove(folder)  # what is asked for now may be something else
     write_environment(folder)
     finished = (folder / RECORD).is_file()
     (folder / RECORD).unlink(missing_ok=True)
@@ -128,14 +130,14 @@ def run_stage(
                 return _restored_tuner(experiment, folder, callbacks, further)
             return _tuner(experiment, run_folder, callbacks)
 
-        tuner = None
-        if has_begun:
+        if has_begun and _can_resume(folder):
+            tuner = restored(finished)
+            text = f"goes on from {last_saved(list(tuner.get_results()))}"
+        else:
+            tuner = _tuner(experiment, run_folder, callbacks)
             text = "begins again: no checkpoint of it had been saved"
-            if _can_resume(folder) and any(folder.glob("*/checkpoint_*")):
-                tuner = restored(finished)
-                text = f"goes on from {last_saved(list(tuner.get_results()))}"
+        if has_begun:
             console.print(f"{experiment.name} {text}.", highlight=False)
-        tuner = tuner or _tuner(experiment, run_folder, callbacks)
         try:
             grid = fit(
                 tuner,

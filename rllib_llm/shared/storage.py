@@ -207,6 +207,14 @@ def upload(folder: Path, target: Place) -> None:
     pyarrow.fs.copy_files(str(folder), path, LocalFileSystem(), filesystem)
 
 
+def remove(folder: Place) -> None:
+    """Removes a folder and all that is in it."""
+    if isinstance(folder, Path):
+        shutil.rmtree(folder, ignore_errors=True)
+    else:
+        folder.filesystem.delete_dir(folder.path)
+
+
 def fetch_file(filesystem: pyarrow.fs.FileSystem, source: str, target: Path) -> None:
     """Copies a file here, if it is there and `target` is not."""
     if not target.exists() and filesystem.get_file_info(source).type == FileType.File:

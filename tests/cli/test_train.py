@@ -140,6 +140,7 @@ def test_a_stage_that_saved_nothing_begins_again_with_what_is_asked_for_now(run,
     assert "a begins again: no checkpoint" in said(result.output)
     stage = StageResult.load(tmp_path / "results" / "run" / "a")
     assert stage.metrics["objective/scores"] == 6.0  # 2 iterations of lr = 3
+    assert len(list(stage.folder.glob("Counter_*"))) == 1  # nothing of the one before is left
 
 
 def test_restore_starts_from_a_checkpoint(run, tmp_path):

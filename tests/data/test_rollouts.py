@@ -62,12 +62,12 @@ def test_order_and_number(folder):
 def test_the_first_rows_are_the_same_with_duckdb_and_without(tmp_path, monkeypatch, sort):
     store = RolloutStore(tmp_path)
     put(store, 1, *group(1, [0.5, float("nan"), 1.0]))
-    put(store, 2, *group(2, [0.25, 1.0], prompt="2+2="))
+    put(store, 2, *group(2, [0.25, 1.0, float("nan"), -1.0], prompt="2+2="))
     store.stop()
-    with_duckdb = query(open_rollouts([tmp_path]), sort=sort, limit=4)
+    with_duckdb = query(open_rollouts([tmp_path]), sort=sort, limit=6)
     monkeypatch.setitem(sys.modules, "duckdb", None)
-    without = query(open_rollouts([tmp_path]), sort=sort, limit=4)
-    assert with_duckdb.schema == without.schema and len(without) == 4
+    without = query(open_rollouts([tmp_path]), sort=sort, limit=6)
+    assert with_duckdb.schema == without.schema and len(without) == 6
     assert str(with_duckdb.to_pylist()) == str(without.to_pylist())  # NaN is not equal to itself
 
 
