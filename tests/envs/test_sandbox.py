@@ -252,9 +252,10 @@ def test_what_an_isolated_call_has_started_ends_with_the_call(mark):
 def test_a_folder_goes_with_whoever_made_it():
     """A sampler that is killed removes nothing."""
     code = (
-        "import sys; from rllib_llm.envs.sandbox import *\n"
+        "import os, sys; from rllib_llm.envs.sandbox import *\n"
         "made = Contained(Sandbox(), {'mode': 'calls', 'function': sys.argv[1], 'isolated': 0},"
         " is_asked=True)\n"
+        "os.makedirs(made.folder + '/of/folders')\n"
         "print(made.folder, flush=True); sys.stdin.read()"
     )
     parent = subprocess.Popen(
