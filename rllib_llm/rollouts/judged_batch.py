@@ -94,7 +94,11 @@ class JudgedBatch:
 
     def to(self, device: torch.device | str) -> JudgedBatch:
         """The batch with its tensors on `device`."""
-        return JudgedBatch(**_mapped(vars(self), lambda column: column.to(device)))
+
+        def moved(column: Column) -> Column:
+            return column.to(device)
+
+        return JudgedBatch(**_mapped(vars(self), moved))
 
     @property
     def sampled_mask(self) -> Column:
