@@ -70,6 +70,7 @@ def test_nothing_is_lost_doubled_too_old_or_stuck(random, rules, in_flight, othe
 
 
 @pytest.mark.slow  # two thousand schedules
+@pytest.mark.timeout(3600)  # 20 minutes are not enough on a slow machine with others at work
 @settings(max_examples=2000, derandomize=True, **OPTIONS)
 @given(RANDOM, any_rules(), IN_FLIGHT, st.lists(any_rules(), max_size=2))
 def test_nothing_is_lost_doubled_too_old_or_stuck_in_many_schedules(
