@@ -23,7 +23,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +109,10 @@ def newest_usable(folder: str | Place) -> Path:
             wrong with the newest.
     """
     folder = place(folder)
-    candidates = checkpoints_in(_trial_in(folder)) or [folder]
+    return _first_usable(_checkpoints_below(folder) or [folder])
+
+
+def _first_usable(candidates: Sequence[Place]) -> Path:
     errors: list[CheckpointError] = []
     for candidate in candidates:
         try:
@@ -121,10 +124,10 @@ def newest_usable(folder: str | Place) -> Path:
     raise errors[0]
 
 
-def _trial_in(folder: Place) -> Place:
-    """The trial in the folder of a run or of a stage; `folder` itself where it holds none."""
-    if checkpoints_in(folder):
-        return folder
+def _checkpoints_below(folder: Place) -> list[Any]:
+    """Those of a trial by its folder, or by that of its stage or run, the newest first."""
+    if own := checkpoints_in(folder):
+        return own
     found = [*folder.glob("*/checkpoint_*"), *folder.glob("*/*/checkpoint_*")]
     trials = sorted({path.parent for path in found if path.is_dir()}, key=str)
     if len(trials) > 1:
@@ -132,7 +135,7 @@ def _trial_in(folder: Place) -> Place:
             f"checkpoint={str(folder)!r} must be one trial: it holds {len(trials)}. Give one of "
             f"{', '.join(map(str, trials))}."
         )
-    return trials[0] if trials else folder
+    return checkpoints_in(trials[0]) if trials else []
 
 
 @contextlib.contextmanager
@@ -192,9 +195,7 @@ def _recover(target: Path) -> None:
 
 def _keep_foreign_files(old: Path, new: Path) -> None:
     """Moves files that `old`'s manifest does not list to `new`, unless it has such files."""
-    own = {MANIFEST}
-    if (old / MANIFEST).is_file():
-        own |= set(read_manifest(old)["files"])
+    own = {*read_manifest(old)["files"], MANIFEST}
     for path in sorted(old.rglob("*")):
         name = path.relative_to(old)
         if path.is_file() and str(name) not in own and not (new / name).exists():
@@ -259,7 +260,8 @@ def fetched(given: str | Path) -> Path:
     if not is_url(given):
         return Path(given).expanduser()
     url = UrlPath(str(given))
-    return newest_usable(url) if checkpoints_in(_trial_in(url)) else local_copy(url)
+    found = _checkpoints_below(url)
+    return _first_usable(found) if found else local_copy(url)
 
 
 def _here(given: str) -> Path:
@@ -292,10 +294,10 @@ def find_model(given: str) -> str:
     for candidate in (folder, folder / "model"):
         if (candidate / "config.json").is_file():
             return str(candidate)
-    trial = _trial_in(folder)
-    if not (checkpoints_in(trial) or (trial / MODEL_IN_CHECKPOINT).is_dir()):
+    found = _checkpoints_below(folder)
+    if not (found or (folder / MODEL_IN_CHECKPOINT).is_dir()):
         raise UserError(
             f"checkpoint={given!r} must hold a model: there is no config.json in it, nor in "
             f"{MODEL_IN_CHECKPOINT} or model below it. Give a checkpoint of a language model."
         )
-    return str(newest_usable(trial) / MODEL_IN_CHECKPOINT)
+    return str(_first_usable(found or [folder]) / MODEL_IN_CHECKPOINT)

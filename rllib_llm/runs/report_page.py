@@ -125,8 +125,15 @@ def find_trials(folder: str | Place) -> list[PageTrial]:
 
 def _begun(result_file: Place) -> float | None:
     """When the first of a trial's results came, seconds; None where there is none."""
-    first = next(iter(read_json_lines(result_file)), None)
-    return None if first is None else float(first.get("timestamp", 0))
+    if not result_file.is_file():
+        return None
+    first, ended, _ = result_file.read_text(encoding="utf-8").partition("\n")
+    try:
+        return float(json.loads(first).get("timestamp", 0))
+    except json.JSONDecodeError:
+        if ended:
+            raise
+        return None  # empty, or cut off by a kill
 
 
 def write_page(groups: Mapping[str, Sequence[PageTrial]], file: Place) -> Place:

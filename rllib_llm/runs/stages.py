@@ -125,13 +125,13 @@ def run_stage(
         warnings.simplefilter("ignore")  # of libraries; they would tear the table
         table.know(told)
 
-        def restored(further: bool = False) -> Any:
+        def restored() -> Any:
             if _can_resume(folder):
-                return _restored_tuner(experiment, folder, callbacks, further)
+                return _restored_tuner(experiment, folder, callbacks, further=False)
             return _tuner(experiment, run_folder, callbacks)
 
         if has_begun and _can_resume(folder):
-            tuner = restored(finished)
+            tuner = _restored_tuner(experiment, folder, callbacks, further=finished)
             text = f"goes on from {last_saved(list(tuner.get_results()))}"
         else:
             tuner = _tuner(experiment, run_folder, callbacks)
