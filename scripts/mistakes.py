@@ -103,9 +103,11 @@ FILES: dict[str, str] = {
     "`mixed_precision: fp16`": config(mixed_precision="fp16"),
     "`lora: {rank: 8}`": config(lora={"rank": 8}),
     "`lora: {r: 0}`": config(lora={"r": 0}),
+    "`lora: {target_modules: [q_prj]}`": config(lora={"target_modules": ["q_prj"]}),
     # --- settings --------------------------------------------------------------------------
     "`learning_rate: 1e-5`": config(learning_rate=1e-5),
     "`lr: fast`": config(lr="fast"),
+    "`lr: lognormal(1e-6, 1e-4)`": config(lr="lognormal(1e-6, 1e-4)"),
     "`lr: -1`": config(lr=-1.0),
     "`lr: .inf`": config(lr=float("inf")),
     "`temperature: -1`": config(temperature=-1),

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -34,11 +35,17 @@ from pydantic import (
 )
 
 from rllib_llm.shared.dotted import looks_dotted
-from rllib_llm.shared.errors import SettingError, complain
+from rllib_llm.shared.errors import SettingError, complain, nearest
 
 # Where a setting is kept: in RLlib's config, in its `env_config`, or beside it in a YAML file.
 IN_CONFIG, IN_ENV, OF_EXPERIMENT = "config", "env_config", "experiment"
 DEFAULT_ENV = "rllib_llm/RLHF-v0"  # what settings in `env_config` are of unless they say so
+# Functions of `ray.tune` with numbers as arguments. `choice` and `grid_search` take one list.
+SAMPLERS = (
+    "uniform", "quniform", "loguniform", "qloguniform", "randn", "qrandn", "randint", "qrandint",
+    "lograndint", "qlograndint",
+)  # fmt: skip
+LISTS = ("grid_search", "choice")
 LARGEST = 2**63 - 1  # tensors hold no larger whole number
 UNSET = -1  # RLlib drops settings of this value
 
@@ -147,7 +154,12 @@ class Setting:
             reason = "RLlib takes -1 as 'not given' and would use the default"
             remedy = "Write -1.000001, which means the same here"
         except ValidationError:
-            if isinstance(number, float) and math.isinf(number):
+            if space := self._search_space(value):
+                remedy = (
+                    f"For a search space write `{self.in_section}: {{{space}: [...]}}`, in Python "
+                    f"tune.{space}(...)"
+                )
+            elif isinstance(number, float) and math.isinf(number):
                 value_rule = "finite"
             elif number > LARGEST:
                 value_rule = "below 2**63"
@@ -160,6 +172,14 @@ class Setting:
             reason=reason,
             remedy=remedy,
         )
+
+    def _search_space(self, value: Any) -> str:
+        """The search space of Tune's that a refused text or mapping resembles, or ""."""
+        text = f"{next(iter(value), '')}:" if isinstance(value, Mapping) else value
+        call = re.match(r"\W*(?:ray\.)?(?:tune\.)?(\w+)\s*([(:]?)", str(text))
+        if call is None or not (call[2] or {int, float} & {*_alternatives(self.type)}):
+            return ""
+        return next(iter(nearest(call[1], (*SAMPLERS, *LISTS), cutoff=0.7)), "")
 
     @property
     def says(self) -> str:

@@ -57,6 +57,10 @@ ELSEWHERE = {
     "eval_steps": "Set evaluation_interval, in iterations",
     "eval_strategy": "Set evaluation_interval, in iterations",
     "per_device_eval_batch_size": "Set evaluation_duration, in rows",
+    "per_device_train_batch_size": "It is called 'micro_batch_size' here, and times "
+    "gradient_accumulation_steps 'minibatch_size'",
+    "gradient_accumulation_steps": "Times per_device_train_batch_size it is called "
+    "'minibatch_size' here: the rows of an optimiser step",
     "report_to": "Weights & Biases is switched on with --wandb-project",
     "logging_steps": "Every iteration is logged; leave it out",
     "autocast_dtype": "It is mixed_precision='bf16' now",
@@ -70,7 +74,7 @@ ELSEWHERE = {
 
 
 class UnknownSettingError(SettingError):
-    """Names that are no settings; the remedy has what each is called here, or resembles."""
+    """A name that is no setting; the remedy has what it is called here, or resembles."""
 
 
 class UnknownAttributeError(AttributeError):
@@ -92,12 +96,15 @@ def unknown_settings(
 ) -> UnknownSettingError:
     """Return the error for all of `names`, given in `section`; `where`: how the message names the
     place, e.g. "ppo.config"."""
-    first, *others = names
-    said = [f"unknown key {name!r}. {hint(config_class, str(name), section)}" for name in others]
-    return UnknownSettingError(
-        f"unknown key {first!r}", name=str(first), where=where, unknown=True,
-        remedy=" Also ".join([hint(config_class, str(first), section), *said]),
-    )  # fmt: skip
+    first, *others = [
+        UnknownSettingError(
+            f"unknown key {name!r}", name=str(name), where=where, unknown=True,
+            remedy=hint(config_class, str(name), section),
+        )
+        for name in names
+    ]  # fmt: skip
+    first.others = tuple(others)
+    return first
 
 
 def hint(

@@ -18,7 +18,6 @@ read it too; the latter not where the base is a dotted path, which only this pac
 from __future__ import annotations
 
 import copy
-import difflib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -36,7 +35,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rllib_llm.modules.llama_trunk import is_plain_tensor
 from rllib_llm.modules.quantization import quantize
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.errors import SettingError, closest, complain, unknown_key
 
 ADAPTER = "default"  # peft's own name for the only adapter of a model
 DEFAULTS = {"r": 16, "alpha": 32, "dropout": 0.0, "target_modules": "all-linear"}
@@ -65,18 +64,10 @@ def check_lora(lora: Any) -> None:
             remedy="Use {} for the defaults, None to train all weights",
         )
     allowed = [*DEFAULTS, *PASSED_ON]
+    called = {**{name: name for name in allowed}, **OTHER_NAMES}
     for key in lora:
         if key not in allowed:
-            called = {**{name: name for name in allowed}, **OTHER_NAMES}
-            close = difflib.get_close_matches(str(key), called, n=1)
-            hint = f"Did you mean {called[close[0]]!r}?" if close else "Leave it out."
-            raise SettingError(
-                name="lora",
-                value=lora,
-                rule=f"hold only {allowed}",
-                reason=f"{key!r} is none of them",
-                remedy=hint,
-            )
+            complain(unknown_key("lora", key, allowed, closest(str(key), called)))
     settings = {**DEFAULTS, **lora}
     rules = {
         "r": (settings["r"] in range(1, 2**16), "a whole number of at least 1"),

@@ -99,6 +99,16 @@ def load_causal_lm(
     return _finish(network, dtype, device)
 
 
+def without_weights(model: str | os.PathLike) -> nn.Module:
+    """Returns the causal language model of `model` with the names and shapes of its weights alone;
+    of a dotted path the whole model."""
+    kind, value = source_kind(model)
+    if kind == DOTTED:
+        return build_from_dotted(value)[0]
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(model_config(value))
+
+
 def merge_folder(source: str | Path, target: str | Path) -> Path:
     """Writes the plain model and tokenizer of the adapter folder `source` to `target`."""
     load_causal_lm(source, dtype=read_base(source).dtype).save_pretrained(target)

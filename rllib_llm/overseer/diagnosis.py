@@ -94,8 +94,7 @@ OWNERS: Mapping[str, str] = {
     SAVING: "checkpoints",
 }
 REMEDIES: Mapping[str, str] = {
-    "sampler": "raise num_env_runners (rllib scale) or sampling_batch_size, or lower "
-    "max_new_tokens",
+    "sampler": "raise num_env_runners or sampling_batch_size, or lower max_new_tokens",
     "judge": "make the reward function async or faster, quantise the reward model, or raise "
     "num_env_runners: each sampler judges its own completions",
     "tools": "make the tools faster or raise how many conversations run at once; num_env_runners "
@@ -124,8 +123,9 @@ class Diagnosis:
     text: str
 
 
-def diagnose(seconds: Mapping[str, float]) -> Diagnosis:
-    """The diagnosis of the learner's `seconds` by phase, of a few iterations."""
+def diagnose(seconds: Mapping[str, float], has_samplers: bool = False) -> Diagnosis:
+    """The diagnosis of the learner's `seconds` by phase, of a few iterations; `has_samplers`: there
+    are sampler processes, whose number can be changed."""
     by_owner: dict[str, float] = {}
     for phase, value in seconds.items():
         owner = OWNERS.get(phase)
@@ -141,6 +141,8 @@ def diagnose(seconds: Mapping[str, float]) -> Diagnosis:
         key=lambda phase: seconds.get(phase, 0.0),
     )
     remedy = REMEDIES["tools" if longest == FOR_TOOLS else bound]
+    if bound == "sampler" and has_samplers:
+        remedy += "; rllib scale adds samplers at once, up to sampling_parts"
     doing = "learns" if bound == "learner" else f"is {longest}"
     text = f"{bound}-bound: the run {doing} {share:.0%} of the time; to change it, {remedy}"
     return Diagnosis(bound, share, text)

@@ -172,8 +172,11 @@ class Overseer:
                 silent = self._clock() - self._heard[part["part"]]
                 parts.append({**part, "silent_seconds": silent,
                               "is_silent": silent > SILENT_SECONDS})  # fmt: skip
+        samplers = {
+            part["part"].split(" of ")[-1] for part in parts if part["part"][:8] == "sampler "
+        }
         diagnoses = {
-            part["part"]: vars(diagnose(part.get("recent_seconds") or {}))
+            part["part"]: vars(diagnose(part.get("recent_seconds") or {}, part["part"] in samplers))
             for part in parts
             if part["kind"] == "trial"
         }

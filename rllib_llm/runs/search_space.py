@@ -11,16 +11,10 @@ from ray.tune.schedulers import PopulationBasedTraining
 from ray.tune.utils import flatten_dict
 
 from rllib_llm.config.schema import flat_settings
+from rllib_llm.config.setting import LISTS, SAMPLERS
 from rllib_llm.runs.experiments import Experiment, algorithm_class
 from rllib_llm.runs.results import number
 from rllib_llm.shared.errors import UserError, suggestion, unknown_key
-
-# Functions of `ray.tune` with numbers as arguments. `choice` and `grid_search` take one list.
-SAMPLERS = (
-    "uniform", "quniform", "loguniform", "qloguniform", "randn", "qrandn", "randint", "qrandint",
-    "lograndint", "qlograndint",
-)  # fmt: skip
-LISTS = ("grid_search", "choice")
 
 
 def to_tune(value: Any, where: str) -> Any:

@@ -34,8 +34,8 @@ from typing import Any
 import yaml
 
 import rllib_llm
+from rllib_llm.config.setting import LISTS, SAMPLERS
 from rllib_llm.runs.experiments import KEYS, Experiment, algorithm_class, substitute
-from rllib_llm.runs.search_space import LISTS, SAMPLERS
 from rllib_llm.shared.errors import UserError, nearest, suggestion
 
 # YAML 1.1 wants a dot and a sign (1.0e-5); this is the float of YAML 1.2, which needs neither.

@@ -35,7 +35,10 @@ class SettingError(ValueError):
         remedy: what to do instead, a sentence.
         where: the place that it is in, such as "ppo.config".
         unknown: there is no setting of that name.
+        others: further errors, found with it.
     """
+
+    others: tuple[SettingError, ...] = ()
 
     def __init__(
         self, text: str = "", *, name: str = "", value: Any = ..., rule: str = "",
@@ -48,7 +51,8 @@ class SettingError(ValueError):
 
     def __str__(self) -> str:
         text = " ".join(filter(None, (self.sentence, self.remedy_sentence)))
-        return f"{self.where}: {text}" if self.where else text
+        text = f"{self.where}: {text}" if self.where else text
+        return "\n".join([text, *map(str, self.others)])
 
     @property
     def found(self) -> str:
@@ -90,6 +94,7 @@ class SettingError(ValueError):
         """The same error at `where`, a place that contains its own."""
         error = copy.copy(self)
         error.where = f"{where}: {self.where}" if self.where else where
+        error.others = tuple(other.at(where) for other in self.others)
         return error
 
 
@@ -219,8 +224,13 @@ def complain(error: ValueError) -> None:
     found = _NOTED.get()
     if found is None:
         raise error
-    if not any(_is_same(error, other) for other in found):
-        found.append(error)
+    others = error.others if isinstance(error, SettingError) else ()
+    if others:
+        error = copy.copy(error)
+        error.others = ()  # type: ignore[attr-defined]
+    for one in (error, *others):
+        if not any(_is_same(one, other) for other in found):
+            found.append(one)
 
 
 def _is_same(error: ValueError, before: ValueError) -> bool:

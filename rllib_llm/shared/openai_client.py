@@ -2,7 +2,7 @@
 
 Requests run in a bounded number of threads; what may pass (overload, a restart, a lost connection,
 an answer cut short) is tried again with growing, jittered pauses. A client that waits for outages
-goes on asking a server that is away until it has been away for `outage_s`.
+goes on asking a server that is away until it has been away for `judge_outage_s`.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class OpenAIClient:
         max_concurrency: requests under way at once, >= 1.
         first_delay_s: pause before the second attempt; it doubles up to `max_delay_s`, times a
             random factor of 0.5 to 1.5. A server's Retry-After goes before it.
-        outage_s: seconds that a server may be away (no connection, 429, 502, 503, 504) before its
-            requests fail, whatever `max_attempts`; 0: no outage is waited for.
+        judge_outage_s: seconds that a server may be away (no connection, 429, 502, 503, 504) before
+            its requests fail, whatever `max_attempts`; 0: no outage is waited for.
 
     A client can be pickled; the copy opens connections of its own.
 
@@ -71,7 +71,7 @@ class OpenAIClient:
         max_concurrency: int = 32,
         first_delay_s: float = 0.5,
         max_delay_s: float = 30.0,
-        outage_s: float = 0.0,
+        judge_outage_s: float = 0.0,
     ) -> None:
         self._arguments = {name: value for name, value in locals().items() if name != "self"}
         try:
@@ -79,7 +79,7 @@ class OpenAIClient:
         except ImportError as error:
             raise ImportError(f"{MISSING} ({error})") from error
         _check(base_url, timeout_s, max_attempts, max_concurrency)
-        self._outage = Outage(base_url, outage_s)
+        self._outage = Outage(base_url, judge_outage_s)
         key = os.environ.get(api_key_env, "")
         self.base_url = base_url.rstrip("/")
         self._max_attempts = max_attempts
@@ -138,16 +138,16 @@ class OpenAIClient:
             wait_s = backoff_seconds(
                 attempt, self._jitter.uniform, self._first_delay_s, self._max_delay_s
             )
-            is_away = False
             try:
                 response = self._http.post(url, json=body, headers=headers)
-            except self._transport_errors as error:
-                reason = f"{type(error).__name__}: {error}"
-                is_away = not isinstance(error, self._silences)
-            else:
                 is_away = response.status_code in AWAY_STATUS
+            except self._transport_errors as error:
+                response, reason = None, f"{type(error).__name__}: {error}"
+                is_away = not isinstance(error, self._silences)
+            if not is_away:
+                self._outage.end()
+            if response is not None:
                 if response.status_code == 200:
-                    self._outage.end()
                     try:
                         return read(response.json())
                     except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
@@ -162,10 +162,12 @@ class OpenAIClient:
                         "and the API key's environment variable."
                     )
             attempt += 1
-            waited = is_away and self._outage.waits(reason)
-            if attempt >= self._max_attempts and not waited:
-                if is_away:
-                    self._outage.give_up(reason)
+            left_s = self._outage.waits(reason) if is_away else 0.0
+            if left_s:
+                wait_s = min(wait_s, left_s)
+            elif is_away:
+                self._outage.give_up(reason)
+            if attempt >= self._max_attempts and not left_s:
                 break
             self._note_retry(url, reason, wait_s)
             if self._is_closing(wait_s):

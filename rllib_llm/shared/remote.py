@@ -75,10 +75,10 @@ class Outage:
         self._since: float | None = None
         self._told: float | None = None  # when it was last said
 
-    def waits(self, reason: str) -> bool:
-        """Notes an attempt that found it away; False where it is not waited for any longer."""
+    def waits(self, reason: str) -> float:
+        """Notes an attempt that found it away; the seconds that it is still waited for."""
         if not self._longest_s:
-            return False
+            return 0.0
         now = time.monotonic()
         with self._lock:
             self._since = now if self._since is None else self._since
@@ -91,15 +91,15 @@ class Outage:
             then = self._meanwhile or f"It is waited for up to {self._longest_s:.0f} s."
             how_long = "went away" if is_first else f"has been away for {away:.0f} s"
             logger.warning("%s %s (%s). %s", self._name, how_long, reason, then)
-        return away < self._longest_s
+        return max(0.0, self._longest_s - away)
 
     def give_up(self, reason: str) -> None:
         """Raises OutageError where it was waited for."""
         if self._longest_s:
             raise OutageError(
-                f"{self._name} must come back within outage_s={self._longest_s:g}: it was away "
-                f"all that time (an outage; the last attempt gave {reason}). Start the server "
-                "again and resume the run, or raise outage_s."
+                f"{self._name} must come back within judge_outage_s={self._longest_s:g}: it was "
+                f"away all that time (an outage; the last attempt gave {reason}). Start the server "
+                "again and resume the run, or raise judge_outage_s."
             )
 
     def end(self) -> None:

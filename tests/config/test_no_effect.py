@@ -78,7 +78,7 @@ def test_a_setting_with_effect_is_silent(make, settings):
         ({"dtype": "float16"}, r"dtype='float16' must be one of \('float32', 'bfloat16'\)"),
         ({"mixed_precision": "fp16"}, "mixed_precision='fp16' must be one of .'bf16', 'auto'"),
         ({"mixed_precision": "bf16", "dtype": "bfloat16"}, "mixed_precision='bf16' must be None"),
-        ({"lora": {"rank": 3}}, "must hold only"),
+        ({"lora": {"rank": 3}}, "lora: unknown key 'rank'. Did you mean 'r'"),
     ],
 )
 def test_precision_and_adapters_that_cannot_be_are_refused(settings, words):

@@ -26,7 +26,7 @@ from rllib_llm.algorithms.sft import SFTConfig
 from rllib_llm.config.schema import build_config, check_keys
 from rllib_llm.config.sections import known_names, plain_fields, rllib_table, table
 from rllib_llm.config.setting import IN_CONFIG
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.errors import SettingError, all_complaints
 from tests.algorithms import tiny_runs as tiny
 
 CLASSES = [type(get_algorithm_class(name).get_default_config()) for name in ALGORITHMS]
@@ -122,6 +122,32 @@ def test_all_unknown_keys_are_told_at_once_in_python_dicts_and_yaml():
         assert "'max_new_token'. Did you mean 'max_new_tokens'" in text
         assert "'temprature'. Did you mean 'temperature'" in text
         assert "unknown key 'bet'" in text and "'lr'." not in text
+
+
+def test_each_unknown_key_is_a_complaint_of_its_own_with_a_remedy_of_its_own():
+    wrong = {"lrr": 1, "sampling": {"temprature": 1, "topp": 1}, "lora": {"rank": 4, "alfa": 3}}
+    for part in (["lrr"], ["sampling"], ["lora"]):
+        with all_complaints() as found:
+            build_config(PPOPtx, {"model": "x.build", **{key: wrong[key] for key in part}})
+        told = [(error.name, error.remedy) for error in found if error.unknown]
+        assert told == {
+            "lrr": [("lrr", "Did you mean 'lr' or 'lora'?")],
+            "sampling": [("temprature", "Did you mean 'temperature'?"),
+                         ("topp", "Did you mean 'top_p' or 'top_k'?")],
+            "lora": [("rank", "Did you mean 'r'?"), ("alfa", "Did you mean 'alpha'?")],
+        }[part[0]]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["lognormal(1e-6, 1e-4)", "tune.loguniform(1e-6, 1e-4)", "{log_uniform: [1e-6, 1e-4]}",
+     "lognormal", {"lognormal": [1e-6, 1e-4]}],
+)  # fmt: skip
+def test_a_search_space_that_is_none_is_told_how_it_is_written(value):
+    with pytest.raises(ValueError, match=r"For a search space write `lr: \{loguniform: \[...\]\}`"):
+        GRPOConfig().training(lr=value).check_table()
+    with pytest.raises(ValueError, match="Write 'ppo', its default"):  # no name of a space here
+        GRPOConfig().training(policy_loss="uniform").check_table()
 
 
 def test_a_setting_of_another_section_names_its_method():

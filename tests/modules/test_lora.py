@@ -296,7 +296,7 @@ def test_a_quantised_trunk_learns_and_merges_to_what_was_trained(quantization, t
     "lora, words",
     [
         ("r=4", "must be a dict"),
-        ({"rank": 4}, "must hold only"),
+        ({"rank": 4}, "lora: unknown key 'rank'. Did you mean 'r'"),
         ({"r": 0}, "lora.r=0 must be a whole number"),
         ({"dropout": 1.0}, "lora.dropout=1.0 must be in"),
         ({"target_modules": []}, "lora.target_modules"),

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rllib_llm.cli.main import app
+from rllib_llm.overseer.diagnosis import FOR_COMPLETIONS
 from rllib_llm.overseer.service import (
     SILENT_SECONDS,
     CommandError,
@@ -189,6 +190,16 @@ def test_an_overseer_that_is_started_again_has_another_address_and_the_same_toke
         find_run(tmp_path).status()
     with pytest.raises(UserError, match="started with an overseer"):
         find_run(tmp_path / "elsewhere")
+
+
+def test_scaling_is_advised_where_there_are_samplers_to_scale():
+    overseer = Overseer(Clock())
+    for reports, advised in ([trial(recent_seconds={FOR_COMPLETIONS: 9.0})], False), ([sampler()], True):
+        for report in reports:
+            overseer.report(report)
+        (found,) = overseer.status()["diagnoses"].values()
+        assert found["bound"] == "sampler" and "num_env_runners" in found["text"]
+        assert ("rllib scale" in found["text"]) is advised
 
 
 def test_status_fits_80_columns(served):

@@ -218,7 +218,7 @@ def test_types_of_settings_are_told_before_anything_runs():
         ((name, value),) = wrong.items()
         with pytest.raises(UserError, match=f"ppo.config: {name}={value} must be a whole number"):
             check_experiments([Experiment("ppo", "PPOPtx", config={"model": model, **wrong})])
-    with pytest.raises(UserError, match="'rank' is none of them. Did you mean 'r'?"):
+    with pytest.raises(UserError, match="unknown key 'rank'. Did you mean 'r'?"):
         check_experiments(
             [Experiment("a", "SFT", config={"model": model, "lora": {"rank": 4}, "data": ["x"]})]
         )

@@ -31,13 +31,13 @@ def test_one_that_is_waited_for_is_told_once_a_minute_and_given_up_on(caplog, mo
     outage, waited = Outage("http://judge", 150.0), []
     for now[0] in (0.0, 59.0, 60.0, 90.0, 121.0, 150.0):
         waited.append(outage.waits("status 503"))
-    assert waited == [True] * 5 + [False]
+    assert waited == [150.0, 91.0, 90.0, 60.0, 29.0, 0.0]
     said = [record.getMessage() for record in caplog.records]
     assert [text.split(" (")[0] for text in said] == [
         "http://judge has been away for 60 s", "http://judge has been away for 121 s",
     ]  # fmt: skip
     assert said[0].endswith("(status 503). It is waited for up to 150 s.")
-    with pytest.raises(OutageError, match="must come back within outage_s=150"):
+    with pytest.raises(OutageError, match="must come back within judge_outage_s=150"):
         outage.give_up("status 503")
     assert issubclass(OutageError, Away)
 

@@ -24,6 +24,7 @@ def model_rules(stage: Stage) -> Iterator[Finding]:
             yield from _kind(setting, config, stage)
     if stage.is_rlhf or stage.config.pretrained_model is not None:
         yield from _tokenizer(stage)
+        yield from _adapters(stage)
 
 
 def _weights(setting: str, folder: Path) -> Iterator[Finding]:
@@ -101,6 +102,20 @@ def _tokenizer(stage: Stage) -> Iterator[Finding]:
             "Make them equal in the model's folder, or set stop_token_ids.",
         )  # fmt: skip
     yield from _round_trip(tokenizer, str(model))
+
+
+def _adapters(stage: Stage) -> Iterator[Finding]:
+    """The policy has the layers that `lora` names."""
+    from rllib_llm.modules.lora import add_adapters
+    from rllib_llm.modules.pretrained import without_weights
+    from rllib_llm.runs.doctor.data_rules import _is_here
+
+    model, lora = stage.config.pretrained_model, stage.config.lora
+    if lora is not None and _is_here(model):
+        try:
+            add_adapters(without_weights(model), lora)
+        except ValueError as error:
+            yield Finding.from_error(error, "settings")
 
 
 def _round_trip(tokenizer: Any, model: str) -> Iterator[Finding]:

@@ -14,6 +14,7 @@ import pytest
 from rllib_llm.envs.judges.llm_judges import JudgeServer, ReferenceJudge, stated_score
 from rllib_llm.envs.judges.remote_rewards import RemoteReward
 from rllib_llm.envs.judges.rewards import Invalid, RewardBatch, RewardError, RewardSum
+from rllib_llm.shared import remote
 from rllib_llm.shared.openai_client import OpenAIClient
 from rllib_llm.shared.remote import OutageError
 from tests.scripted_server import ScriptedServer, serving
@@ -147,13 +148,47 @@ def test_what_ends_the_run_says_that_it_was_an_outage():
     later = _Later(None)  # never started
     client = {"first_delay_s": 0.01, "max_delay_s": 0.05, "max_attempts": 2}
     judge = RemoteReward(f"http://127.0.0.1:{later.port}/r", judge_outage_s=0.3, **client)
-    with pytest.raises(RewardError, match=r"must come back within outage_s=0\.3(.|\n)*outage"):
+    with pytest.raises(
+        RewardError, match=r"must come back within judge_outage_s=0\.3(.|\n)*outage"
+    ):
         RewardSum(judge)(batch(["a", "b"]))
+
+
+def test_an_outage_is_given_up_on_when_its_time_is_over_whatever_the_pauses(monkeypatch):
+    now = [0.0]
+
+    class Closing(threading.Event):
+        def wait(self, timeout=None):
+            now[0] += timeout
+            return False
+
+    monkeypatch.setattr(remote.time, "monotonic", lambda: now[0])
+    judge = RemoteReward(f"http://127.0.0.1:{_Later(None).port}/r", judge_outage_s=3)
+    judge._client._closing = Closing()
+    for _ in range(2):  # a second batch is not waited for again
+        with pytest.raises(OutageError, match="within judge_outage_s=3"):
+            asyncio.run(judge(["p"], ["c"]))
+        assert now == [pytest.approx(3.0)]
+
+
+def test_time_between_a_failure_that_passed_and_the_next_outage_is_none(monkeypatch):
+    """A server that is there, but says 500, has come back."""
+    now = [0.0]
+    monkeypatch.setattr(remote.time, "monotonic", lambda: now[0])
+    client = {"first_delay_s": 0.0, "max_attempts": 2, "judge_outage_s": 60}
+    with serving(lambda path, body: (200, {"said": 1}, {}), 503, 500, 503) as server:
+        asked = OpenAIClient(server.base_url, **client)
+        with pytest.raises(RuntimeError, match="within max_attempts=2"):
+            asked.post("x", {}, dict)
+        now[0] = 100.0
+        assert asked.post("x", {}, dict) == {"said": 1}
 
 
 def test_a_single_request_that_fails_is_no_outage():
     with serving(lambda path, body: (500, {}, {})) as server:
-        client = OpenAIClient(server.base_url, first_delay_s=0.01, max_attempts=2, outage_s=60)
+        client = OpenAIClient(
+            server.base_url, first_delay_s=0.01, max_attempts=2, judge_outage_s=60
+        )
         with pytest.raises(RuntimeError, match="within max_attempts=2") as raised:
             client.post("x", {}, dict)
     assert not isinstance(raised.value, OutageError)

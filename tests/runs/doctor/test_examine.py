@@ -59,6 +59,7 @@ SETTINGS = {
     "settings.min_new_tokens": lambda: grpo(min_new_tokens=9),
     "settings.overlong_buffer": lambda: grpo(overlong_buffer=9),
     "settings.loss_reduction": lambda: grpo(policy_loss="rloo", loss_reduction="token_mean"),
+    "settings.target_modules": lambda: grpo(lora={"target_modules": ["q_prj"]}),
     "settings.quantization": lambda: grpo(quantization="int8"),
     "settings.reference_in": lambda: grpo(reference_in="policy"),
     "settings.kl_twice": lambda: grpo(ref_kl_coeff=0.1, env={"kl_coeff": 0.1}),
