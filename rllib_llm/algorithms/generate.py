@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,19 +58,7 @@ class GenerateConfig(TabledConfig):
             f"above 0 and below max_new_tokens={self.max_new_tokens}",
             "an opening is the first part of a text", "Lower it, or set null for no prompts",
         )  # fmt: skip
-        self.sampling_params(pad_token_id=0, stop_token_ids=tuple(self.stop_token_ids or ()))
-
-    def sampling_params(self, pad_token_id: int, stop_token_ids: tuple[int, ...]) -> SamplingParams:
-        """The settings of one generation."""
-        return SamplingParams(
-            pad_token_id=pad_token_id,
-            stop_token_ids=stop_token_ids,
-            max_new_tokens=self.max_new_tokens,
-            min_new_tokens=self.min_new_tokens,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-        )
+        SamplingParams.of(self)  # checks the rest
 
 
 class Generate(Trainable):
@@ -119,10 +107,8 @@ class Generate(Trainable):
             dtype=self.settings.dtype,
             device="cuda" if self.settings.num_gpus else "cpu",
         )
-        stops: Sequence[int] | None = self.settings.stop_token_ids
-        if stops is None:
-            stops = eos_token_ids(self.tokenizer, self.model, load_generation_config(model))
-        self._params = self.settings.sampling_params(self.tokenizer.pad_token_id, tuple(stops))
+        ends = eos_token_ids(self.tokenizer, self.model, load_generation_config(model))
+        self._params = SamplingParams.of(self.settings, self.tokenizer.pad_token_id, ends)
         self._rows: list[dict[str, str]] = []
 
     def step(self) -> dict[str, Any]:

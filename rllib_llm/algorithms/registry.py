@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 from rllib_llm.shared.dotted import import_dotted, looks_dotted
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.errors import SettingError, did_you_mean
 from rllib_llm.shared.ray_compat import register_trainable, rllib_algorithm_class
 
 ALGORITHMS: dict[str, str] = {
@@ -39,15 +38,13 @@ def get_algorithm_class(name: str) -> Any:
 
     if name in RLLIB_ALGORITHMS:
         return rllib_algorithm_class(name)
-    known = {known.lower(): known for known in [*RLLIB_ALGORITHMS, *ALGORITHMS]}
-    near = [known[each] for each in difflib.get_close_matches(name.lower(), known, 2, cutoff=0.4)]
-    hint = f"Did you mean {' or '.join(map(repr, near))}" if near else "Check the spelling"
+    known = (*RLLIB_ALGORITHMS, *ALGORITHMS)
     raise UnknownAlgorithmError(
         name="run",
         value=name,
         rule=f"be one of {list(ALGORITHMS)}, an algorithm of RLlib, or a dotted path",
         reason="it is none of these",
-        remedy=hint,
+        remedy=did_you_mean(name, known, 2, cutoff=0.4, otherwise="Check the spelling"),
     )
 
 

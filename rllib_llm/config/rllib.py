@@ -12,8 +12,32 @@ from ray.rllib.core.learner.learner import Learner
 from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
 from ray.rllib.env.env_runner import EnvRunner
 
-from rllib_llm.config.schema import RENAMED
 from rllib_llm.config.setting import Section, Setting, never
+
+# YAML names -> the attributes in which RLlib keeps them.
+RENAMED = {
+    "callbacks": "callbacks_class",
+    "custom_eval_function": "custom_evaluation_function",
+    "framework": "framework_str",
+    "input": "input_",
+    "lambda": "lambda_",
+    "learner_class": "_learner_class",
+    "model_config": "_model_config",
+    "rl_module_spec": "_rl_module_spec",
+    "train_batch_size_per_learner": "_train_batch_size_per_learner",
+}
+# Names of Ray 2.40 and before, and what replaced them.
+RETIRED = {
+    "num_workers": "num_env_runners",
+    "num_rollout_workers": "num_env_runners",
+    "num_sgd_iter": "num_epochs",
+    "sgd_minibatch_size": "minibatch_size",
+    "evaluation_num_workers": "evaluation_num_env_runners",
+    "num_envs_per_worker": "num_envs_per_env_runner",
+    "num_learner_workers": "num_learners",
+}
+# Properties without a setter: here the attribute behind them is set.
+READ_ONLY = ("learner_class", "model_config")
 
 NOT_HERE = never("here: decoding has a loop of its own")
 LAYERS = never("here: it is the trunk's layers that are compiled")

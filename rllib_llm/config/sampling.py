@@ -300,17 +300,8 @@ def check_sampling(config: Any) -> None:
         f"at most train_batch_size_per_learner={config.train_batch_size_per_learner}",
         "a mini-batch is a part of the batch", "Lower it, or set None for the whole batch",
     )  # fmt: skip
-    stops = config.stop_token_ids
     with noted():
-        SamplingParams(  # checks the rest
-            pad_token_id=0,
-            stop_token_ids=tuple(stops or ()),
-            max_new_tokens=config.max_new_tokens,
-            min_new_tokens=config.min_new_tokens,
-            temperature=config.temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-        )
+        SamplingParams.of(config)  # checks the rest
 
 
 def check_evaluation(config: Any) -> None:

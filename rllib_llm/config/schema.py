@@ -7,41 +7,23 @@ are retired; those that YAML writes otherwise are translated.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from collections.abc import Mapping
+from typing import Any
 
+from ray.rllib.algorithms import Algorithm
+from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
+
+from rllib_llm.config.rllib import READ_ONLY, RENAMED, RETIRED
+from rllib_llm.config.sections import (
+    defaults,
+    known_names,
+    rllib_table,
+    section_names,
+    table,
+)
+from rllib_llm.config.tabled_config import TabledConfig, flattened, needed_env, unknown_settings
 from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.errors import SettingError, complain, noted, suggestion, unknown_key
-
-if TYPE_CHECKING:
-    from ray.rllib.algorithms import Algorithm
-    from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
-
-# YAML names -> the attributes in which RLlib keeps them.
-RENAMED = {
-    "callbacks": "callbacks_class",
-    "custom_eval_function": "custom_evaluation_function",
-    "framework": "framework_str",
-    "input": "input_",
-    "lambda": "lambda_",
-    "learner_class": "_learner_class",
-    "model_config": "_model_config",
-    "rl_module_spec": "_rl_module_spec",
-    "train_batch_size_per_learner": "_train_batch_size_per_learner",
-}
-# Names of Ray 2.40 and before, and what replaced them.
-RETIRED = {
-    "num_workers": "num_env_runners",
-    "num_rollout_workers": "num_env_runners",
-    "num_sgd_iter": "num_epochs",
-    "sgd_minibatch_size": "minibatch_size",
-    "evaluation_num_workers": "evaluation_num_env_runners",
-    "num_envs_per_worker": "num_envs_per_env_runner",
-    "num_learner_workers": "num_learners",
-}
-# Properties without a setter: here the attribute behind them is set.
-READ_ONLY = ("learner_class", "model_config")
-
 
 CLASS_SUFFIXES = ("_class", "_cls", "_fn", "evaluation_function")
 # Of this package's algorithms alone, and what somebody looks for who tries them with RLlib's.
@@ -68,33 +50,11 @@ def build_config(
     return config
 
 
-@runtime_checkable
-class Tabled(Protocol):
-    """A config whose settings are declared in a table (`config/tabled_config.py`)."""
-
-    def known_settings(self) -> frozenset[str]:
-        """The keys that may be set."""
-
-    def sections_known(self) -> tuple[str, ...]:
-        """The names under which they may be grouped."""
-
-    def flat(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """`settings`, the sections in it dissolved."""
-
-    def unknown(self, names: Iterable[str], where: str) -> ValueError:
-        """The error for names that are no settings."""
-
-    def check_setting(self, name: str, value: Any, where: str) -> None:
-        """Raises the error of a value at `where` that the setting cannot have."""
-
-
 def allowed_keys(config: AlgorithmConfig) -> set[str]:
     """Return every key a user may set on `config`: its public attributes, by their YAML names; of
     a config with a table, those that act."""
-    from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
-
-    if isinstance(config, Tabled):
-        return set(config.known_settings())
+    if isinstance(config, TabledConfig):
+        return set(known_names(type(config)))
     public = {name for name in vars(config) if not name.startswith("_")}
     if not isinstance(config, AlgorithmConfig):  # of a Trainable that is no RLlib Algorithm
         return public
@@ -104,29 +64,35 @@ def allowed_keys(config: AlgorithmConfig) -> set[str]:
 
 def sections(config: Any) -> tuple[str, ...]:
     """Return the names under which settings of `config` may be grouped."""
-    return config.sections_known() if isinstance(config, Tabled) else ()
+    return section_names(type(config)) if isinstance(config, TabledConfig) else ()
 
 
 def flat_settings(config: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `settings`, the sections in it (`sampling: {...}`) dissolved.
+    """Return `settings`, the sections in it (`sampling: {...}`) dissolved; with the environment
+    they need.
 
     Raises:
         ValueError: keys of a section that are none of its settings, or one given twice.
     """
-    return config.flat(settings) if isinstance(config, Tabled) else dict(settings)
+    if not isinstance(config, TabledConfig):
+        return dict(settings)
+    flat = flattened(type(config), settings)
+    if (needed := needed_env(type(config), settings)) is not None:
+        flat.setdefault("env", needed)
+    return flat
 
 
 def check_keys(config: AlgorithmConfig, settings: Mapping[str, Any], where: str) -> None:
     """Raise ValueError for the keys of `settings` that `config` does not have, all at once."""
     allowed = allowed_keys(config)
     unknown = [key for key in settings if key not in allowed]
-    if unknown and isinstance(config, Tabled):
-        raise config.unknown(unknown, where)
-    if unknown:
-        for key in unknown:
-            complain(unknown_key(where, key, allowed, _hint(str(key), allowed)))
+    is_tabled = isinstance(config, TabledConfig)
+    if unknown and is_tabled:
+        raise unknown_settings(type(config), unknown, where)
+    for key in unknown:
+        complain(unknown_key(where, key, allowed, _hint(str(key), allowed)))
     overrides = settings.get("evaluation_config")
-    if isinstance(overrides, Mapping) and not isinstance(config, Tabled):  # those check their own
+    if isinstance(overrides, Mapping) and not is_tabled:  # those check their own
         check_keys(config, overrides, f"{where}.evaluation_config")
 
 
@@ -152,8 +118,12 @@ def checked_values(
         with noted():
             resolved = resolve_classes({key: settings[key]}, where)
             (value,) = resolved.values()
-            if isinstance(config, Tabled):
-                config.check_setting(key, value, where)
+            if isinstance(config, TabledConfig):
+                of = type(config)
+                row = rllib_table(of).get(key) or table(of).get(RENAMED.get(key, key))
+                error = None if row is None else row.error(value, defaults(of))
+                if error is not None:
+                    raise error.at(where)
             else:
                 _check_value(config, key, value, where)
             right |= resolved

@@ -16,8 +16,7 @@ from ray.rllib.algorithms.algorithm_config import (
 from ray.tune.result import TRIAL_INFO
 
 from rllib_llm.config.checks import given
-from rllib_llm.config.rllib import COMMON, INSTEAD
-from rllib_llm.config.schema import READ_ONLY, RENAMED, RETIRED
+from rllib_llm.config.rllib import COMMON, INSTEAD, READ_ONLY, RENAMED, RETIRED
 from rllib_llm.config.sections import (
     ConfigClass,
     SectionMethod,
@@ -280,7 +279,7 @@ class TabledConfig(AlgorithmConfig):
         given = flattened(type(self), config_dict)
         unknown = [key for key in given if not self._takes(key)]
         if unknown:
-            raise self.unknown(unknown, type(self).__name__)
+            raise unknown_settings(type(self), unknown, type(self).__name__)
         given = {**self.implied(given), **given}
         if "model" in given and not isinstance(given["model"], dict):
             given["pretrained_model"] = given.pop("model")
@@ -312,32 +311,6 @@ class TabledConfig(AlgorithmConfig):
             "a Hugging Face folder, a hub id or the dotted path of a function", self.why_a_model,
             "Set model: in YAML or .language_model(model=...)",
         )  # fmt: skip
-
-    def known_settings(self) -> frozenset[str]:
-        """The keys that a user may set at the top, those that act."""
-        return known_names(type(self))
-
-    def sections_known(self) -> tuple[str, ...]:
-        """The names under which settings may be grouped, which are methods as well."""
-        return section_names(type(self))
-
-    def flat(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """`settings`, the sections in it dissolved; with the environment they need."""
-        flat = flattened(type(self), settings)
-        needed = needed_env(type(self), settings)
-        if needed is not None:
-            flat.setdefault("env", needed)
-        return flat
-
-    def unknown(self, names: Iterable[str], where: str) -> ValueError:
-        """The error for names that are no settings."""
-        return unknown_settings(type(self), names, where)
-
-    def check_setting(self, name: str, value: Any, where: str) -> None:
-        """Raises the error of a value at `where` that the setting cannot have."""
-        row = rllib_table(type(self)).get(name) or table(type(self)).get(RENAMED.get(name, name))
-        if row is not None and (error := row.error(value, defaults(type(self)))) is not None:
-            raise error.at(where)
 
     def _takes(self, key: str) -> bool:
         if not isinstance(key, str) or key in RETIRED:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import difflib
 import io
 import json
 import re
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rllib_llm.data.rows import DataSourceError, Rows
+from rllib_llm.shared.errors import nearest
 
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _PARQUET = (".parquet", ".pq")
@@ -29,9 +29,9 @@ def missing_file(path: Path, text: str, name: str) -> DataSourceError:
     """The error for a file that is not there, with the nearest name that is."""
     parent = path.parent
     names = [entry.name for entry in parent.iterdir()] if parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, names, n=1)
+    near = nearest(path.name, names, 1)
     if near:
-        remedy = f"Did you mean {str(parent / near[0])!r}"
+        remedy = f"Did you mean {str(parent / near[0])!r}?"
     elif not parent.is_dir():
         remedy = f"The folder {str(parent.absolute())!r} does not exist either: check the path"
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +63,16 @@ class SamplingParams:
     multiplied, > 0; 1 switches it off (Keskar et al. 2019, arXiv:1909.05858; transformers')."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Added to the logits of these tokens, -100 .. 100 each; may be given as a mapping."""
+
+    @classmethod
+    def of(
+        cls, config: Any, pad_token_id: int = 0, ends: Sequence[int] = (), *, greedy: bool = False
+    ) -> SamplingParams:
+        """As a config says, an algorithm's; `ends`: the model's, where it sets no stop tokens."""
+        stops = ends if config.stop_token_ids is None else config.stop_token_ids
+        names = ("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p")
+        chosen = {name: getattr(config, name) for name in names}
+        return cls(pad_token_id, tuple(stops), greedy=greedy, **chosen)
 
     @property
     def drawn_by(self) -> dict[str, Any]:

@@ -26,8 +26,8 @@ from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.conversations.proof import Proof, prove, require_tools
 from rllib_llm.envs.judges.rewards import RewardSum
 from rllib_llm.envs.prompts import PromptSource
+from rllib_llm.envs.rlhf import DEFAULTS as RLHF_DEFAULTS
 from rllib_llm.envs.rlhf import (
-    COMMON_DEFAULTS,
     EnvConfigError,
     check_prompts,
     frozen_reference,
@@ -45,13 +45,8 @@ from rllib_llm.shared.remote import EventLoop
 _OF_BANDITS = ("max_prompt_len", "prompt_overflow", "kl_coeff", "vocab_size")
 
 DEFAULTS: dict[str, Any] = {
-    **{key: value for key, value in COMMON_DEFAULTS.items() if key not in _OF_BANDITS},
-    "prompts": None,  # tasks, any source of data/sources.py
-    "prompt_column": None,  # "prompt", "messages" or the only column
-    "eval_prompts": None,  # a source of held-out tasks, instead of eval_fraction
+    **{key: value for key, value in RLHF_DEFAULTS.items() if key not in _OF_BANDITS},
     "system": None,  # a system message before every task
-    "reward_model": None,  # {model, quantization, weight, name, ...} or just the model
-    "reward_functions": None,  # dotted paths, callables or {function, weight, name, kwargs}
     "tools": None,  # functions with type hints and docstring, their dotted paths, or tool objects
     "mcp_servers": None,  # {command, args, env} or URLs of MCP servers, whose tools are added
     "tool_timeout_s": 10.0,  # of one call

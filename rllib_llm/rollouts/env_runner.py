@@ -48,7 +48,6 @@ from rllib_llm.rollouts.policy import (
     EnginePolicy,
     ModulePolicy,
     SamplingPolicy,
-    sampling_params,
 )
 from rllib_llm.rollouts.sampler import (
     Sampler,
@@ -199,7 +198,8 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
 
     def _sampling_params(self, explore: bool) -> SamplingParams:
         if explore not in self._params:  # asked for with each request, and always the same
-            self._params[explore] = sampling_params(self.config, self.policy, explore)
+            ids = self.policy.pad_token_id, self.policy.stop_token_ids
+            self._params[explore] = SamplingParams.of(self.config, *ids, greedy=not explore)
         return self._params[explore]
 
     def make_module(self) -> None:

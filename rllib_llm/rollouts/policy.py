@@ -290,18 +290,3 @@ class EnginePolicy(SamplingPolicy):
 
     def close(self) -> None:
         self._engine.close()
-
-
-def sampling_params(config: Any, policy: SamplingPolicy, explore: bool) -> SamplingParams:
-    """How a run samples with a policy, by its config (`RLHFConfig`)."""
-    stops = config.stop_token_ids
-    return SamplingParams(
-        pad_token_id=policy.pad_token_id,
-        stop_token_ids=tuple(policy.stop_token_ids if stops is None else stops),
-        max_new_tokens=config.max_new_tokens,
-        min_new_tokens=config.min_new_tokens,
-        temperature=config.temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        greedy=not explore,
-    )

@@ -296,7 +296,7 @@ def test_a_mistake_in_a_script_is_told_without_the_places_inside(monkeypatch):
 def test_an_algorithm_in_other_letters_is_suggested():
     with pytest.raises(UnknownAlgorithmError) as caught:
         get_algorithm_class("grpo")
-    assert caught.value.remedy == "Did you mean 'GRPO' or 'PPO'"
+    assert caught.value.remedy == "Did you mean 'GRPO' or 'PPO'?"
 
 
 def text_source(data, **settings):

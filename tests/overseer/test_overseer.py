@@ -194,9 +194,9 @@ def test_an_overseer_that_is_started_again_has_another_address_and_the_same_toke
 
 def test_scaling_is_advised_where_there_are_samplers_to_scale():
     overseer = Overseer(Clock())
-    for reports, advised in ([trial(recent_seconds={FOR_COMPLETIONS: 9.0})], False), ([sampler()], True):
-        for report in reports:
-            overseer.report(report)
+    samples = trial(recent_seconds={FOR_COMPLETIONS: 9.0})
+    for report, advised in ((samples, False), (sampler(), True)):
+        overseer.report(report)
         (found,) = overseer.status()["diagnoses"].values()
         assert found["bound"] == "sampler" and "num_env_runners" in found["text"]
         assert ("rllib scale" in found["text"]) is advised

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -118,16 +119,13 @@ def compare(
     num_bins: int = 5,
 ) -> Calibration:
     """The comparison of scores and labels, float [rows]; valid bool [rows]."""
-    counted: dict[str, int] = {}
-    for reason in filter(None, reasons):
-        counted[reason] = counted.get(reason, 0) + 1
     kept, said = labels[valid].double(), scores[valid].double()
     concordance, rank_correlation = _agreement(said, kept)
     threshold, accuracy, kappa = _best_threshold(said, kept)
     return Calibration(
         num_rows=len(labels),
         num_invalid=int((~valid).sum()),
-        reasons=tuple(sorted(counted.items(), key=lambda pair: -pair[1])[:3]),
+        reasons=tuple(Counter(filter(None, reasons)).most_common(3)),
         concordance=concordance, rank_correlation=rank_correlation,
         threshold=threshold, accuracy=accuracy, kappa=kappa,
         bins=tuple(_bins(said, kept, num_bins)),
