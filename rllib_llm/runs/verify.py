@@ -34,7 +34,7 @@ from rllib_llm.engines.protocol import Ended, Noise, Row, uniform_noise
 from rllib_llm.engines.sampling import truncate
 from rllib_llm.envs.adapters.agent import AgentEnv
 from rllib_llm.envs.registry import creator
-from rllib_llm.rollouts.policy import EVALUATION_SEED, ModulePolicy, sampling_params
+from rllib_llm.rollouts.policy import EVALUATION_SEED, ModulePolicy
 from rllib_llm.shared.errors import UserError
 from rllib_llm.shared.storage import Place
 
@@ -387,7 +387,8 @@ class _Sampling:
     def _asked(self, piece: _Piece) -> tuple[Noise, SamplingParams]:
         row = piece.row
         config, explores, of_prompt, more = self._trial.sampling(row["status"])
-        params = sampling_params(config, self._policy, explores)
+        ids = self._policy.pad_token_id, self._policy.stop_token_ids
+        params = SamplingParams.of(config, *ids, greedy=not explores)
         if not params.min_new_tokens:  # as long as what is stored, whatever ended it
             params = dataclasses.replace(params, stop_token_ids=())
         place = row["position"] * of_prompt + row["sample"]

@@ -106,12 +106,13 @@ def _tokenizer(stage: Stage) -> Iterator[Finding]:
 
 def _adapters(stage: Stage) -> Iterator[Finding]:
     """The policy has the layers that `lora` names."""
-    from rllib_llm.modules.lora import add_adapters
-    from rllib_llm.modules.pretrained import without_weights
     from rllib_llm.runs.doctor.data_rules import _is_here
 
     model, lora = stage.config.pretrained_model, stage.config.lora
     if lora is not None and _is_here(model):
+        from rllib_llm.modules.lora import add_adapters  # takes seconds, and few need it
+        from rllib_llm.modules.pretrained import without_weights
+
         try:
             add_adapters(without_weights(model), lora)
         except ValueError as error:
