@@ -50,6 +50,7 @@ from rllib_llm.checkpoints.folder import (
     written_whole,
 )
 from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.storage import open_storage
 
 SOURCES = (
     "pretrained_model", "critic_model", "data", "eval_data", "normalization_data", "ptx_data",
@@ -386,7 +387,7 @@ def _resolve(path: Any, filesystem: Any) -> tuple[pyarrow.fs.FileSystem, str]:
     if filesystem is not None:
         return filesystem, str(path)
     if "://" in str(path):
-        return pyarrow.fs.FileSystem.from_uri(str(path))
+        return open_storage(str(path))
     return pyarrow.fs.LocalFileSystem(), str(Path(path).resolve())
 
 

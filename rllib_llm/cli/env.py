@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rllib_llm.cli.options import IMPORT_HELP
-from rllib_llm.cli.session import prepare, shown_warnings, user_errors
+from rllib_llm.cli.session import extra_serve, prepare, shown_warnings, user_errors
 from rllib_llm.runs.yaml_loader import parse_mapping
 from rllib_llm.shared.errors import UserError
 
@@ -101,10 +101,6 @@ def _open_agent_server(*arguments: Any, **settings: Any) -> Any:
     return open_agent_server(*arguments, **settings)
 
 
-MISSING = (
-    "`rllib reward-server` must find the packages of the extra `serve`: {error}. Install them: "
-    "pip install 'rllib-llm[serve]'."
-)
 SPEC_HELP = (
     "A dotted path, or JSON or YAML as in env_config: "
     "'{function: my_judge.Judge, kwargs: {scale: 3}}'."
@@ -166,12 +162,10 @@ def reward_server(
                 f"the environment variable {token_env} must hold the token that clients send: it "
                 f"is empty. Set it, e.g. export {token_env}=$(openssl rand -hex 32)."
             )
-        try:
+        with extra_serve("rllib reward-server"):
             import uvicorn
 
             from rllib_llm.envs.judges.reward_server import RewardService, make_app
-        except ImportError as error:
-            raise UserError(MISSING.format(error=error)) from error
         from rllib_llm.envs.judges.rewards import RewardSum
 
         rewards = RewardSum([_spec(one) for one in function])

@@ -10,13 +10,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from rllib_llm.cli.session import prepare, told_to_wait, user_errors
+from rllib_llm.cli.session import extra_serve, prepare, told_to_wait, user_errors
 from rllib_llm.shared.errors import UserError
 
-MISSING = (
-    "`rllib serve` must find the packages of the extra `serve`: {error}. Install them: "
-    "pip install 'rllib-llm[serve]'."
-)
 _SECRETS = ("api_keys", "admin_key")
 
 
@@ -54,25 +50,19 @@ def serve(
     later ones win. Keys come from a file or the environment only.
     """
     prepare()
-    with user_errors():
-        try:
-            from rllib_llm.serving.settings import read_settings
-        except ImportError as error:
-            raise UserError(MISSING.format(error=error)) from error
+    with user_errors(), extra_serve("rllib serve"):
+        from rllib_llm.serving.settings import read_settings
+
         given: dict[str, Any] = {
             "model": model, "host": host, "port": port, "name": name, "weights_name": weights_name,
         }  # fmt: skip
         settings = read_settings({**_named(set_ or ()), **_without_none(given)}, config)
         if show_config:
             _show(settings)
-            return
-        try:
-            if local:
-                _serve_here(settings, ray_address)
-            else:
-                _serve_on_ray(settings, ray_address)
-        except ModuleNotFoundError as error:
-            raise UserError(MISSING.format(error=error)) from error
+        elif local:
+            _serve_here(settings, ray_address)
+        else:
+            _serve_on_ray(settings, ray_address)
 
 
 def _without_none(given: dict[str, Any]) -> dict[str, Any]:

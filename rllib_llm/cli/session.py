@@ -13,7 +13,6 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -65,6 +64,18 @@ def user_errors(verbosity: int = 0) -> Iterator[None]:
             stderr.print_exception()
         show(str(error) or type(error).__name__)
         raise typer.Exit(2) from error
+
+
+@contextlib.contextmanager
+def extra_serve(command: str) -> Iterator[None]:
+    """Raises UserError where a package of the extra `serve` is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"`{command}` must find the packages of the extra `serve`: {error}. Install them: "
+            "pip install 'rllib-llm[serve]'."
+        ) from error
 
 
 @contextlib.contextmanager
@@ -301,13 +312,11 @@ def _published_bytes(settings: Mapping[str, Any]) -> float:
         return 0
     if "." in model and all(part.isidentifier() for part in re.split("[.:]", model)):
         return 0  # a function's dotted path
-    item_bytes = 4 if settings.get("dtype", "float32") == "float32" else 2
-    files = list(Path(model).expanduser().glob("*.safetensors"))
-    if not files:
-        return math.inf
-    from rllib_llm.modules.model_source import num_elements
+    from rllib_llm.modules.model_source import num_parameters
 
-    return sum(map(num_elements, files)) * item_bytes * (settings.get("weights_keep", 2) + 1)
+    item_bytes = 4 if settings.get("dtype", "float32") == "float32" else 2
+    size = num_parameters(model)
+    return math.inf if size is None else size * item_bytes * (settings.get("weights_keep", 2) + 1)
 
 
 def told_to_wait(text: str) -> None:

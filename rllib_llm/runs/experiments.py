@@ -156,7 +156,10 @@ def _of_item(row: Setting, name: Any, value: Any, where: str) -> list[str]:
         return [f"{where}.{row.name}: the name {name!r} must be text. Put it in quotes."]
     if row.name not in ("stop", "pass_criteria"):
         return []
-    limit = dataclasses.replace(row, name=name, type=float, remedy=f"Write `{name}: 100`")
+    remedy = f"Write `{name}: 100`"
+    if isinstance(value, str) and re.fullmatch(r"-?\d+(\.\d*)?(e[-+]?\d+)?", value, re.IGNORECASE):
+        remedy = f"Write it without quotes: `{name}: {value}`"
+    limit = dataclasses.replace(row, name=name, type=float, remedy=remedy)
     error = limit.error(value, place=f"{where}.{row.name}")
     return [] if error is None else [str(error)]
 

@@ -298,7 +298,7 @@ STOCK_METRICS = (
 )
 # What a summary shows, first against last.
 SUMMARY_METRICS = (
-    Metric("episode", "episodes", ",.0f"),
+    EPISODES,
     Metric("loss/sft", "loss, nats per token"),
     Metric("loss/reward_model", "loss, nats per pair"),
     Metric("loss/dpo", "loss, per pair"),
@@ -323,7 +323,7 @@ SUMMARY_METRICS = (
     Metric("eval/ptx_loss", "  held out"),
     Metric("policy/entropy_avg", "entropy, nats per token"),
     Metric("train/output_length", "completion length, tokens", ".1f"),
-    Metric("throughput/tokens_per_s", "tokens/s", ",.0f"),
+    TOKENS_PER_S,
     STALENESS,
     INVALID,
 )

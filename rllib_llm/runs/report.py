@@ -62,7 +62,7 @@ def _print_summary(result: StageResult, rows: list[dict[str, Any]], console: Con
         title += f", {seconds:.0f} s of training"
     if len(result.trial_folders) > 1:
         title += f", best of {len(result.trial_folders)} trials: {result.labels[result.best]}"
-        _print_trials(result, console)
+        _print_trials(result, rows, console)
     _heading(title, console)
     table = Table()
     table.add_column("result")
@@ -76,9 +76,11 @@ def _print_summary(result: StageResult, rows: list[dict[str, Any]], console: Con
         console.print(line, highlight=False)
 
 
-def _print_trials(result: StageResult, console: Console) -> None:
-    """Print the last results of all trials, side by side."""
-    last = [rows[-1] if (rows := read_results(f)) else {} for f in result.trial_folders]
+def _print_trials(result: StageResult, best: list[dict[str, Any]], console: Console) -> None:
+    """Print the last results of all trials, side by side; `best` are those of the best one."""
+    read = [best if i == result.best else read_results(folder)
+            for i, folder in enumerate(result.trial_folders)]  # fmt: skip
+    last = [rows[-1] if rows else {} for rows in read]
     shown = columns(last)
     _heading(f"{result.name}: all trials at their end", console)
     table = Table("trial")

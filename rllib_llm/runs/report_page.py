@@ -13,6 +13,8 @@ from typing import Any
 from pydantic_core import to_json
 
 from rllib_llm.data.decoding import TokenTexts
+from rllib_llm.data.rollout_store import ROLLOUTS, RolloutSchemaError
+from rllib_llm.data.rollouts import NoRolloutsError, open_rollouts
 from rllib_llm.rollouts.recorder import SAMPLES_FILE
 from rllib_llm.runs.metrics import first_and_last, reward_parts, summary_metrics
 from rllib_llm.runs.results import (
@@ -221,16 +223,14 @@ def _thin(values: list[float]) -> list[float]:
 
 def _pairs(folder: Place) -> list[dict[str, Any]]:
     pairs = before_and_after(read_json_lines(folder / SAMPLES_FILE))
-    step = max(1, len(pairs) // MAX_PAIRS)
     return [
         {"prompt": before["prompt"], "before": before["completion"], "after": after["completion"],
          "score_before": before.get("score"), "score_after": after.get("score")}
-        for before, after in pairs[::step][:MAX_PAIRS]
+        for before, after in _spread(pairs, MAX_PAIRS)
     ]  # fmt: skip
 
 
 SETTINGS_FILE = "params.json"  # Tune's
-ROLLOUTS = "rollouts"  # the store's folder in a trial's
 MAX_ROWS = 2000  # on one page; spread over the run
 DIGITS = 4
 TOKEN_COLUMNS = ("completion_ids", "logprobs", "ref_logprobs", "advantages")
@@ -269,20 +269,13 @@ def _of_sample(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _stored(trial_folder: Place, limit: int) -> list[dict[str, Any]]:
-    folder = trial_folder / ROLLOUTS
-    files = sorted(folder.glob("part-*.parquet"), key=str)
-    if not files:
+    try:
+        rollouts = open_rollouts([trial_folder / ROLLOUTS])
+    except (NoRolloutsError, RolloutSchemaError):
         return []
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    rows: list[dict[str, Any]] = []
-    per_file = max(1, limit // len(files))
+    chosen = rollouts.take(_spread(range(rollouts.count_rows()), limit), columns=[*COLUMNS])
     words = _words(trial_folder)
-    for file in _spread(files, limit):
-        table = pq.read_table(pa.BufferReader(file.read_bytes()), columns=list(COLUMNS))
-        rows += [_of_rollout(row, words) for row in _spread(table.to_pylist(), per_file)]
-    return rows[:limit]
+    return [_of_rollout(row, words) for row in chosen.to_pylist()]
 
 
 def _of_rollout(row: Mapping[str, Any], words: Callable[[int], str]) -> dict[str, Any]:

@@ -101,13 +101,14 @@ def _as_message(message: Message) -> dict[str, Any]:
 
 
 def read_arguments(given: Any) -> Any:
-    """A call's arguments parsed as JSON; invalid JSON stays text."""
-    if not isinstance(given, str):
-        return given
-    try:
-        return json.loads(given)
-    except ValueError:
-        return given
+    """A call's arguments parsed as JSON, invalid JSON as text, and an empty object where there are
+    none, which clients write as null, as "" or not at all."""
+    if isinstance(given, str):
+        try:
+            given = json.loads(given.strip() or "null")
+        except ValueError:
+            return given
+    return {} if given is None else given
 
 
 def prompt_ids(

@@ -62,11 +62,6 @@ class Choice:
         self.spans: list[list[int]] = []
         """[serial number of weights, first token, behind the last that they sampled]."""
 
-    @property
-    def versions(self) -> list[int]:
-        """Serial numbers of the weights that sampled it, in their order."""
-        return [serial for serial, _, _ in self.spans]
-
     def tokens(self, new: Tokens) -> Piece:
         """The piece that sampled tokens add; tokens after a stop sequence add nothing."""
         piece = Piece()

@@ -109,3 +109,14 @@ def test_large_files_are_left_to_the_run(tmp_path, monkeypatch):
     assert not sources.is_quick_to_read(str(file))
     assert not sources.is_quick_to_read({"path": "org/dataset"})
     check_data(sft(str(file)), "sft.config")
+
+
+def test_prompts_are_loaded_once():
+    loads = []
+
+    def prompts():
+        loads.append(1)
+        return [{"prompt": "1+1=", "answer": "2"}]
+
+    check_data(grpo(prompts=prompts, reward_functions=needs_an_answer), "grpo.config")
+    assert len(loads) == 1

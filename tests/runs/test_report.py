@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -142,3 +143,24 @@ def test_paths_are_whole_in_a_narrow_terminal(tmp_path):
     report([result], [Experiment("rl", "PPOPtx")], tmp_path, console)
     lines = console.file.getvalue().splitlines()
     assert any(line.endswith("  rl/PPOPtx_0/a_folder/checkpoint_000000") for line in lines)
+
+
+def test_the_results_of_each_trial_are_read_once(tmp_path, monkeypatch):
+    best = finished_stage(tmp_path, [0.5, 2.25], "LlamaForCausalLM")
+    other = finished_stage(tmp_path / "second", [0.5, 1.0], "LlamaForCausalLM")
+    folders = [other.best_trial_folder, best.best_trial_folder]
+    both = replace(best, trial_folders=folders, labels=["lr=1", "lr=2"], best=1)
+    read: list[Path] = []
+    opened = Path.read_text
+
+    def read_text(path, *args, **kwargs):
+        read.append(path)
+        return opened(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    text = reported(both, tmp_path)[1]
+    assert sorted(p for p in read if p.name == "result.json") == sorted(
+        folder / "result.json" for folder in folders
+    )
+    assert "best of 2 trials: lr=2" in text
+    assert "lr=1 2 20 1.000" in text and "lr=2 2 20 2.250" in text, text

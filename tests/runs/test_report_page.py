@@ -16,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rllib_llm.cli.main import app
+from rllib_llm.data.rollout_store import conform
 from rllib_llm.examples.calculator import build_tokenizer
 from rllib_llm.runs.report_page import (
     PANELS,
@@ -61,16 +62,8 @@ def make_trial(
     return trial
 
 
-def store(trial: Path, iteration: int, num: int) -> None:
-    """Rollouts as the rollout store has them, as far as the page reads them."""
-    schema = pa.schema([
-        ("status", pa.string()), ("prompt", pa.string()), ("completion", pa.string()),
-        ("iteration", pa.int32()), ("score", pa.float32()), ("rewards", pa.string()),
-        ("valid", pa.bool_()), ("completion_ids", pa.list_(pa.int32())),
-        ("logprobs", pa.list_(pa.float32())), ("ref_logprobs", pa.list_(pa.float32())),
-        ("advantages", pa.list_(pa.float32())), ("seed", pa.int64()),
-        ("finish_reason", pa.string()),
-    ])  # fmt: skip
+def store(trial: Path, iteration: int, num: int) -> Path:
+    """A file of rollouts as the rollout store has it, as far as the page reads it."""
     rows = [
         {"status": "trained", "prompt": "1+1=", "completion": f"{i}", "score": float(i),
          "rewards": '{"correct": 1.0}', "iteration": iteration, "finish_reason": "stop",
@@ -81,7 +74,8 @@ def store(trial: Path, iteration: int, num: int) -> None:
     folder = trial / "rollouts"
     folder.mkdir(exist_ok=True)
     file = folder / f"part-{iteration:08d}.parquet"
-    pq.write_table(pa.Table.from_pylist(rows, schema=schema), file)
+    pq.write_table(conform(pa.Table.from_pylist(rows), iteration), file)
+    return file
 
 
 def data_of(page: Path) -> dict:
@@ -126,6 +120,22 @@ def test_tokens_come_from_the_rollout_store(tmp_path):
     assert rows[0]["parts"] == {"correct": 1.0}
     assert (rows[0]["score"], rows[1]["score"]) == (0.0, None)  # nobody judged it
     assert len(page_rows(trial, limit=4)) == 4
+
+
+def test_rows_of_files_that_were_just_merged_stand_once(tmp_path):
+    trial = make_trial(tmp_path / "run" / "ppo")
+    files = [store(trial, iteration, 2) for iteration in (1, 2)]
+    merged = pa.concat_tables([pq.read_table(file) for file in files])
+    pq.write_table(merged, files[0].with_name("part-00000001-00000002.parquet"))
+    assert [row["iteration"] for row in page_rows(trial)] == [1, 1, 2, 2]
+
+
+def test_rollouts_of_another_version_give_way_to_samples(tmp_path):
+    trial = make_trial(tmp_path / "run" / "ppo")
+    file = store(trial, 1, 2)
+    table = pq.read_table(file)
+    pq.write_table(table.replace_schema_metadata({}), file)
+    assert [row["split"] for row in page_rows(trial)] == ["eval", "eval"]
 
 
 def test_tokens_are_words_before_there_is_a_checkpoint(tmp_path):

@@ -204,6 +204,9 @@ def test_variables_may_refer_to_each_other_and_to_the_folder(tmp_path):
         ("scheduler: [asha]", "Write `scheduler: asha`."),
         ("stop: 3", "Write `stop: {name: value}`."),
         ("stop: {training_iteration: three}", "Write `training_iteration: 100`."),
+        ("stop: {training_iteration: '10'}", "Write it without quotes: `training_iteration: 10`."),
+        ("pass_criteria: {x: '-1e-5'}", "Write it without quotes: `x: -1e-5`."),
+        ("stop: {x: 'nan'}", "Write `x: 100`."),  # YAML's own nan is another
     ],
 )
 def test_what_stands_wrong_beside_run_is_told_with_what_to_write(line, remedy):

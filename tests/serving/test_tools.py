@@ -7,6 +7,8 @@ import json
 import openai
 import pytest
 
+from rllib_llm.serving.chat import as_messages
+from rllib_llm.serving.schemas import Message
 from tests.serving.tiny_server import DEADLINE_S, NAME
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "\u00e9"}}\n</tool_call>'
@@ -94,3 +96,10 @@ def test_without_tools_marks_are_text(client):
     asked = {**ASKED, **writes(CALL), "max_tokens": 200, "tool_choice": "none"}
     choice = client.chat.completions.create(**asked).choices[0]
     assert (choice.finish_reason, choice.message.content) == ("stop", CALL)
+
+
+@pytest.mark.parametrize("arguments", [{"arguments": None}, {"arguments": ""}, {}])
+def test_a_call_without_arguments_has_an_empty_object_of_them(arguments):
+    call = {"type": "function", "function": {"name": "now", **arguments}}
+    (message,) = as_messages([Message(role="assistant", tool_calls=[call])])
+    assert message["tool_calls"][0]["function"] == {"name": "now", "arguments": {}}

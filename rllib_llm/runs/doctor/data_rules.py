@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rllib_llm.data.rows import DataSourceError, Rows
 from rllib_llm.modules.model_source import num_positions
-from rllib_llm.runs.doctor.stage import MAX_ROWS, Finding, Stage, first_rows
+from rllib_llm.runs.doctor.stage import MAX_ROWS, Finding, Stage, can_be_read, first_rows
 from rllib_llm.runs.experiments import StandIn
 from rllib_llm.shared.errors import complain, in_place, noted
 
@@ -66,7 +66,7 @@ def _check_rows(config: Any, where: str) -> None:
     tokenizer, max_length = config.load_tokenizer(), config.longest_text()
     for name in ("data", "eval_data"):
         data = getattr(config, name)
-        if _can_be_read(data):
+        if can_be_read(data):
             try:
                 source = config.make_source(
                     data, tokenizer=tokenizer, max_length=max_length, shuffle=False
@@ -78,6 +78,7 @@ def _check_rows(config: Any, where: str) -> None:
 
 def _check_prompts(config: Any, where: str) -> None:
     from rllib_llm.config.setting import DEFAULT_ENV
+    from rllib_llm.data.sources import load_rows
     from rllib_llm.envs.prompts import PromptEncoder
     from rllib_llm.envs.registry import ENVIRONMENTS, default_settings
     from rllib_llm.envs.rlhf import (
@@ -95,15 +96,17 @@ def _check_prompts(config: Any, where: str) -> None:
     if "max_prompt_len" not in defaults:  # a conversation's tasks are read by its environment
         return
     settings = with_defaults(config.env_config, defaults, env_id=config.env)
+    prompts = settings.get("prompts")
     if config.env == DEFAULT_ENV:
         with noted():
             check_settings(settings)
         try:
-            columns = _columns(settings["prompts"])
+            if can_be_read(prompts):
+                prompts = load_rows(prompts, name="prompts")
         except DataSourceError as error:
             return complain(error)
         with noted():
-            _check_functions(settings["reward_functions"], columns)
+            _check_functions(settings["reward_functions"], prompts)
     settings["model"] = config.env_config.get("model") or config.pretrained_model
     settings["chat_template"] = settings["chat_template"] or config.chat_template
     if not all(_is_here(settings[key]) for key in ("model", "tokenizer", "reference")):
@@ -114,12 +117,12 @@ def _check_prompts(config: Any, where: str) -> None:
             check_reference(settings, tokenizer)
         longest = None
         positions = num_positions(config.pretrained_model)
-        if _can_be_read(settings.get("prompts")):
+        if isinstance(prompts, Rows) or can_be_read(prompts):
             encoder = PromptEncoder(
                 tokenizer, settings["max_prompt_len"], settings["prompt_overflow"]
             )
             source = prompt_source(
-                settings, settings["prompts"], settings["eval_prompts"], settings["prompt_column"]
+                settings, prompts, settings["eval_prompts"], settings["prompt_column"]
             )
             encoder.encode(source.rows(0, min(NUM_ROWS, len(source))))
             encoder.check_all(source)
@@ -137,22 +140,13 @@ def _check_prompts(config: Any, where: str) -> None:
         raise in_place(error, f"{where}.env_config") from error
 
 
-def _columns(prompts: Any) -> set[str]:
-    """The columns of the first prompts, empty where they are not quick to read."""
-    from rllib_llm.data.sources import load_rows
-
-    if not _can_be_read(prompts):
-        return set()
-    rows = load_rows(prompts, name="prompts")
-    first = [rows[index] for index in range(min(NUM_ROWS, len(rows)))]
-    return {name for row in first if isinstance(row, Mapping) for name in row}
-
-
-def _check_functions(functions: Any, columns: set[str]) -> None:
-    """Check the signatures of reward functions, and that their arguments are among `columns`, if
-    any. Classes are not instantiated: they may load a model."""
+def _check_functions(functions: Any, prompts: Any) -> None:
+    """Check the signatures of reward functions, and that their arguments are columns of the prompts
+    where these are read. Classes are not instantiated: they may load a model."""
     from rllib_llm.envs.judges.reward_functions import RewardTerm, as_functions, named_function
 
+    first = prompts[:NUM_ROWS] if isinstance(prompts, Rows) else []
+    columns = {name for row in first for name in row}
     for spec in as_functions(functions):
         with noted():
             if inspect.isclass(named_function(spec)):
@@ -160,12 +154,6 @@ def _check_functions(functions: Any, columns: set[str]) -> None:
             term = RewardTerm.from_spec(spec)
             if columns:
                 term.check_columns(columns - PROMPT_COLUMNS)
-
-
-def _can_be_read(data: Any) -> bool:
-    from rllib_llm.data.sources import is_quick_to_read
-
-    return data is not None and "${" not in str(data) and is_quick_to_read(data)
 
 
 def _is_here(model: Any) -> bool:
@@ -263,9 +251,12 @@ NUM_ENCODED = 256  # rows whose length is measured
 
 def data_rules(stage: Stage) -> Iterator[Finding]:
     """Findings about the rows that a stage learns from and is judged on."""
-    names = ("prompts", "eval_prompts") if stage.is_rlhf else ("data", "eval_data")
-    given = [stage.env.get(n) if stage.is_rlhf else getattr(stage.config, n) for n in names]
-    rows, held_out = (first_rows(data, n) for data, n in zip(given, names, strict=True))
+    if stage.is_rlhf:
+        names, rows = ("prompts", "eval_prompts"), stage.prompts
+        held_out = first_rows(stage.env.get("eval_prompts"), "eval_prompts")
+    else:
+        names = ("data", "eval_data")
+        rows, held_out = (first_rows(getattr(stage.config, name), name) for name in names)
     if rows is None:
         return
     keys = _keys(stage, rows)

@@ -13,7 +13,7 @@ import torch
 from rllib_llm.envs.judges.reward_functions import RewardBatch, RewardTerm, as_functions
 from rllib_llm.envs.judges.rewards import NOT_FINITE, RewardResult, read_answer
 from rllib_llm.runs.doctor.machine_rules import server_rules
-from rllib_llm.runs.doctor.stage import Finding, Stage, first_rows
+from rllib_llm.runs.doctor.stage import Finding, Stage
 from rllib_llm.shared.messages import raised
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ ANSWERS = ("answer", "solution", "completion", "target", "ground_truth", "refere
 def reward_rules(stage: Stage) -> Iterator[Finding]:
     """Findings about a stage's reward functions; judges that need weights are left to --deep."""
     given = stage.env.get("reward_functions")
-    rows = first_rows(stage.env.get("prompts"), "prompts")
+    rows = stage.prompts
     if not given or rows is None or stage.is_conversation or any(server_rules(stage)):
         return
     batch = example_batch(stage, rows)
@@ -156,7 +156,7 @@ NUM_ANSWERS = 32
 def answer_scores(stage: Stage) -> tuple[float, float] | None:
     """Mean weighted reward of rows with their own answer, and with the next row's; None where the
     prompts have no answers, or nothing but a model judges."""
-    rows = first_rows(stage.env.get("prompts"), "prompts")
+    rows = stage.prompts
     given = stage.env.get("reward_functions")
     if rows is None or not given or stage.is_conversation:
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -114,6 +115,11 @@ class Stage:
 
         return isinstance(self.config, RLHFConfig)
 
+    @cached_property
+    def prompts(self) -> Rows | None:
+        """The first rows of its prompts, where they are quick to read."""
+        return first_rows(self.env.get("prompts"), "prompts")
+
     @property
     def is_conversation(self) -> bool:
         """Whether its environment is a conversation, whose judged texts and lengths are known only
@@ -167,11 +173,18 @@ class Stage:
         }
 
 
+def can_be_read(data: Any) -> bool:
+    """Whether data is there now, and quick to read."""
+    from rllib_llm.data.sources import is_quick_to_read
+
+    return data is not None and "${" not in str(data) and is_quick_to_read(data)
+
+
 def first_rows(data: Any, name: str) -> Rows | None:
     """The first rows of a data set that is quick to read, None of another."""
-    from rllib_llm.data.sources import is_quick_to_read, load_rows
+    from rllib_llm.data.sources import load_rows
 
-    if data is None or "${" in str(data) or not is_quick_to_read(data):
+    if not can_be_read(data):
         return None
     rows = load_rows(data, name=name)
     return rows if len(rows) <= MAX_ROWS else Rows(rows[:MAX_ROWS], rows.description)
