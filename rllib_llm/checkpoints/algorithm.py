@@ -15,7 +15,6 @@ import inspect
 import logging
 import os
 import pickle
-import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -359,12 +358,9 @@ class WholeCheckpoints(Algorithm):
         }
 
     def _save_elsewhere(self, path: str, filesystem: pyarrow.fs.FileSystem, **kwargs: Any) -> str:
-        folder = Path(tempfile.mkdtemp())
-        try:
+        with tempfile.TemporaryDirectory() as folder:
             self.save_to_path(folder, **kwargs)
-            upload_checkpoint(folder, path, filesystem)
-        finally:
-            shutil.rmtree(folder)
+            upload_checkpoint(Path(folder), path, filesystem)
         return path
 
 

@@ -123,9 +123,9 @@ class EngineLoop:
             try:
                 result = task()
             except ValueError as error:
-                _settle(done, error)
+                settle(done, error)
             else:
-                _settle(done, result)
+                settle(done, result)
 
         done.add_done_callback(self._forget)
         self._post(call, done)
@@ -229,8 +229,7 @@ class EngineLoop:
             self._is_closing = True
             left, self._waiting, self._todo = list(self._waiting), set(), []
         for future in left:
-            with contextlib.suppress(InvalidStateError):  # it was cancelled meanwhile
-                future.set_exception(error)
+            settle(future, error)
         self._after_step()
         self._engine.close()
 
@@ -276,7 +275,7 @@ class EngineLoop:
             self._engine.add([request.row for request in wanted])
         except ValueError as error:  # of the request: others go on
             for request in wanted:
-                _settle(request.future, error)
+                settle(request.future, error)
             return
         self._requests.update({request.row.id: request for request in wanted})
 
@@ -302,7 +301,7 @@ class EngineLoop:
                 request.row.on_tokens(new)
         except Exception as error:  # noqa: BLE001  (of the caller, who gets it)
             request.streams = False
-            _settle(request.future, error)
+            settle(request.future, error)
             self._abort([request.row.id])
             return False
         return True
@@ -315,13 +314,13 @@ class EngineLoop:
         if request.streams and not self._hand_on(request, rest):
             return
         problem = request.row.guide.problem if request.row.guide is not None else ""
-        _settle(request.future, GuideError(problem) if problem else ended)
+        settle(request.future, GuideError(problem) if problem else ended)
 
 
-def _settle(future: Future[Result], result: Result | Exception) -> None:
-    """Gives a future its result, unless it was cancelled or has one."""
+def settle(future: Future[Result], result: Result | BaseException) -> None:
+    """Gives a future its result, or its exception, unless it was cancelled or has one."""
     with contextlib.suppress(InvalidStateError):
-        if isinstance(result, Exception):
+        if isinstance(result, BaseException):
             future.set_exception(result)
         else:
             future.set_result(result)

@@ -218,24 +218,50 @@ WAITS: Mapping[str, str] = {
 }
 
 
-class Oversight:
-    """Phases of this process, and the commands it was given; it reports only once it is joined to
-    a run's overseer."""
+class _Watched:
+    """Phases of this process; it reports only once it is joined to a run's overseer.
+
+    Args:
+        kind: of process.
+        restarts_hung: see `Link`.
+    """
+
+    def __init__(self, kind: str, *, restarts_hung: bool = False) -> None:
+        self.clock = PhaseClock(diagnosis.STARTING)
+        self._link: Link | None = None
+        self._facts: dict[str, Any] = {"kind": kind}
+        self._restarts_hung = restarts_hung
+
+    def join(self, folder: Path, part: str, **facts: Any) -> None:
+        """Reports to the overseer of the Tune run in `folder` from now on."""
+        self._facts |= facts
+        self._link = Link(folder, part, self._describe, restarts_hung=self._restarts_hung)
+
+    def close(self) -> None:
+        """Ends the reports."""
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+
+    def _describe(self) -> dict[str, Any]:
+        return {
+            **self._facts,
+            "phase": self.clock.phase,
+            "seconds_in_phase": self.clock.seconds_in_phase,
+            "seconds": self.clock.seconds(),
+        }
+
+
+class Oversight(_Watched):
+    """A trial's process, and the commands it was given."""
 
     def __init__(self) -> None:
-        self.clock = PhaseClock(diagnosis.STARTING)
+        super().__init__("trial", restarts_hung=True)
         self._cpu = CpuClock()
         self._samplers_starved = 0.0  # seconds, of those that this process waited for
         self._activity, self._iteration = "", 0
         self._recent: deque[dict[str, float]] = deque(maxlen=NUM_RECENT)
-        self._link: Link | None = None
         self._orders: Orders | None = None
-        self._facts: dict[str, Any] = {}
-
-    def join(self, folder: Path, part: str, **facts: Any) -> None:
-        """Reports to the overseer of the Tune run in `folder` from now on."""
-        self._facts = facts
-        self._link = Link(folder, part, self._describe, restarts_hung=True)
 
     def obey(self, algorithm: Any, pausing: Callable[[], None]) -> None:
         """Starts carrying out the overseer's commands; see `Orders`."""
@@ -243,10 +269,8 @@ class Oversight:
         self._orders = Orders(algorithm, self._link, pausing)
 
     def close(self) -> None:
-        """Ends the reports."""
-        if self._link is not None:
-            self._link.close()
-            self._link = self._orders = None
+        super().close()
+        self._orders = None
 
     # --- what it tells -----------------------------------------------------------------------
 
@@ -292,13 +316,9 @@ class Oversight:
 
     def _describe(self) -> dict[str, Any]:
         return {
-            "kind": "trial",
-            **self._facts,
+            **super()._describe(),
             "iteration": self._iteration,
-            "phase": self.clock.phase,
             "activity": self._activity,
-            "seconds_in_phase": self.clock.seconds_in_phase,
-            "seconds": self.clock.seconds(),
             "recent_seconds": self.recent_seconds(),
             "paused": self._orders is not None and self._orders.paused,
         }
@@ -315,31 +335,24 @@ class Oversight:
 
 
 IDLE, WEIGHTS, GENERATING = "waiting for a request", "loading weights", "generating"
-JUDGING, STARTING = "judging", "starting"
+JUDGING = "judging"
 SECONDS_BETWEEN_WORDS = 1.0
 
 
-class SamplerWatch:
-    """Phases of a sampler, and how far it is; silent until it is joined to a run's overseer."""
+class SamplerWatch(_Watched):
+    """A sampler's process, and how far it is."""
 
     def __init__(self) -> None:
-        self.clock = PhaseClock(STARTING)
+        super().__init__("sampler")
         self._prompts: tuple[int, int] | None = None
         self._tokens = self._max_tokens = 0
         self._version: int | None = None
-        self._link: Link | None = None
-        self._facts: dict[str, Any] = {}
         self._say: Callable[[str], None] | None = None
         self._said = 0.0  # monotonic seconds
 
     def tell(self, say: Callable[[str], None]) -> None:
         """Calls `say` once a second while the next request is generated, to report its progress."""
         self._say = say
-
-    def join(self, folder: Path, part: str, **facts: Any) -> None:
-        """Reports to the overseer of the Tune run in `folder` from now on."""
-        self._facts = facts
-        self._link = Link(folder, part, self._describe)
 
     @property
     def on_step(self) -> Callable[[], None] | None:
@@ -383,19 +396,5 @@ class SamplerWatch:
             text += f", {self._tokens} of {self._max_tokens} tokens"
         return text
 
-    def close(self) -> None:
-        """Ends the reports."""
-        if self._link is not None:
-            self._link.close()
-            self._link = None
-
     def _describe(self) -> dict[str, Any]:
-        return {
-            "kind": "sampler",
-            **self._facts,
-            "version": self._version,
-            "phase": self.clock.phase,
-            "activity": self.text(),
-            "seconds_in_phase": self.clock.seconds_in_phase,
-            "seconds": self.clock.seconds(),
-        }
+        return {**super()._describe(), "version": self._version, "activity": self.text()}

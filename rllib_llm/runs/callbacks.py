@@ -28,6 +28,7 @@ from pyarrow.fs import LocalFileSystem
 from ray import cloudpickle
 from ray.exceptions import OutOfMemoryError, RayTaskError
 from ray.tune import Callback, CheckpointConfig
+from ray.tune.experiment import Trial
 from ray.tune.logger import CSVLoggerCallback, JsonLoggerCallback
 from ray.tune.result import EXPR_PROGRESS_FILE, EXPR_RESULT_FILE, TRAINING_ITERATION
 from ray.tune.utils.util import SafeFallbackEncoder
@@ -100,7 +101,6 @@ def _latest_error(trial: Any) -> Exception | None:
     return error.as_instanceof_cause() if isinstance(error, RayTaskError) else error
 
 
-RUNNING = "RUNNING"
 STEP_SECONDS = 5.0  # that a step of Tune may take; more is Tune's own silence
 FIRST_SECONDS = 6 * 3600.0  # models are loaded, the first iteration may be an evaluation as well
 LOOK_FROM = 0.5  # of the limit: from then on it is looked at why a trial is silent
@@ -157,7 +157,7 @@ class RestartHungTrials(Callback):
         self._forgive_own_silence(now)
         for trial in trials:
             actor = trial.temporary_state.ray_actor
-            if trial.status != RUNNING or actor is None:
+            if trial.status != Trial.RUNNING or actor is None:
                 self._heard.pop(trial.trial_id, None)
                 continue
             limits = self._save_limits if trial.is_saving else self._limits

@@ -15,7 +15,7 @@ from rllib_llm.data.rollout_store import ROLLOUTS, STORE_FILE
 from rllib_llm.rollouts.recorder import SAMPLES_FILE
 from rllib_llm.runs.experiments import Experiment
 from rllib_llm.runs.metrics import NONE, columns, first_and_last, summary_metrics
-from rllib_llm.runs.report_page import PAGE_FILE
+from rllib_llm.runs.report_page import PAGE_FILE, spread
 from rllib_llm.runs.results import (
     StageResult,
     before_and_after,
@@ -187,12 +187,11 @@ MAX_CHARS = 220
 
 def before_after_table(pairs: list[tuple[dict, dict]], num: int = 5) -> Table:
     """Return a table of `num` prompts spread over `pairs`: both completions, with scores."""
-    step = max(1, len(pairs) // num)
     table = Table(show_lines=True, expand=True)
     table.add_column("prompt", ratio=2)
     table.add_column("before", ratio=3)
     table.add_column("after", ratio=3)
-    for before, after in pairs[::step][:num]:
+    for before, after in spread(pairs, num):
         table.add_row(Text(_short(before["prompt"])), _cell(before), _cell(after))
     return table
 

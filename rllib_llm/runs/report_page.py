@@ -226,7 +226,7 @@ def _pairs(folder: Place) -> list[dict[str, Any]]:
     return [
         {"prompt": before["prompt"], "before": before["completion"], "after": after["completion"],
          "score_before": before.get("score"), "score_after": after.get("score")}
-        for before, after in _spread(pairs, MAX_PAIRS)
+        for before, after in spread(pairs, MAX_PAIRS)
     ]  # fmt: skip
 
 
@@ -247,7 +247,7 @@ def page_rows(trial_folder: Place, limit: int = MAX_ROWS) -> list[dict[str, Any]
     rows = _stored(trial_folder, limit)
     if rows:
         return rows
-    samples = _spread(read_json_lines(trial_folder / SAMPLES_FILE), limit)
+    samples = spread(read_json_lines(trial_folder / SAMPLES_FILE), limit)
     return [_of_sample(row) for row in samples]
 
 
@@ -273,7 +273,7 @@ def _stored(trial_folder: Place, limit: int) -> list[dict[str, Any]]:
         rollouts = open_rollouts([trial_folder / ROLLOUTS])
     except (NoRolloutsError, RolloutSchemaError):
         return []
-    chosen = rollouts.take(_spread(range(rollouts.count_rows()), limit), columns=[*COLUMNS])
+    chosen = rollouts.take(spread(range(rollouts.count_rows()), limit), columns=[*COLUMNS])
     words = _words(trial_folder)
     return [_of_rollout(row, words) for row in chosen.to_pylist()]
 
@@ -310,7 +310,7 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, DIGITS)
 
 
-def _spread(rows: Sequence[Any], limit: int) -> list[Any]:
+def spread(rows: Sequence[Any], limit: int) -> list[Any]:
     """`limit` of the rows, from first to last."""
     if len(rows) <= limit:
         return list(rows)

@@ -22,6 +22,7 @@ from typing import Any
 
 from pyarrow.fs import FileSelector, FileSystem, FileType, LocalFileSystem, copy_files
 from ray.tune import Callback, Checkpoint
+from ray.tune.experiment import Trial
 from ray.tune.result import SHOULD_CHECKPOINT, TIME_TOTAL_S, TRAINING_ITERATION
 
 from rllib_llm.checkpoints.folder import MANIFEST
@@ -231,7 +232,6 @@ def _manifest(filesystem: FileSystem, checkpoint: str) -> dict[str, Any]:
         return {}
 
 
-RUNNING = "RUNNING"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -312,7 +312,7 @@ class SaveOnStop(Callback):
 
 def _is_saved(trial: Any) -> bool:
     """Whether ending `trial` now loses nothing but an iteration that has not ended."""
-    if trial.status != RUNNING or not trial.has_reported_at_least_once:
+    if trial.status != Trial.RUNNING or not trial.has_reported_at_least_once:
         return True
     return _is_saved_at(trial, trial.last_result)
 

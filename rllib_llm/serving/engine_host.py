@@ -5,19 +5,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 
-from rllib_llm.engines.engine_loop import EngineLoop
+from rllib_llm.engines.engine_loop import EngineLoop, settle
 from rllib_llm.engines.hot_swap import LaneEngine, LaneLoader
 from rllib_llm.engines.protocol import Ended, Row
 from rllib_llm.engines.torch_engine import Scores, TorchEngine
@@ -212,15 +211,6 @@ class ThreadHost:
     def close(self) -> None:
         self._grammars.close()
         self.loop.close()
-
-
-def settle(future: Future[Any], result: Any) -> None:
-    """Gives a future its result, or its exception, unless it was cancelled or has one."""
-    with contextlib.suppress(InvalidStateError):
-        if isinstance(result, BaseException):
-            future.set_exception(result)
-        else:
-            future.set_result(result)
 
 
 def _hand_on_error(done: Future[Any], begun: Future[Any]) -> None:

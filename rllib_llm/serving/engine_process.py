@@ -39,9 +39,10 @@ from typing import Any
 
 import torch
 
+from rllib_llm.engines.engine_loop import settle
 from rllib_llm.engines.protocol import Ended, Row, Tokens
 from rllib_llm.engines.torch_engine import Scores
-from rllib_llm.serving.engine_host import Counts, ModelFacts, open_thread, settle
+from rllib_llm.serving.engine_host import Counts, ModelFacts, open_thread
 from rllib_llm.serving.settings import ENVIRONMENT_PREFIX, ServeSettings
 from rllib_llm.shared.process import forget_startup
 

@@ -6,17 +6,17 @@ rows    ─▶ a copy of the matcher each (LlGuide)
 
 from __future__ import annotations
 
-import contextlib
 import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from rllib_llm.engines.engine_loop import settle
 from rllib_llm.serving.schemas import ApiError, ResponseFormat
 
 MAX_GRAMMAR_CHARS = 2**16
@@ -142,13 +142,10 @@ class Grammars:
 
 
 def _hand_on(matcher: Future[Any], done: Future[None]) -> None:
-    with contextlib.suppress(InvalidStateError):  # it was cancelled
-        if matcher.cancelled():
-            done.cancel()
-        elif (error := matcher.exception()) is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(None)
+    if matcher.cancelled():
+        done.cancel()
+    else:
+        settle(done, matcher.exception())
 
 
 class LlGuide:

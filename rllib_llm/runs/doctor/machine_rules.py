@@ -109,7 +109,6 @@ def _gpu_memory() -> tuple[int, ...]:
 
 
 SECONDS_TO_ANSWER = 3.0  # of a server
-WEIGHTS_IN_STORE = 3  # versions on their way at once
 
 
 def machine_rules(stage: Stage, machine: Machine, *, is_here: bool = True) -> Iterator[Finding]:
@@ -205,13 +204,14 @@ def store_rules(stage: Stage, machine: Machine) -> Iterator[Finding]:
         return
     if size is None:
         return
-    weights = size * (2 if stage.config.dtype == "bfloat16" else 4)
-    if WEIGHTS_IN_STORE * weights > machine.shm_bytes:
+    num_versions = stage.config.weights_keep + 1  # one more while it is published
+    weights = num_versions * size * _item_bytes(stage.config)
+    if weights > machine.shm_bytes:
         yield Finding(
             "ray.object_store",
             "warning",
-            f"/dev/shm has {machine.shm_bytes / GIB:.2f} GiB free, and three versions of the "
-            f"weights take {WEIGHTS_IN_STORE * weights / GIB:.2f} GiB",
+            f"/dev/shm has {machine.shm_bytes / GIB:.2f} GiB free, and {num_versions} versions of "
+            f"the weights take {weights / GIB:.2f} GiB",
             "Ray keeps what does not fit on disk, which is many times slower",
             "Enlarge it (docker run --shm-size), use bfloat16 or lora, or num_env_runners: 0.",
         )

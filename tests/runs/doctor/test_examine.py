@@ -245,6 +245,16 @@ def test_what_a_machine_lacks_is_named(folders, config, changes, name):
     assert name in [finding.id for finding in found(experiment, machine)]
 
 
+def test_each_kept_version_of_the_weights_has_its_place_in_the_store(folders):
+    machine = dataclasses.replace(MACHINE, shm_bytes=100_000)
+    texts = {}
+    for kept in (2, 5):
+        experiment = grpo(model=folders["sound"], num_env_runners=1, weights_keep=kept)
+        (finding,) = (f for f in found(experiment, machine) if f.id == "ray.object_store")
+        texts[kept] = finding.found
+    assert "3 versions of the weights" in texts[2] and "6 versions of the weights" in texts[5]
+
+
 def test_a_full_disk_is_named(folders, tmp_path):
     machine = dataclasses.replace(MACHINE, disk_bytes=1000)
     ids = [f.id for f in examine([grpo(model=folders["sound"])], machine, folder=tmp_path)]
