@@ -20,6 +20,7 @@ from rllib_llm.engines.kv_cache import (
 )
 from rllib_llm.engines.llama_step import Blocks, LlamaStep, Order, additive, is_llama_shaped
 from rllib_llm.engines.row_blocks import cost_of_block
+from rllib_llm.modules.precision import leave_out_cudnn_attention
 from rllib_llm.modules.trunk import take_apart, wants_recurring_sizes
 
 
@@ -45,6 +46,7 @@ class DecodePlan:
     @classmethod
     def of(cls, model: nn.Module) -> DecodePlan:
         """The plan of a causal LM of transformers."""
+        leave_out_cudnn_attention()
         weight, num_layers = next(model.parameters()), num_shared_layers(model.config)
         is_llama = num_layers is not None and is_llama_shaped(model)
         is_recordable = is_llama and can_be_recorded(model)

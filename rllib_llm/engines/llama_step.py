@@ -251,11 +251,13 @@ class _Layer:
         heads * head_dim]."""
         keys, values = cache.update(keys, values)
         start = cache.first_in_window(self.window)
+        if mask is not None and start:
+            mask = mask[..., start:].clone()  # CUDA's kernels read it from an aligned address
         attended = F.scaled_dot_product_attention(
             queries,
             keys[:, :, start:],
             values[:, :, start:],
-            attn_mask=None if mask is None else mask[..., start:],
+            attn_mask=mask,
             scale=self.scaling,
         )
         return attended.reshape(len(queries), -1)

@@ -117,6 +117,16 @@ class OneDNNLinear(nn.Linear):
         return _Linear.apply(inputs, self.weight, self.bias)
 
 
+def leave_out_cudnn_attention() -> None:
+    """Has torch's attention, in this process, choose among its own kernels.
+
+    On Hopper torch prefers cuDNN's, which compiles code for every new shape. The shapes of text are
+    new in nearly every batch and in every decoded step, and a run did nothing else (H100, torch
+    2.11). torch's own flash and memory-efficient kernels take any shape.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def use_onednn(model: nn.Module) -> None:
     """Makes the plain linear layers of `model` use oneDNN."""
     for part in model.modules():

@@ -32,7 +32,7 @@ from rllib_llm.modules.model_source import (
     model_config,
     source_kind,
 )
-from rllib_llm.modules.precision import use_onednn
+from rllib_llm.modules.precision import leave_out_cudnn_attention, use_onednn
 from rllib_llm.modules.quantization import (
     calm_bitsandbytes,
     head_names,
@@ -335,6 +335,7 @@ def _init_head(head: nn.Linear, seed: int) -> None:
 
 
 def _finish(network: Any, dtype: torch.dtype, device: Any) -> PreTrainedModel:
+    leave_out_cudnn_attention()
     disable_dropout(network)
     keep_unpacked(network)
     embedding = network.get_input_embeddings()

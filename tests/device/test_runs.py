@@ -105,9 +105,8 @@ def numbers(tree, path=()):
             yield (*path, name), float(value)
 
 
-def compare(make, gpu):
-    device = on_gpu(make())
-    there, weights = outcome(device)
+def compare(make):
+    there, weights = outcome(on_gpu(make()))
     here, expected = outcome(make())
     one, other = (dict(numbers({str(i): r for i, r in enumerate(x)})) for x in (there, here))
     assert one.keys() == other.keys()
@@ -119,18 +118,31 @@ def compare(make, gpu):
         torch.testing.assert_close(
             tensor, expected[name], rtol=0, atol=LR * MOST_STEPS, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+def compare_on_pretend(make, gpu):
+    compare(make)
     assert gpu.operators["aten::_fused_adamw_"], "nothing was learnt on the device"
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_is_the_processor_s(name, gpu):
-    compare(RUNS[name], gpu)
+    compare_on_pretend(RUNS[name], gpu)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MORE_RUNS)
 def test_more_runs_are_the_processor_s(name, gpu):
-    compare(MORE_RUNS[name], gpu)
+    compare_on_pretend(MORE_RUNS[name], gpu)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", {**RUNS, **MORE_RUNS})
+def test_a_run_on_a_real_gpu_is_the_processor_s(name):
+    torch.cuda.reset_peak_memory_stats()
+    compare({**RUNS, **MORE_RUNS}[name])
+    assert torch.cuda.max_memory_allocated() > 0, "nothing was learnt on the device"
 
 
 def test_a_refused_mini_batch_is_read_without_a_gpu(tmp_path):
@@ -151,7 +163,7 @@ def test_adapters(gpu, tmp_path):
         config = tiny.grpo(ref_kl_coeff=0.1)
         return config.language_model(model=str(tmp_path), lora={"r": 4, "alpha": 8})
 
-    compare(make, gpu)
+    compare_on_pretend(make, gpu)
 
 
 def test_checkpoint_and_export(gpu, tmp_path):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import types
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaForCausalLM
 
+from rllib_llm.engines import llama_step
 from rllib_llm.engines.kv_cache import SharedPromptCache
 from rllib_llm.engines.llama_step import LlamaStep, is_llama_shaped
 from rllib_llm.modules.precision import cast_parameters_
@@ -32,6 +35,19 @@ CASES = {
     "all layers slide": ("mistral (sliding window)", {}),
     "normed queries, wide heads": ("qwen3", {}),
 }
+
+
+@pytest.fixture(autouse=True)
+def aligned_masks(monkeypatch):
+    """CUDA's memory-efficient attention reads its mask 16 bytes at a time: a view that starts
+    within another's memory is a misaligned address (seen on an H100)."""
+
+    def attention(*args, attn_mask=None, **kwargs):
+        assert attn_mask is None or attn_mask.storage_offset() == 0
+        return F.scaled_dot_product_attention(*args, attn_mask=attn_mask, **kwargs)
+
+    functional = types.SimpleNamespace(**{**vars(F), "scaled_dot_product_attention": attention})
+    monkeypatch.setattr(llama_step, "F", functional)
 
 
 @pytest.mark.parametrize("padded", [False, True])
