@@ -26,6 +26,7 @@ p log p, and the difference from the mean, not two numbers that nearly cancel. S
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -85,11 +86,16 @@ class RowLayout:
         """Flash attention on [1, heads, tokens, head_dim]; returns [1, tokens, heads, head_dim]."""
         from torch.nn.attention.varlen import varlen_attn
 
+        shares: dict[str, Any] = {}
+        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+            shares["enable_gqa"] = query.shape[1] != key.shape[1]
+        else:  # torch 2.11
+            heads = query.shape[1] // key.shape[1]
+            key, value = (states.repeat_interleave(heads, dim=1) for states in (key, value))
         attended = varlen_attn(
             *(states.squeeze(0).transpose(0, 1) for states in (query, key, value)),
             self.starts, self.starts, self.longest, self.longest, scale=scale,
-            window_size=(-1 if window is None else window - 1, 0),
-            enable_gqa=query.shape[1] != key.shape[1],
+            window_size=(-1 if window is None else window - 1, 0), **shares,
         )  # fmt: skip
         return attended.unsqueeze(0)
 

@@ -41,9 +41,16 @@ def plain_varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, 
     return torch.cat(rows)
 
 
-@pytest.fixture
-def flash_on_a_processor(monkeypatch):
-    monkeypatch.setattr(varlen, "varlen_attn", plain_varlen)
+def older_varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size):
+    """That of torch 2.11, for as many heads of keys as of queries."""
+    assert query.shape[1] == key.shape[1]
+    return plain_varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale,
+                        window_size=window_size, enable_gqa=False)  # fmt: skip
+
+
+@pytest.fixture(params=[plain_varlen, older_varlen])
+def flash_on_a_processor(request, monkeypatch):
+    monkeypatch.setattr(varlen, "varlen_attn", request.param)
 
 
 def padded_model(family: str) -> torch.nn.Module:
