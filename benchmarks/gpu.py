@@ -8,6 +8,7 @@ decode: tokens per second of a 0.5 B-shaped random Llama in bfloat16, 256 rows, 
 graphs: decoding with CUDA graphs against the same without, a small and a large model, full and
     mixed lengths: whether `cuda_graphs` (on by default) pays on this device.
 iteration: one GRPO iteration with a model of that shape, by stage.
+peer: the same iteration by TRL's GRPOTrainer, where TRL is installed.
 judges: a frozen model of that shape in bfloat16, int8 and nf4: bytes, seconds per batch, and how
     far its next-token distributions are from bfloat16's.
 
@@ -18,6 +19,8 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
+import itertools
 import json
 import shutil
 import statistics
@@ -144,6 +147,44 @@ def iteration(rounds: int, folder: str) -> dict[str, Any]:
     return {name: round(statistics.median(r[name] for r in results), 4) for name in results[0]}
 
 
+def peer(rounds: int, folder: str) -> dict[str, Any]:
+    """Median seconds of the same iteration by TRL: model, prompts, reward, batch, optimiser steps.
+
+    Ends by the default generation of TRL, transformers' own.
+    """
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    case, steps = CASES[CASE], 256 // 64
+    times = []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step % steps == 0:
+                torch.cuda.synchronize()
+                times.append(time.perf_counter())
+
+    trainer = GRPOTrainer(
+        model=folder,
+        reward_funcs=lambda completions, **columns: count_digits(completions),
+        train_dataset=Dataset.from_list(
+            [{"prompt": f"{i:0{case.prompt_len}d}"} for i in range(256)]
+        ),
+        args=GRPOConfig(
+            output_dir=f"{folder}/trl", model_init_kwargs={"dtype": "bfloat16"}, bf16=True,
+            per_device_train_batch_size=64, gradient_accumulation_steps=1, num_generations=8,
+            steps_per_generation=steps, max_steps=steps * (rounds + 2), learning_rate=1e-6,
+            max_completion_length=case.completion_len, gradient_checkpointing=False, beta=0.0,
+            report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True,
+        ),
+        callbacks=[Clock()],
+    )  # fmt: skip
+    trainer.train()
+    seconds = [after - before for before, after in itertools.pairwise(times)]
+    return {"iteration_seconds": round(statistics.median(seconds), 4)}
+
+
 def judge(rounds: int, folder: str, quantization: str) -> dict[str, Any]:
     """Size, speed and drift of a frozen model in few bits."""
     from rllib_llm.envs.frozen_models import FrozenReference
@@ -171,7 +212,7 @@ def judge(rounds: int, folder: str, quantization: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parts = ("decode", "graphs", "iteration", "judges")
+    parts = ("decode", "graphs", "iteration", "peer", "judges")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
     parser.add_argument("--rounds", type=int, default=5)
@@ -190,6 +231,8 @@ def main() -> None:
         save_model(folder)
         if "iteration" in args.parts:
             show("iteration", iteration(args.rounds, folder))
+        if "peer" in args.parts and importlib.util.find_spec("trl"):
+            show("peer", peer(args.rounds, folder))
         if "judges" in args.parts:
             for quantization in ("none", "int8", "nf4"):
                 show(f"judge {quantization}", judge(args.rounds, folder, quantization))

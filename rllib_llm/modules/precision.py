@@ -118,7 +118,7 @@ class OneDNNLinear(nn.Linear):
 
 
 def leave_out_cudnn_attention() -> None:
-    """Has torch's attention, in this process, choose among its own kernels.
+    """Makes torch's attention, in this process, choose among its own kernels.
 
     On Hopper torch prefers cuDNN's, which compiles code for every new shape. The shapes of text are
     new in nearly every batch and in every decoded step, and a run did nothing else (H100, torch
