@@ -43,6 +43,7 @@ from rllib_llm.shared.errors import (
     nearest,
     noted,
     suggestion,
+    unknown_key,
 )
 
 # What others set in their config, and what it is part of here.
@@ -96,12 +97,9 @@ def unknown_settings(
     """Return the error for all of `names`, given in `section`; `where`: how the message names the
     place, e.g. "ppo.config"."""
     first, *others = [
-        UnknownSettingError(
-            f"unknown key {name!r}", name=str(name), where=where, unknown=True,
-            remedy=hint(config_class, str(name), section),
-        )
+        unknown_key(where, name, (), hint(config_class, str(name), section), UnknownSettingError)
         for name in names
-    ]  # fmt: skip
+    ]
     first.others = tuple(others)
     return first
 
@@ -384,11 +382,12 @@ def flattened(
     the setting that they are the value of, if any.
 
     Raises:
-        UnknownSettingError: keys of a section that are none of its settings.
+        UnknownSettingError: keys of sections that are none of their settings, all at once.
         ValueError: a setting is given twice.
     """
     flat: dict[str, Any] = {}
     env: dict[str, Any] = {}
+    wrong: list[UnknownSettingError] = []
     for key, value in settings.items():
         is_section = key in section_names(config_class)
         path = f"{place}.{key}" if place else key
@@ -414,7 +413,10 @@ def flattened(
             else:
                 _add(env if row.place == IN_ENV else flat, row.name, item, f"{path}.{name}")
         if unknown:
-            raise unknown_settings(config_class, unknown, path, key)
+            wrong.append(unknown_settings(config_class, unknown, path, key))
+    if wrong:
+        wrong[0].others += (*wrong[1:],)
+        complain(wrong[0])
     if env:
         path = f"{place}.env_config" if place else "env_config"
         for name, value in flat.get("env_config", {}).items():

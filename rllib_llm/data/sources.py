@@ -16,7 +16,7 @@ from rllib_llm.data.files import SUFFIXES, missing_file, read_file, rows_of
 from rllib_llm.data.rollouts import is_rollout_folder, load_rollouts
 from rllib_llm.data.rows import DataSourceError, Rows, concatenated
 from rllib_llm.shared.dotted import import_dotted, looks_dotted
-from rllib_llm.shared.errors import did_you_mean
+from rllib_llm.shared.errors import complain, unknown_key
 from rllib_llm.shared.storage import local_copy
 
 Source = str | Path | Mapping[str, Any] | Iterable[Any] | Callable[..., Any]
@@ -110,12 +110,7 @@ def _with_options(source: Any, name: str) -> tuple[Any, dict[str, Any]]:
         return source, {}
     for key in source:
         if key not in _SOURCE_KEYS:
-            raise DataSourceError(
-                name=f"{name}[{key!r}]",
-                rule=f"be one of {list(_SOURCE_KEYS)}",
-                reason="unknown key",
-                remedy=did_you_mean(str(key), _SOURCE_KEYS, otherwise="Remove it"),
-            )
+            complain(unknown_key(name, key, _SOURCE_KEYS, "", DataSourceError))
     if "path" not in source:
         raise DataSourceError(
             name=name,

@@ -17,7 +17,7 @@ from rllib_llm.envs.registry import default_settings
 from rllib_llm.modules.model_source import check_reference_vocabulary, num_embeddings
 from rllib_llm.modules.quantization import check_quantization
 from rllib_llm.modules.tokenizer import load_tokenizer
-from rllib_llm.shared.errors import SettingError, did_you_mean
+from rllib_llm.shared.errors import SettingError, complain, unknown_key
 
 CONVERSATION = "rllib_llm/Conversation-v0"
 COMMON_DEFAULTS: dict[str, Any] = {
@@ -170,29 +170,22 @@ def with_defaults(
             nearest that is.
         ValueError: a quantization that is not known.
     """
-    _check_keys(env_config, defaults, "env_config", of=env_id)
+    _check_keys(env_config, defaults, f"env_config of {env_id}")
     for key in ("reward_model", "reference"):
         given = env_config.get(key)
         if isinstance(given, Mapping):
-            _check_keys(given, _model_settings(key), f"env_config[{key!r}]", of=key)
+            _check_keys(given, _model_settings(key), f"env_config[{key!r}]")
             check_quantization(given.get("quantization", "none"), given.get("backend", "auto"))
     check_quantization(env_config.get("frozen_quantization", "none"), "auto")
     return {**defaults, **env_config}
 
 
-def _check_keys(given: Mapping[str, Any], known: Collection[str], where: str, *, of: str) -> None:
-    for key in given:
+def _check_keys(given: Mapping[str, Any], known: Collection[str], where: str) -> None:
+    its_own = f"Leave `env` out, or write `env: {CONVERSATION}`, which has turns."
+    for key in map(str, given):
         if key not in known:
-            is_turns = key in default_settings(CONVERSATION)
-            its_own = f"Leave `env` out, or write `env: {CONVERSATION}`, which has turns"
-            raise EnvConfigError(
-                name=f"{where}[{key!r}]",
-                rule=f"be a setting of {of}, one of {sorted(known)}",
-                reason="unknown key",
-                remedy=did_you_mean(
-                    str(key), known, otherwise=its_own if is_turns else "Remove it"
-                ),
-            )
+            hint = its_own if key in default_settings(CONVERSATION) else ""
+            complain(unknown_key(where, key, known, hint, EnvConfigError))
 
 
 def _model_settings(key: str) -> set[str]:

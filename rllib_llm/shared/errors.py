@@ -147,9 +147,11 @@ def shown(value: Any) -> str:
     return f"<{type(value).__name__}>"
 
 
-def unknown_key(where: str, key: str, allowed: Iterable[str], hint: str = "") -> UserError:
+def unknown_key(
+    where: str, key: str, allowed: Iterable[str], hint: str = "", kind: Any = UserError
+) -> Any:
     """Return the error for a key that is not in `allowed`, naming the nearest valid ones."""
-    return UserError(
+    return kind(
         f"unknown key {key!r}", name=str(key), remedy=hint or suggestion(str(key), allowed),
         where=where, unknown=True,
     )  # fmt: skip
@@ -224,13 +226,14 @@ def complain(error: ValueError) -> None:
     found = _NOTED.get()
     if found is None:
         raise error
-    others = error.others if isinstance(error, SettingError) else ()
+    others = getattr(error, "others", ())
     if others:
         error = copy.copy(error)
         error.others = ()  # type: ignore[attr-defined]
-    for one in (error, *others):
-        if not any(_is_same(one, other) for other in found):
-            found.append(one)
+    if not any(_is_same(error, other) for other in found):
+        found.append(error)
+    for other in others:
+        complain(other)
 
 
 def _is_same(error: ValueError, before: ValueError) -> bool:

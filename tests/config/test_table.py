@@ -26,6 +26,8 @@ from rllib_llm.algorithms.sft import SFTConfig
 from rllib_llm.config.schema import build_config, check_keys
 from rllib_llm.config.sections import known_names, plain_fields, rllib_table, table
 from rllib_llm.config.setting import IN_CONFIG
+from rllib_llm.runs.experiments import Experiment
+from rllib_llm.runs.plan import examine_experiment
 from rllib_llm.shared.errors import SettingError, all_complaints
 from tests.algorithms import tiny_runs as tiny
 
@@ -125,17 +127,23 @@ def test_all_unknown_keys_are_told_at_once_in_python_dicts_and_yaml():
 
 
 def test_each_unknown_key_is_a_complaint_of_its_own_with_a_remedy_of_its_own():
-    wrong = {"lrr": 1, "sampling": {"temprature": 1, "topp": 1}, "lora": {"rank": 4, "alfa": 3}}
-    for part in (["lrr"], ["sampling"], ["lora"]):
-        with all_complaints() as found:
-            build_config(PPOPtx, {"model": "x.build", **{key: wrong[key] for key in part}})
-        told = [(error.name, error.remedy) for error in found if error.unknown]
-        assert told == {
-            "lrr": [("lrr", "Did you mean 'lr' or 'lora'?")],
-            "sampling": [("temprature", "Did you mean 'temperature'?"),
-                         ("topp", "Did you mean 'top_p' or 'top_k'?")],
-            "lora": [("rank", "Did you mean 'r'?"), ("alfa", "Did you mean 'alpha'?")],
-        }[part[0]]  # fmt: skip
+    wrong = {
+        "lrr": 1, "sampling": {"temprature": 1, "topp": 1}, "lora": {"rank": 4, "alfa": 3},
+        "rewards": {"scal_scores": 1}, "env": "rllib_llm/RLHF-v0", "model": tiny.MODEL,
+        "env_config": {"promts": [], "reference": {"modle": "x"}},
+    }  # fmt: skip
+    with all_complaints() as found:
+        examine_experiment(Experiment("a", "PPOPtx", config=wrong))
+    assert {error.name: error.remedy for error in found if error.unknown} == {
+        "lrr": "Did you mean 'lr' or 'lora'?",
+        "temprature": "Did you mean 'temperature'?",
+        "topp": "Did you mean 'top_p' or 'top_k'?",
+        "rank": "Did you mean 'r'?",
+        "alfa": "Did you mean 'alpha'?",
+        "scal_scores": "Did you mean 'scale_scores'?",
+        "promts": "Did you mean 'prompts' or 'eval_prompts'?",
+        "modle": "Did you mean 'model'?",
+    }
 
 
 @pytest.mark.parametrize(

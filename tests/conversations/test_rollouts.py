@@ -426,7 +426,7 @@ def test_a_tool_knows_which_conversation_called_it(make):
         ({"max_turns": 0}, r"env_config\['max_turns'\]=0 must be a number above 0"),
         ({"max_tokens": 1.5}, r"env_config\['max_tokens'\]=1.5 must be an integer"),
         ({"tool_errors": "ignore"}, r"env_config\['tool_errors'\]='ignore' must be"),
-        ({"max_turn": 3}, "unknown key. Did you mean 'max_turns'"),
+        ({"max_turn": 3}, "unknown key 'max_turn'. Did you mean 'max_turns'"),
         ({"prompts": None}, "prompts must have data: there is nothing"),
     ],
 )

@@ -112,7 +112,7 @@ def test_a_row_without_a_column_has_none_there():
         (None, "must be a file .* NoneType is none of these"),
         (7, "int is none of these"),
         ([{"prompt": "a"}, 3], "row 1 is int '3'"),
-        ({"pth": "x"}, "unknown key. Did you mean 'path'"),
+        ({"pth": "x"}, "unknown key 'pth'. Did you mean 'path'"),
         ({"split": "train"}, "must have a 'path'"),
         ({"path": ["a"], "limit": -1}, r"prompts\['limit'\]=-1 must be an integer of at least 1"),
         ({"path": ["a"], "limit": True}, r"prompts\['limit'\]=True must be an integer"),
@@ -175,7 +175,7 @@ def test_wrong_arguments_of_a_function_are_refused():
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ({"pth": "x"}, "unknown key. Did you mean 'path'"),
+        ({"pth": "x"}, "unknown key 'pth'. Did you mean 'path'"),
         ("/nothing/here/rows.parquet", "'/nothing/here' does not exist either"),
         (["one.jsonl", "two.jsonl"], "'one.jsonl' must be a file or folder that exists"),
         (f"{__name__}:rows_of_a_functoin", "Did you mean 'rows_of_a_function'"),

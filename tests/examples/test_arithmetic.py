@@ -40,7 +40,7 @@ def test_a_few_problems_already_mix_sizes_and_operations():
         ({"operations": "+/"}, r"operations='\+/' must be one or more of"),
         ({"operations": ""}, "operations='' must be"),
         ({"num_problems": 0}, "num_problems=0 must be"),
-        ({"digit": 2}, r"env_config\['digit'\] must be .*Did you mean 'digits'"),
+        ({"digit": 2}, r"unknown key 'digit'. Did you mean 'digits'"),
     ],
 )
 def test_wrong_settings(settings, message):

@@ -145,7 +145,7 @@ def reviews(**changes: object) -> Experiment:
             {"prompts": "./nothing.jsonl"},
             r"ppo\.config\.env_config\.prompts='./nothing.jsonl' must",
         ),
-        ({"prompts": {"pth": "x"}}, "unknown key. Did you mean 'path'"),
+        ({"prompts": {"pth": "x"}}, "prompts: unknown key 'pth'. Did you mean 'path'"),
         ({"reward_model": "./no/judge"}, r"reward_model='./no/judge' must be a local folder"),
         (
             {"reward_model": {"model": "./no/judge"}},
