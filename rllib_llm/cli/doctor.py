@@ -80,14 +80,13 @@ def _findings(
     from rllib_llm.runs.doctor.examine import examine
     from rllib_llm.runs.doctor.machine_rules import Machine, ray_rules
     from rllib_llm.runs.doctor.stage import Finding
-    from rllib_llm.runs.yaml_loader import load, read
+    from rllib_llm.runs.yaml_loader import load_file
 
     folder = None if is_url(storage_path) else Path(storage_path).expanduser()
     experiments: list[Experiment] = []
     if file is not None:
         try:
-            here = file.resolve().parent
-            experiments = load(read(file), str(file), tuple(overrides or ()), here)
+            experiments = load_file(file, overrides)
         except ValueError as error:
             yield Finding.from_error(error, "file")
     machine = Machine.here(folder or Path.cwd())

@@ -26,7 +26,7 @@ from rllib_llm.cli.session import (
 )
 from rllib_llm.runs.experiments import Experiment
 from rllib_llm.runs.run_folder import COMMAND_LINE
-from rllib_llm.runs.yaml_loader import load, parse_mapping, read
+from rllib_llm.runs.yaml_loader import load, load_file, parse_mapping
 from rllib_llm.shared.errors import UserError
 from rllib_llm.shared.storage import Place
 
@@ -113,7 +113,7 @@ def train(
             )
         spec = {"run": algo, "env": env, "config": parse_mapping(config, "--config")}
         name = short_name(algo).lower()
-        experiments = load({name: spec}, "the command line", tuple(options.overrides or ()))
+        experiments = load({name: spec}, COMMAND_LINE, tuple(options.overrides or ()))
     execute(experiments, "default", options, COMMAND_LINE)
 
 
@@ -131,8 +131,7 @@ def run_file(file: Path, options: RunOptions) -> None:
     """Run the experiments of the YAML file in order, and report."""
     prepare(options.verbose, options.imports)
     with user_errors(options.verbose):
-        here = file.resolve().parent
-        experiments = load(read(file), str(file), tuple(options.overrides or ()), here)
+        experiments = load_file(file, options.overrides)
     execute(experiments, file.stem, options, str(file.resolve()))
 
 

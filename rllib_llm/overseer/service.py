@@ -40,6 +40,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rllib_llm.overseer.diagnosis import diagnose
 from rllib_llm.shared.errors import UserError
 from rllib_llm.shared.remote import NAMESPACE
+from rllib_llm.shared.storage import read_json
 
 NAMES = ("pause", "resume", "scale", "checkpoint", "stop")
 WAITING, DONE, REFUSED = "waiting", "done", "refused"
@@ -232,7 +233,8 @@ class OverseerServer:
 
     def __init__(self, overseer: Overseer, folder: Path) -> None:
         self.file = folder / ADDRESS_FILE
-        self.token = _old_token(self.file) or secrets.token_urlsafe(24)
+        # That of a previous overseer of this run, so that its clients keep working.
+        self.token = read_json(self.file).get("token") or secrets.token_urlsafe(24)
         handler = type("Handler", (_Handler,), {"overseer": overseer, "token": self.token})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._server.daemon_threads = True
@@ -252,14 +254,6 @@ class OverseerServer:
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
             json.dump({"url": self.url, "token": self.token}, stream)
         os.replace(new, self.file)
-
-
-def _old_token(file: Path) -> str | None:
-    """The token of a previous overseer of this run, so that its clients keep working."""
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))["token"]
-    except (OSError, ValueError, KeyError):
-        return None
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -30,7 +30,7 @@ from rllib_llm.runs.results import (
 from rllib_llm.runs.run_folder import read_environment
 from rllib_llm.runs.signs import signs
 from rllib_llm.shared.errors import UserError
-from rllib_llm.shared.storage import Place, place, replace_text
+from rllib_llm.shared.storage import Place, place, read_json, replace_text
 
 
 @dataclass(frozen=True)
@@ -183,10 +183,7 @@ def _trial(trial: PageTrial) -> dict[str, Any]:
 
 
 def _settings(folder: Place) -> dict[str, str]:
-    try:
-        given = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
+    given = read_json(folder / SETTINGS_FILE)
     return {name: _short(value) for name, value in sorted(flatten(given).items())}
 
 
@@ -344,8 +341,5 @@ def _tokenizer(trial_folder: Place) -> Any:
 
 def _began_with(trial_folder: Place) -> list[Path]:
     """The folder of the model that the trial's settings name, where that is one."""
-    try:
-        model = json.loads((trial_folder / SETTINGS_FILE).read_text(encoding="utf-8"))["model"]
-    except (OSError, ValueError, KeyError):
-        return []
+    model = read_json(trial_folder / SETTINGS_FILE).get("model")
     return [Path(model).expanduser()] if isinstance(model, str) else []

@@ -21,7 +21,7 @@ from typing import Any
 from rllib_llm.runs.experiments import KEYS, Experiment
 from rllib_llm.runs.results import StageResult, read_results
 from rllib_llm.shared.errors import UserError
-from rllib_llm.shared.storage import Place, UrlPath, place, replace_text
+from rllib_llm.shared.storage import Place, UrlPath, place, read_json, replace_text
 
 RECORD = "run.json"
 COMMAND_LINE = "the command line"  # the source of runs that no file describes
@@ -269,10 +269,7 @@ def write_environment(folder: Place) -> None:
 
 def read_environment(folder: Place) -> dict[str, str]:
     """Read the environment recorded in `folder`; {} if none was."""
-    try:
-        return json.loads((folder / ENVIRONMENT_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
+    return read_json(folder / ENVIRONMENT_FILE)
 
 
 def _processor() -> str:

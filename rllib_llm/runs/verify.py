@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import json
 import math
+import operator
 import random
 import statistics
 from collections import Counter
@@ -326,12 +327,8 @@ def _check_sampled_here(config: Any) -> None:
 
 def _stored(rollouts: ds.Dataset, key: tuple) -> list[dict[str, Any]]:
     """The rows of a completion."""
-    named = zip(_KEY, key, strict=True)
-    conditions = [pc.field(name) == value for name, value in named]
-    chosen = conditions[0]
-    for condition in conditions[1:]:
-        chosen = chosen & condition
-    return query(rollouts.filter(chosen)).to_pylist()
+    conditions = (pc.field(name) == value for name, value in zip(_KEY, key, strict=True))
+    return query(rollouts.filter(functools.reduce(operator.and_, conditions))).to_pylist()
 
 
 class _Sampling:

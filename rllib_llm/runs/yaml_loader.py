@@ -27,7 +27,7 @@ from __future__ import annotations
 import copy
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -362,6 +362,11 @@ def load(
         lookup = functools.partial(_known, values=values, names=names, index=index)
         experiments.append(Experiment(**{**substitute(spec, lookup, name), "name": name}))
     return experiments
+
+
+def load_file(file: Path, overrides: Sequence[str] | None = None) -> list[Experiment]:
+    """Return the experiments of a YAML file; see `load`."""
+    return load(read(file), str(file), tuple(overrides or ()), file.resolve().parent)
 
 
 def _variables(given: Any, source: str, here: Path | None) -> dict[str, Any]:

@@ -6,12 +6,12 @@ import contextlib
 import hashlib
 import inspect
 import json
-import string
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rllib_llm.conversations.chat_format import ChatFormat, ChatFormatError
@@ -198,12 +198,8 @@ def call_id(request_id: str, choice: int, call: int) -> str:
     """The id of a tool call: nine letters and digits, as Mistral's templates want them, which no
     other request gives."""
     digest = hashlib.sha256(f"{request_id} {choice} {call}".encode()).digest()
-    number = int.from_bytes(digest[:8], "big")
-    digits = []
-    for _ in range(9):
-        number, digit = divmod(number, 36)
-        digits.append(string.digits[digit] if digit < 10 else string.ascii_lowercase[digit - 10])
-    return "".join(digits)
+    number = int.from_bytes(digest[:8], "big") % 36**9
+    return np.base_repr(number, 36).lower().zfill(9)
 
 
 # --- calls that have to be made ------------------------------------------------------------------

@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from rllib_llm.engines.engine_loop import settle
@@ -163,9 +164,8 @@ class LlGuide:
 
     def allowed(self) -> torch.Tensor:
         """A bit for each token, which the matcher packs into bytes."""
-        packed = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
-        bits = torch.arange(8, dtype=torch.uint8)
-        return ((packed.unsqueeze(1) >> bits) & 1).bool().reshape(-1)
+        packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        return torch.from_numpy(np.unpackbits(packed, bitorder="little")).bool()
 
     def take(self, token_id: int) -> None:
         self._matcher.consume_token(token_id)

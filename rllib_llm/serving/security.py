@@ -17,11 +17,12 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import anyio
 from fastapi import Depends, Request, Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -159,13 +160,27 @@ def _no_key(remedy: str) -> ApiError:
     )  # fmt: skip
 
 
+class _Entry(BaseModel):
+    """An entry of `api_keys_file`; limits that it does not name are the settings'."""
+
+    model_config = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
+
+    name: str | None = None
+    key: Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
+    requests_per_minute: float | None = Field(None, gt=0)
+    tokens_per_minute: float | None = Field(None, gt=0)
+
+
+_ENTRIES = TypeAdapter(Annotated[list[_Entry], Field(min_length=1)])
+
+
 def read_clients(settings: ServeSettings) -> Clients:
     """The keys that the settings name.
 
     Raises:
         UserError: a file that holds something else.
     """
-    entries: list[Mapping[str, Any]] = []
+    entries: list[_Entry] = []
     if settings.api_keys is not None:
         keys = [key.strip() for key in settings.api_keys.get_secret_value().split(",")]
         if not all(keys):
@@ -173,41 +188,41 @@ def read_clients(settings: ServeSettings) -> Clients:
                 f"api_keys must hold keys with a comma between them: key {keys.index('') + 1} of "
                 f"{len(keys)} is empty, and requests without one would match. Remove the comma."
             )
-        entries += [{"name": f"key {i}", "key": key} for i, key in enumerate(keys)]
+        entries += [_Entry(key=key) for key in keys]
     if settings.api_keys_file is not None:
-        entries += _entries(settings.api_keys_file.read_text(encoding="utf-8"))
-    if settings.has_replicas and (rates := {*RATES} & {name for each in entries for name in each}):
-        raise UserError(f"{min(rates)} of api_keys_file {ONE_REPLICA}.")
-    clients = [
-        Client(
-            str(entry.get("name", f"key {i}")),
-            str(entry["key"]).strip().encode(),
-            TokenBucket(entry.get("requests_per_minute", settings.requests_per_minute)),
-            TokenBucket(entry.get("tokens_per_minute", settings.tokens_per_minute)),
-        )
-        for i, entry in enumerate(entries)
-    ]
+        entries += _read_entries(settings.api_keys_file.read_text(encoding="utf-8"))
+    if settings.has_replicas:
+        for name in RATES:
+            if any(name in entry.model_fields_set for entry in entries):
+                raise UserError(f"{name} of api_keys_file {ONE_REPLICA}.")
+    clients = []
+    for i, entry in enumerate(entries):
+        buckets = [
+            TokenBucket(getattr(entry if rate in entry.model_fields_set else settings, rate))
+            for rate in RATES
+        ]
+        clients.append(Client(entry.name or f"key {i}", entry.key.encode(), *buckets))
     admin = settings.admin_key.get_secret_value() if settings.admin_key else None
     if settings.admin_key_file is not None:
         admin = settings.admin_key_file.read_text(encoding="utf-8")
     return Clients(clients, None if admin is None else admin.strip().encode())
 
 
-def _entries(text: str) -> list[Mapping[str, Any]]:
+def _read_entries(text: str) -> list[_Entry]:
     import yaml
 
-    entries = yaml.safe_load(text)
-    known = {"name", "key", "requests_per_minute", "tokens_per_minute"}
-    good = isinstance(entries, list) and entries and all(
-        isinstance(entry, dict) and str(entry.get("key") or "").strip() and not set(entry) - known
-        for entry in entries
-    )  # fmt: skip
-    if not good:
-        raise UserError(
-            "api_keys_file must hold a YAML list of {name, key, requests_per_minute, "
-            "tokens_per_minute}: each entry needs at least a key. Correct the file."
-        )
-    return entries
+    try:
+        return _ENTRIES.validate_python(yaml.safe_load(text))
+    except yaml.YAMLError:  # which would show the keys
+        problem = "it is not YAML"
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = [f"entry {part + 1}" if isinstance(part, int) else part for part in first["loc"]]
+        problem = ": ".join([*where, first["msg"]])
+    raise UserError(
+        "api_keys_file must hold a YAML list of {name, key, requests_per_minute, "
+        f"tokens_per_minute}}, of which each has at least a key: {problem}. Correct the file."
+    )
 
 
 # --- in front of the routes ----------------------------------------------------------------------

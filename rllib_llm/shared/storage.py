@@ -314,6 +314,15 @@ def new_lines(file: Path, start: int) -> tuple[list[str], int]:
     return lines, max(0, start - 1) + end
 
 
+def read_json(file: Place) -> dict[str, Any]:
+    """The JSON object in a file; empty where there is none."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def replace_text(file: Place, text: str) -> None:
     """Writes `text` to `file` atomically, since a process may be killed meanwhile."""
     new = file.parent / f".{file.name}.new"

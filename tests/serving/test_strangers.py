@@ -66,6 +66,38 @@ def test_empty_keys_of_other_places_are_refused_too(tmp_path):
         read_clients(settings(admin_key=" "))
 
 
+@pytest.mark.parametrize(("text", "problem"), [
+    ("- {key: s3cret, requests_per_minute: ten}", "entry 1: requests_per_minute: .* valid number"),
+    ("- {key: s3cret, tokens_per_minute: 0}", "entry 1: tokens_per_minute: .* greater than 0"),
+    ("- {key: ok}\n- {key: s3cret, limit: 3}", "entry 2: limit: Extra inputs"),
+    ("- {name: s3cret}", "entry 1: key: Field required"),
+    ("[]", "at least 1 item"),
+    ("[s3cret]", "entry 1: "),
+    ("s3cret: ann", "valid list"),
+    ("- {key: 's3cret}", "not YAML"),
+])  # fmt: skip
+def test_a_file_of_keys_that_would_fail_requests_is_refused_without_its_keys(
+    tmp_path, text, problem
+):
+    file = tmp_path / "keys.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError, match=f"api_keys_file must hold .*{problem}") as error:
+        read_clients(settings(api_keys_file=file))
+    assert "s3cret" not in str(error.value) and error.value.__context__ is None
+
+
+def test_an_entry_s_own_limits_go_before_the_server_s(tmp_path):
+    file = tmp_path / "keys.yaml"
+    file.write_text("- {key: 12, tokens_per_minute: null}\n- {name: bob, key: ' b '}\n")
+    made = read_clients(settings(api_keys_file=file, requests_per_minute=2, tokens_per_minute=3))
+    first, second = made.clients
+    assert [(each.name, each.key) for each in made.clients] == [("key 0", b"12"), ("bob", b"b")]
+    assert first.tokens.wait_seconds(1e9) == 0.0  # null: no limit
+    for bucket in (first.requests, second.requests, second.tokens):
+        bucket.use(10)
+        assert bucket.wait_seconds() > 0
+
+
 ADMINISTRATION = [
     ("POST", "/pause"), ("POST", "/resume"), ("GET", "/is_paused"), ("POST", "/abort_requests"),
     ("POST", "/inference/v1/abort_requests"), ("GET", "/weight_info"), ("POST", "/update_weights"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from rllib_llm.modules.model_source import TruncatedWeightsError, num_elements
 from rllib_llm.runs.doctor.stage import Finding, Stage
 from rllib_llm.runs.metrics import describes
 from rllib_llm.shared.errors import suggestion
+from rllib_llm.shared.storage import read_json
 
 SAMPLE = "The sum of 12 and 30 is 42.\nIsn't it? (Yes, it is!)"
 
@@ -18,7 +18,7 @@ SAMPLE = "The sum of 12 and 30 is 42.\nIsn't it? (Yes, it is!)"
 def model_rules(stage: Stage) -> Iterator[Finding]:
     """Findings about every local folder that the stage reads a model from."""
     for setting, folder in stage.models().items():
-        config = _read_json(Path(folder) / "config.json")
+        config = read_json(Path(folder) / "config.json")
         yield from _weights(setting, Path(folder))
         if not stage.is_made_before(setting):
             yield from _kind(setting, config, stage)
@@ -29,7 +29,7 @@ def model_rules(stage: Stage) -> Iterator[Finding]:
 
 def _weights(setting: str, folder: Path) -> Iterator[Finding]:
     files = sorted(folder.glob("*.safetensors"))
-    index = _read_json(folder / "model.safetensors.index.json")
+    index = read_json(folder / "model.safetensors.index.json")
     missing = sorted(set(index.get("weight_map", {}).values()) - {file.name for file in files})
     if missing:
         yield Finding(
@@ -132,14 +132,6 @@ def _round_trip(tokenizer: Any, model: str) -> Iterator[Finding]:
             "rewards read decoded completions",
             "Set clean_up_tokenization_spaces=False in the tokenizer, or look at its decoder.",
         )  # fmt: skip
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 NEARLY_GREEDY = 0.2  # a temperature at which the completions of a prompt hardly differ
