@@ -123,11 +123,13 @@ def _row(path: Sequence[Node], learnt: set[int]) -> TrainingRow:
 
 @dataclass
 class Rollout:
-    """A conversation and its result.
+    """A conversation under way, or over, and its result.
 
     group: position of its prompt; row_id: its place among all rollouts; prompt_index: its row in
     the data set. score: all that it earned. valid: False where something failed that is not the
-    policy's doing, and as long as nobody has judged it.
+    policy's doing, and as long as nobody has judged it. invalid: why nothing may be learnt from it,
+    or "". truncated: the limit that ended it, or "". earned: what `ConversationEnv.score` said.
+    has_turn_rewards: whether a turn was given any.
     """
 
     conversation: Conversation
@@ -136,6 +138,16 @@ class Rollout:
     prompt_index: int
     score: float = 0.0
     valid: bool = False
+    invalid: str = ""
+    error: BaseException | None = None
+    truncated: str = ""
+    earned: float | None = None
+    has_turn_rewards: bool = False
+    counts: dict[str, float] = field(default_factory=dict)
+
+    def count(self, name: str, number: float = 1.0) -> None:
+        """Adds to a number of this rollout's metrics."""
+        self.counts[name] = self.counts.get(name, 0.0) + number
 
 
 def training_columns(rollouts: Sequence[Rollout], pad_token_id: int) -> dict[str, torch.Tensor]:

@@ -19,11 +19,12 @@ from gymnasium import spaces
 from gymnasium.vector import VectorEnv
 from ray.rllib.utils.spaces.repeated import Repeated
 
+from rllib_llm.conversations.conversation import Rollout
 from rllib_llm.engines.protocol import Ended
 from rllib_llm.envs.actions import BanditEnvError, misfit, told_columns
 from rllib_llm.envs.adapters.agent import AgentEnv, OpenAgentServer, open_for, run_agents
 from rllib_llm.envs.conversation import ConversationEnv
-from rllib_llm.envs.conversation_rollouts import Attempt, judge, run_rollouts
+from rllib_llm.envs.conversation_rollouts import judge, run_rollouts
 from rllib_llm.envs.registry import ENVIRONMENTS, make, not_batched
 from rllib_llm.modules.pretrained import load_causal_lm
 from rllib_llm.shared import columns
@@ -513,7 +514,7 @@ class ConversationChecker(Problems):
         attempts = self._as_agent(env) if isinstance(env, AgentEnv) else self._with_words(env)
         return judge(env, attempts, int(env.tokenizer.pad_token_id or 0)).columns
 
-    def _as_agent(self, env: AgentEnv) -> list[Attempt]:
+    def _as_agent(self, env: AgentEnv) -> list[Rollout]:
         """Episodes of an agent, which talks to the model itself."""
         from rllib_llm.engines.torch_engine import TorchEngine
 
@@ -531,7 +532,7 @@ class ConversationChecker(Problems):
             sampling={"seed": self.seed},
         )  # fmt: skip
 
-    def _with_words(self, env: ConversationEnv) -> list[Attempt]:
+    def _with_words(self, env: ConversationEnv) -> list[Rollout]:
         known = set(env.tokenizer.all_special_ids)
         plain = [token for token in range(len(env.tokenizer)) if token not in known]
         end = env.chat_format.encode(env.chat_format.turn_end)

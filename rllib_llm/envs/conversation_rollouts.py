@@ -13,7 +13,6 @@ import json
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,26 +40,6 @@ class EngineFailed(RuntimeError):
     """The engine gave no tokens; it is the run's trouble, not one rollout's."""
 
 
-@dataclass
-class Attempt(Rollout):
-    """A rollout under way, or over.
-
-    invalid: why nothing may be learnt from it, or "". truncated: the limit that ended it, or "".
-    earned: what `ConversationEnv.score` said. has_turn_rewards: whether a turn was given any.
-    """
-
-    invalid: str = ""
-    error: BaseException | None = None
-    truncated: str = ""
-    earned: float | None = None
-    has_turn_rewards: bool = False
-    counts: dict[str, float] = field(default_factory=dict)
-
-    def count(self, name: str, number: float = 1.0) -> None:
-        """Adds to a number of this rollout's metrics."""
-        self.counts[name] = self.counts.get(name, 0.0) + number
-
-
 _LARGEST = float(torch.finfo(torch.float32).max)
 _TOOL_FAILED = ("error", "timeout")  # of the tool; other failures are the policy's mistakes
 _COUNTED = ("num_tool_calls", "tool_failures", "tool_timeouts", "tool_seconds", "sample_seconds")
@@ -74,7 +53,7 @@ def run_rollouts(
     num_completions: int,
     complete: Complete,
     max_new_tokens: int,
-) -> list[Attempt]:
+) -> list[Rollout]:
     """Conversations about all tasks, `num_completions` of each, in the order of the tasks.
 
     Raises:
@@ -82,8 +61,8 @@ def run_rollouts(
     """
     attempts = new_attempts(env, rows, first_position, num_completions)
 
-    async def converse(attempt: Attempt) -> None:
-        await _Rollout(env, attempt, complete, max_new_tokens).converse()
+    async def converse(attempt: Rollout) -> None:
+        await _Player(env, attempt, complete, max_new_tokens).converse()
 
     env.events.run(run_side_by_side(env, attempts, converse))
     return attempts
@@ -91,7 +70,7 @@ def run_rollouts(
 
 def new_attempts(
     env: ConversationEnv, rows: Sequence[PromptRow], first_position: int, num_completions: int
-) -> list[Attempt]:
+) -> list[Rollout]:
     """Rollouts that nobody has begun, `num_completions` of each task."""
     attempts = []
     for place, row in enumerate(rows):
@@ -100,7 +79,7 @@ def new_attempts(
             task = _copied({"prompt": row.prompt, **row.columns})
             conversation = Conversation(env.format_of(task), task=task)
             row_id = group * num_completions + copy
-            attempts.append(Attempt(conversation, group, row_id, row.index))
+            attempts.append(Rollout(conversation, group, row_id, row.index))
     return attempts
 
 
@@ -114,7 +93,7 @@ def _copied(value: Any) -> Any:
 
 
 async def run_side_by_side(
-    env: ConversationEnv, attempts: Sequence[Attempt], converse: Callable[[Attempt], Awaitable]
+    env: ConversationEnv, attempts: Sequence[Rollout], converse: Callable[[Rollout], Awaitable]
 ) -> None:
     """Runs all rollouts, `max_concurrent` at a time; a failure is recorded in its own attempt.
 
@@ -124,7 +103,7 @@ async def run_side_by_side(
     places = asyncio.Semaphore(int(env.settings["max_concurrent"]))
     max_seconds = float(env.settings["max_seconds"])
 
-    async def one(attempt: Attempt) -> None:
+    async def one(attempt: Rollout) -> None:
         async with places:
             await _note_failure(attempt, converse(attempt), max_seconds)
 
@@ -136,7 +115,7 @@ async def run_side_by_side(
             task.cancel()
 
 
-async def _note_failure(attempt: Attempt, work: Awaitable, max_seconds: float) -> None:
+async def _note_failure(attempt: Rollout, work: Awaitable, max_seconds: float) -> None:
     start = time.perf_counter()
     late = f"the rollout took longer than max_seconds={max_seconds:g}"
     try:
@@ -148,11 +127,11 @@ async def _note_failure(attempt: Attempt, work: Awaitable, max_seconds: float) -
     attempt.count("seconds", time.perf_counter() - start)
 
 
-class _Rollout:
+class _Player:
     """One conversation from its first message to its last."""
 
     def __init__(
-        self, env: ConversationEnv, attempt: Attempt, complete: Complete, max_new_tokens: int
+        self, env: ConversationEnv, attempt: Rollout, complete: Complete, max_new_tokens: int
     ) -> None:
         self.env, self.attempt, self.complete = env, attempt, complete
         self.conversation = attempt.conversation
@@ -305,16 +284,11 @@ def as_messages(given: Any) -> list[Message]:
 TURNS = "turns"  # component: what was earned at turns
 SCORE = "score"  # component: what `ConversationEnv.score` says
 ROLLOUT = "rollout"
-ByRollout = Callable[[Sequence[Attempt], Sequence[float]], torch.Tensor]
+ByRollout = Callable[[Sequence[Rollout], Sequence[float]], torch.Tensor]
 _SHOWN = 300  # characters of a reason
 
 
-def unjudged_columns(attempts: Sequence[Attempt], pad_token_id: int) -> dict[str, torch.Tensor]:
-    """The columns of rollouts that are over and could not be judged: no row is valid."""
-    return training_columns(attempts, pad_token_id)
-
-
-def judge(env: ConversationEnv, attempts: Sequence[Attempt], pad_token_id: int) -> Judgement:
+def judge(env: ConversationEnv, attempts: Sequence[Rollout], pad_token_id: int) -> Judgement:
     """The columns of rollouts that are over, with their scores.
 
     Raises:
@@ -341,7 +315,7 @@ def judge(env: ConversationEnv, attempts: Sequence[Attempt], pad_token_id: int) 
     row_ids = batch[columns.ROW_ID].tolist()
     firsts = {row_id: place for place, row_id in reversed([*enumerate(row_ids)])}
 
-    def by_rollout(of: Sequence[Attempt], numbers: Sequence[float]) -> torch.Tensor:
+    def by_rollout(of: Sequence[Rollout], numbers: Sequence[float]) -> torch.Tensor:
         """[rows] float32, the numbers at the first rows of their rollouts, NaN elsewhere."""
         column = torch.full((len(row_ids),), torch.nan)
         for attempt, number in zip(of, numbers, strict=True):
@@ -361,7 +335,7 @@ def judge(env: ConversationEnv, attempts: Sequence[Attempt], pad_token_id: int) 
 
 
 def _components(
-    env: ConversationEnv, sound: Sequence[Attempt]
+    env: ConversationEnv, sound: Sequence[Rollout]
 ) -> tuple[dict[str, list[float]], Rewards | None]:
     """The score components of each valid rollout by name, with the reward functions' metrics."""
     judged = env.rewards(_reward_batch(env, sound)) if env.rewards is not None and sound else None
@@ -384,7 +358,7 @@ def _components(
     return components, judged
 
 
-def _reward_batch(env: ConversationEnv, sound: Sequence[Attempt]) -> RewardBatch:
+def _reward_batch(env: ConversationEnv, sound: Sequence[Rollout]) -> RewardBatch:
     """The conversations as reward functions take them; see `RewardBatch`. Their texts depend
     neither on the template nor on where it begins a row."""
     batch = training_columns(sound, int(env.tokenizer.pad_token_id))
@@ -423,8 +397,8 @@ def _before_last_turn(chat: Messages) -> Messages:
 
 def _metrics(
     by_rollout: ByRollout,
-    attempts: Sequence[Attempt],
-    sound: Sequence[Attempt],
+    attempts: Sequence[Rollout],
+    sound: Sequence[Rollout],
     judged: Rewards | None,
 ) -> dict[str, torch.Tensor]:
     metrics: dict[str, torch.Tensor] = {}
@@ -449,7 +423,7 @@ def _metrics(
     return metrics
 
 
-def _texts(attempts: Sequence[Attempt]) -> dict[str, list[str]]:
+def _texts(attempts: Sequence[Rollout]) -> dict[str, list[str]]:
     """For each row: the prompt, the text after it on the row's path, and both as JSON."""
     shown: dict[str, list[str]] = {"prompt": [], "completion": [], "messages": []}
     for attempt in attempts:
@@ -462,7 +436,7 @@ def _texts(attempts: Sequence[Attempt]) -> dict[str, list[str]]:
     return shown
 
 
-def _report(env: ConversationEnv, attempts: Sequence[Attempt], sound: Sequence[Attempt]) -> None:
+def _report(env: ConversationEnv, attempts: Sequence[Rollout], sound: Sequence[Rollout]) -> None:
     failed = [attempt for attempt in attempts if attempt.invalid]
     if not failed:
         return

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from rllib_llm.modules.model_source import (
     DOTTED,
@@ -14,6 +14,7 @@ from rllib_llm.modules.model_source import (
     ModelSourceError,
     build_from_dotted,
     load_with_retries,
+    model_config,
     source_kind,
 )
 from rllib_llm.shared.errors import SettingError
@@ -43,7 +44,7 @@ def load_tokenizer(
         sources: tuple[Any, ...] = (network, tokenizer)
         num_embeddings = len(network.get_input_embeddings().weight)
     else:
-        config = load_with_retries(lambda: AutoConfig.from_pretrained(value), value, kind)
+        config = model_config(value)
         tokenizer = load_with_retries(lambda: AutoTokenizer.from_pretrained(value), value, kind)
         sources = (config, tokenizer, load_generation_config(value))
         num_embeddings = config.get_text_config().vocab_size
@@ -115,11 +116,7 @@ def eos_token_ids(*sources: Any) -> tuple[int, ...]:
 def policy_eos_ids(model: str, tokenizer: Any) -> tuple[int, ...]:
     """Every EOS id of a policy, as our own decode loop takes them from the loaded model: those of
     its config, its generation config and its tokenizer."""
-    kind, value = source_kind(model)
-    if kind == DOTTED:
-        return eos_token_ids(tokenizer, build_from_dotted(value)[0])
-    config = AutoConfig.from_pretrained(value)
-    return eos_token_ids(tokenizer, config, load_generation_config(model))
+    return eos_token_ids(tokenizer, model_config(model), load_generation_config(model))
 
 
 def ensure_pad_token(tokenizer: PreTrainedTokenizerBase, eos_ids: tuple[int, ...] = ()) -> None:

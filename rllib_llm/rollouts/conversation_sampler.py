@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from rllib_llm.conversations.conversation import Rollout, training_columns
 from rllib_llm.engines.engine_loop import EngineLoop
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import NOT_FINITE, Ended
@@ -24,12 +25,10 @@ from rllib_llm.engines.torch_engine import TorchEngine
 from rllib_llm.envs.adapters.agent import AgentEnv, open_for, run_agents
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.conversation_rollouts import (
-    Attempt,
     Complete,
     EngineFailed,
     judge,
     run_rollouts,
-    unjudged_columns,
 )
 from rllib_llm.rollouts.judged_batch import JudgedBatch, SampleRequest
 from rllib_llm.rollouts.sampler import Sampler, SamplingEnvironment, UnjudgedBatch
@@ -46,7 +45,7 @@ class ConversationSampler(Sampler):
         self._judging = threading.Lock()
         self._judging_env = SamplingEnvironment(copy.copy(self.environment.env))
 
-    def _complete(self, request: SampleRequest) -> tuple[dict[str, torch.Tensor], list[Attempt]]:
+    def _complete(self, request: SampleRequest) -> tuple[dict[str, torch.Tensor], list[Rollout]]:
         """Finished conversations: token i of a turn depends on seed, rollout, turn, i and the
         conversation before it."""
         env: ConversationEnv = self.environment.env
@@ -62,7 +61,7 @@ class ConversationSampler(Sampler):
             return self._judged_by(self._judging_env, generated)
 
     def _unjudged(self, generated: UnjudgedBatch, error: Exception) -> JudgedBatch:
-        rows = unjudged_columns(generated.completions, self.policy.pad_token_id)
+        rows = training_columns(generated.completions, self.policy.pad_token_id)
         return self._batch(generated, rows, cause=str(error))
 
     def _score(self, environment: SamplingEnvironment, generated: UnjudgedBatch) -> JudgedBatch:
@@ -91,7 +90,7 @@ class ConversationSampler(Sampler):
 
     def _attempts(
         self, env: ConversationEnv, request: SampleRequest, params: SamplingParams
-    ) -> list[Attempt]:
+    ) -> list[Rollout]:
         """The conversations of a request, which are over."""
         with contextlib.closing(EngineLoop(self.policy.open_engine(self.weights.version))) as loop:
             return run_rollouts(
@@ -138,7 +137,7 @@ class AgentSampler(ConversationSampler):
 
     def _attempts(
         self, env: ConversationEnv, request: SampleRequest, params: SamplingParams
-    ) -> list[Attempt]:
+    ) -> list[Rollout]:
         # Here, since it wants the packages of `rllib-llm[serve]`.
         from rllib_llm.serving.http_server import open_agent_server
 

@@ -22,9 +22,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
+from rllib_llm.conversations.conversation import Rollout
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.conversation_rollouts import (
-    Attempt,
     EngineFailed,
     new_attempts,
     run_side_by_side,
@@ -117,7 +117,7 @@ def run_agents(
     server: Any,
     sampling: Mapping[str, Any],
     max_new_tokens: int,
-) -> list[Attempt]:
+) -> list[Rollout]:
     """Episodes of the agent about all tasks, `num_completions` of each, in the order of the tasks.
     The server is closed in the end; the fields `sampling` hold whatever the agent asks for.
 
@@ -126,7 +126,7 @@ def run_agents(
     """
     attempts = new_attempts(env, rows, first_position, num_completions)
 
-    async def play(attempt: Attempt) -> None:
+    async def play(attempt: Rollout) -> None:
         with server.session(
             {**sampling, "noise_row": attempt.row_id}, max_new_tokens=max_new_tokens,
             max_turns=int(env.settings["max_turns"]),
@@ -146,7 +146,7 @@ def run_agents(
     return attempts
 
 
-async def _play(env: AgentEnv, attempt: Attempt, url: str, session: Any) -> None:
+async def _play(env: AgentEnv, attempt: Rollout, url: str, session: Any) -> None:
     """One episode. An agent that ends with an error at a limit of its session was led there by the
     policy: its conversation is judged as it stands."""
     result = None
