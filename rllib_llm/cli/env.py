@@ -167,12 +167,13 @@ def reward_server(
 
             from rllib_llm.envs.judges.reward_server import RewardService, make_app
         from rllib_llm.envs.judges.rewards import RewardSum
+        from rllib_llm.serving.settings import url_of
 
         rewards = RewardSum([_spec(one) for one in function])
         app = make_app(RewardService(rewards, label_column=label_column), token)
     names = ", ".join(term.name for term in rewards.terms)
     Console(stderr=True).print(
-        f"Rewards by {names}: http://{host}:{port}/v1/rewards, /get_reward, /reward",
+        f"Rewards by {names}: {url_of(host, port)}/v1/rewards, /get_reward, /reward",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
     uvicorn.run(app, host=host, port=port, log_level="warning")

@@ -269,11 +269,8 @@ def _add(table: Table, part: dict[str, Any], name: str) -> None:
     else:
         text = Text(part["activity"])
     version = part.get("version", part.get("iteration"))
-    table.add_row(name, part["node"], str(part["pid"]), _number(version), text)
-
-
-def _number(value: Any) -> str:
-    return "" if value is None else str(value)
+    shown = "" if version is None else str(version)
+    table.add_row(name, part["node"], str(part["pid"]), shown, text)
 
 
 def _shares(trial: dict[str, Any]) -> Text:

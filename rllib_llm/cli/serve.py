@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import yaml
 from rich.console import Console
 
 from rllib_llm.cli.session import extra_serve, prepare, told_to_wait, user_errors
@@ -56,17 +57,15 @@ def serve(
         given: dict[str, Any] = {
             "model": model, "host": host, "port": port, "name": name, "weights_name": weights_name,
         }  # fmt: skip
-        settings = read_settings({**_named(set_ or ()), **_without_none(given)}, config)
+        given = {name: value for name, value in given.items() if value is not None}
+        settings = read_settings({**_named(set_ or ()), **given}, config)
         if show_config:
-            _show(settings)
+            shown = settings.model_dump(mode="json")
+            print(yaml.safe_dump(shown, sort_keys=False), end="")
         elif local:
             _serve_here(settings, ray_address)
         else:
             _serve_on_ray(settings, ray_address)
-
-
-def _without_none(given: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in given.items() if value is not None}
 
 
 def _named(pairs: Any) -> dict[str, Any]:
@@ -85,12 +84,6 @@ def _named(pairs: Any) -> dict[str, Any]:
             )
         found[name] = parse(value, f"--set {name}")
     return found
-
-
-def _show(settings: Any) -> None:
-    import yaml
-
-    print(yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False), end="")
 
 
 def _serve_here(settings: Any, ray_address: str | None) -> None:
@@ -143,6 +136,8 @@ def _serve_on_ray(settings: Any, ray_address: str | None) -> None:
 
 
 def _told(settings: Any, port: int) -> None:
-    url = f"http://{settings.host}:{port}"
+    from rllib_llm.serving.settings import url_of
+
+    url = url_of(settings.host, port)
     text = f"{settings.served_name} answers at {url}/v1 (a page to chat at {url}/)"
     Console(stderr=True).print(text, highlight=False, soft_wrap=True)

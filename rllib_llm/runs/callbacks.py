@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -506,10 +505,5 @@ class NewTerms(Callback):
         for result in before:
             path = Path(result.checkpoint.path)
             if result.checkpoint.path not in paths and path.parent == own and path.is_dir():
-                _empty(path)
-
-
-def _empty(folder: Path) -> None:
-    """Deletes the contents of `folder`; Tune deletes the folder itself with the next checkpoint."""
-    for path in folder.iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+                # Tune deletes the folder itself with the next checkpoint.
+                LocalFileSystem().delete_dir_contents(str(path))

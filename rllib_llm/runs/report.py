@@ -13,6 +13,7 @@ from rich.text import Text
 
 from rllib_llm.data.rollout_store import ROLLOUTS, STORE_FILE
 from rllib_llm.rollouts.recorder import SAMPLES_FILE
+from rllib_llm.runs.doctor.model_rules import is_causal
 from rllib_llm.runs.experiments import Experiment
 from rllib_llm.runs.metrics import NONE, columns, first_and_last, summary_metrics
 from rllib_llm.runs.report_page import PAGE_FILE, spread
@@ -24,7 +25,7 @@ from rllib_llm.runs.results import (
     read_results,
 )
 from rllib_llm.runs.signs import signs
-from rllib_llm.shared.storage import Place, UrlPath, inner_path
+from rllib_llm.shared.storage import Place, UrlPath, inner_path, read_json
 
 
 def report(
@@ -179,7 +180,7 @@ def _stores(result: StageResult) -> bool:
 
 def _generates(model: Place) -> bool:
     """True for a causal language model, False for a reward model."""
-    return "CausalLM" in (model / "config.json").read_text(encoding="utf-8")
+    return is_causal(read_json(model / "config.json"))
 
 
 MAX_CHARS = 220

@@ -8,12 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ray.tune.schedulers import PopulationBasedTraining
-from ray.tune.utils import flatten_dict
 
 from rllib_llm.config.schema import flat_settings
 from rllib_llm.config.setting import LISTS, SAMPLERS
 from rllib_llm.runs.experiments import Experiment, algorithm_class
-from rllib_llm.runs.results import number
+from rllib_llm.runs.results import flatten, number
 from rllib_llm.shared.errors import UserError, suggestion, unknown_key
 
 
@@ -202,7 +201,7 @@ class ResumablePBT(PopulationBasedTraining):
         saved = trial.latest_checkpoint_result
         if saved is not None:
             interval = self._perturbation_interval
-            time = flatten_dict(saved.metrics).get(self._time_attr, 0)
+            time = flatten(saved.metrics).get(self._time_attr, 0)
             self._trial_state[trial].last_perturbation_time = time // interval * interval
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:

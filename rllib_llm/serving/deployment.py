@@ -20,7 +20,7 @@ from typing import Any
 from urllib.request import ProxyHandler, build_opener
 
 from rllib_llm.serving.security import read_clients
-from rllib_llm.serving.settings import LOOPBACK, ServeSettings, read_settings
+from rllib_llm.serving.settings import LOOPBACK, ServeSettings, read_settings, url_of
 from rllib_llm.shared.errors import UserError
 
 COMPLETIONS = "completions"
@@ -178,7 +178,7 @@ class Server:
     def __init__(self, settings: ServeSettings) -> None:
         self.settings = settings
         host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
-        self.url = f"http://{host}:{settings.port}"
+        self.url = url_of(host, settings.port)
 
     def close(self) -> None:
         """Ends the server, and Ray Serve with it unless it has other applications."""

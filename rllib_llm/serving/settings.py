@@ -180,6 +180,11 @@ class ServeSettings(BaseModel):
             )
 
 
+def url_of(host: str, port: int) -> str:
+    """The URL of a server; an IPv6 address stands in brackets there."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def read_settings(
     given: Mapping[str, Any],
     file: Path | None = None,

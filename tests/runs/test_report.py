@@ -82,6 +82,11 @@ def test_a_reward_model_is_not_offered_for_conversation(tmp_path):
     assert "rllib generate" not in reported(result, tmp_path)[1]
 
 
+def test_a_causal_model_of_any_name_is_offered_for_conversation(tmp_path):
+    result = finished_stage(tmp_path, [0.5, 1.0], "GPT2LMHeadModel")
+    assert f"rllib generate {result.model}" in reported(result, tmp_path)[1]
+
+
 @pytest.mark.parametrize(
     ("criteria", "passed", "message"),
     [

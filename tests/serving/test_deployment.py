@@ -268,6 +268,15 @@ def test_the_command_refuses_in_words(folder):
         assert expected in said(result.output)
 
 
+@pytest.mark.parametrize(("host", "url"), [
+    ("::1", "http://[::1]:8001"), ("0.0.0.0", "http://127.0.0.1:8001"),
+    ("localhost", "http://localhost:8001"),
+])  # fmt: skip
+def test_a_server_s_url_can_be_asked(host, url):
+    server = deployment.Server(ServeSettings(model="m", host=host, port=8001))
+    assert server.url == url and httpx.URL(url).port == 8001
+
+
 def test_a_port_in_use_is_told_before_a_model_is_loaded():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

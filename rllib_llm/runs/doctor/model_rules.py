@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,19 +55,23 @@ def _kind(setting: str, config: dict[str, Any], stage: Stage) -> Iterator[Findin
     """A policy writes text; a judge gives one number."""
     names = config.get("architectures") or []
     is_classifier = any("SequenceClassification" in name for name in names)
-    is_causal = any("CausalLM" in name or "LMHead" in name for name in names)
     if setting in ("model", "reference") and is_classifier and stage.is_rlhf:
         yield Finding(
             "model.kind", "error", f"{setting} is a {names[0]}",
             "a policy is a causal language model, which writes completions",
             "Name the model that was fine-tuned on texts, not the reward model.",
         )  # fmt: skip
-    if setting == "reward_model" and is_causal and not is_classifier:
+    if setting == "reward_model" and is_causal(config) and not is_classifier:
         yield Finding(
             "model.kind", "error", f"{setting} is a {names[0]}",
             "its score would come from a head that is drawn at random",
             "Name what a RewardModel stage made (${name.model}).",
         )  # fmt: skip
+
+
+def is_causal(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of a causal language model, which writes text."""
+    return any("CausalLM" in name or "LMHead" in name for name in config.get("architectures") or [])
 
 
 def _tokenizer(stage: Stage) -> Iterator[Finding]:
