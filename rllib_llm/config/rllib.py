@@ -193,7 +193,7 @@ ONLINE = (
     """)),
 )  # fmt: skip
 
-# RLlib's names that act on nothing here -> what does instead, a sentence.
+# RLlib's names that act on nothing here, and others' -> what does instead, a sentence.
 INSTEAD = {
     "train_batch_size": "It is called 'train_batch_size_per_learner' here",
     "num_envs_per_env_runner": "'sampling_batch_size' is how many completions a sampler decodes at "
@@ -219,4 +219,27 @@ INSTEAD = {
     "clip_rewards": "'score_clip' holds scores to a range",
     "exploration_config": "'temperature', 'top_p' and 'top_k' say how completions are sampled",
     "observation_filter": "Prompts are token ids, with nothing to filter; leave it out",
+    # What others set in their config, and what it is part of here.
+    "num_train_epochs": "A run ends by its results: stop={'epoch': 3}",
+    "total_episodes": "A run ends by its results: stop={'episode': 10000}",
+    "max_steps": "A run ends by its results: stop={'training_iteration': 100}",
+    "output_dir": "Results go to storage_path, or --storage-path",
+    "save_steps": "Checkpoints are Tune's: checkpoint_config={'checkpoint_frequency': 10}",
+    "save_total_limit": "Checkpoints are Tune's: checkpoint_config={'num_to_keep': 2}",
+    "eval_steps": "Set evaluation_interval, in iterations",
+    "eval_strategy": "Set evaluation_interval, in iterations",
+    "per_device_eval_batch_size": "Set evaluation_duration, in rows",
+    "per_device_train_batch_size": "It is called 'micro_batch_size' here; the rows of an optimiser "
+    "step, that times gradient_accumulation_steps, are 'minibatch_size'",
+    "gradient_accumulation_steps": "Set 'minibatch_size', the rows of an optimiser step: "
+    "per_device_train_batch_size times gradient_accumulation_steps",
+    "report_to": "Weights & Biases is switched on with --wandb-project",
+    "logging_steps": "Every iteration is logged; leave it out",
+    "autocast_dtype": "It is mixed_precision='bf16' now",
+    "bf16": "It is mixed_precision='bf16' here",
+    "fp16": "Losses are not scaled for float16: use mixed_precision='bf16'",
+    "tokenizer": "It comes with the model; another is set in env_config: {tokenizer: ...}",
+    "use_vllm": "It is engine='vllm' here",
+    "importance_sampling_level": "The ratio of the loss is chosen by policy_loss ('gspo' has the "
+    "completion's); of the weights that correct older data it is called 'off_policy_level' here",
 }

@@ -179,7 +179,8 @@ class Setting:
         call = re.match(r"\W*(?:ray\.)?(?:tune\.)?(\w+)\s*([(:]?)", str(text))
         if call is None or not (call[2] or {int, float} & {*_alternatives(self.type)}):
             return ""
-        return next(iter(nearest(call[1], (*SAMPLERS, *LISTS), cutoff=0.7)), "")
+        near = next(iter(nearest(call[1], (*SAMPLERS, *LISTS), cutoff=0.7)), "")
+        return "" if near == call[1] and isinstance(value, Mapping) else near  # it is one
 
     @property
     def says(self) -> str:

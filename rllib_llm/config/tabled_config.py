@@ -46,32 +46,6 @@ from rllib_llm.shared.errors import (
     unknown_key,
 )
 
-# What others set in their config, and what it is part of here.
-ELSEWHERE = {
-    "num_train_epochs": "A run ends by its results: stop={'epoch': 3}",
-    "total_episodes": "A run ends by its results: stop={'episode': 10000}",
-    "max_steps": "A run ends by its results: stop={'training_iteration': 100}",
-    "output_dir": "Results go to storage_path, or --storage-path",
-    "save_steps": "Checkpoints are Tune's: checkpoint_config={'checkpoint_frequency': 10}",
-    "save_total_limit": "Checkpoints are Tune's: checkpoint_config={'num_to_keep': 2}",
-    "eval_steps": "Set evaluation_interval, in iterations",
-    "eval_strategy": "Set evaluation_interval, in iterations",
-    "per_device_eval_batch_size": "Set evaluation_duration, in rows",
-    "per_device_train_batch_size": "It is called 'micro_batch_size' here, and times "
-    "gradient_accumulation_steps 'minibatch_size'",
-    "gradient_accumulation_steps": "Times per_device_train_batch_size it is called "
-    "'minibatch_size' here: the rows of an optimiser step",
-    "report_to": "Weights & Biases is switched on with --wandb-project",
-    "logging_steps": "Every iteration is logged; leave it out",
-    "autocast_dtype": "It is mixed_precision='bf16' now",
-    "bf16": "It is mixed_precision='bf16' here",
-    "fp16": "Losses are not scaled for float16: use mixed_precision='bf16'",
-    "tokenizer": "It comes with the model; another is set in env_config: {tokenizer: ...}",
-    "use_vllm": "It is engine='vllm' here",
-    "importance_sampling_level": "The ratio of the loss is chosen by policy_loss ('gspo' has the "
-    "completion's); of the weights that correct older data it is called 'off_policy_level' here",
-}
-
 
 class UnknownSettingError(SettingError):
     """A name that is no setting; the remedy has what it is called here, or resembles."""
@@ -118,8 +92,6 @@ def hint(
         return f"It is {RETIRED[name]!r} now."
     if name in INSTEAD:
         return f"{INSTEAD[name]}."
-    if name in ELSEWHERE:
-        return f"{ELSEWHERE[name]}."
     if name in known:
         return f"It is set in .{sections_of(config_class).get(name, 'training')}(...)."
     rows = table(config_class)
@@ -141,7 +113,9 @@ def hint(
         return suggestion(name, section_rows(config_class, section))
     if methods and not nearest(name, {*known, *methods, *others}):
         return f"Its sections are {', '.join(section_names(config_class))}."
-    return _resembles(name, {*known, *methods}, others)
+    # Names elsewhere count as well: what resembles TRL's `learning_rate` is our `lr`.
+    called = {other: row.name for other, row in others.items()}
+    return closest(name, {**called, **{own: own for own in {*known, *methods}}})
 
 
 def _place(config_class: ConfigClass, row: Setting) -> str:
@@ -150,12 +124,6 @@ def _place(config_class: ConfigClass, row: Setting) -> str:
         f"It belongs to the environment: write `{section}: {{{row.in_section}: ...}}`, "
         f".{section}({row.in_section}=...), or env_config"
     )
-
-
-def _resembles(name: str, known: Iterable[str], others: Mapping[str, Setting]) -> str:
-    """Names elsewhere count as well: what resembles TRL's `learning_rate` is our `lr`."""
-    return closest(name, {**{other: row.name for other, row in others.items()},
-                          **{own: own for own in known}})  # fmt: skip
 
 
 OWN_ENVS = "rllib_llm/"  # what the names of environments of this package begin with

@@ -99,14 +99,14 @@ def load_causal_lm(
     return _finish(network, dtype, device)
 
 
-def without_weights(model: str | os.PathLike) -> nn.Module:
-    """Returns the causal language model of `model` with the names and shapes of its weights alone;
-    of a dotted path the whole model."""
+def without_weights(model: str | os.PathLike, kind_of: Any = AutoModelForCausalLM) -> nn.Module:
+    """Returns `model` with the names and shapes of its weights alone; of a dotted path the whole
+    model. `kind_of`: transformers' class that makes it."""
     kind, value = source_kind(model)
     if kind == DOTTED:
         return build_from_dotted(value)[0]
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(model_config(value))
+        return kind_of.from_config(model_config(value))
 
 
 def merge_folder(source: str | Path, target: str | Path) -> Path:
@@ -228,11 +228,9 @@ def load_quantized(
     kind, value = source_kind(model)
     nf4_on_cpu = quantization == "nf4" and torch.device(device).type == "cpu"
     if chosen == "bitsandbytes" and kind != DOTTED and not nf4_on_cpu:
-        config = model_config(value)
-        refuse_quantized(config, quantization, model)
-        with torch.device("meta"):
-            skeleton = _AUTO_CLASS[load].from_config(config)
-        bnb_config = _bitsandbytes_config(quantization, dtype, head_names(skeleton))
+        refuse_quantized(model_config(value), quantization, model)
+        heads = head_names(without_weights(value, _AUTO_CLASS[load]))
+        bnb_config = _bitsandbytes_config(quantization, dtype, heads)
         network = load(model, dtype=dtype, device=device, quantization_config=bnb_config)
         verify_quantized(network, quantization)
         calm_bitsandbytes()

@@ -154,6 +154,8 @@ def test_each_unknown_key_is_a_complaint_of_its_own_with_a_remedy_of_its_own():
 def test_a_search_space_that_is_none_is_told_how_it_is_written(value):
     with pytest.raises(ValueError, match=r"For a search space write `lr: \{loguniform: \[...\]\}`"):
         GRPOConfig().training(lr=value).check_table()
+    with pytest.raises(ValueError, match="Write a number such as"):  # Tune has not drawn from it
+        GRPOConfig().training(lr={"grid_search": [1e-6]}).check_table()
     with pytest.raises(ValueError, match="Write 'ppo', its default"):  # no name of a space here
         GRPOConfig().training(policy_loss="uniform").check_table()
 
