@@ -6,7 +6,6 @@ import contextlib
 import logging
 import math
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from rich.rule import Rule
 from rich.text import Text
 
 from rllib_llm.cli.options import RayOptions
-from rllib_llm.shared.dotted import name_imports, runtime_env
+from rllib_llm.shared.dotted import looks_dotted, name_imports, runtime_env
 from rllib_llm.shared.errors import UserError
 from rllib_llm.shared.messages import LOGGERS as LIBRARIES
 from rllib_llm.shared.messages import VERBOSE
@@ -310,8 +309,8 @@ def _published_bytes(settings: Mapping[str, Any]) -> float:
     model = settings.get("model")
     if not isinstance(model, str) or settings.get("lora"):
         return 0
-    if "." in model and all(part.isidentifier() for part in re.split("[.:]", model)):
-        return 0  # a function's dotted path
+    if looks_dotted(model):
+        return 0  # a function's
     from rllib_llm.modules.model_source import num_parameters
 
     item_bytes = 4 if settings.get("dtype", "float32") == "float32" else 2

@@ -119,7 +119,7 @@ def parse_mapping(text: str, option: str) -> dict[str, Any]:
 
 
 KEY = "include"
-HERE = "${here}"
+HERE = re.compile(r"\$\{\s*here\s*\}")
 
 
 def examples_folder() -> Path:
@@ -181,7 +181,7 @@ def _placed(value: Any, folder: str) -> Any:
         return {key: _placed(item, folder) for key, item in value.items()}
     if isinstance(value, list):
         return [_placed(item, folder) for item in value]
-    return value.replace(HERE, folder) if isinstance(value, str) else value
+    return HERE.sub(lambda _: folder, value) if isinstance(value, str) else value
 
 
 def laid_over(below: Any, above: Any) -> Any:

@@ -33,7 +33,7 @@ from rllib_llm.serving.schemas import (
 )
 from rllib_llm.serving.security import Guards
 from rllib_llm.serving.service import RequestContext, Service
-from rllib_llm.serving.streams import Event, EventStream, Piece, whole
+from rllib_llm.serving.streams import Event, Piece
 from rllib_llm.serving.views import ChatView, Envelope, TextView, View, openai_names, usage
 from rllib_llm.serving.weights import MODEL_GONE
 
@@ -72,11 +72,9 @@ def openai_router(service: Service, completer: Completer, guards: Guards) -> API
     @router.post("/responses", response_model=None, responses=STREAMED)
     async def responses(body: ResponseRequest, request: Request) -> Response:
         context = await service.context_of(request, body.model)
-        events = completer.chat(chat_request(body), context)
-        if not body.stream:
-            return await whole(request.receive, _whole(body, context, events))
-        seconds = service.settings.slow_reader_s
-        return EventStream(_response_events(body, context, events), seconds, names=True, ends=b"")
+        shown = _response_events if body.stream else _whole
+        events = shown(body, context, completer.chat(chat_request(body), context))
+        return await context.answer(events, body.stream, names=True, ends=b"")
 
     return router
 
@@ -366,8 +364,6 @@ async def _streamed(
 # --- responses -----------------------------------------------------------------------------------
 
 _LOGPROBS = "message.output_text.logprobs"  # in `include`
-
-# --- what is asked -------------------------------------------------------------------------------
 
 
 def chat_request(body: ResponseRequest) -> ChatRequest:

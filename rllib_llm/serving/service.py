@@ -65,10 +65,13 @@ class RequestContext:
     client: Client | None
     size: int
 
-    async def answer(self, events: AsyncIterator[Event], stream: bool | None) -> Response:
-        """The events as a stream, or the only one; what makes them ends when the client goes."""
+    async def answer(
+        self, events: AsyncIterator[Event], stream: bool | None, **of_stream: Any
+    ) -> Response:
+        """The events as a stream, or the only one; what makes them ends when the client goes.
+        of_stream: see `EventStream`."""
         if stream:
-            return EventStream(events, self.service.settings.slow_reader_s)
+            return EventStream(events, self.service.settings.slow_reader_s, **of_stream)
         return await whole(self.request.receive, events)
 
     async def beside_loop(self, work: Callable[..., Result], *arguments: Any) -> Result:

@@ -67,6 +67,14 @@ def test_weights_in_the_store_are_counted_by_version_and_by_trial(tmp_path):
     assert of(needed_cpus=half, dtype={"grid_search": ["bfloat16", "float32"]}) == 2 * two_kept
 
 
+def test_a_folder_with_a_dot_in_its_name_is_no_function(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.v2").mkdir()
+    save_file({"a": torch.zeros(10)}, tmp_path / "tiny.v2" / "model.safetensors")
+    config = {"model": "tiny.v2", "train_batch_size_per_learner": 4}
+    assert weights_in_store([Experiment("a", "GRPO", config=config)]) > 0
+
+
 def test_a_running_cluster_keeps_its_resources():
     arguments = _init_arguments(RayOptions(ray_address="auto"), needed_cpus=1)
     assert arguments["address"] == "auto" and "num_cpus" not in arguments

@@ -173,6 +173,15 @@ def test_an_example_can_be_included_from_anywhere(tmp_path):
     assert names == ["sft", "grpo"]
 
 
+@pytest.mark.parametrize("reference", ["${here}", "${ here }"])
+def test_here_is_the_folder_of_the_file_that_says_it(tmp_path, reference):
+    (tmp_path / "inner").mkdir()
+    text = f"a: {{run: SFT, config: {{data: '{reference}/d.jsonl'}}}}"
+    (tmp_path / "inner" / "base.yaml").write_text(text)
+    (a,) = load({"include": "inner/base.yaml"}, "f", here=tmp_path)
+    assert a.config == {"data": f"{tmp_path}/inner/d.jsonl"}
+
+
 def test_variables_may_refer_to_each_other_and_to_the_folder(tmp_path):
     data = {
         "vars": {
