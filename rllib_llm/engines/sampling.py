@@ -268,9 +268,13 @@ def choose_tokens(
         token before anything is forbidden or truncated; the `top_logprobs` likeliest tokens of
         the same distribution, None where none are asked for.
     """
-    if not logits.is_cuda:
-        logits = logits.float()
-    weights, top, log_total = _weigh(logits, params.temperature)
+    logits = logits.float()
+    top = logits.amax(dim=-1, keepdim=True)
+    weights = logits - top
+    if params.temperature != 1.0:
+        weights /= params.temperature
+    weights.exp_()
+    log_total = weights.sum(dim=-1, keepdim=True).log_()
     permitted = logits
     if forbidden is not None or allowed is not None:
         permitted = logits.clone()
@@ -280,37 +284,23 @@ def choose_tokens(
             permitted.masked_fill_(~allowed, -torch.inf)
         if not params.greedy:
             # From the likeliest that may be chosen: below a likelier one all might underflow.
-            weights, _, _ = _weigh(permitted, params.temperature)
+            weights = permitted - permitted.amax(dim=-1, keepdim=True)
+            if params.temperature != 1.0:
+                weights /= params.temperature
+            weights.exp_()
     if params.greedy:
         tokens = permitted.argmax(dim=-1, keepdim=True)
     else:
         assert noise is not None, "sampling needs one uniform per row"
         tokens = invert_cdf(truncate(weights, params.top_k, params.top_p, params.min_p), noise)
-    logprobs = (logits.gather(-1, tokens).float() - top) / params.temperature - log_total
+    logprobs = (logits.gather(-1, tokens) - top) / params.temperature - log_total
     likeliest = None
     if params.top_logprobs:
         # By the same operations, so that a token's log-prob is that of its entry among these.
-        scores = (logits.float() - top) / params.temperature - log_total
+        scores = (logits - top) / params.temperature - log_total
         values, ids = scores.topk(min(params.top_logprobs, scores.shape[1]), dim=-1)
         likeliest = ids, values
     return tokens.squeeze(-1), logprobs.squeeze(-1), likeliest
-
-
-def _weigh(
-    logits: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Weights [batch, vocab] in proportion to the probabilities under `temperature`, the largest
-    logit [batch, 1], and log Σ exp((logits - largest) / temperature) [batch, 1], in float32."""
-    top = logits.amax(dim=-1, keepdim=True)
-    if logits.is_cuda:  # each operation reads memory, and the softmax is most of them in one
-        scaled = logits if temperature == 1.0 else logits.float() / temperature
-        weights = scaled.softmax(dim=-1, dtype=torch.float32)
-        return weights, top.float(), -weights.amax(dim=-1, keepdim=True).log_()
-    weights = logits - top
-    if temperature != 1.0:
-        weights /= temperature
-    weights.exp_()
-    return weights, top, weights.sum(dim=-1, keepdim=True).log_()
 
 
 def _forbid(logits: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor | None) -> None:
@@ -343,19 +333,18 @@ def truncate(weights: torch.Tensor, top_k: int, top_p: float, min_p: float = 0.0
     """Weights with everything below min-p, then outside the top-k and the top-p set, put to 0.
 
     Args:
-        weights: [batch, vocab] float32, >= 0, not necessarily summing to 1.
+        weights: [batch, vocab] float32, >= 0, 1 for the likeliest token of each row.
         top_k: tokens kept, 0 = all. Ties with the k-th stay.
         top_p: the likeliest tokens holding at least this share of what top-k left, 1 = all. Ties
             with the last of them stay.
-        min_p: the least share of the likeliest token's weight that stays, 0 = all.
+        min_p: the least weight that stays, 0 = all.
 
     Returns:
         [batch, vocab] float32, the same tensor when nothing is cut.
     """
     vocab = weights.shape[-1]
     if min_p:
-        least = min_p * weights.amax(dim=-1, keepdim=True)
-        weights = weights.where(weights >= least, 0.0)
+        weights = weights.where(weights >= min_p, 0.0)
     if 0 < top_k < vocab:
         kth = weights.topk(top_k, dim=-1).values[:, -1:]
         weights = weights.where(weights >= kth, 0.0)
