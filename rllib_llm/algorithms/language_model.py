@@ -304,6 +304,11 @@ class LanguageModelAlgorithm(WholeCheckpoints):
             groups.setdefault(group, {})[leaf] = value
         return groups
 
+    def note(self, groups: dict[str, Any], episode: int, rows_per_second: float) -> None:
+        """Keeps an iteration's metrics by group for its result."""
+        lr = groups.pop("", {}).get("lr", 0.0)
+        self.known_metrics = {**groups, "lr": lr, "episode": episode, "eps": rows_per_second}
+
     def update_learners(
         self, columns: dict[str, Any], num_rows: int, version: int | None = None
     ) -> dict[str, Any]:

@@ -335,13 +335,8 @@ class RLHF(LanguageModelAlgorithm):
         groups["rollout_store"] = self.recorder.metrics()
         groups["weights"] = weights_metrics(self.weights.published, self.weights.metrics(), sampled)
         groups["throughput"] = throughput(sampled, seconds)
-        lr = groups.pop("", {}).get("lr", 0.0)
-        self.known_metrics = {
-            **groups,
-            "lr": lr,
-            "episode": self.position * self.config.num_completions,
-            "eps": sampled.num_rows / seconds["iteration"],
-        }
+        rate = sampled.num_rows / seconds["iteration"]
+        self.note(groups, self.position * self.config.num_completions, rate)
         log_as_rllib(self.metrics, sampled, groups["train"]["rewards"])
         if texts_are_due(self.weights_version - 1, self.config.log_samples_every):
             self.samples.write(

@@ -133,14 +133,8 @@ class Supervised(LanguageModelAlgorithm):
         }
         train = groups.setdefault("train", {})
         train["truncated_share"] = self._source.truncated_share
-        lr = groups.pop("", {}).get("lr", 0.0)
-        self.known_metrics = {
-            **groups,
-            "lr": lr,
-            "episode": self.position,
-            "epoch": self.position / len(self._source),
-            "eps": num_rows / seconds,
-        }
+        self.note(groups, self.position, num_rows / seconds)
+        self.known_metrics["epoch"] = self.position / len(self._source)
 
     def evaluate(self, parallel_train_future=None) -> dict[str, Any]:
         """Means over the first `evaluation_duration` held-out rows, as RLlib's `evaluate`."""

@@ -176,7 +176,8 @@ class Setting:
     def _search_space(self, value: Any) -> str:
         """The search space of Tune's that a refused text or mapping resembles, or ""."""
         text = f"{next(iter(value), '')}:" if isinstance(value, Mapping) else value
-        call = re.match(r"\W*(?:ray\.)?(?:tune\.)?(\w+)\s*([(:]?)", str(text))
+        is_text = isinstance(text, str)
+        call = re.match(r"\W*(?:ray\.)?(?:tune\.)?(\w+)\s*([(:]?)", text) if is_text else None
         if call is None or not (call[2] or {int, float} & {*_alternatives(self.type)}):
             return ""
         near = next(iter(nearest(call[1], (*SAMPLERS, *LISTS), cutoff=0.7)), "")
