@@ -24,6 +24,7 @@ from rllib_llm.shared.dotted import looks_dotted, name_imports, runtime_env
 from rllib_llm.shared.errors import UserError
 from rllib_llm.shared.messages import LOGGERS as LIBRARIES
 from rllib_llm.shared.messages import VERBOSE
+from rllib_llm.shared.process import free_memory
 
 if TYPE_CHECKING:
     from rllib_llm.runs.experiments import Experiment
@@ -254,7 +255,7 @@ def _init_arguments(
         "num_cpus": options.ray_num_cpus or max(os.cpu_count() or 1, math.ceil(needed_cpus)),
         "num_gpus": options.ray_num_gpus,
         "object_store_memory": options.ray_object_store_memory
-        or _object_store_bytes(weights_bytes),
+        or _object_store_bytes(weights_bytes, free_memory()),
     }
 
 
@@ -263,13 +264,10 @@ def log_level(verbosity: int) -> int:
     return (logging.ERROR, logging.INFO, logging.DEBUG)[min(verbosity, 2)]
 
 
-def _object_store_bytes(weights_bytes: float, available: int | None = None) -> int:
+def _object_store_bytes(weights_bytes: float, available: int) -> int:
     """Return the size of a local object store: as much as needed, at most a share of the
     `available` memory. What exceeds it is spilled to disk, which is slow and is warned of where it
     can be foreseen. Memory is allocated only when used."""
-    import psutil
-
-    available = psutil.virtual_memory().available if available is None else available
     wanted, bound = OBJECT_STORE_BYTES + weights_bytes, int(available * MAX_OBJECT_STORE_SHARE)
     if 0 < weights_bytes < math.inf and wanted > bound:
         logger.warning(

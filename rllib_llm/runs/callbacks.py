@@ -294,7 +294,8 @@ class ResultLog(JsonLoggerCallback):
             self.update_config(trial, trial.config)
 
     def log_trial_result(self, iteration: int, trial: Any, result: dict[str, Any]) -> None:
-        if result.get(STOP_RUN) and _is_known(trial, result):
+        before = (trial.last_result or {}).get(TRAINING_ITERATION)
+        if result.get(STOP_RUN) and before == result[TRAINING_ITERATION]:
             return  # stopped while it was paused: its last result once more
         with self._disk.writing():
             self._write(trial, result)
@@ -370,11 +371,6 @@ class _Starts:
         if self._sources.get(trial) is None:
             return result[TRAINING_ITERATION], 0
         return None, num_rows
-
-
-def _is_known(trial: Any, result: dict[str, Any]) -> bool:
-    """Whether the trial gave the result of this iteration before."""
-    return (trial.last_result or {}).get(TRAINING_ITERATION) == result[TRAINING_ITERATION]
 
 
 def _append_whole(file: IO[bytes], row: bytes) -> None:

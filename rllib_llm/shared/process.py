@@ -40,6 +40,20 @@ def _quota(cgroup: Path) -> float:
     return math.inf if quota == "max" else int(quota) / int(period)
 
 
+def free_memory(cgroup: Path = CGROUP) -> int:
+    """Bytes that this process may still take, of the machine's memory and of its control group's,
+    where files that were read some time ago make way."""
+    import psutil
+
+    free = psutil.virtual_memory().available
+    try:
+        limit, used = (int((cgroup / f"memory.{of}").read_text()) for of in ("max", "current"))
+        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # there is no limit
+        return free
+    return max(0, min(free, limit - used + int(stat.get("inactive_file", 0))))
+
+
 class CpuClock:
     """Seconds in which this thread was ready to run and got no core. One that waits for others'
     work is not starved. 0 where the system does not tell."""

@@ -15,6 +15,7 @@ from rllib_llm.shared.process import (
     CpuClock,
     StarvedProcesses,
     TimeLimit,
+    free_memory,
     thread_delays,
     threads_for,
     usable_cores,
@@ -29,6 +30,18 @@ def test_a_quota_bounds_the_cores(tmp_path):
     (tmp_path / "cpu.max").write_text("50000 100000\n")
     assert usable_cores(tmp_path) == 0.5
     assert threads_for(4, tmp_path) == 1
+
+
+def test_a_group_s_limit_bounds_the_memory_and_its_old_files_make_way(tmp_path):
+    assert free_memory(tmp_path) > 10_000
+    files = {"max": "max\n", "current": "7000\n", "stat": "anon 5000\ninactive_file 1500\n"}
+    for name, text in files.items():
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert free_memory(tmp_path) > 10_000
+    (tmp_path / "memory.max").write_text("10000\n")
+    assert free_memory(tmp_path) == 10_000 - 7000 + 1500
+    (tmp_path / "memory.current").write_text("20000\n")
+    assert free_memory(tmp_path) == 0
 
 
 @pytest.mark.parametrize(("reserved", "threads"), [(0, 1), (0.5, 1), (1, 1), (1.9, 1)])

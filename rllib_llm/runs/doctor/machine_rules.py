@@ -24,7 +24,12 @@ from packaging.version import Version
 from rllib_llm.algorithms.language_model_config import AUTO
 from rllib_llm.modules.model_source import TruncatedWeightsError, num_parameters
 from rllib_llm.runs.doctor.stage import Finding, Stage
-from rllib_llm.shared.process import multiplies_bfloat16, processor_features
+from rllib_llm.shared.process import (
+    free_memory,
+    multiplies_bfloat16,
+    processor_features,
+    usable_cores,
+)
 
 GIB = 1024**3
 
@@ -52,15 +57,11 @@ class Machine:
     @classmethod
     def here(cls, folder: Path) -> Machine:
         """This machine, with results going to `folder`."""
-        import psutil
-
-        from rllib_llm.shared.process import usable_cores
-
         existing = next(path for path in (folder, *folder.parents) if path.exists())
         shm = Path("/dev/shm")
         return cls(
             cpus=usable_cores(),
-            memory=min(psutil.virtual_memory().available, _memory_limit()),
+            memory=free_memory(),
             features=processor_features(),
             gpu_memory=_gpu_memory(),
             shm_bytes=shutil.disk_usage(shm).free if shm.is_dir() else None,
@@ -84,17 +85,6 @@ def installed_versions() -> dict[str, str]:
         if name:
             found.setdefault(name.lower().replace("_", "-"), distribution.version)
     return found
-
-
-def _memory_limit() -> int:
-    """The memory limit of this process's control group; infinite without one."""
-    root = Path("/sys/fs/cgroup")
-    try:
-        limit = (root / "memory.max").read_text().strip()
-        used = int((root / "memory.current").read_text())
-    except OSError:
-        return 2**62
-    return 2**62 if limit == "max" else max(0, int(limit) - used)
 
 
 def _gpu_memory() -> tuple[int, ...]:
