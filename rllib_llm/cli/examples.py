@@ -114,7 +114,10 @@ def show_config(
     with user_errors():
         from rllib_llm.config.sections import settings_of
 
-        rows = [row for row in settings_of(_config_class(algo)) if _has(row, search)]
+        rows = [
+            row for row in settings_of(_config_class(algo))
+            if search.lower() in " ".join(map(str, row.values())).lower()
+        ]  # fmt: skip
         if not rows:
             raise UserError(f"--filter={search!r} must be in a setting: it is in none of {algo}'s.")
     if as_json:
@@ -136,10 +139,6 @@ def _config_class(algo: str) -> type:
             f"{suggestion(algo, ALGORITHMS)}"
         )
     return config_class
-
-
-def _has(row: dict[str, Any], text: str) -> bool:
-    return text.lower() in " ".join(map(str, row.values())).lower()
 
 
 def _table(section: str, rows: list[dict[str, Any]]) -> Table:

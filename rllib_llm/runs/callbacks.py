@@ -294,9 +294,10 @@ class ResultLog(JsonLoggerCallback):
             self.update_config(trial, trial.config)
 
     def log_trial_result(self, iteration: int, trial: Any, result: dict[str, Any]) -> None:
-        before = (trial.last_result or {}).get(TRAINING_ITERATION)
-        if result.get(STOP_RUN) and before == result[TRAINING_ITERATION]:
-            return  # stopped while it was paused: its last result once more
+        if result.get(STOP_RUN):
+            before = (trial.last_result or {}).get(TRAINING_ITERATION)
+            if before == result[TRAINING_ITERATION]:
+                return  # stopped while it was paused: its last result once more
         with self._disk.writing():
             self._write(trial, result)
 
