@@ -298,30 +298,6 @@ class BatchEngine(ABC):
         """A completion of each prompt; the same noise gives the same one, where it can. `weights`:
         (epoch, version) of the run's newest, for a server that follows it."""
 
-    def generate(
-        self,
-        prompt_ids: torch.Tensor,
-        prompt_mask: torch.Tensor,
-        params: SamplingParams,
-        *,
-        num_completions: int,
-        noises: Sequence[Noise],
-        weights: tuple[int, int] | None = None,
-    ) -> Completions:
-        """Completions of each prompt, one for each of `noises`; see `complete`.
-
-        Args:
-            prompt_ids: [groups, P] int64, left-padded.
-            prompt_mask: [groups, P] bool.
-        """
-        prompts = [ids[mask].tolist() for ids, mask in zip(prompt_ids, prompt_mask, strict=True)]
-        rows = [
-            Row(i, prompts[i // num_completions], params, noise=noise)
-            for i, noise in enumerate(noises)
-        ]
-        ended = self.complete(rows, weights)
-        return pad_completions(ended, params.pad_token_id, with_versions=self.knows_versions)
-
     def open_rows(
         self,
         version: int | None = None,

@@ -16,7 +16,14 @@ from ray.rllib.core.rl_module.rl_module import RLModule
 from rllib_llm.engines.decode_step import DecodePlan
 from rllib_llm.engines.engine import check_decoding_once, generate
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import BatchEngine, Engine, Noise, uniform_noise
+from rllib_llm.engines.protocol import (
+    BatchEngine,
+    Engine,
+    Noise,
+    Row,
+    pad_completions,
+    uniform_noise,
+)
 from rllib_llm.engines.torch_engine import TorchEngine
 from rllib_llm.shared import columns
 from rllib_llm.weights.flat_buffer import FlatBuffer, unpack
@@ -262,11 +269,14 @@ class EnginePolicy(SamplingPolicy):
         self, prompts: Mapping[str, torch.Tensor], asked: Generation
     ) -> dict[str, torch.Tensor]:
         ids, mask = prompts[columns.PROMPT_IDS], prompts[columns.PROMPT_MASK]
-        noises = [Noise(asked.seed, row) for row in asked.row_ids.tolist()]
-        made = self._engine.generate(
-            ids, mask, asked.params, num_completions=asked.num_completions, noises=noises,
-            weights=asked.weights,
-        )  # fmt: skip
+        params, n, engine = asked.params, asked.num_completions, self._engine
+        groups = [row[kept].tolist() for row, kept in zip(ids, mask, strict=True)]
+        rows = [
+            Row(i, groups[i // n], params, noise=Noise(asked.seed, row_id))
+            for i, row_id in enumerate(asked.row_ids.tolist())
+        ]
+        ended = engine.complete(rows, asked.weights)
+        made = pad_completions(ended, params.pad_token_id, with_versions=engine.knows_versions)
         return made.columns(ids.device)
 
     def open_engine(

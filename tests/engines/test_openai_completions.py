@@ -13,6 +13,7 @@ from rllib_llm.engines.servers import CompletionClient, OpenAICompletions, open_
 from rllib_llm.modules.tokenizer import load_tokenizer
 from rllib_llm.rollouts.judged_batch import SampleRequest
 from tests.algorithms import tiny_runs as tiny
+from tests.engines.tiny_generations import sampled_by
 from tests.envs.tiny_tokenizers import word_tokenizer
 from tests.rollouts.tiny_samplers import build_sampler, publication
 from tests.scripted_server import serving
@@ -54,7 +55,7 @@ def test_a_server_s_texts_are_the_policy_s_tokens():
     with serving(doubled) as server:
         ours = engine(server)
         ids, mask = encoded(ours, ["12+34=", "5=+"])
-        out = ours.generate(ids, mask, params(), num_completions=2, noises=noises(1, 2, 3, 4))
+        out = sampled_by(ours, ids, mask, params(), num_completions=2, noises=noises(1, 2, 3, 4))
         ours.close()
     tokens = [row[keep].tolist() for row, keep in zip(out.completion_ids, out.completion_mask,
                                                       strict=True)]  # fmt: skip
@@ -87,7 +88,7 @@ def test_ends_of_completions(text, finish, expected, finished):
     with serving(lambda path, body: (200, {"choices": [choice]}, {})) as server:
         ours = engine(server)
         ids, mask = encoded(ours, ["1="])
-        out = ours.generate(ids, mask, params(), num_completions=1, noises=noises(0))
+        out = sampled_by(ours, ids, mask, params(), num_completions=1, noises=noises(0))
     tokens = out.completion_ids[0][out.completion_mask[0]].tolist()
     assert tokens == (expected if isinstance(expected, list) else
                       ours.tokenizer(text)["input_ids"][:expected])  # fmt: skip
@@ -143,7 +144,7 @@ def test_greedy_is_temperature_zero():
     with serving(doubled) as server:
         ours = engine(server)
         ids, mask = encoded(ours, ["12="])
-        ours.generate(ids, mask, params(greedy=True), num_completions=1, noises=noises(0))
+        sampled_by(ours, ids, mask, params(greedy=True), num_completions=1, noises=noises(0))
     assert server.requests[0][1]["temperature"] == 0.0
 
 

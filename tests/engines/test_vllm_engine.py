@@ -20,7 +20,7 @@ from rllib_llm.modules.logprobs import score_completions  # noqa: E402
 from rllib_llm.shared import columns  # noqa: E402
 from rllib_llm.shared.errors import SettingWarning  # noqa: E402
 from tests.algorithms import tiny_runs as tiny  # noqa: E402
-from tests.engines.tiny_generations import continued
+from tests.engines.tiny_generations import continued, sampled_by
 
 pytestmark = pytest.mark.vllm
 
@@ -89,7 +89,7 @@ def params(**settings) -> SamplingParams:
 
 def completions(engine, n=4, seed=1, **settings):
     noises = [Noise(seed, i) for i in range(3 * n)]
-    return engine.generate(*prompts(), params(**settings), num_completions=n, noises=noises)
+    return sampled_by(engine, *prompts(), params(**settings), num_completions=n, noises=noises)
 
 
 def assert_equals_ours(engine, model):
@@ -134,7 +134,9 @@ def test_log_probs_are_the_trainer_s_before_truncation(engine, model, settings):
 def test_a_seed_decides_a_completion_whatever_is_beside_it(engine, model):
     everything = completions(engine)
     ids, mask = prompts()
-    alone = engine.generate(ids[1:2], mask[1:2], params(), num_completions=1, noises=[Noise(1, 5)])
+    alone = sampled_by(
+        engine, ids[1:2], mask[1:2], params(), num_completions=1, noises=[Noise(1, 5)]
+    )
     length = alone.completion_ids.shape[1]
     assert torch.equal(alone.completion_ids[0], everything.completion_ids[5, :length])
     other = completions(engine, seed=2)
@@ -145,7 +147,8 @@ def test_sampling_follows_the_model(engine, model):
     """First tokens of one prompt, 600 times, against the model's own distribution."""
     ids, mask = (t[1:2] for t in prompts())
     count = 600
-    out = engine.generate(
+    out = sampled_by(
+        engine,
         ids,
         mask,
         params(max_new_tokens=1),

@@ -12,7 +12,7 @@ from rllib_llm.engines.protocol import Noise, Row, row_seeds
 from rllib_llm.engines.vllm_engine import VLLMEngine
 from tests.algorithms import tiny_runs as tiny
 from tests.engines import fake_vllm
-from tests.engines.tiny_generations import continued
+from tests.engines.tiny_generations import continued, sampled_by
 
 PARAMS = SamplingParams(0, (14,), max_new_tokens=6)
 
@@ -46,11 +46,11 @@ def test_generating_without_weights_is_refused(engine):
     prompt = torch.ones(1, 3, dtype=torch.int64)
     ask = {"num_completions": 1, "noises": [Noise()]}
     with pytest.raises(RuntimeError, match="must be loaded before engine='vllm' generates"):
-        engine.generate(prompt, prompt.bool(), PARAMS, **ask)
+        sampled_by(engine, prompt, prompt.bool(), PARAMS, **ask)
     with pytest.raises(RuntimeError, match="must be loaded before engine='vllm' generates"):
         engine.open_rows().add([Row("a", [1], PARAMS)])
     engine.load_weights(weights(8))
-    out = engine.generate(prompt, prompt.bool(), PARAMS, **ask)
+    out = sampled_by(engine, prompt, prompt.bool(), PARAMS, **ask)
     # Three tokens and an offset of eight: 11, 12, 13 and the stop token.
     assert out.completion_ids.tolist() == [[11, 12, 13, 14]] and out.finished.tolist() == [True]
 
@@ -138,7 +138,7 @@ def test_batches_are_generated_beside_rows(engine):
     rows.add([Row(0, [1] * 20, PARAMS)])
     rows.step()
     prompt = torch.ones(1, 3, dtype=torch.int64)
-    out = engine.generate(prompt, prompt.bool(), PARAMS, num_completions=2, noises=[Noise()] * 2)
+    out = sampled_by(engine, prompt, prompt.bool(), PARAMS, num_completions=2, noises=[Noise()] * 2)
     assert out.completion_ids.tolist() == [[3, 4, 5, 6, 7, 8]] * 2
     (told,) = rows.sampled([0], [0])
     # All of it was sampled meanwhile, and is handed out by the next step.
@@ -171,4 +171,4 @@ def test_log_probs_that_are_not_finite_are_an_error(engine, logprob):
     assert until_empty(rows)["a"].finish == "error"
     prompt = torch.ones(1, 3, dtype=torch.int64)
     with pytest.raises(FloatingPointError, match="logits must be finite"):
-        engine.generate(prompt, prompt.bool(), PARAMS, num_completions=1, noises=[Noise()])
+        sampled_by(engine, prompt, prompt.bool(), PARAMS, num_completions=1, noises=[Noise()])

@@ -10,7 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rllib_llm.engines.engine import generate
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import Completions, Ended, Row, uniform_noise
+from rllib_llm.engines.protocol import BatchEngine, Completions, Ended, Noise, Row, uniform_noise
+from rllib_llm.rollouts.policy import EnginePolicy, Generation
+from rllib_llm.shared import columns
 from tests.modules.tiny_models import FAMILIES, VOCAB
 
 PAD = 0
@@ -104,6 +106,24 @@ def seeded(architecture: str, **settings):
     torch.manual_seed(0)
     config = AutoConfig.for_model(architecture, pad_token_id=PAD, **settings)
     return AutoModelForCausalLM.from_config(config).eval()
+
+
+def sampled_by(
+    engine: BatchEngine,
+    ids: torch.Tensor,
+    mask: torch.Tensor,
+    params: SamplingParams,
+    *,
+    num_completions: int,
+    noises: list[Noise],
+) -> Completions:
+    """What a sampler gets from an engine of whole batches; all noises are of one seed."""
+    prompts = {columns.PROMPT_IDS: ids, columns.PROMPT_MASK: mask}
+    (seed,) = {noise.seed for noise in noises}
+    asked = Generation(params, num_completions, seed, torch.tensor([n.row for n in noises]))
+    made = EnginePolicy(engine).generate(prompts, asked)
+    names = (columns.COMPLETION_IDS, columns.COMPLETION_MASK, columns.SAMPLER_LOGPROBS)
+    return Completions(*[made[name] for name in (*names, columns.FINISHED)])
 
 
 def continued(row: Row, ended: Ended) -> Row:
