@@ -167,8 +167,8 @@ class _Entry(BaseModel):
 
     name: str | None = None
     key: Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
-    requests_per_minute: float | None = Field(None, gt=0)
-    tokens_per_minute: float | None = Field(None, gt=0)
+    requests_per_minute: float | None = Field(default=None, gt=0)
+    tokens_per_minute: float | None = Field(default=None, gt=0)
 
 
 _ENTRIES = TypeAdapter(Annotated[list[_Entry], Field(min_length=1)])
