@@ -31,8 +31,9 @@ def assert_as_near(
 ) -> None:
     """The largest error of `found` is at most `factor` times that of `plain`, both taken against
     `exact`, the same computation in float64. Several tensors are taken together. `computed`: in
-    which dtype, where it is not that of the result. `neighbours`: `exact` with numbers that are
-    off by one unit in the last place (`neighbour`), where `plain` may be near by luck."""
+    which dtype, where it is not that of the result. `neighbours`, where `plain` may be near by
+    luck: `exact` with numbers that are off by one unit in the last place (`neighbour`), or further
+    ways that are as good as the plain one."""
     found, plain, exact = _several(found), _several(plain), _several(exact)
     for one in exact:
         assert one.dtype == torch.float64, f"exact values are float64, not {one.dtype}"
