@@ -20,7 +20,7 @@ from rich.rule import Rule
 from rich.text import Text
 
 from rllib_llm.cli.options import RayOptions
-from rllib_llm.shared.dotted import looks_dotted, name_imports, runtime_env
+from rllib_llm.shared.dotted import name_imports, package_of, runtime_env
 from rllib_llm.shared.errors import UserError
 from rllib_llm.shared.messages import LOGGERS as LIBRARIES
 from rllib_llm.shared.messages import VERBOSE
@@ -71,7 +71,7 @@ def extra_serve(command: str) -> Iterator[None]:
     """Raises UserError where a package of the extra `serve` is missing."""
     try:
         yield
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         raise UserError(
             f"`{command}` must find the packages of the extra `serve`: {error}. Install them: "
             "pip install 'rllib-llm[serve]'."
@@ -307,7 +307,7 @@ def _published_bytes(settings: Mapping[str, Any]) -> float:
     model = settings.get("model")
     if not isinstance(model, str) or settings.get("lora"):
         return 0
-    if looks_dotted(model):
+    if package_of(model) and not os.path.isdir(os.path.expanduser(model)):
         return 0  # a function's
     from rllib_llm.modules.model_source import num_parameters
 

@@ -184,7 +184,8 @@ def _check_keys(given: Mapping[str, Any], known: Collection[str], where: str) ->
     its_own = f"Leave `env` out, or write `env: {CONVERSATION}`, which has turns."
     for key in map(str, given):
         if key not in known:
-            hint = its_own if key in default_settings(CONVERSATION) else ""
+            is_env_s = where.startswith("env_config of ")
+            hint = its_own if is_env_s and key in default_settings(CONVERSATION) else ""
             complain(unknown_key(where, key, known, hint, EnvConfigError))
 
 

@@ -116,6 +116,9 @@ def eos_token_ids(*sources: Any) -> tuple[int, ...]:
 def policy_eos_ids(model: str, tokenizer: Any) -> tuple[int, ...]:
     """Every EOS id of a policy, as our own decode loop takes them from the loaded model: those of
     its config, its generation config and its tokenizer."""
+    kind, value = source_kind(model)
+    if kind == DOTTED:
+        return eos_token_ids(tokenizer, build_from_dotted(value)[0])
     return eos_token_ids(tokenizer, model_config(model), load_generation_config(model))
 
 

@@ -5,6 +5,7 @@ before and after, and a table of completions. Of two runs: side by side.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -268,7 +269,10 @@ def _of_sample(row: Mapping[str, Any]) -> dict[str, Any]:
 def _stored(trial_folder: Place, limit: int) -> list[dict[str, Any]]:
     try:
         rollouts = open_rollouts([trial_folder / ROLLOUTS])
-    except (NoRolloutsError, RolloutSchemaError):
+    except NoRolloutsError:
+        return []
+    except RolloutSchemaError as error:
+        warnings.warn(str(error), stacklevel=2)
         return []
     chosen = rollouts.take(spread(range(rollouts.count_rows()), limit), columns=[*COLUMNS])
     words = _words(trial_folder)

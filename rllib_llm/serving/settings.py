@@ -182,7 +182,7 @@ class ServeSettings(BaseModel):
 
 def url_of(host: str, port: int) -> str:
     """The URL of a server; an IPv6 address stands in brackets there."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"http://[{host}]:{port}" if ":" in host and host[0] != "[" else f"http://{host}:{port}"
 
 
 def read_settings(

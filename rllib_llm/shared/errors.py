@@ -195,8 +195,9 @@ _NOTED: ContextVar[list[ValueError] | None] = ContextVar("complaints", default=N
 def all_complaints() -> Iterator[list[ValueError]]:
     """Gives the list to which complaints of the block are added.
 
-    What a rule finds after another was broken may be its consequence: an exception that is no
-    ValueError ends the block and is dropped where there is a complaint already.
+    What a rule finds after another was broken may be its consequence. An exception that is no
+    ValueError ends the block and is dropped where there is a complaint already; that something is
+    missing is dropped where an unknown key may be what was to give it.
     """
     found: list[ValueError] = []
     token = _NOTED.set(found)
@@ -208,6 +209,17 @@ def all_complaints() -> Iterator[list[ValueError]]:
             raise
     finally:
         _NOTED.reset(token)
+        if any(getattr(error, "unknown", False) for error in found):
+            found[:] = [error for error in found if not _is_about_nothing(error)]
+
+
+def _is_about_nothing(error: ValueError) -> bool:
+    """Whether the rule that it breaks wants something that was not given."""
+    return (
+        isinstance(error, SettingError)
+        and bool(error.rule)
+        and (error.value is ... or error.value is None)
+    )
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 Requests run in a bounded number of threads; what may pass (overload, a restart, a lost connection,
 an answer cut short) is tried again with growing, jittered pauses. A client that waits for outages
-goes on asking a server that is away until it has been away for `judge_outage_s`.
+goes on asking a server that is away until it has been away for `outage_s`.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ class OpenAIClient:
         max_concurrency: requests under way at once, >= 1.
         first_delay_s: pause before the second attempt; it doubles up to `max_delay_s`, times a
             random factor of 0.5 to 1.5. A server's Retry-After goes before it.
-        judge_outage_s: seconds that a server may be away (no connection, 429, 502, 503, 504) before
-            its requests fail, whatever `max_attempts`; 0: no outage is waited for.
+        outage_s: seconds that a server may be away (no connection, 429, 502, 503, 504) before its
+            requests fail, whatever `max_attempts`; 0: no outage is waited for.
+        outage_setting: what the user calls `outage_s`, for the error.
 
     A client can be pickled; the copy opens connections of its own.
 
@@ -71,7 +72,8 @@ class OpenAIClient:
         max_concurrency: int = 32,
         first_delay_s: float = 0.5,
         max_delay_s: float = 30.0,
-        judge_outage_s: float = 0.0,
+        outage_s: float = 0.0,
+        outage_setting: str = "outage_s",
     ) -> None:
         self._arguments = {name: value for name, value in locals().items() if name != "self"}
         try:
@@ -79,7 +81,7 @@ class OpenAIClient:
         except ImportError as error:
             raise ImportError(f"{MISSING} ({error})") from error
         _check(base_url, timeout_s, max_attempts, max_concurrency)
-        self._outage = Outage(base_url, judge_outage_s)
+        self._outage = Outage(base_url, outage_s, setting=outage_setting)
         key = os.environ.get(api_key_env, "")
         self.base_url = base_url.rstrip("/")
         self._max_attempts = max_attempts
@@ -144,7 +146,7 @@ class OpenAIClient:
             except self._transport_errors as error:
                 response, reason = None, f"{type(error).__name__}: {error}"
                 is_away = not isinstance(error, self._silences)
-            if not is_away:
+            if response is not None and not is_away:  # a time-out is no answer
                 self._outage.end()
             if response is not None:
                 if response.status_code == 200:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import math
@@ -48,9 +49,11 @@ def free_memory(cgroup: Path = CGROUP) -> int:
     free = psutil.virtual_memory().available
     try:
         limit, used = (int((cgroup / f"memory.{of}").read_text()) for of in ("max", "current"))
-        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):  # there is no limit
         return free
+    stat: dict[str, str] = {}
+    with contextlib.suppress(OSError, ValueError):
+        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
     return max(0, min(free, limit - used + int(stat.get("inactive_file", 0))))
 
 

@@ -67,10 +67,15 @@ class Outage:
         name: of what is asked.
         longest_s: that it is waited for; 0: it is not.
         meanwhile: what happens while it is away, a sentence, where that is to be told at once.
+        setting: what the user calls `longest_s`.
     """
 
-    def __init__(self, name: str, longest_s: float = math.inf, meanwhile: str = "") -> None:
+    def __init__(
+        self, name: str, longest_s: float = math.inf, meanwhile: str = "", *,
+        setting: str = "outage_s",
+    ) -> None:  # fmt: skip
         self._name, self._longest_s, self._meanwhile = name, longest_s, meanwhile
+        self._setting = setting
         self._lock = threading.Lock()
         self._since: float | None = None
         self._told: float | None = None  # when it was last said
@@ -97,9 +102,9 @@ class Outage:
         """Raises OutageError where it was waited for."""
         if self._longest_s:
             raise OutageError(
-                f"{self._name} must come back within judge_outage_s={self._longest_s:g}: it was "
+                f"{self._name} must come back within {self._setting}={self._longest_s:g}: it was "
                 f"away all that time (an outage; the last attempt gave {reason}). Start the server "
-                "again and resume the run, or raise judge_outage_s."
+                f"again and resume the run, or raise {self._setting}."
             )
 
     def end(self) -> None:

@@ -225,6 +225,22 @@ def test_sections_in_yaml_and_python_say_the_same():
         PPOPtxConfig().update_from_dict({"sampling": {"temprature": 0.2}})
 
 
+@pytest.mark.parametrize(
+    ("section", "settings"),
+    [("language_model", {"modell": tiny.MODEL}), ("rewards", {"functons": ["m.f"]}),
+     ("prompts", {"dta": "p.jsonl"})],
+)  # fmt: skip
+def test_what_a_misspelt_key_would_have_set_is_not_missed_as_well(section, settings):
+    given = {
+        "language_model": {"model": tiny.MODEL}, "prompts": {"data": tiny.PROMPTS},
+        "rewards": {"functions": f"{tiny.HERE}.num_digits"}, "max_new_tokens": 5,
+        section: settings,
+    }  # fmt: skip
+    with all_complaints() as found:
+        examine_experiment(Experiment("a", "PPOPtx", config=given))
+    assert [error.name for error in found] == [*settings]
+
+
 def test_an_environment_that_was_named_stays():
     config = PPOPtxConfig().environment("rllib_llm/Reviews-v0").prompts(eval_fraction=0.1)
     assert (config.env, config.env_config) == ("rllib_llm/Reviews-v0", {"eval_fraction": 0.1})

@@ -144,6 +144,11 @@ def test_eval_prompts_alone_are_enough_for_evaluation(files):
             r"env_config\['reward_model'\]: unknown key 'quantisation'. Did you mean 'quant",
         ),
         (
+            {"reward_model": {"model": JUDGE, "max_tokens": 1}},
+            EnvConfigError,
+            r"unknown key 'max_tokens'. Did you mean 'batch_tokens'",
+        ),
+        (
             {"reference": {"modle": MODEL}},
             EnvConfigError,
             r"env_config\['reference'\]: unknown key 'modle'. Did you mean 'model'",

@@ -37,7 +37,7 @@ def test_one_that_is_waited_for_is_told_once_a_minute_and_given_up_on(caplog, mo
         "http://judge has been away for 60 s", "http://judge has been away for 121 s",
     ]  # fmt: skip
     assert said[0].endswith("(status 503). It is waited for up to 150 s.")
-    with pytest.raises(OutageError, match="must come back within judge_outage_s=150"):
+    with pytest.raises(OutageError, match="must come back within outage_s=150"):
         outage.give_up("status 503")
     assert issubclass(OutageError, Away)
 

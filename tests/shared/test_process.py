@@ -40,6 +40,8 @@ def test_a_group_s_limit_bounds_the_memory_and_its_old_files_make_way(tmp_path):
     assert free_memory(tmp_path) > 10_000
     (tmp_path / "memory.max").write_text("10000\n")
     assert free_memory(tmp_path) == 10_000 - 7000 + 1500
+    (tmp_path / "memory.stat").unlink()
+    assert free_memory(tmp_path) == 10_000 - 7000
     (tmp_path / "memory.current").write_text("20000\n")
     assert free_memory(tmp_path) == 0
 

@@ -156,7 +156,9 @@ class JudgeModel(Judge):
         **client: Any,
     ) -> None:
         self._budget = RequestBudget(max_requests, budget_file)
-        self._client = OpenAIClient(base_url, judge_outage_s=judge_outage_s, **client)
+        self._client = OpenAIClient(
+            base_url, outage_s=judge_outage_s, outage_setting="judge_outage_s", **client
+        )
         self._settings = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
         self._cache = ReplyCache(cache_folder)
         self._max_requests = max_requests

@@ -71,7 +71,7 @@ class RemoteReward(Judge):
         base, _, self._path = url.rpartition("/")
         self._client = OpenAIClient(
             base, api_key_env=token_env, max_concurrency=max_concurrency,
-            judge_outage_s=judge_outage_s, **client,
+            outage_s=judge_outage_s, outage_setting="judge_outage_s", **client,
         )  # fmt: skip
         self._shape, self._label_column, self._reward_key = shape, label_column, reward_key
         self._batch_size = 1 if shape == "slime" else batch_size

@@ -9,6 +9,7 @@ import asyncio
 import pickle
 import threading
 
+import httpx
 import pytest
 
 from rllib_llm.envs.judges.llm_judges import JudgeServer, ReferenceJudge, stated_score
@@ -175,7 +176,7 @@ def test_time_between_a_failure_that_passed_and_the_next_outage_is_none(monkeypa
     """A server that is there, but says 500, has come back."""
     now = [0.0]
     monkeypatch.setattr(remote.time, "monotonic", lambda: now[0])
-    client = {"first_delay_s": 0.0, "max_attempts": 2, "judge_outage_s": 60}
+    client = {"first_delay_s": 0.0, "max_attempts": 2, "outage_s": 60}
     with serving(lambda path, body: (200, {"said": 1}, {}), 503, 500, 503) as server:
         asked = OpenAIClient(server.base_url, **client)
         with pytest.raises(RuntimeError, match="within max_attempts=2"):
@@ -184,11 +185,27 @@ def test_time_between_a_failure_that_passed_and_the_next_outage_is_none(monkeypa
         assert asked.post("x", {}, dict) == {"said": 1}
 
 
+def test_a_request_that_times_out_is_no_sign_of_life(monkeypatch):
+    """As after a host has died: what was under way times out, what is new finds nobody."""
+    now, asked = [0.0], []
+
+    def post(url, **kwargs):
+        asked.append(url)
+        now[0] += 0.5
+        raise httpx.ReadTimeout("slow") if len(asked) % 2 else httpx.ConnectError("nobody")
+
+    monkeypatch.setattr(remote.time, "monotonic", lambda: now[0])
+    client = OpenAIClient("http://127.0.0.1:9/v1", first_delay_s=0.0, max_attempts=50, outage_s=3)
+    monkeypatch.setattr(client._http, "post", post)
+    with pytest.raises(OutageError, match="within outage_s=3"):
+        client.post("x", {}, dict)
+    # The first that found nobody came after 1 s, the others follow each second: 1, 2, 3, 4.
+    assert now == [4.0]
+
+
 def test_a_single_request_that_fails_is_no_outage():
     with serving(lambda path, body: (500, {}, {})) as server:
-        client = OpenAIClient(
-            server.base_url, first_delay_s=0.01, max_attempts=2, judge_outage_s=60
-        )
+        client = OpenAIClient(server.base_url, first_delay_s=0.01, max_attempts=2, outage_s=60)
         with pytest.raises(RuntimeError, match="within max_attempts=2") as raised:
             client.post("x", {}, dict)
     assert not isinstance(raised.value, OutageError)
