@@ -38,6 +38,7 @@ CASE = "500m_full"
 GRAPH_CASES = ("5m_full", CASE, "500m_mixed")
 COPY_BYTES = 4 * 1024**3
 VOCAB_OF_TEXTS = 256  # prompts and completions of the other parts are plain characters
+BATCH, MINIBATCH, NUM_COMPLETIONS, LR = 256, 64, 8, 1e-6  # of an iteration
 JUDGED_ROWS, JUDGED_TOKENS = 64, 256
 
 
@@ -118,24 +119,30 @@ def count_digits(completions: list[str]) -> list[float]:
     return [float(sum(letter.isdigit() for letter in text)) for text in completions]
 
 
+def prompts() -> list[dict[str, str]]:
+    """As many as the batch has rows, of the case's length."""
+    return [{"prompt": f"{i:0{CASES[CASE].prompt_len}d}"} for i in range(BATCH)]
+
+
 def iteration(rounds: int, folder: str) -> dict[str, Any]:
     """Median seconds of each stage of a GRPO iteration, learner and sampler on the device."""
     from rllib_llm import GRPOConfig
 
     case = CASES[CASE]
-    prompts = [{"prompt": f"{i:0{case.prompt_len}d}"} for i in range(256)]
     config = (
         GRPOConfig()
         .environment(
             "rllib_llm/RLHF-v0",
-            env_config={"prompts": prompts, "reward_functions": count_digits, "reference": None,
+            env_config={"prompts": prompts(), "reward_functions": count_digits, "reference": None,
                         "max_prompt_len": case.prompt_len},
         )
         .language_model(model=folder, dtype="bfloat16")
         .learners(num_learners=0, num_gpus_per_learner=1)
-        .sampling(num_completions=8, max_new_tokens=case.completion_len, log_samples_every=0)
+        .sampling(
+            num_completions=NUM_COMPLETIONS, max_new_tokens=case.completion_len, log_samples_every=0
+        )
         .training(
-            lr=1e-6, ref_kl_coeff=0.0, train_batch_size_per_learner=256, minibatch_size=64
+            lr=LR, ref_kl_coeff=0.0, train_batch_size_per_learner=BATCH, minibatch_size=MINIBATCH
         )
     )  # fmt: skip
     algorithm = config.build_algo()
@@ -149,14 +156,12 @@ def iteration(rounds: int, folder: str) -> dict[str, Any]:
 
 def peer(rounds: int, folder: str) -> dict[str, Any]:
     """Median seconds of the same iteration by TRL: model, prompts, reward, batch, optimiser steps.
-
-    Ends by the default generation of TRL, transformers' own.
-    """
+    It generates as TRL does by default, by transformers."""
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    case, steps = CASES[CASE], 256 // 64
+    steps = BATCH // MINIBATCH  # of the optimiser
     times = []
 
     class Clock(TrainerCallback):
@@ -168,21 +173,20 @@ def peer(rounds: int, folder: str) -> dict[str, Any]:
     trainer = GRPOTrainer(
         model=folder,
         reward_funcs=lambda completions, **columns: count_digits(completions),
-        train_dataset=Dataset.from_list(
-            [{"prompt": f"{i:0{case.prompt_len}d}"} for i in range(256)]
-        ),
+        train_dataset=Dataset.from_list(prompts()),
         args=GRPOConfig(
             output_dir=f"{folder}/trl", model_init_kwargs={"dtype": "bfloat16"}, bf16=True,
-            per_device_train_batch_size=64, gradient_accumulation_steps=1, num_generations=8,
-            steps_per_generation=steps, max_steps=steps * (rounds + 2), learning_rate=1e-6,
-            max_completion_length=case.completion_len, gradient_checkpointing=False, beta=0.0,
+            per_device_train_batch_size=MINIBATCH, gradient_accumulation_steps=1,
+            num_generations=NUM_COMPLETIONS, beta=0.0,
+            steps_per_generation=steps, max_steps=steps * (rounds + 2), learning_rate=LR,
+            max_completion_length=CASES[CASE].completion_len, gradient_checkpointing=False,
             report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True,
         ),
         callbacks=[Clock()],
     )  # fmt: skip
     trainer.train()
-    seconds = [after - before for before, after in itertools.pairwise(times)]
-    return {"iteration_seconds": round(statistics.median(seconds), 4)}
+    taken = [after - before for before, after in itertools.pairwise(times)]
+    return {"iteration_seconds": round(statistics.median(taken), 4)}
 
 
 def judge(rounds: int, folder: str, quantization: str) -> dict[str, Any]:
@@ -231,7 +235,9 @@ def main() -> None:
         save_model(folder)
         if "iteration" in args.parts:
             show("iteration", iteration(args.rounds, folder))
-        if "peer" in args.parts and importlib.util.find_spec("trl"):
+        if "peer" in args.parts and importlib.util.find_spec("trl") is None:
+            print("peer is left out: TRL is not installed", file=sys.stderr)
+        elif "peer" in args.parts:
             show("peer", peer(args.rounds, folder))
         if "judges" in args.parts:
             for quantization in ("none", "int8", "nf4"):

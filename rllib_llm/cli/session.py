@@ -68,7 +68,7 @@ def user_errors(verbosity: int = 0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def extra_serve(command: str) -> Iterator[None]:
-    """Raises UserError where a package of the extra `serve` is missing."""
+    """Raises UserError where a package of the extra `serve` is missing or unfit."""
     try:
         yield
     except ImportError as error:

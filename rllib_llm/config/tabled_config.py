@@ -43,6 +43,7 @@ from rllib_llm.shared.errors import (
     nearest,
     noted,
     suggestion,
+    together,
     unknown_key,
 )
 
@@ -70,12 +71,10 @@ def unknown_settings(
 ) -> UnknownSettingError:
     """Return the error for all of `names`, given in `section`; `where`: how the message names the
     place, e.g. "ppo.config"."""
-    first, *others = [
+    return together([
         unknown_key(where, name, (), hint(config_class, str(name), section), UnknownSettingError)
         for name in names
-    ]
-    first.others = tuple(others)
-    return first
+    ])  # fmt: skip
 
 
 def hint(
@@ -383,8 +382,7 @@ def flattened(
         if unknown:
             wrong.append(unknown_settings(config_class, unknown, path, key))
     if wrong:
-        wrong[0].others += (*wrong[1:],)
-        complain(wrong[0])
+        complain(together(wrong))
     if env:
         path = f"{place}.env_config" if place else "env_config"
         for name, value in flat.get("env_config", {}).items():

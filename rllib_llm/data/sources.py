@@ -16,7 +16,7 @@ from rllib_llm.data.files import SUFFIXES, missing_file, read_file, rows_of
 from rllib_llm.data.rollouts import is_rollout_folder, load_rollouts
 from rllib_llm.data.rows import DataSourceError, Rows, concatenated
 from rllib_llm.shared.dotted import import_dotted, looks_dotted
-from rllib_llm.shared.errors import unknown_key
+from rllib_llm.shared.errors import together, unknown_key
 from rllib_llm.shared.storage import local_copy
 
 Source = str | Path | Mapping[str, Any] | Iterable[Any] | Callable[..., Any]
@@ -110,11 +110,9 @@ def _with_options(source: Any, name: str) -> tuple[Any, dict[str, Any]]:
         return source, {}
     unknown = [key for key in source if key not in _SOURCE_KEYS]
     if unknown:
-        first, *others = (
-            unknown_key(name, key, _SOURCE_KEYS, "", DataSourceError) for key in unknown
+        raise together(
+            [unknown_key(name, key, _SOURCE_KEYS, "", DataSourceError) for key in unknown]
         )
-        first.others = tuple(others)
-        raise first
     if "path" not in source:
         raise DataSourceError(
             name=name,

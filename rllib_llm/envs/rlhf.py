@@ -170,7 +170,7 @@ def with_defaults(
             nearest that is.
         ValueError: a quantization that is not known.
     """
-    _check_keys(env_config, defaults, f"env_config of {env_id}")
+    _check_keys(env_config, defaults, f"env_config of {env_id}", is_whole=True)
     for key in ("reward_model", "reference"):
         given = env_config.get(key)
         if isinstance(given, Mapping):
@@ -180,12 +180,14 @@ def with_defaults(
     return {**defaults, **env_config}
 
 
-def _check_keys(given: Mapping[str, Any], known: Collection[str], where: str) -> None:
+def _check_keys(
+    given: Mapping[str, Any], known: Collection[str], where: str, *, is_whole: bool = False
+) -> None:
+    """Complains of keys that are not known; `is_whole`: of an env_config, not of a part of it."""
     its_own = f"Leave `env` out, or write `env: {CONVERSATION}`, which has turns."
     for key in map(str, given):
         if key not in known:
-            is_env_s = where.startswith("env_config of ")
-            hint = its_own if is_env_s and key in default_settings(CONVERSATION) else ""
+            hint = its_own if is_whole and key in default_settings(CONVERSATION) else ""
             complain(unknown_key(where, key, known, hint, EnvConfigError))
 
 

@@ -87,9 +87,9 @@ class RowLayout:
         from torch.nn.attention.varlen import varlen_attn
 
         shares: dict[str, Any] = {}
-        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        if _shares_heads(varlen_attn):
             shares["enable_gqa"] = query.shape[1] != key.shape[1]
-        else:  # torch 2.11
+        else:
             heads = query.shape[1] // key.shape[1]
             key, value = (states.repeat_interleave(heads, dim=1) for states in (key, value))
         attended = varlen_attn(
@@ -98,6 +98,12 @@ class RowLayout:
             window_size=(-1 if window is None else window - 1, 0), **shares,
         )  # fmt: skip
         return attended.unsqueeze(0)
+
+
+@functools.cache
+def _shares_heads(attention: Callable[..., Any]) -> bool:
+    """Whether it takes fewer heads of keys than of queries; that of torch 2.11 does not."""
+    return "enable_gqa" in inspect.signature(attention).parameters
 
 
 @dataclass(frozen=True)

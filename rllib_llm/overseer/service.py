@@ -174,10 +174,13 @@ class Overseer:
                 parts.append({**part, "silent_seconds": silent,
                               "is_silent": silent > SILENT_SECONDS})  # fmt: skip
         samplers = {
-            part["part"].split(" of ")[-1] for part in parts if part["part"][:8] == "sampler "
-        }
+            part["trial"] for part in parts
+            if part["kind"] == "sampler" and not part["part"].startswith("evaluation ")
+        }  # fmt: skip
         diagnoses = {
-            part["part"]: vars(diagnose(part.get("recent_seconds") or {}, part["part"] in samplers))
+            part["part"]: vars(
+                diagnose(part.get("recent_seconds") or {}, part["trial"] in samplers)
+            )
             for part in parts
             if part["kind"] == "trial"
         }

@@ -13,9 +13,9 @@ import contextlib
 import copy
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 MAX_SHOWN = 200  # characters of a value in a message
 
@@ -155,6 +155,16 @@ def unknown_key(
         f"unknown key {key!r}", name=str(key), remedy=hint or suggestion(str(key), allowed),
         where=where, unknown=True,
     )  # fmt: skip
+
+
+Broken = TypeVar("Broken", bound=SettingError)
+
+
+def together(errors: Sequence[Broken]) -> Broken:
+    """Return the first of several errors, which tells the others as well."""
+    first, *others = errors
+    first.others += (*others,)
+    return first
 
 
 def nearest(name: str, allowed: Iterable[str], num: int = 3, cutoff: float = 0.6) -> list[str]:

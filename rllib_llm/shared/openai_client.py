@@ -146,9 +146,9 @@ class OpenAIClient:
             except self._transport_errors as error:
                 response, reason = None, f"{type(error).__name__}: {error}"
                 is_away = not isinstance(error, self._silences)
-            if response is not None and not is_away:  # a time-out is no answer
-                self._outage.end()
-            if response is not None:
+            if response is not None:  # a time-out is no answer
+                if not is_away:
+                    self._outage.end()
                 if response.status_code == 200:
                     try:
                         return read(response.json())
