@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 from collections.abc import Iterator
 
 import pytest
+
+from tests.ports import free_port
 
 
 @contextlib.contextmanager
 def bucket() -> Iterator[str]:
     """A function's worth of `s3://...` URLs: `{bucket}` with the server in its query."""
     server_module = pytest.importorskip("moto.server")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=port, verbose=False)
     server.start()
     try:

@@ -22,6 +22,7 @@ from rllib_llm.cli.session import (
 from rllib_llm.runs.experiments import Experiment
 from rllib_llm.shared.dotted import IMPORTS
 from rllib_llm.shared.errors import UserError
+from tests.ports import free_port
 
 
 def test_a_local_ray_has_room_for_one_trial_and_no_dashboard():
@@ -98,9 +99,7 @@ def test_the_users_environment_wins(monkeypatch):
 
 
 def test_a_cluster_that_does_not_answer_is_one_sentence_in_seconds():
-    with socket.socket() as listening:  # a port of our own that nobody listens at any more
-        listening.bind(("127.0.0.1", 0))
-        port = listening.getsockname()[1]
+    port = free_port()
     for address in (f"127.0.0.1:{port}", f"ray://127.0.0.1:{port}"):
         with pytest.raises(UserError, match=f"--ray-address='{address}' must be a running Ray"):
             check_address(address)

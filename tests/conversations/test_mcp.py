@@ -16,6 +16,7 @@ from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.tools import MCPServers, Toolbox, ToolError
 from rllib_llm.shared.remote import EventLoop
 from tests.conversations.scripted import roll, settings
+from tests.ports import free_port
 
 pytest.importorskip("mcp")
 
@@ -119,12 +120,6 @@ def test_slow_calls_are_told_and_servers_that_hang_are_not_the_policy_s(
     hung, again = calls(7, 1)
     assert "answered nothing for 1 s" in caplog.text
     assert hung.failure == "unavailable" and again.text == "3"
-
-
-def free_port():
-    with socket.socket() as open_one:
-        open_one.bind(("127.0.0.1", 0))
-        return open_one.getsockname()[1]
 
 
 @pytest.mark.slow  # as above

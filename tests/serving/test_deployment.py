@@ -30,6 +30,7 @@ from rllib_llm.weights.coordinator import CoordinatorClient
 from rllib_llm.weights.publisher import BackgroundPublisher
 from tests import tiny_models
 from tests.cli.said import said
+from tests.ports import free_port
 from tests.serving.tiny_server import (
     DEADLINE_S,
     NAME,
@@ -42,11 +43,6 @@ from tests.serving.tiny_server import (
 )
 
 ASKED = {"token_ids": [1, 40, 41], "sampling_params": {"max_tokens": 6, "logprobs": 0, "seed": 1}}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return found.getsockname()[1]
 
 
 def assert_sampled_by(answer: dict, the_model, prompt=ASKED["token_ids"]) -> None:

@@ -18,7 +18,8 @@ import pytest
 from rllib_llm.serving import deployment
 from tests import tiny_models
 from tests.docs.code_blocks import blocks_of
-from tests.serving.test_deployment import answer_to_a_drip, free_port
+from tests.ports import free_port
+from tests.serving.test_deployment import answer_to_a_drip
 from tests.serving.test_on_ray import KNOBS, Load, running
 from tests.serving.tiny_server import NAME, model, service, tokenizer, until
 from tests.serving.tiny_server import running as in_thread

@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from tests import tiny_models
-from tests.serving.test_deployment import command, free_port, until_ready
+from tests.ports import free_port
+from tests.serving.test_deployment import command, until_ready
 from tests.serving.tiny_server import DEADLINE_S, NAME, model, tokenizer
 
 pytestmark = pytest.mark.slow

@@ -22,7 +22,8 @@ from rllib_llm.serving import deployment
 from rllib_llm.shared.errors import UserError
 from tests import tiny_models
 from tests.algorithms import tiny_runs
-from tests.serving.test_deployment import answers, assert_sampled_by, free_port
+from tests.ports import free_port
+from tests.serving.test_deployment import answers, assert_sampled_by
 from tests.serving.tiny_server import DEADLINE_S, NAME, model, tokenizer, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_session")]

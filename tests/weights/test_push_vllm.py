@@ -14,7 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rllib_llm.weights.push import WeightsPush, open_servers
 from tests import tiny_models
-from tests.serving.test_deployment import answers, free_port
+from tests.ports import free_port
+from tests.serving.test_deployment import answers
 from tests.serving.tiny_server import plain_logprobs, until
 
 # Of an environment of its own, which `make test-vllm` makes, or another one.
