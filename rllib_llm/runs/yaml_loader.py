@@ -37,6 +37,7 @@ import rllib_llm
 from rllib_llm.config.setting import LISTS, SAMPLERS
 from rllib_llm.runs.experiments import KEYS, Experiment, algorithm_class, substitute
 from rllib_llm.shared.errors import UserError, nearest, suggestion
+from rllib_llm.shared.yaml_errors import yaml_error
 
 # YAML 1.1 wants a dot and a sign (1.0e-5); this is the float of YAML 1.2, which needs neither.
 FLOAT = re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$")
@@ -68,12 +69,12 @@ def parse(text: str, where: str) -> Any:
     """Return the value of the YAML (or JSON) `text`.
 
     Raises:
-        UserError: `text` is not YAML; the message names line and column.
+        UserError: `text` is not YAML; the message shows the line that is probably wrong.
     """
     try:
         return yaml.load(text, Loader)  # noqa: S506 - Loader is a SafeLoader
     except yaml.YAMLError as error:
-        raise UserError(f"{where} is not valid YAML: {error}") from error
+        raise yaml_error(error, text, where) from error
 
 
 def read(path: Path) -> Any:

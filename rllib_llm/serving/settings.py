@@ -18,6 +18,7 @@ from pydantic import (
 )
 
 from rllib_llm.shared.errors import UserError, unknown_key
+from rllib_llm.shared.yaml_errors import fault
 
 ENVIRONMENT_PREFIX = "RLLIB_SERVE_"
 RATES = ("requests_per_minute", "tokens_per_minute")
@@ -218,12 +219,22 @@ def _from_file(file: Path | None) -> dict[str, Any]:
         return {}
     import yaml
 
+    values, problem = None, "it is not"
     try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise UserError(f"config={str(file)!r} must be a YAML file: {error}.") from error
+        text = file.read_text(encoding="utf-8")
+        values = yaml.safe_load(text)
+    except OSError as error:
+        problem = str(error.strerror)
+    except UnicodeDecodeError:
+        problem = "it is no text in UTF-8"
+    except yaml.YAMLError as error:  # PyYAML's words may show a key, as the line may
+        found = fault(error, text)
+        problem = f"line {found.line + 1} should {found.rule}, since {found.reason}"
     if not isinstance(values, dict):
-        raise UserError(f"config={str(file)!r} must hold settings by name: {values!r} does not.")
+        raise UserError(
+            name="config", value=str(file), rule="be a YAML file of settings by name",
+            reason=problem, remedy="Write lines such as `port: 8000`",
+        )  # fmt: skip
     return values
 
 

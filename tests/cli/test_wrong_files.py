@@ -22,7 +22,7 @@ def test_a_file_that_is_no_text_is_named(tmp_path):
     ("command", "answer"),
     [
         (["example", "get", "arithmetic_grpo", "--out", "no/such/x.yaml"], "no/such/x.yaml"),
-        (["serve", "folder", "--set", "name=a: b: c"], "--set name is not valid YAML"),
+        (["serve", "folder", "--set", "name=a: b: c"], "--set name: 'a: b: c' must have quotes"),
         (["train", "--algo", "GRPO", "--stop", "3"], "--stop='3' must be a mapping: it is int"),
     ],
 )

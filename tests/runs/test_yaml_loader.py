@@ -31,7 +31,7 @@ def test_numbers_are_numbers(text: str, value: object):
 
 
 def test_a_key_written_twice_is_an_error():
-    with pytest.raises(UserError, match="'lr' is written twice"):
+    with pytest.raises(UserError, match="line 3, column 1: 'lr: 3' .* is written twice"):
         parse("lr: 1\nother: 2\nlr: 3", "x.yaml")
 
 
@@ -41,12 +41,12 @@ def test_anchors_and_merges_still_work():
 
 
 def test_broken_yaml_names_file_and_line():
-    with pytest.raises(UserError, match=r"x\.yaml is not valid YAML(.|\n)*line 2"):
+    with pytest.raises(UserError, match=r"x\.yaml, line 2, column 4: '  b: \['"):
         parse("a: 1\n  b: [", "x.yaml")
 
 
 def test_yaml_cannot_make_python_objects():
-    with pytest.raises(UserError, match="not valid YAML"):
+    with pytest.raises(UserError, match="quotes around the value"):
         parse("!!python/object/apply:os.getcwd []", "x.yaml")
 
 

@@ -7,6 +7,7 @@ import json
 import logging
 import socket
 import time
+import traceback
 
 import httpx
 import pytest
@@ -163,8 +164,28 @@ def test_settings_are_refused_by_name(tmp_path):
     assert (made.model, made.port, made.max_rows) == ("a", 3, 4)
     assert made.cors_origins == ["http://b"]
     file.write_text("- 1")
-    with pytest.raises(UserError, match="must hold settings by name"):
+    with pytest.raises(UserError, match="must be a YAML file of settings by name: it is not"):
         read_settings({}, file, {})
+    with pytest.raises(UserError, match="of settings by name: No such file or directory"):
+        read_settings({}, tmp_path / "absent.yaml", {})
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("model: a\napi_keys: 'sk-secret\n", "line 2 should close its quote"),
+        ("api_keys: [sk-secret\nmodel: a\n", "line 1 should close its bracket"),
+        ("api_keys:sk-secret\nmodel: a\n", "line 1 should have a colon and a space"),
+        ("api_keys: *sk-secret\n", "line 1 should have quotes around the value"),
+        ("sk-secret", "it is not"),
+    ],
+)
+def test_an_error_in_the_file_of_settings_shows_no_key(text, place, tmp_path):
+    file = tmp_path / "serve.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError, match=place) as caught:
+        read_settings({}, file, {})
+    assert "sk-secret" not in "".join(traceback.format_exception(caught.value))
 
 
 def test_pages_of_other_origins_are_let_in_only_where_listed():

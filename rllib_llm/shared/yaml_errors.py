@@ -1,0 +1,108 @@
+"""Explanations, in plain words, of texts that PyYAML cannot read."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import yaml
+
+from rllib_llm.shared.errors import UserError, shown
+
+NO_SPACE = re.compile(r"""\s*(- )?[\w.-]+:[^\s:/]""")  # `lr:1`, where `lr: 1` was meant
+
+
+class Fault(NamedTuple):
+    """A line that YAML cannot be read beyond; of the text nothing is quoted but a key twice there.
+
+    line, column: from 0.
+    rule: what the line must do, as in `SettingError`.
+    """
+
+    line: int
+    column: int
+    rule: str
+    reason: str
+    remedy: str
+
+
+# What PyYAML says: rule, reason, remedy; a lower one is asked only where the upper ones do not fit.
+KNOWN = (
+    (r"character '\\t'", "be indented with spaces", "YAML takes no tabs there",
+     "Replace the tab with spaces"),
+    (r"cannot start any token|alias|tag '", "have quotes around the value",
+     "its first character has a meaning of its own in YAML", "Put the value in quotes"),
+    (r"escape", "have single quotes", "a backslash begins a special character in double quotes",
+     "Replace them, or write each backslash twice"),
+    (r"quoted scalar", "close its quote", "the text goes on to the end of the file",
+     "Write the missing quote"),
+    (r"unhashable", "have a name before its braces", "a mapping cannot be the name of a setting",
+     "Write `name: {...}`, or put the value in quotes"),
+    (r"another document", "be part of one document", "a line of `---` begins another",
+     "Take that line out"),
+    (r"found '<scalar>'", "end where its quote ends", "text follows the closing quote",
+     "Put the whole value in quotes of the other kind, or close the quote of a line above"),
+    (r"found '[]}]'", "open a bracket before it closes it", "there is one that closes nothing",
+     "Take it out"),
+    (r"'-'|block sequence", "not be an entry of a list", "its neighbours are `name: value`",
+     "Indent the list below the name that it belongs to"),
+    (r"got '{'", "have quotes around ${...}", "within brackets a brace begins a mapping",
+     'Write "${name.model}", with the quotes'),
+    (r"flow (sequence|mapping)", "close its bracket and have commas between entries",
+     "the entries end in something else", "Write the missing bracket, comma or space after a "
+     "colon"),
+    (r"expected (<block end>|'<document start>')", "be indented as the lines of its level",
+     "no line above that it could belong to begins in the same column",
+     "Move it below the first letter of its neighbours"),
+)  # fmt: skip
+NO_KEY = ("have a colon and a space after its name", "it is read as a mere text",
+          "Write `name: value`")  # fmt: skip
+DEEPER = ("be indented as the line above", "that has a value already, and nothing can be below it",
+          "Move it to the left, or leave the upper value out")  # fmt: skip
+TWO_COLONS = ("have quotes around its value", "a colon and a space in it begin another value",
+              "Put the value in quotes")  # fmt: skip
+OTHER = ("be valid YAML", "it cannot be read from there on",
+         "Look at indentation, quotes, brackets and colons here and in the line above")  # fmt: skip
+
+
+def fault(error: yaml.YAMLError, text: str) -> Fault:
+    """The line that is probably wrong in `text`, on which PyYAML failed with `error`."""
+    lines = text.splitlines() or [""]
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        before = text[: getattr(error, "position", 0)]
+        return Fault(before.count("\n"), 0, "be text", "it has a control character", "Take it out")
+    mark, said = error.problem_mark, f"{error.context or ''}: {error.problem or ''}"
+    if "mapping values" in said:
+        return _colon(lines, mark.line, mark.column)
+    if "written twice" in said:
+        return Fault(mark.line, mark.column, "stand once", said[2:], "Take one of the two out")
+    if "simple key" in said and error.context_mark is not None:
+        return Fault(error.context_mark.line, error.context_mark.column, *NO_KEY)
+    told = next((told for pattern, *told in KNOWN if re.search(pattern, said)), OTHER)
+    was_opened = "got '{'" not in said and re.search(r"quoted scalar: found unexp|flow", said)
+    if was_opened and error.context_mark is not None:
+        mark = error.context_mark  # where it was opened
+    return Fault(min(mark.line, len(lines) - 1), mark.column, *told)
+
+
+def _colon(lines: list[str], line: int, column: int) -> Fault:
+    """The fault of a value that is not allowed where it stands: it is in one of two lines."""
+    if re.search(r":\s", lines[line][:column]):
+        return Fault(line, column, *TWO_COLONS)
+    above = next((n for n in range(line - 1, -1, -1) if lines[n].strip()), None)
+    if above is None or not NO_SPACE.match(lines[above]) and ":" in lines[above]:
+        return Fault(line, column, *(OTHER if above is None else DEEPER))
+    return Fault(above, len(lines[above]) - len(lines[above].lstrip()), *NO_KEY)
+
+
+def yaml_error(error: yaml.YAMLError, text: str, where: str) -> UserError:
+    """The user's error of a `text` that is not YAML, with the line itself; `where`: a file, or the
+    option whose value it is."""
+    found = fault(error, text)
+    if "\n" in text:
+        where = f"{where}, line {found.line + 1}, column {found.column + 1}"
+    lines = text.splitlines() or [""]
+    return UserError(
+        where=where, name=shown(lines[found.line]), rule=found.rule, reason=found.reason,
+        remedy=found.remedy,
+    )  # fmt: skip
