@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -300,13 +300,13 @@ class Leases:
         self._leases_of: dict[str, set[int]] = {}  # that are held, by sampler
         self._none_late_before = float("inf")
         self._num_remembered = num_remembered
-        self._of_closed: dict[int, int] = {}  # leases by position
+        self._of_closed: OrderedDict[int, int] = OrderedDict()  # leases by position, the last ones
         self._expired: list[tuple[str, str]] = []  # that the driver was not told of
 
     def begin(self, num_given: int = 0) -> None:
         """None is held; those given before, or `num_given` others, are refused from now on."""
         self.num_given = max(self.num_given, num_given) + _GENERATION
-        self._held, self._of_closed, self._expired = {}, {}, []
+        self._held, self._of_closed, self._expired = {}, OrderedDict(), []
         self._leases_of, self._none_late_before = {}, float("inf")
 
     def give(self, sampler: str, entries: Sequence[Entry], now: float) -> int:
@@ -436,7 +436,7 @@ class Leases:
         """Remembers the lease under which a closed group was handed in."""
         self._of_closed[entry.position] = entry.lease
         while len(self._of_closed) > self._num_remembered:
-            del self._of_closed[next(iter(self._of_closed))]
+            self._of_closed.popitem(last=False)
 
     def was_handed_in(self, lease: int, position: int) -> bool:
         """Whether a group came in under this very lease already: Ray made the call twice."""

@@ -311,22 +311,21 @@ class Lockstep(Schedule):
 
 
 class Free(Schedule):
-    """See the module. Asked after every group whether a batch can be filled; searches the table
-    only after a change that could fill one."""
+    """See the module. Whether a batch can be filled is asked after every group: the groups for it
+    are counted as they get ready, so that the table is searched for whole batches alone."""
 
     def __init__(self, rules: StreamRules, table: GroupTable, outcomes: Outcomes) -> None:
         super().__init__(rules, table, outcomes)
         self._ready: set[int] = set()  # positions that no batch has
-        self._num_needed = rules.num_groups  # of them, before another look
-        self._waits_for: int | None = None  # position whose end is a reason to look as well
+        self._first_open = 0  # position: all before it are ready, in a batch or closed
+        self._num_within = 0  # groups that are ready, within the window from there
 
     def begin(self, first: int, step: int) -> None:
-        self._ready = set()
-        self._look_anew()
+        self._ready, self._first_open, self._num_within = set(), self._table.position, 0
         super().begin(first, step)
 
-    def _look_anew(self) -> None:
-        self._num_needed, self._waits_for = self._rules.num_groups, None
+    def _is_within(self, position: int) -> bool:
+        return position < self._first_open + self._rules.window
 
     def admit_all(self) -> None:
         self._admit(self._rules.capacity - (len(self._table) - self._num_extra_taken))
@@ -343,6 +342,7 @@ class Free(Schedule):
             entry = self._table.get(position)
             if entry is not None and entry.state == "judged" and self._passes(entry):
                 self._ready.add(position)
+                self._num_within += self._is_within(position)
         self.admit_all()
 
     def want(self, nth: int) -> None:
@@ -350,47 +350,38 @@ class Free(Schedule):
         self.admit_all()
 
     def can_choose(self, nth: int) -> bool:
-        return super().can_choose(nth) or len(self._first_ready()) == self._rules.num_groups
+        return super().can_choose(nth) or self._can_fill()
 
     def choose(self, nth: int) -> list[Entry] | None:
         if not super().can_choose(nth):
             if self._rules.on_stale == "drop":
                 self._drop_stale()
-            chosen = self._first_ready()
-            if len(chosen) == self._rules.num_groups:
+            if self._can_fill():
+                ready = (entry.position for entry in self._table if entry.state == "ready")
+                chosen = list(itertools.islice(ready, self._rules.num_groups))
                 self._ready.difference_update(chosen)
-                self._look_anew()
+                self._num_within -= len(chosen)
                 self._fill(self.first + nth, chosen)
         return super().choose(nth)
 
-    def _first_ready(self) -> list[int]:
-        """The first P groups that are ready, none further than the window behind the first that is
-        not; [] where there are not so many, as far as was known without looking."""
-        blocking = None if self._waits_for is None else self._table.get(self._waits_for)
-        is_blocked = blocking is not None and blocking.state not in ("ready", "taken")
-        if len(self._ready) < self._num_needed and (is_blocked or self._waits_for is None):
-            return []
-        chosen: list[int] = []
-        end, waits_for = float("inf"), None
-        for entry in self._table:
-            if entry.position >= end or len(chosen) == self._rules.num_groups:
-                break
-            if entry.state == "ready":
-                chosen.append(entry.position)
-            elif entry.state != "taken" and waits_for is None:
-                end, waits_for = entry.position + self._rules.window, entry.position
-        num_missing = self._rules.num_groups - len(chosen)
-        self._num_needed = len(self._ready) + max(1, num_missing) if num_missing else 0
-        self._waits_for = waits_for
-        return chosen
+    def _can_fill(self) -> bool:
+        """Whether P groups are ready, none further than the window behind the first that is not."""
+        while self._first_open < self._table.next and not self._is_open(self._first_open):
+            self._first_open += 1
+            self._num_within += self._first_open + self._rules.window - 1 in self._ready
+        return self._num_within >= self._rules.num_groups
+
+    def _is_open(self, position: int) -> bool:
+        entry = self._table.get(position)
+        return entry is not None and entry.state not in ("ready", "taken")
 
     def _drop_stale(self) -> None:
         for entry in [self._table[position] for position in sorted(self._ready)]:
             assert entry.group is not None, "it is judged"
             if 0 <= entry.group.oldest_version < self.step - self._rules.max_staleness:
                 self._ready.discard(entry.position)
+                self._num_within -= self._is_within(entry.position)
                 self._outcomes.reject(entry, "stale")
-                self._look_anew()
         self.admit_all()
 
     def fit(self, entries: Sequence[Entry], first: int) -> None:
