@@ -23,12 +23,16 @@ trained, rejected or failed."""
 
 @dataclass(frozen=True)
 class PartialCompletion:
-    """The sampled tokens of one unfinished completion."""
+    """The sampled tokens of one unfinished completion.
+
+    prompt: checksum of the prompt's tokens; 0 if unknown.
+    """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     finish: str = "aborted"
+    prompt: int = 0
 
 
 @dataclass(frozen=True)

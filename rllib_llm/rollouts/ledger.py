@@ -282,13 +282,17 @@ class Ledger:
             self.account.reject("late", group.num_tokens)
 
     def keep_partial(self, lease: int, partial: dict[int, tuple[PartialCompletion, ...]]) -> None:
-        """Records the partial output of groups that their sampler continues."""
+        """Records the partial output of groups that their sampler continues; () where it cannot
+        continue what it was given, and begins the group anew."""
         for position, tokens in partial.items():
             entry = self.leases.entry(lease, position)
-            if entry is not None:
-                before = entry.num_tokens
-                entry.partial = tokens
+            if entry is None:
+                continue
+            before, entry.partial = entry.num_tokens, tokens
+            if tokens:
                 self.account.generated += entry.num_tokens - before
+            else:
+                self.account.reject("begun_anew", before, num_groups=0)
 
     def fail(
         self, lease: int, failure: SampleFailure, positions: Collection[int] | None = None

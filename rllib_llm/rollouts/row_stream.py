@@ -8,7 +8,8 @@ those of their lease.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -33,8 +34,6 @@ from rllib_llm.rollouts.sampler import Sampler, UnjudgedBatch
 from rllib_llm.shared import columns
 from rllib_llm.weights.coordinator import PublishedWeights
 
-_NOTHING = PartialCompletion((), (), ())
-
 
 @dataclass
 class _Group:
@@ -43,7 +42,7 @@ class _Group:
     lease: Lease
     request: SampleRequest
     prompts: dict[str, torch.Tensor]  # its columns
-    before: list[PartialCompletion]  # what its rows came with
+    before: Sequence[PartialCompletion]  # what its rows came with
     has_begun: bool = False
     ended: dict[int, PartialCompletion] = field(default_factory=dict)  # whole completions, by place
 
@@ -151,8 +150,30 @@ class RowStream:
 
     def _group(self, lease: Lease, position: int) -> _Group:
         request = SampleRequest(position, 1, self._n, return_texts=lease.return_texts)
-        before = list(lease.partial.get(position, ())) or [_NOTHING] * self._n
-        return _Group(lease, request, self._sampler.environment.prompts(request), before)
+        prompts = self._sampler.environment.prompts(request)
+        prompt = zlib.crc32(
+            prompts[columns.PROMPT_IDS][0][prompts[columns.PROMPT_MASK][0]].cpu().numpy()
+        )
+        before = lease.partial.get(position, ())
+        if not self._can_continue(before, prompt):
+            before = (PartialCompletion((), (), (), prompt=prompt),) * self._n
+        return _Group(lease, request, prompts, before)
+
+    def _can_continue(self, before: Sequence[PartialCompletion], prompt: int) -> bool:
+        """Whether these settings and data could have made this partial output: a restored run may
+        have others."""
+        longest = self._sampler.params(True).max_new_tokens
+        return len(before) == self._n and all(
+            row.prompt in (0, prompt) and len(row.token_ids) <= longest - (row.finish == "aborted")
+            for row in before
+        )
+
+    def begun_anew(self, lease: Lease) -> list[int]:
+        """Positions of a lease whose partial output could not be continued."""
+        return [
+            position for position, before in lease.partial.items()
+            if position in self._groups and self._groups[position].before is not before
+        ]  # fmt: skip
 
     def _begin_waiting(self, groups: Mapping[int, _Group]) -> None:
         """Begins those of these groups that wait, if their weights are there."""
@@ -256,4 +277,5 @@ def _joined(before: PartialCompletion, rest: Ended | Tokens, finish: str) -> Par
         (*before.logprobs, *rest.logprobs),
         (*before.versions, *rest.versions),
         finish,
+        before.prompt,
     )

@@ -12,7 +12,7 @@ import dataclasses
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from ray.exceptions import RayActorError
 
 from rllib_llm.rollouts.errors import SampleFailure
 from rllib_llm.rollouts.filters import Filters
-from rllib_llm.rollouts.groups import JudgedGroup, Lease
+from rllib_llm.rollouts.groups import JudgedGroup, Lease, PartialCompletion
 from rllib_llm.rollouts.judged_batch import (
     JudgedBatch,
     SampleRequest,
@@ -379,7 +379,12 @@ class RowWork(Work):
             return False
         for raised, positions in self._rows.add(lease):
             self._report(lease, raised, positions)
+        if anew := self._rows.begun_anew(lease):
+            self._keep(lease.id, dict.fromkeys(anew, ()))
         return True
+
+    def _keep(self, lease: int, partial: Mapping[int, tuple[PartialCompletion, ...]]) -> None:
+        self._told.append((lease, self._ledger.call("keep_partial", lease, partial)))
 
     def _renew(self, held: Sequence[int], newest: PublishedWeights | None, order: int) -> None:
         """Gives up the leases that have ended, and loads the newest weights."""
@@ -388,7 +393,7 @@ class RowWork(Work):
         self._new.clear()
         if newest is not None and self._rows.is_news(newest, order):
             for lease, partial in self._rows.partial().items():
-                self._told.append((lease, self._ledger.call("keep_partial", lease, partial)))
+                self._keep(lease, partial)
             self._rows.load(newest, order)
 
     def _fail(self, error: Exception) -> None:

@@ -423,6 +423,13 @@ def test_tokens_of_unfinished_groups_are_carried_to_who_samples_them_next():
     serve(made, other)
     assert made.account.rejected["begun_anew"] == 4
     assert made.account.generated == 10 + 4 + 11 and made.table.num_tokens == 21
+    # Or says so when it is given the output of other settings.
+    (third,) = made.lease("1", 1)
+    made.keep_partial(third.id, {2: partial(5)})
+    made.keep_partial(third.id, {2: ()})
+    made.push(third.id, [judged(2, 0, num_tokens=8, continues=True)])
+    assert made.account.rejected["begun_anew"] == 4 + 5
+    assert made.account.generated == 25 + 5 + 8 and made.table.num_tokens == 29
 
 
 @pytest.mark.parametrize("schedule", ["lockstep", "free"])

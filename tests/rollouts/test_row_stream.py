@@ -72,10 +72,37 @@ def test_another_sampler_goes_on_where_one_stopped(sampler):
     begun.drop(1)
     assert begun.num_groups == 0 and not begun.leases
     other = stream(sampler)
-    other.add(Lease(2, 4, 1, publication(), partial=partial))
+    lease = Lease(2, 4, 1, publication(), partial=partial)
+    other.add(lease)
+    assert not other.begun_anew(lease)
     found = finish(other, sampler)[4].columns
     for name in (columns.COMPLETION_IDS, columns.FINISHED, columns.SCORES):
         assert torch.equal(found[name], expected[name]), name
+
+
+@pytest.mark.parametrize("num_completions, changes", [
+    (6, {}), (2, {}), (N, {"max_new_tokens": 2}), (N, {"prompts": tiny.EVAL_PROMPTS}),
+])  # fmt: skip
+def test_partial_output_that_other_settings_made_is_begun_anew(sampler, num_completions, changes):
+    """A restored run may have more or fewer completions, shorter ones, or other prompts: it ended
+    with `list index out of range`, or put the tokens of one prompt behind another."""
+    begun = stream(sampler)
+    begun.add(Lease(1, 4, 1, publication()))
+    for _ in range(3):
+        begun.step()
+    ((_, partial),) = begun.partial().items()
+    config = tiny.grpo().sampling(max_new_tokens=changes.get("max_new_tokens", 5))
+    config.env_config["prompts"] = changes.get("prompts", tiny.PROMPTS)
+    other = build_sampler(config, worker_index=1).sampler
+    found = []
+    for held in (partial, {}):
+        made = RowStream(other, num_completions, in_flight="keep")
+        made.load(publication(), 0)
+        lease = Lease(2, 4, 1, publication(), partial=held)
+        assert made.add(lease) == [] and made.begun_anew(lease) == list(held)
+        found.append(finish(made, other)[4].columns)
+    assert torch.equal(found[0][columns.COMPLETION_IDS], found[1][columns.COMPLETION_IDS])
+    assert len(found[0][columns.COMPLETION_IDS]) == num_completions
 
 
 def test_nothing_is_sampled_behind_the_end_of_a_row_that_an_engine_has_not_looked_at(sampler):

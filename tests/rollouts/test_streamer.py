@@ -10,6 +10,7 @@ import pytest
 from ray.exceptions import RayTaskError
 
 from rllib_llm.rollouts.errors import SampleFailure
+from rllib_llm.rollouts.groups import PartialCompletion
 from rllib_llm.rollouts.judged_batch import SampleRequest
 from rllib_llm.rollouts.ledger_actor import JournaledLedger
 from rllib_llm.rollouts.schedule import ServingSettings, StreamRules
@@ -199,6 +200,19 @@ def test_a_group_that_is_leased_again_is_begun_anew():
     assert (again.position, work._rows.leases) == (lease.position, {again.id})
     assert not ledger.take(0, 0, 0, 0.0).failures
     assert [group.position for group in batch(ledger, work)] == list(range(8))
+    work.close()
+
+
+def test_what_other_settings_left_of_a_group_is_begun_anew_and_counted():
+    """One more completion than there are now."""
+    ledger, work = work_of(World(), schedule="free", max_staleness=0)
+    (lease,) = ledger.call("lease", "1", 1, [])
+    begun = tuple(PartialCompletion((7, 7), (0.0, 0.0), (0, 0)) for _ in range(N + 1))
+    ledger.call("keep_partial", lease.id, {lease.position: begun})
+    assert [group.position for group in batch(ledger, work)] == list(range(8))
+    told = ledger.look()["metrics"]
+    assert told["tokens_rejected"] == 2 * (N + 1)
+    assert told["tokens_generated"] == told["tokens_carried"] + told["tokens_rejected"]
     work.close()
 
 
