@@ -209,7 +209,7 @@ def answer_to_file(text: str) -> str:
     try:
         findings = examine(load(parse(text, "my.yaml"), "my.yaml"), MACHINE)
     except ValueError as error:
-        return str(error)
+        return "<br>".join(str(error).splitlines())
     except Exception as error:  # noqa: BLE001  (a traceback to the user: the test finds it)
         return f"{TRACEBACK} {type(error).__name__}: {error}"
     of_file = [f for f in findings if f.where or not f.id.startswith(FOUND_AT_ALL)]

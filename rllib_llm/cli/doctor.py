@@ -88,7 +88,7 @@ def _findings(
         try:
             experiments = load_file(file, overrides)
         except ValueError as error:
-            yield Finding.from_error(error, "file")
+            yield from Finding.from_errors(error, "file")
     machine = Machine.here(folder or Path.cwd())
     found = examine(experiments, machine, folder=folder, is_here=ray_address is None)
     try:
@@ -115,13 +115,13 @@ def _fits_cluster(experiments: list[Experiment], ray_address: str) -> Iterator[F
         with ray_session(RayOptions(ray_address=ray_address)) as cluster:
             resources = dict(cluster)
     except ValueError as error:
-        yield Finding.from_error(error, "cluster")
+        yield from Finding.from_errors(error, "cluster")
         return
     for experiment in with_stand_ins(experiments):
         try:
             check_resources(check_experiment(experiment), resources)
         except ValueError as error:
-            yield Finding.from_error(error, "cluster", experiment.name)
+            yield from Finding.from_errors(error, "cluster", experiment.name)
 
 
 def _deep(experiments: list[Experiment]) -> Iterator[Finding]:
@@ -135,7 +135,7 @@ def _deep(experiments: list[Experiment]) -> Iterator[Finding]:
             if stage is not None:
                 yield from (finding.at(experiment.name) for finding in deep_rules(stage))
         except (ValueError, RuntimeError, OSError) as error:
-            yield Finding.from_error(error, "deep", experiment.name)
+            yield from Finding.from_errors(error, "deep", experiment.name)
 
 
 def _show(found: list[Finding], console: Console) -> None:

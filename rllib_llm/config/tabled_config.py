@@ -318,14 +318,20 @@ class TabledConfig(AlgorithmConfig):
                     )
 
     def _check_overlay(self, overlay: Mapping[str, Any], place: str) -> None:
-        """Checks settings that evaluation has otherwise; `place`: "evaluation_config", say."""
+        """Checks settings that evaluation has otherwise; `place`: "evaluation_config", say. What is
+        wrong is told once: RLlib's config of the evaluation is made without it."""
         given = flattened(type(self), overlay, place)
-        unknown = [key for key in given if not self._takes(key)]
-        if unknown:
-            complain(unknown_settings(type(self), unknown, place))
+        wrong = [key for key in given if not self._takes(key)]
+        if wrong:
+            complain(unknown_settings(type(self), wrong, place))
         for row in (*table(type(self)).values(), *rllib_table(type(self)).values()):
-            if row.place == IN_CONFIG and row.name in given:
-                row.check(given[row.name], defaults(type(self)), place)
+            if row.place != IN_CONFIG or row.name not in given:
+                continue
+            if (error := row.error(given[row.name], defaults(type(self)), place)) is not None:
+                complain(error)
+                wrong.append(row.name)
+        if wrong and place == "evaluation_config":
+            setattr(self, place, {k: v for k, v in given.items() if k not in wrong})
         self._check_env_rows(given.get("env_config"), given.get("env", self.env), place)
 
     def _check_env_rows(self, env_config: Any, env: Any, place: str = "") -> None:

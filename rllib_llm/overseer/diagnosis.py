@@ -136,13 +136,13 @@ def diagnose(seconds: Mapping[str, float], has_samplers: bool = False) -> Diagno
         return Diagnosis("", 0.0, "nothing is known before the first iteration has ended")
     bound = max(by_owner, key=by_owner.__getitem__)
     share = by_owner[bound] / total
-    longest = max(
-        (phase for phase, owner in OWNERS.items() if owner == bound),
-        key=lambda phase: seconds.get(phase, 0.0),
-    )
-    remedy = REMEDIES["tools" if longest == FOR_TOOLS else bound]
+    phases = [phase for phase, owner in OWNERS.items() if owner == bound]
+    phases.sort(key=lambda phase: -seconds.get(phase, 0.0))
+    remedy = REMEDIES["tools" if phases[0] == FOR_TOOLS else bound]
     if bound == "sampler" and has_samplers:
         remedy += "; rllib scale adds samplers at once, up to sampling_parts"
-    doing = "learns" if bound == "learner" else f"is {longest}"
-    text = f"{bound}-bound: the run {doing} {share:.0%} of the time; to change it, {remedy}"
+    # In the words of the phases, which `rllib status` lists with their shares.
+    least = by_owner[bound] / 10
+    most = " and ".join(phase for phase in phases if seconds.get(phase, 0.0) >= least)
+    text = f"{bound}-bound: most time goes into {most}; to change it, {remedy}"
     return Diagnosis(bound, share, text)

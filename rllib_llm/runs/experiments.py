@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from rllib_llm.config.setting import OF_EXPERIMENT, Section, Setting, Settings, setting
-from rllib_llm.shared.errors import UserError, unknown_key
+from rllib_llm.shared.errors import SettingError, UserError, together, unknown_key
 
 if TYPE_CHECKING:
     from ray.tune import Trainable
@@ -106,12 +106,14 @@ class Experiment(Settings):
     ):
         given = {"name": name, "run": run, "env": env, "config": config, **settings}
         given = {key: value for key, value in given.items() if value is not None}
-        problems = [] if run is not None else [
-            f"{name}.run is missing: it names the algorithm. Write `run: PPOPtx`."
-        ]  # fmt: skip
-        problems += _problems(EXPERIMENT, given, name)
+        problems = _problems(EXPERIMENT, given, name)
+        if run is None and not any(error.unknown for error in problems):  # one that was to be `run`
+            problems.append(UserError(
+                name=f"{name}.run", rule="be set", reason="it names the algorithm",
+                remedy="Write `run: GRPO`",
+            ))  # fmt: skip
         if problems:
-            raise UserError(" ".join(problems))
+            raise together(problems)
         super().__init__(**given)
         if self.mode and not self.metric:
             raise UserError(
@@ -132,8 +134,8 @@ EXPERIMENT = Section.of("experiment", Experiment, place=OF_EXPERIMENT)
 KEYS = tuple(row.name for row in EXPERIMENT.settings if row.name != "name")
 
 
-def _problems(section: Section, given: Mapping[str, Any], where: str) -> list[str]:
-    """Problems of settings, a sentence or two each."""
+def _problems(section: Section, given: Mapping[str, Any], where: str) -> list[UserError]:
+    """The errors of settings."""
     rows = {row.name: row for row in section.settings}
     found = []
     for key, value in given.items():
@@ -142,18 +144,23 @@ def _problems(section: Section, given: Mapping[str, Any], where: str) -> list[st
         elif (error := rows[key].error(value, place=where)) is not None:
             if isinstance(rows[key].default, dict):
                 error.remedy = f"Write `{key}: {{name: value}}`"
-            found.append(str(error))
+            found.append(_of_user(error))
         elif key == "checkpoint_config":
             found += _problems(CHECKPOINTS, value, f"{where}.{key}")
         elif isinstance(value, dict):
-            found += [text for item in value.items() for text in _of_item(rows[key], *item, where)]
+            found += [e for item in value.items() for e in _of_item(rows[key], *item, where)]
     return found
 
 
-def _of_item(row: Setting, name: Any, value: Any, where: str) -> list[str]:
-    """Problems of an entry of a mapping; limits of results are numbers."""
+def _of_item(row: Setting, name: Any, value: Any, where: str) -> list[UserError]:
+    """Errors of an entry of a mapping; limits of results are numbers."""
     if not isinstance(name, str):
-        return [f"{where}.{row.name}: the name {name!r} must be text. Put it in quotes."]
+        return [
+            UserError(
+                where=f"{where}.{row.name}", name=f"the name {name!r}", rule="be text",
+                reason=f"YAML reads it as {type(name).__name__}", remedy="Put it in quotes",
+            )
+        ]  # fmt: skip
     if row.name not in ("stop", "pass_criteria"):
         return []
     remedy = f"Write `{name}: 100`"
@@ -161,10 +168,17 @@ def _of_item(row: Setting, name: Any, value: Any, where: str) -> list[str]:
         remedy = f"Write it without quotes: `{name}: {value}`"
     limit = dataclasses.replace(row, name=name, type=float, remedy=remedy)
     error = limit.error(value, place=f"{where}.{row.name}")
-    return [] if error is None else [str(error)]
+    return [] if error is None else [_of_user(error)]
 
 
-def _unknown(section: Section, key: str, where: str) -> str:
+def _of_user(error: SettingError) -> UserError:
+    return UserError(
+        name=error.name, value=error.value, rule=error.rule, reason=error.reason,
+        remedy=error.remedy,
+    )  # fmt: skip
+
+
+def _unknown(section: Section, key: str, where: str) -> UserError:
     """The error for unknown keys."""
     from rllib_llm.algorithms.language_model_config import LanguageModelConfig
 
@@ -173,7 +187,7 @@ def _unknown(section: Section, key: str, where: str) -> str:
         hint = f"It is {MOVED[key]!r} here."
     elif section is EXPERIMENT and LanguageModelConfig.algorithms_with(key):
         hint = "It is the algorithm's: write it below `config:`."
-    return str(unknown_key(where, key, [row.name for row in section.settings], hint))
+    return unknown_key(where, key, [row.name for row in section.settings], hint)
 
 
 def algorithm_class(name: str, where: str) -> type[Trainable]:

@@ -215,6 +215,9 @@ GROUPS = (
         "RLlib's and Tune's own",
         ("training_iteration", "iterations", "iterations so far; usually used in `stop:`"),
         ("num_env_steps_sampled_lifetime", "completions", "an episode is one step long"),
+        ("time_total_s", "s", "time of all iterations so far"),
+        ("iterations_since_restore", "iterations", "iterations since the trial was resumed"),
+        ("time_since_restore", "s", "time of the iterations since the trial was resumed"),
         ("env_runners/<name>", "RLlib's", "`episode_return_mean` and the like"),
         ("evaluation/<name>", "RLlib's", "the held-out results under RLlib's name"),
         ("learners/<name>", "RLlib's", "metrics of each module"),
@@ -223,6 +226,17 @@ GROUPS = (
         ("stop_run", "true", "last result of a run ended by `rllib stop`"),
     ),
 )  # fmt: skip
+
+
+# Results that count how far a trial is: what `stop:` usually names, and progress is told by.
+COUNTERS = ("training_iteration", "episode", "epoch", "time_total_s",
+            "num_env_steps_sampled_lifetime")  # fmt: skip
+
+
+def is_counter(name: str) -> bool:
+    """Whether a result of this name counts how far a trial is, of RLlib's own algorithms too."""
+    last = name.rpartition("/")[2]
+    return last in COUNTERS or last.endswith(("_since_restore", "_lifetime"))
 
 
 def describes(name: str) -> bool:
@@ -392,20 +406,10 @@ def progress(flat: Mapping[str, Any], stop: Mapping[str, Any]) -> float:
     shares = [0.0]
     for key, limit in stop.items():
         value, bound = number(flat.get(key)), number(limit)
-        if value is None or not bound or not _is_counter(key):
+        if value is None or not bound or not is_counter(key):
             continue
         shares.append(min(1.0, max(0.0, value / bound)))
     return max(shares)
-
-
-def _is_counter(key: str) -> bool:
-    name = key.rpartition("/")[2]
-    return name in (
-        "training_iteration",
-        "time_total_s",
-        "episode",
-        "iterations_since_restore",
-    ) or (name.startswith("num_") or name.endswith(("_total", "_lifetime")))
 
 
 def first_and_last(rows: list[dict[str, Any]], metric: Metric) -> tuple[str, str]:

@@ -13,12 +13,11 @@ from rllib_llm.checkpoints.algorithm import restore_source
 from rllib_llm.config.schema import build_config
 from rllib_llm.runs.doctor.data_rules import check_data, check_sources, data_settings
 from rllib_llm.runs.experiments import Experiment, algorithm_class, model_of, with_stand_ins
-from rllib_llm.runs.metrics import describes
+from rllib_llm.runs.metrics import COUNTERS, describes
 from rllib_llm.runs.search_space import examples, make_scheduler, make_searcher, search_space
 from rllib_llm.shared.errors import UserError, all_complaints, complain, noted, suggestion
 from rllib_llm.shared.storage import Place
 
-COUNTERS = ("training_iteration", "episode", "time_total_s")  # what trials usually stop by
 INTERVAL = "checkpoint_interval_s"  # of `checkpoint_config`: ours, not Tune's
 NUM_TO_KEEP = 2  # by default, beside the best one
 
@@ -126,7 +125,9 @@ def _check_stop(experiment: Experiment) -> None:
         near = difflib.get_close_matches(key, COUNTERS, n=1, cutoff=0.85)
         known = describes(key) or experiment.run not in ALGORITHMS
         if key not in COUNTERS and (near or not known):
-            hint = f"Did you mean {near[0]!r}?" if near else f"Count by {', '.join(COUNTERS)}."
+            hint = (
+                f"Did you mean {near[0]!r}?" if near else f"Count by {' or '.join(COUNTERS[:2])}."
+            )
             complain(
                 UserError(
                     f"{experiment.name}.stop: unknown result {key!r}: no trial reports it. {hint}"

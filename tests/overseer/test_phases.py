@@ -65,6 +65,13 @@ def test_a_diagnosis_names_who_is_waited_for_and_what_to_change(seconds, bound, 
     assert found.share == pytest.approx(6 / sum(seconds.values()))
 
 
+def test_a_diagnosis_has_the_words_of_the_phases_that_it_adds_up():
+    found = diagnose({diagnosis.FOR_COMPLETIONS: 5.0, diagnosis.WAITING: 4.0,
+                      diagnosis.LEARNING: 3.0})  # fmt: skip
+    words = "most time goes into waiting for completions and waiting for samplers; to change it"
+    assert found.text.startswith(f"sampler-bound: {words}")
+
+
 def test_nothing_is_said_of_nothing():
     assert diagnose({diagnosis.STARTING: 5.0}).bound == ""
 

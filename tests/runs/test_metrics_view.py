@@ -59,6 +59,9 @@ def test_progress_is_that_of_the_nearest_counter():
     assert progress(result, {"training_iteration": 10, "episode": 100}) == 0.9
     assert progress(result, {"training_iteration": 4}) == 1.0
     assert progress(result, {"objective/scores": 1.0}) == 0.0  # a goal, not a counter
+    assert progress({"epoch": 1.5}, {"epoch": 3}) == 0.5
+    assert progress({"env/num_turns": 2}, {"env/num_turns": 4}) == 0.0
+    assert progress({"a/num_env_steps_lifetime": 2}, {"a/num_env_steps_lifetime": 4}) == 0.5
     assert progress(result, {"absent": 3}) == progress(result, {}) == 0.0
 
 

@@ -65,7 +65,7 @@ def examine(
     try:
         filled = with_stand_ins(experiments)
     except ValueError as error:
-        return distinct([*found, Finding.from_error(error, "experiment")])
+        return distinct([*found, *Finding.from_errors(error, "experiment")])
     for experiment in filled:
         found += [
             f if f.where else f.at(experiment.name)
@@ -75,7 +75,7 @@ def examine(
         try:
             check_disk(experiments, folder, free=machine.disk_bytes)
         except ValueError as error:
-            found.append(Finding.from_error(error, "disk"))
+            found += Finding.from_errors(error, "disk")
     return distinct(found)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from rllib_llm.modules.model_source import TruncatedWeightsError, num_elements
 from rllib_llm.runs.doctor.stage import Finding, Stage
-from rllib_llm.runs.metrics import describes
+from rllib_llm.runs.metrics import COUNTERS, describes, is_counter
 from rllib_llm.shared.errors import suggestion
 from rllib_llm.shared.storage import read_json
 
@@ -120,7 +120,7 @@ def _adapters(stage: Stage) -> Iterator[Finding]:
         try:
             add_adapters(without_weights(model), lora)
         except ValueError as error:
-            yield Finding.from_error(error, "settings")
+            yield from Finding.from_errors(error, "settings")
 
 
 def _round_trip(tokenizer: Any, model: str) -> Iterator[Finding]:
@@ -140,7 +140,6 @@ def _round_trip(tokenizer: Any, model: str) -> Iterator[Finding]:
 
 NEARLY_GREEDY = 0.2  # a temperature at which the completions of a prompt hardly differ
 MUCH_PUNISHED = 0.9  # of a completion's length
-COUNTERS = ("training_iteration", "episode", "time_total_s", "num_env_steps_sampled_lifetime")
 
 
 def plan_rules(stage: Stage) -> Iterator[Finding]:
@@ -162,7 +161,7 @@ def _end(stage: Stage) -> Iterator[Finding]:
             "the trial goes on until somebody stops it",
             "Write stop: {training_iteration: 100}.",
         )  # fmt: skip
-    elif experiment.stop and not any(key in COUNTERS for key in experiment.stop):
+    elif experiment.stop and not any(map(is_counter, experiment.stop)):
         yield Finding(
             "experiment.open_end", "warning", f"stop={dict(experiment.stop)!r}",
             "without a counter the trial never ends where no result reaches its limit",

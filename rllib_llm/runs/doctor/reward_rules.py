@@ -37,7 +37,7 @@ def reward_rules(stage: Stage) -> Iterator[Finding]:
             term = RewardTerm.from_spec(spec)
             term.check_columns(batch.columns)
         except ValueError as error:
-            yield Finding.from_error(error, "rewards")
+            yield from Finding.from_errors(error, "rewards")
             continue
         except Exception as error:  # noqa: BLE001  (the user's class; told in its place)
             name = spec.get("function") if isinstance(spec, Mapping) else spec
@@ -64,7 +64,7 @@ def reward_rules(stage: Stage) -> Iterator[Finding]:
         try:
             yield from _look(term, read_answer(term, answer, batch), batch)
         except ValueError as error:
-            yield Finding.from_error(error, "rewards")
+            yield from Finding.from_errors(error, "rewards")
     yield from _time(stage, seconds)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -36,8 +37,15 @@ class Finding:
     rule: str = ""
 
     @classmethod
+    def from_errors(cls, error: BaseException, area: str, where: str = "") -> Iterator[Finding]:
+        """The findings of a rule that raises: of its error, and of the others that this one has."""
+        yield cls.from_error(error, area, where)
+        for other in getattr(error, "others", ()):
+            yield from cls.from_errors(other, area, where)
+
+    @classmethod
     def from_error(cls, error: BaseException, area: str, where: str = "") -> Finding:
-        """The finding of a rule that raises."""
+        """The finding of an error alone, without the others that it has."""
         if not isinstance(error, SettingError):
             text = " ".join(str(error).split()).removeprefix(f"{where}: ")
             return cls(f"{area}.unfit", "error", text, "", "", where)
@@ -83,7 +91,9 @@ def distinct(findings: Iterable[Finding]) -> list[Finding]:
     kept: dict[tuple[str, str, str], Finding] = {}
     for finding in findings:
         several = finding.id.endswith((".unknown", ".unfit"))
-        key = (finding.id, finding.where, finding.found if several else "")
+        place = re.match(r"evaluation_config|eval_envs\.\w+", finding.found)
+        told_by = finding.found if several else place[0] if place else ""
+        key = (finding.id, finding.where, told_by)
         kept.setdefault(key, finding)
     return sorted(kept.values(), key=lambda finding: order.index(finding.severity))
 

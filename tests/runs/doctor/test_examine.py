@@ -16,7 +16,8 @@ from rllib_llm.envs.prompts import PromptSource
 from rllib_llm.runs.doctor.examine import before_a_run, examine
 from rllib_llm.runs.doctor.machine_rules import GIB, Machine
 from rllib_llm.runs.doctor.reward_rules import answer_scores
-from rllib_llm.runs.doctor.stage import exit_code, make_stage
+from rllib_llm.runs.doctor.stage import Finding, exit_code, make_stage
+from rllib_llm.runs.yaml_loader import load, parse
 from tests.runs.doctor import set_ups
 from tests.runs.doctor.set_ups import HERE, MACHINE, SUMS, conversations, grpo, supervised
 from tests.tiny_models import byte_tokenizer, llama, llama_classifier, save
@@ -108,6 +109,25 @@ def test_a_broken_set_up_is_named(name: str):
     make: Callable = {**SETTINGS, **DATA}[name]
     ids = [finding.id for finding in found(make())]
     assert any(one == name or one.startswith(f"{name}.") for one in _with_area(ids)), ids
+
+
+def test_what_is_wrong_within_evaluation_config_is_told_once_and_whatever_else_is_wrong():
+    broken = grpo(lr=-1.0, evaluation_config={"explor": True, "lr": "fast"})
+    told = [finding.sentence for finding in found(broken)]
+    assert [text.partition(" must")[0] for text in told] == [
+        "lr=-1.0", "evaluation_config: unknown key 'explor'.", "evaluation_config.lr='fast'",
+    ]  # fmt: skip
+
+
+def test_all_that_a_file_has_wrong_is_found():
+    text = "a: {runn: GRPO, num_samples: 0, checkpoint_config: {num_to_keep: -1}}"
+    with pytest.raises(ValueError) as error:
+        load(parse(text, "x.yaml"), "x.yaml")
+    told = [finding.found for finding in Finding.from_errors(error.value, "file")]
+    assert told == [
+        "a: unknown key 'runn'", "a.num_samples=0", "a.checkpoint_config.num_to_keep=-1",
+    ]  # fmt: skip
+    assert all(finding in str(error.value) for finding in told)
 
 
 @pytest.mark.parametrize("name, said", [
