@@ -417,7 +417,7 @@ class Ledger:
             next_position, entries = entries[0].position, []
         elif state.get("rules") != self.rules.order:
             self._schedule.fit(entries, first)
-            self._begin_old_anew(entries)
+        self._begin_old_anew(entries)
         self.table.begin(next_position)
         for entry in entries:
             self.table.put(entry)
@@ -426,7 +426,8 @@ class Ledger:
         self._outcomes.begin(self.account, in_row, self._outcomes.unseen(0)[0])
 
     def _begin_old_anew(self, entries: Sequence[Entry]) -> None:
-        """Restarts groups that would be staler than these rules allow when they are trained."""
+        """Restarts groups that would be staler than these rules allow when they are trained: other
+        rules admitted them, or an update was to learn from several batches."""
         rules = self.rules
         for i, entry in enumerate(entries):
             latest = self.step + (i + rules.window - 1) // rules.num_groups

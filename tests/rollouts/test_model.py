@@ -52,6 +52,8 @@ def holds(random, rules, in_flight, others):
     world = World(random, rules, in_flight=in_flight, troubles=6).begin()
     for other in (None, rules, *others):
         if other is not None:
+            for _ in range(random.choice([0, 0, 1, 3])):
+                world.source.next()  # handed out for an update that is never made
             world = world.restored(other)
         # A bound of S updates is broken by what began 2·S before.
         for _ in range(random.choice([3, 3, 8])):
@@ -92,6 +94,23 @@ def test_saving_while_a_batch_is_handed_out_changes_nothing(seed, staleness):
         world.check()
         trained.append(world.fates.batches)
     assert trained[0] == trained[1]
+
+
+@pytest.mark.parametrize("num_batches", [2, 3])
+@pytest.mark.parametrize("changes", [
+    {"max_staleness": 0, "num_parts": 2}, {"schedule": "lockstep"}, {"schedule": "free"},
+])  # fmt: skip
+def test_a_checkpoint_of_a_loop_that_holds_several_batches_is_resumed(changes, num_batches):
+    """A batch for each update from then on: the last were older than may be, and the run died."""
+    rules = StreamRules(num_groups=2, timeout_s=LIMIT, **changes)
+    world = World(Random(0), rules).begin()
+    world.update()
+    for _ in range(num_batches):
+        world.source.next()
+    resumed = world.restored(rules)
+    for _ in range(5):
+        resumed.update()
+    resumed.check()
 
 
 @settings(max_examples=15, derandomize=True, **OPTIONS)
