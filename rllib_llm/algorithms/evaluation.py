@@ -247,7 +247,7 @@ def _judged(algorithm, config, group: EnvRunnerGroup) -> JudgedBatch:
 
 def _results(batch: JudgedBatch, config) -> dict[str, float]:
     """Metrics of one evaluation batch, under `eval/` or its environment's name."""
-    results = held_out_metrics(batch)
+    results = held_out_metrics(batch, is_greedy=not config.explore)
     if config.pass_at:
         asked = (config.pass_at, config.pass_on, config.answer_pattern)
         results.update(pass_metrics(batch, *asked))
@@ -264,7 +264,7 @@ def _skip(algorithm, error: SamplingError) -> None:
     logger.error("This evaluation is skipped: %s", error)
 
 
-def held_out_metrics(batch: JudgedBatch) -> dict[str, float]:
+def held_out_metrics(batch: JudgedBatch, is_greedy: bool = False) -> dict[str, float]:
     """Metrics under `eval/`: scores, components and diagnostics of the rollouts that were judged;
     length and finished share of all."""
     whole = batch.rollouts
@@ -278,4 +278,5 @@ def held_out_metrics(batch: JudgedBatch) -> dict[str, float]:
         "finished": float(finished[first].float().mean()),
         **batch.train_metrics(),
         **batch.env_metrics(),
+        "distinct": batch.distinct_share(is_greedy),
     }

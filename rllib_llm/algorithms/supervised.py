@@ -137,8 +137,10 @@ class Supervised(LanguageModelAlgorithm):
         self.known_metrics["epoch"] = self.position / len(self._source)
 
     def evaluate(self, parallel_train_future=None) -> dict[str, Any]:
-        """Means over the first `evaluation_duration` held-out rows, as RLlib's `evaluate`."""
-        self.eval_metrics = self.held_out_means()
+        """Means over the first `evaluation_duration` held-out rows, as RLlib's `evaluate`, and the
+        `iteration` after which they are."""
+        num_updates = self.position // self.config.total_train_batch_size
+        self.eval_metrics = {**self.held_out_means(), "iteration": num_updates}
         return dict(self.eval_metrics)
 
     def held_out_means(self) -> dict[str, float]:

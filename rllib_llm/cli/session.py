@@ -97,7 +97,9 @@ logger = logging.getLogger(__name__)
 
 FILE_ERRORS = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 OBJECT_STORE_BYTES = 512 * 1024**2  # for all but weights: batches, results
-LOGGERS = ("ray", "ray.tune", "ray.rllib", "ray.train", *LIBRARIES)
+# ray.init() sets the level of "ray"; those below it with a level of their own keep theirs. That of
+# authentication tells at each start what Ray does by default.
+LOGGERS = ("ray", "ray.tune", "ray.rllib", "ray.train", "ray._private.authentication", *LIBRARIES)
 SECONDS_TO_CONNECT = 20.0
 MAX_OBJECT_STORE_SHARE = 0.3  # of the machine's memory, Ray's own default
 

@@ -36,18 +36,18 @@ def create(env_config: Mapping[str, Any]) -> BanditEnv:
     settings = rlhf.with_defaults(env_config, DEFAULTS, env_id="rllib_llm/Reviews-v0")
     functions = rlhf.as_functions(settings["reward_functions"])
     is_judged_otherwise = bool(settings["reward_model"] or functions)
-    gold_term = {"function": gold, "weight": 0.0 if is_judged_otherwise else 1.0}
+    grammar = {"function": judged, "name": "grammar", "weight": 0.0 if is_judged_otherwise else 1.0}
     return rlhf.create(
         {
             **settings,
             "prompts": prompts("train"),
             "eval_prompts": prompts("eval") if settings["split"] == "eval" else None,
-            "reward_functions": [*functions, gold_term],
+            "reward_functions": [*functions, grammar],
         }
     )
 
 
-def gold(
+def judged(
     prompts: Sequence[str], completions: Sequence[str]
 ) -> tuple[list[float], dict[str, list[float]]]:
     """The grammar judge's result for the texts [B], with gold_score [B] and grammatical [B]."""

@@ -134,8 +134,7 @@ class JudgedBatch:
         return float(versions.sum().double() / mask.sum())
 
     def env_metrics(self) -> dict[str, float]:
-        """Means of the environment's diagnostics, and `distinct`: the share of completions that
-        no other row of the batch has, counted once each."""
+        """Means of the environment's diagnostics, and `distinct`: see `distinct_share`."""
         valid = self.columns[columns.VALID]
         means = {
             name: _mean(
@@ -147,14 +146,25 @@ class JudgedBatch:
             for name, column in self.metrics.items()
             if name != columns.PROMPT_TRUNCATED
         }
+        if columns.LOSS_MASK in self.columns:
+            mask = self.columns[columns.COMPLETION_MASK]
+            means["sampled_share"] = float(self.sampled_mask.sum() / mask.sum())
+        means["distinct"] = self.distinct_share()
+        return means
+
+    def distinct_share(self, is_greedy: bool = False) -> float:
+        """Different completions over rows. Where sampling `is_greedy`, rows of one prompt cannot
+        differ, and equal ones count once."""
         # What stands behind the end differs with who made the row.
         mask = self.columns[columns.COMPLETION_MASK]
         ids = self.columns[columns.COMPLETION_IDS].where(mask, -1)
-        if columns.LOSS_MASK in self.columns:
-            means["sampled_share"] = float(self.sampled_mask.sum() / mask.sum())
         # Sorting rows, as torch.unique does, takes ten times as long.
-        means["distinct"] = len({row.tobytes() for row in ids.cpu().numpy()}) / max(1, len(ids))
-        return means
+        completions = [row.tobytes() for row in ids.cpu().numpy()]
+        num_rows = len(completions)
+        if is_greedy and columns.PROMPT_INDEX in self.columns:
+            prompts = self.columns[columns.PROMPT_INDEX].tolist()
+            num_rows = len(set(zip(prompts, completions, strict=True)))
+        return len(set(completions)) / max(1, num_rows)
 
     def weights_metrics(self) -> dict[str, float]:
         """`WeightsReceiver.metrics`, the maximum over samplers, and the oldest version that sampled

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rllib_llm.runs.metrics import Metric, columns, progress
-from rllib_llm.runs.results import flatten, local_folder, number, setting
+from rllib_llm.runs.results import as_shown, flatten, local_folder, number, setting
 from rllib_llm.runs.signs import Sign, Watch
 from rllib_llm.shared.messages import TrialEar, is_verbose, same_key
 
@@ -26,7 +26,7 @@ WAITING_INTERVAL_S = 30.0  # between plain lines on what a trial does that has n
 MAX_WAITING = 3  # trials of which it is told
 SILENT_S = 4.0  # without a result until it is shown what a trial does
 POLL_S = 1.0
-BAR_WIDTH = 12
+BAR_WIDTH = 8
 
 
 class TrialRow:
@@ -65,7 +65,7 @@ class TrialRow:
 
     def update(self, result: Mapping[str, Any]) -> list[Sign]:
         """Take over a new result of the trial; return the signs that it shows first."""
-        self.result = flatten(result)
+        self.result = as_shown(flatten(result))
         self.share = progress(self.result, self.stop)
         self.state = "running"
         self._last_time = time.monotonic()
@@ -267,8 +267,10 @@ def _iteration(row: TrialRow) -> str:
 
 
 def _cell(result: Mapping[str, Any], metric: Metric) -> str:
-    value = number(result.get(metric.key))
-    return "" if value is None else metric.text(value)
+    value, made = number(result.get(metric.key)), number(result.get("eval/iteration"))
+    text = "" if value is None else metric.text(value)
+    is_older = made is not None and made < result.get("training_iteration", 0)
+    return f"{text} (at {made:.0f})" if text and is_older and metric.key[:5] == "eval/" else text
 
 
 def _clock(seconds: float) -> str:

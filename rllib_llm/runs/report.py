@@ -19,6 +19,7 @@ from rllib_llm.runs.metrics import NONE, columns, first_and_last, summary_metric
 from rllib_llm.runs.report_page import PAGE_FILE, spread
 from rllib_llm.runs.results import (
     StageResult,
+    as_shown,
     before_and_after,
     number,
     read_json_lines,
@@ -39,7 +40,7 @@ def report(
     """
     for result in results:
         trial = result.best_trial_folder
-        _print_summary(result, read_results(trial), console)
+        _print_summary(result, [*map(as_shown, read_results(trial))], console)
         pairs = before_and_after(read_json_lines(trial / SAMPLES_FILE))
         if pairs:
             _heading("Held-out prompts: completions before and after training", console)
@@ -79,7 +80,7 @@ def _print_summary(result: StageResult, rows: list[dict[str, Any]], console: Con
 
 def _print_trials(result: StageResult, best: list[dict[str, Any]], console: Console) -> None:
     """Print the last results of all trials, side by side; `best` are those of the best one."""
-    read = [best if i == result.best else read_results(folder)
+    read = [best if i == result.best else [*map(as_shown, read_results(folder))]
             for i, folder in enumerate(result.trial_folders)]  # fmt: skip
     last = [rows[-1] if rows else {} for rows in read]
     shown = columns(last)
@@ -202,8 +203,8 @@ def _cell(row: dict[str, Any]) -> Group:
 
 
 def _scores(row: dict[str, Any]) -> str:
-    """Return the score and, where it is there, the gold score, e.g. "score 1.32  gold 3.00"."""
-    shown = {"score": row.get("score"), "gold": row.get("gold_score")}
+    """Return the score and, where it is there, the gold score: "score 1.32  gold score 3.00"."""
+    shown = {"score": row.get("score"), "gold score": row.get("gold_score")}
     return "  ".join(
         f"{name} {value:.2f}" for name, value in shown.items() if isinstance(value, int | float)
     )

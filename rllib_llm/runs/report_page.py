@@ -20,6 +20,7 @@ from rllib_llm.rollouts.recorder import SAMPLES_FILE
 from rllib_llm.runs.metrics import first_and_last, reward_parts, summary_metrics
 from rllib_llm.runs.results import (
     RESULTS,
+    as_shown,
     before_and_after,
     flatten,
     fresh_series,
@@ -46,7 +47,7 @@ class Panel:
 
 PANELS = (
     Panel("Reward", "judge's score", "objective/scores", "eval/scores"),
-    Panel("Gold score", "exact score", "env/gold_score", "eval/gold_score"),
+    Panel("Gold score", "the grammar's own, -3 to 3", "env/gold_score", "eval/gold_score"),
     Panel("KL to the reference", "nats per completion", "objective/kl"),
     Panel("Pretraining loss", "nats per token", "loss/ptx_avg", "eval/ptx_loss"),
     Panel("Entropy of the policy", "nats per token", "policy/entropy_avg"),
@@ -164,7 +165,7 @@ def _read(name: str) -> str:
 
 
 def _trial(trial: PageTrial) -> dict[str, Any]:
-    results = read_results(trial.folder)
+    results = [*map(as_shown, read_results(trial.folder))]
     last = results[-1] if results else {}
     environment = read_environment(trial.stage_folder)
     return {

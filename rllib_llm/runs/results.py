@@ -65,6 +65,17 @@ def read_results(trial_folder: Place) -> list[dict[str, Any]]:
     return [flatten(row) for row in read_json_lines(trial_folder / RESULTS)]
 
 
+# Shares of pairs that are ordered rightly, and what is 0 where all pairs tie.
+MARGINS = {"train/accuracy": "rewards/margins", "eval/accuracy": "eval/rewards/margins"}
+
+
+def as_shown(flat: dict[str, Any]) -> dict[str, Any]:
+    """Return a flat result without the accuracy of pairs that all tie: before the first step of DPO
+    there is no order, and 0 (as TRL has it too) would look like a fault."""
+    ties = {key for key, margin in MARGINS.items() if flat.get(margin) == 0.0}
+    return {key: value for key, value in flat.items() if key not in ties}
+
+
 def read_json_lines(file: Place) -> list[dict[str, Any]]:
     """Return the rows of a JSON lines file; a last line that is cut off is left out."""
     if not file.is_file():

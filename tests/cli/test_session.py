@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import math
 import os
 import socket
@@ -8,6 +9,7 @@ import sys
 import pytest
 import ray
 import torch
+from ray._private.authentication import authentication_token_setup
 from safetensors.torch import save_file
 
 from rllib_llm.cli.options import RayOptions
@@ -32,6 +34,15 @@ def test_a_local_ray_has_room_for_one_trial_and_no_dashboard():
     assert 80 * 1024**2 <= arguments["object_store_memory"] <= 512 * 1024**2
     asked = _init_arguments(RayOptions(ray_num_cpus=3, ray_num_gpus=1, verbose=1), needed_cpus=9)
     assert (asked["num_cpus"], asked["num_gpus"], asked["log_to_driver"]) == (3, 1, True)
+
+
+def test_ray_s_defaults_of_authentication_are_not_told_at_each_start():
+    """`ray.init()`, called with its own defaults as by `rllib serve`, lets "ray" speak again."""
+    prepare()
+    logging.getLogger("ray").setLevel(logging.INFO)
+    source = logging.getLogger("ray._private.authentication.authentication_token_setup")
+    assert source.name == authentication_token_setup.logger.name
+    assert not source.isEnabledFor(logging.WARNING)
 
 
 def test_the_object_store_has_room_for_weights_as_far_as_memory_goes(caplog):

@@ -63,6 +63,8 @@ def test_the_gold_score_stays_a_metric_beside_another_judge():
     _, rewards, _, _, infos = env.step(answer(env, *completions))
     assert set(rewards.tolist()) == {3.0}
     assert set(infos["metrics"]["gold_score"].tolist()) == {0.0}
+    # One thing is called gold; the grammar's judgement, which weighs nothing here, is another.
+    assert not any(name.startswith("gold") for name in infos["components"])
     assert set(infos["metrics"]["grammatical"].tolist()) == {0.0}
 
 

@@ -66,6 +66,23 @@ def test_padding_is_the_pad_token_and_no_version():
     assert whole.versions.tolist() == [1, 1, 1, 3]
 
 
+def test_greedy_completions_of_one_prompt_count_once():
+    """Two prompts, taken twice each: what is asked is whether they are answered alike."""
+    ids = torch.tensor([[4, 1], [5, 1], [4, 1], [5, 1]])
+    batch = JudgedBatch(
+        columns={
+            columns.COMPLETION_IDS: ids,
+            columns.COMPLETION_MASK: torch.ones_like(ids, dtype=torch.bool),
+            columns.PROMPT_INDEX: torch.tensor([0, 1, 0, 1]),
+        },
+        rewards=torch.zeros(4),
+    )
+    assert batch.distinct_share() == 0.5
+    assert batch.distinct_share(is_greedy=True) == 1.0
+    batch.columns[columns.COMPLETION_IDS] = torch.tensor([[4, 1]] * 4)
+    assert batch.distinct_share(is_greedy=True) == 0.5  # both prompts have one answer
+
+
 def test_distinct_does_not_depend_on_how_many_samplers_there_were():
     """Two samplers whose longest completions differ, and a pad token that is not 0."""
     prompts = [[1], [2], [3], [4]]

@@ -22,7 +22,7 @@ def test_both_completions_stand_side_by_side_with_their_scores():
     text = rendered([(before, row("My tent", "", score=2.345))])
     assert "My tent" in text
     assert "leaks [badly]." in text  # brackets are text, not markup
-    assert "score -1.00  gold -3.00" in text
+    assert "score -1.00  gold score -3.00" in text
     assert "(nothing)" in text and "score 2.35" in text or "score 2.34" in text
 
 

@@ -74,6 +74,23 @@ def test_without_a_terminal_there_are_plain_lines_not_too_many():
     assert lines[-1].endswith("done")
 
 
+def test_a_held_out_result_of_an_earlier_iteration_says_of_which():
+    table = LiveTable("sft · SFT", {"training_iteration": 3}, console(terminal=True))
+    for made in (2, 0):
+        held_out = {"eval": {"loss": 6.5, "iteration": made}}
+        table.on_trial_result(1, [], trial("a"), result(2, loss={"sft": 2.0}, **held_out))
+        assert ("6.500 (at 0)" in rendered(table)) == (made == 0)
+
+
+def test_pairs_that_all_tie_have_no_accuracy():
+    """Before the first step of DPO the policy is the reference."""
+    table = LiveTable("dpo · DPO", {"training_iteration": 3}, console(terminal=True))
+    for margin, accuracy in ((0.0, 0.0), (0.5, 0.9)):
+        held_out = {"accuracy": accuracy, "rewards": {"margins": margin}, "iteration": 1}
+        table.on_trial_result(1, [], trial("a"), result(1, loss={"dpo": 0.7}, eval=held_out))
+        assert ("held-out accuracy" in rendered(table)) == (margin > 0)
+
+
 def test_the_end_of_a_trial_is_one_line():
     out = console(terminal=False)
     with LiveTable("sft · SFT", {"training_iteration": 1}, out) as table:
