@@ -200,7 +200,7 @@ class Work:
             # The ledger has ended, and the run with it; where it has not, the driver, which asks
             # every second, starts another thread.
             self._stopped.set()
-        except Exception as error:  # noqa: BLE001  (the border of the thread; the driver is told)
+        except BaseException as error:  # noqa: BLE001  (the border of the thread; the driver is told)
             self.failure = SampleFailure.from_exception(error)
             self._stopped.set()
         finally:

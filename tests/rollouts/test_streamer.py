@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from concurrent.futures import Future
@@ -256,6 +257,17 @@ def test_an_error_of_the_ledger_is_no_fault_of_the_engine():
     with pytest.raises(RayTaskError, match="a bug of the ledger"):
         batch(ledger, work)
     work.close()
+
+
+@pytest.mark.parametrize("schedule", ["lockstep", "free"])
+def test_code_that_exits_ends_no_thread_mute(schedule):
+    """A function that calls `sys.exit` was begun anew every second, for ever."""
+    _, work = work_of(World(), schedule=schedule, max_staleness=0)
+    work._sample = work._take_leases = lambda *_: sys.exit("no model")
+    work.start("stream")
+    work._thread.join(30.0)
+    assert not work.is_at_work
+    assert work.failure.error == "SystemExit: no model" and not work.failure.may_pass
 
 
 class Runner:
