@@ -415,9 +415,11 @@ class Ledger:
         if not is_begun and entries and next_position - entries[0].position == len(entries):
             # They are admitted anew, as batches of the sizes that these rules say.
             next_position, entries = entries[0].position, []
-        elif state.get("rules") != self.rules.order:
-            self._schedule.fit(entries, first)
-        self._begin_old_anew(entries)
+        else:
+            if is_other := state.get("rules") != self.rules.order:
+                self._schedule.fit(entries, first)
+            if is_other or len(entries) > self.rules.capacity:
+                self._begin_old_anew(entries)
         self.table.begin(next_position)
         for entry in entries:
             self.table.put(entry)

@@ -406,6 +406,24 @@ def test_the_prompts_learnt_from_are_the_prompts_where_hard_ones_take_long():
     assert shares[1] == 0.25 and shares[1000] < 0.2
 
 
+def test_what_others_have_overtaken_is_carried_over_a_restore():
+    """Slow groups get as old as the window allows; by the same rules none of them is begun anew."""
+    made = ledger(schedule="free", max_staleness=1, window=16)
+    for lease in made.lease("slow", 2):
+        made.keep_partial(lease.id, {lease.position: partial(3)})
+    slow = list(made.leases._held)
+    for version in range(3):
+        for lease in made.lease("quick", 8):
+            serve(made, lease)
+        assert made.take(version).groups is not None
+        made.publish(PublishedWeights(version + 1))
+    assert slow[0] in made.leases._held
+    other = ledger(schedule="free", max_staleness=1, window=16)
+    other.set_state(made.state())
+    assert other.account.rejected["stale"] == 0
+    assert [e.num_tokens for e in other.table][:2] == [3, 3]
+
+
 def test_tokens_of_unfinished_groups_are_carried_to_who_samples_them_next():
     made = ledger(schedule="free")
     (lease,) = made.lease("1", 1)
