@@ -1,6 +1,7 @@
 """How the start of a run grows with the number of its prompts.
 
     python -m benchmarks.data_scale [--rows 1000 100000 10000000] [--folder FOLDER]
+                                    [--plot FILE.png]
 
 For each size a Parquet file of prompts is written, and read as training reads it, each time in a
 process of its own: first (a large file is unpacked into the cache of `datasets`) and again. One
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -76,15 +78,34 @@ def _own_mb(process: psutil.Process) -> float:
     return (info.rss - info.shared) / 1e6
 
 
+def draw(points: list[dict[str, Any]], path: Path) -> None:
+    """Seconds of a start and memory over the number of prompts."""
+    import matplotlib.pyplot as plt
+
+    figure, (seconds, memory) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    for case in dict.fromkeys(point["case"] for point in points):
+        chosen = [point for point in points if point["case"] == case]
+        rows = [point["rows"] for point in chosen]
+        label = "strings in a list" if case == "list" else case
+        seconds.plot(rows, [point["start_s"] for point in chosen], "o-", label=label)
+        memory.plot(rows, [point["memory_mb"] for point in chosen], "o-", label=label)
+    seconds.set(xscale="log", yscale="log", xlabel="prompts", ylabel="s until the first batch")
+    memory.set(xscale="log", yscale="log", xlabel="prompts", ylabel="MB of the process")
+    memory.legend()
+    figure.savefig(path, dpi=150)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, nargs="+", default=[10**3, 10**5, 10**6, 10**7])
     parser.add_argument("--folder", help="for the files; they are removed")
+    parser.add_argument("--plot", type=Path)
     parser.add_argument("--measure", nargs=2, metavar=("DATA", "CASE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
         print(json.dumps(measure(*arguments.measure)), flush=True)
         return
+    points = []
     for num_rows in arguments.rows:
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
             path = Path(folder) / "prompts.parquet"
@@ -95,7 +116,13 @@ def main() -> None:
                 cases.append((str(num_rows), "list"))
             for case in cases:
                 command = [sys.executable, "-m", "benchmarks.data_scale", "--measure", *case]
-                subprocess.run(command, env=environment, check=True)
+                done = subprocess.run(
+                    command, env=environment, check=True, stdout=subprocess.PIPE, text=True
+                )
+                print(done.stdout, end="", flush=True)
+                points.append(json.loads(done.stdout))
+    if arguments.plot:
+        draw(points, arguments.plot)
 
 
 if __name__ == "__main__":

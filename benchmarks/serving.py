@@ -3,7 +3,8 @@
     python benchmarks/serving.py --modes direct uvicorn ray haproxy --connections 1 16 32
     python benchmarks/serving.py --modes uvicorn vllm --vllm-python .venv-vllm/bin/python \\
         --model 135m_full --dtype bfloat16 --prompt-tokens 64 --tokens 32 --connections 1 8 32
-    python benchmarks/serving.py --load --replicas 1 2 --connections 1 8 64 256 512
+    python benchmarks/serving.py --load --replicas 1 2 --connections 1 8 64 256 512 \\
+        [--plot FILE.png]
 
 All modes sample the same random model with one thread (`--threads 0`: as many as each takes by
 default) and the same prompts, in processes of their own, one mode after the other in each round;
@@ -347,6 +348,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="0: as many as each has by default")
     parser.add_argument("--load", action="store_true", help="more and more connections, and 429s")
     parser.add_argument("--replicas", nargs="+", type=int, default=[1], help="with --load")
+    parser.add_argument("--plot", type=Path, help="with --load")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", default="5m_full", help="one of `generation_cases.CASES`")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
@@ -368,9 +370,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), args.model)
         if args.load:
+            points = []
             for replicas in args.replicas:
                 for connections in args.connections:
-                    print(json.dumps(load(args, folder, connections, replicas)), flush=True)
+                    points.append(load(args, folder, connections, replicas))
+                    print(json.dumps(points[-1]), flush=True)
+            if args.plot:
+                draw(points, args.plot)
             return
         lines = []
         for connections in args.connections:
@@ -378,6 +384,26 @@ def main() -> None:
             print(json.dumps(lines[-1]), flush=True)
         if 1 in args.connections:
             print(json.dumps({"batch_over_single": batch_over_single(args.modes, lines)}))
+
+
+def draw(points: list[dict[str, Any]], path: Path) -> None:
+    """Time to the first token and refusals over connections, a line for each number of replicas."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 3, figsize=(11, 3.2), layout="constrained")
+    names = {
+        "first_token_ms": "ms to the first token",
+        "tokens_per_s": "tokens per second",
+        "refused": "429s",
+    }
+    for one, (name, label) in zip(axes, names.items(), strict=True):
+        for replicas in dict.fromkeys(point["replicas"] for point in points):
+            chosen = [point for point in points if point["replicas"] == replicas]
+            numbers = [point["connections"] for point in chosen]
+            one.plot(numbers, [p[name] for p in chosen], "o-", label=f"{replicas} replicas")
+        one.set(xscale="log", xlabel="connections", ylabel=label, ylim=0)
+    axes[0].legend()
+    figure.savefig(path, dpi=150)
 
 
 def batch_over_single(modes: list[str], lines: list[dict[str, Any]]) -> dict[str, Any]:
