@@ -23,6 +23,7 @@ from transformers import (
 
 from rllib_llm.engines.kv_cache import SharedPromptCache, SharedPromptLayer, StaticLayer
 from rllib_llm.modules.llama_trunk import is_plain, is_read_whole, is_rms_norm
+from rllib_llm.modules.lora import is_low_rank, low_rank_factors
 from rllib_llm.modules.precision import ONEDNN, products_of
 from rllib_llm.shared.process import multiplies_bfloat16
 
@@ -110,12 +111,13 @@ _Seen = tuple[SharedPromptLayer | StaticLayer, torch.Tensor | None]
 def is_llama_shaped(model: nn.Module) -> bool:
     """Whether `LlamaStep` can compute this model.
 
-    Exact classes only, with plain float layers: quantised layers, adapters, hooks and replaced
-    forwards are the model's own business.
+    Exact classes only, with plain float layers and low-rank adapters of them: quantised layers,
+    other adapters, hooks and replaced forwards are the model's own business.
     """
     if type(model) not in _MODELS:
         return False
-    return is_read_whole(model.model) and all(is_plain(part) for part in model.modules())
+    parts = model.modules()
+    return is_read_whole(model.model) and all(is_plain(p) or is_low_rank(p) for p in parts)
 
 
 class _Projection:
@@ -125,7 +127,13 @@ class _Projection:
     apply: Callable[[torch.Tensor], torch.Tensor]
     add_to: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-    def __init__(self, linears: Sequence[nn.Linear], steps: int) -> None:
+    def __init__(self, layers: Sequence[nn.Module], steps: int) -> None:
+        self._lay_out([getattr(layer, "base_layer", layer) for layer in layers], steps)
+        if (adapters := low_rank_factors(layers)) is not None:
+            self.apply = adapted = functools.partial(_adapted, self.apply, *adapters)
+            self.add_to = lambda residual, inputs: residual + adapted(inputs)
+
+    def _lay_out(self, linears: Sequence[nn.Linear], steps: int) -> None:
         weights = [linear.weight for linear in linears]
         bias = None
         if any(linear.bias is not None for linear in linears):
@@ -151,6 +159,18 @@ class _Projection:
         else:
             self.apply = functools.partial(torch.addmm, bias, mat2=matrix)
             self.add_to = lambda residual, inputs: torch.addmm(residual, inputs, matrix).add_(bias)
+
+
+def _adapted(
+    apply: Callable[[torch.Tensor], torch.Tensor],
+    down: torch.Tensor,
+    up: torch.Tensor,
+    inputs: torch.Tensor,
+) -> torch.Tensor:
+    """apply(inputs) + inputs @ down @ up, the sum in the factors' dtype, as peft computes it."""
+    plain = apply(inputs)
+    summed = torch.addmm(plain.to(down.dtype), torch.mm(inputs.to(down.dtype), down), up)
+    return summed.to(plain.dtype)
 
 
 def _add_packed(

@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -171,6 +171,47 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     finally:
         for layer, off in zip(layers, before, strict=True):
             layer._disable_adapters = off
+
+
+def is_low_rank(module: nn.Module) -> bool:
+    """Whether a layer computes W x + s B A x and nothing else, with a W that is not quantised: one
+    adapter of peft's plain kind, without dropout, not merged into W."""
+    if not hasattr(module, "base_layer"):
+        return False
+    from peft.tuners.lora import Linear
+
+    if type(module) is not Linear or module._forward_hooks or module._forward_pre_hooks:
+        return False
+    if list(module.lora_A) != module.active_adapters or len(module.lora_A) != 1:
+        return False
+    (name,) = module.active_adapters
+    is_bare = module.lora_B[name].bias is None and not module.lora_variant
+    has_dropout = not isinstance(module.lora_dropout[name], nn.Identity)
+    return is_bare and not (has_dropout or module.merged_adapters or module.fan_in_fan_out)
+
+
+@torch.no_grad()
+def low_rank_factors(layers: Sequence[nn.Module]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """(down [in, sum of r_i], up [sum of r_i, sum of out_i]) so that inputs @ down @ up is what the
+    adapters of these layers, side by side, add to their outputs; None where they add nothing.
+
+    Args:
+        layers: linear layers with the same input, some of them `is_low_rank`.
+    """
+    adapted = [hasattr(layer, "lora_A") and not layer.disable_adapters for layer in layers]
+    if not any(adapted):
+        return None
+    downs, ups = [], []
+    for layer, has_adapter in zip(layers, adapted, strict=True):
+        if not has_adapter:
+            ups.append(torch.zeros(layer.out_features, 0))
+            continue
+        (name,) = layer.active_adapters
+        downs.append(layer.lora_A[name].weight)
+        ups.append(layer.lora_B[name].weight * layer.scaling[name])
+    first = downs[0]
+    ups = [up.to(first.device, first.dtype) for up in ups]
+    return torch.cat(downs).t().contiguous(), torch.block_diag(*ups).t().contiguous()
 
 
 def peft_state(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

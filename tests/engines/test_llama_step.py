@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import types
 
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from transformers import LlamaForCausalLM
 
 from rllib_llm.engines import llama_step
 from rllib_llm.engines.kv_cache import SharedPromptCache
 from rllib_llm.engines.llama_step import LlamaStep, is_llama_shaped
+from rllib_llm.modules.lora import adapters_off, add_adapters
 from rllib_llm.modules.precision import cast_parameters_
 from tests.modules.tiny_models import VOCAB, tiny_model
 from tests.rounding import assert_as_near
@@ -79,6 +82,53 @@ def test_logits_are_the_models(case, steps, padded):
             assert_as_near(logits, plain[:, t], exact[:, t])
 
 
+def adapted(model, **lora):
+    """With adapters whose B is not 0."""
+    add_adapters(model, {"r": 2, **lora})
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("steps", [4, 64])
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj", "down_proj", "lm_head"]])
+@pytest.mark.parametrize("is_off", [False, True])
+def test_logits_of_a_model_with_adapters_are_the_models(targets, steps, dtype, is_off):
+    model = tiny_model("llama", num_attention_heads=4, num_key_value_heads=2)
+    cast_parameters_(model, dtype)
+    adapted(model, target_modules=targets, use_rslora=True)
+    assert is_llama_shaped(model)
+    torch.manual_seed(0)
+    ids = torch.randint(3, VOCAB, (3, 8))
+    with torch.no_grad(), adapters_off(model) if is_off else contextlib.nullcontext():
+        exact, plain = (m(input_ids=ids).logits for m in (copy.deepcopy(model).double(), model))
+        cache = SharedPromptCache(len(model.model.layers), capacity=8)
+        model(input_ids=ids[:, :6], past_key_values=cache)
+        step = LlamaStep(model, steps)
+        for t in (6, 7):
+            logits = step(ids[:, t], torch.full((3,), t), [(cache, None)])
+            assert_as_near(logits, plain[:, t], exact[:, t])
+
+
+def test_other_adapters_are_left_to_the_model():
+    for settings in ({"dropout": 0.1}, {"target_modules": ["embed_tokens"]}):
+        assert not is_llama_shaped(adapted(tiny_model("llama"), **settings))
+    for settings in ({"use_dora": True}, {"lora_bias": True}):
+        model = tiny_model("llama", attention_bias=True)
+        inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj"], **settings), model)
+        assert not is_llama_shaped(model)
+    merged = adapted(tiny_model("llama"))
+    merged.model.layers[0].mlp.up_proj.merge()
+    assert not is_llama_shaped(merged)
+    two = adapted(tiny_model("llama"))
+    with pytest.warns(UserWarning, match="multiple adapters"):
+        inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj"]), two, "other")
+    assert not is_llama_shaped(two)
+
+
 @pytest.mark.parametrize("case", ["biases everywhere", "normed queries, wide heads"])
 def test_in_bfloat16_it_is_as_near_to_float32_as_the_model(case):
     family, settings = CASES[case]
@@ -105,16 +155,16 @@ def test_other_models_are_not_taken_for_llama(family):
 
 
 def test_changed_modules_are_left_to_the_model():
-    class Adapted(nn.Linear):
+    class Other(nn.Linear):
         pass
 
     class Derived(LlamaForCausalLM):
         pass
 
     assert not is_llama_shaped(Derived(tiny_model("llama").config))
-    adapted = tiny_model("llama")
-    adapted.model.layers[1].mlp.up_proj = Adapted(32, 64)
-    assert not is_llama_shaped(adapted)
+    other = tiny_model("llama")
+    other.model.layers[1].mlp.up_proj = Other(32, 64)
+    assert not is_llama_shaped(other)
     hooked = tiny_model("llama")
     hooked.model.norm.register_forward_hook(lambda *_: None)
     assert not is_llama_shaped(hooked)
