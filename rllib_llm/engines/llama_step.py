@@ -129,8 +129,9 @@ class _Projection:
 
     def __init__(self, layers: Sequence[nn.Module], steps: int) -> None:
         self._lay_out([getattr(layer, "base_layer", layer) for layer in layers], steps)
-        if (adapters := low_rank_factors(layers)) is not None:
-            self.apply = adapted = functools.partial(_adapted, self.apply, *adapters)
+        if (factors := low_rank_factors(layers)) is not None:
+            down, up = factors
+            self.apply = adapted = functools.partial(_adapted, self.apply, down, up)
             self.add_to = lambda residual, inputs: residual + adapted(inputs)
 
     def _lay_out(self, linears: Sequence[nn.Linear], steps: int) -> None:
