@@ -22,6 +22,7 @@ from rllib_llm.config.setting import Section
 from rllib_llm.config.supervised import SUPERVISED
 from rllib_llm.data.texts import BatchSource
 from rllib_llm.overseer.diagnosis import EVALUATING, LEARNING
+from rllib_llm.shared.errors import noted
 
 PIPELINE_STATE = "rllib_llm"
 EVALUATION_BATCH = 64  # rows scored at once
@@ -65,10 +66,11 @@ class SupervisedConfig(LanguageModelConfig):
 
     def validate(self) -> None:
         super().validate()
-        require(
-            self.data is not None, "data", self.data, "a data set", "it is what is learnt from",
-            "Name a file, a hub id or a dotted path",
-        )  # fmt: skip
+        with noted():
+            given(
+                self.data, "data", "a data set", "it is what is learnt from",
+                "Name a file, a hub id or a dotted path",
+            )  # fmt: skip
         require(
             not self.evaluation_interval or self.eval_data is not None, "eval_data", self.eval_data,
             f"given with evaluation_interval={self.evaluation_interval}",

@@ -22,9 +22,10 @@ def require(condition: bool, name: str, value: Any, rule: str, reason: str, reme
 
 
 def given(value: Value | None, name: str, rule: str, reason: str, remedy: str) -> Value:
-    """Returns `value`; where it is None, raises what `require` does."""
+    """Returns `value`; where it is None, raises what `require` does, without the None: mostly
+    nobody has written it."""
     if value is None:
-        raise _broken(name, value, rule, reason, remedy)
+        raise _broken(name, ..., rule, reason, remedy)
     return value
 
 

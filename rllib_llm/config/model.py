@@ -247,7 +247,7 @@ class Optimiser(Settings):
         above=0,
         trl="max_grad_norm",
         also="clip_grad gradient_clipping grad_norm",
-        reason="gradients are divided by it",
+        reason="longer gradients are shortened to it",
         remedy="Use null for none",
     )
     grad_clip_by: str = setting(

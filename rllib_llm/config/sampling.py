@@ -331,8 +331,9 @@ def _held_out(config: Any) -> dict[str, Any]:
 def _check_pass_at(held_out: Mapping[str, Any], pass_at: Any, name: str) -> None:
     ks = held_out.get("pass_at", pass_at)
     count = held_out["num_completions"] if held_out["explore"] else 1
+    rule = f"numbers from 1 to {count}" if count > 1 else "1 alone"
     require(
-        all(1 <= k <= count for k in ks or ()), name, ks, f"numbers from 1 to {count}",
+        all(1 <= k <= count for k in ks or ()), name, ks, rule,
         "so many completions of each prompt are evaluated, which are alike unless they are sampled",
         "Set evaluation_config: {explore: true, num_completions: N}",
     )  # fmt: skip

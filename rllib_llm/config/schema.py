@@ -27,6 +27,7 @@ from rllib_llm.shared.errors import SettingError, complain, noted, suggestion, u
 
 CLASS_SUFFIXES = ("_class", "_cls", "_fn", "evaluation_function")
 # Of this package's algorithms alone, and what somebody looks for who tries them with RLlib's.
+LANGUAGE = "`run: GRPO` or `run: PPOPtx`"
 FOR_LANGUAGE = ("prompts", "rewards", "sampling", "max_new_tokens", "num_completions")
 
 
@@ -98,7 +99,7 @@ def check_keys(config: AlgorithmConfig, settings: Mapping[str, Any], where: str)
 
 def _hint(key: str, allowed: set[str]) -> str:
     if key in FOR_LANGUAGE:
-        return "It is for language models: write `run: GRPO` or `run: PPOPtx`."
+        return f"It is for language models: write {LANGUAGE}."
     if key in RETIRED and RETIRED[key] in allowed:
         return f"It is {RETIRED[key]!r} now."
     return suggestion(key, allowed)
@@ -163,9 +164,10 @@ def _check_value(config: AlgorithmConfig, key: str, value: Any, where: str) -> N
             name=f"{where}.{key}",
             value=value,
             rule="be a mapping",
-            reason=f"{type(config).__name__} keeps several settings there",
-            remedy=f"Write `{key}: {{name: value}}`",
-        )
+            reason="it holds several settings of RLlib's own algorithm",
+            remedy=f"For a language model write {LANGUAGE}" if key == "model" else
+            f"Write `{key}: {{name: value}}`",
+        )  # fmt: skip
 
 
 def resolve_classes(settings: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -54,6 +54,7 @@ class Streaming(Settings):
         'whatever the timing, the number of samplers and the faults; "free": the newest '
         "available.",
         acts=(STREAMS,),
+        reason="it decides which weights sample a group",
         remedy="Use 'lockstep'",
     )
     in_flight: Literal["finish", "recompute", "keep"] = setting(

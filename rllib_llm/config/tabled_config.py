@@ -110,6 +110,9 @@ def hint(
         return f"It is for {many if found[1:] else f'{found[0]} alone'}: leave it out."
     if section and nearest(name, section_rows(config_class, section)):
         return suggestion(name, section_rows(config_class, section))
+    own = section_rows(config_class, section) if section else {}
+    if 0 < len(own) <= FEW and not nearest(name, {*known, *others}, cutoff=0.8):
+        return suggestion(name, [row.in_section for row in own.values()])
     if methods and not nearest(name, {*known, *methods, *others}):
         return f"Its sections are {', '.join(section_names(config_class))}."
     # Names elsewhere count as well: what resembles TRL's `learning_rate` is our `lr`.
@@ -125,6 +128,7 @@ def _place(config_class: ConfigClass, row: Setting) -> str:
     )
 
 
+FEW = 10  # settings of a section, of which all are named
 OWN_ENVS = "rllib_llm/"  # what the names of environments of this package begin with
 RLLIB_KEYS = {"class", "multiagent", "_enable_new_api_stack", TRIAL_INFO}  # beside its attributes
 
@@ -162,10 +166,9 @@ class TabledConfig(AlgorithmConfig):
             )
         taken = inspect.signature(cls.__init__).parameters
         if unknown := [name for name in kwargs if name not in taken]:
-            where = (
-                f"{cls.__name__}(...) takes no settings: write {cls.__name__}().training(lr=...)"
-            )
-            raise unknown_settings(cls, unknown, where)
+            error = unknown_settings(cls, unknown, f"{cls.__name__}(...)")
+            error.remedy += f" Settings are given to methods: {cls.__name__}().training(lr=...)."
+            raise error
         return super().__new__(cls)
 
     if not TYPE_CHECKING:

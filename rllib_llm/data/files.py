@@ -210,9 +210,16 @@ def _json_values(path: Path) -> Iterator[Any]:
         except (ValueError, RecursionError) as error:
             raise DataSourceError(
                 rule="hold one JSON object for each line",
-                reason=f"line {number} is {line[:80]!r} ({error})",
+                reason=f"line {number} is {line[:80]!r} ({_told(error)})",
                 remedy="Correct or remove the line",
             ) from error
+
+
+def _told(error: Exception) -> str:
+    """The error of one line, whose number the reader of JSON does not know."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} at character {error.colno}"
+    return str(error)
 
 
 def rows_of(values: Any, description: str, name: str) -> Rows:

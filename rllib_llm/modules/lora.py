@@ -119,7 +119,7 @@ def add_adapters(model: nn.Module, lora: dict[str, Any], *, seed: int = 0) -> No
                 name="lora.target_modules",
                 value={**DEFAULTS, **lora}["target_modules"],  # peft's own is a set
                 rule="name layers of the model",
-                reason=f"adapters cannot be put there ({str(error).splitlines()[0]})",
+                reason="adapters cannot be put there",
                 remedy=f"Linear layers of this model: {', '.join(sorted(layers))}",
             ) from error
     for parameter in model.parameters():

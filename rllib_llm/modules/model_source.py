@@ -327,9 +327,8 @@ def check_lengths(
         raise SettingError(
             name="max_new_tokens",
             value=max_new_tokens,
-            rule=f"be below {positions}",
-            reason=f"{told}{model} reads {positions} tokens, of prompt and completion together, "
-            "and none is left for the prompt",
+            rule=f"be at most {positions - (longest_prompt or 1)}",
+            reason=f"{told}{model} reads {positions} tokens, of prompt and completion together",
             remedy="Lower it, or take a model with more positions",
         )
     raise SettingError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,9 @@ from typing import Any
 from rllib_llm.algorithms.registry import ALGORITHMS
 from rllib_llm.checkpoints.algorithm import restore_source
 from rllib_llm.config.schema import build_config
+from rllib_llm.config.sections import sections_of, table
+from rllib_llm.config.setting import IN_ENV
+from rllib_llm.config.tabled_config import TabledConfig
 from rllib_llm.runs.doctor.data_rules import check_data, check_sources, data_settings
 from rllib_llm.runs.experiments import Experiment, algorithm_class, model_of, with_stand_ins
 from rllib_llm.runs.metrics import COUNTERS, describes
@@ -53,8 +57,30 @@ def check_experiment(experiment: Experiment) -> dict[str, float]:
     with all_complaints() as errors:
         needed = examine_experiment(experiment)
     if errors:
-        raise UserError("\n".join(_named(str(e), experiment.name) for e in errors)) from errors[0]
+        texts = (_named(as_written(str(e), experiment), experiment.name) for e in errors)
+        raise UserError("\n".join(texts)) from errors[0]
     return needed
+
+
+def as_written(text: str, experiment: Experiment) -> str:
+    """An error with settings of the environment as the experiment has them: `prompts.data` in place
+    of `env_config.prompts`, where that stands in no `env_config` of it."""
+    if "env_config" not in text:
+        return text
+    given = experiment.config.get("env_config")
+    config_class = type(algorithm_class(experiment.run, experiment.name).get_default_config())
+    if not issubclass(config_class, TabledConfig) or not isinstance(given, Mapping | None):
+        return text
+    rows, places = table(config_class), sections_of(config_class)
+
+    def name(match: re.Match[str]) -> str:
+        row = rows.get(match[1])
+        if row is None or row.place != IN_ENV or match[1] in (given or {}):
+            return match[0]
+        return f"{places[row.name]}.{row.in_section}"
+
+    text = re.sub(r"\benv_config\.(\w+)", name, text)
+    return text if given else text.replace("env_config: ", "", 1)
 
 
 def _named(text: str, name: str) -> str:
@@ -161,7 +187,6 @@ def check_env(config: Any, algo_class: type) -> None:
     from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 
     from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
-    from rllib_llm.config.tabled_config import TabledConfig
     from rllib_llm.envs.registry import (
         ENVIRONMENTS,
         check_batched,
@@ -175,7 +200,6 @@ def check_env(config: Any, algo_class: type) -> None:
     if env is None and is_of_rllib and config.observation_space is None:
         raise UserError(
             name="env",
-            value=None,
             rule="be a gymnasium id, a registered name or a dotted path",
             reason="an algorithm of RLlib learns in it",
             remedy="Write `env: CartPole-v1` beside `run:`",

@@ -419,7 +419,11 @@ def _known(ref: str, where: str, *, values: Mapping[str, Any], names: list[str],
     if name not in names:
         known = [f"{n}.{p}" for n in names[:index] for p in PRODUCTS] + sorted(values)
         close = nearest(ref, known) or known
-        hint = f"Known here: {', '.join(close)}." if close else "Nothing is known here."
+        hint = (
+            f"Known here: {', '.join(close)}."
+            if close
+            else ("No experiment stands above this one, and there are no `vars`.")
+        )
         raise UserError(f"{where}: ${{{ref}}} refers to nothing in this file. {hint}")
     if names.index(name) >= index:
         problem = "itself" if name == names[index] else "a later experiment"

@@ -66,7 +66,8 @@ def import_dotted(path: str, *, name: str = "path") -> Any:
             name=name,
             value=path,
             rule="name a module that can be imported",
-            reason=f"its code raises {type(error).__name__} ({_line(error)}): {error}",
+            reason=f"its code raises {type(error).__name__} ({_line(error)}): "
+            f"{error.msg if isinstance(error, SyntaxError) else error}",
             remedy="Correct the module, or install what it needs",
         ) from error
     if module is None:

@@ -263,9 +263,13 @@ def _is_same(error: ValueError, before: ValueError) -> bool:
         return True
     if not isinstance(error, SettingError) or not isinstance(before, SettingError):
         return False
-    has_values = error.value is not ... and before.value is not ...
     elsewhere = (error.name, error.where) != (before.name, before.where)
-    return has_values and elsewhere and bool(error.setting) and error.setting == before.setting
+    return (
+        before.value is not ...
+        and elsewhere
+        and bool(error.setting)
+        and error.setting == before.setting
+    )
 
 
 def _about(error: ValueError) -> str:

@@ -39,7 +39,7 @@ ON_ONE_GPU = {"weights_transport": "cuda_ipc", "num_env_runners": 1, "num_learne
               "num_gpus_per_learner": 0.5, "num_gpus_per_env_runner": 0.25}  # fmt: skip
 
 WRONG = [
-    ("ppo", {"pretrained_model": None}, "model=None must be a Hugging Face folder"),
+    ("ppo", {"pretrained_model": None}, "model must be a Hugging Face folder"),
     ("ppo", {"lr": -1e-3}, "lr=-0.001 must be a number of at least 0"),
     ("ppo", {"lr": [[0, 1e-3], [10, 0.0]]}, r"lr=\[.*must be .*: .*lr_schedule"),
     ("ppo", {"lr_schedule": "cubic"}, "lr_schedule='cubic' must be one of"),
@@ -155,10 +155,10 @@ WRONG = [
      "loss_reduction='token_mean' must be 'sequence_mean' with policy_loss='rloo'"),
     ("reinforce_pp", {"critic": "shared"},
      "critic='shared' must be 'none': .*would not be trained"),
-    ("sft", {"data": None}, "data=None must be a data set"),
+    ("sft", {"data": None}, "data must be a data set"),
     ("sft", {"evaluation_interval": 1}, "eval_data=None must be given with evaluation_interval=1"),
     ("sft", {"loss_on": "prompt"}, "loss_on='prompt' must be one of"),
-    ("reward_model", {"data": None}, "data=None must be a data set"),
+    ("reward_model", {"data": None}, "data must be a data set"),
 ]  # fmt: skip
 
 
@@ -370,7 +370,7 @@ def test_what_a_class_of_one_s_own_lacks_is_named(missing, of):
     config.language_model(model=tiny.MODEL)
     if of is not RLHFConfig:
         config.training(data=tiny.TEXTS)
-    with pytest.raises(SettingError, match=f"Mine.{missing}=None must be .*: .*(Set|Give)"):
+    with pytest.raises(SettingError, match=f"Mine.{missing} must be .*: .*(Set|Give)"):
         if missing == "source_class":
             config.make_source(tiny.TEXTS, tokenizer=None)
         else:
@@ -384,7 +384,7 @@ def test_an_algorithm_of_other_configs_is_refused():
 
 
 def test_an_algorithm_without_a_config_class_says_so():
-    with pytest.raises(SettingError, match="Mine.config_class=None must be a subclass of Lang"):
+    with pytest.raises(SettingError, match="Mine.config_class must be a subclass of Lang"):
         type("Mine", (Supervised,), {}).get_default_config()
 
 

@@ -105,5 +105,5 @@ def test_it_is_known_by_name_and_its_settings_are_checked():
         build_config(Generate, SETTINGS | {"opening_tokens": 12})
     with pytest.raises(ValueError, match="eval_fraction=1 must be at least 0 and below 1"):
         build_config(Generate, SETTINGS | {"eval_fraction": 1})
-    with pytest.raises(ValueError, match="model=None must be a Hugging Face folder"):
+    with pytest.raises(ValueError, match="model must be a Hugging Face folder"):
         build_config(Generate, {})

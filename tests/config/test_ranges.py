@@ -50,7 +50,8 @@ def test_a_warm_up_without_decay_needs_no_end():
 def test_pass_at_wants_as_many_completions(pass_at, held_out, count):
     config = tiny.grpo().evaluation(evaluation_interval=1, evaluation_config=held_out)
     config.sampling(pass_at=pass_at)
-    with pytest.raises(ValueError, match=f"pass_at=.* must be numbers from 1 to {count}: "):
+    rule = f"numbers from 1 to {count}" if count > 1 else "1 alone"
+    with pytest.raises(ValueError, match=f"pass_at=.* must be {rule}: "):
         config.validate()
 
 

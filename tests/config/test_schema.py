@@ -81,8 +81,8 @@ def test_mistakes_with_rllibs_own_algorithms_are_told_once_and_in_our_words():
     texts = [str(error) for error in found]
     assert len(texts) == 2, texts
     assert texts[0] == (
-        "a.config.model='./folder' must be a mapping: PPOConfig keeps several settings there. "
-        "Write `model: {name: value}`."
+        "a.config.model='./folder' must be a mapping: it holds several settings of RLlib's own "
+        "algorithm. For a language model write `run: GRPO` or `run: PPOPtx`."
     )
     assert texts[1].startswith("a.config.lr='fast' must be a number: its default is")
 

@@ -86,7 +86,7 @@ def test_what_cannot_run_is_refused(settings: dict, message: str):
         ("PPO", "CartPole-v9", {}, "Did you mean 'CartPole-v1'"),
         ("PPOPtx", "rllib_llm/Revews-v0", {"model": "m"}, "rllib_llm/Reviews-v0"),
         ("PPOPtxx", None, {}, "PPOPtx"),
-        ("PPO", None, {}, "env=None must be a gymnasium id"),
+        ("PPO", None, {}, "env must be a gymnasium id"),
         (
             "PPOPtx",
             "rllib_llm/Arithmetic-v0",

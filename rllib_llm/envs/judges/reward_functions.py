@@ -274,7 +274,7 @@ class RewardTerm:
             raise RewardError(
                 name=f"reward function {self.name!r}",
                 rule=f"find its arguments {missing} among the columns of the prompts",
-                reason=f"there are {sorted(columns)}",
+                reason=f"there are {sorted(columns) or 'none'}",
                 remedy="Add the columns, or give the arguments defaults or 'kwargs'",
             )
 

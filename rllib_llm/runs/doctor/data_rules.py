@@ -128,16 +128,19 @@ def _check_prompts(config: Any, where: str) -> None:
             encoder.check_all(source)
             if positions and settings["max_prompt_len"] + config.max_new_tokens > positions:
                 longest = encoder.longest(source)
-        chosen = "max_prompt_len" in config.env_config
-        if chosen or longest is not None:
+    except ValueError as error:
+        raise in_place(error, f"{where}.env_config") from error
+    chosen = "max_prompt_len" in config.env_config
+    if chosen or longest is not None:
+        try:
             check_lengths(
                 positions,
                 max_prompt_len=settings["max_prompt_len"],
                 max_new_tokens=config.max_new_tokens,
                 longest_prompt=None if chosen else longest,
             )
-    except ValueError as error:
-        raise in_place(error, f"{where}.env_config") from error
+        except ValueError as error:
+            raise in_place(error, where) from error
 
 
 def _check_functions(functions: Any, prompts: Any) -> None:

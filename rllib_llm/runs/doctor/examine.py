@@ -100,7 +100,8 @@ def examine_experiment(
         if subject == foreign:
             continue
         area = "rewards" if isinstance(error, RewardError) else AREAS.get(subject, "settings")
-        yield replace(finding, id=f"{area}.{subject}")
+        found = plan.as_written(finding.found, experiment)
+        yield replace(finding, id=f"{area}.{subject}", found=found)
     for warning in said:
         if issubclass(warning.category, UserWarning):
             yield Finding.from_warning(warning.message)

@@ -1,0 +1,34 @@
+"""Errors call settings what the file calls them."""
+
+from __future__ import annotations
+
+import pytest
+
+from rllib_llm.runs.experiments import Experiment
+from rllib_llm.runs.plan import check_experiment
+from rllib_llm.shared.errors import UserError
+
+MODEL = "rllib_llm.examples.arithmetic.build_model"
+JUDGE = {"functions": ["rllib_llm.examples.arithmetic.correct"]}
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"prompts": {"data": "no.csv"}, "rewards": JUDGE}, "a.config.prompts.data='no.csv' must"),
+        ({"prompts": {"data": ["1"], "eval_fraction": 2}}, "a: prompts.eval_fraction=2 must"),
+        ({"prompts": {"data": ["1"]}, "rewards": {"functions": ["x"]}}, "rewards.functions='x'"),
+        ({"prompts": {"data": ["1"]}, "rewards": {"weights": [1]}}, "Allowed: functions, length_"),
+        ({"env_config": {"prompts": "no.csv"}, "rewards": JUDGE}, "env_config.prompts='no.csv'"),
+        (
+            {"prompts": {"data": [{"prompt": "1", "answer": "2"}]}, "rewards": JUDGE,
+             "max_new_tokens": 1000},
+            "a.config: max_new_tokens=1000 must be at most 63: the longest prompt has 1 tok",
+        ),
+    ],
+)  # fmt: skip
+def test_settings_are_called_as_the_experiment_has_them(config: dict, said: str):
+    experiment = Experiment("a", "GRPO", "rllib_llm/RLHF-v0", {"model": MODEL, **config})
+    with pytest.raises(UserError) as error:
+        check_experiment(experiment)
+    assert said in str(error.value)
