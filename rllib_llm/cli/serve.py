@@ -116,8 +116,12 @@ def _serve_here(settings: Any, ray_address: str | None) -> None:
 
 
 def _serve_on_ray(settings: Any, ray_address: str | None) -> None:
+    from rllib_llm.checkpoints.folder import find_model
+    from rllib_llm.modules.model_source import source_kind
     from rllib_llm.serving import deployment
 
+    if ray_address is None:  # on a cluster the folder may lie elsewhere
+        source_kind(find_model(settings.model))
     deployment.prepare(settings, starts_ray=ray_address is None)
     import ray
 

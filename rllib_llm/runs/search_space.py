@@ -89,6 +89,14 @@ def _from_range(name: str, arguments: Any, where: str) -> Any:
                 reason="it bounds a range",
                 remedy=usage,
             )
+    if "lower" in arguments and arguments["lower"] >= arguments["upper"]:
+        raise UserError(
+            name=f"{where}.{name}",
+            value=arguments,
+            rule="give a lower bound below its upper one",
+            reason="values are drawn from between them",
+            remedy=usage,
+        )
     try:
         return sampler(**arguments)
     except ValueError as error:

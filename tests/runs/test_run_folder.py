@@ -51,7 +51,10 @@ def test_the_newest_run_of_the_same_file_is_resumed_not_of_another_of_its_name(t
     with pytest.raises(UserError, match=r"no run of /c/x.yaml lies in .* is of /b/x.yaml"):
         resumed_folder(tmp_path, "x", None, "/c/x.yaml", [sft()])
     with pytest.raises(UserError, match="no run of 'y' lies in"):
-        resumed_folder(tmp_path, "y", None, FILE, [sft()])
+        resumed_folder(tmp_path, "y", None, "/y.yaml", [sft()])
+    new_folder(tmp_path, "z", "mine", "/z.yaml", [sft()])
+    with pytest.raises(UserError, match="names of yours: mine. Name one with --experiment-name"):
+        resumed_folder(tmp_path, "z", None, "/z.yaml", [sft()])
     # The user's word counts: the file may have been moved.
     named = resumed_folder(tmp_path, "x", "x_2026-01-03_00-00-00", FILE, [sft()])
     assert json.loads((named / RECORD).read_text())["source"] == OTHER

@@ -273,6 +273,14 @@ def test_a_server_s_url_can_be_asked(host, url):
     assert server.url == url and httpx.URL(url).port == 8001
 
 
+def test_a_folder_that_is_not_there_is_told_before_ray_starts(monkeypatch, tmp_path):
+    monkeypatch.setattr(deployment, "prepare", None)  # would start it
+    for folder in (tmp_path / "nothing", tmp_path):
+        result = CliRunner().invoke(app, ["serve", str(folder)])
+        assert result.exit_code == 2 and "must" in said(result.output)
+        assert str(folder) in said(result.output)
+
+
 def test_a_port_in_use_is_told_before_a_model_is_loaded():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
