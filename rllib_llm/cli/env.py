@@ -109,7 +109,7 @@ SPEC_HELP = (
 
 def judge(
     rows: Annotated[
-        Path, typer.Argument(help="JSONL or Parquet with prompt, completion and a label.")
+        Path, typer.Argument(help="JSONL, CSV or Parquet with prompt, completion and a label.")
     ],
     function: Annotated[str, typer.Option("--function", "-f", help=SPEC_HELP)],
     label: Annotated[str, typer.Option(help="Column of the labels, the higher the better.")] = (

@@ -219,6 +219,8 @@ INSTEAD = {
     "clip_rewards": "'score_clip' holds scores to a range",
     "exploration_config": "'temperature', 'top_p' and 'top_k' say how completions are sampled",
     "observation_filter": "Prompts are token ids, with nothing to filter; leave it out",
+    "max_tokens": "'max_new_tokens' is the length of a completion; that of a whole conversation is "
+    "written `conversation: {max_tokens: ...}`",
     # What others set in their config, and what it is part of here.
     "num_train_epochs": "A run ends by its results: stop={'epoch': 3}",
     "total_episodes": "A run ends by its results: stop={'episode': 10000}",

@@ -104,6 +104,8 @@ def hint(
         if row.place == IN_ENV:
             return f"It is called {row.name!r} here. {_place(config_class, row)}."
         return f"It is called {row.name!r} here."
+    if name == "prompts" and "data" in known:
+        return "It trains on the rows of a file, without prompts of its own: write `data: FILE`."
     found = config_class.algorithms_with(name)
     if found and name not in section_names(config_class):
         many = f"{', '.join(found[:-1])} and {found[-1]}"
@@ -117,7 +119,8 @@ def hint(
         return f"Its sections are {', '.join(section_names(config_class))}."
     # Names elsewhere count as well: what resembles TRL's `learning_rate` is our `lr`.
     called = {other: row.name for other, row in others.items()}
-    return closest(name, {**called, **{own: own for own in {*known, *methods}}})
+    sections = () if section else section_names(config_class)
+    return closest(name, {**called, **{own: own for own in {*known, *methods, *sections}}})
 
 
 def _place(config_class: ConfigClass, row: Setting) -> str:

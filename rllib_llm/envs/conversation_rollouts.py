@@ -444,7 +444,8 @@ def _report(env: ConversationEnv, attempts: Sequence[Rollout], sound: Sequence[R
     if not sound:
         raise UnjudgedError(
             f"at least one of {count} conversations must come to an end: all failed, the first "
-            f"with {first.invalid[:_SHOWN]}. Correct the environment, or what it depends on."
+            f"with {first.invalid[:_SHOWN].rstrip('.')}. Correct the environment, or what it "
+            "depends on."
         ) from first.error
     if not env.has_warned:
         env.has_warned = True

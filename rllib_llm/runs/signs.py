@@ -187,8 +187,8 @@ def kl_explosion(rows: Rows) -> str:
         return ""
     return (
         f"the KL to the reference is {kl[-1]:.4g} nats, {per_token[-1]:.2g} per token: the policy "
-        "writes what the reference never would, and the reward model never saw. Look at "
-        "samples.jsonl; raise ref_kl_coeff or set ref_kl_target, and lower lr."
+        "writes what the reference never would. Look at samples.jsonl; raise "
+        "ref_kl_coeff or set ref_kl_target, and lower lr."
     )
 
 

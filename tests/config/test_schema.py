@@ -110,6 +110,11 @@ def test_a_section_that_is_no_mapping_is_told_as_one():
         ({"evaluation_num_workers": 1}, "It is 'evaluation_num_env_runners' now."),
         ({"ptx_coeff": 0.1}, "It is for PPOPtx alone: leave it out."),
         ({"label_smoothing": 0.1}, "It is for DPO alone: leave it out."),
+        ({"reward": {"functions": []}}, "'rewards' or 'reward_functions' or 'score_clip'?"),
+        (
+            {"max_tokens": 9},
+            "that of a whole conversation is written `conversation: {max_tokens: ...}`.",
+        ),
         ({"filters": ["reward_spred"]}, "Did you mean 'reward_spread'?"),
         ({"generate_function": "my_code.py:answer"}, "Write 'my_code:answer'."),
         ({"prompts": {"data": 5}}, "Write `data: prompts.jsonl`."),
@@ -130,6 +135,8 @@ def test_a_mistake_is_told_once_with_what_to_write(settings: dict, remedy: str):
 def test_settings_of_other_algorithms_are_told_with_those_that_have_them():
     with pytest.raises(ValueError, match="'rewards'. It is for PPOPtx, GRPO, RLOO and "):
         build_config(SFT, {"rewards": {"functions": ["my.function"]}})
+    with pytest.raises(ValueError, match="prompts'. It trains on .* write `data: FILE`"):
+        build_config(SFT, {"prompts": {"data": "pairs.csv"}})
     with pytest.raises(ValueError, match="prompts'. It is for language models: write `run: GRPO`"):
         ppo(prompts={"data": "sums.csv"})
 

@@ -88,7 +88,8 @@ def calibrate(
     if missing:
         raise ValueError(
             f"rows must have the columns {sorted({label_column, *_RESERVED})}: there is no "
-            f"{sorted(missing)}. Rename the columns, or say label_column."
+            f"{sorted(missing)}. Rename the columns, or name that of the "
+            "labels: label_column, on the command line --label."
         )
     for number, row in enumerate(rows):
         label = row.get(label_column)

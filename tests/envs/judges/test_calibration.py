@@ -74,6 +74,7 @@ def test_the_command_prints_and_writes_the_report(tmp_path, monkeypatch):
     assert "concordance" in result.output
     missing = CliRunner().invoke(app, ["judge", str(rows), "-f", "own_judge.judge", "--label", "x"])
     assert missing.exit_code == 2 and "must have the columns" in missing.output
+    assert "--label" in missing.output
 
 
 def test_a_reward_server_wants_a_token(monkeypatch):
