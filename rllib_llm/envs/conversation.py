@@ -105,6 +105,28 @@ class Response:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
+def proven_format(
+    settings: Mapping[str, Any], tokenizer: Any, toolbox: Toolbox
+) -> tuple[ChatFormat, list[Proof]]:
+    """How conversations with these tools are written, and what was proven of it.
+
+    Raises:
+        ChatFormatError: a chat template that cannot write such conversations.
+    """
+    chat_format = ChatFormat(
+        tokenizer,
+        tools=toolbox.schemas,
+        syntax=settings["tool_syntax"],
+        history=settings["history"],
+        template_settings=settings["template_settings"],
+        renderer=settings["renderer"],
+    )
+    findings = prove(chat_format)
+    if toolbox.tools:
+        require_tools(chat_format, findings)
+    return chat_format, findings
+
+
 class ConversationEnv:
     """Tasks out, conversations in, rewards back; each replica has one event loop.
 
@@ -214,17 +236,7 @@ class ConversationEnv:
 
     def _make_format(self, toolbox: Toolbox) -> ChatFormat:
         """How conversations with these tools are written, as far as it is proven."""
-        chat_format = ChatFormat(
-            self.tokenizer,
-            tools=toolbox.schemas,
-            syntax=self.settings["tool_syntax"],
-            history=self.settings["history"],
-            template_settings=self.settings["template_settings"],
-            renderer=self.settings["renderer"],
-        )
-        self.findings = prove(chat_format)
-        if toolbox.tools:
-            require_tools(chat_format, self.findings)
+        chat_format, self.findings = proven_format(self.settings, self.tokenizer, toolbox)
         return chat_format
 
     def _make_tasks(self) -> PromptSource:

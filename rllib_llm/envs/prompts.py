@@ -327,11 +327,11 @@ def _choose_column(rows: Rows, prompt_column: str | None) -> str:
     if len(rows.columns) == 1:
         return rows.columns[0]
     raise PromptError(
-        name="prompt_column",
-        value=None,
+        name="prompts.column",
         rule="be set",
         reason=f"{rows.description} has no column 'prompt' but {rows.columns}",
-        remedy="Name the one that holds the prompts",
+        remedy="Name the one that holds the prompts, such as "
+        f"`prompts: {{column: {rows.columns[0]}}}` (prompt_column in Python)",
     )
 
 

@@ -184,11 +184,24 @@ def _check_keys(
     given: Mapping[str, Any], known: Collection[str], where: str, *, is_whole: bool = False
 ) -> None:
     """Complains of keys that are not known; `is_whole`: of an env_config, not of a part of it."""
-    its_own = f"Leave `env` out, or write `env: {CONVERSATION}`, which has turns."
     for key in map(str, given):
         if key not in known:
-            hint = its_own if is_whole and key in default_settings(CONVERSATION) else ""
+            hint = _of_another(key, known) if is_whole else ""
             complain(unknown_key(where, key, known, hint, EnvConfigError))
+
+
+def _of_another(key: str, known: Collection[str]) -> str:
+    """What to do about a key of another environment than that of `known`; empty: it is of none."""
+    if key in DEFAULTS and "max_turns" in known:
+        return (
+            f"`conversation:` or `env` chose {CONVERSATION} or one like it, which has no such "
+            "setting. Leave one of them out."
+        )
+    if key in DEFAULTS:
+        return "The environment has its own prompts and rewards. Leave it out, or `env`."
+    if key in default_settings(CONVERSATION):
+        return f"Leave `env` out, or write `env: {CONVERSATION}`, which has turns."
+    return ""
 
 
 def _model_settings(key: str) -> set[str]:

@@ -74,12 +74,13 @@ def as_written(text: str, experiment: Experiment) -> str:
     rows, places = table(config_class), sections_of(config_class)
 
     def name(match: re.Match[str]) -> str:
-        row = rows.get(match[1])
-        if row is None or row.place != IN_ENV or match[1] in (given or {}):
+        row = rows.get(match[2])
+        if row is None or row.place != IN_ENV or match[2] in (given or {}):
             return match[0]
-        return f"{places[row.name]}.{row.in_section}"
+        return f"{match[1]}{places[row.name]}.{row.in_section}"
 
-    text = re.sub(r"\benv_config\.(\w+)", name, text)
+    text = re.sub(r"\benv_config\.()(\w+)", name, text)
+    text = re.sub(r"\benv_config of (\S+ unknown key ')(\w+)", name, text)
     return text if given else text.replace("env_config: ", "", 1)
 
 

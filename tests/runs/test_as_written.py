@@ -18,6 +18,19 @@ JUDGE = {"functions": ["rllib_llm.examples.arithmetic.correct"]}
         ({"prompts": {"data": "no.csv"}, "rewards": JUDGE}, "a.config.prompts.data='no.csv' must"),
         ({"prompts": {"data": ["1"], "eval_fraction": 2}}, "a: prompts.eval_fraction=2 must"),
         ({"prompts": {"data": ["1"]}, "rewards": {"functions": ["x"]}}, "rewards.functions='x'"),
+        (
+            {"prompts": {"data": [{"question": "1", "answer": "2"}]}, "rewards": JUDGE},
+            "such as `prompts: {column: question}`",
+        ),
+        (
+            {"prompts": {"data": ["1"], "max_prompt_len": 9}, "conversation": {"max_turns": 2},
+             "rewards": JUDGE},
+            "unknown key 'prompts.max_prompt_len'. `conversation:` or `env` chose",
+        ),
+        (
+            {"env": "rllib_llm/Arithmetic-v0", "prompts": {"data": ["1"], "column": "prompt"}},
+            "Arithmetic-v0: unknown key 'prompts.column'. The environment has its own prompts",
+        ),
         ({"prompts": {"data": ["1"]}, "rewards": {"weights": [1]}}, "Allowed: functions, length_"),
         ({"env_config": {"prompts": "no.csv"}, "rewards": JUDGE}, "env_config.prompts='no.csv'"),
         (
@@ -28,7 +41,7 @@ JUDGE = {"functions": ["rllib_llm.examples.arithmetic.correct"]}
     ],
 )  # fmt: skip
 def test_settings_are_called_as_the_experiment_has_them(config: dict, said: str):
-    experiment = Experiment("a", "GRPO", "rllib_llm/RLHF-v0", {"model": MODEL, **config})
+    experiment = Experiment("a", "GRPO", config.pop("env", None), {"model": MODEL, **config})
     with pytest.raises(UserError) as error:
         check_experiment(experiment)
     assert said in str(error.value)

@@ -106,6 +106,21 @@ def _tokenizer(stage: Stage) -> Iterator[Finding]:
             "Make them equal in the model's folder, or set stop_token_ids.",
         )  # fmt: skip
     yield from _round_trip(tokenizer, str(model))
+    yield from _turns(stage)
+
+
+def _turns(stage: Stage) -> Iterator[Finding]:
+    """What the chat template cannot write of conversations and their tools."""
+    from rllib_llm.envs.conversation import proven_format
+    from rllib_llm.envs.rlhf import CONVERSATION, policy_tokenizer
+    from rllib_llm.envs.tools import Toolbox
+
+    if stage.is_rlhf and stage.config.env == CONVERSATION:
+        try:
+            toolbox = Toolbox(stage.env["tools"] or ())
+            proven_format(stage.env, policy_tokenizer(stage.env), toolbox)
+        except ValueError as error:
+            yield from Finding.from_errors(error, "model")
 
 
 def _adapters(stage: Stage) -> Iterator[Finding]:

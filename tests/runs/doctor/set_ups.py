@@ -99,6 +99,16 @@ def says_something(completions):
     return [float(len(messages[-1]["content"])) for messages in completions]
 
 
+def add(a: int, b: int) -> int:
+    """Returns the sum.
+
+    Args:
+        a: a number.
+        b: another.
+    """
+    return a + b
+
+
 def conversations(env: str, **env_config: Any):
     """A sound experiment of a policy that talks."""
     settings = {

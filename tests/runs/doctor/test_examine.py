@@ -293,6 +293,19 @@ def test_a_server_that_does_not_answer_is_named():
     assert "ports.server" in ids
 
 
+def test_a_template_that_writes_no_tools_is_told():
+    (finding,) = found(
+        conversations(
+            "rllib_llm/Conversation-v0", prompts=SUMS, reward_functions=f"{HERE}.says_something",
+            tools=[f"{HERE}.add"],
+            chat_template="{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}",
+        )
+    )  # fmt: skip
+    assert (finding.id, finding.rule) == (
+        "model.chat_template", "write tools, their calls and results",
+    )  # fmt: skip
+
+
 def test_all_of_it_is_told_at_once():
     experiment = grpo(temprature=1.0, top_p=1.5, max_new_tokens=0, quantization="int8")
     ids = {finding.id for finding in found(experiment)}
