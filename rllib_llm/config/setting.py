@@ -140,7 +140,7 @@ class Setting:
         path = (place, self.place if self.place == IN_ENV else "", self.name)
         remedy = self.remedy
         if not remedy and default is None:
-            remedy = "Leave it out, or set None"
+            remedy = "Leave it out"
         elif not remedy:
             remedy = f"Write {default!r}, its default{', or None' if self.is_optional else ''}"
         number = plain(value) if type(plain(value)) in (int, float) else 0

@@ -191,7 +191,7 @@ def _check_keys(
 
 
 def _of_another(key: str, known: Collection[str]) -> str:
-    """What to do about a key of another environment than that of `known`; empty: it is of none."""
+    """A remedy for a key of another environment than that of `known`; empty: it is of none."""
     if key in DEFAULTS and "max_turns" in known:
         return (
             f"`conversation:` or `env` chose {CONVERSATION} or one like it, which has no such "

@@ -137,7 +137,7 @@ def test_the_table_has_the_environments_own_settings_and_defaults():
     (tiny.DPOConfig, {"adam_epsilon": 0}, "Write 1e-08, its default."),
     (tiny.GRPOConfig, {"adam_epsilon": 0}, "Write 1e-05, its default."),
     (tiny.PPOPtxConfig, {"vf_clip_param": 0}, "Write 0.2, its default, or None."),
-    (tiny.GRPOConfig, {"target_kl": 0}, "Leave it out, or set None."),
+    (tiny.GRPOConfig, {"target_kl": 0}, "Leave it out."),
     (tiny.GRPOConfig, {"log_samples_every": -2}, "Write 10, or 0 for none."),
     (tiny.SFTConfig, {"max_length": 1}, "Write 256, or the tokens of your longest text."),
     (tiny.GRPOConfig, {"micro_batch_tokens": 0}, "Write 16384, or None with micro_batch_size."),

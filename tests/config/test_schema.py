@@ -119,8 +119,8 @@ def test_a_section_that_is_no_mapping_is_told_as_one():
         ({"generate_function": "my_code.py:answer"}, "Write 'my_code:answer'."),
         ({"prompts": {"data": 5}}, "Write `data: prompts.jsonl`."),
         ({"policies": ["a"]}, "One policy is trained; leave it out."),
-        ({"learner_class": f"{__name__}.MyCallback"}, "Leave it out, or set None."),
-        ({"env_runner_cls": f"{__name__}.MyCallback"}, "Leave it out, or set None."),
+        ({"learner_class": f"{__name__}.MyCallback"}, "Leave it out."),
+        ({"env_runner_cls": f"{__name__}.MyCallback"}, "Leave it out."),
         ({"callbacks": f"{__name__}.ppo"}, "Write a class derived from RLlibCallback."),
     ],
 )

@@ -408,7 +408,7 @@ def test_minus_one_is_out_of_range_where_no_negative_value_has_a_meaning(name):
 def test_false_is_told_how_a_setting_is_left_out():
     for name in ("tools", "reference", "reward_model"):
         error = table(PPOPtxConfig)[name].error(False)
-        assert error.remedy == "Leave it out, or set None"
+        assert error.remedy == "Leave it out"
         assert error.rule.endswith("or None")
 
 

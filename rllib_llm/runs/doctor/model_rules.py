@@ -110,7 +110,7 @@ def _tokenizer(stage: Stage) -> Iterator[Finding]:
 
 
 def _turns(stage: Stage) -> Iterator[Finding]:
-    """What the chat template cannot write of conversations and their tools."""
+    """Whether the chat template writes conversations and their tools."""
     from rllib_llm.envs.conversation import proven_format
     from rllib_llm.envs.rlhf import CONVERSATION, policy_tokenizer
     from rllib_llm.envs.tools import Toolbox
