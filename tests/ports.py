@@ -14,7 +14,7 @@ _next = itertools.count(os.getpid())
 
 
 def free_port() -> int:
-    """A port that nobody listens at, which no other process of this test run takes."""
+    """A port that nobody listens at, and that hardly any other process takes meanwhile."""
     for count in itertools.islice(_next, EACH):
         port = FIRST + EACH * (_worker % 12) + count % EACH
         try:

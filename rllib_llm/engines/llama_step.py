@@ -287,7 +287,8 @@ class _Layer:
 class LlamaStep:
     """Logits behind one new token per row, for models that `is_llama_shaped`.
 
-    Holds copies of the weights where the layout pays: make a new one after they change.
+    Holds copies of adapters, and of the weights where the layout pays: make a new one after they
+    change.
 
     Args:
         steps: tokens to be decoded.

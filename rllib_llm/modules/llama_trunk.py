@@ -59,11 +59,16 @@ def is_plain_tensor(tensor: torch.Tensor) -> bool:
     return type(tensor) in PLAIN_TENSORS
 
 
+def is_called_plainly(module: nn.Module) -> bool:
+    """Whether a call is the forward pass of its class: no hooks, no replaced forward."""
+    hooks = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+    return not (hooks or module._backward_hooks or module._backward_pre_hooks)
+
+
 def is_plain(module: nn.Module) -> bool:
     """Whether a part computes what its class and weights say: no hooks, no replaced forward, no
     adapter, no quantised weights."""
-    hooks = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
-    if hooks or module._backward_hooks or module._backward_pre_hooks:
+    if not is_called_plainly(module):
         return False
     if hasattr(module, "base_layer"):  # peft's layers, which are no subclasses of nn.Linear
         return False

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from rllib_llm.modules.llama_trunk import is_plain_tensor
+from rllib_llm.modules.llama_trunk import is_called_plainly, is_plain_tensor
 from rllib_llm.modules.quantization import quantize
 from rllib_llm.shared.errors import SettingError, closest, complain, unknown_key
 
@@ -180,7 +180,7 @@ def is_low_rank(module: nn.Module) -> bool:
         return False
     from peft.tuners.lora import Linear
 
-    if type(module) is not Linear or module._forward_hooks or module._forward_pre_hooks:
+    if type(module) is not Linear or not is_called_plainly(module):
         return False
     if list(module.lora_A) != module.active_adapters or len(module.lora_A) != 1:
         return False

@@ -327,7 +327,7 @@ def check_lengths(
         raise SettingError(
             name="max_new_tokens",
             value=max_new_tokens,
-            rule=f"be at most {positions - min(longest_prompt or 1, positions - 1)}",
+            rule=f"be at most {positions - min(longest, positions - 1)}",
             reason=f"{told}{model} reads {positions} tokens, of prompt and completion together",
             remedy="Lower it, or take a model with more positions",
         )

@@ -163,9 +163,13 @@ class RowStream:
         """Whether these settings and data could have made this partial output: a restored run may
         have others."""
         longest = self._sampler.params(True).max_new_tokens
+
+        def fits(row: PartialCompletion) -> bool:
+            room = longest - len(row.token_ids)
+            return {"length": room == 0, "aborted": room > 0}.get(row.finish, room >= 0)
+
         return len(before) == self._n and all(
-            row.prompt in (0, prompt) and len(row.token_ids) <= longest - (row.finish == "aborted")
-            for row in before
+            row.prompt in (0, prompt) and fits(row) for row in before
         )
 
     def begun_anew(self, lease: Lease) -> list[int]:

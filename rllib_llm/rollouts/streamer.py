@@ -187,7 +187,7 @@ class Work:
             call, future = self._calls.get()
             try:
                 future.set_result(call())
-            except Exception as error:  # noqa: BLE001  (the border of a thread; raised by who asked)
+            except BaseException as error:  # noqa: BLE001  (the border of a thread; raised by who asked)
                 future.set_exception(error)
 
     def _run(self) -> None:

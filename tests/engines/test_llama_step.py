@@ -92,14 +92,19 @@ def adapted(model, **lora):
     return model
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtypes", [  # of the model, of its adapters
+    (torch.float32, torch.float32), (torch.bfloat16, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+])  # fmt: skip
 @pytest.mark.parametrize("steps", [4, 64])
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj", "down_proj", "lm_head"]])
 @pytest.mark.parametrize("is_off", [False, True])
-def test_logits_of_a_model_with_adapters_are_the_models(targets, steps, dtype, is_off):
+def test_logits_of_a_model_with_adapters_are_the_models(targets, steps, dtypes, is_off):
     model = tiny_model("llama", num_attention_heads=4, num_key_value_heads=2)
-    cast_parameters_(model, dtype)
+    cast_parameters_(model, dtypes[0])
     adapted(model, target_modules=targets, use_rslora=True)
+    if dtypes[1] is not torch.float32:
+        cast_parameters_(model, dtypes[1])
     assert is_llama_shaped(model)
     torch.manual_seed(0)
     ids = torch.randint(3, VOCAB, (3, 8))
@@ -120,6 +125,12 @@ def test_other_adapters_are_left_to_the_model():
         model = tiny_model("llama", attention_bias=True)
         inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj"], **settings), model)
         assert not is_llama_shaped(model)
+    replaced = adapted(tiny_model("llama"))
+    replaced.model.layers[1].mlp.up_proj.forward = lambda hidden: hidden
+    assert not is_llama_shaped(replaced)
+    hooked = adapted(tiny_model("llama"))
+    hooked.model.layers[1].mlp.up_proj.register_full_backward_hook(lambda *_: None)
+    assert not is_llama_shaped(hooked)
     merged = adapted(tiny_model("llama"))
     merged.model.layers[0].mlp.up_proj.merge()
     assert not is_llama_shaped(merged)

@@ -44,8 +44,11 @@ def test_prompt_and_completion_share_the_positions():
         model_source.check_lengths(512, max_prompt_len=4000, max_new_tokens=16)
     with pytest.raises(ValueError, match="the longest prompt has 500 tokens, and the model reads"):
         model_source.check_lengths(512, max_prompt_len=4000, max_new_tokens=16, longest_prompt=500)
-    with pytest.raises(ValueError, match="max_new_tokens=16 must be at most 15"):
+    with pytest.raises(ValueError, match="max_new_tokens=16 must be at most 12"):
         model_source.check_lengths(16, max_prompt_len=4, max_new_tokens=16)
+    model_source.check_lengths(16, max_prompt_len=4, max_new_tokens=12)
+    with pytest.raises(ValueError, match="max_new_tokens=64 must be at most 48"):
+        model_source.check_lengths(64, max_prompt_len=16, max_new_tokens=64, longest_prompt=40)
     with pytest.raises(ValueError, match="max_new_tokens=16 must be at most 12"):
         model_source.check_lengths(16, max_prompt_len=99, max_new_tokens=16, longest_prompt=4)
     with pytest.raises(ValueError, match="max_new_tokens=16 must be at most 1: "):

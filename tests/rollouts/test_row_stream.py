@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rllib_llm.rollouts.groups import Lease
+from rllib_llm.rollouts.groups import Lease, PartialCompletion
 from rllib_llm.rollouts.judged_batch import SampleRequest, judged_groups, opened
 from rllib_llm.rollouts.row_stream import RowStream
 from rllib_llm.shared import columns
@@ -78,6 +78,17 @@ def test_another_sampler_goes_on_where_one_stopped(sampler):
     found = finish(other, sampler)[4].columns
     for name in (columns.COMPLETION_IDS, columns.FINISHED, columns.SCORES):
         assert torch.equal(found[name], expected[name]), name
+
+
+def test_a_row_that_a_shorter_limit_ended_is_not_taken_for_a_whole_one(sampler):
+    made = stream(sampler)  # of 5 tokens
+    for finish_of_one, anew in (("length", [4]), ("stop", [])):
+        ended = PartialCompletion((5, 6, 7), (-1.0,) * 3, (0,) * 3, finish=finish_of_one)
+        rest = [PartialCompletion((5,), (-1.0,), (0,))] * (N - 1)
+        lease = Lease(1, 4, 1, publication(), partial={4: (ended, *rest)})
+        made.add(lease)
+        assert made.begun_anew(lease) == anew
+        made.drop(1)
 
 
 @pytest.mark.parametrize("num_completions, changes", [
