@@ -85,6 +85,7 @@ class Supervised(LanguageModelAlgorithm):
 
     def setup(self, config) -> None:
         self.position = 0  # rows handed out so far
+        self.num_updates = 0
         super().setup(config)
 
     def read_data(self) -> None:
@@ -123,6 +124,7 @@ class Supervised(LanguageModelAlgorithm):
         rows = self._source.batch(self.position, num_rows)
         self.update_learners(rows, num_rows)
         self.position += num_rows
+        self.num_updates += 1
         self._log(num_rows, rows, time.perf_counter() - start)
 
     def _log(self, num_rows: int, rows: dict[str, Any], seconds: float) -> None:
@@ -141,8 +143,7 @@ class Supervised(LanguageModelAlgorithm):
     def evaluate(self, parallel_train_future=None) -> dict[str, Any]:
         """Means over the first `evaluation_duration` held-out rows, as RLlib's `evaluate`, and the
         `iteration` after which they are."""
-        num_updates = self.position // self.config.total_train_batch_size
-        self.eval_metrics = {**self.held_out_means(), "iteration": num_updates}
+        self.eval_metrics = {**self.held_out_means(), "iteration": self.num_updates}
         return dict(self.eval_metrics)
 
     def held_out_means(self) -> dict[str, float]:
@@ -184,11 +185,17 @@ class Supervised(LanguageModelAlgorithm):
 
     def get_state(self, components=None, *, not_components=None, **kwargs) -> dict[str, Any]:
         state = super().get_state(components, not_components=not_components, **kwargs)
-        state[PIPELINE_STATE] = {"position": self.position, "eval_metrics": self.eval_metrics}
+        state[PIPELINE_STATE] = {
+            "position": self.position,
+            "num_updates": self.num_updates,
+            "eval_metrics": self.eval_metrics,
+        }
         return state
 
     def set_state(self, state: dict[str, Any]) -> None:
         super().set_state(state)
         if PIPELINE_STATE in state:
             self.position = state[PIPELINE_STATE]["position"]
+            so_far = self.position // self.config.total_train_batch_size  # of older checkpoints
+            self.num_updates = state[PIPELINE_STATE].get("num_updates", so_far)
             self.eval_metrics = state[PIPELINE_STATE]["eval_metrics"]

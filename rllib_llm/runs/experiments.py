@@ -107,7 +107,7 @@ class Experiment(Settings):
         given = {"name": name, "run": run, "env": env, "config": config, **settings}
         given = {key: value for key, value in given.items() if value is not None}
         problems = _problems(EXPERIMENT, given, name)
-        if run is None and not any(error.unknown for error in problems):  # one that was to be `run`
+        if run is None and not any(e.unknown and "'run'" in e.remedy for e in problems):
             problems.append(UserError(
                 name=f"{name}.run", rule="be set", reason="it names the algorithm",
                 remedy="Write `run: GRPO`",

@@ -75,13 +75,15 @@ def as_written(text: str, experiment: Experiment) -> str:
 
     def name(match: re.Match[str]) -> str:
         row = rows.get(match[2])
-        if row is None or row.place != IN_ENV or match[2] in (given or {}):
+        before = text[: match.start()]
+        in_evaluation = before.endswith("evaluation_config.") or "eval_envs." in before
+        if row is None or row.place != IN_ENV or in_evaluation or match[2] in (given or {}):
             return match[0]
         return f"{match[1]}{places[row.name]}.{row.in_section}"
 
     text = re.sub(r"\benv_config\.()(\w+)", name, text)
     text = re.sub(r"\benv_config of (\S+ unknown key ')(\w+)", name, text)
-    return text if given else text.replace("env_config: ", "", 1)
+    return text if given else re.sub(r"^((?:[\w.]+: )?)env_config: ", r"\1", text)
 
 
 def _named(text: str, name: str) -> str:

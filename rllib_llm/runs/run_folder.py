@@ -116,7 +116,12 @@ def _newest(root: Place, name: str, source: str) -> Place:
     ours = [path for path, of in zip(found, sources, strict=True) if of == source]
     if ours:
         return ours[-1]
-    if others := [path.name for path in root.glob("*") if _recorded(path).get("source") == source]:
+    others = (
+        []
+        if source == COMMAND_LINE
+        else [path.name for path in root.glob("*") if _recorded(path).get("source") == source]
+    )
+    if others:
         raise UserError(
             f"--resume: no run of {source} has a name that was made for it. Runs of it with names "
             f"of yours: {', '.join(sorted(others))}. Name one with --experiment-name."

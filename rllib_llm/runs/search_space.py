@@ -89,11 +89,11 @@ def _from_range(name: str, arguments: Any, where: str) -> Any:
                 reason="it bounds a range",
                 remedy=usage,
             )
-    if "lower" in arguments and arguments["lower"] >= arguments["upper"]:
+    if "lower" in arguments and arguments["lower"] > arguments["upper"]:
         raise UserError(
             name=f"{where}.{name}",
             value=arguments,
-            rule="give a lower bound below its upper one",
+            rule="give a lower bound that is not above the upper one",
             reason="values are drawn from between them",
             remedy=usage,
         )

@@ -274,7 +274,9 @@ def test_a_server_s_url_can_be_asked(host, url):
 
 
 def test_a_folder_that_is_not_there_is_told_before_ray_starts(monkeypatch, tmp_path):
-    monkeypatch.setattr(deployment, "prepare", None)  # would start it
+    monkeypatch.setattr(deployment, "prepare", lambda *_, **__: None)
+    monkeypatch.setattr(deployment, "start", None)  # of Ray
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     for folder in (tmp_path / "nothing", tmp_path):
         result = CliRunner().invoke(app, ["serve", str(folder)])
         assert result.exit_code == 2 and "must" in said(result.output)

@@ -21,7 +21,7 @@ from rllib_llm.runs.doctor.machine_rules import (
     machine_rules,
     memory_rules,
 )
-from rllib_llm.runs.doctor.model_rules import model_rules, plan_rules
+from rllib_llm.runs.doctor.model_rules import model_rules, plan_rules, turn_rules
 from rllib_llm.runs.doctor.reward_rules import reward_rules
 from rllib_llm.runs.doctor.stage import Finding, Stage, distinct, make_stage
 from rllib_llm.runs.experiments import Experiment
@@ -122,6 +122,7 @@ def stage_rules(stage: Stage, machine: Machine, is_here: bool = True) -> Iterato
     yield from machine_rules(stage, machine, is_here=is_here)
     yield from data_rules(stage)
     if stage.is_rlhf:
+        yield from turn_rules(stage)
         yield from reward_rules(stage)
 
 

@@ -106,21 +106,29 @@ def _tokenizer(stage: Stage) -> Iterator[Finding]:
             "Make them equal in the model's folder, or set stop_token_ids.",
         )  # fmt: skip
     yield from _round_trip(tokenizer, str(model))
-    yield from _turns(stage)
 
 
-def _turns(stage: Stage) -> Iterator[Finding]:
-    """Whether the chat template writes conversations and their tools."""
+def turn_rules(stage: Stage) -> Iterator[Finding]:
+    """Whether the chat template writes conversations and their tools, which are made for it."""
     from rllib_llm.envs.conversation import proven_format
     from rllib_llm.envs.rlhf import CONVERSATION, policy_tokenizer
     from rllib_llm.envs.tools import Toolbox
+    from rllib_llm.runs.doctor.data_rules import _is_here
 
-    if stage.is_rlhf and stage.config.env == CONVERSATION:
-        try:
-            toolbox = Toolbox(stage.env["tools"] or ())
-            proven_format(stage.env, policy_tokenizer(stage.env), toolbox)
-        except ValueError as error:
-            yield from Finding.from_errors(error, "model")
+    if stage.config.env != CONVERSATION or stage.is_made_before("model"):
+        return
+    if not all(_is_here(stage.env.get(name)) for name in ("model", "tokenizer")):
+        return
+    try:
+        proven_format(stage.env, policy_tokenizer(stage.env), Toolbox(stage.env["tools"] or ()))
+    except ValueError as error:
+        yield from Finding.from_errors(error, "model")
+    except Exception as error:  # noqa: BLE001  (the user's class; told in its place)
+        yield Finding(
+            "model.tools", "error", f"a tool raised {type(error).__name__}: {error}",
+            "tools are made to see whether the chat template writes them",
+            "Look at its __init__, or make what it needs when it is called.",
+        )  # fmt: skip
 
 
 def _adapters(stage: Stage) -> Iterator[Finding]:

@@ -136,3 +136,10 @@ def supervised(run: str, stop: dict[str, Any] | None = None, **config: Any):
 
 def _stop(stop: dict[str, Any] | None) -> dict[str, Any]:
     return {"training_iteration": 10} if stop is None else stop
+
+
+class NeedsAService:
+    """A tool that can be made where its service is, and nowhere else."""
+
+    def __init__(self):
+        raise KeyError("SERVICE")

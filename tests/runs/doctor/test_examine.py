@@ -306,6 +306,16 @@ def test_a_template_that_writes_no_tools_is_told():
     )  # fmt: skip
 
 
+def test_a_tool_that_cannot_be_made_here_is_told_by_the_doctor_and_stops_no_run():
+    experiment = conversations(
+        "rllib_llm/Conversation-v0", prompts=SUMS, reward_functions=f"{HERE}.says_something",
+        tools=[f"{HERE}.NeedsAService"],
+    )  # fmt: skip
+    (finding,) = found(experiment)
+    assert finding.id == "model.tools" and "a tool raised KeyError: 'SERVICE'" in finding.found
+    before_a_run([experiment])
+
+
 def test_all_of_it_is_told_at_once():
     experiment = grpo(temprature=1.0, top_p=1.5, max_new_tokens=0, quantization="int8")
     ids = {finding.id for finding in found(experiment)}
