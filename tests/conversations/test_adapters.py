@@ -378,14 +378,18 @@ def test_a_task_is_made_once_and_not_again_for_its_scores(gym, scores, monkeypat
 
 @pytest.fixture(scope="module")
 def scores(gym):
-    """What answers to tasks are worth; all tests share the processes that score."""
-    shared = WorkerPool(gym.SCORE, isolated=True, deadline_s=5.0)
+    """What answers to tasks are worth; all tests share the processes that score. Answers that may
+    never end (`hostile`) have five seconds, others as long as a busy machine needs."""
+    pools = {hostile: WorkerPool(gym.SCORE, isolated=True, deadline_s=5.0 if hostile else 300.0)
+             for hostile in (False, True)}  # fmt: skip
 
-    def judge(tasks, answers, **settings):
-        return gym.Scorer(tasks, pool=shared, **settings)(list(answers.values()), list(answers))
+    def judge(tasks, answers, *, hostile=False, **settings):
+        scorer = gym.Scorer(tasks, pool=pools[hostile], **settings)
+        return scorer(list(answers.values()), list(answers))
 
     yield judge
-    shared.close()
+    for pool in pools.values():
+        pool.close()
 
 
 def test_what_holds_the_answer_is_worth_a_part_of_it_or_nothing(gym, scores):
@@ -413,7 +417,7 @@ def test_what_a_model_writes_is_not_run_where_it_is_scored(gym, scores, tmp_path
         for name in evaluating:
             index = next(i for i in range(100) if tasks[i]["dataset"] == name)
             answers[index] = bad
-        found = scores(tasks, answers)
+        found = scores(tasks, answers, hostile=True)
         assert all(0 <= score < 0.1 for score in found), dict(zip(evaluating, found, strict=True))
     assert not made.exists()
 
@@ -479,7 +483,7 @@ def test_answers_to_all_data_sets(gym, scores, tmp_path):
         "-Infinity", "-98765.4321", "\x00", "\ud800", "," * 50_000,
     )  # fmt: skip
     for bad in ("None", "", "garbage of a policy", "[1, 2", "nan", *hostile):
-        worth = scores(tasks, dict.fromkeys(rows, bad))
+        worth = scores(tasks, dict.fromkeys(rows, bad), hostile=True)
         found = {rows[i]["dataset"]: s for i, s in zip(rows, worth, strict=True)}
         liked = {name for name, score in found.items() if not 0 <= score <= 0.5}
         assert liked <= {"game_of_life_halting"}, (bad, liked)  # any text is right to it
