@@ -11,6 +11,9 @@ from rllib_llm.shared.errors import UserError, shown
 
 NO_SPACE = re.compile(r"""\s*(- )?[\w.-]+:[^\s:/]""")  # `lr:1`, where `lr: 1` was meant
 
+BLOCK = re.compile(r"(^|[:-] +)[|>][-+\d]*\s*(#.*)?$")  # what begins a text of several lines
+BEFORE_NAME = r"[\s-]*"
+
 
 class Fault(NamedTuple):
     """A line that YAML cannot be read beyond; of the text nothing is quoted but a key twice there.
@@ -30,6 +33,8 @@ class Fault(NamedTuple):
 KNOWN = (
     (r"character '\\t'", "be indented with spaces", "YAML takes no tabs there",
      "Replace the tab with spaces"),
+    (r"undefined alias", "name an anchor that stands above", "`*` refers to what `&` has named",
+     "Write the name that has the `&`, or put a text that begins with `*` in quotes"),
     (r"cannot start any token|alias|tag '", "have quotes around the value",
      "its first character has a meaning of its own in YAML", "Put the value in quotes"),
     (r"escape", "have single quotes", "a backslash begins a special character in double quotes",
@@ -46,9 +51,9 @@ KNOWN = (
      "Take it out"),
     (r"'-'|block sequence", "not be an entry of a list", "its neighbours are `name: value`",
      "Indent the list below the name that it belongs to"),
-    (r"got '{'", "have quotes around ${...}", "within brackets a brace begins a mapping",
+    (r"got '\${'", "have quotes around ${...}", "within brackets a brace begins a mapping",
      'Write "${name.model}", with the quotes'),
-    (r"flow (sequence|mapping)", "close its bracket and have commas between entries",
+    (r"flow (sequence|mapping|node.*<stream end>)", "close its bracket and have commas between entries",
      "the entries end in something else", "Write the missing bracket, comma or space after a "
      "colon"),
     (r"expected (<block end>|'<document start>')", "be indented as the lines of its level",
@@ -61,6 +66,8 @@ DEEPER = ("be indented as the line above", "that has a value already, and nothin
           "Move it to the left, or leave the upper value out")  # fmt: skip
 TWO_COLONS = ("have quotes around its value", "a colon and a space in it begin another value",
               "Put the value in quotes")  # fmt: skip
+BLOCK_TEXT = ("be indented as the text below `|` or `>`", "the text ends before a line with less",
+              "Move it to the right")  # fmt: skip
 OTHER = ("be valid YAML", "it cannot be read from there on",
          "Look at indentation, quotes, brackets and colons here and in the line above")  # fmt: skip
 
@@ -77,12 +84,48 @@ def fault(error: yaml.YAMLError, text: str) -> Fault:
     if "written twice" in said:
         return Fault(mark.line, mark.column, "stand once", said[2:], "Take one of the two out")
     if "simple key" in said and error.context_mark is not None:
-        return Fault(error.context_mark.line, error.context_mark.column, *NO_KEY)
+        line, column = error.context_mark.line, error.context_mark.column
+        is_text = " " in lines[line].strip() and _ends_block_text(lines, line)
+        return Fault(line, column, *(BLOCK_TEXT if is_text else NO_KEY))
+    if "got '{'" in said and lines[mark.line][: mark.column].endswith("$"):
+        said = said.replace("got '{'", "got '${'")
     told = next((told for pattern, *told in KNOWN if re.search(pattern, said)), OTHER)
-    was_opened = "got '{'" not in said and re.search(r"quoted scalar: found unexp|flow", said)
+    was_opened = not re.search(r"got '\$?{'", said) and re.search(r"quoted scalar: found unexp|flow", said)
     if was_opened and error.context_mark is not None:
         mark = error.context_mark  # where it was opened
-    return Fault(min(mark.line, len(lines) - 1), mark.column, *told)
+    if "flow node" in said and "<stream end>" in said:
+        mark = _opened(text) or mark
+    line = min(mark.line, len(lines) - 1)
+    if "\\t" not in said and _ends_block_text(lines, line):
+        return Fault(line, _indent(lines[line]), *BLOCK_TEXT)
+    return Fault(line, mark.column, *told)
+
+
+def _opened(text: str) -> yaml.Mark | None:
+    """Where the innermost bracket that stays open begins."""
+    opened: list[yaml.Mark] = []
+    for token in yaml.scan(text):
+        if isinstance(token, yaml.FlowSequenceStartToken | yaml.FlowMappingStartToken):
+            opened.append(token.start_mark)
+        elif isinstance(token, yaml.FlowSequenceEndToken | yaml.FlowMappingEndToken):
+            opened.pop()
+    return opened[-1] if opened else None
+
+
+def _ends_block_text(lines: list[str], number: int) -> bool:
+    """Whether a line, which is neither an entry nor has a name, comes right after a text below `|`
+    or `>`."""
+    if re.match(r"\s*(- |.*:(\s|$))", lines[number]):
+        return False
+    begun = None  # how far the name of the text is indented
+    for line in lines[:number]:
+        if line.strip() and (begun is None or _indent(line) <= begun):
+            begun = _indent(line, BEFORE_NAME) if BLOCK.search(line) else None
+    return begun is not None
+
+
+def _indent(line: str, before: str = r"\s*") -> int:
+    return len(re.match(before, line)[0])
 
 
 def _colon(lines: list[str], line: int, column: int) -> Fault:
