@@ -236,14 +236,15 @@ GROUPS = (
 
 
 # Results that count how far a trial is: what `stop:` usually names, and progress is told by.
-COUNTERS = ("training_iteration", "episode", "epoch", "time_total_s",
-            "num_env_steps_sampled_lifetime")  # fmt: skip
+USUAL_COUNTERS = ("training_iteration", "episode", "time_total_s")  # what trials stop by
+COUNTERS = (*USUAL_COUNTERS, "epoch", "num_env_steps_sampled_lifetime")
 
 
 def is_counter(name: str) -> bool:
     """Whether a result of this name counts how far a trial is, of RLlib's own algorithms too."""
     last = name.rpartition("/")[2]
-    return last in COUNTERS or last.endswith(("_since_restore", "_lifetime"))
+    ends = r"\w+(_since_restore|_lifetime|_total)|num_\w*steps_(sampled|trained)"
+    return last in COUNTERS or re.fullmatch(ends, last) is not None
 
 
 def describes(name: str) -> bool:
@@ -422,8 +423,9 @@ def progress(flat: Mapping[str, Any], stop: Mapping[str, Any]) -> float:
 def first_and_last(rows: list[dict[str, Any]], metric: Metric) -> tuple[str, str]:
     """A metric at both ends of a run; of a single evaluation the end at which it was made."""
     if not metric.key.startswith("eval/"):
+        first = number(rows[0].get(metric.key))
         values = [value for row in rows if (value := number(row.get(metric.key))) is not None]
-        return metric.text(values[0]), metric.text(values[-1])
+        return NONE if first is None else metric.text(first), metric.text(values[-1])
     made, values = fresh_series(rows, "training_iteration", metric.key)
     if len(values) > 1:
         return metric.text(values[0]), metric.text(values[-1])

@@ -17,7 +17,7 @@ from rllib_llm.config.setting import IN_ENV
 from rllib_llm.config.tabled_config import TabledConfig
 from rllib_llm.runs.doctor.data_rules import check_data, check_sources, data_settings
 from rllib_llm.runs.experiments import Experiment, algorithm_class, model_of, with_stand_ins
-from rllib_llm.runs.metrics import COUNTERS, describes
+from rllib_llm.runs.metrics import COUNTERS, USUAL_COUNTERS, describes
 from rllib_llm.runs.search_space import examples, make_scheduler, make_searcher, search_space
 from rllib_llm.shared.errors import UserError, all_complaints, complain, noted, suggestion
 from rllib_llm.shared.storage import Place
@@ -151,8 +151,9 @@ def _check_stop(experiment: Experiment) -> None:
     """Tune refuses a result that is not there only after an iteration, and waits for ever for one
     that RLlib reports as 0. An algorithm of the user's own may report more than we know."""
     for key in experiment.stop:
-        near = difflib.get_close_matches(key, COUNTERS, n=1, cutoff=0.85)
         known = describes(key) or experiment.run not in ALGORITHMS
+        meant = USUAL_COUNTERS if known else COUNTERS
+        near = difflib.get_close_matches(key, meant, n=1, cutoff=0.85)
         if key not in COUNTERS and (near or not known):
             hint = (
                 f"Did you mean {near[0]!r}?" if near else f"Count by {' or '.join(COUNTERS[:2])}."

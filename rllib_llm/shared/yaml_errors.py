@@ -53,9 +53,9 @@ KNOWN = (
      "Indent the list below the name that it belongs to"),
     (r"got '\${'", "have quotes around ${...}", "within brackets a brace begins a mapping",
      'Write "${name.model}", with the quotes'),
-    (r"flow (sequence|mapping|node.*<stream end>)", "close its bracket and have commas between entries",
-     "the entries end in something else", "Write the missing bracket, comma or space after a "
-     "colon"),
+    (r"flow (sequence|mapping|node.*<stream end>)",
+     "close its bracket and have commas between entries", "the entries end in something else",
+     "Write the missing bracket, comma or space after a colon"),
     (r"expected (<block end>|'<document start>')", "be indented as the lines of its level",
      "no line above that it could belong to begins in the same column",
      "Move it below the first letter of its neighbours"),
@@ -90,8 +90,8 @@ def fault(error: yaml.YAMLError, text: str) -> Fault:
     if "got '{'" in said and lines[mark.line][: mark.column].endswith("$"):
         said = said.replace("got '{'", "got '${'")
     told = next((told for pattern, *told in KNOWN if re.search(pattern, said)), OTHER)
-    was_opened = not re.search(r"got '\$?{'", said) and re.search(r"quoted scalar: found unexp|flow", said)
-    if was_opened and error.context_mark is not None:
+    opens = re.search(r"quoted scalar: found unexp|flow", said)
+    if opens and not re.search(r"got '\$?{'", said) and error.context_mark is not None:
         mark = error.context_mark  # where it was opened
     if "flow node" in said and "<stream end>" in said:
         mark = _opened(text) or mark
@@ -125,7 +125,8 @@ def _ends_block_text(lines: list[str], number: int) -> bool:
 
 
 def _indent(line: str, before: str = r"\s*") -> int:
-    return len(re.match(before, line)[0])
+    found = re.match(before, line)
+    return 0 if found is None else found.end()
 
 
 def _colon(lines: list[str], line: int, column: int) -> Fault:

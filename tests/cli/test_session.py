@@ -39,10 +39,15 @@ def test_a_local_ray_has_room_for_one_trial_and_no_dashboard():
 def test_ray_s_defaults_of_authentication_are_not_told_at_each_start():
     """`ray.init()`, called with its own defaults as by `rllib serve`, lets "ray" speak again."""
     prepare()
-    logging.getLogger("ray").setLevel(logging.INFO)
     source = logging.getLogger("ray._private.authentication.authentication_token_setup")
     assert source.name == authentication_token_setup.logger.name
-    assert not source.isEnabledFor(logging.WARNING)
+    above = logging.getLogger("ray")
+    level = above.level
+    above.setLevel(logging.INFO)
+    try:
+        assert not source.isEnabledFor(logging.WARNING)
+    finally:
+        above.setLevel(level)
 
 
 def test_the_object_store_has_room_for_weights_as_far_as_memory_goes(caplog):

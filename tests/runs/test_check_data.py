@@ -51,7 +51,7 @@ def test_what_is_right_passes():
     (RewardModelConfig().language_model(model=tiny.MODEL).training(data=tiny.TEXTS),
      "must have 'chosen' and 'rejected'"),
     (grpo(max_prompt_len=4000), "max_prompt_len=4000 must be at most 27 with max_new_tokens=5"),
-    (grpo(max_new_tokens=1000), "max_new_tokens=1000 must be at most 3"),
+    (grpo(max_new_tokens=1000), "max_new_tokens=1000 must be at most 24:"),
     (grpo(prompts=None), "prompts must have data: there is nothing to complete"),
     (grpo(reward_functions=None), "nothing judges the completions"),
     (grpo(reward_functions=needs_an_answer, prompts=["1+1="]),

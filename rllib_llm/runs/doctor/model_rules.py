@@ -184,7 +184,9 @@ def _end(stage: Stage) -> Iterator[Finding]:
             "the trial goes on until somebody stops it",
             "Write stop: {training_iteration: 100}.",
         )  # fmt: skip
-    elif experiment.stop and not any(map(is_counter, experiment.stop)):
+    elif experiment.stop and not any(
+        is_counter(key) and not (key == "epoch" and stage.is_rlhf) for key in experiment.stop
+    ):
         yield Finding(
             "experiment.open_end", "warning", f"stop={dict(experiment.stop)!r}",
             "without a counter the trial never ends where no result reaches its limit",

@@ -293,6 +293,11 @@ def test_a_server_that_does_not_answer_is_named():
     assert "ports.server" in ids
 
 
+def test_epochs_end_what_counts_them():
+    assert "experiment.open_end" in {finding.id for finding in found(grpo(stop={"epoch": 3}))}
+    assert found(supervised("SFT").replace(stop={"epoch": 3})) == []
+
+
 def test_a_template_that_writes_no_tools_is_told():
     (finding,) = found(
         conversations(
