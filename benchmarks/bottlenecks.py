@@ -182,7 +182,7 @@ class Stage:
 STAGES: Mapping[str, Stage] = MappingProxyType({
     "judge": Stage(with_slow_judge, "judge", "waiting for judges"),
     "tool": Stage(with_slow_tool, "judge", "waiting for tools"),
-    "learner": Stage(with_slow_learner, "learner", "learns"),
+    "learner": Stage(with_slow_learner, "learner", "goes into learning"),
     "samplers": Stage(with_few_samplers, "sampler", "num_env_runners"),
     "weights": Stage(with_slow_weights, "weights", "waiting for weights"),
 })  # fmt: skip
