@@ -176,7 +176,7 @@ def test_settings_are_refused_by_name(tmp_path):
         ("model: a\napi_keys: 'sk-secret\n", "line 2 should close its quote"),
         ("api_keys: [sk-secret\nmodel: a\n", "line 1 should close its bracket"),
         ("api_keys:sk-secret\nmodel: a\n", "line 1 should have a colon and a space"),
-        ("api_keys: *sk-secret\n", "line 1 should have quotes around the value"),
+        ("api_keys: *sk-secret\n", "line 1 should name an anchor that stands above"),
         ("sk-secret", "it is not"),
     ],
 )
