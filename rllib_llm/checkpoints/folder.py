@@ -34,6 +34,7 @@ from rllib_llm.shared.storage import Place, UrlPath, is_url, local_copy, place
 # part is RLlib's DEFAULT_MODULE_ID.
 MODEL_IN_CHECKPOINT = Path("learner_group", "learner", "rl_module", "default_policy")
 MANIFEST = "rllib_llm_checkpoint.json"
+RUN_RECORD = "run.json"  # in a run's folder: its stages, in order
 FORMAT_VERSION = 1
 CHUNK_BYTES = 16 * 1024**2
 OTHERS = "Choose another checkpoint; given the trial's folder, the newest usable one is taken"
@@ -102,7 +103,8 @@ def newest_usable(folder: str | Place) -> Path:
     of a URL a copy of it.
 
     Args:
-        folder: a checkpoint, a trial's folder, or that of a stage or run with one trial in it.
+        folder: a checkpoint, a trial's folder, or that of a stage or run with one trial in it
+            (of a run's last stage).
 
     Raises:
         CheckpointError: there are several trials, or there is no usable checkpoint, saying what is
@@ -125,11 +127,17 @@ def _first_usable(candidates: Sequence[Place]) -> Path:
 
 
 def _checkpoints_below(folder: Place) -> list[Any]:
-    """Those of a trial by its folder, or by that of its stage or run, the newest first."""
+    """Those of a trial by its folder, or by that of its stage or run, the newest first. Of a run's
+    stages the last with checkpoints is meant."""
     if own := checkpoints_in(folder):
         return own
     found = [*folder.glob("*/checkpoint_*"), *folder.glob("*/*/checkpoint_*")]
     trials = sorted({path.parent for path in found if path.is_dir()}, key=str)
+    if (folder / RUN_RECORD).is_file():
+        record = json.loads((folder / RUN_RECORD).read_text(encoding="utf-8") or "{}")
+        begun = {trial.parent.name for trial in trials}
+        order = [one["name"] for one in record.get("experiments", ()) if one["name"] in begun]
+        trials = [trial for trial in trials if trial.parent.name in order[-1:]] or trials
     if len(trials) > 1:
         raise CheckpointError(
             f"checkpoint={str(folder)!r} must be one trial: it holds {len(trials)}. Give one of "
@@ -252,7 +260,7 @@ def _crc32(path: Path) -> int:
 
 def fetched(given: str | Path) -> Path:
     """The folder that is meant: `given` itself, or a copy of the newest usable checkpoint at the
-    URL of one, of a trial, or of a stage or run with one trial.
+    URL of one, of a trial, of a stage or of a run, whose last stage is meant.
 
     Raises:
         CheckpointError: there is none, saying what is wrong with the newest.
@@ -277,7 +285,7 @@ def _here(given: str) -> Path:
 def find_model(given: str) -> str:
     """Return the Hugging Face folder in `given`; hub ids and dotted paths are returned unchanged.
 
-    In the folder of a run or of a stage with one trial, the trial is meant.
+    In the folder of a stage with one trial the trial is meant, in that of a run its last stage.
 
     Raises:
         UserError: `given` is a folder without a model in it.

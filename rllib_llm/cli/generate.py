@@ -212,7 +212,7 @@ class Completer:
 @takes(Sampling)
 def generate(
     checkpoint: Annotated[
-        str, typer.Argument(help="Checkpoint, trial folder, Hugging Face folder or hub id.")
+        str, typer.Argument(help="Checkpoint, trial, run, Hugging Face folder or hub id.")
     ],
     file: Annotated[
         Path | None,

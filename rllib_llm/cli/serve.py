@@ -21,7 +21,7 @@ _SECRETS = ("api_keys", "admin_key")
 def serve(
     model: Annotated[
         str | None,
-        typer.Argument(help="Checkpoint, trial folder, Hugging Face folder or hub id."),
+        typer.Argument(help="Checkpoint, trial, run, Hugging Face folder or hub id."),
     ] = None,
     config: Annotated[
         Path | None, typer.Option("--config", "-c", help="YAML file with settings by name.")

@@ -18,12 +18,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from rllib_llm.checkpoints.folder import RUN_RECORD
 from rllib_llm.runs.experiments import KEYS, Experiment
 from rllib_llm.runs.results import StageResult, read_results
 from rllib_llm.shared.errors import UserError
 from rllib_llm.shared.storage import Place, UrlPath, place, read_json, replace_text
 
-RECORD = "run.json"
 COMMAND_LINE = "the command line"  # the source of runs that no file describes
 DEFAULT_STORAGE = "~/ray_results"
 # What a resumed stage takes from the new start (see `new_terms.py`); all else is as it began.
@@ -77,7 +77,7 @@ def _claim(folder: Place) -> bool:
     if any(folder.iterdir()):
         return False
     try:
-        (folder / RECORD).touch(exist_ok=False)  # of several that start at once, one does
+        (folder / RUN_RECORD).touch(exist_ok=False)  # of several that start at once, one does
     except FileExistsError:
         return False
     return True
@@ -199,12 +199,12 @@ def as_json(experiments: Iterable[Experiment]) -> list[dict[str, Any]]:
 def write_record(folder: Place, source: str, experiments: Sequence[Experiment]) -> None:
     """Write the run's origin: the command, its file and the environment."""
     record = {"source": source, "experiments": as_json(experiments)}
-    replace_text(folder / RECORD, json.dumps(record, indent=1))
+    replace_text(folder / RUN_RECORD, json.dumps(record, indent=1))
 
 
 def _recorded(folder: Place) -> dict[str, Any]:
     """The record of `write_record`; {} without one."""
-    file = folder / RECORD
+    file = folder / RUN_RECORD
     if not file.is_file():
         return {}
     text = file.read_text(encoding="utf-8")

@@ -29,7 +29,7 @@ import functools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -44,7 +44,12 @@ FLOAT = re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$")
 
 
 class Loader(yaml.SafeLoader):
-    """The safe YAML loader with YAML 1.2 floats and unique keys."""
+    """The safe YAML loader with YAML 1.2 floats, dates as text, and unique keys."""
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [one for one in resolvers if one[0] != "tag:yaml.org,2002:timestamp"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         """As PyYAML's. Keys are looked at here, where they stand as the file has them: merge keys

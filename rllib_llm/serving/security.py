@@ -219,6 +219,8 @@ def _read_entries(text: str) -> list[_Entry]:
         first = error.errors(include_url=False, include_input=False)[0]
         where = [f"entry {part + 1}" if isinstance(part, int) else part for part in first["loc"]]
         problem = ": ".join([*where, first["msg"]])
+    except ValueError:
+        problem = "a value that looks like a date should have quotes"
     raise UserError(
         "api_keys_file must hold a YAML list of {name, key, requests_per_minute, "
         f"tokens_per_minute}}, of which each has at least a key: {problem}. Correct the file."

@@ -34,7 +34,7 @@ class ServeSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    model: str = Field(description="Checkpoint, trial folder, Hugging Face folder or hub id.")
+    model: str = Field(description="Checkpoint, trial, run, Hugging Face folder or hub id.")
     name: str | None = Field(None, description="Of the model in answers. Default: its folder's.")
     chat_template: str | None = Field(
         None, description="In place of the tokenizer's: file or text."
@@ -227,6 +227,8 @@ def _from_file(file: Path | None) -> dict[str, Any]:
         problem = str(error.strerror)
     except UnicodeDecodeError:
         problem = "it is no text in UTF-8"
+    except ValueError:  # what looks like a date and is none
+        problem = "a value that looks like a date should have quotes"
     except yaml.YAMLError as error:  # PyYAML's words may show a key, as the line may
         found = fault(error, text)
         problem = f"line {found.line + 1} should {found.rule}, since {found.reason}"

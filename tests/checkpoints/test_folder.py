@@ -161,3 +161,16 @@ def test_of_several_trials_one_has_to_be_chosen(tmp_path):
     for folder in (tmp_path / "stage", tmp_path):
         with pytest.raises(CheckpointError, match="must be one trial: it holds 2.*one, .*two"):
             folders.newest_usable(folder)
+
+
+def test_of_a_run_the_last_stage_that_saved_is_meant(tmp_path):
+    stages = ["sft", "grpo", "dpo"]
+    record = {"experiments": [{"name": name} for name in stages]}
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    save(tmp_path / "sft" / "one" / "checkpoint_000003")
+    saved = save(tmp_path / "grpo" / "one" / "checkpoint_000000")
+    (tmp_path / "dpo" / "one").mkdir(parents=True)
+    assert folders.newest_usable(tmp_path) == saved
+    save(tmp_path / "grpo" / "two" / "checkpoint_000000")
+    with pytest.raises(CheckpointError, match="must be one trial: it holds 2.*one, .*two"):
+        folders.newest_usable(tmp_path)

@@ -7,9 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from rllib_llm.checkpoints.folder import RUN_RECORD
 from rllib_llm.runs.experiments import Experiment
 from rllib_llm.runs.results import StageResult
-from rllib_llm.runs.run_folder import RECORD, check_continues, new_folder, resumed_folder
+from rllib_llm.runs.run_folder import check_continues, new_folder, resumed_folder
 from rllib_llm.shared.errors import UserError
 
 FILE, OTHER = "/a/x.yaml", "/b/x.yaml"
@@ -35,7 +36,9 @@ def test_two_runs_that_start_in_one_second_have_folders_of_their_own(tmp_path, m
     assert sorted(folder.name for folder in folders) == sorted(
         ["x_2026-01-01_00-00-00", *(f"x_2026-01-01_00-00-00_{n}" for n in range(2, 9))]
     )
-    assert all(json.loads((folder / RECORD).read_text())["source"] == FILE for folder in folders)
+    assert all(
+        json.loads((folder / RUN_RECORD).read_text())["source"] == FILE for folder in folders
+    )
 
 
 def test_the_newest_run_of_the_same_file_is_resumed_not_of_another_of_its_name(tmp_path):
@@ -57,7 +60,7 @@ def test_the_newest_run_of_the_same_file_is_resumed_not_of_another_of_its_name(t
         resumed_folder(tmp_path, "z", None, "/z.yaml", [sft()])
     # The user's word counts: the file may have been moved.
     named = resumed_folder(tmp_path, "x", "x_2026-01-03_00-00-00", FILE, [sft()])
-    assert json.loads((named / RECORD).read_text())["source"] == OTHER
+    assert json.loads((named / RUN_RECORD).read_text())["source"] == OTHER
 
 
 def test_a_setting_that_would_not_take_effect_is_refused_by_name(tmp_path):
@@ -83,7 +86,7 @@ def test_what_has_not_begun_and_what_a_resumed_run_takes_anew_may_change(tmp_pat
     more = sft(stop={"training_iteration": 9}, max_failures=2, pass_criteria={"eval/loss": 0})
     resumed_folder(tmp_path, "x", "run", FILE, [more, ppo(config={"lr": 1.0})])
     # What was asked for last is what the next start is compared with.
-    recorded = json.loads((folder / RECORD).read_text())["experiments"]
+    recorded = json.loads((folder / RUN_RECORD).read_text())["experiments"]
     assert recorded[0]["stop"] == {"training_iteration": 9}
     assert recorded[1]["config"] == {"lr": 1.0}
 

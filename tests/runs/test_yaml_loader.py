@@ -30,6 +30,11 @@ def test_numbers_are_numbers(text: str, value: object):
     assert type(parsed) is type(value)
 
 
+def test_what_looks_like_a_date_is_text():
+    text = "day: 2026-11-26\nnone: 2026-13-45"
+    assert parse(text, "x") == {"day": "2026-11-26", "none": "2026-13-45"}
+
+
 def test_a_key_written_twice_is_an_error():
     with pytest.raises(UserError, match="line 3, column 1: 'lr: 3' .* is written twice"):
         parse("lr: 1\nother: 2\nlr: 3", "x.yaml")

@@ -177,6 +177,7 @@ def test_settings_are_refused_by_name(tmp_path):
         ("api_keys: [sk-secret\nmodel: a\n", "line 1 should close its bracket"),
         ("api_keys:sk-secret\nmodel: a\n", "line 1 should have a colon and a space"),
         ("api_keys: *sk-secret\n", "line 1 should name an anchor that stands above"),
+        ("model: a\napi_keys: [2026-13-45]\n", "looks like a date should have quotes"),
         ("sk-secret", "it is not"),
     ],
 )
