@@ -402,7 +402,12 @@ def draw(points: list[dict[str, Any]], path: Path) -> None:
         for replicas in dict.fromkeys(point["replicas"] for point in points):
             chosen = [point for point in points if point["replicas"] == replicas]
             numbers = [point["connections"] for point in chosen]
-            one.plot(numbers, [p[name] for p in chosen], "o-", label=f"{replicas} replicas")
+            one.plot(
+                numbers,
+                [p[name] for p in chosen],
+                "o-",
+                label=f"{replicas} replica{'s' * (replicas > 1)}",
+            )
         one.set(xscale="log", xlabel="connections", ylabel=label, ylim=0)
     axes[0].legend()
     figure.savefig(path, dpi=150)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -47,6 +49,8 @@ _THREADS = 2  # that read large requests
 _SMALL_BYTES = 2**14  # of a request that is read in the event loop
 _ALIVE_SECONDS = 10.0  # a step with long prompts may take some
 _GRAMMAR_SECONDS = 10.0
+_ENDS = 64
+_MOST_RETRY_SECONDS = 30
 SHUTTING_DOWN = "The server is about to stop and takes no more requests."
 
 
@@ -121,6 +125,7 @@ class Service:
         self.jobs: dict[object, RunningJob] = {}
         self.sessions = Sessions()
         self._pins = itertools.count()  # of grammars
+        self._ends: deque[float] = deque(maxlen=_ENDS)  # when the last completions ended
         self.is_ready, self.is_draining = False, False
         self.why_not_ready = "The server is starting."
         self._mailbox: Mailbox | None = None
@@ -279,8 +284,17 @@ class Service:
                 f"The server is full: {self.num_rows} completions are under way or wait, and "
                 f"{job.num_rows} more would be above {most}. Try again later.",
                 code="server_overloaded",
-                headers={"Retry-After": "1"},
+                headers={"Retry-After": str(self._retry_seconds())},
             )
+
+    def _retry_seconds(self) -> int:
+        """Until half of the queue has begun, if completions go on to end as fast as the last ones.
+        Clients that all come back each second take a third of the server's time."""
+        if len(self._ends) < 2:
+            return 1
+        interval = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+        seconds = math.ceil(interval * self.settings.max_waiting / 2)
+        return min(max(1, seconds), _MOST_RETRY_SECONDS)
 
     @asynccontextmanager
     async def run(
@@ -315,6 +329,9 @@ class Service:
         finally:
             running.close()
             del self.jobs[key]
+            self._ends.extend([time.monotonic()] * job.num_rows)
+            if not self.jobs:  # times without requests do not count
+                self._ends.clear()
             if client is not None:
                 used = sum(map(len, job.prompts)) + running.num_completion_tokens
                 client.tokens.use(used)

@@ -359,6 +359,31 @@ def test_a_full_server_says_when_to_come_again():
     asyncio.run(asyncio.wait_for(ask(), DEADLINE_S))
 
 
+@pytest.mark.parametrize(
+    ("ends", "seconds"),
+    [([], "1"), ([5.0], "1"), ([0.0, 0.5, 1.0], "2"), ([3.0, 3.0], "1"), ([0.0, 100.0], "30")],
+)
+def test_the_refused_are_told_to_wait_until_half_of_the_queue_has_begun(ends, seconds):
+    made = service(max_rows=1, max_waiting=8)
+    made._ends.extend(ends)
+
+    async def ask() -> None:
+        async with asgi_client(made) as http:
+            made.host.loop.pause()
+            first = [
+                asyncio.create_task(http.post("/v1/completions", json=ASKED)) for _ in range(9)
+            ]
+            while len(made.jobs) < 9:
+                await asyncio.sleep(0.001)
+            full = await http.post("/v1/completions", json=ASKED)
+            assert (full.status_code, full.headers["retry-after"]) == (429, seconds)
+            made.host.loop.resume()
+            assert [(await each).status_code for each in first] == [200] * 9
+            assert not made._ends  # the server is idle
+
+    asyncio.run(asyncio.wait_for(ask(), DEADLINE_S))
+
+
 def test_a_request_has_a_deadline_and_a_drained_server_takes_no_more():
     async def ask() -> None:
         made = service(deadline_s=0.2)
