@@ -7,7 +7,7 @@ are retired; those that YAML writes otherwise are translated.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ray.rllib.algorithms import Algorithm
@@ -90,6 +90,10 @@ def check_keys(config: AlgorithmConfig, settings: Mapping[str, Any], where: str)
     is_tabled = isinstance(config, TabledConfig)
     if unknown and is_tabled:
         raise unknown_settings(type(config), unknown, where)
+    if language := _of_language(unknown):  # others may be known to the algorithm that is meant
+        found = f"{', '.join(map(repr, language))}: RLlib's own algorithm trains no language model"
+        remedy, unknown = f"Write {LANGUAGE}", []
+        complain(SettingError(found, name=language[0], remedy=remedy, where=where, unknown=True))
     for key in unknown:
         complain(unknown_key(where, key, allowed, _hint(str(key), allowed)))
     overrides = settings.get("evaluation_config")
@@ -97,9 +101,11 @@ def check_keys(config: AlgorithmConfig, settings: Mapping[str, Any], where: str)
         check_keys(config, overrides, f"{where}.evaluation_config")
 
 
+def _of_language(keys: Iterable[str]) -> list[str]:
+    return [key for key in keys if key in FOR_LANGUAGE]
+
+
 def _hint(key: str, allowed: set[str]) -> str:
-    if key in FOR_LANGUAGE:
-        return f"It is for language models: write {LANGUAGE}."
     if key in RETIRED and RETIRED[key] in allowed:
         return f"It is {RETIRED[key]!r} now."
     return suggestion(key, allowed)
@@ -125,6 +131,8 @@ def checked_values(
                 error = None if row is None else row.error(value, defaults(of))
                 if error is not None:
                     raise error.at(where)
+            elif key == "model" and _of_language(settings):  # which `check_keys` has told
+                continue
             else:
                 _check_value(config, key, value, where)
             right |= resolved

@@ -336,17 +336,26 @@ class TabledConfig(AlgorithmConfig):
             if (error := row.error(given[row.name], defaults(type(self)), place)) is not None:
                 complain(error)
                 wrong.append(row.name)
-        if wrong and place == "evaluation_config":
+        env_config = given.get("env_config")
+        wrong_rows = self._check_env_rows(env_config, given.get("env", self.env), place)
+        if wrong_rows:
+            given["env_config"] = {k: v for k, v in env_config.items() if k not in wrong_rows}
+        if (wrong or wrong_rows) and place == "evaluation_config":
             setattr(self, place, {k: v for k, v in given.items() if k not in wrong})
-        self._check_env_rows(given.get("env_config"), given.get("env", self.env), place)
 
-    def _check_env_rows(self, env_config: Any, env: Any, place: str = "") -> None:
-        """Checks `env_config` against the tables, for environments of this package."""
+    def _check_env_rows(self, env_config: Any, env: Any, place: str = "") -> list[str]:
+        """Checks `env_config` against the tables, for environments of this package. Returns the
+        names of the wrong settings, where complaints are noted."""
+        wrong: list[str] = []
         if not isinstance(env_config, Mapping) or not str(env).startswith(OWN_ENVS):
-            return
+            return wrong
         for row in table(type(self)).values():
-            if row.place == IN_ENV and row.name in env_config:
-                row.check(env_config[row.name], defaults(type(self)), place)
+            if row.place != IN_ENV or row.name not in env_config:
+                continue
+            if (error := row.error(env_config[row.name], defaults(type(self)), place)) is not None:
+                complain(error)
+                wrong.append(row.name)
+        return wrong
 
 
 def _names_a_network(name: str, value: Any) -> bool:

@@ -300,7 +300,7 @@ def _reward_model_term(
             value=settings["reward_model"],
             rule="have 'model', or 'models' for several of them",
             reason="it says who judges",
-            remedy="Set reward_model.model",
+            remedy="Name its model",
         )
     weight, name = chosen.pop("weight", 1.0), chosen.pop("name", "reward_model")
     options = {**_frozen_defaults(settings), "tokenizer": tokenizer, **chosen}

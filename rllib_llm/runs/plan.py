@@ -81,6 +81,7 @@ def as_written(text: str, experiment: Experiment) -> str:
             return match[0]
         return f"{match[1]}{places[row.name]}.{row.in_section}"
 
+    text = re.sub(r"\benv_config\['(\w+)'\]", r"env_config.\1", text)
     text = re.sub(r"\benv_config\.()(\w+)", name, text)
     text = re.sub(r"\benv_config of (\S+ unknown key ')(\w+)", name, text)
     return text if given else re.sub(r"^((?:[\w.]+: )?)env_config: ", r"\1", text)

@@ -137,8 +137,11 @@ def test_settings_of_other_algorithms_are_told_with_those_that_have_them():
         build_config(SFT, {"rewards": {"functions": ["my.function"]}})
     with pytest.raises(ValueError, match="prompts'. It trains on .* write `data: FILE`"):
         build_config(SFT, {"prompts": {"data": "pairs.csv"}})
-    with pytest.raises(ValueError, match="prompts'. It is for language models: write `run: GRPO`"):
-        ppo(prompts={"data": "sums.csv"})
+    said = "'prompts': RLlib's own algorithm trains no language model. Write `run: GRPO`"
+    with all_complaints() as found:
+        ppo(prompts={"data": "sums.csv"}, model="some/folder", ref_kl_coeff=0.1)
+    (error,) = map(str, found)
+    assert said in error
 
 
 def test_a_function_that_generates_is_named_in_yaml():

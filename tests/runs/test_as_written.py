@@ -38,6 +38,14 @@ JUDGE = {"functions": ["rllib_llm.examples.arithmetic.correct"]}
              "max_new_tokens": 1000},
             "a.config: max_new_tokens=1000 must be at most 63: the longest prompt has 1 tok",
         ),
+        (
+            {"prompts": {"data": ["1"]}, "rewards": {"model": {"modell": "x"}}},
+            "a: rewards.model: unknown key 'modell'. Did you mean",
+        ),
+        (
+            {"prompts": {"data": ["1"]}, "env_config": {"reward_model": {"modell": "x"}}},
+            "a: env_config.reward_model: unknown key 'modell'. Did you mean",
+        ),
     ],
 )  # fmt: skip
 def test_settings_are_called_as_the_experiment_has_them(config: dict, said: str):
@@ -45,3 +53,15 @@ def test_settings_are_called_as_the_experiment_has_them(config: dict, said: str)
     with pytest.raises(UserError) as error:
         check_experiment(experiment)
     assert said in str(error.value)
+
+
+def test_a_wrong_setting_of_an_evaluation_is_told_once():
+    held_out = {"env_config": {"max_prompt_len": "many"}}
+    config = {
+        "model": MODEL, "env": "rllib_llm/Arithmetic-v0", "max_new_tokens": 8,
+        "evaluation_interval": 1, "evaluation_config": held_out,
+    }  # fmt: skip
+    with pytest.raises(UserError) as error:
+        check_experiment(Experiment("a", "GRPO", config.pop("env"), config))
+    (said,) = str(error.value).splitlines()
+    assert said.startswith("a: evaluation_config.env_config.max_prompt_len='many' must be")
