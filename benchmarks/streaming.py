@@ -2,14 +2,15 @@
 
     python -m benchmarks.streaming [--iterations 24] [--seeds 3] [--step-ms 4] [--mean-steps 40]
                                    [--modes sync lockstep-1 free-1 free-2-oversampled]
-                                   [--judge-ms 0]
+                                   [--judge-ms 0] [--prompts 32]
 
 GRPO on one-digit sums with two samplers, after supervised training. Decode time is emulated, so
 that two cores can show it: a step of a sampler takes `--step-ms`, however many rows are in its
 batch, and a completion is over after a number of steps drawn from a log-normal distribution (sigma
 1) by its prompt and its place, which stands for long answers and for pauses of tools; the tokens
 themselves are sampled by the real model within that time. Groups are judged by a coroutine that
-waits for `--judge-ms`. The learner's update takes as long as a synchronous batch takes to sample.
+waits for `--judge-ms`; `--prompts` groups of eight make a batch. The learner's update takes as long
+as a synchronous batch takes to sample.
 JSON, one line for each mode: seconds of an iteration (median
 over seeds), what the trial waited for in it and how long it learnt, how many times faster than
 synchronous it is, the share of right answers of 800 completions of the final model (mean and
@@ -54,7 +55,7 @@ MODES = {
         "oversample": 1.25,
     },
 }  # fmt: skip
-NUM_PROMPTS, NUM_COMPLETIONS = 32, 8
+NUM_COMPLETIONS = 8
 NUM_EVALUATED, NEVER = 800, 1_000_000
 PHASES = ("sample", "learn", "publish")  # of an iteration
 SUMS = [{"prompt": f"{a}+{b}=", "answer": a + b} for a in range(10) for b in range(10)]
@@ -159,7 +160,7 @@ async def judged(completions: list[str], answer: list[int]) -> list[float]:
     return correct(completions, answer)
 
 
-def make_config(mode: str, seed: int, model: Path, lr: float) -> GRPOConfig:
+def make_config(mode: str, seed: int, model: Path, args: argparse.Namespace) -> GRPOConfig:
     config = (
         GRPOConfig()
         .language_model(model=str(model))
@@ -170,7 +171,8 @@ def make_config(mode: str, seed: int, model: Path, lr: float) -> GRPOConfig:
         )
         .sampling(max_new_tokens=4, num_completions=NUM_COMPLETIONS, log_samples_every=0)
         .training(
-            train_batch_size_per_learner=NUM_PROMPTS * NUM_COMPLETIONS, lr=lr, minibatch_size=64,
+            train_batch_size_per_learner=args.prompts * NUM_COMPLETIONS, lr=args.lr,
+            minibatch_size=min(64, args.prompts * NUM_COMPLETIONS),
             ref_kl_coeff=0.0, off_policy="decoupled",
         )
         .evaluation(
@@ -180,7 +182,7 @@ def make_config(mode: str, seed: int, model: Path, lr: float) -> GRPOConfig:
         .env_runners(num_env_runners=2)
         .learners(num_learners=0, learner_class=SlowLearner)
         .debugging(seed=seed)
-        .streaming(**MODES[mode], groups_per_lease=NUM_PROMPTS // 2)
+        .streaming(**MODES[mode], groups_per_lease=args.prompts // 2)
     )  # fmt: skip
     config.env_runner_cls = SlowRunner
     return config
@@ -188,7 +190,7 @@ def make_config(mode: str, seed: int, model: Path, lr: float) -> GRPOConfig:
 
 def run(mode: str, seed: int, args: argparse.Namespace, model: Path) -> dict[str, Any]:
     """Wall seconds of all iterations but the first, and the scores."""
-    algorithm = make_config(mode, seed, model, args.lr).build_algo()
+    algorithm = make_config(mode, seed, model, args).build_algo()
     seconds, scores, ages, spent = [], [], [], []
     for i in range(args.iterations + 1):
         start = time.perf_counter()
@@ -237,6 +239,7 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=4.0)
     parser.add_argument("--mean-steps", type=float, default=40.0)
     parser.add_argument("--judge-ms", type=float, default=0.0)
+    parser.add_argument("--prompts", type=int, default=32, help="groups of a batch, an even number")
     parser.add_argument("--lr", type=float, default=2.5e-4)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     args = parser.parse_args()
@@ -246,7 +249,7 @@ def main() -> None:
     os.environ[JUDGE_SECONDS] = str(args.judge_ms / 1000)
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    steps = num_steps(range(20 * NUM_PROMPTS * NUM_COMPLETIONS)).reshape(20, -1).max(axis=1)
+    steps = num_steps(range(20 * args.prompts * NUM_COMPLETIONS)).reshape(20, -1).max(axis=1)
     os.environ[LEARN_STEPS] = str(float(steps.mean()))
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     base = 0.0
