@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.errors import UserError, nearest
 from rllib_llm.shared.storage import Place, UrlPath, is_url, local_copy, place
 
 # Where a checkpoint of ours holds the trained model, as an ordinary Hugging Face folder; the last
@@ -218,11 +218,20 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         CheckpointError: it has none, or one of an unknown format.
     """
     if not folder.is_dir():
+        beside = folder.parent.iterdir() if folder.parent.is_dir() else ()
+        close = nearest(folder.name, [path.name for path in beside])
+        hint = "`rllib train` prints the checkpoints it wrote."
+        if close:
+            hint = f"Did you mean {str(folder.with_name(close[0]))!r}?"
         raise CheckpointError(
-            f"checkpoint={str(folder)!r} must be a checkpoint folder: there is none. "
-            "`rllib train` prints the checkpoints it wrote."
+            f"checkpoint={str(folder)!r} must be a checkpoint folder: there is none. {hint}"
         )
     file = folder / MANIFEST
+    if not file.is_file() and (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"checkpoint={str(folder)!r} must be a checkpoint: it is a model's folder. Name the "
+            "checkpoint, trial or run that it is of."
+        )
     if not file.is_file():
         raise CheckpointError(
             f"checkpoint={str(folder)!r} must hold {MANIFEST}, which is written last: it does not, "

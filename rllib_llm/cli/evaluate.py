@@ -15,6 +15,7 @@ from rllib_llm.cli.options import RayOptions, takes
 from rllib_llm.cli.session import prepare, ray_session, show, stderr, user_errors
 from rllib_llm.runs.results import flatten, number
 from rllib_llm.runs.yaml_loader import parse_mapping
+from rllib_llm.shared.errors import UserError
 
 if TYPE_CHECKING:
     from rllib_llm.algorithms.language_model_config import LanguageModelConfig
@@ -130,6 +131,7 @@ def checkpoint_config(checkpoint: Path, settings: dict[str, Any]) -> Any:
     """
     from rllib_llm.algorithms.language_model_config import LanguageModelConfig
     from rllib_llm.algorithms.rlhf_config import RLHFConfig
+    from rllib_llm.algorithms.supervised import SupervisedConfig
     from rllib_llm.checkpoints.algorithm import saved_config
     from rllib_llm.config.schema import check_keys, checked_values
 
@@ -143,6 +145,11 @@ def checkpoint_config(checkpoint: Path, settings: dict[str, Any]) -> Any:
     config.num_env_runners = 0
     config.evaluation_interval = config.evaluation_interval or 1
     config.evaluation_error_after_n_consecutive_skips = 1  # it is all that was asked for
+    if isinstance(config, SupervisedConfig) and config.eval_data is None:
+        raise UserError(
+            f"checkpoint={str(checkpoint)!r} must have held-out rows to be evaluated: its run had "
+            "no eval_data. Give some: --config '{eval_data: FILE}'."
+        )
     if isinstance(config, RLHFConfig):  # what follows the run must not follow this
         config.weights_name = config.serve = config.weights_push = None
         if config.engine == "openai":  # the server's weights are those of a run
@@ -153,7 +160,8 @@ def checkpoint_config(checkpoint: Path, settings: dict[str, Any]) -> Any:
 
 def without_training_data(config: LanguageModelConfig, checkpoint: Path) -> LanguageModelConfig:
     """Return the config without training data: held-out rows take its place, and the checkpoint's
-    own model that of a supervised stage's starting model."""
+    own model that of a supervised stage's starting model, unless that is its reference."""
+    from rllib_llm.algorithms.dpo import DPOConfig
     from rllib_llm.algorithms.ppo_ptx import PPOPtxConfig
     from rllib_llm.algorithms.reward_model import RewardModelConfig
     from rllib_llm.algorithms.supervised import SupervisedConfig
@@ -163,7 +171,8 @@ def without_training_data(config: LanguageModelConfig, checkpoint: Path) -> Lang
     config = config.copy(copy_frozen=False)
     if isinstance(config, SupervisedConfig):
         config.data = config.eval_data or config.data
-        if not is_adapter_folder(checkpoint / MODEL_IN_CHECKPOINT):
+        has_reference = isinstance(config, DPOConfig) and not config.reference_free
+        if not (has_reference or is_adapter_folder(checkpoint / MODEL_IN_CHECKPOINT)):
             config.pretrained_model = str((checkpoint / MODEL_IN_CHECKPOINT).resolve())
     if isinstance(config, RewardModelConfig):
         config.normalization_data = None

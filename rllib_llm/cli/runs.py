@@ -125,7 +125,7 @@ def _print_row(console: Console, row: dict[str, Any]) -> None:
     reason = f" ({row['reason']})" if row["reason"] else ""
     parts = [
         f"iteration {row['iteration']}",
-        f"prompt {row['position']}.{row['sample']}",
+        f"prompt {row['position']}, completion {row['sample']}",
         f"{row['status']}{reason}",
         *(f"{name} {row[name]:.4g}" for name in ("score", "reward") if row[name] is not None),
         *(f"{name} {value:.4g}" for name, value in json.loads(row["rewards"] or "{}").items()),

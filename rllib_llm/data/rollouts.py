@@ -45,19 +45,23 @@ def is_rollout_folder(folder: str | Path) -> bool:
 
 
 def rollout_folders(run: str | Path | UrlPath) -> list[Place]:
-    """The `rollouts` folders of a run, stage, trial, or the one that `run` is.
+    """The `rollouts` folders of a run, stage or trial, of a checkpoint's trial, or the one that
+    `run` is.
 
     Raises:
         NoRolloutsError: there is none.
     """
     root = place(run)
+    if root.name.startswith(("checkpoint_", "best_checkpoint")):
+        root = root.parent
     if (root / STORE_FILE).is_file():
         return [root]
     found = sorted((file.parent for file in root.glob(f"**/{STORE_FILE}")), key=str)
     if not found:
         raise NoRolloutsError(
             f"run={str(run)!r} must be the folder of a run, stage or trial that kept its rollouts: "
-            f"no {STORE_FILE} lies in it. Check the path, and that store_rollouts is on."
+            "there are none in it. Check the path, and that store_rollouts is on; stages such as "
+            "SFT, RewardModel and DPO sample none."
         )
     return found
 

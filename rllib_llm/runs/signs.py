@@ -201,10 +201,11 @@ def starved(rows: Rows) -> str:
         return ""
     own = ("config/num_env_runners", "config/num_learners")
     lower = [key.rpartition("/")[2] for key in own if (number(rows[-1].get(key)) or 0) > 1]
-    remedies = [*(f"lower {name}" for name in lower), "use fewer threads (OMP_NUM_THREADS)"]
+    remedies = [*(f"lower {name}" for name in lower), "give each process fewer threads"]
     return (
         f"for {shares[-1]:.0%} of the time the trial was ready to compute and had no core: other "
-        f"processes use them. Look at what else runs on the machine; {', or '.join(remedies)}."
+        "processes use them. Look at what else runs on the machine; if they are this run's own, "
+        f"{' or '.join(remedies)} (OMP_NUM_THREADS)."
     )
 
 

@@ -8,6 +8,7 @@ import pytest
 
 import rllib_llm
 from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT
+from rllib_llm.cli.evaluate import checkpoint_config, run_evaluation
 from rllib_llm.modules.pretrained import load_causal_lm
 from tests.algorithms import tiny_runs as tiny
 
@@ -46,6 +47,18 @@ def test_a_restored_run_goes_on_from_the_same_reference(tmp_path):
         assert tiny.train(algorithm, 2) == expected
     # The policy alone is kept, as an ordinary folder.
     load_causal_lm(str(tmp_path / "checkpoint" / MODEL_IN_CHECKPOINT))
+
+
+def test_an_evaluation_has_the_reference_that_training_had(tmp_path):
+    config = tiny.dpo(lr=1e-2, eval_data=tiny.PAIRS).evaluation(evaluation_interval=1)
+    with tiny.built(config) as algorithm:
+        trained = [algorithm.train() for _ in range(2)][-1]["eval"]
+        algorithm.save_to_path(str(tmp_path / "checkpoint"))
+    settings = checkpoint_config(tmp_path / "checkpoint", {})
+    found = run_evaluation(tmp_path / "checkpoint", settings)
+    assert trained["rewards/margins"] > 0.01
+    assert found["rewards/margins"] == pytest.approx(trained["rewards/margins"], rel=1e-5)
+    assert found["loss"] == pytest.approx(trained["loss"], rel=1e-6)
 
 
 def test_its_config_is_public():

@@ -144,12 +144,15 @@ def test_v_shows_the_traceback_and_lets_the_libraries_speak(monkeypatch):
     [
         (["/nowhere"], "must be a checkpoint folder: there is none"),
         (["{checkpoint}", "--config", "{lrr: 1}"], "--config: unknown key 'lrr'"),
+        (["{sft}", "--config", "{eval_data: null}"], "must have held-out rows to be evaluated"),
+        (["{sft}/learner_group/learner/rl_module/default_policy"], "it is a model's folder"),
+        (["{sft}0"], "Did you mean '{sft}'?"),
     ],
 )
 def test_mistakes_are_told(run_folder, arguments: list[str], message: str):
-    checkpoint = StageResult.load(run_folder / "ppo").checkpoint
-    result = CliRunner().invoke(
-        app, ["evaluate", *(text.replace("{checkpoint}", str(checkpoint)) for text in arguments)]
-    )
+    checkpoint = str(StageResult.load(run_folder / "ppo").checkpoint)
+    sft = str(StageResult.load(run_folder / "sft").checkpoint)
+    filled = [each.replace("{checkpoint}", checkpoint).replace("{sft}", sft) for each in arguments]
+    result = CliRunner().invoke(app, ["evaluate", *filled])
     assert result.exit_code == 2
-    assert message in said(result.output)
+    assert message.replace("{sft}", sft) in said(result.output)

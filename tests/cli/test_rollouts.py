@@ -33,7 +33,7 @@ def test_the_best_are_shown_first(run):
     text = rollouts(run, "--sort", "score", "--show", "1")
     assert "rejected: 2 completions, 6 tokens, mean score 0.5" in text
     assert "trained: 2 completions, 6 tokens, mean score 0.5" in text
-    assert "iteration 1 · prompt 1.1 · trained · score 1 · reward 1 · correct 1" in text
+    assert "iteration 1 · prompt 1, completion 1 · trained · score 1 · reward 1 · correct 1" in text
     assert "prompt: 1+1= completion: 1" in text and "completion: 0" not in text
 
 
@@ -50,7 +50,7 @@ def test_turns_of_a_conversation_have_lines_of_their_own(tmp_path):
 
 def test_a_condition_chooses(run):
     text = rollouts(run, "--where", "status = 'rejected' AND sample = 0")
-    assert "prompt 2.0 · rejected (spread)" in text and "prompt 1" not in text
+    assert "prompt 2, completion 0 · rejected (spread)" in text and "prompt 1," not in text
 
 
 def test_columns_are_listed(run):

@@ -133,6 +133,7 @@ def test_an_unknown_column_to_sort_by(folder):
 
 def test_a_run_holds_the_rollouts_of_its_trials(folder, tmp_path):
     assert rollout_folders(folder.parents[1]) == [folder] == rollout_folders(folder)
+    assert rollout_folders(folder.parent / "checkpoint_000003") == [folder]
     with pytest.raises(NoRolloutsError, match="kept its rollouts"):
         rollout_folders(tmp_path)
 

@@ -127,9 +127,9 @@ def stage_rules(stage: Stage, machine: Machine, is_here: bool = True) -> Iterato
 
 
 def before_a_run(experiments: list[Experiment]) -> None:
-    """The checks of `rllib train` before a run: errors found by the rules for plans, models and
-    data in experiments with valid settings; warnings are printed. Reward functions are not called,
-    and the machine, which may be another, is not checked.
+    """The checks of `rllib train` before a run: errors found by the rules for plans, models, data
+    and conversations in experiments with valid settings; warnings are printed. Reward functions are
+    not called, classes of tools neither, and the machine, which may be another, is not checked.
 
     Raises:
         UserError: the errors, a line each.
@@ -141,8 +141,7 @@ def before_a_run(experiments: list[Experiment]) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             stage = make_stage(experiment)
-            rules = (plan_rules, model_rules, data_rules) if stage is not None else ()
-            found = distinct(finding for rule in rules for finding in rule(stage))  # type: ignore[arg-type]
+            found = [] if stage is None else distinct(_rules_of_a_run(stage))
         for finding in found:
             text = finding.at(experiment.name).text()
             if finding.severity == "error":
@@ -151,6 +150,13 @@ def before_a_run(experiments: list[Experiment]) -> None:
                 warnings.warn(text, stacklevel=2)
     if errors:
         raise UserError("\n".join(errors))
+
+
+def _rules_of_a_run(stage: Stage) -> Iterator[Finding]:
+    for rule in (plan_rules, model_rules, data_rules):
+        yield from rule(stage)
+    if stage.is_rlhf:
+        yield from turn_rules(stage, makes_tools=False)
 
 
 NUM_ITERATIONS = 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -108,19 +109,26 @@ def _tokenizer(stage: Stage) -> Iterator[Finding]:
     yield from _round_trip(tokenizer, str(model))
 
 
-def turn_rules(stage: Stage) -> Iterator[Finding]:
-    """Whether the chat template writes conversations and their tools, which are made for it."""
+def turn_rules(stage: Stage, *, makes_tools: bool = True) -> Iterator[Finding]:
+    """Whether the chat template writes conversations and their tools. makes_tools: classes of tools
+    are called for it; else their paths alone are looked at."""
     from rllib_llm.envs.conversation import proven_format
     from rllib_llm.envs.rlhf import CONVERSATION, policy_tokenizer
     from rllib_llm.envs.tools import Toolbox
     from rllib_llm.runs.doctor.data_rules import _is_here
+    from rllib_llm.shared.dotted import import_dotted
 
     if stage.config.env != CONVERSATION or stage.is_made_before("model"):
         return
     if not all(_is_here(stage.env.get(name)) for name in ("model", "tokenizer")):
         return
     try:
-        proven_format(stage.env, policy_tokenizer(stage.env), Toolbox(stage.env["tools"] or ()))
+        tools = [
+            import_dotted(tool, name="tools") if isinstance(tool, str) else tool
+            for tool in stage.env["tools"] or ()
+        ]
+        if makes_tools or all(map(inspect.isfunction, tools)):
+            proven_format(stage.env, policy_tokenizer(stage.env), Toolbox(tools))
     except ValueError as error:
         yield from Finding.from_errors(error, "model")
     except Exception as error:  # noqa: BLE001  (the user's class; told in its place)

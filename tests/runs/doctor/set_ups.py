@@ -99,6 +99,10 @@ def says_something(completions):
     return [float(len(messages[-1]["content"])) for messages in completions]
 
 
+def without_types(a, b):
+    """A tool whose schema cannot be written."""
+
+
 def add(a: int, b: int) -> int:
     """Returns the sum.
 

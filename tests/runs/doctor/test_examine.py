@@ -18,6 +18,7 @@ from rllib_llm.runs.doctor.machine_rules import GIB, Machine
 from rllib_llm.runs.doctor.reward_rules import answer_scores
 from rllib_llm.runs.doctor.stage import Finding, exit_code, make_stage
 from rllib_llm.runs.yaml_loader import load, parse
+from rllib_llm.shared.errors import UserError
 from tests.runs.doctor import set_ups
 from tests.runs.doctor.set_ups import HERE, MACHINE, SUMS, conversations, grpo, supervised
 from tests.tiny_models import byte_tokenizer, llama, llama_classifier, save
@@ -319,6 +320,20 @@ def test_a_tool_that_cannot_be_made_here_is_told_by_the_doctor_and_stops_no_run(
     (finding,) = found(experiment)
     assert finding.id == "model.tools" and "a tool raised KeyError: 'SERVICE'" in finding.found
     before_a_run([experiment])
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"tools": [f"{HERE}.ad"]}, "has no .ad.. Did you mean .add."),
+        ({"tools": [f"{HERE}.without_types"]}, "without_types"),
+        ({"chat_template": "{{ messages[0].content }}"}, "Give a template"),
+    ],
+)
+def test_tools_and_chat_templates_are_looked_at_before_a_run(changes, told):
+    given = {"prompts": SUMS, "reward_functions": f"{HERE}.says_something", **changes}
+    with pytest.raises(UserError, match=told):
+        before_a_run([conversations("rllib_llm/Conversation-v0", **given)])
 
 
 def test_all_of_it_is_told_at_once():
