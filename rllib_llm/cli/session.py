@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -220,17 +221,30 @@ HEALTH_CHECK = (
 
 
 def _check_health(address: str, seconds: float) -> None:
-    """Raise a SubprocessError where Ray does not answer in so many seconds. They begin once Ray is
-    imported, which alone takes longer where the machine is busy."""
+    """Raise a SubprocessError where Ray does not answer in so many seconds, UserError where it
+    refuses the token. They begin once Ray is imported, which alone takes longer where the machine
+    is busy."""
     command = [sys.executable, "-c", HEALTH_CHECK, address]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as child:
+    with (
+        tempfile.TemporaryFile() as said,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said) as child,
+    ):
         try:
             assert child.stdout is not None
             child.stdout.readline()
-            if child.wait(seconds):
-                raise subprocess.CalledProcessError(child.returncode, command)
+            if not child.wait(seconds):
+                return
         finally:
             child.kill()
+        said.seek(0)
+        if b"authentication token" in said.read().lower():
+            raise UserError(
+                f"--ray-address={address!r} must be given the cluster's token: this process's is "
+                "refused, or it has none. Set RAY_AUTH_MODE=token and "
+                "RAY_AUTH_TOKEN=<token>; without the latter Ray reads the file of "
+                "RAY_AUTH_TOKEN_PATH, else ~/.ray/auth_token."
+            )
+        raise subprocess.CalledProcessError(child.returncode, command)
 
 
 def _init_arguments(

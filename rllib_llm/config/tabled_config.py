@@ -336,10 +336,10 @@ class TabledConfig(AlgorithmConfig):
             if (error := row.error(given[row.name], defaults(type(self)), place)) is not None:
                 complain(error)
                 wrong.append(row.name)
-        env_config = given.get("env_config")
-        wrong_rows = self._check_env_rows(env_config, given.get("env", self.env), place)
-        if wrong_rows:
-            given["env_config"] = {k: v for k, v in env_config.items() if k not in wrong_rows}
+        rows = given.get("env_config")
+        if wrong_rows := self._check_env_rows(rows, given.get("env", self.env), place):
+            kept = {k: v for k, v in (rows or {}).items() if k not in wrong_rows}
+            given["env_config"] = kept
         if (wrong or wrong_rows) and place == "evaluation_config":
             setattr(self, place, {k: v for k, v in given.items() if k not in wrong})
 

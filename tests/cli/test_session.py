@@ -128,6 +128,15 @@ def test_a_server_that_is_no_ray_is_no_cluster():
             check_address(address, seconds=1.0)
 
 
+def test_a_token_that_is_missing_is_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))  # where Ray looks for one
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(UserError, match="must be given the cluster's token: .* RAY_AUTH_MODE"):
+            check_address(address, seconds=120.0)
+
+
 def test_a_running_cluster_answers(ray_session):
     check_address(ray.get_runtime_context().gcs_address, seconds=120.0)
 
