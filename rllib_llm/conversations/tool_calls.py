@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -52,6 +53,7 @@ _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _COHERE_RESPONSE = re.compile(r"<\|START_RESPONSE\|>|<\|END_RESPONSE\|>")
 
+_HALVES = re.compile("[\ud800-\udfff]")  # of characters, which JSON can name
 _MOST_LEVELS = 64  # of objects and lists in arguments, which templates and tools walk by recursion
 _MOST_PYTHON = 65_536  # characters of a list of calls that Python's parser is given
 
@@ -156,7 +158,9 @@ def parse_reply(
             content, found = _ALONE[syntax](said, finish == "stop")
     calls = []
     for i, call in enumerate(found):
-        if not _is_json(call.arguments):
+        if not is_json(call.name):
+            call = replace(call, name="", arguments=None, status="invalid_json")
+        if not is_json(call.arguments):
             call = replace(call, arguments=None, status="invalid_json")
         status = call.status
         if max_calls is not None and i >= max_calls:
@@ -265,7 +269,12 @@ def _from_array(body: str, raw: str, is_whole: bool) -> list[ToolCall]:
     if not is_whole:
         return [ToolCall("", None, raw, "truncated")]
     listed = listed if isinstance(listed, list) else [listed]
-    return [_from_object(one, json.dumps(one, ensure_ascii=False)) for one in listed]
+    return [_from_object(one, _dumped(one)) for one in listed]
+
+
+def _dumped(value: Any) -> str:
+    """JSON, in which halves of characters alone are escaped."""
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
 
 
 def _each_object(body: str, is_whole: bool) -> Iterator[ToolCall]:
@@ -356,15 +365,23 @@ def _or_null(keyword: str) -> Callable[..., Iterator[Any]]:
 Arguments = extend(Draft202012Validator, {word: _or_null(word) for word in ("type", "enum")})
 
 
-def _is_json(value: Any, levels: int = _MOST_LEVELS) -> bool:
-    """Whether a value is one of JSON, and nested no deeper than `levels`."""
+def is_json(value: Any, levels: int = _MOST_LEVELS) -> bool:
+    """Whether a value is one of JSON, with finite numbers and whole characters, and nested no
+    deeper than `levels`."""
     if isinstance(value, Mapping):
         return levels > 0 and all(
-            isinstance(key, str) and _is_json(each, levels - 1) for key, each in value.items()
+            isinstance(key, str) and is_json(key) and is_json(each, levels - 1)
+            for key, each in value.items()
         )
     if isinstance(value, list):
-        return levels > 0 and all(_is_json(each, levels - 1) for each in value)
-    return value is None or isinstance(value, (str, int, float))
+        return levels > 0 and all(is_json(each, levels - 1) for each in value)
+    if isinstance(value, str):
+        return not _HALVES.search(value)
+    return (
+        value is None
+        or isinstance(value, int)
+        or (isinstance(value, float) and math.isfinite(value))
+    )
 
 
 def _from_gemma(body: str, raw: str) -> ToolCall:

@@ -15,6 +15,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rllib_llm.conversations.chat_format import ChatFormat, ChatFormatError
+from rllib_llm.conversations.tool_calls import is_json
 from rllib_llm.data.encoding import render_chat
 from rllib_llm.serving.jobs import Limits
 from rllib_llm.serving.schemas import ApiError, Message, NamedTool, Tool
@@ -101,14 +102,15 @@ def _as_message(message: Message) -> dict[str, Any]:
 
 
 def read_arguments(given: Any) -> Any:
-    """A call's arguments parsed as JSON, invalid JSON as text, and an empty object where there are
-    none, which clients write as null, as "" or not at all."""
+    """A call's arguments parsed as JSON, what cannot be read as text, and an empty object where
+    there are none, which clients write as null, as "" or not at all."""
+    read = given
     if isinstance(given, str):
         try:
-            given = json.loads(given.strip() or "null")
-        except ValueError:
+            read = json.loads(given.strip() or "null")
+        except (ValueError, RecursionError):
             return given
-    return {} if given is None else given
+    return {} if read is None else read if is_json(read) else given
 
 
 def prompt_ids(

@@ -38,6 +38,7 @@ from rllib_llm.serving.views import ChatView, Envelope, TextView, View, openai_n
 from rllib_llm.serving.weights import MODEL_GONE
 
 _COMPLETION_TOKENS = 16  # OpenAI's default
+_SMALL_TOKENS = 2**10  # of an answer whose JSON is made in the event loop
 SAMPLING_ERRORS = documented(401, 404, 409, 429, 503, 504)
 # Of routes that take `stream`.
 STREAMED: dict[int | str, dict[str, Any]] = {
@@ -186,7 +187,7 @@ class Completer:
             kind = "chat.completion.chunk" if body.stream else "chat.completion"
             names = openai_names(f"chatcmpl-{context.request_id}", kind)
             envelope = Envelope(self._service, running, names)
-            return answered(view, running, envelope, body.stream, body.stream_options)
+            return answered(context, view, running, envelope, body.stream, body.stream_options)
 
         async for event in self.run(job, context, answer):
             yield event
@@ -252,12 +253,12 @@ class Completer:
             samples=body.max_tokens != 0,
         )  # fmt: skip
         job = self._guided(body, job)
-        view = TextView(service, body, prompts)
+        view = await context.beside_loop(TextView, service, body, prompts)
 
         def answer(running: RunningJob) -> AsyncIterator[Event]:
             names = openai_names(f"cmpl-{context.request_id}", "text_completion")
             envelope = Envelope(service, running, names)
-            return answered(view, running, envelope, body.stream, body.stream_options)
+            return answered(context, view, running, envelope, body.stream, body.stream_options)
 
         async for event in self.run(job, context, answer):
             yield event
@@ -316,6 +317,7 @@ class Completer:
 
 
 async def answered(
+    context: RequestContext,
     view: View,
     running: RunningJob,
     envelope: Envelope,
@@ -325,19 +327,28 @@ async def answered(
     """The one answer, or its chunks."""
     if running.job.prompt_logprobs is not None:
         view.scores = await running.scores()
+    beside_loop, num_scored = context.service.beside_loop, sum(map(len, running.job.prompts))
+    is_large = bool(view.scores) and num_scored > _SMALL_TOKENS
     if stream:
-        async for event in _streamed(view, running, envelope, options):
+        before = await beside_loop(is_large, view.before)
+        async for event in _streamed(before, view, running, envelope, options):
             yield event
         return
     pieces: Sequence[Piece] = await running.collect()
+    is_large = is_large or running.num_completion_tokens > _SMALL_TOKENS
     told = usage(running.job.prompts, running.num_completion_tokens)
-    yield envelope.holding(view.choices(pieces), usage=told, **view.further)
+    choices, further = await beside_loop(is_large, lambda: (view.choices(pieces), view.further))
+    yield envelope.holding(choices, usage=told, **further)
 
 
 async def _streamed(
-    view: View, running: RunningJob, envelope: Envelope, options: StreamOptions | None
+    before: Sequence[dict[str, Any]],
+    view: View,
+    running: RunningJob,
+    envelope: Envelope,
+    options: StreamOptions | None,
 ) -> AsyncIterator[Event]:
-    """Server-sent chunks of JSON for each piece, then the usage if requested."""
+    """Server-sent chunks of JSON for `before` and each piece, then the usage if requested."""
     counts_all = bool(options and options.continuous_usage_stats)
     further = {"usage": None} if options and options.include_usage else {}
 
@@ -349,7 +360,7 @@ async def _streamed(
             return envelope.holding([choice], usage=told())
         return envelope.chunk([choice], **further)
 
-    for choice in view.before():
+    for choice in before:
         yield chunk(choice)
     if not running.job.samples:
         for i in range(len(running.choices)):

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import anyio
+import numpy as np
 from fastapi import Depends, Request, Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
@@ -229,6 +230,8 @@ def _read_entries(text: str) -> list[_Entry]:
 
 # --- in front of the routes ----------------------------------------------------------------------
 
+MAX_LEVELS = 100  # of objects and lists in a request
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}\Z", re.ASCII)
 _Given = Annotated[
     HTTPAuthorizationCredentials | None,
@@ -344,7 +347,23 @@ class Gate:
 
 
 def _check_text(body: bytes) -> None:
-    """Raises ApiError for JSON that names halves of characters, which are no text."""
+    """Raises ApiError for what is not UTF-8, which JSON has to be, for JSON that is nested so deep
+    that what walks it fails, and for JSON that names halves of characters, which are no text."""
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"The request must be UTF-8: {error}.", code="invalid_json") from error
+    if b"\0" in body:  # UTF-16 and UTF-32 have it everywhere, JSON in UTF-8 nowhere
+        raise ApiError(400, "The request must be UTF-8 without zero bytes.", code="invalid_json")
+    if body.count(b"[") + body.count(b"{") > MAX_LEVELS:
+        parts = body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2]  # outside of texts
+        brackets = np.frombuffer(b"".join(parts).translate(None, _NO_BRACKETS), np.uint8)
+        steps = np.where((brackets == ord("[")) | (brackets == ord("{")), 1, -1)
+        if steps.cumsum().max(initial=0) > MAX_LEVELS:
+            raise ApiError(
+                400, f"The request must be nested at most {MAX_LEVELS} levels deep.",
+                code="invalid_json",
+            )  # fmt: skip
     if b"\\ud" not in body.lower():
         return
     try:

@@ -12,7 +12,6 @@ import logging
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -45,11 +44,10 @@ from rllib_llm.serving.weights import LiveWeights, Weights, fingerprint
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
-_THREADS = 2  # that read large requests
+_THREADS = 2  # that read large requests, and write large answers
 _SMALL_BYTES = 2**14  # of a request that is read in the event loop
 _ALIVE_SECONDS = 10.0  # a step with long prompts may take some
 _GRAMMAR_SECONDS = 10.0
-_ENDS = 64
 _MOST_RETRY_SECONDS = 30
 SHUTTING_DOWN = "The server is about to stop and takes no more requests."
 
@@ -80,9 +78,7 @@ class RequestContext:
 
     async def beside_loop(self, work: Callable[..., Result], *arguments: Any) -> Result:
         """Returns the result of `work`, run in a thread if the request is large."""
-        if self.size <= _SMALL_BYTES:
-            return work(*arguments)
-        return await anyio.to_thread.run_sync(work, *arguments, limiter=self.service.threads)
+        return await self.service.beside_loop(self.size > _SMALL_BYTES, work, *arguments)
 
 
 class Service:
@@ -95,6 +91,7 @@ class Service:
         settings: of the server.
         source: where the first weights come from, to be told.
         serial: of the first weights, as the engine stamps them on tokens.
+        clock: seconds.
     """
 
     def __init__(
@@ -105,6 +102,7 @@ class Service:
         *,
         source: str,
         serial: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.host, self.tokenizer, self.settings = host, tokenizer, settings
         self.texts = TokenTexts(tokenizer)
@@ -125,7 +123,9 @@ class Service:
         self.jobs: dict[object, RunningJob] = {}
         self.sessions = Sessions()
         self._pins = itertools.count()  # of grammars
-        self._ends: deque[float] = deque(maxlen=_ENDS)  # when the last completions ended
+        self._clock = clock
+        self._full_since: float | None = None  # the engine has no free place since then
+        self._num_ended = 0  # completions, since then
         self.is_ready, self.is_draining = False, False
         self.why_not_ready = "The server is starting."
         self._mailbox: Mailbox | None = None
@@ -216,6 +216,14 @@ class Service:
             state.get("client"), state["size"],
         )  # fmt: skip
 
+    async def beside_loop(
+        self, is_large: bool, work: Callable[..., Result], *arguments: Any
+    ) -> Result:
+        """Returns the result of `work`, run in a thread if it is large."""
+        if not is_large:
+            return work(*arguments)
+        return await anyio.to_thread.run_sync(work, *arguments, limiter=self.threads)
+
     async def check_alive(self) -> None:
         """Raises ApiError where no request can be taken now, or the engine does not answer."""
         self.check_open()
@@ -288,13 +296,24 @@ class Service:
             )
 
     def _retry_seconds(self) -> int:
-        """Until half of the queue has begun, if completions go on to end as fast as the last ones.
-        Clients that all come back each second take a third of the server's time."""
-        if len(self._ends) < 2:
+        """Until half of the queue has begun, if completions go on to end as fast as they have since
+        the engine is full. Clients that all come back each second take a third of the server's
+        time."""
+        if self._full_since is None or not self._num_ended:
             return 1
-        interval = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+        interval = (self._clock() - self._full_since) / self._num_ended
         seconds = math.ceil(interval * self.settings.max_waiting / 2)
         return min(max(1, seconds), _MOST_RETRY_SECONDS)
+
+    def _count_ended(self, num_rows: int) -> None:
+        """Counts completions that have ended, as long as others take their places: else how fast
+        they end is how fast they are asked for."""
+        if self.num_rows < self.settings.max_rows:
+            self._full_since, self._num_ended = None, 0
+        elif self._full_since is None:
+            self._full_since = self._clock()
+        else:
+            self._num_ended += num_rows
 
     @asynccontextmanager
     async def run(
@@ -324,14 +343,13 @@ class Service:
         )  # fmt: skip
         key = object()  # clients choose ids, and may do so twice
         self.jobs[key] = running
+        self._count_ended(0)
         try:
             yield running
         finally:
             running.close()
             del self.jobs[key]
-            self._ends.extend([time.monotonic()] * job.num_rows)
-            if not self.jobs:  # times without requests do not count
-                self._ends.clear()
+            self._count_ended(job.num_rows)
             if client is not None:
                 used = sum(map(len, job.prompts)) + running.num_completion_tokens
                 client.tokens.use(used)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import anyio
 from pydantic_core import to_json
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from rllib_llm.data.decoding import TextStream
@@ -173,9 +173,14 @@ async def whole(receive: Receive, events: AsyncIterator[Event]) -> Response:
             await events.aclose()  # type: ignore[attr-defined]  # of a generator
 
     try:
-        return JSONResponse(await while_there(receive, first))
+        return Response(_encoded(await while_there(receive, first)), media_type="application/json")
     except ClientGoneError:
-        return JSONResponse({}, GONE)
+        return Response(status_code=GONE)
+
+
+def _encoded(event: Event) -> bytes:
+    """The event as JSON, in which numbers that are too large are null."""
+    return event if isinstance(event, bytes) else to_json(event, inf_nan_mode="null")
 
 
 class EventStream(Response):
@@ -250,11 +255,10 @@ class EventStream(Response):
         await self._out({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def _data(self, event: Event) -> None:
-        encoded = event if isinstance(event, bytes) else to_json(event)
         name = b""
         if self._names and isinstance(event, dict):
             name = b"event: " + str(event["type"]).encode() + b"\n"
-        await self._body(name + b"data: " + encoded + b"\n\n")
+        await self._body(name + b"data: " + _encoded(event) + b"\n\n")
 
     async def _error(self, body: dict[str, Any]) -> None:
         await self._data({"type": "error", **body["error"]} if self._names else body)

@@ -109,7 +109,8 @@ async def _generate(
 
     def answer(running: RunningJob) -> AsyncIterator[Event]:
         envelope = Envelope(service, running, {"request_id": running.request_id})
-        return answered(TokenView(service, body, running), running, envelope, body.stream)
+        view = TokenView(service, body, running)
+        return answered(context, view, running, envelope, body.stream)
 
     async for event in completer.run(job, context, answer):
         yield event

@@ -296,24 +296,24 @@ class TextView(View):
         """The choices of a complete response, in which the echoed prompt and the completion are one
         text."""
         found = []
-        for i, piece in enumerate(pieces):
-            choice = self._choice(i, piece)
-            if self._echoes:
-                echo = self._echo(i)
-                choice["text"] = echo["text"] + choice["text"]
-                if choice["logprobs"] is not None:
-                    choice["logprobs"] = _joined(echo["logprobs"], choice["logprobs"])
+        for at, prompt in enumerate(self._prompts):
+            further, echo = {}, self._echo(at) if self._echoes else None
             if self._body.prompt_logprobs is not None:
-                at = i // self._n
-                choice["prompt_logprobs"] = prompt_logprobs(
-                    self._service, self._prompts[at], self.scores[at]
-                )
-            found.append(choice)
+                told = prompt_logprobs(self._service, prompt, self.scores[at])
+                further = {"prompt_logprobs": told}
+            for i in range(at * self._n, (at + 1) * self._n):
+                choice = self._choice(i, pieces[i]) | further
+                if echo is not None:
+                    choice["text"] = echo["text"] + choice["text"]
+                    if choice["logprobs"] is not None:
+                        choice["logprobs"] = _joined(echo["logprobs"], choice["logprobs"])
+                found.append(choice)
         return found
 
     def before(self) -> list[dict[str, Any]]:
         """Chunks sent before sampling starts: the echoed prompt."""
-        return [self._echo(i) for i in range(len(self._echoes) * self._n)]
+        echoes = [self._echo(at) for at in range(len(self._echoes))]
+        return [{"index": i, **echoes[i // self._n]} for i in range(len(echoes) * self._n)]
 
     def chunks(self, i: int, piece: Piece) -> list[dict[str, Any]]:
         told = piece.token_ids and (self._body.logprobs is not None or self._body.return_token_ids)
@@ -330,16 +330,16 @@ class TextView(View):
         ended = _ended(piece, piece.finish_reason, logprobs, prompt)
         return {"index": i, "text": piece.text, **ended}
 
-    def _echo(self, i: int) -> dict[str, Any]:
-        """The echoed prompt of choice `i`."""
-        at, told = i // self._n, None
+    def _echo(self, at: int) -> dict[str, Any]:
+        """Prompt `at` as its choices echo it."""
+        told = None
         if self._body.logprobs is not None:
             ids, scores = self._prompts[at], self.scores[at]
             logprobs, likeliest = [math.nan, *scores.logprobs], [[], *scores.likeliest]
             offsets = _offsets(self._service.tokenizer, ids)
             prompt = Piece("", ids, logprobs, likeliest, offsets=offsets)
             told = text_logprobs(self._service, prompt, self._body.logprobs)
-        return {"index": i, "text": self._echoes[at], "logprobs": told, "finish_reason": None}
+        return {"text": self._echoes[at], "logprobs": told, "finish_reason": None}
 
 
 def _joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:

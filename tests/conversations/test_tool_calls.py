@@ -124,6 +124,20 @@ def test_arguments_nested_too_deep_are_not_read(depth):
     assert (call.status, call.arguments) == ("invalid_json", None)
 
 
+@pytest.mark.parametrize("value", ['"\\ud800"', '{"\\udfff": 1}', "NaN", "-Infinity", "1e999"])
+def test_halves_of_characters_and_endless_numbers_are_not_read(value):
+    """No answer in JSON can hold them."""
+    for text, syntax in (
+        (f'<tool_call>{{"name": "f", "arguments": {{"x": {value}}}}}</tool_call>', "hermes"),
+        (f'[TOOL_CALLS][{{"name": "f", "arguments": {{"x": {value}}}}}]', "mistral"),
+    ):
+        (call,) = parsed(text, syntax).tool_calls
+        assert (call.status, call.arguments) == ("invalid_json", None)
+        call.raw.encode()
+    (call,) = parsed('<tool_call>{"name": "\\ud800"}</tool_call>', "hermes").tool_calls
+    assert (call.status, call.name) == ("invalid_json", "")
+
+
 def test_without_tools_an_answer_in_json_is_an_answer():
     for syntax, text in WRITTEN.items():
         reply = parsed(text, syntax, reads_calls=False)

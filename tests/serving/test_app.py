@@ -360,26 +360,55 @@ def test_a_full_server_says_when_to_come_again():
 
 
 @pytest.mark.parametrize(
-    ("ends", "seconds"),
-    [([], "1"), ([5.0], "1"), ([0.0, 0.5, 1.0], "2"), ([3.0, 3.0], "1"), ([0.0, 100.0], "30")],
+    ("sizes", "seconds", "wait"),
+    [
+        # Two completions in 6 s, so four of the eight places in 12 s.
+        ([1, 1], 3.0, "12"),
+        # The same of one request: both end at the same time.
+        ([2], 6.0, "12"),
+        ([1, 1], 100.0, "30"),
+        ([1, 1], 0.01, "1"),
+        ([], 100.0, "1"),
+    ],
 )
-def test_the_refused_are_told_to_wait_until_half_of_the_queue_has_begun(ends, seconds):
-    made = service(max_rows=1, max_waiting=8)
-    made._ends.extend(ends)
+def test_the_refused_are_told_to_wait_until_half_of_the_queue_has_begun(sizes, seconds, wait):
+    now = 0.0
+    made = service(max_rows=1, max_waiting=8, clock=lambda: now)
 
     async def ask() -> None:
+        nonlocal now
         async with asgi_client(made) as http:
+
+            def begin(n: int) -> asyncio.Task:
+                return asyncio.create_task(http.post("/v1/completions", json={**ASKED, "n": n}))
+
             made.host.loop.pause()
-            first = [
-                asyncio.create_task(http.post("/v1/completions", json=ASKED)) for _ in range(9)
-            ]
-            while len(made.jobs) < 9:
+            # As long as there was room, ends tell how fast completions were asked for.
+            alone = begin(1)
+            while len(made.jobs) < 1:
+                await asyncio.sleep(0.001)
+            now += 1000
+            made.host.loop.resume()
+            assert (await alone).status_code == 200
+            made.host.loop.pause()
+            asked = [begin(n) for n in sizes]
+            while len(made.jobs) < len(sizes):
+                await asyncio.sleep(0.001)
+            asked += [begin(1) for _ in range(9 - made.num_rows)]
+            while made.num_rows < 9:
+                await asyncio.sleep(0.001)
+            for task in asked[: len(sizes)]:
+                now += seconds
+                task.cancel()
+                await asyncio.wait([task])
+            asked += [begin(1) for _ in range(9 - made.num_rows)]
+            while made.num_rows < 9:
                 await asyncio.sleep(0.001)
             full = await http.post("/v1/completions", json=ASKED)
-            assert (full.status_code, full.headers["retry-after"]) == (429, seconds)
+            assert (full.status_code, full.headers["retry-after"]) == (429, wait)
             made.host.loop.resume()
-            assert [(await each).status_code for each in first] == [200] * 9
-            assert not made._ends  # the server is idle
+            left = asked[len(sizes) :]
+            assert [(await each).status_code for each in left] == [200] * len(left)
 
     asyncio.run(asyncio.wait_for(ask(), DEADLINE_S))
 

@@ -244,6 +244,84 @@ HOSTILE = [
         "name": "x", "schema": json.loads(nested(400))}}},
     {"messages": CHAT, "n": 100, "max_tokens": 1},
 ]  # fmt: skip
+LEVELS = [60, 95, 100, 101, 260, 400, 800]  # pydantic writes 255, Python's own JSON about 1,000
+
+
+@pytest.mark.parametrize("depth", LEVELS)
+def test_what_is_kept_or_told_again_of_a_request_can_be_written(depth):
+    deep = json.loads(nested(depth))
+    tool = {"type": "function", "name": "f", "parameters": deep}
+
+    async def ask(http, made) -> None:
+        for body in ({"metadata": deep}, {"tools": [tool], "tool_choice": "none"}):
+            for stream in (False, True):
+                body = {"input": "a", "max_output_tokens": 2, "stream": stream, **body}
+                answer = await http.post("/v1/responses", json=body)
+                assert answer.status_code == (200 if depth < 96 else 400), answer.text
+                assert "server_error" not in answer.text
+        call = {"function": {"name": "f", "arguments": nested(depth)}}
+        for kept in ({"messages": [{**CHAT[0], "further": deep}]}, {"messages": with_call(call)}):
+            await http.post("/sessions/s/v1/chat/completions", json={**kept, "max_tokens": 2})
+            assert (await http.get("/sessions/s")).status_code in (200, 404)
+            assert (await http.delete("/sessions/s")).status_code in (200, 404)
+
+    asked(ask)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e400"])
+def test_numbers_that_are_no_json_are_told_again_as_null(number):
+    async def ask(http, made) -> None:
+        for stream in ("false", "true"):
+            body = '{"input": "a", "max_output_tokens": 2, "metadata": {"x": %s}, "stream": %s}'
+            answer = await http.post(
+                "/v1/responses", content=body % (number, stream),
+                headers={"Content-Type": "application/json"},
+            )  # fmt: skip
+            assert answer.status_code == 200, answer.text
+            assert '"metadata":{"x":null' in answer.text
+
+    asked(ask)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_long_prompts_are_told_again_beside_the_event_loop(stream):
+    threads = set()
+    told = tokenizer()
+    decode = told.decode
+
+    def noting(*arguments, **options):
+        threads.add(threading.get_ident())
+        return decode(*arguments, **options)
+
+    told.decode = noting
+
+    async def ask() -> None:
+        made = service(the_tokenizer=told)
+        body = {"prompt": ["ab" * 500] * 17, "max_tokens": 0, "echo": True, "logprobs": 1}
+        async with asgi_client(made) as http:
+            threads.clear()
+            answer = await http.post("/v1/completions", json={**body, "stream": stream})
+            assert answer.status_code == 200
+        assert threads and threading.get_ident() not in threads
+
+    asyncio.run(asyncio.wait_for(ask(), DEADLINE_S))
+
+
+HALF = '{"prompt": "\\ud800", "input": "\\ud800"}'  # of a character
+
+
+@pytest.mark.parametrize("body", [
+    HALF.encode(), HALF.replace("d800", "D800").encode(),
+    HALF.replace("\\ud800", "X").encode().replace(b"X", b"\xed\xa0\x80"),
+    *map(HALF.encode, ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le"]),
+])  # fmt: skip
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/v1/responses"])
+def test_halves_of_characters_are_refused_in_every_encoding(path, body):
+    async def ask(http, made) -> None:
+        answer = await http.post(path, content=body, headers={"Content-Type": "application/json"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
+
+    asked(ask)
 
 
 @pytest.mark.parametrize("body", HOSTILE, ids=range(len(HOSTILE)))

@@ -49,12 +49,12 @@ def settings(**changes) -> ServeSettings:
     return ServeSettings(**{"model": "tests.serving.tiny_server.build", "name": NAME, **changes})
 
 
-def service(the_model=None, the_tokenizer=None, **changes) -> Service:
+def service(the_model=None, the_tokenizer=None, clock=time.monotonic, **changes) -> Service:
     made = settings(**changes)
     the_model = the_model or load_causal_lm("tests.serving.tiny_server.build")
     the_tokenizer = the_tokenizer or tokenizer()
     host = ThreadHost(the_model, made, (EOS,), the_tokenizer)
-    return Service(host, the_tokenizer, made, source="here")
+    return Service(host, the_tokenizer, made, source="here", clock=clock)
 
 
 @asynccontextmanager
