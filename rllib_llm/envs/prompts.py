@@ -206,10 +206,14 @@ class PromptEncoder:
         return max(len(self._tokenize(row)[0]) for row in source.all_rows())
 
     def check_all(self, source: PromptSource) -> None:
-        """Raises PromptError for a prompt of `source` that is too long, where such are refused."""
+        """Raises PromptError for a prompt of `source` that is too long, where such are refused, and
+        DataSourceError where the tokenizer cannot write the first (chats without a template)."""
+        rows = source.all_rows()
         if self.overflow == "error":
-            for row in source.all_rows():
+            for row in rows:
                 self._encode_row(row)
+        else:
+            self._tokenize(next(rows))
 
     def _encode_once(self, row: PromptRow) -> tuple[list[int], str]:
         if row.index not in self._cache:

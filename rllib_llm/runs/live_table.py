@@ -7,8 +7,10 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import ray
 from ray.tune import Callback
 from ray.tune.utils.log import Verbosity, has_verbosity, set_verbosity
+from ray.util import placement_group_table
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
 from rich.live import Live
@@ -26,6 +28,8 @@ WAITING_INTERVAL_S = 30.0  # between plain lines on what a trial does that has n
 MAX_WAITING = 3  # trials of which it is told
 SILENT_S = 4.0  # without a result until it is shown what a trial does
 POLL_S = 1.0
+WAITS_FOR_IMPORTS = "its process imports libraries"
+WAITS_FOR_CPUS = "waiting for CPUs or GPUs, of which the cluster has not enough free"
 BAR_WIDTH = 8
 
 
@@ -39,6 +43,7 @@ class TrialRow:
         self.result: dict[str, Any] = {}
         self.share = 0.0
         self.ear: TrialEar | None = None
+        self.has_place: bool | None = None  # whether the cluster gave it its CPUs; None: not known
         self._watch = Watch()
         self._begun_at = time.time()
         self._first: tuple[float, float] | None = None
@@ -55,7 +60,10 @@ class TrialRow:
         activity = self.ear.activity() if self.ear is not None else None
         # What a process before this one did is past.
         if activity is None or activity[1] < self._begun_at:
-            return f"waiting for its process, for {_clock(silent)}" if not self._last_time else ""
+            if self._last_time:
+                return ""
+            why = {None: "waiting for its process", True: WAITS_FOR_IMPORTS, False: WAITS_FOR_CPUS}
+            return f"{why[self.has_place]}, for {_clock(silent)}"
         text, since = activity
         return f"{text}, for {_clock(max(0.0, time.time() - since))}"
 
@@ -142,6 +150,10 @@ class LiveTable(Callback):
             row = self._row(trial)
             if row.ear is None and (folder := local_folder(trial)) is not None:
                 row.ear = TrialEar(folder)
+        if ray.is_initialized() and any(row.state == "starting" for row in self._rows.values()):
+            groups = placement_group_table().values()
+            for trial_id, has_place in places(trials, groups).items():
+                self._rows[trial_id].has_place = has_place
         self._hear()
         if self._live is not None or now - self._last_line <= WAITING_INTERVAL_S:
             return
@@ -258,6 +270,27 @@ def _eta(row: TrialRow) -> str:
         return ""
     eta = row.eta_s()
     return "…" if eta is None else _clock(eta)
+
+
+def places(trials: Iterable[Any], groups: Iterable[Mapping[str, Any]]) -> dict[str, bool]:
+    """Whether each trial that runs or is to start has its resources, as far as known: Tune gives
+    the ready placement groups of a kind to its trials in their order.
+
+    groups: as Ray's `placement_group_table` has them, those of other jobs included.
+    """
+    ready = [_kind(each["bundles"].values()) for each in groups if each["state"] == "CREATED"]
+    known = {}
+    for trial in sorted(trials, key=lambda trial: trial.status != "RUNNING"):
+        if trial.status in ("RUNNING", "PENDING"):
+            kind = _kind(trial.placement_group_factory.bundles)
+            known[trial.trial_id] = kind in ready
+            if kind in ready:
+                ready.remove(kind)
+    return known
+
+
+def _kind(bundles: Iterable[Mapping[str, float]]) -> list[dict[str, float]]:
+    return [{name: float(num) for name, num in bundle.items() if num} for bundle in bundles]
 
 
 def _iteration(row: TrialRow) -> str:

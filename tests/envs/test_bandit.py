@@ -5,6 +5,7 @@ import pytest
 import torch
 from ray.rllib.utils.spaces.repeated import Repeated
 
+from rllib_llm.data.rows import DataSourceError
 from rllib_llm.envs.bandit import BanditEnv, BanditEnvError
 from rllib_llm.envs.judges.rewards import RewardError, RewardSum
 from rllib_llm.envs.prompts import PromptError, PromptSource
@@ -320,3 +321,10 @@ def test_shares_of_rows_that_failed_or_were_cut_count_over_all_rows():
 def env_rows(env) -> list:
     """The rows of the first batch."""
     return env.prompts.rows(0, env.num_envs)
+
+
+def test_chats_without_a_template_are_told_before_anything_is_sampled():
+    chats = [{"messages": [{"role": "user", "content": "the cat"}]}]
+    with pytest.raises(DataSourceError, match="messages must become text: .* no chat template"):
+        word_env(prompts=PromptSource(chats))
+    assert word_env(prompts=PromptSource(chats), tokenizer=word_tokenizer(chat=True))

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 from pyarrow.fs import LocalFileSystem
 from rich.console import Console
 
-from rllib_llm.runs.live_table import SILENT_S, LiveTable, TrialRow
+from rllib_llm.runs.live_table import SILENT_S, LiveTable, TrialRow, places
 from rllib_llm.shared.messages import Message, MessageLog
 
 
 def trial(name: str, **params: object) -> SimpleNamespace:
-    return SimpleNamespace(trial_id=name, evaluated_params=params, config=dict(params))
+    return SimpleNamespace(trial_id=name, status="", evaluated_params=params, config=dict(params))
 
 
 def console(terminal: bool) -> Console:
@@ -138,7 +138,9 @@ def test_the_time_left_follows_the_pace_since_the_first_result():
 def stored(name: str, folder: Path) -> SimpleNamespace:
     """A trial whose folder lies on this disk."""
     storage = SimpleNamespace(storage_filesystem=LocalFileSystem(), trial_fs_path=str(folder))
-    return SimpleNamespace(trial_id=name, evaluated_params={}, config={}, storage=storage)
+    return SimpleNamespace(
+        trial_id=name, status="", evaluated_params={}, config={}, storage=storage
+    )
 
 
 def test_warnings_of_the_trials_processes_are_printed_once(tmp_path):
@@ -169,6 +171,31 @@ def test_a_trial_without_a_result_shows_what_it_does(tmp_path):
         assert "rl  sampling and judging 16 completions, for 0:0" in out.file.getvalue()
         table.on_trial_result(2, [], stored("a", tmp_path), result(1))
         assert "sampling" not in rendered(table)  # it has just been heard of
+
+
+def test_what_a_trial_waits_for_is_told_where_the_cluster_says_it():
+    def of(name: str, status: str, **bundle: float) -> SimpleNamespace:
+        factory = SimpleNamespace(bundles=[bundle])
+        return SimpleNamespace(trial_id=name, status=status, placement_group_factory=factory)
+
+    def group(state: str, **bundle: float) -> dict:
+        return {"state": state, "bundles": {0: bundle}}
+
+    trials = [of("first", "PENDING", CPU=1, GPU=0), of("next", "PENDING", CPU=1)]
+    trials += [
+        of("runs", "RUNNING", CPU=1),
+        of("big", "PENDING", CPU=9),
+        of("over", "ERROR", CPU=9),
+    ]
+    groups = [group("CREATED", CPU=1.0), group("CREATED", CPU=1.0), group("PENDING", CPU=9.0)]
+    known = places(trials, [*groups, group("REMOVED", CPU=1.0)])
+    assert known == {"runs": True, "first": True, "next": False, "big": False}
+    row = TrialRow("a", {})
+    row._started -= SILENT_S + 1
+    for has_place, text in ((None, "waiting for its process"), (True, "its process imports"),
+                            (False, "waiting for CPUs or GPUs, of which")):  # fmt: skip
+        row.has_place = has_place
+        assert row.waits_for().startswith(text)
 
 
 def test_what_a_process_before_this_one_did_is_past(tmp_path):
