@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +13,14 @@ import typer
 import yaml
 from rich.console import Console
 
-from rllib_llm.cli.session import extra_serve, prepare, told_to_wait, user_errors
+from rllib_llm.cli.session import (
+    SECONDS_TO_CONNECT,
+    check_address,
+    extra_serve,
+    prepare,
+    told_to_wait,
+    user_errors,
+)
 from rllib_llm.shared.errors import UserError
 
 _SECRETS = ("api_keys", "admin_key")
@@ -128,7 +136,9 @@ def _serve_on_ray(settings: Any, ray_address: str | None) -> None:
     import ray
 
     if ray_address is not None:
-        ray.init(address=ray_address, log_to_driver=False)
+        check_address(ray_address)
+    if address := ray_address or _in_place_of_a_dead_cluster():
+        ray.init(address=address, log_to_driver=False)
     told_to_wait(f"Loading {settings.model} on Ray Serve ...")
     server = deployment.start(settings)
     _told(settings, settings.port)
@@ -139,6 +149,22 @@ def _serve_on_ray(settings: Any, ray_address: str | None) -> None:
     server.close()
     if ray_address is None:
         ray.shutdown()
+
+
+def _in_place_of_a_dead_cluster() -> str | None:
+    """ "local" where Ray would try for minutes to reach a cluster that was killed; else None."""
+    from rllib_llm.shared.ray_compat import current_cluster
+
+    known = None if os.environ.get("RAY_ADDRESS") else current_cluster()
+    if not known:
+        return None
+    host, _, port = known.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=SECONDS_TO_CONNECT).close()
+    except OSError:
+        told_to_wait(f"The Ray cluster at {known} does not answer; a new one is started here.")
+        return "local"
+    return None
 
 
 def _told(settings: Any, port: int) -> None:

@@ -70,6 +70,14 @@ def put_direct(value: Any, transport: str) -> ray.ObjectRef:
     return ray.put(value, _tensor_transport=transport)
 
 
+def current_cluster() -> str | None:
+    """The address of the cluster to which `ray.init()` without one connects; None: it starts one.
+    The cluster may have been killed."""
+    from ray._private.utils import read_ray_address
+
+    return read_ray_address() or None
+
+
 def free_by_node() -> list[dict[str, float]]:
     """The resources of each live node that nobody has taken."""
     from ray._private.state import available_resources_per_node
@@ -217,6 +225,7 @@ def _names(owner: str, *attributes: str, **functions: str) -> tuple[PrivateName,
 PRIVATE_NAMES: tuple[PrivateName, ...] = (
     *_names("ray", put="value _owner _tensor_transport"),
     *_names("ray.actor:ActorHandle", "_actor_id"),
+    *_names("ray._private.utils", read_ray_address="temp_dir"),
     *_names(
         "ray._private.state",
         available_resources_per_node="",
