@@ -200,5 +200,5 @@ def _unknown(env: str) -> UnknownEnvError:
         if package
         else f"Did you mean {' or '.join(near)}?"
         if near
-        else "Check the spelling",
+        else "Check the spelling, or give the module that registers it (--import)",
     )

@@ -54,13 +54,13 @@ class WeightedMeans:
         self._counts = {name: list(parts) for name, parts in other._counts.items()}
 
     def pop(self) -> dict[str, float]:
-        """All means, then forgets them; a name with nothing counted is left out."""
+        """All means, then forgets them; a name with nothing counted, or no total, is left out."""
         number = _fetched([*self._totals.values(), *self._counts.values()])
         counts = {name: sum(map(number, parts)) for name, parts in self._counts.items()}
         means = {
-            name: sum(map(number, self._totals.get(name, ()))) / count
+            name: sum(map(number, self._totals[name])) / count
             for name, count in counts.items()
-            if count > 0
+            if count > 0 and name in self._totals
         }
         self._totals.clear()
         self._counts.clear()

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from rllib_llm.conversations.chat_format import ChatFormat, ChatFormatError
 from rllib_llm.conversations.tool_calls import is_json
 from rllib_llm.data.encoding import render_chat
+from rllib_llm.serving.guides import with_single_spaces
 from rllib_llm.serving.jobs import Limits
 from rllib_llm.serving.schemas import ApiError, Message, NamedTool, Tool
 
@@ -278,10 +279,7 @@ def _call_rule(syntax: str, function: Any) -> str:
 
 
 def _json_rule(schema: Any) -> str:
-    """JSON as models write it, with single spaces: else a weak one writes spaces for ever."""
-    spaces = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    whole = {**schema, "x-guidance": spaces} if isinstance(schema, dict) else schema
-    return f"%json {json.dumps(whole)}"
+    return f"%json {json.dumps(with_single_spaces(schema))}"
 
 
 def _quoted(text: str) -> str:

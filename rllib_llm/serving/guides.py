@@ -210,10 +210,16 @@ def check_length(grammar: str, field: str) -> None:
         raise no_good(field, f"it has more than {MAX_GRAMMAR_CHARS} characters.")
 
 
+def with_single_spaces(schema: Any) -> Any:
+    """A schema of JSON as models write it: else a weak one writes white space for ever."""
+    spaces = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    return {**schema, "x-guidance": spaces} if isinstance(schema, dict) else schema
+
+
 def _as_schema(schema: Any) -> str:
     from llguidance import LLMatcher
 
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema))
+    return LLMatcher.grammar_from_json_schema(json.dumps(with_single_spaces(schema)))
 
 
 def no_good(field: str, problem: str) -> ApiError:

@@ -37,6 +37,13 @@ def test_pop_forgets_and_leaves_out_what_was_not_counted():
     assert means.pop() == {}
 
 
+def test_what_is_counted_and_never_added_up_is_no_zero():
+    means = WeightedMeans()
+    means.add_count("entropy", 3)  # of a loss that reports none
+    means.add("loss", 6.0, 3)
+    assert means.pop() == {"loss": 2.0}
+
+
 def test_no_graph_is_kept():
     means = WeightedMeans()
     means.add("x", torch.ones((), requires_grad=True) * 2, 1)

@@ -73,16 +73,12 @@ def test_answers_are_valid_by_their_schemas_at_any_temperature():
         for schema in [*SCHEMAS, *(drawn_schema(draw) for _ in range(20))]
         for seed, temperature in enumerate((0, 1, 1.5))
     ]  # fmt: skip
-    num_whole = 0
     for body, answer in zip(bodies, ask_all(bodies), strict=True):
         assert answer.status_code == 200, answer.text
         choice = answer.json()["choices"][0]
-        if choice["finish_reason"] == "length":  # a random model may write spaces for ever
-            continue
-        num_whole += 1
+        assert choice["finish_reason"] == "stop"  # a random model's white space is bounded, too
         schema = body["response_format"]["json_schema"]["schema"]
         jsonschema.validate(json.loads(choice["message"]["content"]), schema)
-    assert num_whole > len(bodies) // 2
 
 
 def test_objects_expressions_and_grammars():

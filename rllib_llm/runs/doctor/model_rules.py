@@ -325,6 +325,14 @@ def _sampling(stage: Stage) -> Iterator[Finding]:
 
 def _evaluation(stage: Stage) -> Iterator[Finding]:
     config, env = stage.config, stage.env
+    held_out = config.env_config.get("eval_fraction")
+    if held_out and not config.evaluation_interval:
+        yield Finding(
+            "settings.eval_fraction", "warning", f"eval_fraction={held_out}",
+            "these prompts are neither trained on nor evaluated, since there is no "
+            "evaluation_interval", "Set evaluation_interval: 10, or leave eval_fraction out.",
+            rule="have an evaluation",
+        )  # fmt: skip
     if not config.evaluation_interval or "eval_prompts" not in env:
         return
     if not env["eval_prompts"] and not env.get("eval_fraction"):

@@ -294,6 +294,13 @@ def test_a_server_that_does_not_answer_is_named():
     assert "ports.server" in ids
 
 
+def test_prompts_that_are_held_out_for_no_evaluation_are_told():
+    idle = grpo(env={"eval_fraction": 0.1, "eval_prompts": None})
+    assert "settings.eval_fraction" in {finding.id for finding in found(idle)}
+    used = grpo(env={"eval_fraction": 0.1, "eval_prompts": None}, evaluation_interval=1)
+    assert "settings.eval_fraction" not in {finding.id for finding in found(used)}
+
+
 def test_epochs_end_what_counts_them():
     assert "experiment.open_end" in {finding.id for finding in found(grpo(stop={"epoch": 3}))}
     assert found(supervised("SFT").replace(stop={"epoch": 3})) == []
