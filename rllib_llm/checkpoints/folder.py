@@ -218,13 +218,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         CheckpointError: it has none, or one of an unknown format.
     """
     if not folder.is_dir():
-        beside = folder.parent.iterdir() if folder.parent.is_dir() else ()
-        close = nearest(folder.name, [path.name for path in beside])
-        hint = "`rllib train` prints the checkpoints it wrote."
-        if close:
-            hint = f"Did you mean {str(folder.with_name(close[0]))!r}?"
         raise CheckpointError(
-            f"checkpoint={str(folder)!r} must be a checkpoint folder: there is none. {hint}"
+            f"checkpoint={str(folder)!r} must be a checkpoint folder: there is none. "
+            f"{_named_like(folder)}"
         )
     file = folder / MANIFEST
     if not file.is_file() and (folder / "config.json").is_file():
@@ -257,6 +253,15 @@ def _damaged(folder: Path, rule: str, reason: str) -> CheckpointError:
     return CheckpointError(
         f"checkpoint={str(folder)!r} must {rule}: {reason}; the checkpoint is damaged. {OTHERS}."
     )
+
+
+def _named_like(folder: Path) -> str:
+    """Advice where a folder is not there: those beside it, if one has a similar name."""
+    beside = folder.parent.iterdir() if folder.parent.is_dir() else ()
+    close = nearest(folder.name, [path.name for path in beside], num=1, cutoff=0.5)
+    if not close:
+        return "`rllib train` prints the checkpoints and models it wrote."
+    return f"Did you mean {str(folder.with_name(close[0]))!r}?"
 
 
 def _crc32(path: Path) -> int:
@@ -302,10 +307,10 @@ def find_model(given: str) -> str:
     """
     folder = _here(given)
     if not folder.exists():
-        if given.startswith((".", "/", "~")) or given.count("/") > 1:
+        is_beside_others = "/" in given and folder.parent.is_dir()
+        if given.startswith((".", "/", "~")) or given.count("/") > 1 or is_beside_others:
             raise UserError(
-                f"checkpoint={given!r} must be a folder: there is none. `rllib train` prints the "
-                "checkpoints and models it wrote."
+                f"checkpoint={given!r} must be a folder: there is none. {_named_like(folder)}"
             )
         return given
     for candidate in (folder, folder / "model"):

@@ -210,8 +210,10 @@ def read_settings(
         name = ".".join(map(str, first["loc"])) or "settings"
         if first["type"] == "extra_forbidden":
             raise unknown_key("", name, ServeSettings.model_fields) from error
-        value = "" if "key" in name or first["type"] == "missing" else f"={first['input']!r}"
-        raise UserError(f"{name}{value} must be corrected: {first['msg']}.") from error
+        is_secret = "key" in name and not name.endswith("_file")
+        value = "" if is_secret or first["type"] == "missing" else f"={str(first['input'])!r}"
+        problem = first["msg"].removeprefix("Value error, ")
+        raise UserError(f"{name}{value} must be corrected: {problem}.") from error
 
 
 def _from_file(file: Path | None) -> dict[str, Any]:

@@ -123,6 +123,16 @@ def test_the_model_is_found_in_checkpoint_trial_and_model_folders(checkpoint, tm
         find_model(str(tmp_path))
 
 
+def test_a_folder_that_is_not_there_is_none_of_the_hub_where_its_neighbours_are(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "weights" / "v2").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="there is none. Did you mean 'weights/v2'"):
+        find_model("weights/v3")
+    assert find_model("gpt/v3") == "gpt/v3"
+
+
 @pytest.fixture(scope="module")
 def chat_model(tmp_path_factory):
     """A Hugging Face folder of a small untrained model with a chat template."""

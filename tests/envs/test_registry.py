@@ -84,7 +84,7 @@ def test_wrong_names():
         make("Arithmetic-v1")
     with pytest.raises(UnknownEnvError, match="Did you mean 'rllib_llm/RLHF-v0'"):
         make("RLHF")
-    with pytest.raises(UnknownEnvError, match="it is none of these. Check the spelling."):
+    with pytest.raises(UnknownEnvError, match="it is none of these. Check the spelling"):
         make("Pendulum-v9")
     with pytest.raises(UnknownEnvError, match="env=3 must be an environment's name"):
         make(3)
