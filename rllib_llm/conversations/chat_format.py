@@ -24,7 +24,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rllib_llm.conversations.tool_calls import SYNTAXES, ParsedReply, parse_reply, syntax_of
+from rllib_llm.conversations.tool_calls import (
+    SYNTAXES,
+    ParsedReply,
+    broken_up,
+    parse_reply,
+    syntax_of,
+)
 from rllib_llm.data.encoding import common_prefix_len, render_chat
 from rllib_llm.data.turn_ends import MARKER, example_calls, find_turn_ends, special_texts
 from rllib_llm.shared.errors import SettingError
@@ -146,7 +152,7 @@ class ChatFormat:
         cleaned["content"] = content
         special = [] if cleaned.get("role") == "system" else self._special_texts
         return {
-            name: value if name == "role" else _broken_up(value, special)
+            name: value if name == "role" else broken_up(value, special)
             for name, value in cleaned.items()
         }
 
@@ -345,20 +351,6 @@ class ChatFormat:
 def opens_thoughts(asked: str) -> bool:
     """Whether the turn that follows a generation prompt begins within thoughts."""
     return asked.rstrip().endswith(_THOUGHTS)
-
-
-def _broken_up(value: Any, special: Sequence[str]) -> Any:
-    """The value, no text in it one of `special`, or with half of a character (a lone surrogate)."""
-    if isinstance(value, str):
-        value = value.encode(errors="replace").decode()
-        for token in special:
-            value = value.replace(token, f"{token[0]} {token[1:]}")
-        return value
-    if isinstance(value, Mapping):
-        return {_broken_up(key, special): _broken_up(part, special) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_broken_up(part, special) for part in value]
-    return value
 
 
 def _eos(tokenizer: Any) -> list[int]:

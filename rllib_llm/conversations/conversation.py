@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from rllib_llm.conversations.chat_format import ChatFormat, Messages
-from rllib_llm.conversations.tool_calls import ParsedReply
+from rllib_llm.conversations.tool_calls import ParsedReply, broken_up
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import NO_VERSION, pad_left, pad_right
 
@@ -304,7 +304,7 @@ class Conversation:
         """Stores messages after the assistant's last turn, for the record only: they are neither
         read nor trained."""
         if messages:
-            self._append(Node(self._leaf, tuple(dict(m) for m in messages), ()))
+            self._append(Node(self._leaf, tuple(broken_up(messages)), ()))
 
     def append_sampled(
         self,

@@ -10,11 +10,11 @@ import ast
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from jsonschema import Draft202012Validator
+from jsonschema import Draft202012Validator, ValidationError
 from jsonschema.validators import extend
 
 CallStatus = Literal[
@@ -55,6 +55,7 @@ _COHERE_RESPONSE = re.compile(r"<\|START_RESPONSE\|>|<\|END_RESPONSE\|>")
 
 _HALVES = re.compile("[\ud800-\udfff]")  # of characters, which JSON can name
 _MOST_LEVELS = 64  # of objects and lists in arguments, which templates and tools walk by recursion
+_LARGEST = 10**4300  # of integers: Python reads and writes no more digits
 _MOST_PYTHON = 65_536  # characters of a list of calls that Python's parser is given
 
 Schemas = Mapping[str, Mapping[str, Any]]
@@ -162,6 +163,7 @@ def parse_reply(
             call = replace(call, name="", arguments=None, status="invalid_json")
         if not is_json(call.arguments):
             call = replace(call, arguments=None, status="invalid_json")
+        call = replace(call, raw=broken_up(call.raw))
         status = call.status
         if max_calls is not None and i >= max_calls:
             call, status = replace(call, arguments=None), "too_many_calls"
@@ -327,26 +329,25 @@ def _from_glm(body: str, raw: str, schemas: Schemas) -> ToolCall:
 
 def _of_texts(name: str, texts: list[tuple[str, str]], raw: str, schemas: Schemas) -> ToolCall:
     """A call whose argument values are all written as text."""
-    schema = schemas.get(name, {})
-    kinds, validator = schema.get("properties", {}), Arguments(schema)
-    arguments = {
-        key: _value(text, validator.evolve(schema=kinds.get(key, {}))) for key, text in texts
-    }
-    return ToolCall(name, arguments, raw, "ok")
+    schema = schemas.get(name) or {}
+    kinds = schema.get("properties") or {}
+    values = {key: _value(text, schema, kinds.get(key, {})) for key, text in texts}
+    return ToolCall(name, values, raw, "ok")
 
 
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 _JSON_WORDS = {"true": True, "false": False, "null": None}
 
 
-def _value(text: str, validator: Any) -> Any:
-    """A value written as text: parsed as JSON, unless the schema takes the text alone."""
+def _value(text: str, schema: Mapping[str, Any], kind: Any) -> Any:
+    """A value written as text: parsed as JSON, unless its part `kind` of the schema takes the text
+    alone."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         value = _PYTHON_WORDS.get(text.strip(), text)
-    if (isinstance(value, str) and validator.schema) or not validator.is_valid(value):
-        return text if validator.is_valid(text) else value
+    if (isinstance(value, str) and kind) or objection(schema, value, kind):
+        return value if objection(schema, text, kind) else text
     return value
 
 
@@ -365,6 +366,33 @@ def _or_null(keyword: str) -> Callable[..., Iterator[Any]]:
 Arguments = extend(Draft202012Validator, {word: _or_null(word) for word in ("type", "enum")})
 
 
+def objection(schema: Mapping[str, Any], value: Any, part: Any = None) -> str:
+    """The objection of a tool's schema, or of a part of it, to a value; "" where it fits, or where
+    the schema cannot be checked (JavaScript's regular expressions, references to other sites)."""
+    try:
+        validator = Arguments(schema)
+        (validator if part is None else validator.evolve(schema=part)).validate(value)
+    except ValidationError as error:
+        return str(error.message)
+    except Exception:  # noqa: BLE001  (of somebody's schema: the tool says what is wrong)
+        return ""
+    return ""
+
+
+def broken_up(value: Any, special: Sequence[str] = ()) -> Any:
+    """The value, no text in it one of `special`, or with half of a character (a lone surrogate)."""
+    if isinstance(value, str):
+        value = value.encode(errors="replace").decode()
+        for token in special:
+            value = value.replace(token, f"{token[0]} {token[1:]}")
+        return value
+    if isinstance(value, Mapping):
+        return {broken_up(key, special): broken_up(part, special) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [broken_up(part, special) for part in value]
+    return value
+
+
 def is_json(value: Any, levels: int = _MOST_LEVELS) -> bool:
     """Whether a value is one of JSON, with finite numbers and whole characters, and nested no
     deeper than `levels`."""
@@ -379,7 +407,7 @@ def is_json(value: Any, levels: int = _MOST_LEVELS) -> bool:
         return not _HALVES.search(value)
     return (
         value is None
-        or isinstance(value, int)
+        or (isinstance(value, int) and abs(value) < _LARGEST)
         or (isinstance(value, float) and math.isfinite(value))
     )
 

@@ -149,9 +149,9 @@ class _Player:
             response = await self._answer()
             if response.reward is not None:
                 self.attempt.has_turn_rewards = True
-                conversation.add_reward(_finite("respond()", response.reward))
+                conversation.add_reward(finite("respond()", response.reward))
             for name, number in response.metrics.items():
-                conversation.metrics[name] = _number("respond()", f"metric {name!r}", number)
+                conversation.metrics[str(name)] = _number("respond()", f"metric {name!r}", number)
             messages = as_messages(response.messages)
             if response.invalid:
                 self.attempt.invalid = response.invalid
@@ -166,7 +166,7 @@ class _Player:
             conversation.append_messages(messages)
         earned = await call(env.score, conversation)
         if earned is not None:
-            self.attempt.earned = _finite("score()", earned)
+            self.attempt.earned = finite("score()", earned)
 
     async def _sample(self) -> bool:
         """Samples the assistant's turn; False where it was cut off, and the conversation ends."""
@@ -242,18 +242,25 @@ def _results(calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[M
     return [*said]
 
 
-def _finite(source: str, reward: float) -> float:
-    number = _number(source, "reward", reward)
+def finite(source: str, value: Any, what: str = "reward") -> float:
+    """A reward, or another number, that `source` gave.
+
+    Raises:
+        ValueError: it is none, or no finite one of float32.
+    """
+    number = _number(source, what, value)
     if not abs(number) <= _LARGEST:
         raise ValueError(
-            f"{source} gave the reward {number}, which must be a finite number of float32: nothing "
-            "can be learnt from it. Return None where there is no reward."
+            f"{source} gave the {what} {number}, which must be a finite number of float32: nothing "
+            f"can be learnt from it. Return None where there is no {what}."
         )
     return number
 
 
 def _number(source: str, what: str, value: Any) -> float:
     try:
+        if isinstance(value, str):
+            raise TypeError("it is a text")
         return float(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(
@@ -305,6 +312,8 @@ def judge(env: ConversationEnv, attempts: Sequence[Rollout], pad_token_id: int) 
         if judged is not None:
             attempt.score += float(judged.scores[i])
             attempt.valid = bool(judged.valid[i])
+        if not abs(attempt.score) <= _LARGEST:  # the sum of numbers that are finite each
+            attempt.score, attempt.valid = 0.0, False
     batch = training_columns(attempts, pad_token_id)
     if env.reference is not None:
         names = (columns.PROMPT_IDS, columns.PROMPT_MASK, columns.COMPLETION_IDS,

@@ -29,14 +29,13 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, Protocol
 
-from jsonschema import ValidationError
 from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import (
     DocstringParsingException,
     TypeHintParsingException,
 )
 
-from rllib_llm.conversations.tool_calls import Arguments, ToolCall
+from rllib_llm.conversations.tool_calls import ToolCall, objection
 from rllib_llm.data.files import text_of
 from rllib_llm.envs.sandbox import Contained, Sandbox, missing_layers
 from rllib_llm.shared.dotted import import_dotted
@@ -200,13 +199,13 @@ class Toolbox:
         if asked.status != "ok":
             return _STATUS_MESSAGES.get(asked.status, asked.status)
         tool, arguments = self.tools[asked.name], dict(asked.arguments or {})
-        try:
-            Arguments(tool.schema["function"].get("parameters", {})).validate(arguments)
-            if isinstance(tool, FunctionTool):  # its schema does not refuse what it lacks
+        reason = objection(tool.schema["function"].get("parameters") or {}, arguments)
+        if not reason and isinstance(tool, FunctionTool):  # its schema may take what it does not
+            try:
                 inspect.signature(tool.function).bind(**arguments)
-        except (ValidationError, TypeError) as error:
-            return f"arguments of {asked.name!r}: {getattr(error, 'message', error)!s:.{_SHOWN}}"
-        return ""
+            except TypeError as error:
+                reason = str(error)
+        return reason and f"arguments of {asked.name!r}: {reason:.{_SHOWN}}"
 
     def _shortened(self, text: str) -> str:
         if len(text) <= self.max_chars:
@@ -246,7 +245,10 @@ def as_text(result: Any) -> str:
         return result.decode("utf-8", errors="replace")
     if isinstance(result, str):
         return result
-    return json.dumps(result, ensure_ascii=False, default=str)
+    try:
+        return json.dumps(result, ensure_ascii=False, default=str)
+    except (TypeError, ValueError):  # keys that JSON has not, an object that holds itself
+        return str(result)
 
 
 def _alarm_in(function: Callable[..., Any]) -> str:

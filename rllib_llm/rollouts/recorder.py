@@ -254,7 +254,7 @@ class RolloutRecorder:
             return
         # Rows that wait hold no memory of a GPU, and the caller may add columns meanwhile.
         groups = groups.to("cpu")
-        ended = datetime.datetime.now(datetime.UTC)
+        ended = datetime.datetime.now(datetime.timezone.utc)
         make = functools.partial(
             rows_of, groups, self._about, status=status, reason=reason, ended=ended
         )

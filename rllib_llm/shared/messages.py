@@ -55,7 +55,7 @@ def is_library(file: str) -> bool:
 def told(error: BaseException) -> str:
     """An exception as text: its class and words, or the words alone if it is of this package."""
     try:
-        text = str(error)
+        text = str(error).encode(errors="backslashreplace").decode()  # of half characters
     except Exception:  # noqa: BLE001  (of a user's class)
         text = "(its text cannot be read)"
     if _is_own(error):

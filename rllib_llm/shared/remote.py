@@ -119,8 +119,8 @@ Result = TypeVar("Result")
 
 
 class ExitedError(RuntimeError):
-    """A user's code has ended what it runs in: by `SystemExit` or the like, which as it is would
-    end the event loop, or its process."""
+    """A user's code has ended what it runs in: by `SystemExit`, a cancellation or the like, which
+    as it is would end the event loop, its process, or the rollouts beside it."""
 
 
 def no_answer(seconds: float, setting: str = "") -> str:
@@ -208,8 +208,9 @@ async def within(
 
     Raises:
         Late: it is, with the message `said`. What the awaitable itself raises is no `Late`.
+        ExitedError: see `harmless`.
     """
-    task = asyncio.ensure_future(awaitable)
+    task = asyncio.ensure_future(harmless(awaitable))
     try:
         await asyncio.wait({task}, timeout=None if seconds == math.inf else seconds)
         if not task.done():
@@ -231,11 +232,17 @@ async def harmless(awaitable: Awaitable[Any]) -> Any:
     """The result of an awaitable.
 
     Raises:
-        ExitedError: it raised what would end the loop and its thread.
+        ExitedError: it raised what is no `Exception`, and would end the loop, or all that waits
+            for it; a cancellation from outside alone stays one.
     """
     try:
         return await awaitable
-    except (SystemExit, KeyboardInterrupt) as error:
+    except (Exception, GeneratorExit):
+        raise
+    except BaseException as error:
+        asked_to_end = getattr(asyncio.current_task(), "cancelling", lambda: 1)  # from Python 3.11
+        if isinstance(error, asyncio.CancelledError) and asked_to_end():
+            raise
         raise ExitedError(told(error)) from error
 
 

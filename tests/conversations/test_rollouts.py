@@ -332,7 +332,77 @@ def raises_unspeakably():
     raise Unspeakable
 
 
+class Stopped(BaseException):
+    """As pytest's and trio's own: no Exception."""
+
+
+class RaisesInLoop:
+    """A tool whose code is run in the event loop itself."""
+
+    name, schema = "add", {"type": "function", "function": {"name": "add", "parameters": {}}}
+
+    def __init__(self, error):
+        self.error = error
+
+    async def run(self, arguments):
+        raise self.error
+
+
+class RaisesInStops(Patient):
+    """Raises a tool's error where it is asked whether a conversation is over, too."""
+
+    async def stops(self, conversation, results):
+        raise self.settings["tools"][0].error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [SystemExit(1), KeyboardInterrupt(), asyncio.CancelledError(), Stopped()],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_is_no_exception_ends_no_other_rollout(make, error):
+    """SystemExit in the event loop's own thread ended it, and whoever waited for it hung; the
+    others ended the run."""
+    tool = RaisesInLoop(error)
+    _, judged, policy = roll(make(tools=[tool], reward_functions=right), ADD_CALL, "It is 3.")
+    assert judged.columns[columns.VALID].all()
+    assert f"Error: {type(error).__name__}" in policy.env.tokenizer.decode(policy.seen[-1][2])
+    env = make(RaisesInStops, tools=[tool])
+    with pytest.warns(UserWarning, match=f"the first with {type(error).__name__}"):
+        _, judged, _ = roll(env, lambda row: ADD_CALL if row == 0 else "Yes.")
+    assert judged.columns[columns.VALID].tolist() == [False, True, True, True]
+
+
+def test_half_characters_are_no_text_anywhere(make):
+    """JSON can write them, and Arrow and UTF-8 cannot: the writer of rollouts ended the run."""
+
+    class LastWords(ConversationEnv):
+        def respond(self, conversation):
+            return Response("\ud83d", done=True, reward=1.0)
+
+    env = make(LastWords, tools=[add])
+    broken = ADD_CALL.replace('"b": 2', '"b": "\\ud83d", "\\ud83d": 2')
+    attempts, judged, _ = roll(env, broken, ADD_CALL.replace("add", "\\ud83d"), "Yes.")
+    for texts in judged.texts.values():
+        "".join(texts).encode()
+    assert not any(m.get("tool_calls") for m in attempts[0].conversation.messages)
+
+
+def test_finite_rewards_with_an_infinite_sum_are_not_learnt_from(make):
+    class Lavish(ConversationEnv):
+        def respond(self, conversation):
+            return Response(done=True, reward=3e38)
+
+        def score(self, conversation):
+            return 3e38 if conversation.task["answer"] == "4" else 0.0
+
+    _, judged, _ = roll(make(Lavish), "Yes.")
+    assert judged.columns[columns.VALID].tolist() == [True, True, False, False]
+    assert judged.columns[columns.SCORES][2:].tolist() == [0, 0]
+
+
 FAULTS = {
+    "keys that JSON has not": (lambda: {(1, 2): 3}, "{(1, 2): 3}"),
     "raises unspeakably": (raises_unspeakably, "Error: Unspeakable: (its text cannot be read)"),
     "half a character": (lambda: "\ud83d 3", "? 3"),
     "hangs": (lambda: time.sleep(5), "Error: no answer within 0.2 s"),

@@ -197,3 +197,10 @@ def test_the_syntax_is_what_the_template_writes():
     with pytest.raises(ValueError, match=r"syntax='yaml' must be one of \('hermes'"):
         parsed("", "yaml")
     assert set(WRITTEN) | {"none"} == set(SYNTAXES)
+
+
+def test_integers_that_python_cannot_write_are_not_read():
+    """In base 16 it reads them all the same; the chat template then failed to write the call."""
+    text = f"<|tool_call_start|>[add(a=0x{'f' * 5000})]<|tool_call_end|>"
+    (call,) = parsed(text, "pythonic").tool_calls
+    assert (call.arguments, call.status) == (None, "invalid_json")

@@ -9,7 +9,7 @@ from typing import Literal
 
 import pytest
 
-from rllib_llm.conversations.tool_calls import ToolCall
+from rllib_llm.conversations.tool_calls import ToolCall, parse_reply
 from rllib_llm.envs.tools import PythonTool, SearchTool, Toolbox, ToolError
 from rllib_llm.examples.calculator import calculator
 from rllib_llm.examples.lookup import Lookup, facts, sft_rows
@@ -46,6 +46,35 @@ def test_the_calculator(expression, value):
 def test_what_the_calculator_does_not_do(expression, message):
     with pytest.raises(ValueError, match=message):
         calculator(expression)
+
+
+class Served:
+    """A tool with the schema of a stranger's server."""
+
+    name = "find"
+
+    def __init__(self, **properties):
+        parameters = {"type": "object", "properties": properties}
+        self.schema = {"type": "function", "function": {"name": "find", "parameters": parameters}}
+
+    async def run(self, arguments):
+        return arguments["word"]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [{"type": "string", "pattern": r"^\p{L}+$"}, {"$ref": "https://example.org/word"},
+     {"type": "word"}, {"enum": 3}],
+    ids=["JavaScript's regular expression", "another site", "no type", "no list"],
+)  # fmt: skip
+def test_a_schema_that_cannot_be_checked_refuses_no_call(kind):
+    """Such a call made its rollout invalid, or the policy was told that it was to blame."""
+    asked = ToolCall("find", {"word": "tree"}, "", "ok")
+    assert asyncio.run(Toolbox([Served(word=kind)]).run(asked)).text == "tree"
+    schemas = {"find": Served(word=kind).schema["function"]["parameters"]}
+    text = "<tool_call><function=find><parameter=word>tree</parameter></function></tool_call>"
+    (call,) = parse_reply(text, syntax="xml", tools=schemas).tool_calls
+    assert (call.status, call.arguments) == ("ok", {"word": "tree"})
 
 
 def times_out():

@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -26,6 +25,7 @@ from rllib_llm.conversations.conversation import Rollout
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.conversation_rollouts import (
     EngineFailed,
+    finite,
     new_attempts,
     run_side_by_side,
 )
@@ -79,16 +79,13 @@ def read_result(result: Any) -> tuple[float | None, dict[str, float]]:
     Raises:
         ValueError: it is something else, or not finite.
     """
-    given = dict(result) if isinstance(result, Mapping) else {"reward": result}
-    numbers = {name: value for name, value in given.items() if value is not None}
-    for name, value in numbers.items():
-        if not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise ValueError(
-                f"{name}={value!r} of the agent's result must be a finite number: it is a reward "
-                'or a metric. Return a number, None, or {"reward": number, ...}.'
-            )
-    reward = numbers.pop("reward", None)
-    return None if reward is None else float(reward), {k: float(v) for k, v in numbers.items()}
+    given = result if isinstance(result, Mapping) else {"reward": result}
+    numbers = {
+        str(name): finite("the agent", value, "reward" if name == "reward" else f"metric {name!r}")
+        for name, value in given.items()
+        if value is not None
+    }
+    return numbers.pop("reward", None), numbers
 
 
 OpenAgentServer = Callable[..., Any]

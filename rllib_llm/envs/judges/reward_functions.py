@@ -399,6 +399,8 @@ class _Parameters:
 
 def _parameters(function: RewardFunction, name: str, *, needs_completions: bool) -> _Parameters:
     bound = set(function.keywords) if isinstance(function, functools.partial) else set()
+    if not inspect.isfunction(_inner(function)):
+        bound.add("self")  # of the object that is called: no column can be given under it
     parameters = list(inspect.signature(function).parameters.values())
     named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     required = {p.name for p in parameters if p.name in named and p.default is p.empty}

@@ -24,7 +24,7 @@ from rllib_llm.envs.judges.reward_functions import (
     as_functions,
 )
 from rllib_llm.shared.errors import ended
-from rllib_llm.shared.remote import EventLoop, ExitedError, Late, harmless, no_answer, within
+from rllib_llm.shared.remote import EventLoop, ExitedError, Late, no_answer, within
 
 __all__ = [
     "Invalid", "RewardBatch", "RewardError", "RewardSum", "RewardTerm", "Rewards", "UnjudgedError",
@@ -140,7 +140,9 @@ class RewardSum:
                 metrics[name] = torch.full_like(scores, value)
         with self._lock:
             self._require_judged(judged, batch)
-        valid = valid & judged
+        for row in (judged & ~scores.isfinite()).nonzero().flatten().tolist():
+            reasons[row] = "the weighted sum is NaN or infinite"
+        valid = valid & judged & scores.isfinite()
         scores = torch.where(valid, scores, torch.zeros_like(scores))
         said = tuple("" if ok else why for ok, why in zip(valid.tolist(), reasons, strict=True))
         return Rewards(scores, valid, components, metrics, failed, said)
@@ -250,7 +252,7 @@ async def _called(term: RewardTerm, batch: RewardBatch) -> Any:
 
 async def _in_time(term: RewardTerm, answer: Awaitable[Any]) -> Any:
     said = no_answer(term.timeout_s or math.inf, "timeout_s")
-    return await within(term.timeout_s, harmless(answer), said, end_seconds=0.0)
+    return await within(term.timeout_s, answer, said, end_seconds=0.0)
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -114,6 +114,20 @@ def test_columns_and_token_lists_reach_the_function():
     assert seen == {"prompts": ["x", "y"], "ids": [[2, 1], [3]], "label": [7, 8]}
 
 
+@pytest.mark.parametrize("name", ["self", "function", "name", "batch", "args"])
+def test_a_column_may_have_any_name(name):
+    """An object that takes all columns was given its own self twice."""
+
+    class Longest:
+        def __call__(self, completions, **columns):
+            return [float(len(text)) for text in completions]
+
+    batch = RewardBatch.of_texts(["p", "p"], ["a", "bc"], {name: [1, 2]})
+    assert RewardSum(Longest())(batch).scores.tolist() == [1, 2]
+    given = RewardSum(lambda completions, **columns: columns[name])(batch)
+    assert given.scores.tolist() == [1, 2]
+
+
 def test_functions_that_want_tokens_get_tensors():
     def function(prompt_ids, prompt_mask, completion_ids, completion_mask):
         return (completion_ids * completion_mask).sum(-1)
@@ -157,6 +171,17 @@ def test_a_result_that_is_not_finite_is_not_valid(bad):
     with pytest.warns(UserWarning, match="NaN or infinite"):
         out = rewards(batch_of("a", "b"))
     assert out.valid.tolist() == [False, True] and out.scores.tolist() == [0, 2]
+
+
+def test_a_weighted_sum_that_is_not_finite_is_not_valid():
+    """Each of the two is; their sum was NaN, and wiped the advantages of its group."""
+    specs = [
+        {"function": lambda completions: [3e38, 1.0], "name": name, "weight": weight}
+        for name, weight in (("up", 10.0), ("down", -10.0))
+    ]
+    rewards = RewardSum(specs)(RewardBatch.of_texts(["p", "p"], ["a", "b"], {}))
+    assert rewards.scores.tolist() == [0, 0] and rewards.valid.tolist() == [False, True]
+    assert rewards.reasons == ("the weighted sum is NaN or infinite", "")
 
 
 def test_failing_everywhere_is_an_error_with_the_first_traceback():
