@@ -230,7 +230,8 @@ class LanguageModelConfig(TabledConfig):
         check_cuts(self)
         check_precision(self)
         check_adapters(self)
-        warn_of_no_effect(self)
+        if not self.in_evaluation:  # of an evaluation's own config, which says what training's does
+            warn_of_no_effect(self)
 
     def _fit_minibatch(self) -> None:
         """A default mini-batch is no larger than the batch that somebody has chosen."""

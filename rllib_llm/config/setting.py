@@ -165,6 +165,8 @@ class Setting:
                 value_rule = "below 2**63"
             elif isinstance(value, str) and not value.strip("\0 \t\n"):
                 value_rule = "more than a blank"
+            elif isinstance(value, str) and (near := nearest(value, map(str, self.choices), 1)):
+                remedy = f"Did you mean {near[0]!r}?"
         return SettingError(
             name=".".join(filter(None, path)),
             value=value,

@@ -189,6 +189,7 @@ def _administration(service: Service, guards: Guards) -> APIRouter:
     router = APIRouter(
         dependencies=[guards.admin], responses=documented(401, 403), tags=["administration"]
     )
+    updating = asyncio.Lock()  # each takes the version behind the newest
 
     @router.post("/pause")
     async def pause() -> dict[str, Any]:
@@ -224,13 +225,14 @@ def _administration(service: Service, guards: Guards) -> APIRouter:
 
     @router.post("/update_weights")
     async def update_weights(body: UpdateRequest) -> dict[str, Any]:
-        newest = service.weights.newest
-        epoch = newest.epoch if body.epoch is None else body.epoch
-        version = newest.version + 1 if body.version is None else body.version
-        try:
-            loaded = await asyncio.to_thread(load_folder, service, body.path, epoch, version)
-        except (ValueError, OSError) as error:
-            raise ApiError(400, str(error), param="path") from error
+        async with updating:
+            newest = service.weights.newest
+            epoch = newest.epoch if body.epoch is None else body.epoch
+            version = newest.version + 1 if body.version is None else body.version
+            try:
+                loaded = await asyncio.to_thread(load_folder, service, body.path, epoch, version)
+            except (ValueError, OSError) as error:
+                raise ApiError(400, str(error), param="path") from error
         return _told(loaded)
 
     @router.post("/drain")

@@ -255,8 +255,8 @@ class Guards:
     def __init__(self, clients: Clients) -> None:
         async def of_clients(request: Request, given: _Given) -> None:
             client = clients.of(request.headers.get("authorization"))
-            client.admit()
             request.scope["state"]["client"] = client
+            client.admit()
 
         async def of_administration(request: Request, given: _GivenByAdmin) -> None:
             clients.check_admin(request.headers.get("authorization"))

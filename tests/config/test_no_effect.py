@@ -40,6 +40,16 @@ def test_a_setting_without_effect_warns(make, settings, name):
         make(**settings).validate()
 
 
+def test_an_evaluation_s_own_config_does_not_warn_again():
+    config = tiny_runs.grpo().env_runners(num_env_runners=1)
+    config.streaming(max_staleness=2, schedule="free", in_flight="recompute", window=4)
+    config.training(off_policy="decoupled").evaluation(evaluation_interval=2)
+    config.validate()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        config.get_evaluation_config_object().validate()  # its samplers are in this process
+
+
 def test_shards_of_one_learner_warn():
     with pytest.warns(UserWarning, match="learner_strategy='fsdp' has no effect"):
         tiny_runs.ppo().learners(strategy="fsdp").validate()

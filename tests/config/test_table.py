@@ -405,6 +405,11 @@ def test_minus_one_is_out_of_range_where_no_negative_value_has_a_meaning(name):
     assert "RLlib" not in error.reason
 
 
+def test_a_misspelt_choice_is_told_the_nearest():
+    assert table(PPOPtxConfig)["schedule"].error("fre").remedy == "Did you mean 'free'?"
+    assert table(PPOPtxConfig)["schedule"].error("fast").remedy == "Use 'lockstep'"
+
+
 def test_false_is_told_how_a_setting_is_left_out():
     for name in ("tools", "reference", "reward_model"):
         error = table(PPOPtxConfig)[name].error(False)

@@ -322,13 +322,14 @@ def test_the_log_names_who_asked(caplog, tmp_path):
     file.write_text(KEYS)
 
     async def ask(http, made) -> None:
-        for key in ("secret-a", "secret-b", "wrong"):
+        for key in ("secret-a", "secret-b", "wrong", "secret-a", "secret-a"):
             await http.post("/v1/completions", json=ASKED, headers=bearer(key))
 
     with caplog.at_level(logging.INFO, logger="rllib_llm.serving.security"):
         asked(ask, api_keys_file=file)
     told = [(line["client"], line["status"]) for line in map(json.loads, caplog.messages)]
-    assert told == [("ann", 200), ("bob", 200), ("127.0.0.1", 401)]
+    of_ann = [("ann", 200), ("ann", 429)]
+    assert told == [("ann", 200), ("bob", 200), ("127.0.0.1", 401), *of_ann]
 
 
 def test_nobody_is_let_in_by_a_key_of_no_length():

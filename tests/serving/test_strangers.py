@@ -172,6 +172,12 @@ def test_weights_are_loaded_from_below_one_folder_alone(tmp_path):
         assert made.weights.newest.serial == 0
         assert await status(str(root / "good")) == await status("good") == 200
 
+        both = await asyncio.gather(*(
+            http.post("/update_weights", json={"path": "good"}, headers=bearer("root"))
+            for _ in range(2)
+        ))  # fmt: skip
+        assert [answer.json()["version"] for answer in both] == [3, 4]
+
     asked(ask, admin_key="root", update_weights_folder=root)
 
     async def off(http, made) -> None:
