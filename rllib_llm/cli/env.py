@@ -32,16 +32,21 @@ def list_envs() -> None:
     table.add_column("name", style="cyan", no_wrap=True)
     table.add_column("what it does")
     for name, path in sorted(ENVIRONMENTS.items()):
-        table.add_row(name, _purpose(path.partition(":")[0]))
+        table.add_row(name, _purpose(name, path))
     Console().print(table)
 
 
-def _purpose(module: str) -> str:
-    """Return the first sentence of the module's docstring, without importing it."""
+def _purpose(name: str, path: str) -> str:
+    """Return the first sentence of the docstring that begins with `name`, else of the module's,
+    without importing the module."""
+    module = path.partition(":")[0]
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
         return ""
-    docstring = ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or ""
+    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    docstrings = [ast.get_docstring(tree) or "", *(ast.get_docstring(c) or "" for c in classes)]
+    docstring = next((d for d in docstrings if d.startswith(f"{name}:")), docstrings[0])
     sentence = " ".join(docstring.partition("\n\n")[0].split())
     return sentence.partition(": ")[2] or sentence
 

@@ -199,7 +199,12 @@ def verify(
         raise typer.Exit(1)
 
 
-Folder = Annotated[str, typer.Argument(metavar="RUN", help="The run's folder, or a stage's.")]
+Folder = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN", help="The folder of a run with `overseer: true`, or of a stage of it."
+    ),
+]
 REFRESH_S = 1.0
 SILENT_STYLE = "red"
 

@@ -14,6 +14,7 @@ def test_environments_are_listed_with_what_they_do():
     text = said(result.output)
     assert all(name in text for name in ENVIRONMENTS)
     assert "sums with verified answers" in text
+    assert "conversations with another model" in text  # Chat-v0, in the module of Conversation-v0
 
 
 def test_a_good_environment_keeps_the_contract():
