@@ -115,11 +115,10 @@ def examine_experiment(experiment: Experiment) -> dict[str, float]:
         with noted():
             check_env(config, algo_class)
         with noted():
-            if ours:
-                check_sources(settings, f"{name}.config")
-                if data_settings(settings) not in read:
-                    read.add(data_settings(settings))
-                    check_data(config, f"{name}.config")
+            is_there = ours and check_sources(settings, f"{name}.config")
+            if is_there and data_settings(settings) not in read:
+                read.add(data_settings(settings))
+                check_data(config, f"{name}.config")
         reserved = algo_class.default_resource_request(config).required_resources
         for resource, amount in reserved.items():
             needed[resource] = max(needed.get(resource, 0.0), amount)

@@ -18,7 +18,7 @@ from rllib_llm.data.rows import DataSourceError, Rows
 from rllib_llm.modules.model_source import num_positions
 from rllib_llm.runs.doctor.stage import MAX_ROWS, Finding, Stage, can_be_read, first_rows
 from rllib_llm.runs.experiments import StandIn
-from rllib_llm.shared.errors import complain, in_place, noted
+from rllib_llm.shared.errors import all_complaints, complain, in_place, noted
 
 if TYPE_CHECKING:
     from rllib_llm.envs.prompts import PromptSource
@@ -176,9 +176,9 @@ ENV_MODELS = ("model", "tokenizer", "reward_model", "reference")
 ENV_DATA = ("prompts", "eval_prompts")
 
 
-def check_sources(settings: Mapping[str, Any], where: str) -> None:
+def check_sources(settings: Mapping[str, Any], where: str) -> bool:
     """Check what can be checked without loading weights: folders and their tokenizers, files and
-    dotted paths.
+    dotted paths. True where all of it is there.
 
     What an earlier experiment will make (`${name.checkpoint}`) is left out, and so is the hub.
 
@@ -187,21 +187,28 @@ def check_sources(settings: Mapping[str, Any], where: str) -> None:
         where: how an error names the place, e.g. "ppo.config".
 
     Raises:
-        ValueError: what is certainly not there, with the setting's name.
+        ValueError: what is certainly not there, with the setting's name; within `all_complaints`
+            each of them is noted.
     """
     from rllib_llm.data.sources import check_source
     from rllib_llm.envs.registry import ENVIRONMENTS
 
     env = settings.get("env_config") if settings.get("env") in ENVIRONMENTS else None
     env = env if isinstance(env, Mapping) else {}
-    for name, value in (*_chosen(settings, MODELS), *_chosen(env, ENV_MODELS, "env_config.")):
-        # A reference reads ids alone.
-        _check_model(value, f"{where}.{name}", has_tokenizer=name != "env_config.reference")
-    for name, value in (*_chosen(settings, DATA), *_chosen(env, ENV_DATA, "env_config.")):
-        if "${" not in str(value):
-            check_source(value, name=f"{where}.{name}")
-    for name, value in _chosen(env, ("reward_functions",), "env_config."):
-        _check_imports(value, f"{where}.{name}")
+    with all_complaints() as errors:
+        for name, value in (*_chosen(settings, MODELS), *_chosen(env, ENV_MODELS, "env_config.")):
+            with noted():  # a reference reads ids alone
+                _check_model(value, f"{where}.{name}", has_tokenizer=name != "env_config.reference")
+        for name, value in (*_chosen(settings, DATA), *_chosen(env, ENV_DATA, "env_config.")):
+            with noted():
+                if "${" not in str(value):
+                    check_source(value, name=f"{where}.{name}")
+        for name, value in _chosen(env, ("reward_functions",), "env_config."):
+            with noted():
+                _check_imports(value, f"{where}.{name}")
+    for error in errors:
+        complain(error)
+    return not errors
 
 
 def _chosen(

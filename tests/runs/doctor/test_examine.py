@@ -343,6 +343,12 @@ def test_tools_and_chat_templates_are_looked_at_before_a_run(changes, told):
         before_a_run([conversations("rllib_llm/Conversation-v0", **given)])
 
 
+def test_files_and_functions_that_are_not_there_are_told_together():
+    experiment = grpo(env={"prompts": "nowhere.jsonl", "reward_functions": f"{HERE}.wrong"})
+    ids = {finding.id for finding in found(experiment)}
+    assert ids == {"data.prompts", "rewards.reward_functions"}
+
+
 def test_all_of_it_is_told_at_once():
     experiment = grpo(temprature=1.0, top_p=1.5, max_new_tokens=0, quantization="int8")
     ids = {finding.id for finding in found(experiment)}
