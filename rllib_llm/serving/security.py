@@ -81,12 +81,13 @@ class Client:
         Raises:
             ApiError: 429, saying when to come again.
         """
-        wait = max(self.requests.wait_seconds(), self.tokens.wait_seconds())
+        waits = {"requests": self.requests.wait_seconds(), "tokens": self.tokens.wait_seconds()}
+        limit, wait = max(waits.items(), key=lambda each: each[1])
         if wait > 0:
             raise ApiError(
                 429,
-                f"The key {self.name!r} has used its requests or tokens of this minute: come again "
-                f"in {wait:.1f} s.",
+                f"The key {self.name!r} has used its {limit} of this minute: come again in "
+                f"{wait:.1f} s.",
                 code="rate_limit_exceeded",
                 headers={"Retry-After": str(max(1, round(wait + 0.5)))},
             )

@@ -59,6 +59,7 @@ def test_keys_come_from_a_file_with_limits_each(tmp_path):
         full = await http.post("/v1/completions", json=ASKED, headers=bearer("secret-a"))
         assert 1 <= int(full.headers["retry-after"]) <= 31
         assert full.json()["error"]["type"] == "rate_limit_error"
+        assert "'ann' has used its requests of this minute" in full.json()["error"]["message"]
         assert [await status(bearer("secret-b")) for _ in range(4)] == [200] * 4
         assert (await http.get("/healthz")).status_code == 200
         assert (await http.get("/v1/models")).status_code == 401
