@@ -132,7 +132,6 @@ class Sampling(Drawn):
         acts=(OWN_MODULE,),
         trl="use_vllm",
         also="backend rollout_engine",
-        remedy="Use 'torch'",
     )
     engine_settings: dict[str, Any] | None = setting(
         None,

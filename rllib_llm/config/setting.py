@@ -165,8 +165,9 @@ class Setting:
                 value_rule = "below 2**63"
             elif isinstance(value, str) and not value.strip("\0 \t\n"):
                 value_rule = "more than a blank"
-            elif isinstance(value, str) and (near := nearest(value, map(str, self.choices), 1)):
-                remedy = f"Did you mean {near[0]!r}?"
+            elif not self.remedy and isinstance(value, str):
+                near = nearest(value, map(str, self.choices), 1)
+                remedy = f"Did you mean {near[0]!r}?" if near else remedy
         return SettingError(
             name=".".join(filter(None, path)),
             value=value,

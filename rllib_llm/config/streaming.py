@@ -55,7 +55,6 @@ class Streaming(Settings):
         "available.",
         acts=(STREAMS,),
         reason="it decides which weights sample a group",
-        remedy="Use 'lockstep'",
     )
     in_flight: Literal["finish", "recompute", "keep"] = setting(
         "finish",

@@ -118,6 +118,7 @@ class OffPolicyCorrection:
         log_ratios = off_policy.log_ratio(proximal, behaviour, mask)
         weights = self._bounded_weights(log_ratios, mask)
         if self._rejection is None:
+            self._means.add_total("off_policy/rejected_share", 0.0)
             return batch, weights
         kept = off_policy.kept_tokens(log_ratios, mask, **self._rejection)
         self._means.add_total("off_policy/rejected_share", (mask & ~kept).sum())

@@ -407,7 +407,7 @@ def test_minus_one_is_out_of_range_where_no_negative_value_has_a_meaning(name):
 
 def test_a_misspelt_choice_is_told_the_nearest():
     assert table(PPOPtxConfig)["schedule"].error("fre").remedy == "Did you mean 'free'?"
-    assert table(PPOPtxConfig)["schedule"].error("fast").remedy == "Use 'lockstep'"
+    assert table(PPOPtxConfig)["schedule"].error("fast").remedy == "Write 'lockstep', its default"
 
 
 def test_false_is_told_how_a_setting_is_left_out():

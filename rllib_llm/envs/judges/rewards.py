@@ -140,11 +140,14 @@ class RewardSum:
                 metrics[name] = torch.full_like(scores, value)
         with self._lock:
             self._require_judged(judged, batch)
-        for row in (judged & ~scores.isfinite()).nonzero().flatten().tolist():
-            reasons[row] = "the weighted sum is NaN or infinite"
-        valid = valid & judged & scores.isfinite()
+        overflows = judged & ~scores.isfinite()
+        valid = valid & judged & ~overflows
         scores = torch.where(valid, scores, torch.zeros_like(scores))
-        said = tuple("" if ok else why for ok, why in zip(valid.tolist(), reasons, strict=True))
+        told = zip(*torch.stack((valid, overflows)).tolist(), reasons, strict=True)
+        said = tuple(
+            "" if ok else "the weighted sum is NaN or infinite" if is_over else why
+            for ok, is_over, why in told
+        )
         return Rewards(scores, valid, components, metrics, failed, said)
 
     def _results(self, batch: RewardBatch) -> list[RewardResult]:
