@@ -427,8 +427,6 @@ def find_checkpoint(folder: str | Path) -> Path:
     Raises:
         CheckpointError: there is none, saying what is wrong with the newest.
     """
-    from ray.rllib.algorithms import Algorithm
-
     folder = fetched(folder)
     try:
         return newest_usable(folder)
@@ -441,7 +439,7 @@ def find_checkpoint(folder: str | Path) -> Path:
 
 
 def _is_stock(file: Path) -> bool:
-    """Whether `file` names an RLlib algorithm that is none of ours."""
+    """Whether `file` names an RLlib algorithm that is none of ours, and no module."""
     if not file.is_file():
         return False
     try:
@@ -449,4 +447,4 @@ def _is_stock(file: Path) -> bool:
             cls = pickle.load(stream)["class"]
     except (pickle.UnpicklingError, EOFError, AttributeError, ImportError):
         return False  # cut off
-    return not issubclass(cls, WholeCheckpoints)
+    return issubclass(cls, Algorithm) and not issubclass(cls, WholeCheckpoints)
