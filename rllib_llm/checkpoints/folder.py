@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from rllib_llm.shared.errors import UserError, nearest
-from rllib_llm.shared.storage import Place, UrlPath, is_url, local_copy, place
+from rllib_llm.shared.storage import Place, UrlPath, is_url, local_copy, place, read_json
 
 # Where a checkpoint of ours holds the trained model, as an ordinary Hugging Face folder; the last
 # part is RLlib's DEFAULT_MODULE_ID.
@@ -133,11 +133,10 @@ def _checkpoints_below(folder: Place) -> list[Any]:
         return own
     found = [*folder.glob("*/checkpoint_*"), *folder.glob("*/*/checkpoint_*")]
     trials = sorted({path.parent for path in found if path.is_dir()}, key=str)
-    if (folder / RUN_RECORD).is_file():
-        record = json.loads((folder / RUN_RECORD).read_text(encoding="utf-8") or "{}")
-        begun = {trial.parent.name for trial in trials}
-        order = [one["name"] for one in record.get("experiments", ()) if one["name"] in begun]
-        trials = [trial for trial in trials if trial.parent.name in order[-1:]] or trials
+    begun = {trial.parent.name for trial in trials}
+    stages = read_json(folder / RUN_RECORD).get("experiments", ())
+    order = [stage["name"] for stage in stages if stage["name"] in begun]
+    trials = [trial for trial in trials if trial.parent.name in order[-1:]] or trials
     if len(trials) > 1:
         raise CheckpointError(
             f"checkpoint={str(folder)!r} must be one trial: it holds {len(trials)}. Give one of "
@@ -223,12 +222,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"{_named_like(folder)}"
         )
     file = folder / MANIFEST
-    if not file.is_file() and (folder / "config.json").is_file():
-        raise CheckpointError(
-            f"checkpoint={str(folder)!r} must be a checkpoint: it is a model's folder. Name the "
-            "checkpoint, trial or run that it is of."
-        )
     if not file.is_file():
+        if (folder / "config.json").is_file():
+            raise CheckpointError(
+                f"checkpoint={str(folder)!r} must be a checkpoint: it is a model's folder. Name "
+                "the checkpoint, trial or run that it is of."
+            )
         raise CheckpointError(
             f"checkpoint={str(folder)!r} must hold {MANIFEST}, which is written last: it does not, "
             f"so it was not made by rllib_llm, or saving it was interrupted. {OTHERS}."
