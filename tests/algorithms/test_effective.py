@@ -161,10 +161,11 @@ def test_population_based_training_uses_what_it_mutates(tmp_path):
         for name in mutations:
             assert row["effective"][name] == row["config"][name], (row["training_iteration"], name)
     values = [{row["effective"]["lr"] for row in trial} for trial in trials]
-    # Tune's own record of what it changed: at 2 and at 4 iterations, one trial.
+    # Tune's own record of what it changed: one trial at 2 and at 4 iterations, save where it cannot
+    # have the better trial's checkpoint at that moment (its "Skip exploit").
     lines = read_json_lines(tmp_path / "run" / "a" / "pbt_global.txt")
     mutated = [new["lr"] for *_, new in lines]
-    assert len(mutated) == 2
+    assert 1 <= len(mutated) <= 2, result.output
     assert set(mutated) <= set.union(*values)
     iterations = [[row["training_iteration"] for row in trial] for trial in trials]
     assert all(set(found) >= {1, 6} for found in iterations), iterations
