@@ -36,7 +36,7 @@ from rllib_llm.envs.judges.reward_functions import RewardError
 from rllib_llm.overseer.diagnosis import PAUSED
 from rllib_llm.overseer.oversight import STOP_RUN
 from rllib_llm.rollouts.errors import BrokenSamplerError
-from rllib_llm.runs.results import local_folder, read_results
+from rllib_llm.runs.results import local_folder, other_trials_checkpoint, read_results
 from rllib_llm.runs.trial_checkpoints import (
     KeepBestCheckpoint,
     SaveOnStop,
@@ -352,7 +352,7 @@ class _Starts:
     def begin(self, trial: Any) -> None:
         """Notes where a trial continues from, at its first result: schedulers may have changed it
         before."""
-        source, before = _other_trials_checkpoint(trial), self._sources.get(trial)
+        source, before = other_trials_checkpoint(trial), self._sources.get(trial)
         if trial not in self._failed or source != before:
             self._num_rows[trial] = 0
         self._failed.discard(trial)
@@ -416,14 +416,6 @@ def _folder_of(trial: Any) -> Path:
     source = f"{folder}/{EXPR_RESULT_FILE}"
     fetch_file(filesystem, source, staged / EXPR_RESULT_FILE)
     return staged
-
-
-def _other_trials_checkpoint(trial: Any) -> Path | None:
-    """The checkpoint of another trial of the run from which `trial` continues, if any."""
-    if trial.checkpoint is None:
-        return None
-    own, path = Path(trial.storage.trial_fs_path), Path(trial.checkpoint.path)
-    return path if path.parent != own and path.parent.parent == own.parent else None
 
 
 def default_callbacks(

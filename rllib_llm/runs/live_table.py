@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -19,7 +20,14 @@ from rich.table import Table
 from rich.text import Text
 
 from rllib_llm.runs.metrics import Metric, columns, progress
-from rllib_llm.runs.results import as_shown, flatten, local_folder, number, setting
+from rllib_llm.runs.results import (
+    as_shown,
+    flatten,
+    local_folder,
+    number,
+    other_trials_checkpoint,
+    setting,
+)
 from rllib_llm.runs.signs import Sign, Watch
 from rllib_llm.shared.messages import TrialEar, is_verbose, same_key
 
@@ -43,6 +51,7 @@ class TrialRow:
         self.result: dict[str, Any] = {}
         self.share = 0.0
         self.ear: TrialEar | None = None
+        self.source: Path | None = None  # another trial's checkpoint, from which it continues
         self.has_place: bool | None = None  # whether the cluster gave it its CPUs; None: not known
         self._watch = Watch()
         self._begun_at = time.time()
@@ -128,8 +137,27 @@ class LiveTable(Callback):
 
     def on_trial_start(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
         row = self._row(trial)
-        row.name = self._name(trial)
+        before, row.name = row.name, self._name(trial)
+        source, known = other_trials_checkpoint(trial), row.source
+        row.source = source
+        if source is not None and source != known:
+            self._tell_replaced(before, row.name, source, trials, trial.latest_checkpoint_result)
         row.begin()
+
+    def _tell_replaced(
+        self, before: str, name: str, source: Path, trials: list, saved: Any
+    ) -> None:
+        """Print that a trial goes on from another one's checkpoint (population-based training).
+
+        before, name: the trial's settings until then and from then on; saved: the checkpoint's
+        result.
+        """
+        others = (one for one in trials if Path(one.storage.trial_fs_path) == source.parent)
+        other = next(map(self._name, others), source.parent.name)
+        iteration = saved.metrics["training_iteration"]
+        text = f"{before} goes on from iteration {iteration} of {other}, as {name}"
+        line = Text.assemble(("replaced: ", "yellow"), text)
+        self._console.print(line, soft_wrap=True, highlight=False)
 
     def on_trial_result(
         self, iteration: int, trials: list, trial: Any, result: dict[str, Any], **info: Any

@@ -60,6 +60,14 @@ def local_folder(trial: Any) -> Path | None:
     return Path(storage.trial_fs_path)
 
 
+def other_trials_checkpoint(trial: Any) -> Path | None:
+    """The checkpoint of another trial of the run from which `trial` continues, if any."""
+    if trial.checkpoint is None:
+        return None
+    own, path = Path(trial.storage.trial_fs_path), Path(trial.checkpoint.path)
+    return path if path.parent != own and path.parent.parent == own.parent else None
+
+
 def read_results(trial_folder: Place) -> list[dict[str, Any]]:
     """Return the flat results of a trial, one per iteration, empty where there are none."""
     return [flatten(row) for row in read_json_lines(trial_folder / RESULTS)]

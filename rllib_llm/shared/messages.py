@@ -267,13 +267,15 @@ class Listener:
             file: TextIO | None = None,
             line: str | None = None,
         ) -> None:
-            ours = filename.startswith(PACKAGE) or not is_library(filename)
+            of_package = filename.startswith(PACKAGE)
+            ours = of_package or not is_library(filename)
             if ours and issubclass(category, UserWarning):
                 self.note(str(message), is_warning=True)
             elif str(message) not in self._libraries_said:
                 self._libraries_said.add(str(message))
                 self.note(str(message))
-            shown(message, category, filename, lineno, file, line)
+            # This package's own source line would explain nothing.
+            shown(message, category, filename, lineno, file, "" if of_package else line)
 
         warnings.showwarning = show
         logging.getLogger("rllib_llm").addHandler(self._handler)

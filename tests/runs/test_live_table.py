@@ -14,7 +14,9 @@ from rllib_llm.shared.messages import Message, MessageLog
 
 
 def trial(name: str, **params: object) -> SimpleNamespace:
-    return SimpleNamespace(trial_id=name, status="", evaluated_params=params, config=dict(params))
+    return SimpleNamespace(
+        trial_id=name, status="", evaluated_params=params, config=dict(params), checkpoint=None
+    )
 
 
 def console(terminal: bool) -> Console:
@@ -120,6 +122,24 @@ def test_a_trial_is_named_by_the_settings_it_was_started_with_last():
     assert "lr=2e-05, x=2" in rendered(table) and "lr=1e-05" not in rendered(table)
 
 
+def test_a_trial_that_goes_on_from_another_one_is_told_once():
+    out = console(terminal=False)
+    table = LiveTable("pbt · PPOPtx", {"training_iteration": 16}, out)
+    worst, best = trial("a", lr=1e-5), trial("b", lr=1e-3)
+    for one in (worst, best):
+        one.storage = SimpleNamespace(trial_fs_path=f"/run/pbt/{one.trial_id}")
+        table.on_trial_start(0, [worst, best], one)
+    # As Tune's scheduler leaves the worse trial: with the other's checkpoint, and new settings.
+    worst.checkpoint = SimpleNamespace(path="/run/pbt/b/checkpoint_000001")
+    worst.latest_checkpoint_result = SimpleNamespace(metrics={"training_iteration": 8})
+    worst.config = {"lr": 2e-3}
+    table.on_trial_start(1, [worst, best], worst)
+    table.on_trial_start(2, [worst, best], worst)  # again from there, after a failure
+    assert out.file.getvalue().splitlines() == [
+        "replaced: lr=1e-05 goes on from iteration 8 of lr=0.001, as lr=0.002"
+    ]
+
+
 def test_tune_can_pickle_it_while_it_is_live():
     with LiveTable("sft · SFT", {}, console(terminal=True)) as table:
         assert isinstance(pickle.loads(pickle.dumps(table)), LiveTable)
@@ -139,7 +159,12 @@ def stored(name: str, folder: Path) -> SimpleNamespace:
     """A trial whose folder lies on this disk."""
     storage = SimpleNamespace(storage_filesystem=LocalFileSystem(), trial_fs_path=str(folder))
     return SimpleNamespace(
-        trial_id=name, status="", evaluated_params={}, config={}, storage=storage
+        trial_id=name,
+        status="",
+        evaluated_params={},
+        config={},
+        storage=storage,
+        checkpoint=None,
     )
 
 

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from rllib_llm.shared.messages import Listener, Message
+from rllib_llm.shared.messages import PACKAGE, Listener, Message
 
 
 def test_warnings_records_and_prints_are_noted_and_passed_on(capsys):
@@ -36,6 +36,13 @@ def test_a_librarys_warning_is_kept_but_is_none_to_the_user():
         warnings.warn_explicit("numbers", UserWarning, "/venv/site-packages/numpy/a.py", 3)
         warnings.warn_explicit("mine", UserWarning, "/home/me/my_rewards.py", 3)
     assert listener.take() == [Message("trial", "numbers"), Message("trial", "mine", True)]
+
+
+def test_a_warning_of_this_package_is_shown_without_its_source_line():
+    with warnings.catch_warnings(record=True) as caught, Listener("trial"):
+        for file in (f"{PACKAGE}/envs/judges/rewards.py", "/home/me/my_rewards.py"):
+            warnings.warn_explicit("a judge failed", UserWarning, file, 3)
+    assert [warning.line for warning in caught] == ["", None]  # None: Python looks it up
 
 
 def test_it_can_listen_again_and_says_who_spoke():

@@ -188,14 +188,15 @@ class RewardSum:
         if len(failed) == len(batch):
             raise UnjudgedError(
                 f"reward function {term.name!r} must judge at least one completion of a batch: "
-                f"it failed on all {len(batch)}, first on {shown} with {reason} Correct the "
-                "function, or what it depends on."
+                f"{reason} It failed on all {len(batch)}, first on {shown}. Correct the function, "
+                "or what it depends on."
             ) from result.error
         if term.name not in self._warned:
             self._warned.add(term.name)
             warnings.warn(
-                f"reward function {term.name!r} failed on completions, which are left out, first "
-                f"on {shown} with {reason} Their share of an iteration is env/{term.name}_failed.",
+                f"reward function {term.name!r} failed on completions, which are left out: "
+                f"{reason} First on {shown}. Their share of an iteration is "
+                f"env/{term.name}_failed.",
                 stacklevel=3,
             )
 

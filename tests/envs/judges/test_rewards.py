@@ -188,9 +188,9 @@ def test_failing_everywhere_is_an_error_with_the_first_traceback():
     def broken(completions):
         raise KeyError("no such key")
 
-    with pytest.raises(RewardError, match=r"(?s)'broken' must judge.*all 2.*'a'.*no such key"):
+    with pytest.raises(RewardError, match=r"(?s)'broken' must judge.*no such key.*all 2.*'a'"):
         RewardSum(broken)(batch_of("a", "b"))
-    with pytest.raises(RewardError, match="(?s)all 2.*NaN or infinite"):
+    with pytest.raises(RewardError, match="(?s)NaN or infinite.*all 2"):
         RewardSum(lambda completions: [NAN, NAN])(batch_of("a", "b"))
 
 
@@ -449,7 +449,7 @@ def test_a_function_that_fails_everywhere_is_named_with_its_place_and_text():
         RewardSum(boom)(batch_of("a", "b", prompts=["1+2=", "q"]))
     text = str(caught.value)
     assert "reward function 'boom'" in text and "failed on all 2" in text
-    assert "prompt '1+2=' completion 'a'" in text
+    assert text.index("ZeroDivisionError") < text.index("prompt '1+2=' completion 'a'")
     assert "ZeroDivisionError: division by zero, raised in test_rewards.py:" in text
     assert "\n" not in text  # the traceback is the cause's
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
@@ -469,7 +469,7 @@ def test_leaving_the_process_costs_rows_as_any_failure():
             out = RewardSum(function)(batch_of("a", "b"))
         assert out.valid.tolist() == [True, False]
         assert out.failed[next(iter(out.failed))].tolist() == [False, True]
-        with pytest.raises(RewardError, match="all 1.*SystemExit: 3"):
+        with pytest.raises(RewardError, match="SystemExit: 3.*all 1"):
             RewardSum(function)(batch_of("b"))
 
 
@@ -569,8 +569,8 @@ def test_a_late_answer_names_the_limit_and_no_class_of_ours():
             raise KeyError("late")
         return [1.0] * len(completions)
 
-    with pytest.raises(UnjudgedError, match="'late' with no answer within timeout_s=0.05"):
+    with pytest.raises(UnjudgedError, match="batch: no answer within timeout_s=0.05. It failed"):
         RewardSum({"function": hangs, "timeout_s": 0.05})(batch_of("late"))
-    with pytest.warns(UserWarning, match="with no answer within timeout_s=0.05"):
+    with pytest.warns(UserWarning, match="left out: no answer within timeout_s=0.05. First"):
         out = RewardSum({"function": some, "timeout_s": 0.05})(batch_of("late", "b"))
     assert out.reasons == ("some: no answer within timeout_s=0.05", "")
