@@ -44,11 +44,17 @@ _THINK = {
 }
 _THINK_DEFAULT = ("<think>", "</think>")
 _FUNCTION = re.compile(r"\s*<function=([^>\n]*)>(.*)</function>\s*", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
-_GLM_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
-_NAMED_MISTRAL = re.compile(
-    r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w*\s*)?(?:\[ARGS\])?\s*(\{.*)", re.DOTALL
+# What ends an argument, and an argument up to there. It ends where the next one begins, or the call
+# ends: it may quote its own end mark.
+_XML_ARGUMENTS = (
+    re.compile(r"\n?</parameter>\s*(?=<parameter=|\Z)"),
+    re.compile(r"\s*<parameter=([^>\n]*)>\n?(.*)", re.DOTALL),
 )
+_GLM_ARGUMENTS = (
+    re.compile(r"</arg_value>\s*(?=<arg_key>|\Z)"),
+    re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*)", re.DOTALL),
+)
+_NAMED_MISTRAL = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w*\s*)?(?:\[ARGS\])?\s*(?=\{)")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _COHERE_RESPONSE = re.compile(r"<\|START_RESPONSE\|>|<\|END_RESPONSE\|>")
@@ -195,7 +201,10 @@ def _find_blocks(syntax: str, text: str, schemas: Schemas) -> Found:
     content, opening, rest = text.partition(start)
     calls: list[ToolCall] = []
     while opening:
-        body, closing, tail = rest.partition(end)
+        place = _end_of_block(syntax, rest)
+        body, closing, tail = rest[:place], rest[place : place + len(end)], rest[place + len(end) :]
+        if place < 0:
+            body, closing, tail = rest, "", ""
         raw = start + body + closing
         calls += read(body, raw, schemas) if closing else [ToolCall("", None, raw, "truncated")]
         between, opening, rest = tail.partition(start)
@@ -203,23 +212,47 @@ def _find_blocks(syntax: str, text: str, schemas: Schemas) -> Found:
     return content, calls
 
 
+def _end_of_block(syntax: str, rest: str) -> int:
+    """Where the mark stands that ends a block, -1 if none does; arguments may quote that mark."""
+    start, end = _BLOCKS[syntax][0]
+    if syntax not in _LAST_WORDS:
+        return rest.find(end, _end_of_json(rest, len(rest) - len(rest.lstrip())))
+    whole = re.search(f"{re.escape(_LAST_WORDS[syntax])}\\s*{re.escape(end)}", rest)
+    next_start = rest.find(start)
+    if whole is None or 0 <= next_start < whole.start():
+        return rest.find(end)
+    return whole.end() - len(end)
+
+
 def _find_mistral(text: str, is_whole: bool) -> Found:
     content, mark, body = text.partition(_MISTRAL)
     if not mark:
         return text, []
-    if not _NAMED_MISTRAL.fullmatch(body):
+    if not _NAMED_MISTRAL.match(body):
         return content, _from_array(body, mark + body, is_whole)
-    calls = []
-    for part in (parts := body.split(_MISTRAL)):
-        named, is_last = _NAMED_MISTRAL.fullmatch(part), part is parts[-1]
-        raw = mark + part
-        if is_last and not is_whole:
+    calls, start = [], 0
+    while start <= len(body):
+        named = _NAMED_MISTRAL.match(body, start)
+        opens = named.end() if named else start
+        end = body.find(mark, _end_of_json(body, opens))
+        end = end if end >= 0 else len(body)
+        raw = mark + body[start:end]
+        if end == len(body) and not is_whole:
             calls.append(ToolCall("", None, raw, "truncated"))
         elif named is None:
             calls.append(ToolCall("", None, raw, "missing_name"))
         else:
-            calls.append(_named(named[1], named[2], raw))
+            calls.append(_named(named[1], body[opens:end], raw))
+        start = end + len(mark)
     return content, calls
+
+
+def _end_of_json(text: str, start: int) -> int:
+    """Where the JSON value that begins at `start` ends; `start` if there is none."""
+    try:
+        return json.JSONDecoder().raw_decode(text, start)[1]
+    except (ValueError, RecursionError):
+        return start
 
 
 def _find_llama3(text: str, is_whole: bool) -> Found:
@@ -317,18 +350,29 @@ def _from_xml(body: str, raw: str, schemas: Schemas) -> ToolCall:
     match = _FUNCTION.fullmatch(body)
     if match is None:
         return ToolCall("", None, raw, "missing_name")
-    return _of_texts(match[1].strip(), _PARAMETER.findall(match[2]), raw, schemas)
+    return _of_texts(match[1].strip(), _XML_ARGUMENTS, match[2], raw, schemas)
 
 
 def _from_glm(body: str, raw: str, schemas: Schemas) -> ToolCall:
-    name = body.partition("<arg_key>")[0].strip()
-    if not name or name.startswith("{"):
+    name, key, rest = body.partition("<arg_key>")
+    if not name.strip() or name.strip().startswith("{"):
         return ToolCall("", None, raw, "missing_name")
-    return _of_texts(name, _GLM_ARGUMENT.findall(body), raw, schemas)
+    return _of_texts(name.strip(), _GLM_ARGUMENTS, key + rest, raw, schemas)
 
 
-def _of_texts(name: str, texts: list[tuple[str, str]], raw: str, schemas: Schemas) -> ToolCall:
-    """A call whose argument values are all written as text."""
+def _of_texts(
+    name: str,
+    how: tuple[re.Pattern[str], re.Pattern[str]],
+    written: str,
+    raw: str,
+    schemas: Schemas,
+) -> ToolCall:
+    """A call whose argument values are all written as text, in the way of `_XML_ARGUMENTS`."""
+    *parts, rest = how[0].split(written)
+    found = [how[1].fullmatch(part) for part in parts]
+    if rest.strip() or not all(found):
+        return ToolCall(name, None, raw, "invalid_arguments")
+    texts = [(match[1], match[2]) for match in found if match]
     schema = schemas.get(name) or {}
     kinds = schema.get("properties") or {}
     values = {key: _value(text, schema, kinds.get(key, {})) for key, text in texts}
@@ -465,4 +509,6 @@ _BLOCKS: dict[str, tuple[tuple[str, str], Callable[[str, str, Schemas], list[Too
     "pythonic": (_PYTHONIC, lambda body, raw, schemas: _from_python(body, raw)),
     "cohere": (_COHERE, lambda body, raw, schemas: _from_array(body, raw, True)),
 }
+# What stands before the end mark of a block whose arguments are not JSON.
+_LAST_WORDS = {"xml": "</function>", "glm": "</arg_value>", "gemma4": "}", "pythonic": "]"}
 _ALONE = {"mistral": _find_mistral, "llama3": _find_llama3}  # a call is the end of the turn

@@ -116,6 +116,54 @@ def test_arguments_that_no_json_can_hold_are_not_read(value):
     assert (call.status, call.arguments) == ("invalid_json", None)
 
 
+MARKS = 'x = "</tool_call> </parameter> </arg_value>"\n[TOOL_CALLS] </function> <|END_ACTION|>'
+AS_JSON = json.dumps({"text": MARKS})
+
+
+@pytest.mark.parametrize(
+    ("syntax", "written"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": ' + AS_JSON + "}</tool_call>"),
+        ("xml", "<tool_call>\n<function=f>\n<parameter=text>\n" + MARKS + "\n</parameter>\n"
+         "</function>\n</tool_call>"),
+        ("glm", f"<tool_call>f\n<arg_key>text</arg_key>\n<arg_value>{MARKS}</arg_value>\n"
+         "</tool_call>"),
+        ("mistral", f"[TOOL_CALLS]f[ARGS]{AS_JSON}"),
+        ("cohere", '<|START_ACTION|>[{"tool_name": "f", "parameters": ' + AS_JSON + "}]"
+         "<|END_ACTION|>"),
+    ],
+)  # fmt: skip
+def test_arguments_may_quote_the_marks_around_them(syntax, written):
+    reply = parsed(f"{written}\n{written}", syntax)
+    assert [(call.name, call.arguments) for call in reply.tool_calls] == [
+        ("f", {"text": MARKS})
+    ] * 2
+    assert reply.content == ""
+
+
+def test_a_call_without_its_end_takes_nothing_of_the_next_one():
+    broken = WRITTEN["xml"].replace("</function>", "")
+    calls = parsed(f"{broken}\n{WRITTEN['xml']}", "xml").tool_calls
+    assert [call.status for call in calls] == ["missing_name", "ok"]
+    half = WRITTEN["glm"].replace("</arg_value>", "")
+    assert [c.status for c in parsed(half + WRITTEN["glm"], "glm").tool_calls] == [
+        "invalid_arguments", "ok",
+    ]  # fmt: skip
+
+
+@pytest.mark.timeout(60)  # read in linear time they take none; before, one took minutes
+@pytest.mark.parametrize(
+    ("syntax", "text"),
+    [("xml", "<tool_call><function=f>" + "<parameter=a>" * 20_000 + "</function></tool_call>"),
+     ("xml", "<tool_call><function=f>" + "<parameter=a></parameter>b" * 20_000
+      + "</function></tool_call>"),
+     ("glm", "<tool_call>f" + "<arg_key>" * 20_000 + "</tool_call>")],
+    ids=["no end", "no further argument", "no value"],
+)  # fmt: skip
+def test_marks_by_the_thousand_are_read_at_once(syntax, text):
+    assert [call.status for call in parsed(text, syntax).tool_calls] == ["invalid_arguments"]
+
+
 @pytest.mark.parametrize("depth", [65, 500, 900, 5000])
 def test_arguments_nested_too_deep_are_not_read(depth):
     """The templates' own filters would end in a RecursionError."""
