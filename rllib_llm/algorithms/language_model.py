@@ -32,9 +32,9 @@ from rllib_llm.algorithms.language_model_config import (
     DECIDED,
     LanguageModelConfig,
     frozen_with,
-    require_places,
     with_decided_precision,
 )
+from rllib_llm.algorithms.places import require_places
 from rllib_llm.algorithms.results import HEADLINE, with_headline
 from rllib_llm.checkpoints.algorithm import WholeCheckpoints, in_its_folder
 from rllib_llm.checkpoints.folder import make_readable

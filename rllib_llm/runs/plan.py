@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rllib_llm.algorithms.places import Reservation
 from rllib_llm.algorithms.registry import ALGORITHMS
 from rllib_llm.checkpoints.algorithm import restore_source
 from rllib_llm.config.schema import build_config
@@ -39,8 +40,9 @@ def check_experiments(experiments: list[Experiment]) -> dict[str, float]:
     complaints: list[str] = []
     for experiment in with_stand_ins(experiments):
         try:
-            for name, amount in check_experiment(experiment).items():
-                needed[name] = max(needed.get(name, 0.0), amount)
+            for reservation in check_experiment(experiment):
+                for name, amount in reservation.totals.items():
+                    needed[name] = max(needed.get(name, 0.0), amount)
         except UserError as error:
             complaints.append(str(error))
     if complaints:
@@ -48,18 +50,19 @@ def check_experiments(experiments: list[Experiment]) -> dict[str, float]:
     return needed
 
 
-def check_experiment(experiment: Experiment) -> dict[str, float]:
-    """Validate one experiment, every point of its grid, and return what one trial reserves.
+def check_experiment(experiment: Experiment) -> list[Reservation]:
+    """Validate one experiment, every point of its grid, and return what one trial of each point
+    reserves.
 
     Raises:
         UserError: all that is wrong, a line each, with the experiment's name.
     """
     with all_complaints() as errors:
-        needed = examine_experiment(experiment)
+        reserved = examine_experiment(experiment)
     if errors:
         texts = (_named(as_written(str(e), experiment), experiment.name) for e in errors)
         raise UserError("\n".join(texts)) from errors[0]
-    return needed
+    return reserved
 
 
 def as_written(text: str, experiment: Experiment) -> str:
@@ -91,7 +94,7 @@ def _named(text: str, name: str) -> str:
     return text if text.startswith(name) else f"{name}: {text}"
 
 
-def examine_experiment(experiment: Experiment) -> dict[str, float]:
+def examine_experiment(experiment: Experiment) -> list[Reservation]:
     """As `check_experiment`, with complaints as `rllib_llm.shared.errors` has them."""
     name = experiment.name
     algo_class = algorithm_class(experiment.run, name)
@@ -108,7 +111,7 @@ def examine_experiment(experiment: Experiment) -> dict[str, float]:
     _check_counters(experiment)
     if ours:
         _check_stop(experiment)
-    needed: dict[str, float] = {}
+    reserved: list[Reservation] = []
     read: set[str] = set()
     for settings in examples(search_space(experiment)):
         config = build_config(algo_class, settings, f"{name}.config")
@@ -119,10 +122,10 @@ def examine_experiment(experiment: Experiment) -> dict[str, float]:
             if is_there and data_settings(settings) not in read:
                 read.add(data_settings(settings))
                 check_data(config, f"{name}.config")
-        reserved = algo_class.default_resource_request(config).required_resources
-        for resource, amount in reserved.items():
-            needed[resource] = max(needed.get(resource, 0.0), amount)
-    return needed
+        one = Reservation.of(algo_class.default_resource_request(config), config)
+        if one not in reserved:
+            reserved.append(one)
+    return reserved
 
 
 def is_ours(run: str, algo_class: type) -> bool:

@@ -6,8 +6,17 @@ import time
 
 import pytest
 
-from rllib_llm.algorithms import language_model_config
-from rllib_llm.algorithms.language_model_config import NoPlaceError, fits, processes, require_places
+from rllib_llm.algorithms import places
+from rllib_llm.algorithms.grpo import GRPO
+from rllib_llm.algorithms.places import (
+    NoPlaceError,
+    Reservation,
+    check_nodes,
+    fits,
+    processes,
+    require_places,
+)
+from rllib_llm.shared.errors import UserError
 from tests.algorithms import tiny_runs as tiny
 
 
@@ -19,9 +28,61 @@ from tests.algorithms import tiny_runs as tiny
     ([{"CPU": 0.5, "GPU": 0}] * 4, [{"CPU": 2}], True),
     ([{"CPU": 1, "TPU": 1}], [{"CPU": 8}], False),
     ([], [], True),
+    # The one that is wanted only on a labelled node goes there, and leaves the other for the rest.
+    ([{"GPU": 1}, {"GPU": 1, "labelled": 1}], [{"GPU": 1, "labelled": 1}, {"GPU": 1}], True),
 ])  # fmt: skip
 def test_processes_are_packed_onto_nodes(bundles, nodes, whether):
     assert fits(bundles, nodes) == whether
+
+
+def reserved(strategy: str = "PACK", **learners) -> Reservation:
+    """Of a loop (1 CPU), two samplers (1 CPU, 1 GPU) and learners."""
+    config = tiny.grpo().env_runners(num_env_runners=2, num_gpus_per_env_runner=1)
+    config.learners(**learners)
+    config.placement_strategy = strategy
+    return Reservation.of(GRPO.default_resource_request(config), config)
+
+
+HEAD = {"CPU": 8.0, "memory": 2.0**35, "node:__internal_head__": 1.0}
+SMALL = {"CPU": 4.0, "GPU": 2.0}
+LARGE = {"CPU": 32.0, "GPU": 8.0}
+
+
+@pytest.mark.parametrize("strategy, learners, nodes, message", [
+    ("PACK", {"num_learners": 6}, [HEAD, LARGE], None),
+    ("PACK", {"num_learners": 4}, [HEAD, SMALL, SMALL, SMALL], None),
+    # 8 GPUs in all, two on a node: the learner of 4 has no place, and is named.
+    ("PACK", {"num_learners": 1, "num_gpus_per_learner": 4}, [HEAD] + [SMALL] * 4,
+     "the bundle of a learner, 4 GPU, must fit into one node: the largest has 2 GPU"),
+    # Each fits a node; with one of 5 on each, neither of 8 GPUs has room for the third.
+    ("PACK", {"num_learners": 3, "num_gpus_per_learner": 5}, [HEAD, LARGE, LARGE],
+     r"the 6 bundles of one trial must find places together \(PACK\) on 3 nodes: none is left for "
+     "that of a learner, 5 GPU; the largest node has 8 GPU in all"),
+    ("STRICT_PACK", {"num_learners": 6}, [LARGE], None),
+    ("STRICT_PACK", {"num_learners": 6}, [SMALL] * 4,
+     r"all processes \(placement_strategy: STRICT_PACK\), 3 CPU, 8 GPU, must fit into one node: "
+     "the largest has 4 CPU, 2 GPU"),
+    ("STRICT_SPREAD", {"num_learners": 1}, [HEAD, LARGE, LARGE, LARGE], None),
+    ("STRICT_SPREAD", {"num_learners": 1}, [LARGE] * 3,
+     "none is left for that of the main process, 1 CPU; the largest node has 32 CPU in all"),
+])  # fmt: skip
+def test_every_bundle_of_a_trial_has_a_node(strategy, learners, nodes, message):
+    reservation = reserved(strategy, **{"num_gpus_per_learner": 1, **learners})
+    if message is None:
+        check_nodes(reservation, nodes)
+    else:
+        with pytest.raises(UserError, match=message):
+            check_nodes(reservation, nodes)
+
+
+def test_bundles_are_named_by_their_process():
+    with_gpus = {"num_learners": 1, "num_gpus_per_learner": 1}
+    assert reserved(**with_gpus).uses == (
+        "the main process", "a sampler", "a sampler", "a learner",
+    )  # fmt: skip
+    one_process = reserved(num_learners=0, num_gpus_per_learner=1)
+    assert one_process.bundles[0] == {"CPU": 1.0, "GPU": 1.0}
+    assert one_process.uses == ("the main process", "a sampler", "a sampler")
 
 
 def test_all_processes_but_the_driver_s_are_counted():
@@ -48,7 +109,7 @@ def test_too_small_a_cluster_is_refused_when_the_algorithm_is_built():
 def test_a_cluster_that_others_have_taken_is_refused_after_a_while(monkeypatch):
     import ray
 
-    monkeypatch.setattr(language_model_config, "MAX_SECONDS_OCCUPIED", 1.0)
+    monkeypatch.setattr(places, "MAX_SECONDS_OCCUPIED", 1.0)
 
     @ray.remote(num_cpus=3)
     class Tenant:
@@ -65,5 +126,5 @@ def test_a_cluster_that_others_have_taken_is_refused_after_a_while(monkeypatch):
     with pytest.raises(NoPlaceError, match=left):
         require_places(config)
     ray.kill(tenant)
-    monkeypatch.setattr(language_model_config, "MAX_SECONDS_OCCUPIED", 60.0)
+    monkeypatch.setattr(places, "MAX_SECONDS_OCCUPIED", 60.0)
     require_places(config)

@@ -1,0 +1,213 @@
+"""Where a run's processes find a place in the cluster: what they ask for, and what its nodes have.
+
+Each process wants its resources on one node, so a cluster's totals say too little.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import get_current_placement_group
+
+from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.ray_compat import free_by_node
+
+MAX_SECONDS_OCCUPIED = 60.0  # until processes of a run that just ended have left
+SECONDS_BETWEEN_LOOKS = 0.5
+
+
+class NoPlaceError(RuntimeError):
+    """The cluster is too small for the processes of the run, or taken by others."""
+
+
+def require_places(config: Any) -> None:
+    """Checks that every process of a run, by its `AlgorithmConfig`, finds its resources.
+
+    Under Tune there is nothing to check: the trial starts when its resources are reserved.
+
+    Raises:
+        NoPlaceError: some would wait for ever, saying what is asked and what the cluster has.
+    """
+    bundles = processes(config)
+    if not bundles:
+        return
+    if not ray.is_initialized():
+        ray.init()
+    if get_current_placement_group() is not None:
+        return
+    totals = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if not fits(bundles, totals):
+        raise NoPlaceError(
+            f"{_ask(bundles)} must fit into the cluster's {_totals(totals)}: the others would wait "
+            "for ever. Lower num_env_runners, evaluation_num_env_runners, num_learners or "
+            "num_cpus_per_..., or give Ray more: ray.init(num_cpus=...), more nodes. On a cluster "
+            "that grows by itself, run under tune.Tuner, which asks for the nodes."
+        )
+    _wait_for_others(bundles)
+
+
+def processes(config: Any) -> list[dict[str, float]]:
+    """Resources of each process that is started besides the driver's."""
+    sampler = {
+        "CPU": config.num_cpus_per_env_runner,
+        "GPU": config.num_gpus_per_env_runner,
+        **config.custom_resources_per_env_runner,
+    }
+    cpus, gpus = config.num_cpus_per_learner, config.num_gpus_per_learner
+    learner = {
+        "CPU": int(not gpus) if cpus == "auto" else cpus,  # as RLlib's LearnerGroup
+        "GPU": gpus,
+        **(config.custom_resources_per_learner or {}),
+    }
+    num_samplers = 0
+    if config.is_online:
+        # RLlib starts evaluation samplers also where no `evaluation_interval` is set.
+        num_samplers = config.num_env_runners + config.evaluation_num_env_runners
+    return [sampler] * num_samplers + [learner] * config.num_learners
+
+
+def _wait_for_others(bundles: Sequence[Mapping[str, float]]) -> None:
+    start = time.monotonic()
+    while not fits(bundles, free := free_by_node()):
+        if time.monotonic() - start > MAX_SECONDS_OCCUPIED:
+            raise NoPlaceError(
+                f"{_ask(bundles)} must fit into what others have left of the cluster, "
+                f"{_totals(free)}, for {MAX_SECONDS_OCCUPIED:.0f} s now. Stop other "
+                "algorithms (.stop()), wait for other jobs, or run under tune.Tuner, which waits."
+            )
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+
+
+def fits(bundles: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]]) -> bool:
+    """Whether all bundles find a node: see `first_without_place`."""
+    return first_without_place(bundles, nodes) is None
+
+
+def first_without_place(
+    bundles: Sequence[Mapping[str, float]],
+    nodes: Sequence[Mapping[str, float]],
+    *,
+    apart: bool = False,
+) -> int | None:
+    """Index of the first bundle that no node has room for; None: all find a place.
+
+    Those that the fewest nodes could hold come first, of these the largest, each on the first node
+    with room. `apart`: a node holds one bundle at most.
+    """
+    free = [dict(node) for node in nodes]
+
+    def rank(index: int) -> tuple[float, ...]:
+        bundle = bundles[index]
+        hosts = sum(holds(node, bundle) for node in nodes)
+        return hosts, -bundle.get("GPU", 0), -bundle.get("CPU", 0)
+
+    for index in sorted(range(len(bundles)), key=rank):
+        place = next((node for node in free if holds(node, bundles[index])), None)
+        if place is None:
+            return index
+        for name, amount in bundles[index].items():
+            place[name] = place.get(name, 0.0) - amount
+        if apart:
+            free.remove(place)
+    return None
+
+
+def holds(node: Mapping[str, float], bundle: Mapping[str, float]) -> bool:
+    return all(node.get(name, 0.0) + 1e-9 >= amount for name, amount in bundle.items() if amount)
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """The bundles that Tune reserves for one trial, what each is for, and how they are placed."""
+
+    bundles: tuple[dict[str, float], ...]
+    uses: tuple[str, ...]
+    strategy: str = "PACK"
+
+    @classmethod
+    def of(cls, request: Any, config: Any) -> Reservation:
+        """From a `PlacementGroupFactory`, which has the main process first and learners last."""
+        bundles = tuple(dict(bundle) for bundle in request.bundles)
+        learners = min(getattr(config, "num_learners", 0), len(bundles))
+        main = 0 if request.head_bundle_is_empty else 1
+        samplers = len(bundles) - main - learners
+        uses = ("the main process",) * main + ("a sampler",) * samplers + ("a learner",) * learners
+        return cls(bundles, uses, request.strategy)
+
+    @property
+    def totals(self) -> dict[str, float]:
+        return total_of(self.bundles)
+
+
+def total_of(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The sum of each resource."""
+    totals: dict[str, float] = {}
+    for part in parts:
+        for name, amount in part.items():
+            totals[name] = totals.get(name, 0.0) + amount
+    return totals
+
+
+def check_nodes(reservation: Reservation, nodes: Sequence[Mapping[str, float]]) -> None:
+    """Check that a cluster's nodes can hold one trial, each bundle on one node.
+
+    Raises:
+        UserError: a bundle is larger than every node, or not all find a place together.
+    """
+    bundles, uses = reservation.bundles, reservation.uses
+    if reservation.strategy == "STRICT_PACK":
+        bundles, uses = (reservation.totals,), ("all processes (placement_strategy: STRICT_PACK)",)
+    for bundle, use in zip(bundles, uses, strict=True):
+        if not any(holds(node, bundle) for node in nodes):
+            raise UserError(
+                name=f"the bundle of {use}, {_named(bundle, bundle)},",
+                rule="fit into one node",
+                reason=f"the largest has {_named(_largest(nodes, bundle), bundle)}",
+                remedy="Give Ray larger nodes, or lower what that process asks for",
+            )
+    left = first_without_place(bundles, nodes, apart=reservation.strategy == "STRICT_SPREAD")
+    if left is not None:
+        bundle = bundles[left]
+        raise UserError(
+            name=f"the {len(bundles)} bundles of one trial",
+            rule=f"find places together ({reservation.strategy}) on {len(nodes)} nodes",
+            reason=f"none is left for that of {uses[left]}, {_named(bundle, bundle)}; the largest "
+            f"node has {_named(_largest(nodes, bundle), bundle)} in all",
+            remedy="Give Ray more nodes or larger ones, or lower num_env_runners, num_learners or "
+            "what each asks for",
+        )
+
+
+def _largest(
+    nodes: Sequence[Mapping[str, float]], bundle: Mapping[str, float]
+) -> Mapping[str, float]:
+    """The node that comes nearest to holding `bundle`."""
+
+    def covered(node: Mapping[str, float]) -> tuple[list[float], float]:
+        asked = {name: node.get(name, 0.0) / n for name, n in bundle.items() if n}
+        return sorted(min(1.0, share) for share in asked.values()), sum(asked.values())
+
+    return max(nodes, key=covered, default={})
+
+
+def _named(amounts: Mapping[str, float], bundle: Mapping[str, float]) -> str:
+    """The resources that `bundle` asks for, of `amounts`: "1 CPU, 8 GPU"."""
+    return ", ".join(f"{amounts.get(name, 0.0):g} {name}" for name, n in bundle.items() if n)
+
+
+def _ask(bundles: Sequence[Mapping[str, float]]) -> str:
+    return f"{len(bundles)} samplers, evaluation samplers and learners with {_totals(bundles)}"
+
+
+def _totals(parts: Sequence[Mapping[str, float]]) -> str:
+    """Totals as text, such as "3 CPU, 1 GPU"."""
+    totals = sorted(total_of(parts).items())
+    return ", ".join(f"{n:g} {name}" for name, n in totals if n and _is_counted(name)) or "nothing"
+
+
+def _is_counted(name: str) -> bool:
+    return name not in ("memory", "object_store_memory") and not name.startswith("node:")
