@@ -29,7 +29,7 @@ import functools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
@@ -37,37 +37,7 @@ import rllib_llm
 from rllib_llm.config.setting import LISTS, SAMPLERS
 from rllib_llm.runs.experiments import KEYS, Experiment, algorithm_class, substitute
 from rllib_llm.shared.errors import UserError, nearest, suggestion
-from rllib_llm.shared.yaml_errors import yaml_error
-
-# YAML 1.1 wants a dot and a sign (1.0e-5); this is the float of YAML 1.2, which needs neither.
-FLOAT = re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$")
-
-
-class Loader(yaml.SafeLoader):
-    """The safe YAML loader with YAML 1.2 floats, dates as text, and unique keys."""
-
-    yaml_implicit_resolvers: ClassVar = {
-        first: [one for one in resolvers if one[0] != "tag:yaml.org,2002:timestamp"]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
-        """As PyYAML's. Keys are looked at here, where they stand as the file has them: merge keys
-        (`<<: *other`) add to a mapping later."""
-        node = super().compose_mapping_node(anchor)
-        seen = set()
-        for key_node, _ in node.value:
-            key = key_node.value
-            if isinstance(key, str) and key != "<<":
-                if key in seen:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"the key {key!r} is written twice", key_node.start_mark
-                    )
-                seen.add(key)
-        return node
-
-
-Loader.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+.0123456789"))
+from rllib_llm.shared.strict_yaml import read_text, yaml_error
 
 
 def parse(text: str, where: str) -> Any:
@@ -77,7 +47,7 @@ def parse(text: str, where: str) -> Any:
         UserError: `text` is not YAML; the message shows the line that is probably wrong.
     """
     try:
-        return yaml.load(text, Loader)  # noqa: S506 - Loader is a SafeLoader
+        return read_text(text)
     except yaml.YAMLError as error:
         raise yaml_error(error, text, where) from error
 
@@ -249,16 +219,33 @@ def _apply(data: dict[str, Any], keys: list[str], value: Any, source: str) -> No
     else:
         targets, rest = _that_know(keys[0], experiments), keys
         if not targets:
-            raise UserError(
-                f"--set {'.'.join(keys)}: {keys[0]!r} is neither an experiment of {source} "
-                f"({', '.join(experiments)}), nor a setting of one, nor known to their algorithms. "
-                f"{suggestion(keys[0], [*experiments, *KEYS, *_known_settings(experiments)])}"
-            )
+            raise _goes_nowhere(keys, experiments, source)
     if rest[0] not in KEYS:
         rest = ["config", *rest]
     for spec in targets.values():
         if isinstance(spec, dict):
             _assign(spec, _where_it_stands(spec, rest), copy.deepcopy(value))
+
+
+def _goes_nowhere(keys: list[str], experiments: dict[str, Any], source: str) -> UserError:
+    """The error of a `--set` that changes nothing."""
+    name, first = keys[0], next(iter(experiments), "NAME")
+    if name in experiments:
+        return UserError(
+            f"--set {name} must go on with a setting: {name!r} is an experiment of {source}, which "
+            f"has many. Write --set {name}.lr=1e-3."
+        )
+    known = [*experiments, *KEYS, *_known_settings(experiments)]
+    remedy = (
+        suggestion(name, known)
+        if nearest(name, known)
+        else f"Write --set {first}.lr=1e-3 or --set stop.training_iteration=10; `rllib config "
+        "ALGORITHM` lists the settings."
+    )
+    return UserError(
+        f"--set {'.'.join(keys)}: {name!r} is neither an experiment of {source} "
+        f"({', '.join(experiments)}), nor a setting of one, nor known to their algorithms. {remedy}"
+    )
 
 
 def _where_it_stands(spec: dict[str, Any], keys: list[str]) -> list[str]:

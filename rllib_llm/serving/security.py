@@ -21,6 +21,7 @@ from typing import Annotated
 
 import anyio
 import numpy as np
+import yaml
 from fastapi import Depends, Request, Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
@@ -31,6 +32,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rllib_llm.serving.schemas import ApiError
 from rllib_llm.serving.settings import ONE_REPLICA, RATES, ServeSettings
 from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.strict_yaml import read_text
 
 logger = logging.getLogger(__name__)
 
@@ -211,18 +213,14 @@ def read_clients(settings: ServeSettings) -> Clients:
 
 
 def _read_entries(text: str) -> list[_Entry]:
-    import yaml
-
     try:
-        return _ENTRIES.validate_python(yaml.safe_load(text))
+        return _ENTRIES.validate_python(read_text(text))
     except yaml.YAMLError:  # which would show the keys
         problem = "it is not YAML"
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = [f"entry {part + 1}" if isinstance(part, int) else part for part in first["loc"]]
         problem = ": ".join([*where, first["msg"]])
-    except ValueError:
-        problem = "a value that looks like a date should have quotes"
     raise UserError(
         "api_keys_file must hold a YAML list of {name, key, requests_per_minute, "
         f"tokens_per_minute}}, of which each has at least a key: {problem}. Correct the file."

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -18,7 +19,7 @@ from pydantic import (
 )
 
 from rllib_llm.shared.errors import UserError, unknown_key
-from rllib_llm.shared.yaml_errors import fault
+from rllib_llm.shared.strict_yaml import fault, read_text
 
 ENVIRONMENT_PREFIX = "RLLIB_SERVE_"
 RATES = ("requests_per_minute", "tokens_per_minute")
@@ -219,18 +220,14 @@ def read_settings(
 def _from_file(file: Path | None) -> dict[str, Any]:
     if file is None:
         return {}
-    import yaml
-
     values, problem = None, "it is not"
     try:
         text = file.read_text(encoding="utf-8")
-        values = yaml.safe_load(text)
+        values = read_text(text)
     except OSError as error:
         problem = str(error.strerror)
     except UnicodeDecodeError:
         problem = "it is no text in UTF-8"
-    except ValueError:  # what looks like a date and is none
-        problem = "a value that looks like a date should have quotes"
     except yaml.YAMLError as error:  # PyYAML's words may show a key, as the line may
         found = fault(error, text)
         problem = f"line {found.line + 1} should {found.rule}, since {found.reason}"

@@ -35,6 +35,31 @@ def test_what_looks_like_a_date_is_text():
     assert parse(text, "x") == {"day": "2026-11-26", "none": "2026-13-45"}
 
 
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("[" * 2000 + "]" * 2000, "at most 100 levels"),
+        ("{a: " * 101 + "1" + "}" * 101, "at most 100 levels"),
+        ("\n".join(" " * i + "a:" for i in range(2000)), "at most 100 levels"),
+        ("a0: &a0 1\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 2000)), "at most 100"),
+        ("a: &a {b: 1, c: *a}", "not refer to what it stands in"),
+        ("a: &a [1, [*a]]", "not refer to what it stands in"),
+        ("!!int abc", "hold a value of its type"),
+        ("!!bool abc", "hold a value of its type"),
+        ("!!timestamp abc", "hold a value of its type"),
+        ("9" * 5000, "hold a value of its type"),  # Python's own limit is 4300 digits
+    ],
+)
+def test_texts_on_which_pyyaml_fails_with_errors_of_python(text, rule):
+    with pytest.raises(UserError, match=rule):
+        parse(text, "x.yaml")
+
+
+def test_a_hundred_levels_and_an_alias_in_two_places_are_read():
+    assert parse("[" * 100 + "]" * 100, "x.yaml") != []
+    assert parse("{a: &a [1], b: [*a, *a]}", "x.yaml") == {"a": [1], "b": [[1], [1]]}
+
+
 def test_a_key_written_twice_is_an_error():
     with pytest.raises(UserError, match="line 3, column 1: 'lr: 3' .* is written twice"):
         parse("lr: 1\nother: 2\nlr: 3", "x.yaml")

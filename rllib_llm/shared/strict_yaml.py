@@ -1,13 +1,99 @@
-"""Explanations, in plain words, of texts that PyYAML cannot read."""
+"""YAML as this package reads it, and explanations, in plain words, of texts that it cannot read."""
 
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import yaml
 
 from rllib_llm.shared.errors import UserError, shown
+
+# YAML 1.1 wants a dot and a sign (1.0e-5); this is the float of YAML 1.2, which needs neither.
+FLOAT = re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$")
+MAX_LEVELS = 100  # of lists and mappings in each other; PyYAML's recursion ends at a few hundred
+
+
+class Loader(yaml.SafeLoader):
+    """The safe YAML loader with YAML 1.2 floats, dates as text, unique keys, and a limit on
+    nesting."""
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [one for one in resolvers if one[0] != "tag:yaml.org,2002:timestamp"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self._level = 0  # of the node that is being read
+        self._levels_below: dict[yaml.Node, int] = {}  # of nodes that are read to their ends
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """As PyYAML's, which ends in a RecursionError where texts nest deep or without end."""
+        is_alias, mark = self.check_event(yaml.AliasEvent), self.peek_event().start_mark
+        self._level += 1
+        node = super().compose_node(parent, index) if self._level <= MAX_LEVELS else None
+        self._level -= 1
+        if is_alias and node is not None and node not in self._levels_below:
+            raise _not_composed("it stands within what it names", mark)
+        if node is None or self._level + self._height(node) > MAX_LEVELS:
+            raise _not_composed("nested too deep", mark)
+        return node
+
+    def _height(self, node: yaml.Node) -> int:
+        """Levels of a node and what is in it."""
+        if node not in self._levels_below:
+            inner: list[yaml.Node] = []
+            if isinstance(node, yaml.MappingNode):
+                inner = [each for pair in node.value for each in pair]
+            elif isinstance(node, yaml.SequenceNode):
+                inner = node.value
+            below = max((self._levels_below[each] for each in inner), default=0)
+            self._levels_below[node] = below + 1
+        return self._levels_below[node]
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        """As PyYAML's. Keys are looked at here, where they stand as the file has them: merge keys
+        (`<<: *other`) add to a mapping later."""
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key_node, _ in node.value:
+            key = key_node.value
+            if isinstance(key, str) and key != "<<":
+                if key in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {key!r} is written twice", key_node.start_mark
+                    )
+                seen.add(key)
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """As PyYAML's, whose own errors of a value that its tag does not allow tell no place."""
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError) as error:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"no value of its type: {error}", node.start_mark
+            ) from error
+
+
+def _not_composed(problem: str, mark: yaml.Mark) -> yaml.YAMLError:
+    return yaml.composer.ComposerError(None, None, problem, mark)
+
+
+Loader.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+.0123456789"))
+
+
+def read_text(text: str) -> Any:
+    """Return the value of the YAML (or JSON) `text`.
+
+    Raises:
+        yaml.YAMLError: it is not YAML; see `fault`.
+    """
+    return yaml.load(text, Loader)  # noqa: S506 - Loader is a SafeLoader
+
+
+# --- what is wrong -------------------------------------------------------------------------------
 
 NO_SPACE = re.compile(r"""\s*(- )?[\w.-]+:[^\s:/]""")  # `lr:1`, where `lr: 1` was meant
 
@@ -33,6 +119,12 @@ class Fault(NamedTuple):
 KNOWN = (
     (r"character '\\t'", "be indented with spaces", "YAML takes no tabs there",
      "Replace the tab with spaces"),
+    (r"nested too deep", f"be nested at most {MAX_LEVELS} levels deep",
+     "what reads deeper ones may fail", "Make it flatter, or take out brackets that are too many"),
+    (r"within what it names", "not refer to what it stands in", "it would never end",
+     "Write the value instead of the `*`"),
+    (r"no value of its type", "hold a value of its type", "YAML cannot read it as that",
+     "Correct it, or put it in quotes and leave out its `!!`"),
     (r"undefined alias", "name an anchor that stands above", "`*` refers to what `&` has named",
      "Write the name that has the `&`, or put a text that begins with `*` in quotes"),
     (r"cannot start any token|alias|tag '", "have quotes around the value",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from rllib_llm.shared.yaml_errors import yaml_error
+from rllib_llm.shared.strict_yaml import yaml_error
 
 
 @pytest.mark.parametrize(
