@@ -10,8 +10,10 @@ import re
 
 import jsonschema
 import pytest
+from llguidance import LLMatcher
 
-from tests.serving.tiny_server import DEADLINE_S, NAME, asgi_client, service
+from rllib_llm.serving.guides import Grammars
+from tests.serving.tiny_server import DEADLINE_S, EOS, NAME, asgi_client, service, tokenizer
 
 CHAT = [{"role": "user", "content": "Say something."}]
 SCHEMAS = [
@@ -63,6 +65,31 @@ def ask_all(bodies: list[dict]) -> list:
 
 def schema_format(schema) -> dict:
     return {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
+
+
+def test_the_first_tokens_are_found_once_and_where_grammars_are_compiled():
+    """Some expressions take long for them, during which the engine would stand still."""
+    the_tokenizer = tokenizer()
+    grammars = Grammars(the_tokenizer, EOS)
+    grammar = LLMatcher.grammar_from_regex("(ab){2}")
+    grammars.compile(grammar, 0).result()
+    one, other = grammars.guide(grammar), grammars.guide(grammar)
+    assert one.allowed() is other.allowed()
+    a, b = the_tokenizer("ab", add_special_tokens=False)["input_ids"]
+    assert one.allowed().nonzero().flatten().tolist() == [a]
+    one.take(a)
+    assert one.allowed().nonzero().flatten().tolist() == [b]
+    assert other.allowed().nonzero().flatten().tolist() == [a]
+    grammars.close()
+
+
+def test_expressions_that_grow_while_they_are_followed_are_refused():
+    grown = "|".join(f"((a{{1000}}){{{1000 + i}}})" for i in range(300))
+    (answer,) = ask_all([
+        {"messages": CHAT, "max_tokens": 5, "response_format": {"type": "regex", "regex": grown}}
+    ])  # fmt: skip
+    assert answer.status_code == 400
+    assert "too many expressions" in answer.json()["error"]["message"]
 
 
 def test_answers_are_valid_by_their_schemas_at_any_temperature():
