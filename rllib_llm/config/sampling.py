@@ -299,6 +299,11 @@ def check_sampling(config: Any) -> None:
         f"at most train_batch_size_per_learner={config.train_batch_size_per_learner}",
         "a mini-batch is a part of the batch", "Lower it, or set None for the whole batch",
     )  # fmt: skip
+    require(
+        config.explore or config.in_evaluation, "explore", config.explore, "True",
+        "training samples in any case, and it acts in an evaluation_config alone",
+        "Leave it out; with top_k: 1 the likeliest token is taken each time",
+    )  # fmt: skip
     with noted():
         SamplingParams.of(config)  # checks the rest
 

@@ -70,7 +70,7 @@ def check_lora(lora: Any) -> None:
             complain(unknown_key("lora", key, allowed, closest(str(key), called)))
     settings = {**DEFAULTS, **lora}
     rules = {
-        "r": (settings["r"] in range(1, 2**16), "a whole number of at least 1"),
+        "r": (settings["r"] in range(1, 2**16), "a whole number from 1 to 65535"),
         "alpha": (_is_number(settings["alpha"]) and settings["alpha"] > 0, "above 0"),
         "dropout": (_is_number(settings["dropout"]) and 0 <= settings["dropout"] < 1, "in [0, 1)"),
         "target_modules": (bool(settings["target_modules"]), "'all-linear' or a list of names"),

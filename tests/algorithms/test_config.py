@@ -139,6 +139,7 @@ WRONG = [
      "evaluation_interval=0.5 must be a whole number of at least 0 or None"),
     ("ppo", {"evaluation_duration": "auto"}, "evaluation_duration='auto' must be a whole number"),
     ("ppo", {"explore": "no"}, "explore='no' must be True or False"),
+    ("ppo", {"explore": False}, "explore=False must be True: training samples .*with top_k: 1"),
     ("ppo", {"dtype": "float16"}, "dtype='float16' must be one of .*mixed_precision='bf16', or"),
     ("ppo", {"temperature": 0}, "temperature=0 must be a number above 0.*greedily, set top_k: 1"),
     ("ppo", {"adam_betas": [0.9]}, r"adam_betas=\[0.9\] must be a pair of numbers"),
