@@ -188,6 +188,7 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions, sourc
         from rllib_llm.runs.plan import check_disk, check_experiments, check_resources
         from rllib_llm.runs.run_folder import (
             check_writable,
+            has_saved,
             new_folder,
             resumed_folder,
             storage_root,
@@ -229,6 +230,12 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions, sourc
         raise typer.Exit(1) from None
     except StageInterrupted as error:
         show(f"{error}\n  {resume_command(folder, options)}", title="stopped")
+        raise typer.Exit(130) from None
+    except (KeyboardInterrupt, SystemExit):  # on SIGTERM Ray raises the latter
+        saved = [each.name for each in experiments if has_saved(folder / each.name)]
+        kept = f"What {', '.join(saved)} saved is kept" if saved else "Nothing was saved yet"
+        text = f"Stopped while a stage was starting. {kept}. This goes on:"
+        show(f"{text}\n  {resume_command(folder, options)}", title="stopped")
         raise typer.Exit(130) from None
     passed = report(results, experiments, folder, console)
     if options.as_test and not passed:

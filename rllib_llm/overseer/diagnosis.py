@@ -134,6 +134,12 @@ def diagnose(seconds: Mapping[str, float], has_samplers: bool = False) -> Diagno
     total = sum(by_owner.values())
     if total <= 0:
         return Diagnosis("", 0.0, "nothing is known before the first iteration has ended")
+    starting = seconds.get(STARTING, 0.0)
+    if starting > total:
+        text = (
+            f"starting took most of the time so far ({starting:.0f} s of {starting + total:.0f} s)"
+        )
+        return Diagnosis("", 0.0, f"{text}; what limits the run is told some iterations later")
     bound = max(by_owner, key=by_owner.__getitem__)
     share = by_owner[bound] / total
     phases = [phase for phase, owner in OWNERS.items() if owner == bound]

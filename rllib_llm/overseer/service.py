@@ -461,9 +461,9 @@ def find_run(folder: str | Path) -> Run:
     files = sorted((file for file in files if file.is_file()), key=lambda f: f.stat().st_mtime)
     if not files:
         raise UserError(
-            f"run={str(root)!r} must be the folder of a run that was started with an overseer: "
-            "none has left its address there. If the run has only just begun, wait for its first "
-            "iteration; else start it with `overseer: true` in its config, and name its folder as "
-            "`rllib train` shows it."
+            f"run={str(root)!r} must be the folder of a run with `overseer: true` in its config: "
+            "no overseer has left its address there. Start the run with `--set overseer=true` and "
+            "name its folder as `rllib train` shows it; if it has only just begun, wait for its "
+            "first iteration."
         )
     return Run(files[-1].resolve())

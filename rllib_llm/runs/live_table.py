@@ -26,6 +26,7 @@ from rllib_llm.runs.results import (
     local_folder,
     number,
     other_trials_checkpoint,
+    read_results,
     setting,
 )
 from rllib_llm.runs.signs import Sign, Watch
@@ -79,6 +80,10 @@ class TrialRow:
     def begin(self) -> None:
         """Note that the trial's process starts, so that earlier messages are outdated."""
         self._begun_at = time.time()
+
+    def remember(self, earlier: list[dict[str, Any]]) -> None:
+        """Takes over what a process before this one reported of the trial."""
+        self._watch.remember(earlier)
 
     def update(self, result: Mapping[str, Any]) -> list[Sign]:
         """Take over a new result of the trial; return the signs that it shows first."""
@@ -162,7 +167,9 @@ class LiveTable(Callback):
     def on_trial_result(
         self, iteration: int, trials: list, trial: Any, result: dict[str, Any], **info: Any
     ) -> None:
-        row = self._row(trial)
+        row, folder = self._row(trial), local_folder(trial)
+        if not row.result and result.get("training_iteration", 1) > 1 and folder is not None:
+            row.remember(read_results(folder))
         for sign in row.update(result):
             self._look(row, sign)
         if not result.get("done"):  # its end has a line of its own

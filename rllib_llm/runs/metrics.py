@@ -331,7 +331,7 @@ SUMMARY_METRICS = (
     Metric("logps/chosen", "log-prob of the chosen, nats per completion", ".1f"),
     Metric("objective/scores", "reward"),
     Metric("eval/scores", "  held out"),
-    Metric("env/gold_score", "gold score: the grammar's own, -3 to 3"),
+    Metric("env/gold_score", "gold score, -3 to 3"),
     Metric("eval/gold_score", "  held out"),
     Metric("env/grammatical", "grammatical share"),
     Metric("eval/grammatical", "  held out"),

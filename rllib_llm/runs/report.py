@@ -153,6 +153,9 @@ def _next_commands(results: list[StageResult], folder: Place, console: Console) 
     commands.append(
         ("all curves (pip install tensorboard)", f"tensorboard --logdir {_shown(folder)}")
     )
+    offline = "*/*/wandb/offline-run-*"
+    if any(folder.glob(offline)):
+        commands.append(("upload to Weights & Biases", f"wandb sync {_shown(folder)}/{offline}"))
     _heading("Next", console)
     for purpose, command in commands:
         console.print(f"  [dim]# {purpose}[/dim]\n  {command}", highlight=False, soft_wrap=True)

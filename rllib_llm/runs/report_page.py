@@ -47,7 +47,7 @@ class Panel:
 
 PANELS = (
     Panel("Reward", "judge's score", "objective/scores", "eval/scores"),
-    Panel("Gold score", "the grammar's own, -3 to 3", "env/gold_score", "eval/gold_score"),
+    Panel("Gold score", "-3 to 3", "env/gold_score", "eval/gold_score"),
     Panel("KL to the reference", "nats per completion", "objective/kl"),
     Panel("Pretraining loss", "nats per token", "loss/ptx_avg", "eval/ptx_loss"),
     Panel("Entropy of the policy", "nats per token", "policy/entropy_avg"),

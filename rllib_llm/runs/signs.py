@@ -83,6 +83,15 @@ class Watch:
         self._num = 0
         self._found: set[str] = set()
 
+    def remember(self, earlier: Rows) -> None:
+        """Takes from the results before a resume those that later ones are compared with."""
+        for result in earlier:
+            if len(self._first) > IN_A_ROW:
+                break
+            self.new_signs(result)
+        for kept_rows in (self._evaluations, self._last, self._found):
+            kept_rows.clear()
+
     def new_signs(self, result: Mapping[str, Any]) -> list[Sign]:
         """Return the signs that a flat result shows and none before it did."""
         row = (self._num, kept(result))

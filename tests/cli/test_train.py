@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import yaml
@@ -19,7 +20,7 @@ from rllib_llm.cli.train import resume_command
 from rllib_llm.runs.results import StageResult, read_results
 from tests.algorithms import tiny_runs as tiny
 from tests.cli.said import said
-from tests.runs.tiny_trainables import COUNTER
+from tests.runs.tiny_trainables import COUNTER, Counter
 
 TWO_STAGES = {
     "first": {
@@ -236,6 +237,27 @@ def test_a_run_that_is_stopped_saves_first(run, tmp_path, number):
     metrics = StageResult.load(tmp_path / "results" / "run" / "a").metrics
     assert metrics["training_iteration"] == count + 1
     assert metrics["iterations_since_restore"] == 1
+
+
+class StopsAtTheStart(Counter):
+    """Gets SIGTERM in the command's process once the run's folder, its `model`, is there."""
+
+    @classmethod
+    def default_resource_request(cls, config):
+        if isinstance(config, dict) and Path(config["model"]).exists():
+            sys.exit(signal.SIGTERM)  # what Ray's handler does
+        return super().default_resource_request(config)
+
+
+def test_a_run_that_is_stopped_before_its_first_iteration_says_how_to_go_on(run, tmp_path):
+    stage = {**TWO_STAGES["first"], "run": f"{__name__}.StopsAtTheStart"}
+    stage["config"] = {"model": str(tmp_path / "results" / "run")}
+    for words in ([], ["--resume"]):
+        result = run({"a": stage}, *words)
+        assert result.exit_code == 130, result.output
+        text = said(result.output)
+        assert "Stopped while a stage was starting. Nothing was saved yet." in text
+        assert "--resume" in text
 
 
 def test_checkpoints_by_time_keep_two_and_the_best(run, tmp_path):

@@ -188,7 +188,7 @@ def test_an_overseer_that_is_started_again_has_another_address_and_the_same_toke
     second.close()
     with pytest.raises(NoOverseerError, match="its overseer does not answer"):
         find_run(tmp_path).status()
-    with pytest.raises(UserError, match="started with an overseer"):
+    with pytest.raises(UserError, match="`overseer: true` in its config"):
         find_run(tmp_path / "elsewhere")
 
 

@@ -74,6 +74,11 @@ def test_a_diagnosis_has_the_words_of_the_phases_that_it_adds_up():
 
 def test_nothing_is_said_of_nothing():
     assert diagnose({diagnosis.STARTING: 5.0}).bound == ""
+    found = diagnose({diagnosis.STARTING: 12.0, diagnosis.LEARNING: 3.0})
+    assert (
+        found.bound == "" and "starting took most of the time so far (12 s of 15 s)" in found.text
+    )
+    assert diagnose({diagnosis.STARTING: 2.0, diagnosis.LEARNING: 3.0}).bound == "learner"
 
 
 def test_evaluating_and_saving_hold_a_run_up_as_well():

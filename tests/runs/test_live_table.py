@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 from pathlib import Path
@@ -243,6 +244,19 @@ def test_a_sign_that_something_is_wrong_is_told_once():
     told = [line for line in out.file.getvalue().splitlines() if line.startswith("look:")]
     assert len(told) == 1
     assert told[0].startswith("look: rl, iteration 3: every completion gets the same reward, 1,")
+
+
+def test_a_sign_compares_with_the_first_results_also_after_a_resume(tmp_path):
+    out = console(terminal=False)
+    with (tmp_path / "result.json").open("w") as file:
+        for iteration in range(1, 6):
+            row = result(iteration, policy={"entropy_avg": 2.0 - 0.1 * iteration})
+            file.write(json.dumps(row) + "\n")
+    table = LiveTable("rl · GRPO", {}, out)
+    for iteration in range(6, 10):
+        values = {"entropy_avg": 0.3 / iteration}
+        table.on_trial_result(0, [], stored("a", tmp_path), result(iteration, policy=values))
+    assert "the entropy fell from 1.9 to 0.037 nats per token" in out.file.getvalue()
 
 
 def test_of_many_trials_that_wait_the_first_are_told():

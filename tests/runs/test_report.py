@@ -169,3 +169,10 @@ def test_the_results_of_each_trial_are_read_once(tmp_path, monkeypatch):
     )
     assert "best of 2 trials: lr=2" in text
     assert "lr=1 2 20 1.000" in text and "lr=2 2 20 2.250" in text, text
+
+
+def test_an_offline_run_of_wandb_is_named(tmp_path):
+    result = finished_stage(tmp_path, [0.5, 1.0], "LlamaForCausalLM")
+    assert "wandb sync" not in reported(result, tmp_path)[1]
+    (result.best_trial_folder / "wandb" / "offline-run-20261126_1-a").mkdir(parents=True)
+    assert f"wandb sync {tmp_path}/*/*/wandb/offline-run-*" in reported(result, tmp_path)[1]

@@ -91,6 +91,8 @@ def test_a_page_holds_everything_and_asks_nobody(tmp_path):
     assert not re.search(r"(src|href)\s*=|@import|url\(|fetch\(|XMLHttpRequest", text)
     assert "http" not in re.sub(r'id="data">.*?</script>', "", text, flags=re.DOTALL).replace(
         "http-equiv", "").replace("http://www.w3.org/2000/svg", "")  # fmt: skip
+    without_script = re.search(r"<noscript>(.*?)</noscript>", text, re.DOTALL)
+    assert without_script and "result.json and progress.csv" in without_script[1]
     (trial,) = data_of(page)["trials"]
     assert trial["label"] == "ppo"
     assert trial["settings"]["lr"] == "0.001"
