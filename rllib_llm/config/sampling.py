@@ -272,7 +272,7 @@ class Rollouts(Settings):
     store_keep_iterations: int | None = setting(
         None,
         "how many iterations' rollouts are kept, the newest",
-        note="None: all.",
+        note="None: all. Up to an eighth more are kept, since files are removed whole.",
         least=1,
         acts=(STORED,),
         short="keep_iterations",

@@ -42,6 +42,8 @@ STORE_FILE = ".store.json"  # hidden: readers take a folder's other files for da
 PIECES_KEY = b"rllib_llm_pieces"  # in each file's metadata: (rows, iteration) of what it is made of
 MERGED_FILES = 32
 MERGED_BYTES = 64 * 2**20  # of a merged file, as it lies on the disk
+# Old rows are removed by whole files, so no file has more than this share of the iterations kept.
+KEPT_SHARE = 8
 COMPRESSION = "zstd"
 _NAME = re.compile(r"part-(\d+)(?:-(\d+))?\.parquet")
 
@@ -183,6 +185,9 @@ class RolloutFiles:
         self.has_begun = False
         self._is_local = isinstance(filesystem, pyarrow.fs.LocalFileSystem)
         self._keep_iterations = keep_iterations
+        self._most_merged = (
+            float("inf") if keep_iterations is None else keep_iterations / KEPT_SHARE
+        )
         self._parts: list[Part] = []  # in order, those that may be merged or removed
         self._num_whole = 0  # of the first of them, which are not merged any more
 
@@ -228,7 +233,7 @@ class RolloutFiles:
             whole = self._parts[self._num_whole :]
             size = len(whole[-1].pieces) if whole else 0
             alike = [part for part in whole[-MERGED_FILES:] if len(part.pieces) == size]
-            if len(alike) < MERGED_FILES:
+            if len(alike) < MERGED_FILES or MERGED_FILES * size > self._most_merged:
                 return
             if sum(part.num_bytes for part in alike) > MERGED_BYTES:
                 self._num_whole = len(self._parts)

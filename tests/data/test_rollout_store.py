@@ -271,10 +271,14 @@ def test_large_files_are_left_as_they_are(tmp_path, monkeypatch):
     assert len(names_in(tmp_path)) == 40
 
 
-def test_rows_of_the_newest_iterations_alone_are_kept_where_it_is_so_set(tmp_path):
-    store = RolloutStore(tmp_path, keep_iterations=10)
-    write_iterations(store, range(1, 100))
+@pytest.mark.parametrize("keep, made", [(10, 99), (300, 450)])
+def test_rows_of_the_newest_iterations_are_kept_and_an_eighth_more_at_most(tmp_path, keep, made):
+    store = RolloutStore(tmp_path, keep_iterations=keep)
+    write_iterations(store, range(1, made + 1))
     store.stop()
     found = [iteration for iteration, _ in rows_in(tmp_path)]
-    # Files are removed whole: at most those of one merged file are kept beyond.
-    assert found == list(range(found[0], 100)) and 100 - 10 - 32 < found[0] <= 90
+    assert found == list(range(found[0], made + 1))
+    assert keep <= len(found) <= keep * 9 / 8
+    # Those of 300 are merged by 32; of 10, where a merged file would be more than is kept, none.
+    files = len(list(tmp_path.glob("*.parquet")))
+    assert files == 10 if keep == 10 else files < 300 / 32 + 32
