@@ -154,6 +154,14 @@ class ConversationEnv:
         self._servers = MCPServers(
             self.settings["mcp_servers"] or (), timeout_s=self.settings["tool_timeout_s"]
         )
+        try:
+            self._open()
+        except BaseException:  # the servers' programs would go on
+            ConversationEnv.close(self)
+            raise
+
+    def _open(self) -> None:
+        """Connects to the servers and makes all that the settings name."""
         self._served = self.events.run(self._servers.connect())
         self.toolbox = self._make_toolbox(self.tools())
         self.findings: list[Proof] = []
@@ -255,9 +263,10 @@ class ConversationEnv:
         return torch.device(self.settings["device"])
 
     def close(self) -> None:
-        """Ends the event loop, and the connections that live in it."""
-        self.events.run(self._servers.close())
-        self.events.close()
+        """Ends the event loop, and the connections that live in it; again, it does nothing."""
+        if not self.events.is_closed:
+            self.events.run(self._servers.close())
+            self.events.close()
 
 
 _EXCHANGED = {"user": "assistant", "assistant": "user"}
@@ -282,8 +291,8 @@ class ChatEnv(ConversationEnv):
         "last_words": None,  # words of the player that end the conversation
     }
 
-    def __init__(self, env_config: Mapping[str, Any] | None = None) -> None:
-        super().__init__(env_config)
+    def _open(self) -> None:
+        super()._open()
         if not self.settings["model_name"]:
             raise EnvConfigError(
                 "env_config['model_name']=None must be a name: the server is asked for the player "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from rllib_llm.envs.prompts import PromptSource
 from rllib_llm.envs.registry import default_settings
 from rllib_llm.modules.model_source import check_reference_vocabulary, num_embeddings
 from rllib_llm.modules.quantization import check_quantization
-from rllib_llm.modules.tokenizer import load_tokenizer
+from rllib_llm.modules.tokenizer import load_tokenizer, read_chat_template
 from rllib_llm.shared.errors import SettingError, complain, unknown_key
 
 CONVERSATION = "rllib_llm/Conversation-v0"
@@ -227,6 +228,10 @@ def policy_tokenizer(settings: Mapping[str, Any]) -> PreTrainedTokenizerBase:
             "--model)",
         )
     if isinstance(chosen, PreTrainedTokenizerBase):
+        if settings["chat_template"] is None:
+            return chosen
+        chosen = copy.copy(chosen)
+        chosen.chat_template = read_chat_template(settings["chat_template"])
         return chosen
     return load_tokenizer(chosen, chat_template=settings["chat_template"])
 

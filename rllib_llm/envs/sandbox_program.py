@@ -9,6 +9,7 @@ refuses is left out, and named on request (`missing`).
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import errno
@@ -23,6 +24,7 @@ import signal
 import struct
 import sys
 import time
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -381,9 +383,9 @@ def _run_program(order: dict[str, Any], missing: list[str], is_apart: bool) -> N
     with open(order["program"], encoding="utf-8") as file:
         code = file.read()
     sys.argv = ["program"]
-    names = {"__name__": "__main__", "__builtins__": __builtins__}
+    sys.modules["__main__"] = module = types.ModuleType("__main__")
     try:
-        exec(compile(code, "program", "exec"), names)
+        exec(compile(code, "program", "exec"), vars(module))
     except Exception as error:  # noqa: BLE001  (said as Python says it, without our own frames)
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
@@ -393,6 +395,7 @@ def _run_program(order: dict[str, Any], missing: list[str], is_apart: bool) -> N
     finally:
         if "threading" in sys.modules:  # as Python does at its end
             sys.modules["threading"]._shutdown()
+        atexit._run_exitfuncs()
 
 
 def find(path: str) -> Callable[..., Any]:

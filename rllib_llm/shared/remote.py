@@ -151,9 +151,14 @@ class EventLoop:
         """Begins the coroutine."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether it has ended."""
+        return self._loop.is_closed()
+
     def close(self) -> None:
         """Ends the loop and its thread."""
-        if not self._loop.is_closed():
+        if not self.is_closed:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()

@@ -334,6 +334,16 @@ def test_an_environment_without_reset_is_refused(make):
         make(environment_factory=dict)
 
 
+def test_an_environment_that_wants_arguments_is_refused_by_name(make):
+    class Board(Shared):
+        def __init__(self, size, level=1):
+            self.size = size
+
+    with pytest.raises(EnvConfigError, match=r"must be callable without arguments.*\['size'\]"):
+        make(environment_factory=Board)
+    make(environment_factory=functools.partial(Board, 3))
+
+
 def test_task_sets_of_verifiers_want_verifiers():
     from rllib_llm.envs.adapters.verifiers import VerifiersEnv
 

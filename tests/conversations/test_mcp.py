@@ -12,7 +12,7 @@ import time
 import pytest
 
 from rllib_llm.conversations.tool_calls import ToolCall
-from rllib_llm.envs.conversation import ConversationEnv
+from rllib_llm.envs.conversation import ChatEnv, ConversationEnv
 from rllib_llm.envs.tools import MCPServers, Toolbox, ToolError
 from rllib_llm.shared.remote import EventLoop
 from tests.conversations.scripted import roll, settings
@@ -96,6 +96,36 @@ def test_a_server_that_never_answers_is_given_up_and_ended(served, tmp_path):
         served(program(tmp_path, MUTE), connect_s=5)
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "server.py.pid").read_text()), 0)
+
+
+NOTED = "import os; open(__file__ + '.pid', 'w').write(str(os.getpid()))\n" + SERVER
+
+
+def is_alive(tmp_path):
+    try:
+        os.kill(int((tmp_path / "server.py.pid").read_text()), 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [(ConversationEnv, {"chat_template": "{{ bos_token }}"}), (ChatEnv, {"base_url": "http://a/v1"})],
+    ids=["template", "of a subclass"],
+)  # fmt: skip
+def test_a_refused_environment_leaves_no_server_behind(tmp_path, kind, wrong):
+    with pytest.raises(ValueError, match="must"):
+        kind(settings(mcp_servers=[program(tmp_path, NOTED)], **wrong))
+    assert not is_alive(tmp_path)
+
+
+def test_an_environment_is_closed_twice(tmp_path):
+    env = ConversationEnv(settings(mcp_servers=[program(tmp_path, NOTED)]))
+    assert is_alive(tmp_path)
+    env.close()
+    env.close()
+    assert not is_alive(tmp_path)
 
 
 @pytest.mark.slow  # servers in processes of their own

@@ -9,8 +9,9 @@ from rllib_llm.envs import rlhf
 from rllib_llm.envs.check_env import check_env
 from rllib_llm.envs.judges.rewards import RewardError
 from rllib_llm.envs.prompts import PromptError
-from rllib_llm.envs.rlhf import EnvConfigError
+from rllib_llm.envs.rlhf import EnvConfigError, policy_tokenizer
 from rllib_llm.modules.precision import multiplies_by_onednn
+from tests.conversations.templates import family_tokenizer
 from tests.tiny_models import byte_tokenizer, llama, llama_classifier, save
 
 MODEL = "tests.tiny_models.build_llama"
@@ -207,3 +208,10 @@ def test_a_reference_of_another_vocabulary_is_refused_at_build(files):
     settings = {"model": MODEL, "prompts": str(files / "prompts.txt"), "reward_functions": SHOUTING}
     with pytest.raises(ValueError, match="must have the vocabulary of the policy"):
         rlhf.create({**settings, "reference": "rllib_llm.examples.arithmetic.build_model"})
+
+
+def test_a_template_replaces_that_of_a_given_tokenizer():
+    given = family_tokenizer("chatml")
+    own = policy_tokenizer({"tokenizer": given, "model": None, "chat_template": "{{ messages }}"})
+    assert own.chat_template == "{{ messages }}"
+    assert given.chat_template != own.chat_template  # it may be somebody else's, too

@@ -292,6 +292,16 @@ def test_a_program_ends_with_its_threads():
         assert process.read(20) == b"early\nlate\n"
 
 
+def test_a_program_is_the_main_module_and_ends_as_python_does():
+    code = (
+        "import atexit, dataclasses, pickle\n"
+        "@dataclasses.dataclass\nclass Point:\n    x: int\n"
+        "atexit.register(print, 'at the end')\nprint(pickle.loads(pickle.dumps(Point(3))))"
+    )
+    with Contained(Sandbox(), PROGRAM, files={"program.py": code}) as process:
+        assert process.read(20) == b"Point(x=3)\nat the end\n"
+
+
 def test_folders_deeper_than_python_s_stack_are_removed():
     code = (
         "import os; os.symlink('/', 'link'); os.mkfifo('pipe'); os.mkdir('closed', 0)\n"

@@ -51,6 +51,9 @@ class AgentEnv(ConversationEnv):
                 "Install them: pip install 'rllib-llm[serve]'."
             )
         super().__init__(env_config)
+
+    def _open(self) -> None:
+        super()._open()
         self.agent  # noqa: B018  (what cannot be called is refused before anything is sampled)
 
     @functools.cached_property

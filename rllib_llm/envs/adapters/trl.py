@@ -11,6 +11,7 @@ get `completions` as messages and `environments=`.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -24,6 +25,7 @@ from rllib_llm.shared.remote import Away, call
 
 _NO_TOOLS = ("reset", "get_reward")
 _ENVIRONMENT = "environment"  # of a row: which one; of a conversation's state: its own
+_ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _EMPTY = {"role": "user", "content": ""}
 
 
@@ -41,6 +43,9 @@ class TRLEnv(ConversationEnv):
         if given.get("max_tool_calling_iterations") is not None:
             given.setdefault("max_turns", given["max_tool_calling_iterations"] + 1)
         super().__init__(given)
+
+    def _open(self) -> None:
+        super()._open()
         # By the name of a row's environment, where there are several: each has tools of its own.
         self._toolboxes = {
             name: self._make_toolbox(self._tools_with(name)) for name in self.factories if name
@@ -145,13 +150,27 @@ class _TRLTool(FunctionTool):
 def _factory(given: Any) -> Callable[[], Any]:
     """The factory of an environment, which must make objects that can be reset."""
     factory = import_dotted(given, name="environment_factory") if isinstance(given, str) else given
-    made = factory() if callable(factory) else factory
-    if not callable(factory) or not callable(getattr(type(made), "reset", None)):
+    name = f"env_config['environment_factory']={given!r}"
+    if wanted := _wanted_by(factory):
         raise EnvConfigError(
-            f"env_config['environment_factory']={given!r} must make objects with reset(**row): "
-            "each conversation has one of its own. Give a class or a function that makes one."
+            f"{name} must be callable without arguments, as in TRL: it wants {wanted}. Give "
+            "functools.partial(...), or a function that makes the environment."
+        )
+    if not callable(factory) or not callable(getattr(type(factory()), "reset", None)):
+        raise EnvConfigError(
+            f"{name} must make objects with reset(**row): each conversation has one of its own. "
+            "Give a class or a function that makes one."
         )
     return factory
+
+
+def _wanted_by(factory: Any) -> list[str]:
+    """The arguments without which it cannot be called."""
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):  # it is not callable, or does not say
+        return []
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in _ANY_NUMBER]
 
 
 def _methods(environment: Any) -> list[Callable[..., Any]]:
