@@ -45,10 +45,18 @@ class Scores:
 
     logprobs: list[float]
     """log_softmax(logits) of each token."""
-    likeliest: list[Likeliest]
-    """The likeliest tokens at the place of each."""
     ranks: list[int]
     """Of each token among all at its place, 1 the likeliest."""
+    top_ids: np.ndarray
+    """[tokens, top] int64, the likeliest tokens at the place of each."""
+    top_logprobs: np.ndarray
+    """[tokens, top] float32, of the likeliest."""
+
+    @property
+    def likeliest(self) -> list[Likeliest]:
+        """The likeliest tokens at the place of each: lists, which would be slow to pickle."""
+        pairs = zip(self.top_ids.tolist(), self.top_logprobs.tolist(), strict=True)
+        return [list(zip(*pair, strict=True)) for pair in pairs]
 
 
 @torch.inference_mode()
@@ -71,8 +79,8 @@ def score_text(model: nn.Module, token_ids: Sequence[int], top: int) -> Scores:
     else:
         outputs = padded_hidden(halves.trunk, ids)[0, : num - 1]
     logprobs: list[float] = []
-    likeliest: list[Likeliest] = []
     ranks: list[int] = []
+    top_ids, top_logprobs = [], []
     for start in range(0, len(outputs), _BLOCK):
         part = outputs[start : start + _BLOCK]
         logits = part if halves is None else halves.logits(part)
@@ -82,11 +90,11 @@ def score_text(model: nn.Module, token_ids: Sequence[int], top: int) -> Scores:
         logprobs += own.squeeze(1).tolist()
         ranks += (1 + (scores > own).sum(dim=1)).tolist()
         values, tokens = scores.topk(min(top, scores.shape[1]), dim=-1)
-        likeliest += [
-            list(zip(*pair, strict=True))
-            for pair in zip(tokens.tolist(), values.tolist(), strict=True)
-        ]
-    return Scores(logprobs, likeliest, ranks)
+        top_ids.append(tokens.cpu())
+        top_logprobs.append(values.cpu())
+    none = torch.empty(0, 0)
+    ids_found, values_found = torch.cat(top_ids or [none]), torch.cat(top_logprobs or [none])
+    return Scores(logprobs, ranks, ids_found.numpy(), values_found.numpy())
 
 
 # --- Published weights put into a model that an engine owns

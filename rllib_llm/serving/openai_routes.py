@@ -6,7 +6,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -33,7 +34,7 @@ from rllib_llm.serving.schemas import (
 )
 from rllib_llm.serving.security import Guards
 from rllib_llm.serving.service import RequestContext, Service
-from rllib_llm.serving.streams import Event, Piece
+from rllib_llm.serving.streams import Event, Piece, encoded, encoded_in_parts
 from rllib_llm.serving.views import ChatView, Envelope, TextView, View, openai_names, usage
 from rllib_llm.serving.weights import MODEL_GONE
 
@@ -331,11 +332,13 @@ async def answered(
     is_large = bool(view.scores) and num_scored > _SMALL_TOKENS
     if stream:
         before = await beside_loop(is_large, view.before)
-        async for event in _streamed(before, view, running, envelope, options):
+        encode = partial(beside_loop, is_large, encoded_in_parts if is_large else encoded)
+        async for event in _streamed(before, encode, view, running, envelope, options):
             yield event
         return
     pieces: Sequence[Piece] = await running.collect()
     is_large = is_large or running.num_completion_tokens > _SMALL_TOKENS
+    context.has_large_answer = is_large
     told = usage(running.job.prompts, running.num_completion_tokens)
     choices, further = await beside_loop(is_large, lambda: (view.choices(pieces), view.further))
     yield envelope.holding(choices, usage=told, **further)
@@ -343,12 +346,14 @@ async def answered(
 
 async def _streamed(
     before: Sequence[dict[str, Any]],
+    encode: Callable[[Event], Awaitable[bytes]],
     view: View,
     running: RunningJob,
     envelope: Envelope,
     options: StreamOptions | None,
 ) -> AsyncIterator[Event]:
-    """Server-sent chunks of JSON for `before` and each piece, then the usage if requested."""
+    """Server-sent chunks of JSON for `before`, by `encode`, and for each piece, then the usage if
+    requested."""
     counts_all = bool(options and options.continuous_usage_stats)
     further = {"usage": None} if options and options.include_usage else {}
 
@@ -361,7 +366,8 @@ async def _streamed(
         return envelope.chunk([choice], **further)
 
     for choice in before:
-        yield chunk(choice)
+        now = {"usage": told()} if counts_all else further
+        yield await encode(envelope.holding([choice], **now))
     if not running.job.samples:
         for i in range(len(running.choices)):
             yield chunk({"index": i, "text": "", "logprobs": None, "finish_reason": "length"})

@@ -38,7 +38,7 @@ from rllib_llm.serving.schemas import ApiError
 from rllib_llm.serving.security import Client
 from rllib_llm.serving.sessions import Sessions
 from rllib_llm.serving.settings import ServeSettings
-from rllib_llm.serving.streams import Event, EventStream, whole
+from rllib_llm.serving.streams import Event, EventStream, encoded, encoded_in_parts, whole
 from rllib_llm.serving.weights import LiveWeights, Weights, fingerprint
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class RequestContext:
     """A request's context, apart from its body.
 
     version: serial number of the weights that it asks for; None: the newest. size: of its body,
-    bytes.
+    bytes. has_large_answer: whether its JSON is made beside the event loop.
     """
 
     request: Request
@@ -66,6 +66,7 @@ class RequestContext:
     request_id: str
     client: Client | None
     size: int
+    has_large_answer: bool = False
 
     async def answer(
         self, events: AsyncIterator[Event], stream: bool | None, **of_stream: Any
@@ -74,7 +75,11 @@ class RequestContext:
         of_stream: see `EventStream`."""
         if stream:
             return EventStream(events, self.service.settings.slow_reader_s, **of_stream)
-        return await whole(self.request.receive, events)
+        return await whole(self.request.receive, events, self._encoded)
+
+    async def _encoded(self, event: Event) -> bytes:
+        encode = encoded_in_parts if self.has_large_answer else encoded
+        return await self.service.beside_loop(self.has_large_answer, encode, event)
 
     async def beside_loop(self, work: Callable[..., Result], *arguments: Any) -> Result:
         """Returns the result of `work`, run in a thread if the request is large."""

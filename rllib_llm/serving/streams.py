@@ -163,8 +163,18 @@ async def while_there(
     return done[0]
 
 
-async def whole(receive: Receive, events: AsyncIterator[Event]) -> Response:
-    """The response whose only event this is."""
+async def whole(
+    receive: Receive,
+    events: AsyncIterator[Event],
+    encode: Callable[[Event], Awaitable[bytes]],
+) -> Response:
+    """The response whose only event this is.
+
+    Args:
+        receive: see `while_there`.
+        events: the one.
+        encode: makes JSON of it.
+    """
 
     async def first() -> Event:
         try:
@@ -172,15 +182,35 @@ async def whole(receive: Receive, events: AsyncIterator[Event]) -> Response:
         finally:
             await events.aclose()  # type: ignore[attr-defined]  # of a generator
 
+    async def body() -> bytes:
+        return await encode(await first())
+
     try:
-        return Response(_encoded(await while_there(receive, first)), media_type="application/json")
+        return Response(await while_there(receive, body), media_type="application/json")
     except ClientGoneError:
         return Response(status_code=GONE)
 
 
-def _encoded(event: Event) -> bytes:
+def encoded(event: Any) -> bytes:
     """The event as JSON, in which numbers that are too large are null."""
     return event if isinstance(event, bytes) else to_json(event, inf_nan_mode="null")
+
+
+_LEVELS = 5  # from an answer to the likeliest tokens at a place of one of its texts
+
+
+def encoded_in_parts(event: Any, levels: int = _LEVELS) -> bytes:
+    """As `encoded`, for a thread: other threads may run in between, which one call for all of a
+    large answer would not let."""
+    if levels and isinstance(event, dict):
+        pairs = (
+            to_json(name) + b":" + encoded_in_parts(value, levels - 1)
+            for name, value in event.items()
+        )
+        return b"{" + b",".join(pairs) + b"}"
+    if levels and isinstance(event, list):
+        return b"[" + b",".join(encoded_in_parts(each, levels - 1) for each in event) + b"]"
+    return encoded(event)
 
 
 class EventStream(Response):
@@ -258,7 +288,7 @@ class EventStream(Response):
         name = b""
         if self._names and isinstance(event, dict):
             name = b"event: " + str(event["type"]).encode() + b"\n"
-        await self._body(name + b"data: " + _encoded(event) + b"\n\n")
+        await self._body(name + b"data: " + encoded(event) + b"\n\n")
 
     async def _error(self, body: dict[str, Any]) -> None:
         await self._data({"type": "error", **body["error"]} if self._names else body)

@@ -32,8 +32,10 @@ from rllib_llm.serving.schemas import (
 from rllib_llm.serving.security import Client, Guards
 from rllib_llm.serving.service import RequestContext, Service
 from rllib_llm.serving.sessions import Session
-from rllib_llm.serving.streams import Event, Piece
+from rllib_llm.serving.streams import Event, Piece, encoded, encoded_in_parts
 from rllib_llm.serving.views import ChatView, Envelope, TokenView
+
+_SMALL_SESSION = 2**13  # tokens of one that is shown by the event loop itself
 
 
 def token_router(service: Service, completer: Completer, guards: Guards) -> APIRouter:
@@ -146,15 +148,21 @@ def session_router(service: Service, completer: Completer, guards: Guards) -> AP
         sessions.begin(session_id, _owner(request))
         return {"session_id": session_id, "base_url": f"/sessions/{session_id}/v1"}
 
+    async def shown(session_id: str, session: Session) -> Response:
+        session.measure()
+        is_large = session.size > _SMALL_SESSION
+        told = {"session_id": session_id, **session.as_dict()}
+        encode = encoded_in_parts if is_large else encoded
+        body = await service.beside_loop(is_large, encode, told)
+        return Response(body, media_type="application/json")
+
     @router.get("/{session_id}")
-    async def show(session_id: str, request: Request) -> dict[str, Any]:
-        session = sessions.get(session_id, _owner(request))
-        return {"session_id": session_id, **session.as_dict()}
+    async def show(session_id: str, request: Request) -> Response:
+        return await shown(session_id, sessions.get(session_id, _owner(request)))
 
     @router.delete("/{session_id}")
-    async def end(session_id: str, request: Request) -> dict[str, Any]:
-        session = sessions.end(session_id, _owner(request))
-        return {"session_id": session_id, **session.as_dict()}
+    async def end(session_id: str, request: Request) -> Response:
+        return await shown(session_id, sessions.end(session_id, _owner(request)))
 
     @router.post("/{session_id}/reward")
     async def reward(session_id: str, body: RewardRequest, request: Request) -> dict[str, Any]:

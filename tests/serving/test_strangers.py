@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import threading
 import time
 
@@ -11,12 +12,15 @@ import httpx
 import pytest
 from pydantic import ValidationError
 from starlette.applications import Starlette
+from starlette.requests import Request
 from starlette.routing import Mount
 
 from rllib_llm.serving.guides import BusyError, Grammars, LlGuide
 from rllib_llm.serving.http_server import make_app
 from rllib_llm.serving.schemas import ChatRequest, CompletionRequest, ResponseRequest
 from rllib_llm.serving.security import Clients, read_clients
+from rllib_llm.serving.service import RequestContext
+from rllib_llm.serving.streams import encoded, encoded_in_parts
 from rllib_llm.shared.errors import UserError
 from tests.serving.tiny_server import (
     DEADLINE_S,
@@ -311,6 +315,28 @@ def test_long_prompts_are_told_again_beside_the_event_loop(stream):
         assert threads and threading.get_ident() not in threads
 
     asyncio.run(asyncio.wait_for(ask(), DEADLINE_S))
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_the_json_of_a_large_answer_is_made_beside_the_event_loop(is_large):
+    async def answer():
+        yield {"thread": (threading.get_ident() for _ in range(1))}  # asked when it is written
+
+    async def ask(http, made) -> None:
+        request = Request({"type": "http", "state": {}}, receive=asyncio.Event().wait)
+        context = RequestContext(request, made, None, "r", None, 0, has_large_answer=is_large)
+        response = await context.answer(answer(), stream=False)
+        (thread,) = json.loads(response.body)["thread"]
+        assert (thread != threading.get_ident()) == is_large
+
+    asked(ask)
+
+
+def test_a_large_answer_in_parts_is_the_same_json():
+    answer = {"a": [1, 2.5, None, True, {"b": "é\n", "c": {"d": [[[[["x", {}]]]]]}}, [], {}],
+              "e": math.inf, "f": [math.nan, (1, 2)], "g": {"h": -0.0, "i": 1e-7}}  # fmt: skip
+    assert encoded_in_parts(answer) == encoded(answer)
+    assert json.loads(encoded_in_parts(answer))["e"] is None
 
 
 HALF = '{"prompt": "\\ud800", "input": "\\ud800"}'  # of a character
