@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,8 +13,8 @@ import yaml
 from rich.console import Console
 
 from rllib_llm.cli.session import (
-    SECONDS_TO_CONNECT,
     check_address,
+    connect,
     extra_serve,
     prepare,
     told_to_wait,
@@ -158,9 +157,8 @@ def _in_place_of_a_dead_cluster() -> str | None:
     known = None if os.environ.get("RAY_ADDRESS") else current_cluster()
     if not known:
         return None
-    host, _, port = known.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), timeout=SECONDS_TO_CONNECT).close()
+        connect(known)
     except OSError:
         told_to_wait(f"The Ray cluster at {known} does not answer; a new one is started here.")
         return "local"

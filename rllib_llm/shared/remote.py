@@ -26,6 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 import ray
@@ -165,13 +166,22 @@ class EventLoop:
 
 
 async def call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """The result of a function: coroutine functions run in the loop, others in a thread.
+    """The result of a user's function: coroutine functions run in the loop, others in a thread.
 
-    A thread that nobody waits for any more cannot be ended; it goes on behind the scenes, and holds
-    up neither the loop nor the end of the process.
+    Raises:
+        ExitedError: see `harmless`. Callers that go on after the function's errors count on it,
+            `within` or not.
     """
-    if inspect.iscoroutinefunction(function):
-        return await harmless(function(*args, **kwargs))
+    is_coroutine = inspect.iscoroutinefunction(function)
+    work = partial(function, *args, **kwargs)
+    result = work() if is_coroutine else await _in_thread(work)
+    return await harmless(result) if inspect.isawaitable(result) else result
+
+
+async def _in_thread(function: Callable[[], Any]) -> Any:
+    """The result of a function in a thread of its own. One that nobody waits for any more cannot be
+    ended; it goes on behind the scenes, and holds up neither the loop nor the end of the process.
+    """
     loop = asyncio.get_running_loop()
     waiting: asyncio.Future[Any] = loop.create_future()
 
@@ -188,15 +198,14 @@ async def call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> An
     def work() -> None:
         result, error = None, None
         try:
-            result = function(*args, **kwargs)
+            result = function()
         except BaseException as raised:  # noqa: BLE001  (the thread's border: the caller gets it)
             error = raised
         with contextlib.suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(settle, result, error)
 
     threading.Thread(target=work, name="conversation-call", daemon=True).start()
-    result = await waiting
-    return await harmless(result) if inspect.isawaitable(result) else result
+    return await waiting
 
 
 _END_SECONDS = 5.0  # that a cancelled task has to end
