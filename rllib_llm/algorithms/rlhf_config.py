@@ -11,7 +11,7 @@ from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 
 from rllib_llm.algorithms.evaluation import check_eval_envs, evaluate_held_out
 from rllib_llm.algorithms.language_model_config import LanguageModelConfig
-from rllib_llm.config.checks import require
+from rllib_llm.config.checks import require, warn_of_idle_overlay
 from rllib_llm.config.environment import CONVERSATION, PROMPTS, REWARDS
 from rllib_llm.config.loss import LOSS, REFERENCE, check_loss, check_reference
 from rllib_llm.config.model import SAMPLER_FAULTS
@@ -33,9 +33,11 @@ from rllib_llm.config.streaming import (
     check_replay,
     check_streaming,
 )
+from rllib_llm.config.tabled_config import flattened
 from rllib_llm.config.weights import WEIGHTS, check_others, check_transport
 from rllib_llm.envs.registry import check_name
 from rllib_llm.rollouts.schedule import ServingSettings, StreamRules
+from rllib_llm.shared.errors import has_complaints
 
 
 class RLHFConfig(LanguageModelConfig):
@@ -213,6 +215,10 @@ class RLHFConfig(LanguageModelConfig):
             self.env is not None, "env", self.env, "an environment's name or class",
             "prompts and rewards come from it", "Set env: rllib_llm/RLHF-v0, say",
         )  # fmt: skip
+        overlay = self.evaluation_config
+        if isinstance(overlay, Mapping) and overlay and not has_complaints():
+            names = flattened(type(self), overlay)
+            warn_of_idle_overlay(self.get_evaluation_config_object(), names)
         check_name(self.env)
         check_evaluation(self)
         check_eval_envs(self)

@@ -126,6 +126,11 @@ def show_config(
     console = Console()
     for section in dict.fromkeys(row["section"] for row in rows):
         console.print(_table(section, [row for row in rows if row["section"] == section]))
+    console.print(
+        "\nrllib example get NAME -o FILE   [dim]# a file to begin with[/dim]\n"
+        "rllib train FILE --set NAME=VALUE   [dim]# one setting of it[/dim]",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
 
 
 def _config_class(algo: str) -> type:

@@ -39,7 +39,7 @@ class Sampling:
         ),
     ] = None
     temperature: Annotated[
-        float, typer.Option(help="Logits are divided by it; 0 is the same as --greedy.")
+        float, typer.Option(min=0.0, help="Logits are divided by it; 0 is the same as --greedy.")
     ] = 1.0
     top_p: Annotated[float, typer.Option(help="Sample from this probability mass.")] = 1.0
     top_k: Annotated[int, typer.Option(help="Sample from so many tokens; 0: all.")] = 0

@@ -4,7 +4,7 @@ and warnings of settings that do nothing under the others: a typo in a plan cost
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any, TypeVar
 
 from rllib_llm.config.sections import defaults, rllib_table, same, table
@@ -37,13 +37,29 @@ def warn_of_no_effect(config: Any) -> None:
     """One warning for every setting that was changed from its default and is not used, and one for
     every range that does not suit the loss that was chosen."""
     default = defaults(type(config))
-    for name, why, remedy in _unused(config):
-        value = _value(config, name)
-        if not same(value, _value(default, name)):
-            found = f"{name}={shown(value)} has no effect {why}"
-            warnings.warn(SettingWarning(f"no_effect.{name}", found, "", remedy), stacklevel=4)
-    for warning in _unsuited(config):
+    changed = [
+        unused
+        for unused in _unused(config)
+        if not same(_value(config, unused[0]), _value(default, unused[0]))
+    ]
+    for warning in (*_no_effect(config, changed), *_unsuited(config)):
         warnings.warn(warning, stacklevel=4)
+
+
+def warn_of_idle_overlay(config: Any, names: Container[str]) -> None:
+    """One warning for every setting in `names`, those of `evaluation_config`, that is not used in
+    the evaluation, whose whole config `config` is. Training's config tells of the others."""
+    idle = [unused for unused in _unused(config) if unused[0] in names]
+    for warning in _no_effect(config, idle, "evaluation_config."):
+        warnings.warn(warning, stacklevel=4)
+
+
+def _no_effect(
+    config: Any, unused: Iterable[tuple[str, str, str]], place: str = ""
+) -> Iterator[SettingWarning]:
+    for name, why, remedy in unused:
+        found = f"{place}{name}={shown(_value(config, name))} has no effect {why}"
+        yield SettingWarning(f"no_effect.{name}", found, "", remedy)
 
 
 def _value(config: Any, name: str) -> Any:

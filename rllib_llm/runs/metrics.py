@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rllib_llm.runs.results import fresh_series, number
+from rllib_llm.shared.errors import suggestion
 
 
 @dataclass(frozen=True)
@@ -250,6 +251,12 @@ def is_counter(name: str) -> bool:
 def describes(name: str) -> bool:
     """Whether a result of this name is in the registry."""
     return _pattern().fullmatch(name) is not None
+
+
+def result_like(name: str) -> str:
+    """A sentence with the results whose names are nearest to `name`."""
+    rows = (row.name for group in GROUPS for row in group.rows)
+    return suggestion(name, [known for known in rows if "<" not in known])
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from rllib_llm.config.setting import IN_ENV
 from rllib_llm.config.tabled_config import TabledConfig
 from rllib_llm.runs.doctor.data_rules import check_data, check_sources, data_settings
 from rllib_llm.runs.experiments import Experiment, algorithm_class, model_of, with_stand_ins
-from rllib_llm.runs.metrics import COUNTERS, USUAL_COUNTERS, describes
+from rllib_llm.runs.metrics import COUNTERS, USUAL_COUNTERS, describes, result_like
 from rllib_llm.runs.search_space import examples, make_scheduler, make_searcher, search_space
 from rllib_llm.shared.errors import UserError, all_complaints, complain, noted, suggestion
 from rllib_llm.shared.storage import Place
@@ -111,6 +111,7 @@ def examine_experiment(experiment: Experiment) -> list[Reservation]:
     _check_counters(experiment)
     if ours:
         _check_stop(experiment)
+        _check_metric(experiment)
     reserved: list[Reservation] = []
     read: set[str] = set()
     for settings in examples(search_space(experiment)):
@@ -166,6 +167,22 @@ def _check_stop(experiment: Experiment) -> None:
                     f"{experiment.name}.stop: unknown result {key!r}: no trial reports it. {hint}"
                 )
             )
+
+
+def _check_metric(experiment: Experiment) -> None:
+    """Tune refuses a metric that no trial reports only after an iteration. An algorithm of the
+    user's own may report more than we know."""
+    metric = experiment.metric
+    if metric is not None and experiment.run in ALGORITHMS and not describes(metric):
+        complain(
+            UserError(
+                name=f"{experiment.name}.metric",
+                value=metric,
+                rule="be a result of the trials",
+                reason="they are compared by it, and none reports it",
+                remedy=result_like(metric),
+            )
+        )
 
 
 def checkpoint_settings(experiment: Experiment) -> Any:

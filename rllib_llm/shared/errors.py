@@ -223,6 +223,11 @@ def all_complaints() -> Iterator[list[ValueError]]:
             found[:] = [error for error in found if not _is_about_nothing(error)]
 
 
+def has_complaints() -> bool:
+    """Whether something was noted within `all_complaints`."""
+    return bool(_NOTED.get())
+
+
 def _is_about_nothing(error: ValueError) -> bool:
     """Whether the rule that it breaks wants something that was not given."""
     return (

@@ -27,6 +27,7 @@ def test_settings_are_listed_by_section_with_the_algorithm_s_defaults():
     assert "kl_coeff 0.04 β, the weight of the KL to the reference, in nats" in text
     assert "TRL: beta." in text
     assert "vf_loss_coeff" not in text  # a critic's
+    assert "rllib example get NAME -o FILE" in text and "--set NAME=VALUE" in text
 
 
 @pytest.mark.parametrize("algo", ALGORITHMS)

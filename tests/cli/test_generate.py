@@ -88,6 +88,7 @@ def test_chat_without_a_template_is_refused(checkpoint):
     ("arguments", "message"),
     [
         (["/nowhere/at/all"], "checkpoint='/nowhere/at/all' must be a folder: there is none"),
+        (["--temperature", "-1"], "Invalid value for '--temperature'"),
         (["--top-p", "2"], "top_p=2.0 must be above 0 and at most 1"),
         (["--file", "absent.jsonl"], "must be a file or folder that exists"),
     ],

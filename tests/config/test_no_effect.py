@@ -50,6 +50,18 @@ def test_an_evaluation_s_own_config_does_not_warn_again():
         config.get_evaluation_config_object().validate()  # its samplers are in this process
 
 
+def test_what_evaluation_alone_sets_without_effect_warns_once():
+    config = tiny_runs.grpo().evaluation(
+        evaluation_interval=1, evaluation_config={"lr_num_updates": 7, "temperature": 0.5}
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        config.validate()
+        config.get_evaluation_config_object().validate()
+    (told,) = [str(warning.message) for warning in caught if "no effect" in str(warning.message)]
+    assert told.startswith("evaluation_config.lr_num_updates=7 has no effect with lr_schedule=")
+
+
 def test_shards_of_one_learner_warn():
     with pytest.warns(UserWarning, match="learner_strategy='fsdp' has no effect"):
         tiny_runs.ppo().learners(strategy="fsdp").validate()

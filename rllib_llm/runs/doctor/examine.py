@@ -5,6 +5,7 @@ two iterations with all their measurements.
 from __future__ import annotations
 
 import math
+import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -25,7 +26,7 @@ from rllib_llm.runs.doctor.model_rules import model_rules, plan_rules, turn_rule
 from rllib_llm.runs.doctor.reward_rules import reward_rules
 from rllib_llm.runs.doctor.stage import Finding, Stage, distinct, make_stage
 from rllib_llm.runs.experiments import Experiment
-from rllib_llm.shared.errors import UserError, all_complaints
+from rllib_llm.shared.errors import SettingError, UserError, all_complaints
 
 # Which area a setting's complaint belongs to; the others are "settings".
 AREAS = {
@@ -102,9 +103,13 @@ def examine_experiment(
         area = "rewards" if isinstance(error, RewardError) else AREAS.get(subject, "settings")
         found = plan.as_written(finding.found, experiment)
         yield replace(finding, id=f"{area}.{subject}", found=found)
+    # A warning about a setting that was refused judges the default in its place.
+    refused = [error.subject for error in errors if isinstance(error, SettingError)]
     for warning in said:
-        if issubclass(warning.category, UserWarning):
-            yield Finding.from_warning(warning.message)
+        finding = Finding.from_warning(warning.message)
+        follows = any(re.search(rf"\b{name}=", finding.found) for name in refused if name)
+        if issubclass(warning.category, UserWarning) and not follows:
+            yield finding
     if errors:
         return
     with warnings.catch_warnings():

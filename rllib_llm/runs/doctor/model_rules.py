@@ -9,8 +9,7 @@ from typing import Any
 
 from rllib_llm.modules.model_source import TruncatedWeightsError, num_elements
 from rllib_llm.runs.doctor.stage import Finding, Stage
-from rllib_llm.runs.metrics import COUNTERS, describes, is_counter
-from rllib_llm.shared.errors import suggestion
+from rllib_llm.runs.metrics import describes, is_counter, result_like
 from rllib_llm.shared.storage import read_json
 
 SAMPLE = "The sum of 12 and 30 is 42.\nIsn't it? (Yes, it is!)"
@@ -223,9 +222,7 @@ def _names(stage: Stage) -> Iterator[Finding]:
             yield Finding(
                 "experiment.result", "warning", f"{where}: no result is called {key!r}",
                 "no trial reports it, so nothing ever happens by it",
-                suggestion(
-                    key, (*COUNTERS, "reward", "objective/scores", "eval/scores", "objective/kl")
-                ),
+                result_like(key),
             )  # fmt: skip
 
 

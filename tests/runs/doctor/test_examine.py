@@ -112,6 +112,18 @@ def test_a_broken_set_up_is_named(name: str):
     assert any(one == name or one.startswith(f"{name}.") for one in _with_area(ids)), ids
 
 
+def test_a_misspelt_metric_is_told_with_the_other_errors():
+    broken = grpo(temprature=1.0).replace(metric="objective/scors", mode="max")
+    told = {finding.id: finding.text() for finding in found(broken)}
+    assert {"settings.unknown", "experiment.metric"} == set(told)
+    assert "Did you mean 'objective/scores'" in told["experiment.metric"]
+
+
+def test_what_only_follows_from_a_misspelt_schedule_is_not_told():
+    ids = [finding.id for finding in found(grpo(lr_schedule="lineer", lr_num_updates=50))]
+    assert ids == ["settings.lr_schedule"]
+
+
 def test_what_is_wrong_within_evaluation_config_is_told_once_and_whatever_else_is_wrong():
     broken = grpo(lr=-1.0, evaluation_config={"explor": True, "lr": "fast"})
     told = [finding.sentence for finding in found(broken)]
