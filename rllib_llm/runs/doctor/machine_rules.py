@@ -232,9 +232,13 @@ def servers(stage: Stage) -> Iterator[tuple[str, str]]:
             for key in ("base_url", "url"):
                 if isinstance(kwargs.get(key), str):
                     yield f"reward_functions.kwargs.{key}", kwargs[key]
-    engine_settings = getattr(stage.config, "engine_settings", None) or {}
-    if isinstance(engine_settings.get("base_url"), str):
-        yield "engine_settings.base_url", engine_settings["base_url"]
+    others = {
+        "env_config": stage.env,  # of a player, in Chat-v0
+        "engine_settings": getattr(stage.config, "engine_settings", None) or {},
+    }
+    for name, settings in others.items():
+        if isinstance(settings.get("base_url"), str):
+            yield f"{name}.base_url", settings["base_url"]
 
 
 PROCESS_BYTES = int(0.5 * GIB)  # Python with torch, transformers and Ray

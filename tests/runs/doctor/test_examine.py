@@ -14,7 +14,7 @@ import pytest
 
 from rllib_llm.envs.prompts import PromptSource
 from rllib_llm.runs.doctor.examine import before_a_run, examine
-from rllib_llm.runs.doctor.machine_rules import GIB, Machine
+from rllib_llm.runs.doctor.machine_rules import GIB, Machine, server_rules
 from rllib_llm.runs.doctor.reward_rules import answer_scores
 from rllib_llm.runs.doctor.stage import Finding, exit_code, make_stage
 from rllib_llm.runs.yaml_loader import load, parse
@@ -303,7 +303,11 @@ def test_a_server_that_does_not_answer_is_named():
             "kwargs": {"base_url": url, "model": "judge"},
         }
         ids = [f.id for f in found(grpo(env={"reward_functions": judge}))]
+        stage = make_stage(grpo())
+        stage.env = {"base_url": url}  # of Chat-v0's player
+        (told,) = server_rules(stage)
     assert "ports.server" in ids
+    assert told.found == f"env_config.base_url={url!r}"
 
 
 def test_prompts_that_are_held_out_for_no_evaluation_are_told():
