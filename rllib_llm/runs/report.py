@@ -66,7 +66,8 @@ def _print_summary(result: StageResult, rows: list[dict[str, Any]], console: Con
         title += f", best of {len(result.trial_folders)} trials: {result.labels[result.best]}"
         _print_trials(result, rows, console)
     _heading(title, console)
-    table = Table()
+    ends = "first, last: of an iteration, the mean over its updates; held out: of an evaluation"
+    table = Table(caption=ends, caption_justify="left")
     table.add_column("result")
     for heading in ("first", "last"):
         table.add_column(heading, justify="right")
