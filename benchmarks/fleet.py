@@ -2,6 +2,7 @@
 
     python -m benchmarks.fleet [--samplers 1 10 100 1000] [--slots 64] [--updates 30]
                                [--schedule free | lockstep] [--plot FILE.png]
+    python -m benchmarks.fleet --waits [--updates 20]
 
 The ledger is the run's own; samplers are events: each has so many slots, asks for groups when half
 of its slots are free, says every five seconds that it is alive, and takes a log-normal time for a
@@ -16,6 +17,12 @@ learns from it (median); from the deaths until the driver knew of all of them (`
 all of their groups were leased again (`released_s`) and until all were at work again
 (`replaced_s`); `ms_per_look`: CPU of a look of the driver; `bytes_per_group` in flight, without
 payloads; `simulated_s`.
+
+With `--waits`, what follows from the simulated clock alone, the same on every machine: `wait_s` and
+`update_s` (simulated seconds of an update) of both schedules, of the free one with a window of one
+and of two batches, and of groups that all take the same time; beside `slowest_s`, which is not
+simulated: how much longer than the median group the slowest of a batch takes (median of the largest
+of as many log-normals as a batch has groups).
 """
 
 from __future__ import annotations
@@ -25,6 +32,7 @@ import gc
 import heapq
 import itertools
 import json
+import math
 import random
 import statistics
 import time
@@ -116,17 +124,20 @@ class Fleet:
 
     Args:
         num_samplers, slots: groups in flight are their product.
-        schedule: of the ledger.
+        schedule: of the ledger; `window` in batches.
+        sigma: of the log-normal time of a group.
     """
 
-    def __init__(self, num_samplers: int, slots: int, schedule: Any) -> None:
+    def __init__(
+        self, num_samplers: int, slots: int, schedule: Any, *, window: int = 1, sigma: float = SIGMA
+    ) -> None:
         self.now = 0.0
-        self.slots = slots
+        self.slots, self.sigma = slots, sigma
         self.rules = StreamRules(
             num_groups=max(1, num_samplers * slots // 2),
             max_staleness=1,
             schedule=schedule,
-            window=max(1, num_samplers * slots // 2) if schedule == "free" else 1,
+            window=window * max(1, num_samplers * slots // 2) if schedule == "free" else 1,
             timeout_s=600.0,
         )
         self.ledger = Ledger(self.rules, clock=lambda: self.now)
@@ -194,7 +205,7 @@ class Fleet:
             held[lease.id] = lease.num_groups
             for position in lease.positions:
                 self._orphans.discard(position)
-                seconds = MEDIAN_S * self._random.lognormvariate(0.0, SIGMA)
+                seconds = MEDIAN_S * self._random.lognormvariate(0.0, self.sigma)
                 self._later(seconds, self._finish, name, lease, position)
         if self._died_at and not self._orphans and not self.released_s:
             self.released_s = self.now - self._died_at
@@ -313,6 +324,28 @@ def measure(num_samplers: int, arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+WAITS = (("lockstep", 1, SIGMA), ("free", 1, SIGMA), ("free", 2, SIGMA), ("free", 1, 0.0))
+
+
+def waits(num_samplers: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """How long groups wait on the simulated clock, in each of the cases of `WAITS`."""
+    found = []
+    for schedule, window, sigma in WAITS:
+        fleet = Fleet(num_samplers, arguments.slots, schedule, window=window, sigma=sigma)
+        fleet.run(arguments.updates)
+        largest = statistics.NormalDist().inv_cdf(0.5 ** (1 / fleet.rules.num_groups))
+        found.append({
+            "samplers": num_samplers,
+            "batch": fleet.rules.num_groups,
+            "schedule": schedule if window == 1 else f"{schedule}, window of {window} batches",
+            "lengths": "log-normal" if sigma else "equal",
+            "wait_s": round(statistics.median(fleet.waits), 1),
+            "slowest_s": round(MEDIAN_S * (math.exp(sigma * largest) - 1), 1),
+            "update_s": round(fleet.now / arguments.updates, 1),
+        })  # fmt: skip
+    return found
+
+
 def draw(points: list[dict[str, Any]], path: Path) -> None:
     """CPU of the ledger per group over samplers."""
     import matplotlib.pyplot as plt
@@ -333,9 +366,15 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--updates", type=int, default=30)
     parser.add_argument("--schedule", choices=("free", "lockstep"), default="free")
+    parser.add_argument("--waits", action="store_true")
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
     points = []
+    for num_samplers in arguments.samplers if arguments.waits else ():
+        for line in waits(num_samplers, arguments):
+            print(json.dumps(line), flush=True)
+    if arguments.waits:
+        return
     for num_samplers in arguments.samplers:
         points.append(measure(num_samplers, arguments))
         print(json.dumps(points[-1]), flush=True)

@@ -1,6 +1,7 @@
 """What several learners cost: bytes that they send, memory of each, and waiting for one another.
 
     python benchmarks/learners.py --nums 1 2 4
+    python benchmarks/learners.py --tokens
 
 SFT of a small float32 Llama on texts of 8 to 200 tokens in learner processes joined by gloo, one
 thread each. One JSON line for each strategy ("ddp", "fsdp") and number of learners, per optimiser
@@ -13,17 +14,25 @@ step and learner:
                  the number of learners for "fsdp"
     waiting      1 - mean / largest of the learners' CPU seconds in passes, and of their tokens
     difference   largest difference of a weight from one learner's, over the largest weight
+
+With `--tokens` nothing is timed: 20 batches of rows of log-normal length (median 256 tokens, sigma
+0.6, at most 2048) are cut as learners cut them, in micro-batches of at most 8192 tokens, and their
+tokens counted. `ddp` is what the busiest learner has beyond the mean in an optimiser step, where
+learners meet once (the largest of 20); `fsdp` is what they wait where they meet in every
+micro-batch (the mean).
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -35,7 +44,9 @@ from rllib_llm.algorithms.sft import SFT
 from rllib_llm.examples import arithmetic
 from rllib_llm.learners.batching import row_lengths
 from rllib_llm.learners.sharding import local_data
+from rllib_llm.learners.shared_passes import SharedPasses
 from rllib_llm.learners.supervised_learners import SFTLearner
+from rllib_llm.shared import columns
 
 COLLECTIVES = ("all_reduce", "all_gather_single", "reduce_scatter_single")  # as FSDP2 calls
 
@@ -123,6 +134,39 @@ def measure(args: argparse.Namespace, model: str, strategy: str, num: int) -> di
     return {"counts": counts, "weights": {k: torch.as_tensor(v) for k, v in weights.items()}}
 
 
+def micro_batch_tokens(lengths: torch.Tensor, num_learners: int) -> list[list[int]]:
+    """Tokens of each micro-batch of each learner, of rows with `lengths` [B]."""
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]
+    learner: Any = SimpleNamespace(
+        world_size=num_learners, _num_parts=1,
+        config=SimpleNamespace(micro_batch_size=None, micro_batch_tokens=8192),
+    )  # fmt: skip
+    parts = [
+        SharedPasses.micro_batch_rows(learner, {columns.ATTENTION_MASK: mask}, rank)
+        for rank in range(num_learners)
+    ]
+    return [[int(lengths[rows].sum()) for rows in mine] for mine in parts]
+
+
+def balance(num_learners: int, num_rows: int) -> dict[str, Any]:
+    """How evenly tokens are shared: see `--tokens` at the top."""
+    draw = random.Random(0)
+    by_step, by_micro_batch = [], []
+    for _ in range(20):
+        drawn = [round(256 * draw.lognormvariate(0.0, 0.6)) for _ in range(num_rows)]
+        shares = micro_batch_tokens(torch.tensor(drawn).clamp(1, 2048), num_learners)
+        mean = sum(map(sum, shares)) / num_learners
+        by_step.append(max(map(sum, shares)) / mean - 1)
+        slowest = (max(each) for each in itertools.zip_longest(*shares, fillvalue=0))
+        by_micro_batch.append(sum(slowest) / mean - 1)
+    return {
+        "learners": num_learners,
+        "rows": num_rows,
+        "ddp": f"{max(by_step):.2%}",
+        "fsdp": f"{sum(by_micro_batch) / 20:.2%}",
+    }
+
+
 def waiting(values: list[float]) -> float:
     """The share of its time that a learner waits for the slowest, on average."""
     return round(1 - sum(values) / len(values) / max(values), 4)
@@ -137,7 +181,12 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--micro_batch_tokens", type=int, default=None)
+    parser.add_argument("--tokens", action="store_true", help="count, and time nothing")
     args = parser.parse_args()
+    if args.tokens:
+        for num, rows in itertools.product((2, 4), (64, 256, 1024)):
+            print(json.dumps(balance(num, rows)))
+        return
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     root = str(Path(__file__).resolve().parent.parent)
     ray.init(

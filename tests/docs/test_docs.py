@@ -154,13 +154,29 @@ def test_figures_of_the_benchmarks_are_those_recorded(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "scripts")
     import figures
 
-    page = figures.PAGE.read_text("utf-8")
-    assert page == figures.page_with(figures.read(), page), "python scripts/figures.py"
-    by_hand = figures.MARKED.sub("", page)
+    pages = {page: page.read_text("utf-8") for page in figures.PAGES}
+    assert pages == figures.pages_with(figures.read(), pages), "python scripts/figures.py"
+    readme, scale = pages.values()
+    measured = scale[scale.index("## Measured") :]
     # Nobody types a measurement: decimals stand in the recorded tables alone.
-    assert re.findall(r"\d+\.\d+(?: ms| s|%| %)?", by_hand) == []
+    by_hand = [figures.MARKED.sub("", text) for text in (readme, measured)]
+    assert [re.findall(r"\d+\.\d+(?: ms| s|%| %)?", text) for text in by_hand] == [[], []]
+    assert not [line for text in by_hand for line in text.splitlines() if line.startswith("|")]
     entries = [*figures.read()["headlines"], *figures.read()["tables"].values()]
     assert all(e["command"] and e["recorded"] and e["recorded_in"] for e in entries)
+    assert len(readme.split()) < 5000
+
+
+def test_a_tree_of_weights_takes_as_long_as_its_rounds_of_one_link(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    import figures
+
+    keys = ["mb", "nodes", "receivers", "tree_rounds", "tree_s"]
+    rows = figures.rows_of_lines("weights_nodes.jsonl", keys)
+    # One receiver of 100 MB took 0.21 s, and 8 nodes are reached in 4 rounds: 1, 3, 7, 15 have it.
+    assert ["100", "8", "64", "4", "0.84"] in rows
+    # 1000 MB took 3.65 s, so 400 MB take 1.46 s, three times.
+    assert ["400", "4", "4", "3", "4.38"] in rows
 
 
 def test_mistakes_are_answered_before_a_run_and_without_tracebacks(monkeypatch):

@@ -1,0 +1,47 @@
+"""What the scaling page says of the simulated and counted benchmarks holds of the code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.fleet import Fleet, waits
+from benchmarks.learners import balance
+from rllib_llm.rollouts import workers
+
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+
+
+def lines(name: str) -> list[dict]:
+    return [json.loads(line) for line in (RESULTS / name).read_text("utf-8").splitlines()]
+
+
+@pytest.fixture(autouse=True)
+def own_clock(monkeypatch):
+    """A fleet gives the driver its simulated clock."""
+    monkeypatch.setattr(workers, "time", workers.time)
+
+
+def test_groups_of_equal_length_wait_as_little_with_ten_samplers_as_with_one():
+    found = []
+    for num_samplers in (1, 10):
+        fleet = Fleet(num_samplers, 64, "lockstep", sigma=0.0)
+        fleet.run(20)
+        found.append(sorted(fleet.waits)[len(fleet.waits) // 2])
+    assert found == [0.0, 0.0]
+
+
+def test_the_recorded_waits_are_those_of_this_code():
+    recorded = [line for line in lines("fleet_waits.jsonl") if line["samplers"] == 1]
+    assert waits(1, argparse.Namespace(slots=64, updates=20)) == recorded
+
+
+@pytest.mark.parametrize("num_learners", [2, 4])
+def test_no_learner_has_five_per_cent_more_tokens_than_the_mean(num_learners):
+    recorded = [line for line in lines("learners_tokens.jsonl") if line["rows"] == 64]
+    found = balance(num_learners, 64)
+    assert found in recorded
+    assert float(found["ddp"].rstrip("%")) <= 5.0
