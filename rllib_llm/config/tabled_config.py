@@ -280,7 +280,7 @@ class TabledConfig(AlgorithmConfig):
         return given(
             self.pretrained_model, "model",
             "a Hugging Face folder, a hub id or the dotted path of a function", self.why_a_model,
-            "Set model: in YAML or .language_model(model=...)",
+            "Set model: in YAML or --config '{model: ...}', or .language_model(model=...)",
         )  # fmt: skip
 
     def _takes(self, key: str) -> bool:
