@@ -10,9 +10,11 @@ import errno
 import json
 import os
 import platform
+import random
 import re
 import subprocess
 import time
+import uuid
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -63,7 +65,8 @@ def new_folder(
                 f"experiment_name={chosen!r} must be new: a run lies in {str(folder)!r} already, "
                 "and two would be mixed. Add --resume to go on with it, or choose another name."
             )
-        number += 1  # another run began in the same second
+        # Another run began in the same second; at a URL the two may meet again.
+        number += random.randrange(1, 1000) if isinstance(folder, UrlPath) else 1
         folder = root / f"{stamped}_{number}"
     write_record(folder, source, experiments)
     return folder
@@ -71,16 +74,29 @@ def new_folder(
 
 def _claim(folder: Place) -> bool:
     """Whether the folder is this run's now: it was not there, or empty."""
-    if isinstance(folder, UrlPath):
-        return not (folder.is_dir() and any(folder.iterdir()))
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
         return False
+    if isinstance(folder, UrlPath):
+        return _claim_url(folder)
     try:
         (folder / RUN_RECORD).touch(exist_ok=False)  # of several that start at once, one does
     except FileExistsError:
         return False
     return True
+
+
+def _claim_url(folder: UrlPath) -> bool:
+    """As `_claim`. Object stores cannot create a file only where there is none, but list what was
+    written: of several that start at once, the one whose mark stands alone has the folder, or
+    none."""
+    mark = folder / f"{uuid.uuid4().hex}.start"
+    mark.write_text("")
+    is_alone = [each.name for each in folder.iterdir()] == [mark.name]
+    if is_alone:
+        (folder / RUN_RECORD).write_text("")
+    mark.unlink()
+    return is_alone
 
 
 def resumed_folder(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,6 +13,7 @@ from rllib_llm.runs.experiments import Experiment
 from rllib_llm.runs.results import StageResult
 from rllib_llm.runs.run_folder import check_continues, new_folder, resumed_folder
 from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.storage import UrlPath
 
 FILE, OTHER = "/a/x.yaml", "/b/x.yaml"
 
@@ -39,6 +41,35 @@ def test_two_runs_that_start_in_one_second_have_folders_of_their_own(tmp_path, m
     assert all(
         json.loads((folder / RUN_RECORD).read_text())["source"] == FILE for folder in folders
     )
+
+
+@pytest.mark.parametrize("round_", range(5))
+def test_two_runs_that_start_in_one_second_at_a_url_do_not_share_a_folder(
+    tmp_path, monkeypatch, round_
+):
+    monkeypatch.setattr("time.strftime", lambda form: "2026-01-01_00-00-00")
+    root = UrlPath(tmp_path.as_uri())  # the files of this machine, as a store of objects
+    begin = threading.Barrier(8)
+
+    def start(number):
+        begin.wait()
+        return new_folder(root, "x", None, f"/{number}.yaml", [sft()])
+
+    with ThreadPoolExecutor(8) as pool:
+        folders = list(pool.map(start, range(8)))
+    for number, folder in enumerate(folders):
+        assert json.loads((folder / RUN_RECORD).read_text())["source"] == f"/{number}.yaml"
+        assert [each.name for each in folder.iterdir()] == [RUN_RECORD]
+        assert folder.name.startswith("x_2026-01-01_00-00-00")
+        found = resumed_folder(root, "x", None, f"/{number}.yaml", [sft()])
+        assert found.name == folder.name
+
+
+def test_a_chosen_folder_at_a_url_is_taken_once(tmp_path):
+    root = UrlPath(tmp_path.as_uri())
+    new_folder(root, "x", "mine", FILE, [sft()])
+    with pytest.raises(UserError, match="experiment_name='mine' must be new"):
+        new_folder(root, "x", "mine", FILE, [sft()])
 
 
 def test_the_newest_run_of_the_same_file_is_resumed_not_of_another_of_its_name(tmp_path):
