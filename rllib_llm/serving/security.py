@@ -110,6 +110,12 @@ class Clients:
                 "A key of the server must have at least one character: who sends none would have "
                 "it. Remove the empty one."
             )
+        keys = [client.key for client in clients] + [admin_key] * (admin_key is not None)
+        if len(set(keys)) < len(keys):
+            raise UserError(
+                "A key of the server must have one owner: of two entries with the same key, or of "
+                "a client and the administration, only one would count. Give each its own."
+            )
         self.clients, self._admin_key = list(clients), admin_key
         self._nobody = Client("", b"", TokenBucket(None), TokenBucket(None))
 

@@ -33,7 +33,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 class ServeSettings(BaseModel):
     """Every setting of `rllib serve`. Later sources win: YAML file, environment, flags."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)  # it may be a key
 
     model: str = Field(description="Checkpoint, trial, run, Hugging Face folder or hub id.")
     name: str | None = Field(None, description="Of the model in answers. Default: its folder's.")
@@ -208,12 +208,14 @@ def read_settings(
         return ServeSettings.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
-        name = ".".join(map(str, first["loc"])) or "settings"
+        problem = first["msg"].removeprefix("Value error, ")
+        if not first["loc"]:  # a rule of several, which names them; what came holds the keys, too
+            raise UserError(f"{problem}.") from error
+        name = ".".join(map(str, first["loc"]))
         if first["type"] == "extra_forbidden":
             raise unknown_key("", name, ServeSettings.model_fields) from error
         is_secret = "key" in name and not name.endswith("_file")
         value = "" if is_secret or first["type"] == "missing" else f"={str(first['input'])!r}"
-        problem = first["msg"].removeprefix("Value error, ")
         raise UserError(f"{name}{value} must be corrected: {problem}.") from error
 
 

@@ -192,6 +192,41 @@ def test_an_error_in_the_file_of_settings_shows_no_key(text, place, tmp_path):
     assert "sk-secret" not in "".join(traceback.format_exception(caught.value))
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"model": "m", "max_replicas": 2}, "admin_key must come with one replica"),
+        ({"model": "m", "lora": {}}, "lora must come with weights_name"),
+        ({}, "model must be corrected: Field required"),
+        ({"model": "m", "ports": 1}, "unknown key 'ports'"),
+        ({"model": "m", "api_key": "sk-secret"}, "unknown key 'api_key'"),
+    ],
+)
+def test_an_error_of_settings_shows_no_key(given, told):
+    keys = {"RLLIB_SERVE_API_KEYS": "sk-secret", "RLLIB_SERVE_ADMIN_KEY": "sk-secret-2"}
+    with pytest.raises(UserError, match=f"^{told}") as caught:
+        read_settings(given, environment=keys)
+    assert "sk-secret" not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"api_keys": "sk-a,sk-a"},
+        {"api_keys": "sk-a", "api_keys_file": "- {key: sk-a, requests_per_minute: 1}"},
+        {"api_keys": "sk-a", "admin_key": "sk-a"},
+    ],
+)
+def test_a_key_of_two_owners_is_refused(keys, tmp_path):
+    if "api_keys_file" in keys:
+        file = tmp_path / "keys.yaml"
+        file.write_text(keys["api_keys_file"])
+        keys = {**keys, "api_keys_file": file}
+    with pytest.raises(UserError, match="must have one owner") as caught:
+        read_clients(settings(**keys))
+    assert "sk-a" not in str(caught.value)
+
+
 def test_pages_of_other_origins_are_let_in_only_where_listed():
     async def ask(http, made) -> None:
         preflight = {"Origin": "http://a", "Access-Control-Request-Method": "POST"}
