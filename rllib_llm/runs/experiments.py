@@ -277,6 +277,8 @@ def with_stand_ins(experiments: list[Experiment]) -> list[Experiment]:
     filled = []
     for experiment in experiments:
         for name, product in references(vars(experiment)):
+            if product == "model":
+                _check_leaves_model(by_name[name], experiment.name)
             if product == "rollouts":
                 _check_keeps_rollouts(by_name[name], experiment.name)
             elif by_name[name].checkpoint_config.get("checkpoint_at_end") is False:
@@ -295,6 +297,18 @@ def with_stand_ins(experiments: list[Experiment]) -> list[Experiment]:
             stand_ins[f"{experiment.name}.model"] = StandIn(model)
         filled.append(experiment.replace(config=config))
     return filled
+
+
+def _check_leaves_model(experiment: Experiment, user: str) -> None:
+    name, found = experiment.name, algorithm_class(experiment.run, experiment.name)
+    if found.__module__.startswith("ray.") and model_of(experiment.config) is None:
+        raise UserError(
+            where=f"{user}",
+            name=f"${{{name}.model}}",
+            rule="be of an experiment that trains a language model",
+            reason=f"{name}.run={experiment.run!r} is RLlib's own and leaves none",
+            remedy="Name another experiment",
+        )
 
 
 def _check_keeps_rollouts(experiment: Experiment, user: str) -> None:

@@ -25,6 +25,17 @@ def test_every_point_of_the_grid_is_validated():
         check_experiments([counter("a"), counter("b", config={"lr": {"grid_search": [1, -0.5]}})])
 
 
+def test_the_model_of_an_algorithm_that_makes_none_is_refused_before_it_trains():
+    data = {
+        "walk": {"run": "PPO", "env": "CartPole-v1"},
+        "sft": {"run": COUNTER, "config": {"model": "${walk.model}"}},
+    }
+    with pytest.raises(UserError, match=r"\$\{walk.model\} must be of an experiment that trains a"):
+        with_stand_ins(load(data, "x.yaml"))
+    data["sft"] = {"run": COUNTER, "restore": "${walk.checkpoint}"}
+    with_stand_ins(load(data, "x.yaml"))
+
+
 def test_a_later_stage_is_checked_with_the_model_that_the_earlier_one_starts_from():
     data = {
         "sft": {"run": COUNTER, "config": {"model": "org/base"}},
