@@ -134,11 +134,13 @@ def measure(args: argparse.Namespace, model: str, strategy: str, num: int) -> di
     return {"counts": counts, "weights": {k: torch.as_tensor(v) for k, v in weights.items()}}
 
 
-def micro_batch_tokens(lengths: torch.Tensor, num_learners: int) -> list[list[int]]:
+def micro_batch_tokens(
+    lengths: torch.Tensor, num_learners: int, *, is_sharded: bool
+) -> list[list[int]]:
     """Tokens of each micro-batch of each learner, of rows with `lengths` [B]."""
     mask = torch.arange(int(lengths.max())) < lengths[:, None]
     learner: Any = SimpleNamespace(
-        world_size=num_learners, _num_parts=1,
+        world_size=num_learners, _num_parts=1, is_sharded=is_sharded,
         config=SimpleNamespace(micro_batch_size=None, micro_batch_tokens=8192),
     )  # fmt: skip
     parts = [
@@ -154,9 +156,11 @@ def balance(num_learners: int, num_rows: int) -> dict[str, Any]:
     by_step, by_micro_batch = [], []
     for _ in range(20):
         drawn = [round(256 * draw.lognormvariate(0.0, 0.6)) for _ in range(num_rows)]
-        shares = micro_batch_tokens(torch.tensor(drawn).clamp(1, 2048), num_learners)
-        mean = sum(map(sum, shares)) / num_learners
+        lengths = torch.tensor(drawn).clamp(1, 2048)
+        mean = int(lengths.sum()) / num_learners
+        shares = micro_batch_tokens(lengths, num_learners, is_sharded=False)
         by_step.append(max(map(sum, shares)) / mean - 1)
+        shares = micro_batch_tokens(lengths, num_learners, is_sharded=True)
         slowest = (max(each) for each in itertools.zip_longest(*shares, fillvalue=0))
         by_micro_batch.append(sum(slowest) / mean - 1)
     return {

@@ -40,8 +40,9 @@ def test_the_recorded_waits_are_those_of_this_code():
 
 
 @pytest.mark.parametrize("num_learners", [2, 4])
-def test_no_learner_has_five_per_cent_more_tokens_than_the_mean(num_learners):
+def test_no_learner_waits_for_more_than_five_per_cent_of_the_tokens(num_learners):
     recorded = [line for line in lines("learners_tokens.jsonl") if line["rows"] == 64]
     found = balance(num_learners, 64)
     assert found in recorded
     assert float(found["ddp"].rstrip("%")) <= 5.0
+    assert float(found["fsdp"].rstrip("%")) <= 5.0

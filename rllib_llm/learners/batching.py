@@ -114,6 +114,37 @@ def balanced_shares(lengths: Tensor, num_shares: int) -> list[Tensor]:
     return [torch.tensor(sorted(share), dtype=torch.int64) for share in shares]
 
 
+def even_micro_batches(
+    lengths: Tensor,
+    num_shares: int,
+    *,
+    micro_batch_size: int | None = None,
+    token_budget: int | None = None,
+) -> list[list[Tensor]]:
+    """Row indices of each micro-batch of each share, for learners that meet in every micro-batch.
+
+    Those of one number are of rows of similar length and have about as many tokens in every share;
+    some shares may have one fewer. `lengths` [batch] in tokens. A micro-batch of n rows whose
+    longest has L tokens has n at most `micro_batch_size`, or n * L at most `token_budget` (or n 1).
+    """
+    order = lengths.argsort(descending=True, stable=True).tolist()
+    shares: list[list[Tensor]] = [[] for _ in range(num_shares)]
+    while order:
+        fits = (token_budget or 0) // max(1, int(lengths[order[0]]))
+        most = micro_batch_size or (max(1, fits) if token_budget else len(order))
+        dealt, order = order[: most * num_shares], order[most * num_shares :]
+        parts: list[list[int]] = [[] for _ in range(num_shares)]
+        loads = [(0, number) for number in range(num_shares)]
+        for row in dealt:  # as in `balanced_shares`, until a share is full
+            tokens, number = heapq.heappop(loads)
+            parts[number].append(row)
+            if len(parts[number]) < most:
+                heapq.heappush(loads, (tokens + max(1, int(lengths[row])), number))
+        for share, part in zip(shares, parts, strict=True):
+            share += [torch.tensor(part)] if part else []
+    return shares
+
+
 def micro_batch_indices(
     lengths: Tensor,
     *,

@@ -19,6 +19,7 @@ from ray.rllib.core.learner.torch.torch_learner import TorchLearner
 
 from rllib_llm.learners.batching import (
     balanced_shares,
+    even_micro_batches,
     micro_batch_indices,
     restore_rows,
     row_lengths,
@@ -106,15 +107,15 @@ class SharedPasses(TorchLearner):
     def micro_batch_rows(self, batch: Batch, rank: int | None = None) -> list[torch.Tensor]:
         """Row indices of each micro-batch of this learner, or of another."""
         lengths = row_lengths(batch).cpu()  # cuts are made on the host: a GPU is waited for once
-        shares = balanced_shares(lengths, self.world_size)
-        mine = shares[self.rank if rank is None else rank]
+        rank = self.rank if rank is None else rank
+        size, budget = self.config.micro_batch_size, self.config.micro_batch_tokens
+        cuts = {"micro_batch_size": size, "token_budget": budget}
+        if self.is_sharded:  # the layers of each micro-batch are gathered from all learners
+            return even_micro_batches(lengths, self.world_size, **cuts)[rank]
+        mine = balanced_shares(lengths, self.world_size)[rank]
         if len(mine) == 0:
             return []
-        indices = micro_batch_indices(
-            lengths[mine],
-            micro_batch_size=self.config.micro_batch_size,
-            token_budget=self.config.micro_batch_tokens,
-        )
+        indices = micro_batch_indices(lengths[mine], **cuts)
         return [mine[part] for index in indices for part in index.chunk(self._num_parts)]
 
     def in_memory(self, run: Callable[[], Result], batch: Batch) -> Result:
