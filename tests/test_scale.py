@@ -39,6 +39,15 @@ def test_the_recorded_waits_are_those_of_this_code():
     assert waits(1, argparse.Namespace(slots=64, updates=20)) == recorded
 
 
+def test_the_longer_runs_have_the_same_waits():
+    """Both files were written by the same simulation, of up to 1,000 samplers."""
+    known = {(line["schedule"], line["samplers"]): line for line in lines("fleet.jsonl")}
+    for line in lines("fleet_waits.jsonl"):
+        other = known.get((line["schedule"], line["samplers"]))
+        if line["lengths"] == "log-normal" and other is not None:
+            assert line["wait_s"] == other["wait_s"]
+
+
 @pytest.mark.parametrize("num_learners", [2, 4])
 def test_no_learner_waits_for_more_than_five_per_cent_of_the_tokens(num_learners):
     recorded = [line for line in lines("learners_tokens.jsonl") if line["rows"] == 64]
