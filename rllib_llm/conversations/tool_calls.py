@@ -54,7 +54,7 @@ _GLM_ARGUMENTS = (
     re.compile(r"</arg_value>\s*(?=<arg_key>|\Z)"),
     re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*)", re.DOTALL),
 )
-_NAMED_MISTRAL = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w*\s*)?(?:\[ARGS\])?\s*(?=\{)")
+_NAMED_MISTRAL = re.compile(r"\s*([\w.-]+)(?:\s*\[CALL_ID\]\w*)?(?:\s*\[ARGS\])?\s*(?=\{)")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _COHERE_RESPONSE = re.compile(r"<\|START_RESPONSE\|>|<\|END_RESPONSE\|>")
@@ -268,8 +268,9 @@ def _read_harmony(text: str, is_whole: bool, reads_calls: bool) -> tuple[str, st
     parts = [part for part in text.split("<|start|>assistant") if part.strip()]
     for place, part in enumerate(parts):
         header, mark, body = part.partition("<|message|>")
-        body, closing, _ = body.partition("<|end|>")
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+        quoting = 0 if recipient is None else _end_of_json(body, len(body) - len(body.lstrip()))
+        body = body[:quoting] + body[quoting:].partition("<|end|>")[0]
         if not mark:
             words.append(part)
         elif recipient is not None and reads_calls:

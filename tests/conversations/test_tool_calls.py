@@ -116,7 +116,9 @@ def test_arguments_that_no_json_can_hold_are_not_read(value):
     assert (call.status, call.arguments) == ("invalid_json", None)
 
 
-MARKS = 'x = "</tool_call> </parameter> </arg_value>"\n[TOOL_CALLS] </function> <|END_ACTION|>'
+MARKS = (
+    'x = "</tool_call> </parameter> </arg_value>"\n[TOOL_CALLS] </function> <|END_ACTION|> <|end|>'
+)
 AS_JSON = json.dumps({"text": MARKS})
 
 
@@ -129,6 +131,8 @@ AS_JSON = json.dumps({"text": MARKS})
         ("glm", f"<tool_call>f\n<arg_key>text</arg_key>\n<arg_value>{MARKS}</arg_value>\n"
          "</tool_call>"),
         ("mistral", f"[TOOL_CALLS]f[ARGS]{AS_JSON}"),
+        ("harmony", "<|start|>assistant to=functions.f<|channel|>commentary json<|message|>"
+         f"{AS_JSON}<|end|>"),
         ("cohere", '<|START_ACTION|>[{"tool_name": "f", "parameters": ' + AS_JSON + "}]"
          "<|END_ACTION|>"),
     ],
@@ -157,11 +161,13 @@ def test_a_call_without_its_end_takes_nothing_of_the_next_one():
     [("xml", "<tool_call><function=f>" + "<parameter=a>" * 20_000 + "</function></tool_call>"),
      ("xml", "<tool_call><function=f>" + "<parameter=a></parameter>b" * 20_000
       + "</function></tool_call>"),
-     ("glm", "<tool_call>f" + "<arg_key>" * 20_000 + "</tool_call>")],
-    ids=["no end", "no further argument", "no value"],
+     ("glm", "<tool_call>f" + "<arg_key>" * 20_000 + "</tool_call>"),
+     ("mistral", "[TOOL_CALLS]f" + " " * 200_000)],
+    ids=["no end", "no further argument", "no value", "spaces"],
 )  # fmt: skip
 def test_marks_by_the_thousand_are_read_at_once(syntax, text):
-    assert [call.status for call in parsed(text, syntax).tool_calls] == ["invalid_arguments"]
+    (call,) = parsed(text, syntax).tool_calls
+    assert call.status == ("invalid_json" if syntax == "mistral" else "invalid_arguments")
 
 
 @pytest.mark.parametrize("depth", [65, 500, 900, 5000])
