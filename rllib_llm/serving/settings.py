@@ -141,6 +141,15 @@ class ServeSettings(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _scales_by_max_replicas(self) -> ServeSettings:
+        if self.autoscaling and self.max_replicas is None:
+            raise ValueError("autoscaling must come with max_replicas: else nothing is scaled")
+        for name, ours in (("min_replicas", "replicas"), ("max_replicas", "max_replicas")):
+            if name in self.autoscaling:
+                raise ValueError(f"autoscaling.{name} must be left out. Set {ours}")
+        return self
+
+    @model_validator(mode="after")
     def _holds_for_all_replicas(self) -> ServeSettings:
         if self.has_replicas:
             for name in ("admin_key", "admin_key_file", *RATES):

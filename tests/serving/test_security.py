@@ -197,6 +197,11 @@ def test_an_error_in_the_file_of_settings_shows_no_key(text, place, tmp_path):
     [
         ({"model": "m", "max_replicas": 2}, "admin_key must come with one replica"),
         ({"model": "m", "lora": {}}, "lora must come with weights_name"),
+        ({"model": "m", "autoscaling": {"upscale_delay_s": 1}}, "autoscaling must come with"),
+        (
+            {"model": "m", "max_replicas": 1, "autoscaling": {"max_replicas": 3}},
+            "autoscaling.max_replicas must be left out. Set max_replicas",
+        ),
         ({}, "model must be corrected: Field required"),
         ({"model": "m", "ports": 1}, "unknown key 'ports'"),
         ({"model": "m", "api_key": "sk-secret"}, "unknown key 'api_key'"),
