@@ -48,8 +48,6 @@ class Calls:
 class World:
     """Judges of a scripted sampler: `judge` is called with the position of each group."""
 
-    rules = StreamRules(num_groups=8, schedule="free")  # every group of a lease is judged
-
     def __init__(self, judge=lambda position: None):
         self.judge = judge
 

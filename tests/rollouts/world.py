@@ -5,8 +5,8 @@ decides."""
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from random import Random
 
@@ -23,7 +23,7 @@ from rllib_llm.rollouts.policy import ModulePolicy
 from rllib_llm.rollouts.sampler import Sampler
 from rllib_llm.rollouts.schedule import ServingSettings, StreamRules
 from rllib_llm.rollouts.source import Rollouts
-from rllib_llm.rollouts.streamer import LeaseWork, RowWork
+from rllib_llm.rollouts.streamer import JudgeThreads, LeaseWork, RowWork
 from rllib_llm.rollouts.workers import LeasingWorkers
 from rllib_llm.shared import columns
 from rllib_llm.weights.coordinator import PublishedWeights
@@ -34,6 +34,7 @@ PARAMS = SamplingParams(pad_token_id=0, max_new_tokens=64)
 MOST_EVENTS = 6000  # for a batch
 SECONDS_OF_AN_EVENT = 0.1
 LIMIT = 10.0  # seconds of a lease
+MOST_JUDGED = 20_000  # some 60 MB
 
 
 def length(position: int, i: int) -> int:
@@ -125,14 +126,33 @@ class ScriptedPolicy(ModulePolicy):
         """Nothing to be done."""
 
     def generate(self, prompts, asked):
-        lengths = [length(row // N, row % N) for row in asked.row_ids.tolist()]
-        mask = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
-        return {
-            columns.COMPLETION_IDS: mask.long(),
-            columns.COMPLETION_MASK: mask,
-            columns.SAMPLER_LOGPROBS: mask.float(),
-            columns.FINISHED: torch.ones(len(lengths), dtype=torch.bool),
-        }
+        return dict(completions_of(tuple(asked.row_ids.tolist())))
+
+
+@functools.cache
+def completions_of(row_ids):
+    """Columns of these rows' completions; nobody writes into them."""
+    lengths = [length(row // N, row % N) for row in row_ids]
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
+    return {
+        columns.COMPLETION_IDS: mask.long(),
+        columns.COMPLETION_MASK: mask,
+        columns.SAMPLER_LOGPROBS: mask.float(),
+        columns.FINISHED: torch.ones(len(lengths), dtype=torch.bool),
+    }
+
+
+@functools.cache
+def prompts_of(position, num_prompts):
+    """Columns of the prompts, each N times; nobody writes into them."""
+    rows = [p for p in range(position, position + num_prompts) for _ in range(N)]
+    ones = torch.ones(len(rows), 1, dtype=torch.int64)
+    return {
+        columns.PROMPT_IDS: ones,
+        columns.PROMPT_MASK: ones.bool(),
+        columns.ROW_ID: torch.arange(len(rows)) + position * N,
+        columns.GROUP: torch.tensor(rows),
+    }
 
 
 class Receiver:
@@ -147,39 +167,36 @@ class Receiver:
         return {}
 
 
+class Calm:
+    """Judges raise nothing by themselves."""
+
+    def judge(self, position):
+        """May raise."""
+
+    def fate(self, position):
+        """See `fate`."""
+        return fate(position)
+
+
 class ScriptedEnvironment:
     """A `SamplingEnvironment`; its judge raises, as that of an environment does, where it can score
     no row."""
 
-    def __init__(self, world, request=None):
-        self._world, self._request = world, request
+    def __init__(self, judges, request=None):
+        self._judges, self._request = judges, request
 
     def prompts(self, request):
-        rows = self._positions(request)
-        ones = torch.ones(len(rows), 1, dtype=torch.int64)
-        return {
-            columns.PROMPT_IDS: ones,
-            columns.PROMPT_MASK: ones.bool(),
-            columns.ROW_ID: torch.arange(len(rows)) + request.position * N,
-            columns.GROUP: torch.tensor(rows),
-        }
-
-    @staticmethod
-    def _positions(request):
-        return [p for p in range(request.position, request.position + request.num_prompts)
-                for _ in range(N)]  # fmt: skip
+        return dict(prompts_of(request.position, request.num_prompts))
 
     @contextlib.contextmanager
     def judging(self, request):
-        yield ScriptedEnvironment(self._world, request)
+        yield ScriptedEnvironment(self._judges, request)
 
     def judge(self, completions, global_step):
-        positions = self._positions(self._request)[::N]
-        # In lockstep a lease that fails three times ends the run.
-        for position in positions if self._world.rules.schedule == "free" else positions[:1]:
-            self._world.judge(position)
-        fates = [self._world.fate(p) for p in self._positions(self._request)]
-        valid = torch.tensor([each != "unjudged" for each in fates])
+        positions = self.prompts(self._request)[columns.GROUP].tolist()
+        for position in positions[::N]:
+            self._judges.judge(position)
+        valid = torch.tensor([self._judges.fate(position) != "unjudged" for position in positions])
         if not valid.any():
             raise UnjudgedError("scripted")
         return Judgement(valid.float(), {columns.SCORES: valid.float(), columns.VALID: valid})
@@ -188,11 +205,67 @@ class ScriptedEnvironment:
 class ScriptedSampler(Sampler):
     """A sampler whose environment and policy are scripted; it samples rows, and batches."""
 
-    def __init__(self, world):
+    def __init__(self, judges=None):
         super().__init__(
-            ScriptedEnvironment(world), ScriptedPolicy(), params=lambda explore: PARAMS, seed=0
+            ScriptedEnvironment(judges or Calm()),
+            ScriptedPolicy(),
+            params=lambda explore: PARAMS,
+            seed=0,
         )
         self.twin, self.weights = ScriptedPolicy(), Receiver()
+
+
+class LateJudges(JudgeThreads):
+    """Judges whose calls end when the world says so, and which may raise what passes by itself.
+
+    What becomes of completions follows from them alone: those that came before, in any world, are
+    not judged, filtered and packed again, which was a third of a schedule's time.
+    """
+
+    judged: dict = {}  # groups by all that they follow from, the last of them
+
+    def __init__(self, world, judge, settings):
+        super().__init__(judge, settings)
+        self._world, self._threads = world, LateCalls(world.judged_at)
+
+    def _groups(self, generated, continues):
+        request, columns_of = generated.request, generated.completions
+        self._world.judge(request)
+        versions = columns_of.get(columns.WEIGHTS_VERSION)
+        key = (
+            request, continues, columns_of[columns.COMPLETION_MASK].numpy().tobytes(),
+            generated.version if versions is None else versions.numpy().tobytes(),
+        )  # fmt: skip
+        if key not in self.judged:
+            if len(self.judged) == MOST_JUDGED:
+                self.judged.clear()
+            self.judged[key] = super()._groups(generated, continues)
+        return list(self.judged[key])
+
+
+class Call:
+    """A `Future` of one thread: it needs no locks."""
+
+    def __init__(self):
+        self._is_done, self._result, self._error = False, None, None
+
+    def set_result(self, result):
+        self._is_done, self._result = True, result
+
+    def set_exception(self, error):
+        self._is_done, self._error = True, error
+
+    def done(self):
+        return self._is_done
+
+    def exception(self):
+        assert self._is_done, "nobody would ever end it"
+        return self._error
+
+    def result(self):
+        if self.exception() is not None:
+            raise self._error
+        return self._result
 
 
 class LateCalls:
@@ -206,7 +279,7 @@ class LateCalls:
         self.waiting, self._due = [], due
 
     def submit(self, function, *args):
-        call = Future()
+        call = Call()
         self.waiting.append((self._due(*args), call, function, args))
         return call
 
@@ -238,7 +311,7 @@ class SamplerEnd:
     def call(self, name, *args):
         if name != "give_back":
             return self.late.submit(self._call, name, *args)
-        done = Future()
+        done = Call()
         done.set_result(self._call(name, *args))
         return done
 
@@ -350,13 +423,17 @@ class Fates:
 
 
 class WorldTime:
-    """The module `time` as the driver's looks at samplers need it, on the newest world's clock."""
+    """The module `time` as the driver and samplers need it, on the newest world's clock."""
 
     clock: Clock
 
     @classmethod
     def monotonic(cls):
         return cls.clock.now
+
+    @staticmethod
+    def sleep(seconds):
+        """The driver is at work all the time."""
 
 
 class World:
@@ -371,7 +448,7 @@ class World:
 
     def __init__(self, random: Random, rules: StreamRules, *, in_flight="finish", troubles=0,
                  fates=None, num_samplers=2):  # fmt: skip
-        self.random, self.rules, self.clock, self.fate = random, rules, Clock(), fate
+        self.random, self.rules, self.clock = random, rules, Clock()
         WorldTime.clock = self.clock
         self.fates = fates or Fates()
         self.troubles, self.in_flight = troubles, in_flight
@@ -400,26 +477,30 @@ class World:
             N, self.rules.groups_per_lease, 1, (f"{__name__}.is_not_dull",), max_groups=3,
             in_flight=self.in_flight,
         )  # fmt: skip
-        end, sampler = SamplerEnd(self, name), ScriptedSampler(self)
+        end, sampler = SamplerEnd(self, name), ScriptedSampler()
         if self.by_row:
             work = RowWork(end, sampler, sampler, settings)
         else:
             work = LeaseWork(end, sampler, settings, name)
-        work._judges._threads = LateCalls(self._judged_at)
+        work._judges = LateJudges(self, work._judged, settings)
         self.ends[name] = end
         return work
 
-    def _judged_at(self, generated, continues):
+    def judged_at(self, generated, continues):
+        """The second before which a judge does not end."""
         request = generated.request
         positions = range(request.position, request.position + request.num_prompts)
         return self.clock.now + max(map(judge_seconds, positions))
 
-    def judge(self, position):
+    def judge(self, request):
         """May raise what passes by itself, twice for a prompt at most."""
-        if self.troubles and self.failed_judging[position] < 2 and self.random.random() < 0.2:
-            self.troubles -= 1
-            self.failed_judging[position] += 1
-            raise OSError("no network")
+        # In lockstep a lease that fails three times ends the run.
+        num_asked = request.num_prompts if self.rules.schedule == "free" else 1
+        for position in range(request.position, request.position + num_asked):
+            if self.troubles and self.failed_judging[position] < 2 and self.random.random() < 0.2:
+                self.troubles -= 1
+                self.failed_judging[position] += 1
+                raise OSError("no network")
 
     # --- workers, as the source sees them --------------------------------------------------
 
@@ -427,20 +508,19 @@ class World:
         self.num_events += 1
         assert self.num_events < MOST_EVENTS, f"it hangs: {self.ledger.look()['waits_for']}"
         self.clock.now += SECONDS_OF_AN_EVENT
-        name = self.random.choice(self.pool.names)
         happens = self.random.random()
         if happens < 0.1 and self.random.random() > self.share_of_troubles:
             happens = 0.5
         if happens < 0.02:
-            self.die(name)
+            self.die(self.random.choice(self.pool.names))
         elif happens < 0.04:
-            self.hung.add(name)
+            self.hung.add(self.random.choice(self.pool.names))
         elif happens < 0.1:
             self.clock.now += self.random.choice([0.1, 1.0, LIMIT * 1.5])
-        elif name in self.works and name not in self.hung:
-            self._turn(name)
-        elif happens > 0.95:
-            self.clock.now += LIMIT if self.share_of_troubles else 1.0
+        elif at_work := [name for name in self.works if name not in self.hung]:
+            self._turn(self.random.choice(at_work))
+        else:  # nothing happens before the driver has seen to it
+            self.clock.now += 1.0
         self.driver.work()
         self.require_account()
         self.require_patience()
@@ -475,8 +555,9 @@ class World:
     def require_work_for_the_living(self):
         """Asserts that one that is known to be dead holds no lease."""
         known_dead = {name for name in self.pool.names if int(name) not in self.pool.marked}
-        holding = {e.sampler for e in self.ledger.ledger.table if e.state == "leased"}
-        assert not known_dead & holding, known_dead & holding
+        if known_dead:
+            holding = {e.sampler for e in self.ledger.ledger.table if e.state == "leased"}
+            assert not known_dead & holding, known_dead & holding
 
     def require_patience(self):
         """Asserts that a judge who takes one and a half leases costs one of them: the next is twice
