@@ -31,13 +31,15 @@ from tests.shaker import SEED, shake_process  # noqa: E402
 OBJECT_STORE_BYTES = 256 * 1024**2
 SHAKEN = {"worker_process_setup_hook": "tests.shaker.shake_worker"}
 NUM_CPUS = 4  # slots for processes, whatever the machine has
-# Their slow tests take minutes: workers begin with them, so that none has one left at the end.
+# Their slow tests take minutes: workers begin with them, so that none has one left at the end. The
+# first have three tests or more: behind fewer, xdist queues the next file on the same worker.
 LONGEST_FIRST = (
-    "tests/rollouts/test_model.py", "tests/serving/test_on_ray.py", "tests/test_processors.py",
-    "tests/overseer/test_runs.py", "tests/algorithms/test_streaming.py", "tests/test_chaos.py",
-    "tests/algorithms/test_exact_resumption.py", "tests/runs/test_url_runs.py",
-    "tests/serving/test_haproxy.py", "tests/serving/test_memory.py",
-    "tests/algorithms/test_faults.py", "tests/algorithms/test_rlhf.py",
+    "tests/serving/test_on_ray.py", "tests/test_processors.py",
+    "tests/algorithms/test_streaming.py", "tests/algorithms/test_exact_resumption.py",
+    "tests/overseer/test_runs.py", "tests/rollouts/test_model.py", "tests/serving/test_memory.py",
+    "tests/device/test_runs.py", "tests/test_chaos.py", "tests/algorithms/test_faults.py",
+    "tests/serving/test_deployment.py", "tests/weights/test_nodes.py",
+    "tests/algorithms/test_rlhf.py", "tests/device/test_processes.py",
 )  # fmt: skip
 
 
