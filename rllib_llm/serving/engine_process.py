@@ -52,6 +52,7 @@ _ENDED = (
     "The engine's process must be alive: it has ended, and its log says why. Start the server anew."
 )
 _STOP_SECONDS = 10.0
+_CODE_SECONDS = 1.0  # until a process that has closed its socket has an exit code
 _MEMORY = Path("/dev/shm")  # where files need no disk
 _SPARE = 1.2  # of the room that weights take there
 
@@ -343,6 +344,8 @@ class EngineProcess:
             was_closed, self._is_closed = self._is_closed, True
             left = list(self._futures.values())
         if not was_closed and not self._is_closing:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_CODE_SECONDS)
             logger.error("The engine's process has ended (exit code %s).", self._process.poll())
         for future in left:
             settle(future, RuntimeError(_ENDED))

@@ -163,7 +163,7 @@ def test_what_it_refuses_is_raised_here(process):
         long.result(DEADLINE_S)
 
 
-def test_weights_are_handed_over_and_its_end_is_noticed(process, thread, events):
+def test_weights_are_handed_over_and_its_end_is_noticed(process, thread, events, caplog):
     made = Service(process, tokenizer(), settings(), source="here")
     asked = {"model": NAME, "prompt": [1, 40, 41], "max_tokens": 8, "seed": 1}
 
@@ -192,6 +192,7 @@ def test_weights_are_handed_over_and_its_end_is_noticed(process, thread, events)
                 made.host.check_open()
 
     asyncio.run_coroutine_threadsafe(ask(), events).result(DEADLINE_S)
+    assert "has ended (exit code -9)" in caplog.text  # of SIGKILL, as for want of memory
 
 
 def test_large_requests_while_the_engine_is_held_up_harm_no_later_one():
