@@ -107,24 +107,20 @@ def _findings(
 def _fits_cluster(experiments: list[Experiment], ray_address: str) -> Iterator[Finding]:
     """Errors of experiments of which one trial finds no place on the cluster's nodes, or that of a
     cluster which cannot be joined."""
-    import ray
-
-    from rllib_llm.algorithms.places import check_nodes, total_of
     from rllib_llm.runs.doctor.stage import Finding
     from rllib_llm.runs.experiments import with_stand_ins
     from rllib_llm.runs.plan import check_experiment, check_resources
 
     try:
-        with ray_session(RayOptions(ray_address=ray_address)):
-            nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        with ray_session(RayOptions(ray_address=ray_address)) as nodes:
+            pass
     except ValueError as error:
         yield from Finding.from_errors(error, "cluster")
         return
     for experiment in with_stand_ins(experiments):
         try:
             for reservation in check_experiment(experiment):
-                check_resources(reservation.totals, total_of(nodes))
-                check_nodes(reservation, nodes)
+                check_resources(reservation, nodes)
         except ValueError as error:
             yield from Finding.from_errors(error, "cluster", experiment.name)
 

@@ -160,8 +160,8 @@ def quiet_environment(verbosity: int = 0) -> None:
 @contextlib.contextmanager
 def ray_session(
     options: RayOptions, needed_cpus: float = 1, weights_bytes: float = 0
-) -> Iterator[dict[str, Any]]:
-    """Connect to Ray, or start it here, and yield the cluster's resources.
+) -> Iterator[list[dict[str, float]]]:
+    """Connect to Ray, or start it here, and yield the resources of each of the cluster's nodes.
 
     A Ray that already runs in this process is used and left running.
 
@@ -175,7 +175,7 @@ def ray_session(
     import ray
 
     if ray.is_initialized():
-        yield ray.cluster_resources()
+        yield _resources_of_nodes()
         return
     check_address(options.ray_address)
     try:
@@ -194,9 +194,15 @@ def ray_session(
             "running here, or use a cluster that runs already (--ray-address)."
         ) from error
     try:
-        yield ray.cluster_resources()
+        yield _resources_of_nodes()
     finally:
         ray.shutdown()
+
+
+def _resources_of_nodes() -> list[dict[str, float]]:
+    import ray
+
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 def connect(address: str, seconds: float = SECONDS_TO_CONNECT) -> None:

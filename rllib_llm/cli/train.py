@@ -197,7 +197,7 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions, sourc
         experiments = with_options(experiments, options)
         with shown_warnings() as told:
             told_to_wait(f"Checking {name} before anything starts ...")
-            needed = check_experiments(experiments)
+            reserved = check_experiments(experiments)
             before_a_run(experiments)
         root = storage_root(options.storage_path, experiments)
         if not options.resume:
@@ -211,10 +211,12 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions, sourc
 
     try:
         told_to_wait(f"Starting Ray; results go to {folder} ...")
-        weights_bytes = weights_in_store(experiments, needed["CPU"])
-        session = ray_session(options, needed["CPU"], weights_bytes)
-        with user_errors(options.verbose), session as cluster:
-            check_resources(needed, cluster)
+        needed_cpus = max([1.0, *(reservation.totals.get("CPU", 0) for reservation in reserved)])
+        weights_bytes = weights_in_store(experiments, needed_cpus)
+        session = ray_session(options, needed_cpus, weights_bytes)
+        with user_errors(options.verbose), session as nodes:
+            for reservation in reserved:
+                check_resources(reservation, nodes)
             results = run_stages(
                 experiments,
                 folder,

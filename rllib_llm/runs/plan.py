@@ -5,11 +5,11 @@ from __future__ import annotations
 import difflib
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rllib_llm.algorithms.places import Reservation
+from rllib_llm.algorithms.places import Reservation, check_nodes, total_of
 from rllib_llm.algorithms.registry import ALGORITHMS
 from rllib_llm.checkpoints.algorithm import restore_source
 from rllib_llm.config.schema import build_config
@@ -27,8 +27,8 @@ INTERVAL = "checkpoint_interval_s"  # of `checkpoint_config`: ours, not Tune's
 NUM_TO_KEEP = 2  # by default, beside the best one
 
 
-def check_experiments(experiments: list[Experiment]) -> dict[str, float]:
-    """Validate every experiment; return the resources that the hungriest single trial reserves.
+def check_experiments(experiments: list[Experiment]) -> list[Reservation]:
+    """Validate every experiment; return what one trial of each point of their grids reserves.
 
     What a later stage takes from an earlier one does not exist yet. For the check, the earlier
     stage's own `model` stands in for it: the same architecture and tokenizer.
@@ -36,18 +36,16 @@ def check_experiments(experiments: list[Experiment]) -> dict[str, float]:
     Raises:
         UserError: all that is wrong, with the experiments' names.
     """
-    needed = {"CPU": 1.0, "GPU": 0.0}
+    reserved: list[Reservation] = []
     complaints: list[str] = []
     for experiment in with_stand_ins(experiments):
         try:
-            for reservation in check_experiment(experiment):
-                for name, amount in reservation.totals.items():
-                    needed[name] = max(needed.get(name, 0.0), amount)
+            reserved += check_experiment(experiment)
         except UserError as error:
             complaints.append(str(error))
     if complaints:
         raise UserError("\n".join(complaints))
-    return needed
+    return reserved
 
 
 def check_experiment(experiment: Experiment) -> list[Reservation]:
@@ -264,13 +262,14 @@ CHECKPOINT_SHARES = 4
 LEAST_FREE_BYTES = 100 * 1024**2
 
 
-def check_resources(needed: Mapping[str, float], cluster: Mapping[str, float]) -> None:
-    """Check that the cluster can hold one trial, which would otherwise wait for ever.
+def check_resources(reservation: Reservation, nodes: Sequence[Mapping[str, float]]) -> None:
+    """Check that the cluster's nodes can hold one trial, which would otherwise wait for ever.
 
     Raises:
-        UserError: it cannot.
+        UserError: they cannot.
     """
-    for name, amount in needed.items():
+    cluster = total_of(nodes)
+    for name, amount in reservation.totals.items():
         if amount > cluster.get(name, 0.0):
             raise UserError(
                 name=f"one trial reserves {amount:g} {name}s and",
@@ -279,6 +278,7 @@ def check_resources(needed: Mapping[str, float], cluster: Mapping[str, float]) -
                 remedy=f"Give Ray more (--ray-num-{name.lower()}s, a bigger cluster), or lower "
                 f"num_env_runners, num_learners or num_{name.lower()}s_per_..",
             )
+    check_nodes(reservation, nodes)
 
 
 def check_disk(experiments: list[Experiment], folder: Place, free: int | None = None) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from rllib_llm.algorithms.places import Reservation
 from rllib_llm.runs.experiments import Experiment, with_stand_ins
 from rllib_llm.runs.plan import check_disk, check_experiments, check_resources
 from rllib_llm.runs.search_space import search_space
@@ -15,9 +16,9 @@ def counter(name: str = "a", **settings: object) -> Experiment:
     return Experiment(name, COUNTER, **settings)  # type: ignore[arg-type]
 
 
-def test_the_hungriest_trial_says_what_is_needed():
+def test_every_trial_says_what_it_needs():
     experiments = [counter("a"), counter("b", config={"num_cpus": {"grid_search": [2, 5]}})]
-    assert check_experiments(experiments)["CPU"] == 5
+    assert [one.totals["CPU"] for one in check_experiments(experiments)] == [1, 2, 5]
 
 
 def test_every_point_of_the_grid_is_validated():
@@ -113,15 +114,21 @@ def test_names_are_checked_with_the_nearest(run: str, env: str, config: dict, me
 
 def test_texts_are_generated_without_an_environment(tmp_path):
     settings = {"model": save(tmp_path / "m", llama(), byte_tokenizer()), "max_new_tokens": 4}
-    assert check_experiments([Experiment("a", "Generate", None, settings)])["CPU"] >= 1
+    (reserved,) = check_experiments([Experiment("a", "Generate", None, settings)])
+    assert reserved.totals["CPU"] >= 1
 
 
 def test_a_trial_that_can_never_start_is_refused():
-    check_resources({"CPU": 2, "GPU": 0}, {"CPU": 2})
+    def reserved(*bundles: dict[str, float]) -> Reservation:
+        return Reservation(bundles, ("a sampler",) * len(bundles))
+
+    check_resources(reserved({"CPU": 1, "GPU": 0}, {"CPU": 1}), [{"CPU": 2}])
     with pytest.raises(UserError, match="one trial reserves 3 CPUs and must fit into Ray's 2"):
-        check_resources({"CPU": 3}, {"CPU": 2})
+        check_resources(reserved({"CPU": 2}, {"CPU": 1}), [{"CPU": 1}, {"CPU": 1}])
     with pytest.raises(UserError, match="--ray-num-gpus"):
-        check_resources({"GPU": 1}, {"CPU": 2})
+        check_resources(reserved({"GPU": 1}), [{"CPU": 2}])
+    with pytest.raises(UserError, match="a sampler, 2 CPU, must fit into one node.* has 1 CPU"):
+        check_resources(reserved({"CPU": 2}), [{"CPU": 1}, {"CPU": 1}])
 
 
 def test_too_little_disk_is_told_before_the_run(tmp_path):
