@@ -96,8 +96,19 @@ def first_without_place(
     """Index of the first bundle that no node has room for; None: all find a place.
 
     Those that the fewest nodes could hold come first, of these the largest, each on the first node
-    with room. `apart`: a node holds one bundle at most.
+    with room, or, where that fails, all anew, each on the emptiest; some packing may be missed.
+    `apart`: a node holds one bundle at most.
     """
+    first, second = (_first_left(bundles, nodes, apart, emptiest=each) for each in (False, True))
+    return None if second is None else first
+
+
+def _first_left(
+    bundles: Sequence[Mapping[str, float]],
+    nodes: Sequence[Mapping[str, float]],
+    apart: bool,
+    emptiest: bool,
+) -> int | None:
     free = [dict(node) for node in nodes]
 
     def rank(index: int) -> tuple[float, ...]:
@@ -106,9 +117,10 @@ def first_without_place(
         return hosts, -bundle.get("GPU", 0), -bundle.get("CPU", 0)
 
     for index in sorted(range(len(bundles)), key=rank):
-        place = next((node for node in free if holds(node, bundles[index])), None)
-        if place is None:
+        places = [node for node in free if holds(node, bundles[index])]
+        if not places:
             return index
+        place = max(places, key=lambda node: node.get("CPU", 0.0)) if emptiest else places[0]
         for name, amount in bundles[index].items():
             place[name] = place.get(name, 0.0) - amount
         if apart:
@@ -117,6 +129,7 @@ def first_without_place(
 
 
 def holds(node: Mapping[str, float], bundle: Mapping[str, float]) -> bool:
+    """Whether the node has all that the bundle asks for."""
     return all(node.get(name, 0.0) + 1e-9 >= amount for name, amount in bundle.items() if amount)
 
 
@@ -132,14 +145,15 @@ class Reservation:
     def of(cls, request: Any, config: Any) -> Reservation:
         """From a `PlacementGroupFactory`, which has the main process first and learners last."""
         bundles = tuple(dict(bundle) for bundle in request.bundles)
-        learners = min(getattr(config, "num_learners", 0), len(bundles))
         main = 0 if request.head_bundle_is_empty else 1
+        learners = min(getattr(config, "num_learners", 0), len(bundles) - main)
         samplers = len(bundles) - main - learners
         uses = ("the main process",) * main + ("a sampler",) * samplers + ("a learner",) * learners
         return cls(bundles, uses, request.strategy)
 
     @property
     def totals(self) -> dict[str, float]:
+        """The sum of all bundles."""
         return total_of(self.bundles)
 
 

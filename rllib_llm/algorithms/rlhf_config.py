@@ -218,7 +218,7 @@ class RLHFConfig(LanguageModelConfig):
         overlay = self.evaluation_config
         if isinstance(overlay, Mapping) and overlay and not has_complaints():
             names = flattened(type(self), overlay)
-            warn_of_idle_overlay(self.get_evaluation_config_object(), names)
+            warn_of_idle_overlay(self.get_evaluation_config_object(), self, names)
         check_name(self.env)
         check_evaluation(self)
         check_eval_envs(self)

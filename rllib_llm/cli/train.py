@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -233,10 +234,12 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions, sourc
     except StageInterrupted as error:
         show(f"{error}\n  {resume_command(folder, options)}", title="stopped")
         raise typer.Exit(130) from None
-    except (KeyboardInterrupt, SystemExit):  # on SIGTERM Ray raises the latter
+    except (KeyboardInterrupt, SystemExit) as error:
+        if isinstance(error, SystemExit) and error.code != signal.SIGTERM:
+            raise  # not Ray's, which ends so on this signal, but of the user's code
         saved = [each.name for each in experiments if has_saved(folder / each.name)]
         kept = f"What {', '.join(saved)} saved is kept" if saved else "Nothing was saved yet"
-        text = f"Stopped while a stage was starting. {kept}. This goes on:"
+        text = f"Stopped while no trial was running. {kept}. This goes on:"
         show(f"{text}\n  {resume_command(folder, options)}", title="stopped")
         raise typer.Exit(130) from None
     passed = report(results, experiments, folder, console)

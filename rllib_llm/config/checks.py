@@ -46,10 +46,15 @@ def warn_of_no_effect(config: Any) -> None:
         warnings.warn(warning, stacklevel=4)
 
 
-def warn_of_idle_overlay(config: Any, names: Container[str]) -> None:
+def warn_of_idle_overlay(config: Any, training: Any, names: Container[str]) -> None:
     """One warning for every setting in `names`, those of `evaluation_config`, that is not used in
-    the evaluation, whose whole config `config` is. Training's config tells of the others."""
-    idle = [unused for unused in _unused(config) if unused[0] in names]
+    the evaluation, whose whole config `config` is, and differs from `training`'s, which tells of
+    the others."""
+    idle = [
+        unused
+        for unused in _unused(config)
+        if unused[0] in names and not same(_value(config, unused[0]), _value(training, unused[0]))
+    ]
     for warning in _no_effect(config, idle, "evaluation_config."):
         warnings.warn(warning, stacklevel=4)
 

@@ -169,7 +169,7 @@ ONLINE = (
         create_local_env_runner (bool): whether the driver's process samples beside remote ones
         validate_env_runners_after_construction (bool): whether samplers are asked when made
         max_requests_in_flight_per_env_runner (size): the requests that wait at a sampler at most
-        explore (bool): whether completions are sampled; an evaluation takes the likeliest tokens
+        explore (bool): whether an evaluation samples or takes likeliest tokens; training samples
     """)),
     Section("evaluation", "Results on held-out prompts.", (
         Setting(name="evaluation_duration_unit", type=str, default="episodes",

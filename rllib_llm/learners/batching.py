@@ -123,10 +123,11 @@ def even_micro_batches(
 ) -> list[list[Tensor]]:
     """Row indices of each micro-batch of each share, for learners that meet in every micro-batch.
 
-    Those of one number are of rows of similar length and have about as many tokens in every share;
-    some shares may have one fewer. `lengths` [batch] in tokens. A micro-batch of n rows whose
-    longest has L tokens has n at most `micro_batch_size`, or n * L at most `token_budget` (or n 1).
+    The i-th micro-batches of all shares have rows of similar length and about as many tokens; some
+    shares may have one micro-batch fewer. `lengths` [batch] in tokens. A micro-batch has at most
+    `micro_batch_size` rows, or `token_budget` tokens with padding, or is one row.
     """
+    _check_cut(micro_batch_size, token_budget)
     order = lengths.argsort(descending=True, stable=True).tolist()
     shares: list[list[Tensor]] = [[] for _ in range(num_shares)]
     while order:
@@ -156,6 +157,15 @@ def micro_batch_indices(
 
     By `micro_batch_size` rows, by `token_budget` (see `token_batches`), or one with all rows.
     """
+    _check_cut(micro_batch_size, token_budget)
+    if token_budget is not None:
+        return token_batches(lengths, token_budget)
+    if micro_batch_size is None or micro_batch_size >= len(lengths):
+        return [torch.arange(len(lengths), device=lengths.device)]
+    return list(lengths.argsort(descending=True, stable=True).split(micro_batch_size))
+
+
+def _check_cut(micro_batch_size: int | None, token_budget: int | None) -> None:
     if micro_batch_size is not None and token_budget is not None:
         raise ValueError(
             f"micro_batch_size={micro_batch_size!r} must be None when "
@@ -166,11 +176,6 @@ def micro_batch_indices(
             f"micro_batch_size={micro_batch_size!r} must be at least 1: it is the number of rows "
             "of one forward pass. Use None to pass all rows at once."
         )
-    if token_budget is not None:
-        return token_batches(lengths, token_budget)
-    if micro_batch_size is None or micro_batch_size >= len(lengths):
-        return [torch.arange(len(lengths), device=lengths.device)]
-    return list(lengths.argsort(descending=True, stable=True).split(micro_batch_size))
 
 
 def take_rows(batch: dict[str, Tensor], rows: Tensor) -> dict[str, Tensor]:

@@ -301,7 +301,7 @@ def with_stand_ins(experiments: list[Experiment]) -> list[Experiment]:
 
 def _check_leaves_model(experiment: Experiment, user: str) -> None:
     name, found = experiment.name, algorithm_class(experiment.run, experiment.name)
-    if found.__module__.startswith("ray.") and model_of(experiment.config) is None:
+    if found.__module__.startswith("ray."):
         raise UserError(
             where=f"{user}",
             name=f"${{{name}.model}}",

@@ -55,6 +55,7 @@ class TrialRow:
         self.source: Path | None = None  # another trial's checkpoint, from which it continues
         self.has_place: bool | None = None  # whether the cluster gave it its CPUs; None: not known
         self._watch = Watch()
+        self.has_begun = False  # in this process: not so at the start of a resumed run
         self._begun_at = time.time()
         self._first: tuple[float, float] | None = None
         self._last_time = 0.0
@@ -79,6 +80,7 @@ class TrialRow:
 
     def begin(self) -> None:
         """Note that the trial's process starts, so that earlier messages are outdated."""
+        self.has_begun = True
         self._begun_at = time.time()
 
     def remember(self, earlier: list[dict[str, Any]]) -> None:
@@ -145,7 +147,7 @@ class LiveTable(Callback):
         before, row.name = row.name, self._name(trial)
         source, known = other_trials_checkpoint(trial), row.source
         row.source = source
-        if source is not None and source != known:
+        if row.has_begun and source is not None and source != known:
             self._tell_replaced(before, row.name, source, trials, trial.latest_checkpoint_result)
         row.begin()
 

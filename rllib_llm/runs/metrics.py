@@ -253,6 +253,15 @@ def describes(name: str) -> bool:
     return _pattern().fullmatch(name) is not None
 
 
+# What Tune adds to every result, and the registry leaves to it.
+TUNES_OWN = ("time_this_iter_s", "time_since_restore", "iterations_since_restore", "timestamp")
+
+
+def is_reported(name: str) -> bool:
+    """Whether trials report a result of this name: those of the registry, and Tune's own."""
+    return describes(name) or name in TUNES_OWN or name.startswith("perf/")
+
+
 def result_like(name: str) -> str:
     """A sentence with the results whose names are nearest to `name`."""
     rows = (row.name for group in GROUPS for row in group.rows)

@@ -18,7 +18,7 @@ from rllib_llm.config.setting import IN_ENV
 from rllib_llm.config.tabled_config import TabledConfig
 from rllib_llm.runs.doctor.data_rules import check_data, check_sources, data_settings
 from rllib_llm.runs.experiments import Experiment, algorithm_class, model_of, with_stand_ins
-from rllib_llm.runs.metrics import COUNTERS, USUAL_COUNTERS, describes, result_like
+from rllib_llm.runs.metrics import COUNTERS, USUAL_COUNTERS, describes, is_reported, result_like
 from rllib_llm.runs.search_space import examples, make_scheduler, make_searcher, search_space
 from rllib_llm.shared.errors import UserError, all_complaints, complain, noted, suggestion
 from rllib_llm.shared.storage import Place
@@ -168,19 +168,26 @@ def _check_stop(experiment: Experiment) -> None:
 
 
 def _check_metric(experiment: Experiment) -> None:
-    """Tune refuses a metric that no trial reports only after an iteration. An algorithm of the
-    user's own may report more than we know."""
+    """Tune refuses a metric that no trial reports only after an iteration. Callbacks and algorithms
+    of the user's own may report more than we know: a name is refused where it resembles one."""
     metric = experiment.metric
-    if metric is not None and experiment.run in ALGORITHMS and not describes(metric):
+    if metric is None or experiment.run not in ALGORITHMS or is_reported(metric):
+        return
+    remedy = result_like(metric)
+    if remedy.startswith("Did you mean") and not _has_callbacks(experiment):
         complain(
             UserError(
                 name=f"{experiment.name}.metric",
                 value=metric,
                 rule="be a result of the trials",
                 reason="they are compared by it, and none reports it",
-                remedy=result_like(metric),
+                remedy=remedy,
             )
         )
+
+
+def _has_callbacks(experiment: Experiment) -> bool:
+    return any(str(key).startswith("callbacks") for key in experiment.config)
 
 
 def checkpoint_settings(experiment: Experiment) -> Any:

@@ -66,7 +66,9 @@ def _print_summary(result: StageResult, rows: list[dict[str, Any]], console: Con
         title += f", best of {len(result.trial_folders)} trials: {result.labels[result.best]}"
         _print_trials(result, rows, console)
     _heading(title, console)
-    ends = "first, last: of an iteration, the mean over its updates; held out: of an evaluation"
+    ends = (
+        "Losses and rates are means over an iteration's updates, held-out values an evaluation's."
+    )
     table = Table(caption=ends, caption_justify="left")
     table.add_column("result")
     for heading in ("first", "last"):
@@ -155,7 +157,7 @@ def _next_commands(results: list[StageResult], folder: Place, console: Console) 
         ("all curves (pip install tensorboard)", f"tensorboard --logdir {_shown(folder)}")
     )
     offline = "*/*/wandb/offline-run-*"
-    if any(folder.glob(offline)):
+    if isinstance(folder, Path) and any(folder.glob(offline)):
         commands.append(("upload to Weights & Biases", f"wandb sync {_shown(folder)}/{offline}"))
     _heading("Next", console)
     for purpose, command in commands:

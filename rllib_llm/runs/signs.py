@@ -86,18 +86,11 @@ class Watch:
     def remember(self, earlier: Rows) -> None:
         """Takes from the results before a resume those that later ones are compared with."""
         for result in earlier:
-            if len(self._first) > IN_A_ROW:
-                break
-            self.new_signs(result)
-        for kept_rows in (self._evaluations, self._last, self._found):
-            kept_rows.clear()
+            self._take(result)
 
     def new_signs(self, result: Mapping[str, Any]) -> list[Sign]:
         """Return the signs that a flat result shows and none before it did."""
-        row = (self._num, kept(result))
-        self._num += 1
-        if len(self._first) <= IN_A_ROW and any(key in row[1] for key in KEYS_FROM_THE_START):
-            self._first.append(row)
+        row = self._take(result)
         made = _made(row[1])
         if not self._evaluations or made != _made(self._evaluations[-1][1]):
             self._evaluations.append(row)
@@ -108,6 +101,15 @@ class Watch:
         new = [sign for sign in latest_signs([*rows.values()]) if sign.name not in self._found]
         self._found.update(sign.name for sign in new if sign.name not in OF_ONE_BATCH)
         return new
+
+    def _take(self, result: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+        """Number a result, keep it where it is one of the first, and return it as the rules read
+        it."""
+        row = (self._num, kept(result))
+        self._num += 1
+        if len(self._first) <= IN_A_ROW and any(key in row[1] for key in KEYS_FROM_THE_START):
+            self._first.append(row)
+        return row
 
 
 def signs(rows: Rows) -> list[Sign]:

@@ -168,12 +168,11 @@ async def whole(
     events: AsyncIterator[Event],
     encode: Callable[[Event], Awaitable[bytes]],
 ) -> Response:
-    """The response whose only event this is.
+    """The response with the first of the events, which is its only one.
 
     Args:
         receive: see `while_there`.
-        events: the one.
-        encode: makes JSON of it.
+        encode: returns an event as JSON.
     """
 
     async def first() -> Event:
@@ -201,10 +200,10 @@ _LEVELS = 5  # from an answer to the likeliest tokens at a place of one of its t
 
 def encoded_in_parts(event: Any, levels: int = _LEVELS) -> bytes:
     """As `encoded`, for a thread: other threads may run in between, which one call for all of a
-    large answer would not let."""
+    large answer would not let. Keys are texts."""
     if levels and isinstance(event, dict):
         pairs = (
-            to_json(name) + b":" + encoded_in_parts(value, levels - 1)
+            to_json(str(name)) + b":" + encoded_in_parts(value, levels - 1)
             for name, value in event.items()
         )
         return b"{" + b",".join(pairs) + b"}"

@@ -170,7 +170,7 @@ async def call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> An
 
     Raises:
         ExitedError: see `harmless`. Callers that go on after the function's errors count on it,
-            `within` or not.
+            also those that give it no time limit (`within`).
     """
     is_coroutine = inspect.iscoroutinefunction(function)
     work = partial(function, *args, **kwargs)

@@ -71,7 +71,7 @@ class Loader(yaml.SafeLoader):
         """As PyYAML's, whose own errors of a value that its tag does not allow tell no place."""
         try:
             return super().construct_object(node, deep)
-        except (ValueError, LookupError, AttributeError) as error:
+        except (ValueError, ArithmeticError, LookupError, AttributeError) as error:
             raise yaml.constructor.ConstructorError(
                 None, None, f"no value of its type: {error}", node.start_mark
             ) from error

@@ -28,6 +28,8 @@ from tests.algorithms import tiny_runs as tiny
     ([{"CPU": 0.5, "GPU": 0}] * 4, [{"CPU": 2}], True),
     ([{"CPU": 1, "TPU": 1}], [{"CPU": 8}], False),
     ([], [], True),
+    # First fit would leave 2 and 1 CPUs on the nodes, and the last bundle without a place.
+    ([{"CPU": n} for n in (4, 4, 3, 3, 3, 3)], [{"CPU": 10}, {"CPU": 10}], True),
     # The one that is wanted only on a labelled node goes there, and leaves the other for the rest.
     ([{"GPU": 1}, {"GPU": 1, "labelled": 1}], [{"GPU": 1, "labelled": 1}, {"GPU": 1}], True),
 ])  # fmt: skip

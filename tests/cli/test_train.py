@@ -256,8 +256,25 @@ def test_a_run_that_is_stopped_before_its_first_iteration_says_how_to_go_on(run,
         result = run({"a": stage}, *words)
         assert result.exit_code == 130, result.output
         text = said(result.output)
-        assert "Stopped while a stage was starting. Nothing was saved yet." in text
+        assert "Stopped while no trial was running. Nothing was saved yet." in text
         assert "--resume" in text
+
+
+class ExitsAtTheStart(Counter):
+    """Ends the command's process with a code of its own."""
+
+    @classmethod
+    def default_resource_request(cls, config):
+        if isinstance(config, dict) and Path(config["model"]).exists():
+            sys.exit(3)
+        return super().default_resource_request(config)
+
+
+def test_an_exit_of_the_user_s_code_keeps_its_code(run, tmp_path):
+    stage = {**TWO_STAGES["first"], "run": f"{__name__}.ExitsAtTheStart"}
+    stage["config"] = {"model": str(tmp_path / "results" / "run")}
+    result = run({"a": stage})
+    assert result.exit_code == 3 and "Stopped" not in result.output
 
 
 def test_checkpoints_by_time_keep_two_and_the_best(run, tmp_path):

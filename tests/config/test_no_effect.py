@@ -60,6 +60,12 @@ def test_what_evaluation_alone_sets_without_effect_warns_once():
         config.get_evaluation_config_object().validate()
     (told,) = [str(warning.message) for warning in caught if "no effect" in str(warning.message)]
     assert told.startswith("evaluation_config.lr_num_updates=7 has no effect with lr_schedule=")
+    same = tiny_runs.grpo().evaluation(
+        evaluation_interval=1, evaluation_config={"lr_num_updates": None}
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        same.validate()
 
 
 def test_shards_of_one_learner_warn():

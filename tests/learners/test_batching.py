@@ -260,8 +260,8 @@ def test_even_micro_batches_hold_every_row_once_within_the_limits(lengths, num_s
 
 
 def test_learners_that_meet_in_every_micro_batch_wait_less_than_five_percent():
-    """As above, with 8192 tokens in a micro-batch; each cut by itself, four learners waited 6 %."""
-    waits = []
+    """As above, with 8192 tokens in a micro-batch; each share cut by itself would not do."""
+    waits, waits_alone = [], []
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
         lengths = (256 * (0.6 * torch.randn(256, generator=generator)).exp()).clamp(1, 2048).long()
@@ -269,7 +269,15 @@ def test_learners_that_meet_in_every_micro_batch_wait_less_than_five_percent():
         tokens = [[int(lengths[part].sum()) for part in share] for share in shares]
         slowest = (max(each) for each in itertools.zip_longest(*tokens, fillvalue=0))
         waits.append(sum(slowest) / (int(lengths.sum()) / 4) - 1)
+        alone = [
+            [int(lengths[rows][part].sum()) for part in
+             micro_batch_indices(lengths[rows], token_budget=8192)]
+            for rows in balanced_shares(lengths, 4)
+        ]  # fmt: skip
+        slowest = (max(each) for each in itertools.zip_longest(*alone, fillvalue=0))
+        waits_alone.append(sum(slowest) / (int(lengths.sum()) / 4) - 1)
     assert sum(waits) / len(waits) <= 0.05 and max(waits) <= 0.05
+    assert sum(waits_alone) / len(waits_alone) > 0.05
 
 
 def test_one_learner_has_the_rows_as_they_are():

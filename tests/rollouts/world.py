@@ -219,7 +219,7 @@ class LateJudges(JudgeThreads):
     """Judges whose calls end when the world says so, and which may raise what passes by itself.
 
     What becomes of completions follows from them alone: those that came before, in any world, are
-    not judged, filtered and packed again, which was a third of a schedule's time.
+    not judged, filtered and packed again, since that costs more than all else in a schedule.
     """
 
     judged: dict = {}  # groups by all that they follow from, the last of them

@@ -139,6 +139,9 @@ def test_a_trial_that_goes_on_from_another_one_is_told_once():
     assert out.file.getvalue().splitlines() == [
         "replaced: lr=1e-05 goes on from iteration 8 of lr=0.001, as lr=0.002"
     ]
+    resumed = LiveTable("pbt · PPOPtx", {"training_iteration": 16}, out)
+    resumed.on_trial_start(0, [worst, best], worst)
+    assert out.file.getvalue().count("replaced") == 1
 
 
 def test_tune_can_pickle_it_while_it_is_live():

@@ -27,8 +27,9 @@ def test_every_point_of_the_grid_is_validated():
 
 
 def test_the_model_of_an_algorithm_that_makes_none_is_refused_before_it_trains():
+    own_network = {"model": {"fcnet_hiddens": [8]}}  # RLlib's own setting of that name
     data = {
-        "walk": {"run": "PPO", "env": "CartPole-v1"},
+        "walk": {"run": "PPO", "env": "CartPole-v1", "config": own_network},
         "sft": {"run": COUNTER, "config": {"model": "${walk.model}"}},
     }
     with pytest.raises(UserError, match=r"\$\{walk.model\} must be of an experiment that trains a"):
@@ -211,6 +212,17 @@ def test_ends_and_checkpoints_that_cannot_be_are_refused(settings: dict, message
     config = {"model": "rllib_llm.examples.reviews_model.build_model", "data": ["text"]}
     with pytest.raises(UserError, match=message):
         check_experiments([Experiment("sft", "SFT", config=config, **settings)])
+
+
+@pytest.mark.parametrize("metric", ["time_this_iter_s", "perf/ram_util_percent", "my/own"])
+def test_metrics_of_tune_and_of_one_s_own_callbacks_are_taken(metric):
+    config = {"model": "rllib_llm.examples.reviews_model.build_model", "data": ["text"]}
+    check_experiments([Experiment("sft", "SFT", config=config, metric=metric, mode="max")])
+    near = Experiment("sft", "SFT", config=config, metric="trainin_iteration", mode="max")
+    with pytest.raises(UserError, match=r"must be a result.*Did you mean 'training_iteration'"):
+        check_experiments([near])
+    own = {**config, "callbacks_on_train_result": "tests.runs.test_plan.counter"}
+    check_experiments([near.replace(config=own)])
 
 
 def test_sections_of_a_file_become_the_algorithm_s_settings():

@@ -47,6 +47,7 @@ def test_what_looks_like_a_date_is_text():
         ("!!int abc", "hold a value of its type"),
         ("!!bool abc", "hold a value of its type"),
         ("!!timestamp abc", "hold a value of its type"),
+        ("a: 1" + ":00" * 200 + ".0", "hold a value of its type"),  # a number of base 60
         ("9" * 5000, "hold a value of its type"),  # Python's own limit is 4300 digits
     ],
 )

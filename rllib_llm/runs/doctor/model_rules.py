@@ -9,7 +9,7 @@ from typing import Any
 
 from rllib_llm.modules.model_source import TruncatedWeightsError, num_elements
 from rllib_llm.runs.doctor.stage import Finding, Stage
-from rllib_llm.runs.metrics import describes, is_counter, result_like
+from rllib_llm.runs.metrics import describes, is_counter, is_reported, result_like
 from rllib_llm.shared.storage import read_json
 
 SAMPLE = "The sum of 12 and 30 is 42.\nIsn't it? (Yes, it is!)"
@@ -218,10 +218,11 @@ def _names(stage: Stage) -> Iterator[Finding]:
     if score := experiment.checkpoint_config.get("checkpoint_score_attribute"):
         named["checkpoint_config.checkpoint_score_attribute"] = score
     for where, key in named.items():
-        if not describes(key):
+        if not (is_reported(key) if where == "metric" else describes(key)):
             yield Finding(
                 "experiment.result", "warning", f"{where}: no result is called {key!r}",
-                "no trial reports it, so nothing ever happens by it",
+                "unless code of yours reports it, nothing ever happens by it, or, by a metric, the "
+                "trials end after an iteration",
                 result_like(key),
             )  # fmt: skip
 
