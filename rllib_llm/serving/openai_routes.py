@@ -34,7 +34,7 @@ from rllib_llm.serving.schemas import (
 )
 from rllib_llm.serving.security import Guards
 from rllib_llm.serving.service import RequestContext, Service
-from rllib_llm.serving.streams import Event, Piece, encoded, encoded_in_parts
+from rllib_llm.serving.streams import Event, Piece
 from rllib_llm.serving.views import ChatView, Envelope, TextView, View, openai_names, usage
 from rllib_llm.serving.weights import MODEL_GONE
 
@@ -332,7 +332,7 @@ async def answered(
     is_large = bool(view.scores) and num_scored > _SMALL_TOKENS
     if stream:
         before = await beside_loop(is_large, view.before)
-        encode = partial(beside_loop, is_large, encoded_in_parts if is_large else encoded)
+        encode = partial(context.service.encoded, is_large)
         async for event in _streamed(before, encode, view, running, envelope, options):
             yield event
         return

@@ -78,8 +78,7 @@ class RequestContext:
         return await whole(self.request.receive, events, self._encoded)
 
     async def _encoded(self, event: Event) -> bytes:
-        encode = encoded_in_parts if self.has_large_answer else encoded
-        return await self.service.beside_loop(self.has_large_answer, encode, event)
+        return await self.service.encoded(self.has_large_answer, event)
 
     async def beside_loop(self, work: Callable[..., Result], *arguments: Any) -> Result:
         """Returns the result of `work`, run in a thread if the request is large."""
@@ -220,6 +219,10 @@ class Service:
             request, self, None if weights is None else weights.serial, state["request_id"],
             state.get("client"), state["size"],
         )  # fmt: skip
+
+    async def encoded(self, is_large: bool, event: Event) -> bytes:
+        """Returns the event as JSON, made in a thread and in parts if it is large."""
+        return await self.beside_loop(is_large, encoded_in_parts if is_large else encoded, event)
 
     async def beside_loop(
         self, is_large: bool, work: Callable[..., Result], *arguments: Any

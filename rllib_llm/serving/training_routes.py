@@ -32,7 +32,7 @@ from rllib_llm.serving.schemas import (
 from rllib_llm.serving.security import Client, Guards
 from rllib_llm.serving.service import RequestContext, Service
 from rllib_llm.serving.sessions import Session
-from rllib_llm.serving.streams import Event, Piece, encoded, encoded_in_parts
+from rllib_llm.serving.streams import Event, Piece
 from rllib_llm.serving.views import ChatView, Envelope, TokenView
 
 _SMALL_SESSION = 2**13  # tokens of one that is shown by the event loop itself
@@ -150,10 +150,8 @@ def session_router(service: Service, completer: Completer, guards: Guards) -> AP
 
     async def shown(session_id: str, session: Session) -> Response:
         session.measure()
-        is_large = session.size > _SMALL_SESSION
         told = {"session_id": session_id, **session.as_dict()}
-        encode = encoded_in_parts if is_large else encoded
-        body = await service.beside_loop(is_large, encode, told)
+        body = await service.encoded(session.size > _SMALL_SESSION, told)
         return Response(body, media_type="application/json")
 
     @router.get("/{session_id}")
