@@ -24,10 +24,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rllib_llm.conversations.json_values import broken_up
 from rllib_llm.conversations.tool_calls import (
     SYNTAXES,
     ParsedReply,
-    broken_up,
     parse_reply,
     syntax_of,
 )

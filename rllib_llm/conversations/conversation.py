@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from rllib_llm.conversations.chat_format import ChatFormat, Messages
-from rllib_llm.conversations.tool_calls import ParsedReply, broken_up
+from rllib_llm.conversations.json_values import broken_up
+from rllib_llm.conversations.tool_calls import ParsedReply
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import NO_VERSION, pad_left, pad_right
 

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import ast
 import json
-import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from jsonschema import Draft202012Validator, ValidationError
-from jsonschema.validators import extend
+from rllib_llm.conversations.json_values import broken_up, is_json, objection
 
 CallStatus = Literal[
     "ok", "truncated", "invalid_json", "missing_name", "invalid_arguments", "unknown_tool",
@@ -31,10 +29,6 @@ SYNTAXES = (
 {JSON} alone (Llama 3); channels with recipients (gpt-oss); <|tool_call>call:name{...} (Gemma 4);
 <|tool_call_start|>[name(key=value)] (LFM2); <|START_ACTION|>[{JSON}] (Command R); no calls."""
 
-_HERMES = ("<tool_call>", "</tool_call>")
-_GEMMA = ("<|tool_call>", "<tool_call|>")
-_PYTHONIC = ("<|tool_call_start|>", "<|tool_call_end|>")
-_COHERE = ("<|START_ACTION|>", "<|END_ACTION|>")
 _MISTRAL = "[TOOL_CALLS]"
 _PYTHON_TAG = "<|python_tag|>"
 # What stands around thoughts, by the syntax that has marks of its own.
@@ -44,8 +38,8 @@ _THINK = {
 }
 _THINK_DEFAULT = ("<think>", "</think>")
 _FUNCTION = re.compile(r"\s*<function=([^>\n]*)>(.*)</function>\s*", re.DOTALL)
-# What ends an argument, and an argument up to there. It ends where the next one begins, or the call
-# ends: it may quote its own end mark.
+# What ends an argument, and an argument's key and value. It ends where the next one begins, or the
+# call ends: it may quote its own end mark.
 _XML_ARGUMENTS = (
     re.compile(r"\n?</parameter>\s*(?=<parameter=|\Z)"),
     re.compile(r"\s*<parameter=([^>\n]*)>\n?(.*)", re.DOTALL),
@@ -55,13 +49,14 @@ _GLM_ARGUMENTS = (
     re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*)", re.DOTALL),
 )
 _NAMED_MISTRAL = re.compile(r"\s*([\w.-]+)(?:\s*\[CALL_ID\]\w*)?(?:\s*\[ARGS\])?\s*(?=\{)")
+_SPACES = re.compile(r"\s*")
+_BETWEEN_OBJECTS = re.compile(r"[ \n;]*")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
+_HARMONY_START = "<|start|>assistant"
+_HARMONY = re.compile(rf"<\|message\|>|{re.escape(_HARMONY_START)}")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _COHERE_RESPONSE = re.compile(r"<\|START_RESPONSE\|>|<\|END_RESPONSE\|>")
 
-_HALVES = re.compile("[\ud800-\udfff]")  # of characters, which JSON can name
-_MOST_LEVELS = 64  # of objects and lists in arguments, which templates and tools walk by recursion
-_LARGEST = 10**4300  # of integers: Python reads and writes no more digits
 _MOST_PYTHON = 65_536  # characters of a list of calls that Python's parser is given
 
 Schemas = Mapping[str, Mapping[str, Any]]
@@ -156,13 +151,13 @@ def parse_reply(
         marks = _THINK.get(syntax, _THINK_DEFAULT)
         reasoning, said = _split_thoughts(text, opens_thoughts, marks)
         schemas = tools if isinstance(tools, Mapping) else {}
-        if syntax == "cohere":
-            said = _COHERE_RESPONSE.sub("", said)
         content, found = said, []
         if reads_calls and syntax in _BLOCKS:
-            content, found = _find_blocks(syntax, said, schemas)
+            content, found = _find_blocks(syntax, said, schemas, finish == "stop")
         elif reads_calls and syntax in _ALONE:
             content, found = _ALONE[syntax](said, finish == "stop")
+        if syntax == "cohere":
+            content = _COHERE_RESPONSE.sub("", content)
     calls = []
     for i, call in enumerate(found):
         if not is_json(call.name):
@@ -195,33 +190,34 @@ def _split_thoughts(
 Found = tuple[str, list[ToolCall]]
 
 
-def _find_blocks(syntax: str, text: str, schemas: Schemas) -> Found:
-    """Text outside of blocks between two marks, and the calls in each block."""
-    (start, end), read = _BLOCKS[syntax]
-    content, opening, rest = text.partition(start)
+def _find_blocks(syntax: str, text: str, schemas: Schemas, is_whole: bool) -> Found:
+    """Text outside of blocks between two marks, and the calls in each block.
+
+    Arguments may quote the end mark, those that are written verbatim not the start mark too: it
+    could as well begin the next call. What follows a block that cannot be read may be part of its
+    arguments, and is not read either.
+    """
+    (start, end), ends, read = _BLOCKS[syntax]
+    verbatim = syntax in ("xml", "glm")
+    words: list[str] = []
     calls: list[ToolCall] = []
-    while opening:
-        place = _end_of_block(syntax, rest)
-        body, closing, tail = rest[:place], rest[place : place + len(end)], rest[place + len(end) :]
-        if place < 0:
-            body, closing, tail = rest, "", ""
-        raw = start + body + closing
-        calls += read(body, raw, schemas) if closing else [ToolCall("", None, raw, "truncated")]
-        between, opening, rest = tail.partition(start)
-        content += between
-    return content, calls
-
-
-def _end_of_block(syntax: str, rest: str) -> int:
-    """Where the mark stands that ends a block, -1 if none does; arguments may quote that mark."""
-    start, end = _BLOCKS[syntax][0]
-    if syntax not in _LAST_WORDS:
-        return rest.find(end, _end_of_json(rest, len(rest) - len(rest.lstrip())))
-    whole = re.search(f"{re.escape(_LAST_WORDS[syntax])}\\s*{re.escape(end)}", rest)
-    next_start = rest.find(start)
-    if whole is None or 0 <= next_start < whole.start():
-        return rest.find(end)
-    return whole.end() - len(end)
+    place = 0
+    while (opening := text.find(start, place)) >= 0:
+        words.append(text[place:opening])
+        inside = opening + len(start)
+        place = next((mark.end() for mark in ends.finditer(text, inside) if mark[1]), -1)
+        body = text[inside : place - len(end)]
+        if place < 0 or (verbatim and start in body):
+            found = [ToolCall("", None, "", "invalid_arguments" if verbatim else "invalid_json")]
+        else:
+            found = read(body, text[opening:place], schemas)
+        unread = [c.status == "invalid_json" or (verbatim and c.arguments is None) for c in found]
+        if found and all(unread):
+            raw = text[opening:]
+            is_cut = not is_whole or end not in raw
+            return "".join(words), [*calls, _as_written(found[0], raw, is_cut)]
+        calls += found
+    return "".join(words) + text[place:], calls
 
 
 def _find_mistral(text: str, is_whole: bool) -> Found:
@@ -229,28 +225,40 @@ def _find_mistral(text: str, is_whole: bool) -> Found:
     if not mark:
         return text, []
     if not _NAMED_MISTRAL.match(body):
-        return content, _from_array(body, mark + body, is_whole)
+        raw = mark + body
+        found = _from_array(body, raw) if is_whole else [ToolCall("", None, raw, "truncated")]
+        return content, found
     calls, start = [], 0
     while start <= len(body):
         named = _NAMED_MISTRAL.match(body, start)
-        opens = named.end() if named else start
-        end = body.find(mark, _end_of_json(body, opens))
+        end = body.find(mark, _end_of_json(body, named.end()) if named else start)
         end = end if end >= 0 else len(body)
+        call = ToolCall("", None, "", "missing_name")
+        if named is not None:
+            call = _named(named[1], body[named.end() : end], "")
+        if call.status == "invalid_json":  # what follows may be part of the arguments
+            end = len(body)
         raw = mark + body[start:end]
-        if end == len(body) and not is_whole:
-            calls.append(ToolCall("", None, raw, "truncated"))
-        elif named is None:
-            calls.append(ToolCall("", None, raw, "missing_name"))
-        else:
-            calls.append(_named(named[1], body[opens:end], raw))
+        calls.append(_as_written(call, raw, end == len(body) and not is_whole))
         start = end + len(mark)
     return content, calls
 
 
+def _as_written(call: ToolCall, raw: str, is_cut: bool) -> ToolCall:
+    """The call with its text, `truncated` where that was cut off."""
+    return ToolCall("", None, raw, "truncated") if is_cut else replace(call, raw=raw)
+
+
+def _after(pattern: re.Pattern[str], text: str, place: int) -> int:
+    """Where what the pattern matches at `place` ends; `place` if it does not."""
+    match = pattern.match(text, place)
+    return match.end() if match else place
+
+
 def _end_of_json(text: str, start: int) -> int:
-    """Where the JSON value that begins at `start` ends; `start` if there is none."""
+    """Where the JSON value that begins at `start`, after spaces, ends; `start` if there is none."""
     try:
-        return json.JSONDecoder().raw_decode(text, start)[1]
+        return json.JSONDecoder().raw_decode(text, _after(_SPACES, text, start))[1]
     except (ValueError, RecursionError):
         return start
 
@@ -265,25 +273,32 @@ def _find_llama3(text: str, is_whole: bool) -> Found:
 def _read_harmony(text: str, is_whole: bool, reads_calls: bool) -> tuple[str, str, list[ToolCall]]:
     """Thoughts, words and calls of messages in channels: header<|message|>body<|end|>."""
     thoughts, words, calls = [], [], []
-    parts = [part for part in text.split("<|start|>assistant") if part.strip()]
-    for place, part in enumerate(parts):
-        header, mark, body = part.partition("<|message|>")
-        channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
-        quoting = 0 if recipient is None else _end_of_json(body, len(body) - len(body.lstrip()))
-        body = body[:quoting] + body[quoting:].partition("<|end|>")[0]
-        if not mark:
-            words.append(part)
-        elif recipient is not None and reads_calls:
-            is_cut = place == len(parts) - 1 and not is_whole
-            raw = "<|start|>assistant" + part
-            calls.append(
-                ToolCall("", None, raw, "truncated") if is_cut else _named(recipient[1], body, raw)
-            )
+    place = 0
+    while place < len(text):
+        mark = _HARMONY.search(text, place)
+        header = text[place : mark.start() if mark else len(text)]
+        if mark is None or mark[0] == _HARMONY_START:
+            words.append(header)
+            place = mark.end() if mark else len(text)
+            continue
+        channel = _CHANNEL.search(header)
+        recipient = _RECIPIENT.search(header) if reads_calls else None
+        quoting = mark.end() if recipient is None else _end_of_json(text, mark.end())
+        end = text.find(_HARMONY_START, quoting)
+        end = end if end >= 0 else len(text)
+        body = text[mark.end() : quoting] + text[quoting:end].partition("<|end|>")[0]
+        if recipient is not None:
+            call = _named(recipient[1], body, "")
+            if call.status == "invalid_json":  # what follows may be part of the arguments
+                end = len(text)
+            raw = _HARMONY_START + text[place:end]
+            calls.append(_as_written(call, raw, end == len(text) and not is_whole))
         elif channel is not None and channel[1] == "analysis":
             thoughts.append(body)
         else:
             words.append(body)
-    return "\n".join(thoughts), "\n".join(words), calls
+        place = end + len(_HARMONY_START)
+    return "\n".join(thoughts), "\n".join(filter(str.strip, words)), calls
 
 
 def _named(name: str, arguments: Any, raw: str) -> ToolCall:
@@ -297,13 +312,11 @@ def _named(name: str, arguments: Any, raw: str) -> ToolCall:
     return ToolCall(name, found, raw, "ok")
 
 
-def _from_array(body: str, raw: str, is_whole: bool) -> list[ToolCall]:
+def _from_array(body: str, raw: str) -> list[ToolCall]:
     try:
         listed = json.loads(body)
     except (ValueError, RecursionError):
-        return [ToolCall("", None, raw, "invalid_json" if is_whole else "truncated")]
-    if not is_whole:
-        return [ToolCall("", None, raw, "truncated")]
+        return [ToolCall("", None, raw, "invalid_json")]
     listed = listed if isinstance(listed, list) else [listed]
     return [_from_object(one, _dumped(one)) for one in listed]
 
@@ -324,7 +337,7 @@ def _each_object(body: str, is_whole: bool) -> Iterator[ToolCall]:
             yield ToolCall("", None, body[place:], status)
             return
         raw = body[place:end]
-        place = end + len(body[end:]) - len(body[end:].lstrip(" \n;"))
+        place = _after(_BETWEEN_OBJECTS, body, end)
         is_last = place >= len(body)
         if is_last and not is_whole:
             yield ToolCall("", None, raw, "truncated")
@@ -368,7 +381,10 @@ def _of_texts(
     raw: str,
     schemas: Schemas,
 ) -> ToolCall:
-    """A call whose argument values are all written as text, in the way of `_XML_ARGUMENTS`."""
+    """A call whose argument values are all written as text.
+
+    `how`: what ends an argument, and an argument's key and value.
+    """
     *parts, rest = how[0].split(written)
     found = [how[1].fullmatch(part) for part in parts]
     if rest.strip() or not all(found):
@@ -394,67 +410,6 @@ def _value(text: str, schema: Mapping[str, Any], kind: Any) -> Any:
     if (isinstance(value, str) and kind) or objection(schema, value, kind):
         return value if objection(schema, text, kind) else text
     return value
-
-
-def _or_null(keyword: str) -> Callable[..., Iterator[Any]]:
-    """A keyword of JSON Schema that lets null pass where the schema is also `nullable`."""
-    check = Draft202012Validator.VALIDATORS[keyword]
-
-    def checked(validator: Any, wanted: Any, value: Any, schema: Any) -> Iterator[Any]:
-        if value is not None or not schema.get("nullable"):
-            yield from check(validator, wanted, value, schema) or ()
-
-    return checked
-
-
-# transformers writes `X | None` as X that is `nullable`, a word of OpenAPI's.
-Arguments = extend(Draft202012Validator, {word: _or_null(word) for word in ("type", "enum")})
-
-
-def objection(schema: Mapping[str, Any], value: Any, part: Any = None) -> str:
-    """The objection of a tool's schema, or of a part of it, to a value; "" where it fits, or where
-    the schema cannot be checked (JavaScript's regular expressions, references to other sites)."""
-    try:
-        validator = Arguments(schema)
-        (validator if part is None else validator.evolve(schema=part)).validate(value)
-    except ValidationError as error:
-        return str(error.message)
-    except Exception:  # noqa: BLE001  (of somebody's schema: the tool says what is wrong)
-        return ""
-    return ""
-
-
-def broken_up(value: Any, special: Sequence[str] = ()) -> Any:
-    """The value, no text in it one of `special`, or with half of a character (a lone surrogate)."""
-    if isinstance(value, str):
-        value = value.encode(errors="replace").decode()
-        for token in special:
-            value = value.replace(token, f"{token[0]} {token[1:]}")
-        return value
-    if isinstance(value, Mapping):
-        return {broken_up(key, special): broken_up(part, special) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [broken_up(part, special) for part in value]
-    return value
-
-
-def is_json(value: Any, levels: int = _MOST_LEVELS) -> bool:
-    """Whether a value is one of JSON, with finite numbers and whole characters, and nested no
-    deeper than `levels`."""
-    if isinstance(value, Mapping):
-        return levels > 0 and all(
-            isinstance(key, str) and is_json(key) and is_json(each, levels - 1)
-            for key, each in value.items()
-        )
-    if isinstance(value, list):
-        return levels > 0 and all(is_json(each, levels - 1) for each in value)
-    if isinstance(value, str):
-        return not _HALVES.search(value)
-    return (
-        value is None
-        or (isinstance(value, int) and abs(value) < _LARGEST)
-        or (isinstance(value, float) and math.isfinite(value))
-    )
 
 
 def _from_gemma(body: str, raw: str) -> ToolCall:
@@ -502,14 +457,37 @@ def _from_call(call: ast.expr) -> ToolCall:
     return ToolCall(name, values, raw, "ok")
 
 
-_BLOCKS: dict[str, tuple[tuple[str, str], Callable[[str, str, Schemas], list[ToolCall]]]] = {
-    "hermes": (_HERMES, lambda body, raw, schemas: [_from_json(body, raw)]),
-    "xml": (_HERMES, lambda body, raw, schemas: [_from_xml(body, raw, schemas)]),
-    "glm": (_HERMES, lambda body, raw, schemas: [_from_glm(body, raw, schemas)]),
-    "gemma4": (_GEMMA, lambda body, raw, schemas: [_from_gemma(body, raw)]),
-    "pythonic": (_PYTHONIC, lambda body, raw, schemas: _from_python(body, raw)),
-    "cohere": (_COHERE, lambda body, raw, schemas: _from_array(body, raw, True)),
-}
-# What stands before the end mark of a block whose arguments are not JSON.
-_LAST_WORDS = {"xml": "</function>", "glm": "</arg_value>", "gemma4": "}", "pythonic": "]"}
+# Texts in arguments, in which an end mark ends nothing; without an end they take all that is left.
+_JSON_TEXT = r'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\Z)'
+_PYTHON_TEXT = _JSON_TEXT + "|" + _JSON_TEXT.replace('"', "'")
+_GEMMA_TEXT = r'<\|"\|>.*?(?:<\|"\|>|\Z)'
+_XML_TEXT = r"<parameter=.*?(?:</parameter>\s*(?=<parameter=|</function>\s*</tool_call>)|\Z)"
+_GLM_TEXT = r"<arg_value>.*?(?:</arg_value>\s*(?=<arg_key>|</tool_call>)|\Z)"
+_ReadBlock = Callable[[str, str, Schemas], list[ToolCall]]
+
+
+def _block(
+    start: str, end: str, text: str, read: _ReadBlock
+) -> tuple[tuple[str, str], re.Pattern[str], _ReadBlock]:
+    """Marks, what finds the end mark (the group) outside of texts in arguments, and the reader."""
+    return (start, end), re.compile(f"{text}|({re.escape(end)})", re.DOTALL), read
+
+
+_TOOL_CALL = ("<tool_call>", "</tool_call>")
+_BLOCKS = {
+    "hermes": _block(*_TOOL_CALL, _JSON_TEXT, lambda body, raw, _: [_from_json(body, raw)]),
+    "xml": _block(*_TOOL_CALL, _XML_TEXT, lambda *block: [_from_xml(*block)]),
+    "glm": _block(*_TOOL_CALL, _GLM_TEXT, lambda *block: [_from_glm(*block)]),
+    "gemma4": _block(
+        "<|tool_call>", "<tool_call|>", _GEMMA_TEXT, lambda body, raw, _: [_from_gemma(body, raw)]
+    ),
+    "pythonic": _block(
+        "<|tool_call_start|>", "<|tool_call_end|>", _PYTHON_TEXT,
+        lambda body, raw, _: _from_python(body, raw),
+    ),
+    "cohere": _block(
+        "<|START_ACTION|>", "<|END_ACTION|>", _JSON_TEXT,
+        lambda body, raw, _: _from_array(body, raw),
+    ),
+}  # fmt: skip
 _ALONE = {"mistral": _find_mistral, "llama3": _find_llama3}  # a call is the end of the turn

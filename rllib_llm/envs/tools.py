@@ -35,7 +35,8 @@ from transformers.utils.chat_template_utils import (
     TypeHintParsingException,
 )
 
-from rllib_llm.conversations.tool_calls import ToolCall, objection
+from rllib_llm.conversations.json_values import objection
+from rllib_llm.conversations.tool_calls import ToolCall
 from rllib_llm.data.files import text_of
 from rllib_llm.envs.sandbox import Contained, Sandbox, missing_layers
 from rllib_llm.shared.dotted import import_dotted

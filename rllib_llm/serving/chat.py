@@ -15,7 +15,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rllib_llm.conversations.chat_format import ChatFormat, ChatFormatError
-from rllib_llm.conversations.tool_calls import is_json
+from rllib_llm.conversations.json_values import is_json
 from rllib_llm.data.encoding import render_chat
 from rllib_llm.serving.guides import with_single_spaces
 from rllib_llm.serving.jobs import Limits

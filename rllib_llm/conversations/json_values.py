@@ -1,0 +1,76 @@
+"""JSON values in conversations: which can be written, and what a tool's schema objects to."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from jsonschema import Draft202012Validator, ValidationError
+from jsonschema.validators import extend
+
+_HALVES = re.compile("[\ud800-\udfff]")  # of characters, which JSON can name
+_MOST_LEVELS = 64  # of objects and lists in arguments, which templates and tools walk by recursion
+_LARGEST = 10**4300  # of integers: Python reads and writes no more digits
+
+
+def _or_null(keyword: str) -> Callable[..., Iterator[Any]]:
+    """A keyword of JSON Schema that lets null pass where the schema is also `nullable`."""
+    check = Draft202012Validator.VALIDATORS[keyword]
+
+    def checked(validator: Any, wanted: Any, value: Any, schema: Any) -> Iterator[Any]:
+        if value is not None or not schema.get("nullable"):
+            yield from check(validator, wanted, value, schema) or ()
+
+    return checked
+
+
+# transformers writes `X | None` as X that is `nullable`, a word of OpenAPI's.
+Arguments = extend(Draft202012Validator, {word: _or_null(word) for word in ("type", "enum")})
+
+
+def objection(schema: Mapping[str, Any], value: Any, part: Any = None) -> str:
+    """The objection of a tool's schema, or of a part of it, to a value; "" where it fits, or where
+    the schema cannot be checked (JavaScript's regular expressions, references to other sites)."""
+    try:
+        validator = Arguments(schema)
+        (validator if part is None else validator.evolve(schema=part)).validate(value)
+    except ValidationError as error:
+        return str(error.message)
+    except Exception:  # noqa: BLE001  (of somebody's schema: the tool says what is wrong)
+        return ""
+    return ""
+
+
+def broken_up(value: Any, special: Sequence[str] = ()) -> Any:
+    """The value, no text in it one of `special`, or with half of a character (a lone surrogate)."""
+    if isinstance(value, str):
+        value = value.encode(errors="replace").decode()
+        for token in special:
+            value = value.replace(token, f"{token[0]} {token[1:]}")
+        return value
+    if isinstance(value, Mapping):
+        return {broken_up(key, special): broken_up(part, special) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [broken_up(part, special) for part in value]
+    return value
+
+
+def is_json(value: Any, levels: int = _MOST_LEVELS) -> bool:
+    """Whether a value is one of JSON, with finite numbers and whole characters, and nested no
+    deeper than `levels`."""
+    if isinstance(value, Mapping):
+        return levels > 0 and all(
+            isinstance(key, str) and is_json(key) and is_json(each, levels - 1)
+            for key, each in value.items()
+        )
+    if isinstance(value, list):
+        return levels > 0 and all(is_json(each, levels - 1) for each in value)
+    if isinstance(value, str):
+        return not _HALVES.search(value)
+    return (
+        value is None
+        or (isinstance(value, int) and abs(value) < _LARGEST)
+        or (isinstance(value, float) and math.isfinite(value))
+    )
