@@ -51,7 +51,7 @@ _STATUS_MESSAGES = {
     "truncated": "the call was cut off before its end",
     "invalid_json": "the call is not valid JSON",
     "missing_name": "the call does not name a tool",
-    "invalid_arguments": "the arguments must be a JSON object",
+    "invalid_arguments": "its arguments cannot be read",
     "too_many_calls": "a turn may hold no more calls; make this one in your next turn",
 }
 
