@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from rllib_llm import GRPOConfig
 from rllib_llm.examples import arithmetic, calculator
 from rllib_llm.learners.policy_learners import GRPOLearner
-from rllib_llm.overseer.diagnosis import Diagnosis, diagnose
+from rllib_llm.overseer.diagnosis import STARTING, Diagnosis, diagnose
 from rllib_llm.weights.flat_buffer import FlatBuffer
 from rllib_llm.weights.transport import StoreTransport
 
@@ -193,7 +193,8 @@ def staged(config: GRPOConfig, num_iterations: int) -> tuple[Diagnosis, float]:
     algorithm = config.build_algo()
     try:
         results = [algorithm.train() for _ in range(num_iterations)]
-        found = diagnose(algorithm.oversight.recent_seconds())
+        seconds = algorithm.oversight.recent_seconds()
+        found = diagnose({part: s for part, s in seconds.items() if part != STARTING})
     finally:
         algorithm.stop()
     shares = [result["time_share"] for result in results]

@@ -124,7 +124,9 @@ def test_it_samples_what_a_thread_does(process, thread):
     assert guided[0] == guided[1]
     assert [len(each[0]) for each in guided[0]] == [4, 4]  # three digits and the end
     texts = [[1, 40, 41, 42], [1, 90]]
-    assert process.score(texts, 2, None).result(DEADLINE_S) == thread.score(texts, 2, 0).result()
+    scores = [host.score(texts, 2, None).result(DEADLINE_S) for host in (process, thread)]
+    told = [[(one.logprobs, one.ranks, one.likeliest) for one in each] for each in scores]
+    assert told[0] == told[1] and [len(one[0]) for one in told[0]] == [3, 1]
 
 
 def test_a_row_that_nobody_waits_for_leaves_and_an_aborted_one_says_what_there_is(process):
