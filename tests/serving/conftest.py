@@ -9,6 +9,11 @@ import pytest
 if any(importlib.util.find_spec(name) is None for name in ("fastapi", "uvicorn", "openai")):
     collect_ignore_glob = ["test_*.py"]  # the extra `serve` is not installed
 else:
+    from httpx._config import DEFAULT_TIMEOUT_CONFIG
+
+    # httpx waits five seconds, which a busy machine may take for an answer.
+    for part in ("connect", "read", "write", "pool"):
+        setattr(DEFAULT_TIMEOUT_CONFIG, part, 60.0)
 
     @pytest.fixture(scope="session")
     def tiny():
