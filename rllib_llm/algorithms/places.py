@@ -14,7 +14,7 @@ import ray
 from ray.util.placement_group import get_current_placement_group
 
 from rllib_llm.shared.errors import UserError
-from rllib_llm.shared.ray_compat import free_by_node
+from rllib_llm.shared.ray_compat import free_by_node, resources_by_node
 
 MAX_SECONDS_OCCUPIED = 60.0  # until processes of a run that just ended have left
 SECONDS_BETWEEN_LOOKS = 0.5
@@ -39,7 +39,7 @@ def require_places(config: Any) -> None:
         ray.init()
     if get_current_placement_group() is not None:
         return
-    totals = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    totals = resources_by_node()
     if not fits(bundles, totals):
         raise NoPlaceError(
             f"{_ask(bundles)} must fit into the cluster's {_totals(totals)}: the others would wait "
@@ -99,8 +99,10 @@ def first_without_place(
     with room, or, where that fails, all anew, each on the emptiest; some packing may be missed.
     `apart`: a node holds one bundle at most.
     """
-    first, second = (_first_left(bundles, nodes, apart, emptiest=each) for each in (False, True))
-    return None if second is None else first
+    left = _first_left(bundles, nodes, apart, emptiest=False)
+    if left is None or _first_left(bundles, nodes, apart, emptiest=True) is None:
+        return None
+    return left
 
 
 def _first_left(

@@ -174,8 +174,10 @@ def ray_session(
     """
     import ray
 
+    from rllib_llm.shared.ray_compat import resources_by_node
+
     if ray.is_initialized():
-        yield _resources_of_nodes()
+        yield resources_by_node()
         return
     check_address(options.ray_address)
     try:
@@ -194,15 +196,9 @@ def ray_session(
             "running here, or use a cluster that runs already (--ray-address)."
         ) from error
     try:
-        yield _resources_of_nodes()
+        yield resources_by_node()
     finally:
         ray.shutdown()
-
-
-def _resources_of_nodes() -> list[dict[str, float]]:
-    import ray
-
-    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 def connect(address: str, seconds: float = SECONDS_TO_CONNECT) -> None:

@@ -36,12 +36,7 @@ def _broken(name: str, value: Any, rule: str, reason: str, remedy: str) -> Setti
 def warn_of_no_effect(config: Any) -> None:
     """One warning for every setting that was changed from its default and is not used, and one for
     every range that does not suit the loss that was chosen."""
-    default = defaults(type(config))
-    changed = [
-        unused
-        for unused in _unused(config)
-        if not same(_value(config, unused[0]), _value(default, unused[0]))
-    ]
+    changed = _unused(config, defaults(type(config)))
     for warning in (*_no_effect(config, changed), *_unsuited(config)):
         warnings.warn(warning, stacklevel=4)
 
@@ -50,11 +45,7 @@ def warn_of_idle_overlay(config: Any, training: Any, names: Container[str]) -> N
     """One warning for every setting in `names`, those of `evaluation_config`, that is not used in
     the evaluation, whose whole config `config` is, and differs from `training`'s, which tells of
     the others."""
-    idle = [
-        unused
-        for unused in _unused(config)
-        if unused[0] in names and not same(_value(config, unused[0]), _value(training, unused[0]))
-    ]
+    idle = (unused for unused in _unused(config, training) if unused[0] in names)
     for warning in _no_effect(config, idle, "evaluation_config."):
         warnings.warn(warning, stacklevel=4)
 
@@ -72,17 +63,20 @@ def _value(config: Any, name: str) -> Any:
     return row.value(config) if row is not None else getattr(config, name)
 
 
-def _unused(config: Any) -> Iterator[tuple[str, str, str]]:
-    """(setting, why it is not used, remedy) under this config, changed or not."""
-    for name in config.ignored_settings:
-        yield name, f"in {config.algo_class.__name__}", "Remove it"
+def _unused(config: Any, other: Any) -> Iterator[tuple[str, str, str]]:
+    """(setting, why it is not used, remedy) under `config`, of those that differ from `other`'s."""
+    why = f"in {config.algo_class.__name__}"
+    idle = [(name, why, "Remove it") for name in config.ignored_settings]
     rows = (*table(type(config)).values(), *rllib_table(type(config)).values())
     for row in rows:
         if row.place != IN_CONFIG or row.name in config.ignored_settings:
             continue
         unused = row.unused(config)
         if unused is not None:
-            yield row.name, *unused
+            idle.append((row.name, *unused))
+    for each in idle:
+        if not same(_value(config, each[0]), _value(other, each[0])):
+            yield each
 
 
 def _unsuited(config: Any) -> Iterator[SettingWarning]:

@@ -104,14 +104,22 @@ def balanced_shares(lengths: Tensor, num_shares: int) -> list[Tensor]:
     """
     if num_shares == 1:
         return [torch.arange(len(lengths))]
+    order = lengths.argsort(descending=True, stable=True).tolist()
+    shares = _dealt(order, lengths.tolist(), num_shares, len(order))
+    return [torch.tensor(sorted(share), dtype=torch.int64) for share in shares]
+
+
+def _dealt(order: list[int], lengths: list[int], num_shares: int, most: int) -> list[list[int]]:
+    """The rows of `order`, each in the share with the fewest tokens so far of those that have not
+    `most` rows yet."""
     shares: list[list[int]] = [[] for _ in range(num_shares)]
     loads = [(0, number) for number in range(num_shares)]
-    order = lengths.argsort(descending=True, stable=True).tolist()
-    for row, length in zip(order, lengths[order].tolist(), strict=True):
+    for row in order:
         tokens, number = heapq.heappop(loads)
         shares[number].append(row)
-        heapq.heappush(loads, (tokens + max(1, length), number))
-    return [torch.tensor(sorted(share), dtype=torch.int64) for share in shares]
+        if len(shares[number]) < most:
+            heapq.heappush(loads, (tokens + max(1, lengths[row]), number))
+    return shares
 
 
 def even_micro_batches(
@@ -129,18 +137,13 @@ def even_micro_batches(
     """
     _check_cut(micro_batch_size, token_budget)
     order = lengths.argsort(descending=True, stable=True).tolist()
+    sizes = lengths.tolist()
     shares: list[list[Tensor]] = [[] for _ in range(num_shares)]
     while order:
-        fits = (token_budget or 0) // max(1, int(lengths[order[0]]))
+        fits = (token_budget or 0) // max(1, sizes[order[0]])
         most = micro_batch_size or (max(1, fits) if token_budget else len(order))
         dealt, order = order[: most * num_shares], order[most * num_shares :]
-        parts: list[list[int]] = [[] for _ in range(num_shares)]
-        loads = [(0, number) for number in range(num_shares)]
-        for row in dealt:  # as in `balanced_shares`, until a share is full
-            tokens, number = heapq.heappop(loads)
-            parts[number].append(row)
-            if len(parts[number]) < most:
-                heapq.heappush(loads, (tokens + max(1, int(lengths[row])), number))
+        parts = _dealt(dealt, sizes, num_shares, most)
         for share, part in zip(shares, parts, strict=True):
             share += [torch.tensor(part)] if part else []
     return shares

@@ -303,7 +303,7 @@ def _check_leaves_model(experiment: Experiment, user: str) -> None:
     name, found = experiment.name, algorithm_class(experiment.run, experiment.name)
     if found.__module__.startswith("ray."):
         raise UserError(
-            where=f"{user}",
+            where=user,
             name=f"${{{name}.model}}",
             rule="be of an experiment that trains a language model",
             reason=f"{name}.run={experiment.run!r} is RLlib's own and leaves none",
@@ -317,7 +317,7 @@ def _check_keeps_rollouts(experiment: Experiment, user: str) -> None:
     name = experiment.name
     if not issubclass(algorithm_class(experiment.run, name), RLHF):
         raise UserError(
-            where=f"{user}",
+            where=user,
             name=f"${{{name}.rollouts}}",
             rule="be of an experiment that samples",
             reason=f"{name}.run={experiment.run!r} does not",

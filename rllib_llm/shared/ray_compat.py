@@ -78,6 +78,11 @@ def current_cluster() -> str | None:
     return read_ray_address() or None
 
 
+def resources_by_node() -> list[dict[str, float]]:
+    """All resources of each live node."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
 def free_by_node() -> list[dict[str, float]]:
     """The resources of each live node that nobody has taken."""
     from ray._private.state import available_resources_per_node
