@@ -18,6 +18,8 @@ _PARQUET = (".parquet", ".pq")
 _TABLES = (".csv", ".tsv")
 _TEXT = (".txt", ".text", ".md")
 _LARGE_BYTES = 64 * 1024**2  # of a Parquet file, which is compressed
+# Of a mapped file, which is opened by reading the head of every batch: of 1,000 rows by default.
+_BATCH_ROWS = 2**16
 SUFFIXES = _JSON_LINES + _TABLES + _PARQUET + _TEXT
 # Columns of texts, which are not read as numbers: "7" is a prompt as well.
 _ALWAYS_TEXT = (
@@ -184,7 +186,7 @@ def _mapped(path: Path) -> Any:
     shown = datasets.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     try:
-        return datasets.Dataset.from_parquet(str(path))
+        return datasets.Dataset.from_parquet(str(path), writer_batch_size=_BATCH_ROWS)
     finally:
         if shown:
             datasets.enable_progress_bars()

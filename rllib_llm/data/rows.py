@@ -66,7 +66,8 @@ class Rows(MadeRows):
         if self._is_arrow_table:
             row = self._backing.slice(index, 1).to_pylist()[0]
         else:
-            row = {column: self._backing[index].get(column) for column in self.columns}
+            held = self._backing[index]
+            row = {column: held.get(column) for column in self.columns}
         return {column: self._as_chat(value) for column, value in row.items()}
 
     def first(self, count: int) -> Rows:

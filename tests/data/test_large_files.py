@@ -32,6 +32,13 @@ def test_mapped_files_are_never_lists_of_rows(large):
     assert [row["prompt"] for row in rows] == [f"q{i}" for i in range(8)]
 
 
+def test_a_mapped_file_has_few_batches_whose_heads_are_read_at_every_start(large):
+    pq.write_table(pa.table({"prompt": [f"p{i}" for i in range(70_000)]}), large / "many.parquet")
+    (cached,) = load_rows(str(large / "many.parquet"))._backing.cache_files
+    with pa.memory_map(cached["filename"]) as stream:
+        assert len(list(pa.ipc.open_stream(stream))) <= 2
+
+
 def test_they_give_the_prompts_that_small_files_give(large, monkeypatch):
     mapped = PromptSource(str(large / "*.parquet"), seed=4)
     monkeypatch.setattr(files, "_LARGE_BYTES", 10**9)
