@@ -372,7 +372,7 @@ class RolloutStore:
         self._thread: threading.Thread | None = None
         self._begin: dict[str, Any] | None = None  # the state to go on from
         self._rows: list[pa.Table] = []  # of one iteration, not yet written
-        self._num_waiting = 0  # rows of them
+        self._num_waiting = self._num_bytes = 0  # rows of them, and their size in memory
         self._iteration = 0
         self._error: Exception | None = None
         self._counts = {"rows": 0, "bytes": 0, "files": 0, "lost": 0}
@@ -458,9 +458,13 @@ class RolloutStore:
             self._guarded(self._write)
         self._iteration = iteration
         self._num_waiting += num_rows
-        self._guarded(lambda: self._rows.append(conform(make(), iteration)))
-        if sum(table.nbytes for table in self._rows) >= FILE_BYTES:
-            self._guarded(self._write)
+        self._guarded(lambda: self._add(conform(make(), iteration)))
+
+    def _add(self, table: pa.Table) -> None:
+        self._rows.append(table)
+        self._num_bytes += table.nbytes
+        if self._num_bytes >= FILE_BYTES:
+            self._write()
 
     def _guarded(self, act: Callable[[], None]) -> None:
         """Runs the writer; an exception is raised in the run's thread, or logged once."""
@@ -473,8 +477,7 @@ class RolloutStore:
                     logger.warning("%s The run goes on without.", self._explained(error))
         if self._error is not None:
             self._counts["lost"] += self._num_waiting
-            self._num_waiting = 0
-            self._rows.clear()
+            self._clear()
 
     def _write(self) -> None:
         if not self._rows:
@@ -484,12 +487,15 @@ class RolloutStore:
             self._files.begin(self._begin)
         table = pa.concat_tables(self._rows)
         num_bytes = self._files.write(table, self._iteration)
-        self._rows.clear()
-        self._num_waiting = 0
+        self._clear()
         self._counts["rows"] += table.num_rows
         self._counts["bytes"] += num_bytes
         self._counts["files"] += 1
         self._seconds["write"] += time.monotonic() - start
+
+    def _clear(self) -> None:
+        self._rows.clear()
+        self._num_waiting = self._num_bytes = 0
 
     def _raise_if_stopped(self) -> None:
         if self._error is not None and self._on_error == "stop":

@@ -114,6 +114,8 @@ def pad_left(rows: Sequence[Sequence[Any]], filler: float) -> tuple[Tensor, Tens
 def widen(tensor: Tensor, length: int, filler: float = 0, *, left: bool = False) -> Tensor:
     """`tensor` [rows, L] as [rows, length], `filler` behind or before what there is."""
     missing = length - tensor.shape[1]
+    if not missing:
+        return tensor
     return torch.nn.functional.pad(tensor, (missing, 0) if left else (0, missing), value=filler)
 
 

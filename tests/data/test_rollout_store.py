@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rllib_llm.data import rollout_store
 from rllib_llm.data.rollout_store import (
     QUEUE_SIZE,
     SCHEMA,
@@ -193,6 +194,23 @@ def test_nothing_half_written_is_read(tmp_path, monkeypatch):
     (tmp_path / ".part-00000001.parquet.partial").write_bytes(b"PAR1")
     assert rows_in(tmp_path) == [(1, 1)]
     store.stop()
+
+
+def test_the_size_of_waiting_rows_is_not_counted_anew_with_each_group(tmp_path, monkeypatch):
+    """Rejected groups are put one by one, thousands in an iteration of a large fleet."""
+    asked = []
+
+    class Rows:
+        @property
+        def nbytes(self) -> int:
+            asked.append(self)
+            return 1
+
+    monkeypatch.setattr(rollout_store, "conform", lambda rows, iteration: rows)
+    store = RolloutStore(tmp_path)
+    for _ in range(50):
+        store._take(1, 8, Rows)
+    assert len(asked) == 50
 
 
 def test_absent_columns_are_null():
