@@ -24,7 +24,7 @@ from rllib_llm.runs.results import flatten
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGE = DOCS / "gallery.md"
 PICTURES = DOCS / "images" / "gallery"
-NUM_COMPLETIONS = 5
+NUM_PROMPTS = 5
 LONGEST = 160  # characters of a completion that are shown
 STARTED = "%Y-%m-%d_%H-%M-%S"
 NOT_SHOWN = {
@@ -48,12 +48,14 @@ def rows(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
-def last_trial(run: Path) -> tuple[dict[str, Any], Path]:
-    """The plan of the run's last stage, and the folder of its best trial."""
-    plan = json.loads((run / "run.json").read_text(encoding="utf-8"))["experiments"][-1]
-    stage = run / plan["name"]
-    ended = json.loads((stage / "stage.json").read_text(encoding="utf-8"))
-    return plan, stage / ended["trial_folders"][ended["best"] or 0]
+def best_trials(run: Path) -> list[tuple[dict[str, Any], Path]]:
+    """The plan of each stage, and the folder of its best trial."""
+    found = []
+    for plan in json.loads((run / "run.json").read_text(encoding="utf-8"))["experiments"]:
+        stage = run / plan["name"]
+        ended = json.loads((stage / "stage.json").read_text(encoding="utf-8"))
+        found.append((plan, stage / ended["trial_folders"][ended["best"] or 0]))
+    return found
 
 
 def wall_seconds(run: Path) -> float:
@@ -82,28 +84,31 @@ def cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
-def of_iteration(samples: list[dict[str, Any]], iteration: int) -> list[dict[str, Any]]:
-    """An iteration's rows: one of each prompt before the others, of these held-out ones first."""
-    here = [row for row in samples if row["iteration"] == iteration]
-    seen: set[str] = set()
-    again = [row["prompt"] in seen or bool(seen.add(row["prompt"])) for row in here]
-    order = sorted(range(len(here)), key=lambda i: (again[i], here[i]["split"] != "eval"))
-    return [here[i] for i in order[:NUM_COMPLETIONS]]
-
-
-def completions(samples: list[dict[str, Any]]) -> str:
-    first, last = samples[0]["iteration"], samples[-1]["iteration"]
-    lines = ["| | prompt | completion | score |", "|---|---|---|---|"]
-    for when, iteration in (("before", first), ("after", last)):
-        lines += [
-            f"| {when} | {cell(row['prompt'])} | {cell(row['completion'])} | {row['score']:.2f} |"
-            for row in of_iteration(samples, iteration)
-        ]
+def completions(stages: list[list[dict[str, Any]]]) -> str:
+    """A table of what five prompts got in the first stage's first iteration and in the last
+    stage's last, of held-out prompts where both have such."""
+    first, last = stages[0], stages[-1]
+    before, after = (
+        {(row["split"], row["prompt"]): row for row in reversed(stage) if row["iteration"] == when}
+        for stage, when in ((first, first[0]["iteration"]), (last, last[-1]["iteration"]))
+    )
+    both = sorted((key for key in before if key in after), key=lambda key: key[0] != "eval")
+    if not both:
+        raise SystemExit(
+            f"{first[0]['prompt']!r} and the other prompts of the first iteration are none of the "
+            "last one's: raise num_logged_samples, or let the example evaluate."
+        )
+    lines = ["| prompt | before | score | after | score |", "|---|---|---|---|---|"]
+    for key in both[:NUM_PROMPTS]:
+        shown = (f"{cell(rows[key]['completion'])} | {rows[key]['score']:.2f}"
+                 for rows in (before, after))  # fmt: skip
+        lines.append(f"| {cell(key[1])} | {' | '.join(shown)} |")
     return "\n".join(lines)
 
 
 def section(name: str, file: Path, run: Path) -> str:
-    plan, trial = last_trial(run)
+    trials = best_trials(run)
+    plan, trial = trials[-1]
     results = [flatten(row) for row in rows(trial / "result.json")]
     marks = plan.get("pass_criteria") or {plan["metric"]: float("nan")}
     draw(results, marks, PICTURES / f"{name}.png")
@@ -120,9 +125,9 @@ def section(name: str, file: Path, run: Path) -> str:
         f"{wall_seconds(run):.0f} seconds in all. At the end {reached}.",
         f"![{', '.join(marks)} over the iterations](images/gallery/{name}.png)",
     ]
-    samples = trial / "samples.jsonl"
+    samples = [file for _, folder in trials if (file := folder / "samples.jsonl").is_file()]
     parts.append(
-        completions(rows(samples)) if samples.is_file() else
+        completions([rows(file) for file in samples]) if samples else
         f"{plan['run']} samples nothing while it trains, so there are no completions."
     )  # fmt: skip
     return "\n\n".join(parts) + "\n"
@@ -131,9 +136,8 @@ def section(name: str, file: Path, run: Path) -> str:
 def machine(runs: list[Path]) -> str:
     known = json.loads(next(runs[-1].glob("*/environment.json")).read_text(encoding="utf-8"))
     return (
-        f"All runs: {known['processor']}, {known['cores']} cores that other work shared, no GPU, "
-        f"{known['begun'][:10]}. Seconds are of the whole command, Ray's start among them; on a "
-        "machine of your own they are fewer.\n"
+        f"All runs: {known['processor']}, {known['cores']} cores, no GPU, "
+        f"{known['begun'][:10]}. Seconds are of the whole command, Ray's start among them.\n"
     )
 
 
