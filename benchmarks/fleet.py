@@ -3,6 +3,7 @@
     python -m benchmarks.fleet [--samplers 1 10 100 1000] [--slots 64] [--updates 30]
                                [--schedule free | lockstep] [--plot FILE.png]
     python -m benchmarks.fleet --waits [--updates 20]
+    python -m benchmarks.fleet --driver [--updates 6] [--folder FOLDER] [--plot FILE.png]
 
 The ledger is the run's own; samplers are events: each has so many slots, asks for groups when half
 of its slots are free, says every five seconds that it is alive, and takes a log-normal time for a
@@ -23,6 +24,13 @@ With `--waits`, what follows from the simulated clock alone, the same on every m
 and of two batches, and of groups that all take the same time; beside `slowest_s`, which is not
 simulated: how much longer than the median group the slowest of a batch takes (median of the largest
 of as many log-normals as a batch has groups).
+
+With `--driver`, what the driver's thread takes for a group: its looks, joining the rows of a batch
+(`driver_us`) and the real recorder, which gives a batch to the store at once and each rejected
+group by itself, one group in ten (`recorder_us`); the CPU of the store's thread, which writes 8
+completions of 32 tokens for a group into a temporary folder (`store_us`); and of a real overseer,
+to which each sampler reports every second, for a group (`reports_us`) and for an answer to `rllib
+status` (`ms_per_status`).
 """
 
 from __future__ import annotations
@@ -35,25 +43,34 @@ import json
 import math
 import random
 import statistics
+import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 from ray.exceptions import RayError
 
+from rllib_llm.data.rollout_store import RolloutStore
+from rllib_llm.overseer.oversight import INTERVAL_S, SamplerWatch
+from rllib_llm.overseer.service import Overseer
 from rllib_llm.rollouts import workers
 from rllib_llm.rollouts.errors import Faults
-from rllib_llm.rollouts.groups import JudgedGroup, Lease
+from rllib_llm.rollouts.groups import Closed, JudgedGroup, Lease
+from rllib_llm.rollouts.judged_batch import JudgedBatch, batch_of, pack, rows_of
 from rllib_llm.rollouts.ledger import Ledger
+from rllib_llm.rollouts.recorder import AboutRun, RolloutRecorder
 from rllib_llm.rollouts.schedule import StreamRules
+from rllib_llm.shared import columns
 from rllib_llm.weights.coordinator import PublishedWeights
 
 MEDIAN_S, SIGMA = 20.0, 0.6
 UPDATE_S, RENEW_S, TOLD_S, BACK_S = 2.0, 5.0, 1.0, 30.0
 TOKENS = 256
+GROUP, GROUP_TOKENS, ONE_REJECTED_IN, STATUS_S = 8, 32, 10, 5.0
 
 
 class NeverStarved:
@@ -119,6 +136,88 @@ class LedgerPort:
         self._fleet.give_back(sampler)
 
 
+def group_of_rows() -> bytes:
+    """A judged group of `GROUP` completions, as a sampler hands it in."""
+    ids = torch.randint(
+        0, 50_000, (GROUP, GROUP_TOKENS), generator=torch.Generator().manual_seed(0)
+    )
+    logprobs, mask = -(ids / 50_000), torch.ones_like(ids, dtype=torch.bool)
+    return pack(
+        JudgedBatch(
+            columns={
+                columns.PROMPT_IDS: ids,
+                columns.PROMPT_MASK: mask,
+                columns.COMPLETION_IDS: ids,
+                columns.COMPLETION_MASK: mask,
+                columns.SAMPLER_LOGPROBS: logprobs,
+                columns.WEIGHTS_VERSION: torch.zeros_like(ids, dtype=torch.int32),
+                columns.SCORES: logprobs[:, 0],
+                columns.VALID: mask[:, 0],
+                columns.GROUP: torch.zeros(GROUP, dtype=torch.int64),
+                columns.ROW_ID: torch.arange(GROUP),
+            },
+            rewards=logprobs[:, 0],
+        )
+    )
+
+
+class Books:
+    """What the driver does with groups beside learning, and the overseer with reports."""
+
+    def __init__(self, folder: str, fleet: Fleet) -> None:
+        about = AboutRun("fleet", "fleet", GROUP, 1, 1.0, 1.0, 0, 0)
+        self.payload, self._fleet = group_of_rows(), fleet
+        self.store = RolloutStore(folder, on_error="stop")
+        self._recorder = RolloutRecorder(self.store, about)
+        self._overseer = Overseer(clock=lambda: fleet.now)
+        self._report = {
+            **SamplerWatch()._describe(),
+            "trial": "t",
+            "incarnation": "",
+            "answers": [],
+        }
+        self._num_closed = self.num_statuses = 0
+        self.cpu: dict[str, float] = defaultdict(float)
+        self._status()
+
+    @property
+    def num_closed(self) -> int:
+        """Rejected groups recorded so far."""
+        return self._num_closed
+
+    def reason(self, position: int) -> str:
+        """Why a group is rejected, "" where it is not."""
+        return "reward_spread" if position % ONE_REJECTED_IN == 0 else ""
+
+    def close(self, closed: Sequence[Closed], num_closed: int, iteration: int) -> None:
+        """Records rejected groups, each by itself as the run's driver does."""
+        self._num_closed = num_closed
+        for each in closed:
+            batch = self._timed("driver", rows_of, each)
+            self._timed("recorder", self._recorder.record, batch, each.status,
+                        iteration=iteration, reason=each.reason)  # fmt: skip
+
+    def train(self, groups: Sequence[JudgedGroup], iteration: int) -> None:
+        """Joins the rows of a batch and records them."""
+        batch = self._timed("driver", batch_of, groups)
+        self._timed("recorder", self._recorder.record, batch, "trained", iteration=iteration)
+
+    def report(self, name: str) -> None:
+        """A sampler's report to the overseer."""
+        self._timed("reports", self._overseer.report, {**self._report, "part": name})
+
+    def _status(self) -> None:
+        self._timed("status", self._overseer.status)
+        self.num_statuses += 1
+        self._fleet.later(STATUS_S, self._status)
+
+    def _timed(self, name: str, what: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        start = time.thread_time()
+        answer = what(*args, **kwargs)
+        self.cpu[name] += time.thread_time() - start
+        return answer
+
+
 class Fleet:
     """Samplers, a learner and the ledger between them.
 
@@ -126,10 +225,18 @@ class Fleet:
         num_samplers, slots: groups in flight are their product.
         schedule: of the ledger; `window` in batches.
         sigma: of the log-normal time of a group.
+        folder: of a rollout store; see `Books`.
     """
 
     def __init__(
-        self, num_samplers: int, slots: int, schedule: Any, *, window: int = 1, sigma: float = SIGMA
+        self,
+        num_samplers: int,
+        slots: int,
+        schedule: Any,
+        *,
+        window: int = 1,
+        sigma: float = SIGMA,
+        folder: str | None = None,
     ) -> None:
         self.now = 0.0
         self.slots, self.sigma = slots, sigma
@@ -140,7 +247,8 @@ class Fleet:
             window=window * max(1, num_samplers * slots // 2) if schedule == "free" else 1,
             timeout_s=600.0,
         )
-        self.ledger = Ledger(self.rules, clock=lambda: self.now)
+        keeps = folder is not None
+        self.ledger = Ledger(self.rules, keeps_rejected=keeps, clock=lambda: self.now)
         self.cpu: dict[str, float] = defaultdict(float)
         self.num_updates = self.num_groups = 0
         self.waits: list[float] = []
@@ -158,8 +266,11 @@ class Fleet:
         self._is_learning = False
         self._call("publish", PublishedWeights(0))
         for name in self._held:
-            self._later(0.0, self._fill, name)
-            self._later(self._random.uniform(0, RENEW_S), self._renew, name)
+            self.later(0.0, self._fill, name)
+            self.later(self._random.uniform(0, RENEW_S), self._renew, name)
+        self.books = Books(folder, self) if folder is not None else None
+        for name in self._held if self.books else ():
+            self.later(self._random.uniform(0, INTERVAL_S), self._report, name)
         workers.time = self  # type: ignore[assignment]  # the driver's clock is this one's
         self.pool = Pool(self, num_samplers)
         self._driver = workers.LeasingWorkers(
@@ -168,18 +279,18 @@ class Fleet:
             None,
             starvation=NeverStarved,  # type: ignore[arg-type]
         )
-        self._later(0.0, self._look)
+        self.later(0.0, self._look)
 
     def monotonic(self) -> float:
         return self.now
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        start = time.process_time()
+        start = time.thread_time()
         answer = getattr(self.ledger, name)(*arguments)
-        self.cpu[name] += time.process_time() - start
+        self.cpu[name] += time.thread_time() - start
         return answer
 
-    def _later(self, seconds: float, what: Callable[..., None], *arguments: Any) -> None:
+    def later(self, seconds: float, what: Callable[..., None], *arguments: Any) -> None:
         event = (self.now + seconds, next(self._numbers), what, arguments)
         heapq.heappush(self._events, event)
 
@@ -206,7 +317,7 @@ class Fleet:
             for position in lease.positions:
                 self._orphans.discard(position)
                 seconds = MEDIAN_S * self._random.lognormvariate(0.0, self.sigma)
-                self._later(seconds, self._finish, name, lease, position)
+                self.later(seconds, self._finish, name, lease, position)
         if self._died_at and not self._orphans and not self.released_s:
             self.released_s = self.now - self._died_at
         if not leases:
@@ -216,7 +327,9 @@ class Fleet:
         held = self._held.get(name)
         if held is None or lease.id not in held:
             return
-        group = JudgedGroup(position, b"", TOKENS, 0, lease.weights.version)
+        books, version = self.books, lease.weights.version
+        payload, reason = (books.payload, books.reason(position)) if books else (b"", "")
+        group = JudgedGroup(position, payload, TOKENS, 0, version, reason)
         self._call("push", lease.id, [group])
         self._ended[position] = self.now
         held[lease.id] -= 1
@@ -237,7 +350,13 @@ class Fleet:
         held = self._held.get(name)
         if held is not None:
             self._call("renew", name, list(held))
-            self._later(RENEW_S, self._renew, name)
+            self.later(RENEW_S, self._renew, name)
+
+    def _report(self, name: str) -> None:
+        assert self.books is not None
+        if name in self._held:
+            self.books.report(name)
+        self.later(INTERVAL_S, self._report, name)
 
     def _die(self, count: int) -> None:
         self._died_at = self.now
@@ -253,17 +372,17 @@ class Fleet:
 
     def _look(self) -> None:
         if not self._is_learning:
-            start = time.process_time()
+            start = time.thread_time()
             self._driver.work()
-            self.cpu_of_looks += time.process_time() - start
+            self.cpu_of_looks += time.thread_time() - start
             self.num_looks += 1
-        self._later(workers.SECONDS_BETWEEN_LOOKS, self._look)
+        self.later(workers.SECONDS_BETWEEN_LOOKS, self._look)
 
     def give_back(self, name: str) -> None:
         """The driver knows that a sampler died."""
         self.noticed_s = self.now - self._died_at
         self._call("give_back", name)
-        self._later(0.0, self._wake)
+        self.later(0.0, self._wake)
 
     def order(self, worker: int) -> None:
         """The driver asks a sampler to be at work, which starts one that is back."""
@@ -274,22 +393,26 @@ class Fleet:
         if not self._dead:
             self.replaced_s = self.now - self._died_at
         self._held[name] = {}
-        self._later(0.0, self._fill, name)
-        self._later(0.0, self._renew, name)
+        self.later(0.0, self._fill, name)
+        self.later(0.0, self._renew, name)
 
     # --- the learner ---------------------------------------------------------------------------
 
     def _take(self) -> None:
         if self._is_learning or not self._call("has_answer", 0):
             return
-        answer = self._call("take", self.num_updates)
+        answer = self._call("take", self.num_updates, self.books.num_closed if self.books else 0)
+        if self.books:
+            self.books.close(answer.closed, answer.num_closed, self.num_updates + 1)
         if answer.groups is None:
             return
         self._is_learning = True
+        if self.books:
+            self.books.train(answer.groups, self.num_updates + 1)
         for group in answer.groups:
             self.waits.append(self.now - self._ended.pop(group.position))
         self.num_groups += len(answer.groups)
-        self._later(UPDATE_S, self._publish)
+        self.later(UPDATE_S, self._publish)
 
     def _publish(self) -> None:
         self.num_updates += 1
@@ -346,6 +469,50 @@ def waits(num_samplers: int, arguments: argparse.Namespace) -> list[dict[str, An
     return found
 
 
+def measure_driver(num_samplers: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """CPU of the driver's thread, of the store's and of the overseer."""
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        fleet = Fleet(num_samplers, arguments.slots, arguments.schedule, folder=folder)
+        assert fleet.books is not None
+        whole, own = time.process_time(), time.thread_time()
+        fleet.run(arguments.updates)
+        own = time.thread_time() - own
+        fleet.books.store.stop()
+        whole = time.process_time() - whole
+        rows = fleet.books.store.metrics()["rows"]
+    num_groups = fleet.num_groups + fleet.books.num_closed
+    cpu = fleet.books.cpu | {"store": whole - own}
+    cpu["driver"] += fleet.cpu_of_looks
+    return {
+        "samplers": num_samplers,
+        "schedule": arguments.schedule,
+        "in_flight": num_samplers * arguments.slots,
+        "groups": num_groups,
+        "rows": round(rows),
+        **{f"{name}_us": round(1e6 * cpu[name] / num_groups, 1)
+           for name in ("driver", "recorder", "store", "reports")},
+        "ms_per_status": round(1e3 * cpu["status"] / fleet.books.num_statuses, 2),
+    }  # fmt: skip
+
+
+def draw_driver(points: list[dict[str, Any]], path: Path) -> None:
+    """CPU for a group over samplers."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(5, 3.2), layout="constrained")
+    numbers = [point["samplers"] for point in points]
+    for name, label in (
+        ("driver_us", "the driver without a store"),
+        ("recorder_us", "recording, in the driver"),
+        ("store_us", "the store's thread"),
+        ("reports_us", "the overseer"),
+    ):
+        axes.plot(numbers, [point[name] for point in points], "o-", label=label)
+    axes.set(xscale="log", yscale="log", xlabel="samplers", ylabel="µs of CPU per group")
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
 def draw(points: list[dict[str, Any]], path: Path) -> None:
     """CPU of the ledger per group over samplers."""
     import matplotlib.pyplot as plt
@@ -367,6 +534,8 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=30)
     parser.add_argument("--schedule", choices=("free", "lockstep"), default="free")
     parser.add_argument("--waits", action="store_true")
+    parser.add_argument("--driver", action="store_true")
+    parser.add_argument("--folder", help="for the store's files; they are removed")
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
     points = []
@@ -376,10 +545,10 @@ def main() -> None:
     if arguments.waits:
         return
     for num_samplers in arguments.samplers:
-        points.append(measure(num_samplers, arguments))
+        points.append((measure_driver if arguments.driver else measure)(num_samplers, arguments))
         print(json.dumps(points[-1]), flush=True)
     if arguments.plot:
-        draw(points, arguments.plot)
+        (draw_driver if arguments.driver else draw)(points, arguments.plot)
 
 
 if __name__ == "__main__":

@@ -473,6 +473,7 @@ def nodes(num_bytes: int, rounds: int, num_receivers: int, raylets: int) -> dict
         learner = copies.pop(own)
         result[name] = {
             "seconds": round(statistics.median(seconds[WARM_UPS:]), 4),
+            "least_seconds": round(min(seconds[WARM_UPS:]), 4),
             "copies_from_learner": round(learner, 2),
             "copies_from_others": round(sum(copies.values()), 2),
             "cpu_seconds_per_copy": round(cpu / rounds / raylets, 4),

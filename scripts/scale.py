@@ -19,44 +19,49 @@ BEGIN, END = "<!-- computed: begin -->", "<!-- computed: end -->"
 
 @dataclass(frozen=True)
 class Gpu:
-    """Peak of one: bytes/s of its memory, bfloat16 FLOP/s without sparsity, bytes; and bytes/s of
-    its node's network."""
+    """Peak of one: bytes/s of its memory, bfloat16 FLOP/s without sparsity, bytes; bytes/s of its
+    node's network; and the seconds of an iteration that neither sample nor learn."""
 
     bandwidth: float = 3.35e12
     flops: float = 989e12
     memory: float = 80e9
     link: float = 50e9
+    rest_s: float = 0.0
     memory_share: float = 0.6  # of the bandwidth that decoding reaches
     flops_share: float = 0.4  # of the FLOP/s that training reaches
 
 
 @dataclass(frozen=True)
 class Model:
-    """A transformer: parameters, layers, and width of keys (values have as much)."""
+    """A transformer: parameters, layers, width of keys (values have as much), bytes of a number."""
 
     name: str
     params: float
     layers: int
     kv_width: int
+    number_bytes: int = 2
 
     @property
     def weight_bytes(self) -> float:
-        return 2 * self.params
+        return self.number_bytes * self.params
 
     @property
     def cache_bytes(self) -> float:
         """Of one token."""
-        return 2 * 2 * self.layers * self.kv_width
+        return 2 * self.number_bytes * self.layers * self.kv_width
 
 
 @dataclass(frozen=True)
 class Job:
-    """An update: prompts, completions of each, tokens of a prompt and of a completion (mean)."""
+    """An update: prompts, completions of each, tokens of a prompt and of a completion (mean), and
+    whether the learner passes a prompt once for all of its group, which flash attention does not.
+    """
 
     prompts: int = 128
     group: int = 8
     prompt: int = 256
     completion: int = 1024
+    shares_prompts: bool = False
 
     @property
     def rows(self) -> int:
@@ -64,7 +69,9 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        return self.rows * (self.prompt + self.completion)
+        """That the learner passes through the model."""
+        num_prompts = self.prompts if self.shares_prompts else self.rows
+        return num_prompts * self.prompt + self.rows * self.completion
 
 
 H100 = Gpu()
@@ -125,11 +132,12 @@ class Plan:
     sampling: float
     learning: float
     weights: float
+    rest: float
 
     @property
     def seconds(self) -> float:
         """Of an update, where samplers are one update ahead of the learners."""
-        return max(self.sampling, self.learning) + self.weights
+        return max(self.sampling, self.learning) + self.weights + self.rest
 
     @property
     def holds_up(self) -> str:
@@ -145,7 +153,7 @@ def best_plan(model: Model, job: Job, gpu: Gpu, num: int) -> Plan | None:
         if least_s > 1 or least_l > 1:
             return None
         sampling, learning = sampling_s(model, job, gpu, 1), learning_s(model, job, gpu, 1)
-        return Plan(1, 1, sampling + learning, learning, 0.0)
+        return Plan(1, 1, sampling + learning, learning, 0.0, gpu.rest_s)
     plans = [
         Plan(
             samplers,
@@ -153,6 +161,7 @@ def best_plan(model: Model, job: Job, gpu: Gpu, num: int) -> Plan | None:
             sampling_s(model, job, gpu, samplers),
             learning_s(model, job, gpu, num - samplers),
             weights_s(model, gpu, num),
+            gpu.rest_s,
         )
         for samplers in range(least_s, num - least_l + 1, least_s)
     ]
