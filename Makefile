@@ -77,7 +77,7 @@ $(STAMP): setup.py constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo 'Python 3.10 or later is needed: $(PYTHON) is older. make PYTHON=/path/to/python3'; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo 'Installing into $(VENV) (once; a few minutes) ...'
+	@echo 'Installing into $(VENV): 3 minutes or more, once, in which pip says nothing (PIP_FLAGS=-v: it does) ...'
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) \
 	  --constraint constraints.txt --editable '.[dev]'
 	@touch $@

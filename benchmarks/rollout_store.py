@@ -70,7 +70,11 @@ def writer(num_rows: int, num_batches: int, folder: Path) -> dict[str, float]:
     batches = [random_batch(num_rows, 512, seed) for seed in range(num_batches)]
     made = [
         rows_of(
-            batch, ABOUT, status="trained", reason="", ended=datetime.datetime.now(datetime.UTC)
+            batch,
+            ABOUT,
+            status="trained",
+            reason="",
+            ended=datetime.datetime.now(datetime.timezone.utc),
         )
         for batch in batches
     ]

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Generic, TypeAlias, TypeVar
 
 Result = TypeVar("Result")
@@ -43,7 +43,9 @@ class UnderWay(Generic[Result]):
         Raises:
             TimeoutError: it is not there after `timeout_s`; else whatever the call raised.
         """
-        return self._future.result(timeout_s)
+        if not wait([self._future], timeout_s).done:
+            raise TimeoutError(f"The call has not ended in {timeout_s:g} s.")
+        return self._future.result()
 
     @property
     def is_done(self) -> bool:

@@ -218,7 +218,8 @@ class Toolbox:
 
 def _failure_of(error: Exception) -> str:
     """The `ToolResult.failure` of what a tool raised."""
-    if isinstance(error, TimeoutError):  # its own limit, or the toolbox's
+    late = (TimeoutError, asyncio.TimeoutError)  # noqa: UP041  (another class before Python 3.11)
+    if isinstance(error, late):  # its own limit, or the toolbox's
         return "timeout"
     is_signal = isinstance(error, ValueError) and _NO_SIGNALS in told(error)
     return "unavailable" if is_signal or isinstance(error, Away) else "error"

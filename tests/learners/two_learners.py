@@ -120,7 +120,7 @@ def of_new(learner, config, function) -> Any:
 
 def in_both(group, function, *arguments) -> Any:
     """The first learner's answer to `function(learner, *arguments)`, called in both. Where they
-    hang, the error says in which lines."""
+    hang, it prints in which lines."""
     with tempfile.TemporaryDirectory() as folder:
 
         def watched(learner):
@@ -133,9 +133,9 @@ def in_both(group, function, *arguments) -> Any:
 
         try:
             results = group.foreach_learner(watched)
-        except LearnerError as error:
+        except LearnerError:
             for path in sorted(Path(folder).iterdir()):
-                error.add_note(f"learner {path.name}:\n{path.read_text()}")
+                print(f"learner {path.name}:\n{path.read_text()}")
             raise
     answers = [result.get() for result in results]
     errors = [answer for answer in answers if isinstance(answer, Exception)]

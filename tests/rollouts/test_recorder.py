@@ -12,7 +12,7 @@ from rllib_llm.rollouts.recorder import AboutRun, rows_of
 from rllib_llm.shared import columns
 from tests.tiny_models import byte_tokenizer
 
-ENDED = datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.UTC)
+ENDED = datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.timezone.utc)
 
 
 def about(**changes):
