@@ -1,6 +1,6 @@
 """How the start of a run grows with the number of its prompts.
 
-    python -m benchmarks.data_scale [--rows 1000 100000 10000000] [--folder FOLDER]
+    python -m benchmarks.data_scale [--rows 1000 100000 100000000] [--folder FOLDER]
                                     [--plot FILE.png]
 
 For each size a Parquet file of prompts is written, and read as training reads it, each time in a
@@ -24,7 +24,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 BATCH = 256
 NUM_BATCHES = 100
@@ -37,14 +41,19 @@ def text(number: int) -> str:
     return f"Write sentence {number} about {' '.join(words)}."
 
 
-def write(path: Path, num_rows: int) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+def texts(numbers: np.ndarray) -> pa.Array:
+    """`text` of each."""
+    words = [pa.array(WORDS).take((numbers >> shift) % len(WORDS)) for shift in range(0, 24, 4)]
+    named = pc.binary_join_element_wise("Write sentence", pa.array(numbers).cast(pa.string()),
+                                        "about", *words, " ")  # fmt: skip
+    return pc.binary_join_element_wise(named, ".", "")
 
+
+def write(path: Path, num_rows: int) -> None:
     with pq.ParquetWriter(path, pa.schema([("prompt", pa.string())])) as writer:
         for start in range(0, num_rows, CHUNK):
-            numbers = range(start, min(num_rows, start + CHUNK))
-            writer.write_table(pa.table({"prompt": [text(number) for number in numbers]}))
+            numbers = np.arange(start, min(num_rows, start + CHUNK))
+            writer.write_table(pa.table({"prompt": texts(numbers)}))
 
 
 def measure(data: str, case: str) -> dict[str, float | int | str]:
@@ -97,7 +106,7 @@ def draw(points: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, nargs="+", default=[10**3, 10**5, 10**6, 10**7])
+    parser.add_argument("--rows", type=int, nargs="+", default=[10**3, 10**5, 10**6, 10**7, 10**8])
     parser.add_argument("--folder", help="for the files; they are removed")
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--measure", nargs=2, metavar=("DATA", "CASE"), help=argparse.SUPPRESS)
