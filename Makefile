@@ -21,6 +21,8 @@ SHAKE ?= 1
 TEST_WORKERS ?= 2
 SLOW_WORKERS ?= 4
 PIP_FLAGS ?=
+# Each process that a test starts would compile this project anew.
+unexport PYTHONDONTWRITEBYTECODE
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 

@@ -26,6 +26,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from tests import forked_workers  # noqa: E402
 from tests.shaker import SEED, shake_process  # noqa: E402
 
 OBJECT_STORE_BYTES = 256 * 1024**2
@@ -78,6 +79,7 @@ def ray_session() -> Iterator[None]:
     for name in ("ray", "ray.tune", "ray.rllib"):
         logging.getLogger(name).setLevel(logging.ERROR)
     ray.shutdown()  # a local algorithm of an earlier test may have started one with other bounds
+    forked_workers.install()
     ray.init(
         address="local",
         num_cpus=NUM_CPUS,
