@@ -35,12 +35,13 @@ NUM_CPUS = 4  # slots for processes, whatever the machine has
 # Their slow tests take minutes: workers begin with them, so that none has one left at the end. The
 # first have three tests or more: behind fewer, xdist queues the next file on the same worker.
 LONGEST_FIRST = (
-    "tests/serving/test_on_ray.py", "tests/test_processors.py",
-    "tests/algorithms/test_streaming.py", "tests/algorithms/test_exact_resumption.py",
-    "tests/overseer/test_runs.py", "tests/rollouts/test_model.py", "tests/serving/test_memory.py",
-    "tests/device/test_runs.py", "tests/test_chaos.py", "tests/algorithms/test_faults.py",
-    "tests/serving/test_deployment.py", "tests/weights/test_nodes.py",
-    "tests/algorithms/test_rlhf.py", "tests/device/test_processes.py",
+    "tests/rollouts/test_model.py", "tests/test_processors.py", "tests/serving/test_on_ray.py",
+    "tests/algorithms/test_exact_resumption.py", "tests/serving/test_memory.py",
+    "tests/serving/test_haproxy.py", "tests/overseer/test_runs.py",
+    "tests/algorithms/test_streaming.py", "tests/device/test_runs.py", "tests/test_chaos.py",
+    "tests/algorithms/test_faults.py", "tests/serving/test_deployment.py",
+    "tests/weights/test_nodes.py", "tests/algorithms/test_rlhf.py",
+    "tests/device/test_processes.py",
 )  # fmt: skip
 
 
