@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,10 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
+# Processes in a shell's background ignore Ctrl-C, and so would the programs that tests start: tests
+# that end them with it waited four minutes for each.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # A Ray that a test starts is found by this process alone, not by others that test beside it.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="ray")
