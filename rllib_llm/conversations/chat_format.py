@@ -369,6 +369,9 @@ def family_renderer(
     """
     if family is None:
         return None, "none is wanted"
+    name = str(tokenizer.name_or_path)
+    if family == AUTO and (name.count("/") != 1 or name.startswith("/")):
+        return None, f"{name!r} is no hub id"  # looking it up would import much, and find nothing
     if importlib.util.find_spec("renderers") is None:
         if family == AUTO:
             return None, "the package renderers is not installed"
@@ -379,9 +382,9 @@ def family_renderer(
     from renderers import config_from_name, create_renderer
     from renderers.base import MODEL_RENDERER_MAP
 
-    known = MODEL_RENDERER_MAP.get(str(tokenizer.name_or_path)) if family == AUTO else family
+    known = MODEL_RENDERER_MAP.get(name) if family == AUTO else family
     if known is None:
-        return None, f"renderers knows no family of {str(tokenizer.name_or_path)!r}"
+        return None, f"renderers knows no family of {name!r}"
     try:
         config = config_from_name(known)
         return create_renderer(tokenizer, config, chat_template_kwargs=settings or None), known

@@ -40,6 +40,8 @@ class Chats:
         self._tokenizer = tokenizer
         self._formats: WeakValueDictionary[str, ChatFormat] = WeakValueDictionary()
         self._latest: deque[ChatFormat] = deque(maxlen=_MAX_FORMATS)
+        with contextlib.suppress(ApiError):  # a model without a template serves completions
+            self.format()  # imports what the first request need not wait for
 
     def format(
         self, tools: Sequence[Tool] | None = None, settings: Mapping[str, Any] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -65,6 +66,15 @@ def walked(chat_format, *turns):
 
 def found(chat_format):
     return {finding.dialogue: finding.outcome for finding in prove(chat_format)}
+
+
+@installed
+def test_a_folder_is_no_hub_id_and_nothing_is_imported_to_look_it_up(monkeypatch):
+    monkeypatch.setitem(sys.modules, "renderers", None)  # an import would raise
+    for name in ("", "/models/mine", "results/run/model"):
+        chat_format = ChatFormat(qwen_tokenizer(name=name), tools=[ADD])
+        assert chat_format.renderer is None
+        assert chat_format.renderer_note == f"{name!r} is no hub id"
 
 
 @installed
@@ -139,6 +149,7 @@ def test_a_family_that_does_not_suit_the_tokenizer_is_refused_where_it_is_named(
     with pytest.raises(ValueError, match="renderer='qwen3' must suit the tokenizer"):
         ChatFormat(family_tokenizer("gemma"), renderer="qwen3")
     llama = family_tokenizer("llama3")
+    llama.name_or_path = "my-org/my-llama"
     assert (
         ChatFormat(llama).renderer is None and "knows no family" in ChatFormat(llama).renderer_note
     )
@@ -146,7 +157,9 @@ def test_a_family_that_does_not_suit_the_tokenizer_is_refused_where_it_is_named(
 
 @pytest.mark.skipif(HAS_RENDERERS, reason="renderers is installed")
 def test_without_the_package_the_template_decides_and_a_named_family_is_told_of():
-    chat_format = ChatFormat(family_tokenizer("chatml"))
+    tokenizer = family_tokenizer("chatml")
+    tokenizer.name_or_path = "Qwen/Qwen3-0.6B"
+    chat_format = ChatFormat(tokenizer)
     assert chat_format.renderer is None and "not installed" in chat_format.renderer_note
     with pytest.raises(ImportError, match="renderer='qwen3' must find the package renderers"):
         ChatFormat(family_tokenizer("chatml"), renderer="qwen3")
