@@ -118,25 +118,8 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
     def make_env(self) -> None:
         """This sampler's replica of the environment, with its own frozen models."""
         config = self.config
-        given = dict(config.env_config)
-        if config.chat_template is not None:
-            given.setdefault("chat_template", config.chat_template)
-        # Else the learner has it. By default it is a copy of the policy.
-        has_reference = config.reference_place == "environment" and bool(config.ref_kl_coeff)
-        defaults = {
-            "model": config.pretrained_model,
-            "max_completion_len": config.max_new_tokens,
-            "temperature": config.temperature,
-            "seed": config.seed or 0,
-            "device": str(self._device),
-            "split": "eval" if config.in_evaluation else "train",
-            "reference": None,
-            "frozen_quantization": "bf16" if config.mixed_precision else "none",
-            "frozen_products": config.float32_products,
-        }
-        if has_reference and not config.in_evaluation:
-            defaults["reference"] = {"model": config.pretrained_model}
-        context = EnvContext({**defaults, **given}, self.worker_index, num_workers=self.num_workers)
+        settings = env_settings(config, str(self._device))
+        context = EnvContext(settings, self.worker_index, num_workers=self.num_workers)
         self.env = make(config.env, context)
         check_batched(self.env)
         self.env.max_steps = config.planned_iterations or 0  # of a reward function that asks
@@ -355,6 +338,29 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         self.watch.close()
         stop_streaming(self)
         self.sampler.close()
+
+
+def env_settings(config: Any, device: str) -> dict[str, Any]:
+    """The settings from which a sampler makes its environment: `env_config`, and those of
+    `registry.SAMPLER_SETTINGS` that it does not have."""
+    given = dict(config.env_config)
+    if config.chat_template is not None:
+        given.setdefault("chat_template", config.chat_template)
+    # Else the learner has it. By default it is a copy of the policy.
+    has_reference = config.reference_place == "environment" and bool(config.ref_kl_coeff)
+    is_trained = not config.in_evaluation
+    return {
+        "model": config.pretrained_model,
+        "max_completion_len": config.max_new_tokens,
+        "temperature": config.temperature,
+        "seed": config.seed or 0,
+        "device": device,
+        "split": "train" if is_trained else "eval",
+        "reference": {"model": config.pretrained_model} if has_reference and is_trained else None,
+        "frozen_quantization": "bf16" if config.mixed_precision else "none",
+        "frozen_products": config.float32_products,
+        **given,
+    }
 
 
 def _num_gpus(config: Any, worker_index: int) -> float:

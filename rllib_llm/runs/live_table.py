@@ -259,7 +259,7 @@ class LiveTable(Callback):
         )
         table.add_column("trial" if len(rows) > 1 else "stage", no_wrap=True)
         table.add_column("progress", width=BAR_WIDTH)
-        for heading in ("ETA", "iter", *(metric.title for metric in metrics)):
+        for heading in ("left", "iter", *(metric.title for metric in metrics)):
             table.add_column(heading, justify="right", no_wrap=True)
         for row in rows:
             cells = (_cell(row.result, metric) for metric in metrics)
@@ -290,7 +290,9 @@ class LiveTable(Callback):
             return
         self._last_line = now
         cells = [f"{m.title} {_cell(row.result, m)}" for m in columns([row.result])]
-        state = row.state if row.state != "running" else f"ETA {_eta(row)}"
+        state = row.state
+        if state == "running":
+            state = _eta(row) if row.eta_s() is None else f"{_eta(row)} left"
         text = [row.name, f"iteration {_iteration(row)}", *cells, state]
         self._console.print("  ".join(text), markup=False, highlight=False, soft_wrap=True)
 

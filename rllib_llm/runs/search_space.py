@@ -69,6 +69,7 @@ def _from_range(name: str, arguments: Any, where: str) -> Any:
 
     sampler = getattr(tune, name)
     names = [each for each in inspect.signature(sampler).parameters if each != "base"]
+    written = arguments
     usage = f"Write {{{name}: [{', '.join(names)}]}}"
     if isinstance(arguments, list) and len(arguments) == len(names):
         arguments = dict(zip(names, arguments, strict=True))
@@ -92,7 +93,7 @@ def _from_range(name: str, arguments: Any, where: str) -> Any:
     if "lower" in arguments and arguments["lower"] > arguments["upper"]:
         raise UserError(
             name=f"{where}.{name}",
-            value=arguments,
+            value=written,
             rule="give a lower bound that is not above the upper one",
             reason="values are drawn from between them",
             remedy=usage,
@@ -101,7 +102,7 @@ def _from_range(name: str, arguments: Any, where: str) -> Any:
         return sampler(**arguments)
     except ValueError as error:
         raise UserError(
-            f"{where}.{name}={arguments!r} cannot be sampled: {error}. {usage}."
+            f"{where}.{name}={written!r} cannot be sampled: {error}. {usage}."
         ) from error
 
 

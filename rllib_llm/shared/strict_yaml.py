@@ -10,16 +10,22 @@ import yaml
 from rllib_llm.shared.errors import UserError, shown
 
 # YAML 1.1 wants a dot and a sign (1.0e-5); this is the float of YAML 1.2, which needs neither.
-FLOAT = re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$")
+# PyYAML's integers and floats without times of day (12:30:00 is 45000 in YAML 1.1), and with 1e-5.
+INT = re.compile(r"^[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]*|[1-9][0-9_]*)$")
+FLOAT = re.compile(
+    r"^([-+]?(\.[0-9][0-9_]*|[0-9]+|[0-9][0-9_]*\.[0-9_]*)([eE][-+]?[0-9]+)?"
+    r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"
+)
+OTHERWISE = ("int", "float", "timestamp")  # types that PyYAML reads otherwise, or not as text
 MAX_LEVELS = 100  # of lists and mappings in each other; PyYAML's recursion ends at a few hundred
 
 
 class Loader(yaml.SafeLoader):
-    """The safe YAML loader with YAML 1.2 floats, dates as text, unique keys, and a limit on
-    nesting."""
+    """The safe YAML loader with YAML 1.2 floats, dates and times as text, unique keys, and a limit
+    on nesting."""
 
     yaml_implicit_resolvers: ClassVar = {
-        first: [one for one in resolvers if one[0] != "tag:yaml.org,2002:timestamp"]
+        first: [one for one in resolvers if one[0].rpartition(":")[2] not in OTHERWISE]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
@@ -81,7 +87,8 @@ def _not_composed(problem: str, mark: yaml.Mark) -> yaml.YAMLError:
     return yaml.composer.ComposerError(None, None, problem, mark)
 
 
-Loader.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+.0123456789"))
+for _type, _pattern in (("int", INT), ("float", FLOAT)):
+    Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_type}", _pattern, list("-+.0123456789"))
 
 
 def read_text(text: str) -> Any:

@@ -177,6 +177,13 @@ def test_a_failed_run_says_how_to_go_on_and_from_where(run, tmp_path, monkeypatc
     assert "rllib train file 'my file.yaml' --set lr=1 --resume" in text
 
 
+def test_a_run_that_fails_before_anything_is_saved_is_not_resumed(run):
+    failing = {"a": {**TWO_STAGES["first"], "config": {"fail_at": 1}}}
+    text = said(run(failing).output)
+    assert "Nothing was saved: once the cause is mended, start anew." in text
+    assert "--resume" not in text
+
+
 @pytest.mark.slow  # two runs
 def test_a_run_that_is_resumed_goes_by_what_is_asked_for_now(run, tmp_path):
     failing = {"a": {**TWO_STAGES["first"], "config": {"fail_at": 5}}}

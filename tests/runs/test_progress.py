@@ -46,7 +46,7 @@ def test_a_tuner_of_ones_own_has_it_as_a_callback(capsys):
     progress.on_trial_result(1, [], trial("a", lr=0.1), result(1, objective={"scores": 1.5}))
     progress.on_trial_complete(2, [], trial("a", lr=0.1))
     assert capsys.readouterr().out.splitlines() == [
-        "lr=0.1  iteration 1/2  episodes 10  reward 1.500  ETA …",
+        "lr=0.1  iteration 1/2  episodes 10  reward 1.500  …",
         "lr=0.1  iteration 1/2  episodes 10  reward 1.500  stopped",
     ]
     resumed = pickle.loads(pickle.dumps(progress))

@@ -35,6 +35,10 @@ def test_what_looks_like_a_date_is_text():
     assert parse(text, "x") == {"day": "2026-11-26", "none": "2026-13-45"}
 
 
+def test_what_looks_like_a_time_of_day_is_text():  # 45000 and 750.5 in YAML 1.1
+    assert parse("at: 12:30:00\nlong: 12:30.5", "x") == {"at": "12:30:00", "long": "12:30.5"}
+
+
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
@@ -47,7 +51,6 @@ def test_what_looks_like_a_date_is_text():
         ("!!int abc", "hold a value of its type"),
         ("!!bool abc", "hold a value of its type"),
         ("!!timestamp abc", "hold a value of its type"),
-        ("a: 1" + ":00" * 200 + ".0", "hold a value of its type"),  # a number of base 60
         ("9" * 5000, "hold a value of its type"),  # Python's own limit is 4300 digits
     ],
 )

@@ -19,6 +19,7 @@ from rllib_llm.modules.model_source import num_positions
 from rllib_llm.runs.doctor.stage import MAX_ROWS, Finding, Stage, can_be_read, first_rows
 from rllib_llm.runs.experiments import StandIn
 from rllib_llm.shared.errors import all_complaints, complain, in_place, noted
+from rllib_llm.shared.messages import raised
 
 if TYPE_CHECKING:
     from rllib_llm.envs.prompts import PromptSource
@@ -129,7 +130,7 @@ def _check_prompts(config: Any, where: str) -> None:
             if positions and settings["max_prompt_len"] + config.max_new_tokens > positions:
                 longest = encoder.longest(source)
     except ValueError as error:
-        raise in_place(error, f"{where}.env_config") from error
+        raise in_place(error, where) from error
     chosen = "max_prompt_len" in config.env_config
     if chosen or longest is not None:
         try:
@@ -257,6 +258,27 @@ MAX_CUT = 0.05  # share of texts that lose tokens
 MAX_EMPTY = 0.0
 TEXTS = ("prompt", "completion", "text", "messages", "tools", "chosen", "rejected")
 NUM_ENCODED = 256  # rows whose length is measured
+
+
+def env_rules(stage: Stage) -> Iterator[Finding]:
+    """What keeps an environment of the user's own from being made. It is made once, and closed."""
+    from rllib_llm.envs.registry import ENVIRONMENTS, check_batched, make
+    from rllib_llm.rollouts.env_runner import env_settings
+
+    config = stage.config
+    if config.env in ENVIRONMENTS or not _is_here(config.pretrained_model):
+        return
+    try:
+        env = make(config.env, env_settings(config, "cpu"))
+        check_batched(env)
+        env.close()
+    except ValueError as error:
+        yield from Finding.from_errors(error, "env")
+    except Exception as error:  # noqa: BLE001  (the user's class; told in its place)
+        yield Finding(
+            "env.unmade", "error", f"env={config.env!r} raised {raised(error)}",
+            "samplers make it so", "Look at its constructor, and at env_config.",
+        )  # fmt: skip
 
 
 def data_rules(stage: Stage) -> Iterator[Finding]:

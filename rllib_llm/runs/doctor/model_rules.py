@@ -121,15 +121,17 @@ def turn_rules(stage: Stage, *, makes_tools: bool = True) -> Iterator[Finding]:
         return
     if not all(_is_here(stage.env.get(name)) for name in ("model", "tokenizer")):
         return
+    area = "tools"
     try:
         tools = [
             import_dotted(tool, name="tools") if isinstance(tool, str) else tool
             for tool in stage.env["tools"] or ()
         ]
         if makes_tools or all(map(inspect.isfunction, tools)):
-            proven_format(stage.env, policy_tokenizer(stage.env), Toolbox(tools))
+            toolbox, area = Toolbox(tools), "model"
+            proven_format(stage.env, policy_tokenizer(stage.env), toolbox)
     except ValueError as error:
-        yield from Finding.from_errors(error, "model")
+        yield from Finding.from_errors(error, area)
     except Exception as error:  # noqa: BLE001  (the user's class; told in its place)
         yield Finding(
             "model.tools", "error", f"a tool raised {type(error).__name__}: {error}",

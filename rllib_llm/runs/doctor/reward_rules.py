@@ -55,7 +55,7 @@ def reward_rules(stage: Stage) -> Iterator[Finding]:
                 answer = term.call(batch)
         except Exception as error:  # noqa: BLE001  (the user's code; told in its place)
             yield Finding(
-                "rewards.fails", "error", f"{term.name} failed with {raised(error)}",
+                "rewards.fails", "error", f"reward {term.name!r} failed with {raised(error)}",
                 "it is asked about any completion, the empty one too",
                 "Look at the function, and at the columns of the prompts.",
             )  # fmt: skip
