@@ -323,6 +323,12 @@ class LanguageModelLearner(SharedPasses):
         loss = self.compute_loss_for_module(
             module_id=DEFAULT_MODULE_ID, config=self.config, batch=micro_batch, fwd_out=outputs
         )
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            shown = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise TypeError(
+                f"{type(self).__name__}.compute_loss_for_module must return the loss, a tensor of "
+                f"one number: it returned {shown}. Look at its `return`."
+            )
         self.backward(loss)
         return loss.detach()
 
@@ -361,7 +367,7 @@ class LanguageModelLearner(SharedPasses):
         shares = {f"effective/{name}": value for name, value in self.effective.pop().items()}
         shares["num_refused_updates"] = self._refusals.num_refused
         shares = {name: value / self.world_size for name, value in shares.items()}
-        for name, value in self.means.pop().items():
+        for name, value in self.means.pop(uncounted="grad_norm").items():
             if math.isfinite(value):
                 shares[name] = value / self.world_size if name in local_only else value
         return shares

@@ -53,10 +53,14 @@ class WeightedMeans:
         self._totals = {name: list(parts) for name, parts in other._totals.items()}
         self._counts = {name: list(parts) for name, parts in other._counts.items()}
 
-    def pop(self) -> dict[str, float]:
-        """All means, then forgets them; a name with nothing counted, or no total, is left out."""
+    def pop(self, uncounted: str = "") -> dict[str, float]:
+        """All means, then forgets them; a name with nothing counted, or no total, is left out.
+
+        uncounted: a name whose count is also that of totals which nobody has counted.
+        """
         number = _fetched([*self._totals.values(), *self._counts.values()])
         counts = {name: sum(map(number, parts)) for name, parts in self._counts.items()}
+        counts = dict.fromkeys(self._totals, counts.get(uncounted, 0)) | counts
         means = {
             name: sum(map(number, self._totals[name])) / count
             for name, count in counts.items()

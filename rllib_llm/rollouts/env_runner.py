@@ -37,7 +37,7 @@ from rllib_llm.engines.servers import open_server
 from rllib_llm.envs.adapters.agent import AgentEnv
 from rllib_llm.envs.bandit import check_env_lengths
 from rllib_llm.envs.conversation import ConversationEnv
-from rllib_llm.envs.registry import check_batched, make
+from rllib_llm.envs.registry import check_batched, env_settings, make
 from rllib_llm.overseer.oversight import SamplerWatch
 from rllib_llm.rollouts.conversation_sampler import AgentSampler, ConversationSampler
 from rllib_llm.rollouts.errors import SampleFailure
@@ -338,29 +338,6 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         self.watch.close()
         stop_streaming(self)
         self.sampler.close()
-
-
-def env_settings(config: Any, device: str) -> dict[str, Any]:
-    """The settings from which a sampler makes its environment: `env_config`, and those of
-    `registry.SAMPLER_SETTINGS` that it does not have."""
-    given = dict(config.env_config)
-    if config.chat_template is not None:
-        given.setdefault("chat_template", config.chat_template)
-    # Else the learner has it. By default it is a copy of the policy.
-    has_reference = config.reference_place == "environment" and bool(config.ref_kl_coeff)
-    is_trained = not config.in_evaluation
-    return {
-        "model": config.pretrained_model,
-        "max_completion_len": config.max_new_tokens,
-        "temperature": config.temperature,
-        "seed": config.seed or 0,
-        "device": device,
-        "split": "train" if is_trained else "eval",
-        "reference": {"model": config.pretrained_model} if has_reference and is_trained else None,
-        "frozen_quantization": "bf16" if config.mixed_precision else "none",
-        "frozen_products": config.float32_products,
-        **given,
-    }
 
 
 def _num_gpus(config: Any, worker_index: int) -> float:

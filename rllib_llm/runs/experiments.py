@@ -263,7 +263,12 @@ def references(value: Any) -> set[tuple[str, str]]:
 
 
 class StandIn(str):
-    """The model that an earlier experiment starts from, in place of the one that it will make."""
+    """The model that an earlier experiment starts from, in place of the one that it will make.
+
+    made_by: the experiment.
+    """
+
+    made_by: Experiment
 
 
 def with_stand_ins(experiments: list[Experiment]) -> list[Experiment]:
@@ -294,7 +299,8 @@ def with_stand_ins(experiments: list[Experiment]) -> list[Experiment]:
         )
         model = model_of(config)
         if isinstance(model, str):
-            stand_ins[f"{experiment.name}.model"] = StandIn(model)
+            stand_in = stand_ins[f"{experiment.name}.model"] = StandIn(model)
+            stand_in.made_by = experiment
         filled.append(experiment.replace(config=config))
     return filled
 

@@ -48,3 +48,14 @@ def test_no_graph_is_kept():
     means = WeightedMeans()
     means.add("x", torch.ones((), requires_grad=True) * 2, 1)
     assert not means._totals["x"][0].requires_grad
+
+
+def test_a_total_that_nobody_counts_is_a_mean_over_steps():
+    means = WeightedMeans()
+    for total in (1.0, 2.0, 6.0):  # of three micro-batches, in two steps
+        means.add_total("loss/mine", total)
+    means.add("grad_norm", 1.0, 1)
+    means.add("grad_norm", 2.0, 1)
+    assert means.pop(uncounted="grad_norm") == {"grad_norm": 1.5, "loss/mine": 4.5}
+    means.add_total("loss/mine", 1.0)
+    assert means.pop(uncounted="grad_norm") == {}  # no step was taken

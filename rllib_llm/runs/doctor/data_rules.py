@@ -262,8 +262,7 @@ NUM_ENCODED = 256  # rows whose length is measured
 
 def env_rules(stage: Stage) -> Iterator[Finding]:
     """What keeps an environment of the user's own from being made. It is made once, and closed."""
-    from rllib_llm.envs.registry import ENVIRONMENTS, check_batched, make
-    from rllib_llm.rollouts.env_runner import env_settings
+    from rllib_llm.envs.registry import ENVIRONMENTS, check_batched, env_settings, make
 
     config = stage.config
     if config.env in ENVIRONMENTS or not _is_here(config.pretrained_model):

@@ -20,8 +20,10 @@ def model_rules(stage: Stage) -> Iterator[Finding]:
     for setting, folder in stage.models().items():
         config = read_json(Path(folder) / "config.json")
         yield from _weights(setting, Path(folder))
-        if not stage.is_made_before(setting):
+        if stage.maker(setting) is None:
             yield from _kind(setting, config, stage)
+    if stage.is_rlhf:
+        yield from _kind_to_come(stage)
     if stage.is_rlhf or stage.config.pretrained_model is not None:
         yield from _tokenizer(stage)
         yield from _adapters(stage)
@@ -67,6 +69,29 @@ def _kind(setting: str, config: dict[str, Any], stage: Stage) -> Iterator[Findin
             "its score would come from a head that is drawn at random",
             "Name what a RewardModel stage made (${name.model}).",
         )  # fmt: skip
+
+
+def _kind_to_come(stage: Stage) -> Iterator[Finding]:
+    """As `_kind`, of models that earlier experiments make."""
+    from rllib_llm.algorithms.reward_model import RewardModel
+    from rllib_llm.runs.experiments import algorithm_class
+
+    for setting in ("model", "reference", "reward_model"):
+        maker = stage.maker(setting)
+        if maker is None:
+            continue
+        makes_judge = issubclass(algorithm_class(maker.run, maker.name), RewardModel)
+        found = f"{setting}=${{{maker.name}.model}} is what {maker.run} makes"
+        if setting == "reward_model" and not makes_judge:
+            yield Finding(
+                "model.kind", "error", found, "its score would come from a head drawn at random",
+                "Name the experiment that has `run: RewardModel`.",
+            )  # fmt: skip
+        elif setting != "reward_model" and makes_judge:
+            yield Finding(
+                "model.kind", "error", found, "a policy is a causal language model",
+                "Name the experiment that was fine-tuned on texts.",
+            )  # fmt: skip
 
 
 def is_causal(config: Mapping[str, Any]) -> bool:
@@ -117,7 +142,7 @@ def turn_rules(stage: Stage, *, makes_tools: bool = True) -> Iterator[Finding]:
     from rllib_llm.runs.doctor.data_rules import _is_here
     from rllib_llm.shared.dotted import import_dotted
 
-    if stage.config.env != CONVERSATION or stage.is_made_before("model"):
+    if stage.config.env != CONVERSATION or stage.maker("model"):
         return
     if not all(_is_here(stage.env.get(name)) for name in ("model", "tokenizer")):
         return

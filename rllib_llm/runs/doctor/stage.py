@@ -164,11 +164,12 @@ class Stage:
             if isinstance(value, str) and Path(value).expanduser().is_dir()
         }
 
-    def is_made_before(self, setting: str) -> bool:
-        """Whether an earlier experiment makes that model, which another stands in for so far."""
+    def maker(self, setting: str) -> Experiment | None:
+        """The earlier experiment that makes that model, which another stands in for so far."""
         from rllib_llm.runs.experiments import StandIn
 
-        return isinstance(self._named_models()[setting], StandIn)
+        model = self._named_models()[setting]
+        return model.made_by if isinstance(model, StandIn) else None
 
     def _named_models(self) -> dict[str, Any]:
         named = {

@@ -274,6 +274,19 @@ def test_a_judge_that_is_made_before_is_no_policy(folders):
     before_a_run([judge, policy])
 
 
+@pytest.mark.parametrize(("run", "changes", "said"), [
+    ("SFT", {"env": {"reward_model": "${made.model}", "reward_functions": None}},
+     "reward_model=${made.model} is what SFT makes"),
+    ("RewardModel", {"model": "${made.model}"}, "model=${made.model} is what RewardModel makes"),
+])  # fmt: skip
+def test_a_policy_that_is_made_before_is_no_judge_nor_the_other_way_round(run, changes, said):
+    made = supervised(run).replace(name="made")
+    errors = [f for f in examine([made, grpo(**changes)], MACHINE) if f.severity == "error"]
+    assert [(f.id, said in f.text()) for f in errors] == [("model.kind", True)]
+    with pytest.raises(UserError, match="is what"):
+        before_a_run([made, grpo(**changes)])
+
+
 @pytest.mark.parametrize(("config", "changes", "name"), [
     ({"mixed_precision": "bf16"}, {"features": frozenset()}, "devices.bfloat16"),
     ({"num_gpus_per_learner": 1}, {}, "devices.gpus"),
