@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.cost_model import gpu_of, predict
 from benchmarks.fleet import Fleet, waits
 from benchmarks.learners import balance
 from rllib_llm.rollouts import workers
+from scripts.scale import Job, Model
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 
@@ -58,3 +60,13 @@ def test_no_learner_waits_for_more_than_five_per_cent_of_the_tokens(num_learners
     assert found in recorded
     assert float(found["ddp"].rstrip("%")) <= 5.0
     assert float(found["fsdp"].rstrip("%")) <= 5.0
+
+
+def test_recorded_predictions_are_those_of_the_cost_model():
+    for line in lines("cost_model.jsonl"):
+        model = Model(
+            *(line[key] for key in ("model", "params", "layers", "kv_width", "number_bytes"))
+        )
+        gpu = gpu_of(line["constants"])
+        found = predict(line["what"], model, Job(**line["job"]), gpu, line["nodes"])
+        assert (line["what"], round(found, 3)) == (line["what"], line["predicted"])
