@@ -224,6 +224,9 @@ def generate(
             "terminal, or from standard input.",
         ),
     ] = None,
+    column: Annotated[
+        str | None, typer.Option(help="The column of --file that holds the prompts.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="JSONL file for the completions of --file.")
     ] = None,
@@ -237,7 +240,7 @@ def generate(
     prepare()
     with user_errors():
         completer = Completer(checkpoint, options)
-        prompts = None if file is None else _prompts(file)
+        prompts = None if file is None else _prompts(file, column)
     if prompts is not None:
         _complete_file(completer, prompts, out)
     elif sys.stdin.isatty():
@@ -260,10 +263,15 @@ def unescaped(text: str) -> str:
         ) from error
 
 
-def _prompts(file: Path) -> list[Any]:
-    from rllib_llm.envs.prompts import PromptSource
+def _prompts(file: Path, column: str | None) -> list[Any]:
+    from rllib_llm.envs.prompts import PromptError, PromptSource
 
-    source = PromptSource(str(file), shuffle=False)
+    try:
+        source = PromptSource(str(file), prompt_column=column, shuffle=False)
+    except PromptError as error:
+        if column is None and error.name == "prompts.column":
+            error.name, error.remedy = "--column", "Name the one that holds the prompts"
+        raise
     return [source.row(index).prompt for index in range(len(source))]
 
 

@@ -34,7 +34,7 @@ from rllib_llm.data.texts import BatchSource
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import pad_left, pad_right
 from rllib_llm.shared.dotted import import_dotted
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.errors import SettingError, nearest
 
 
 class PreferenceSource(BatchSource):
@@ -209,12 +209,14 @@ def _telling_pairs(rows: Rows) -> np.ndarray:
     """Indices [pairs] int64 of the rows whose two texts differ."""
     for name in ("chosen", "rejected"):
         if name not in rows.columns:
+            near = nearest(name, rows.columns, 1)
+            what = f"Rename {near[0]!r} to {name!r}" if near else "Rename a column"
             raise DataSourceError(
                 where=rows.description,
                 name=f"a row with the columns {sorted(rows.columns)}",
                 rule="have 'chosen' and 'rejected' (and 'prompt', where they lack it)",
                 reason="a pair is two texts",
-                remedy="Rename a column, or make pairs with pairs_from_labels",
+                remedy=f"{what}, or make pairs with pairs_from_labels",
             )
     chosen, rejected = rows.column("chosen"), rows.column("rejected")
     for index, pair in enumerate(zip(chosen, rejected, strict=True)):

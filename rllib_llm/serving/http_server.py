@@ -49,6 +49,7 @@ from rllib_llm.serving.sessions import Rules, Session
 from rllib_llm.serving.settings import ServeSettings
 from rllib_llm.serving.training_routes import session_router, token_router
 from rllib_llm.serving.weights import Weights, load_folder
+from rllib_llm.shared.errors import nearest
 
 logger = logging.getLogger(__name__)
 
@@ -147,6 +148,9 @@ def _add_health(app: FastAPI, service: Service) -> None:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
 
+_LONGEST_LOOKED_UP = 100  # characters of a path, of which the nearest is named
+
+
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def of_ours(request: Request, error: ApiError) -> JSONResponse:
@@ -160,7 +164,12 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def of_http(request: Request, error: HTTPException) -> JSONResponse:
-        message = f"{request.method} {request.url.path}: {error.detail}."
+        path = request.url.path
+        message = f"{request.method} {path}: {error.detail}."
+        if error.status_code == 404 and len(path) <= _LONGEST_LOOKED_UP:
+            asked = path.removeprefix(request.scope.get("root_path", ""))
+            near = nearest(asked, app.openapi()["paths"], 1, 0.8)
+            message += "".join(f" Did you mean {one}?" for one in near)
         code = "invalid_json" if error.status_code == 400 else None
         body = error_body(error.status_code, message, code=code)
         headers = dict(error.headers or {})

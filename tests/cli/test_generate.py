@@ -66,6 +66,17 @@ def test_a_file_of_prompts_gives_a_file_of_completions(checkpoint, tmp_path):
     assert f"4 completions in {out}" in said(result.output)
 
 
+def test_the_column_of_prompts_is_named(checkpoint, tmp_path):
+    table = tmp_path / "sums.csv"
+    table.write_text("question,answer\n1+2=,3\n", encoding="utf-8")
+    result = generate(checkpoint, "--file", table, "--column", "question", "--max-new-tokens", 2)
+    assert [row["prompt"] for row in rows(result.stdout)] == ["1+2="]
+    result = generate(checkpoint, "--file", table)
+    assert result.exit_code == 2
+    assert "--column must be set: " in said(result.output)
+    assert "Name the one that holds the prompts." in said(result.output)
+
+
 def test_the_seed_decides_what_is_sampled(checkpoint):
     def completions(*arguments: object) -> list[str]:
         result = generate(checkpoint, *arguments, input="1+2=\n3+4=\n")

@@ -175,6 +175,8 @@ def test_json_that_is_not_called_so_is_refused_by_the_header_s_name(tiny, kind):
 
 def test_a_path_that_is_not_there_and_a_method_that_is_none(tiny):
     assert httpx.get(f"{tiny[0]}/nothing").json()["error"]["type"] == "not_found_error"
+    missed = httpx.post(f"{tiny[0]}/v1/completion").json()["error"]["message"]
+    assert missed == "POST /v1/completion: Not Found. Did you mean /v1/completions?"
     refused = httpx.get(f"{tiny[0]}/v1/completions")
     assert (refused.status_code, refused.headers["Allow"]) == (405, "POST")
     refused = httpx.put(f"{tiny[0]}/sessions/one")
