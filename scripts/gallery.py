@@ -94,10 +94,7 @@ def completions(stages: list[list[dict[str, Any]]]) -> str:
     )
     both = sorted((key for key in before if key in after), key=lambda key: key[0] != "eval")
     if not both:
-        raise SystemExit(
-            f"{first[0]['prompt']!r} and the other prompts of the first iteration are none of the "
-            "last one's: raise num_logged_samples, or let the example evaluate."
-        )
+        return "No prompt of the first iteration is one of the last's, so none can be compared."
     lines = ["| prompt | before | score | after | score |", "|---|---|---|---|---|"]
     for key in both[:NUM_PROMPTS]:
         shown = (f"{cell(rows[key]['completion'])} | {rows[key]['score']:.2f}"
