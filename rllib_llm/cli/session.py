@@ -147,6 +147,7 @@ def quiet_environment(verbosity: int = 0) -> None:
     if verbosity == 0:
         defaults["TRANSFORMERS_VERBOSITY"] = "error"
         defaults["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+        defaults["HF_HUB_VERBOSITY"] = "error"  # what it tries again it tells each time
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
     if verbosity:

@@ -18,6 +18,7 @@ from pyarrow.fs import LocalFileSystem
 
 from rllib_llm.data.rollout_store import SCHEMA, STORE_FILE, check_version, not_contained
 from rllib_llm.data.rows import DataSourceError, Rows
+from rllib_llm.shared.errors import did_you_mean
 from rllib_llm.shared.storage import Place, UrlPath, place
 
 IN_ORDER = ("iteration", "position", "sample", "row")
@@ -54,6 +55,10 @@ def rollout_folders(run: str | Path | UrlPath) -> list[Place]:
     root = place(run)
     if root.name.startswith(("checkpoint_", "best_checkpoint")):
         root = root.parent
+    if isinstance(root, Path) and not root.exists():
+        beside = [path.name for path in root.parent.glob("*") if path.is_dir()]
+        hint = did_you_mean(root.name, beside, otherwise="Check the path.")
+        raise NoRolloutsError(f"run={str(run)!r} must be a folder: there is none. {hint}")
     if (root / STORE_FILE).is_file():
         return [root]
     found = sorted((file.parent for file in root.glob(f"**/{STORE_FILE}")), key=str)

@@ -36,7 +36,7 @@ import yaml
 import rllib_llm
 from rllib_llm.config.setting import LISTS, SAMPLERS
 from rllib_llm.runs.experiments import KEYS, Experiment, algorithm_class, substitute
-from rllib_llm.shared.errors import UserError, nearest, suggestion
+from rllib_llm.shared.errors import UserError, did_you_mean, nearest, suggestion
 from rllib_llm.shared.strict_yaml import read_text, yaml_error
 
 
@@ -59,12 +59,12 @@ def read(path: Path) -> Any:
         UserError: no such file, or not YAML.
     """
     if not path.is_file():
-        near = (
-            sorted(str(p) for p in path.parent.glob("*.y*ml"))[:8] if path.parent.is_dir() else []
-        )
-        hint = (
-            f"Files there: {', '.join(near)}." if near else "`rllib example list` names ready ones."
-        )
+        there = sorted(path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
+        hint = did_you_mean(
+            path.name, [file.name for file in there],
+            otherwise=f"Files there: {', '.join(map(str, there[:8]))}." if there else
+            "`rllib example list` names ready ones.",
+        )  # fmt: skip
         raise UserError(f"file={str(path)!r} must be a YAML file: there is none. {hint}")
     try:
         text = path.read_text(encoding="utf-8")

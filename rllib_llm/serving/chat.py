@@ -62,8 +62,10 @@ class Chats:
                     made = ChatFormat(self._tokenizer, tools=specs, template_settings=settings)
                 except ChatFormatError as error:
                     raise ApiError(
-                        400, str(error), param="messages", code="no_chat_template"
-                    ) from error
+                        400, f"{error} It is a setting of the server (chat_template); "
+                        "/v1/completions needs none.",
+                        param="messages", code="no_chat_template",
+                    ) from error  # fmt: skip
                 found = self._formats.setdefault(key, made)  # another thread may have made it
                 self._latest.append(found)
         return found

@@ -138,6 +138,12 @@ def test_a_run_holds_the_rollouts_of_its_trials(folder, tmp_path):
         rollout_folders(tmp_path)
 
 
+def test_a_misspelt_run_is_answered_with_the_nearest(tmp_path):
+    (tmp_path / "results").mkdir()
+    with pytest.raises(NoRolloutsError, match="there is none. Did you mean 'results'"):
+        rollout_folders(tmp_path / "resultx")
+
+
 def test_a_later_stage_learns_from_them(folder):
     rows = load_rows(str(folder))
     assert len(rows) == 9  # the held-out one is not learnt from

@@ -108,3 +108,11 @@ def test_a_mapping_that_merges_may_itself_be_merged():
     }  # fmt: skip
     with pytest.raises(UserError, match="the key 'y' is written twice"):
         parse("b: &b {x: 1}\nm: {<<: *b, y: 2, y: 3}\n", "f")
+
+
+def test_a_misspelt_file_is_answered_with_the_nearest(tmp_path):
+    (tmp_path / "calm.yaml").write_text("a: {run: SFT}")
+    with pytest.raises(UserError, match="there is none. Did you mean 'calm.yaml'"):
+        read(tmp_path / "clam.yaml")
+    with pytest.raises(UserError, match="there is none. Files there: .*calm.yaml"):
+        read(tmp_path / "something_else_entirely.yaml")
