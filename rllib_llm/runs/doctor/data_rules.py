@@ -261,7 +261,8 @@ NUM_ENCODED = 256  # rows whose length is measured
 
 
 def env_rules(stage: Stage) -> Iterator[Finding]:
-    """What keeps an environment of the user's own from being made. It is made once, and closed."""
+    """Findings about an environment of the user's own that cannot be made. It is made once, and
+    closed."""
     from rllib_llm.envs.registry import ENVIRONMENTS, check_batched, env_settings, make
 
     config = stage.config
