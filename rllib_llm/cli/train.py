@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shlex
@@ -229,8 +230,9 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions, sourc
     except (StageFailed, OSError) as error:
         place = f" from {error.goes_on_from}" if isinstance(error, StageFailed) else ""
         going_on = f"This goes on{place}:\n  {resume_command(folder, options)}"
-        if not any(has_saved(folder / each.name) for each in experiments):
-            going_on = "Nothing was saved: once the cause is mended, start anew."
+        with contextlib.suppress(OSError):  # the storage may be what failed
+            if not any(has_saved(folder / each.name) for each in experiments):
+                going_on = "Nothing was saved: once the cause is mended, start anew."
         show(f"{_explained(error, folder)}\n{going_on}", title="training failed")
         raise typer.Exit(1) from None
     except StageInterrupted as error:

@@ -330,7 +330,7 @@ class LanguageModelLearner(SharedPasses):
                 f"one number: it returned {shown}. Look at its `return`."
             )
         self.backward(loss)
-        return loss.detach()
+        return loss.detach().reshape(())
 
     def backward(self, loss: torch.Tensor) -> None:
         """Adds the gradient of `loss` to that of this learner's other micro-batches."""

@@ -36,7 +36,7 @@ import yaml
 import rllib_llm
 from rllib_llm.config.setting import LISTS, SAMPLERS
 from rllib_llm.runs.experiments import KEYS, Experiment, algorithm_class, substitute
-from rllib_llm.shared.errors import UserError, did_you_mean, nearest, suggestion
+from rllib_llm.shared.errors import UserError, nearest, suggestion
 from rllib_llm.shared.strict_yaml import read_text, yaml_error
 
 
@@ -60,11 +60,12 @@ def read(path: Path) -> Any:
     """
     if not path.is_file():
         there = sorted(path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
-        hint = did_you_mean(
-            path.name, [file.name for file in there],
-            otherwise=f"Files there: {', '.join(map(str, there[:8]))}." if there else
-            "`rllib example list` names ready ones.",
-        )  # fmt: skip
+        near = nearest(path.name, [file.name for file in there], 1)
+        hint = "`rllib example list` names ready ones."
+        if there:
+            hint = f"Files there: {', '.join(map(str, there[:8]))}."
+        if near:
+            hint = f"Did you mean {str(path.parent / near[0])!r}?"
         raise UserError(f"file={str(path)!r} must be a YAML file: there is none. {hint}")
     try:
         text = path.read_text(encoding="utf-8")

@@ -19,7 +19,6 @@ from rllib_llm.modules.model_source import num_positions
 from rllib_llm.runs.doctor.stage import MAX_ROWS, Finding, Stage, can_be_read, first_rows
 from rllib_llm.runs.experiments import StandIn
 from rllib_llm.shared.errors import all_complaints, complain, in_place, noted
-from rllib_llm.shared.messages import raised
 
 if TYPE_CHECKING:
     from rllib_llm.envs.prompts import PromptSource
@@ -258,27 +257,6 @@ MAX_CUT = 0.05  # share of texts that lose tokens
 MAX_EMPTY = 0.0
 TEXTS = ("prompt", "completion", "text", "messages", "tools", "chosen", "rejected")
 NUM_ENCODED = 256  # rows whose length is measured
-
-
-def env_rules(stage: Stage) -> Iterator[Finding]:
-    """Findings about an environment of the user's own that cannot be made. It is made once, and
-    closed."""
-    from rllib_llm.envs.registry import ENVIRONMENTS, check_batched, env_settings, make
-
-    config = stage.config
-    if config.env in ENVIRONMENTS or not _is_here(config.pretrained_model):
-        return
-    try:
-        env = make(config.env, env_settings(config, "cpu"))
-        check_batched(env)
-        env.close()
-    except ValueError as error:
-        yield from Finding.from_errors(error, "env")
-    except Exception as error:  # noqa: BLE001  (the user's class; told in its place)
-        yield Finding(
-            "env.unmade", "error", f"env={config.env!r} raised {raised(error)}",
-            "samplers make it so", "Look at its constructor, and at env_config.",
-        )  # fmt: skip
 
 
 def data_rules(stage: Stage) -> Iterator[Finding]:

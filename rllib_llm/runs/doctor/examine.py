@@ -15,7 +15,7 @@ from typing import Any
 
 from rllib_llm.algorithms.language_model_config import decided
 from rllib_llm.envs.judges.reward_functions import RewardError
-from rllib_llm.runs.doctor.data_rules import data_rules, env_rules
+from rllib_llm.runs.doctor.data_rules import data_rules
 from rllib_llm.runs.doctor.machine_rules import (
     Machine,
     installation_rules,
@@ -127,7 +127,6 @@ def stage_rules(stage: Stage, machine: Machine, is_here: bool = True) -> Iterato
     yield from machine_rules(stage, machine, is_here=is_here)
     yield from data_rules(stage)
     if stage.is_rlhf:
-        yield from env_rules(stage)
         yield from turn_rules(stage)
         yield from reward_rules(stage)
 

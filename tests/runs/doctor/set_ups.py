@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from rllib_llm.envs.judges.rewards import Invalid
-from rllib_llm.envs.rlhf import COMMON_DEFAULTS, build_bandit, policy_tokenizer, with_defaults
 from rllib_llm.runs.doctor.machine_rules import GIB, Machine
 from rllib_llm.runs.experiments import Experiment
 
@@ -93,20 +92,6 @@ def grpo(stop: dict[str, Any] | None = None, env: dict[str, Any] | None = None, 
         **config,
     }
     return Experiment("run", "GRPO", "rllib_llm/RLHF-v0", settings, stop=_stop(stop))
-
-
-def counting(env_config):
-    """An environment that registers no name."""
-    own = {"highest": 9, **COMMON_DEFAULTS}
-    settings = with_defaults(env_config, own, env_id="counting")
-    prompts = [f"{number}+1=" for number in range(settings.pop("highest"))]
-    return build_bandit(
-        {**settings, "max_prompt_len": 8},
-        tokenizer=policy_tokenizer(settings),
-        prompts=[{"prompt": prompt} for prompt in prompts],
-        prompt_column="prompt",
-        rewards=[has_keyword],
-    )
 
 
 def says_something(completions):

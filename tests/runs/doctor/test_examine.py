@@ -209,16 +209,6 @@ def test_a_reward_function_that_raises_is_told_with_its_line():
     assert "reward 'raises' failed with" in text and ", raised in set_ups.py:" in text
 
 
-def test_an_environment_of_one_s_own_is_made_as_a_sampler_makes_it():
-    experiment = grpo()
-    own = {"env_config": {"higest": 3}}
-    (finding,) = found(experiment.replace(env=f"{HERE}.counting", config=experiment.config | own))
-    assert (finding.severity, finding.id) == ("error", "env.unknown")
-    assert "unknown key 'higest'. Did you mean 'highest'?" in finding.text()
-    own["env_config"] = {"highest": 3}
-    assert not found(experiment.replace(env=f"{HERE}.counting", config=experiment.config | own))
-
-
 def test_rows_without_a_score_do_not_count_among_right_answers():
     """No row's sum is that of the next row."""
     experiment = grpo(
