@@ -61,10 +61,6 @@ LINK_BYTES = 100 * 10**6
 WEIGHTS_BYTES = 2  # of a parameter
 
 
-def judge(completions: list[str], **columns: Any) -> list[float]:
-    return [float(len(text) % 7) for text in completions]
-
-
 # --- constants ------------------------------------------------------------------------------------
 
 
@@ -138,6 +134,7 @@ def case_of(name: str) -> Any:
 
 
 def make_config(folder: str, job: scale.Job) -> Any:
+    from benchmarks.scaling import judge
     from rllib_llm import GRPOConfig
 
     # Longer than `job.prompt` tokens, of which each keeps the last.

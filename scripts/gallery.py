@@ -97,8 +97,8 @@ def completions(stages: list[list[dict[str, Any]]]) -> str:
         return "No prompt of the first iteration is one of the last's, so none can be compared."
     lines = ["| prompt | before | score | after | score |", "|---|---|---|---|---|"]
     for key in both[:NUM_PROMPTS]:
-        shown = (f"{cell(rows[key]['completion'])} | {rows[key]['score']:.2f}"
-                 for rows in (before, after))  # fmt: skip
+        shown = (f"{cell(sampled[key]['completion'])} | {sampled[key]['score']:.2f}"
+                 for sampled in (before, after))  # fmt: skip
         lines.append(f"| {cell(key[1])} | {' | '.join(shown)} |")
     return "\n".join(lines)
 

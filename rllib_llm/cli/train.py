@@ -190,7 +190,6 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions, sourc
         from rllib_llm.runs.plan import check_disk, check_experiments, check_resources
         from rllib_llm.runs.run_folder import (
             check_writable,
-            has_saved,
             new_folder,
             resumed_folder,
             storage_root,
@@ -231,7 +230,7 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions, sourc
         place = f" from {error.goes_on_from}" if isinstance(error, StageFailed) else ""
         going_on = f"This goes on{place}:\n  {resume_command(folder, options)}"
         with contextlib.suppress(OSError):  # the storage may be what failed
-            if not any(has_saved(folder / each.name) for each in experiments):
+            if not _saved(experiments, folder):
                 going_on = "Nothing was saved: once the cause is mended, start anew."
         show(f"{_explained(error, folder)}\n{going_on}", title="training failed")
         raise typer.Exit(1) from None
@@ -241,7 +240,7 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions, sourc
     except (KeyboardInterrupt, SystemExit) as error:
         if isinstance(error, SystemExit) and error.code != signal.SIGTERM:
             raise  # not Ray's, which ends so on this signal, but of the user's code
-        saved = [each.name for each in experiments if has_saved(folder / each.name)]
+        saved = _saved(experiments, folder)
         kept = f"What {', '.join(saved)} saved is kept" if saved else "Nothing was saved yet"
         text = f"Stopped while no trial was running. {kept}. This goes on:"
         show(f"{text}\n  {resume_command(folder, options)}", title="stopped")
@@ -249,6 +248,13 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions, sourc
     passed = report(results, experiments, folder, console)
     if options.as_test and not passed:
         raise typer.Exit(1)
+
+
+def _saved(experiments: list[Experiment], folder: Place) -> list[str]:
+    """Return the names of the experiments of which something is kept."""
+    from rllib_llm.runs.run_folder import has_saved
+
+    return [each.name for each in experiments if has_saved(folder / each.name)]
 
 
 def _explained(error: BaseException, folder: Place) -> str:

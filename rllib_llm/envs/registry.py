@@ -68,29 +68,6 @@ def make(env: str | Callable[..., Any], env_config: Mapping[str, Any] | None = N
     return creator(env)(dict(env_config or {}))
 
 
-def env_settings(config: Any, device: str) -> dict[str, Any]:
-    """The settings from which a sampler makes its environment: `env_config` of an algorithm's
-    `config`, and those of `SAMPLER_SETTINGS` that it does not have."""
-    given = dict(config.env_config)
-    if config.chat_template is not None:
-        given.setdefault("chat_template", config.chat_template)
-    # Else the learner has it. By default it is a copy of the policy.
-    has_reference = config.reference_place == "environment" and bool(config.ref_kl_coeff)
-    is_trained = not config.in_evaluation
-    return {
-        "model": config.pretrained_model,
-        "max_completion_len": config.max_new_tokens,
-        "temperature": config.temperature,
-        "seed": config.seed or 0,
-        "device": device,
-        "split": "train" if is_trained else "eval",
-        "reference": {"model": config.pretrained_model} if has_reference and is_trained else None,
-        "frozen_quantization": "bf16" if config.mixed_precision else "none",
-        "frozen_products": config.float32_products,
-        **given,
-    }
-
-
 def creator(env: str | Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
     """The function of one dict that makes `env` (see `make`)."""
     if isinstance(env, str):

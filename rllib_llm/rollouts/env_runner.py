@@ -37,7 +37,7 @@ from rllib_llm.engines.servers import open_server
 from rllib_llm.envs.adapters.agent import AgentEnv
 from rllib_llm.envs.bandit import check_env_lengths
 from rllib_llm.envs.conversation import ConversationEnv
-from rllib_llm.envs.registry import check_batched, env_settings, make
+from rllib_llm.envs.registry import check_batched, make
 from rllib_llm.overseer.oversight import SamplerWatch
 from rllib_llm.rollouts.conversation_sampler import AgentSampler, ConversationSampler
 from rllib_llm.rollouts.errors import SampleFailure
@@ -118,8 +118,25 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
     def make_env(self) -> None:
         """This sampler's replica of the environment, with its own frozen models."""
         config = self.config
-        settings = env_settings(config, str(self._device))
-        context = EnvContext(settings, self.worker_index, num_workers=self.num_workers)
+        given = dict(config.env_config)
+        if config.chat_template is not None:
+            given.setdefault("chat_template", config.chat_template)
+        # Else the learner has it. By default it is a copy of the policy.
+        has_reference = config.reference_place == "environment" and bool(config.ref_kl_coeff)
+        defaults = {
+            "model": config.pretrained_model,
+            "max_completion_len": config.max_new_tokens,
+            "temperature": config.temperature,
+            "seed": config.seed or 0,
+            "device": str(self._device),
+            "split": "eval" if config.in_evaluation else "train",
+            "reference": None,
+            "frozen_quantization": "bf16" if config.mixed_precision else "none",
+            "frozen_products": config.float32_products,
+        }
+        if has_reference and not config.in_evaluation:
+            defaults["reference"] = {"model": config.pretrained_model}
+        context = EnvContext({**defaults, **given}, self.worker_index, num_workers=self.num_workers)
         self.env = make(config.env, context)
         check_batched(self.env)
         self.env.max_steps = config.planned_iterations or 0  # of a reward function that asks

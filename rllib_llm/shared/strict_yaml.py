@@ -9,8 +9,8 @@ import yaml
 
 from rllib_llm.shared.errors import UserError, shown
 
-# YAML 1.1 wants a dot and a sign (1.0e-5); this is the float of YAML 1.2, which needs neither.
-# PyYAML's integers and floats without times of day (12:30:00 is 45000 in YAML 1.1), and with 1e-5.
+# PyYAML's, which are of YAML 1.1, without times of day (12:30:00 is 45000 there), and with the
+# floats of YAML 1.2: 1e-5 needs neither a dot nor a sign.
 INT = re.compile(r"^[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]*|[1-9][0-9_]*)$")
 FLOAT = re.compile(
     r"^([-+]?(\.[0-9][0-9_]*|[0-9]+|[0-9][0-9_]*\.[0-9_]*)([eE][-+]?[0-9]+)?"

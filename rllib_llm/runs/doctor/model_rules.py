@@ -18,12 +18,9 @@ SAMPLE = "The sum of 12 and 30 is 42.\nIsn't it? (Yes, it is!)"
 def model_rules(stage: Stage) -> Iterator[Finding]:
     """Findings about every local folder that the stage reads a model from."""
     for setting, folder in stage.models().items():
-        config = read_json(Path(folder) / "config.json")
         yield from _weights(setting, Path(folder))
-        if stage.maker(setting) is None:
-            yield from _kind(setting, config, stage)
-    if stage.is_rlhf:
-        yield from _kind_to_come(stage)
+    for setting in ("model", "reference", "reward_model") if stage.is_rlhf else ():
+        yield from _kind(setting, stage)
     if stage.is_rlhf or stage.config.pretrained_model is not None:
         yield from _tokenizer(stage)
         yield from _adapters(stage)
@@ -53,45 +50,36 @@ def _weights(setting: str, folder: Path) -> Iterator[Finding]:
             yield Finding.from_error(error, "model").at("")
 
 
-def _kind(setting: str, config: dict[str, Any], stage: Stage) -> Iterator[Finding]:
+def _kind(setting: str, stage: Stage) -> Iterator[Finding]:
     """A policy writes text; a judge gives one number."""
-    names = config.get("architectures") or []
-    is_classifier = any("SequenceClassification" in name for name in names)
-    if setting in ("model", "reference") and is_classifier and stage.is_rlhf:
-        yield Finding(
-            "model.kind", "error", f"{setting} is a {names[0]}",
-            "a policy is a causal language model, which writes completions",
-            "Name the model that was fine-tuned on texts, not the reward model.",
-        )  # fmt: skip
-    if setting == "reward_model" and is_causal(config) and not is_classifier:
-        yield Finding(
-            "model.kind", "error", f"{setting} is a {names[0]}",
-            "its score would come from a head that is drawn at random",
-            "Name what a RewardModel stage made (${name.model}).",
-        )  # fmt: skip
-
-
-def _kind_to_come(stage: Stage) -> Iterator[Finding]:
-    """As `_kind`, of models that earlier experiments make."""
     from rllib_llm.algorithms.reward_model import RewardModel
     from rllib_llm.runs.experiments import algorithm_class
 
-    for setting in ("model", "reference", "reward_model"):
-        maker = stage.maker(setting)
-        if maker is None:
-            continue
-        makes_judge = issubclass(algorithm_class(maker.run, maker.name), RewardModel)
+    maker, folder = stage.maker(setting), stage.models().get(setting)
+    if maker is not None:  # the folder is that of what it starts from
+        is_judge = issubclass(algorithm_class(maker.run, maker.name), RewardModel)
+        writes = not is_judge
         found = f"{setting}=${{{maker.name}.model}} is what {maker.run} makes"
-        if setting == "reward_model" and not makes_judge:
-            yield Finding(
-                "model.kind", "error", found, "its score would come from a head drawn at random",
-                "Name the experiment that has `run: RewardModel`.",
-            )  # fmt: skip
-        elif setting != "reward_model" and makes_judge:
-            yield Finding(
-                "model.kind", "error", found, "a policy is a causal language model",
-                "Name the experiment that was fine-tuned on texts.",
-            )  # fmt: skip
+    elif folder is not None:
+        config = read_json(Path(folder) / "config.json")
+        names = config.get("architectures") or [""]
+        is_judge = any("SequenceClassification" in name for name in names)
+        writes = is_causal(config) and not is_judge
+        found = f"{setting} is a {names[0]}"
+    else:
+        return
+    if setting != "reward_model" and is_judge:
+        yield Finding(
+            "model.kind", "error", found,
+            "a policy is a causal language model, which writes completions",
+            "Name the model that was fine-tuned on texts, not the reward model.",
+        )  # fmt: skip
+    if setting == "reward_model" and writes:
+        yield Finding(
+            "model.kind", "error", found,
+            "its score would come from a head that is drawn at random",
+            "Name what a RewardModel stage made (${name.model}).",
+        )  # fmt: skip
 
 
 def is_causal(config: Mapping[str, Any]) -> bool:
