@@ -40,6 +40,7 @@ class SampleFailure:
 
     may_pass: whether asking again can help: a network, a disk or Ray failed, not the code.
     weights_lost: the published weights are gone; asking again helps once they are published anew.
+    lost_key: the publication whose bytes these are; empty where that is not known.
     no_server: the server that generates was asked as often as it may be.
     """
 
@@ -47,6 +48,7 @@ class SampleFailure:
     traceback: str
     may_pass: bool = False
     weights_lost: bool = False
+    lost_key: str = ""
     no_server: bool = False
 
     @property
@@ -61,6 +63,7 @@ class SampleFailure:
             short_traceback(error),
             may_pass=_may_pass(error),
             weights_lost=isinstance(error, WeightsLostError),
+            lost_key=error.key if isinstance(error, WeightsLostError) else "",
             no_server=isinstance(error, ServerError),
         )
 

@@ -91,6 +91,7 @@ class Rollouts:
         self._num_seen = 0  # rejected groups
         self._last_failure = ""  # that may pass
         self._num_failures: Counter[str] = Counter()  # of no group's, by sampler, since a batch
+        self._replaced: set[str] = set()  # publications that were lost, and made again
         self._handed_out: list[int] = []  # groups of each batch of this update
         self._ages: list[float] = []  # of the groups of the last batch, updates
         self._wait_seconds = 0.0  # for the last batch
@@ -203,8 +204,10 @@ class Rollouts:
 
     def _require_may_pass(self, sampler: str, failure: SampleFailure, num_failures: int) -> None:
         if failure.weights_lost and num_failures < self._rules.max_failures:
-            again = self._publish_again(PublishedWeightsLostError(failure.error))
-            self._ledger.call("offer", again)
+            if failure.lost_key not in self._replaced:  # else another sampler told of it before
+                again = self._publish_again(PublishedWeightsLostError(failure.error))
+                self._ledger.call("offer", again)
+                self._replaced |= {failure.lost_key} - {""}
             return
         if failure.weights_lost:
             raise PublishedWeightsLostError(failure.error)

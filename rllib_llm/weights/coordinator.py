@@ -26,7 +26,14 @@ from rllib_llm.shared.remote import NAMESPACE, PASSING, NamedActor
 
 
 class WeightsLostError(RuntimeError):
-    """Published weights could not be fetched and must be published again."""
+    """Published weights could not be fetched and must be published again.
+
+    key: of the publication; empty where there is none.
+    """
+
+    def __init__(self, message: str, key: str = ""):
+        super().__init__(message)
+        self.key = key
 
 
 @dataclass(frozen=True)

@@ -195,7 +195,8 @@ class WeightsReceiver:
                 raise WeightsLostError(
                     f"weights_version={published.version} must be in the object store: "
                     f"{self._max_attempts} attempts failed, the last with {type(last).__name__}: "
-                    f"{last}. Publish again."
+                    f"{last}. Publish again.",
+                    published.key,
                 ) from last
             self.transfer_seconds = time.perf_counter() - start
             yield published, flat
@@ -220,7 +221,8 @@ class WeightsReceiver:
         self.failures[type(error).__name__] += 1
         return WeightsLostError(
             f"weights_version={published.version} must be readable where they were left: {error}. "
-            "Publish again, through the object store."
+            "Publish again, through the object store.",
+            published.key,
         )
 
     def published_bytes(self) -> FlatBuffer:

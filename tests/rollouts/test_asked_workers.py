@@ -339,7 +339,8 @@ class WithoutWeights:
         self.num_failures -= 1
         if self.num_failures < 0:
             return self.sampler.serve(request, published)
-        return SampleFailure.from_exception(WeightsLostError("gone with its owner"))
+        error = WeightsLostError("gone with its owner", published.key)
+        return SampleFailure.from_exception(error)
 
 
 def test_lost_weights_are_published_again_and_the_same_prompts_sampled(samplers, expected):
@@ -357,6 +358,23 @@ def test_lost_weights_are_published_again_and_the_same_prompts_sampled(samplers,
     with pytest.raises(PublishedWeightsLostError, match="gone with its owner"):
         source(group, publish_again=publish_again).sample()
     assert len(group.served) == 3
+
+
+def test_weights_that_two_samplers_lost_are_published_again_once(samplers, expected):
+    """Complaint: each sampler's failure had all of them put into the store once more."""
+    lost = []
+
+    def publish_again(error):
+        lost.append(error)
+        return publication(0, key=f"again {len(lost)}")
+
+    group = ScriptedActors([WithoutWeights(sampler, 1) for sampler in samplers[:2]])
+    assert_same_batch(source(group, publish_again=publish_again).sample(), expected(2))
+    assert len(lost) == 1
+    group = ScriptedActors([WithoutWeights(samplers[0], 2)])  # the new ones are lost as well
+    lost.clear()
+    assert_same_batch(source(group, publish_again=publish_again).sample(), expected(1))
+    assert len(lost) == 2
 
 
 def test_samplers_that_died_while_the_learner_learnt_have_time_to_come_back(samplers, expected):
