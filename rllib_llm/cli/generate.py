@@ -239,6 +239,8 @@ def generate(
     """
     prepare()
     with user_errors():
+        if column is not None and file is None:
+            raise UserError(name="--column", value=column, rule="come with --file")
         completer = Completer(checkpoint, options)
         prompts = None if file is None else _prompts(file, column)
     if prompts is not None:

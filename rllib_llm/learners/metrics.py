@@ -10,6 +10,8 @@ from typing import TypeVar
 
 import torch
 
+from rllib_llm.shared.errors import SettingError
+
 TOLD = "told"  # of an update's results, beside the metrics: see `LanguageModelLearner.told`
 MESSAGES, MEANS, NUM_PARAMETERS = "messages", "means", "num_parameters"  # of what is told
 
@@ -37,8 +39,19 @@ class WeightedMeans:
         self._counts.setdefault(name, []).append(count)
 
     def add_total(self, name: str, total: torch.Tensor | float) -> None:
-        """Adds to the total of `name`, whose items are counted by other calls."""
+        """Adds to the total of `name`, whose items are counted by other calls.
+
+        Raises:
+            SettingError: it is not one number.
+        """
         if isinstance(total, torch.Tensor):
+            if total.numel() != 1:
+                raise SettingError(
+                    name=f"metric {name!r} of shape {tuple(total.shape)}",
+                    rule="be one number",
+                    reason="totals are added up",
+                    remedy="Pass its sum()",
+                )
             total = total.detach()
         self._totals.setdefault(name, []).append(total)
 

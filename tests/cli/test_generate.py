@@ -75,6 +75,9 @@ def test_the_column_of_prompts_is_named(checkpoint, tmp_path):
     assert result.exit_code == 2
     assert "--column must be set: " in said(result.output)
     assert "Name the one that holds the prompts." in said(result.output)
+    result = generate(checkpoint, "--column", "question", input="1+2=\n")
+    assert result.exit_code == 2
+    assert "--column='question' must come with --file" in said(result.output)
 
 
 def test_the_seed_decides_what_is_sampled(checkpoint):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from rllib_llm.learners.metrics import WeightedMeans
+from rllib_llm.shared.errors import SettingError
 
 
 def test_means_weigh_items_not_calls():
@@ -42,6 +44,15 @@ def test_what_is_counted_and_never_added_up_is_no_zero():
     means.add_count("entropy", 3)  # of a loss that reports none
     means.add("loss", 6.0, 3)
     assert means.pop() == {"loss": 2.0}
+
+
+def test_a_total_of_several_numbers_is_refused_by_its_name():
+    """Complaint: one of an own loss failed at the end of the step, and nothing said which."""
+    with pytest.raises(SettingError) as raised:
+        WeightedMeans().add_total("loss/mine", torch.ones(3))
+    assert str(raised.value) == (
+        "metric 'loss/mine' of shape (3,) must be one number: totals are added up. Pass its sum()."
+    )
 
 
 def test_no_graph_is_kept():
