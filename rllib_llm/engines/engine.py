@@ -194,7 +194,7 @@ def check_inputs(
             f"num_completions={num_completions!r} must be at least 1: it counts the completions of "
             "each prompt. Use 1 for a single one."
         )
-    if model.training:
+    if any(part.training for part in model.modules()):
         raise ValueError(
             "model.training=True must be False: dropout would make the log-probs another model's. "
             "Call model.eval() before generating."

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -205,7 +205,7 @@ class LanguageModelLearner(SharedPasses):
     def _take_steps(self, rows: Batch) -> None:
         minibatches = list(self._minibatches(rows))
         self.start_update(rows, minibatches)
-        with self._seeded_dropout(self._weights_seq_no):
+        with self._training(self._weights_seq_no):
             for indices in minibatches:
                 self._add_gradient(take_rows(rows, indices))
                 self._step()
@@ -223,7 +223,7 @@ class LanguageModelLearner(SharedPasses):
             self._weights_seq_no = version + 1
             rows = self.prepare(self._on_device(batch))
             self.start_update(rows, [torch.arange(_num_rows(rows))])
-            with self._seeded_dropout(self.num_updates + 1):
+            with self._training(self.num_updates + 1):
                 self._add_gradient(rows)
         return {**self.metrics.reduce(), TOLD: self.told()}
 
@@ -273,8 +273,14 @@ class LanguageModelLearner(SharedPasses):
             )
         )
 
-    def _seeded_dropout(self, place: int) -> AbstractContextManager[None]:
-        return seeded_dropout(self.config, place, self.rank, len(self._accumulated))
+    @contextmanager
+    def _training(self, place: int) -> Iterator[None]:
+        """Seeds dropout. Afterwards the module is in eval mode: a sampler may share it."""
+        try:
+            with seeded_dropout(self.config, place, self.rank, len(self._accumulated)):
+                yield
+        finally:
+            self.module[DEFAULT_MODULE_ID].unwrapped().eval()
 
     def _zero_gradients(self) -> None:
         for optimizer in self._named_optimizers.values():

@@ -228,6 +228,21 @@ def test_passes_without_gradient_have_no_dropout():
     assert torch.equal(learner.evaluate_rows(batch, [columns.LOGPROBS])[columns.LOGPROBS], first)
 
 
+@pytest.mark.parametrize("learn", [
+    tiny.update,
+    lambda learner, batch: learner.forward_backward(batch, version=0),
+])  # fmt: skip
+def test_a_sampler_that_shares_the_module_decodes_without_dropout(learn):
+    """Turn by turn it asks the model itself, whose log-probs are the policy's each time."""
+    learner = with_dropout()
+    batch = tiny.judged(learner)
+    learn(learner, batch)
+    model = tiny.module_of(learner).computing_model
+    with torch.no_grad():
+        first, second = (model(batch[columns.COMPLETION_IDS]).logits for _ in range(2))
+    assert torch.equal(first, second)
+
+
 def test_equal_seeds_learn_the_same_when_old_log_probs_are_recomputed():
     weights = []
     for seed in (1, 2):
