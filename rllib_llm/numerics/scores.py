@@ -54,8 +54,8 @@ class RunningScoreScale:
     """Scores divided by the running standard deviation of all scores seen.
 
     Moments of batches are merged exactly (Chan, Golub, LeVeque 1979), so that many small batches
-    give the mean and standard deviation (ddof = 1) of all scores at once. Until two scores have
-    been seen the scale is 1. With `shift_mean` the running mean is taken off first.
+    give the mean and standard deviation (ddof = 1) of all scores at once. Until two different
+    scores have been seen the scale is 1. With `shift_mean` the running mean is taken off first.
     """
 
     def __init__(self, *, shift_mean: bool = False, eps: float = 1e-8):
@@ -67,10 +67,12 @@ class RunningScoreScale:
 
     @property
     def std(self) -> float:
-        """Standard deviation of all scores seen; 1 until there are two."""
+        """Standard deviation of all scores seen; 1 until two of them differ."""
         if self.count < 2:
             return 1.0
-        return (self._square_sum / (self.count - 1)) ** 0.5
+        std = (self._square_sum / (self.count - 1)) ** 0.5
+        # Equal scores have a mean that is rounded.
+        return std if std > self.eps * max(1.0, abs(self.mean)) else 1.0
 
     def update(
         self, scores: Tensor, valid: Tensor | None = None, all_reduce: AllReduceSum | None = None
@@ -178,10 +180,17 @@ class RolloutRows:
     def total_so_far(self, per_row: Tensor) -> Tensor:
         """For each row the sum of `per_row` [batch] over the rows of its rollout up to it, [batch].
 
-        The rows of a rollout are adjacent.
+        The rows of a rollout are adjacent. Other rollouts' values are in no sum, not even to be
+        taken off again: the rewards of a large batch would be lost in their rounding.
         """
-        running = per_row.cumsum(dim=0)
-        return running - (running - per_row)[self.owners]
+        if self.is_alone:
+            return per_row
+        total = per_row.clone()
+        places = torch.arange(len(per_row), device=per_row.device)
+        for back in range(1, int((places - self.owners).max()) + 1):
+            later = places[places - self.owners >= back]
+            total[later] += per_row[later - back]
+        return total
 
     def spread(self, per_rollout: Tensor) -> Tensor:
         """Gives all rows of a rollout what its first row has, [batch]."""

@@ -46,3 +46,20 @@ def test_turn_rewards_stand_where_they_were_earned():
     # Of one rollout: the second row's end has what the first row's turn did not earn either.
     together = with_turn_rewards(end, earned, mask, RolloutRows.of(torch.tensor([4, 4])))
     assert together.tolist() == [[0, 0.25, 0, 0.75], [0.5, 0.25, 0, 0]]
+
+
+@pytest.mark.parametrize("rows_each", [1, 2])
+def test_turn_rewards_do_not_depend_on_the_rest_of_the_batch(rows_each):
+    """All that is earned is earned at a turn of the first row: nothing is left for the ends."""
+    num_rows = 4096
+    rows = RolloutRows.of(torch.arange(num_rows // rows_each).repeat_interleave(rows_each))
+    mask = torch.ones(num_rows, 3, dtype=torch.bool)
+    earned = torch.zeros(num_rows, 3)
+    earned[::rows_each, 0] = 1000.1
+    end = token_rewards(torch.full((num_rows,), 1000.1), torch.zeros(num_rows, 3), mask, 0.0)
+    earned[2, 0] = torch.nan  # a reward that was none is of its own rollout alone
+    found = with_turn_rewards(end, earned, mask, rows)
+    assert torch.equal(found[4:], earned[4:])
+    alone = RolloutRows.alone(num_rows, torch.device("cpu"))
+    if rows_each == 1:
+        assert torch.equal(with_turn_rewards(end, earned, mask, alone)[4:], earned[4:])

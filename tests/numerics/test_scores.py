@@ -64,6 +64,17 @@ def test_running_scale_is_one_until_there_are_two_scores():
     torch.testing.assert_close(scale.scale(torch.tensor([7.0])), torch.tensor([7.0]))
 
 
+def test_running_scale_is_one_until_two_scores_differ():
+    """Not the inverse of a round-off: the first answers may all be right."""
+    scale = RunningScoreScale()
+    scores = torch.full((7,), 0.1)  # whose float64 mean is rounded
+    scale.update(scores)
+    torch.testing.assert_close(scale.scale(scores), scores)
+    scale.update(torch.tensor([0.1, 1.1]))
+    # Eight times 0.1 and a 1.1: squares about the mean add up to 8 / 9, (8 / 9) / 8 = (1 / 3)^2.
+    assert scale.std == pytest.approx(1 / 3)
+
+
 def test_running_scale_leaves_out_invalid_scores_and_counts_other_learners():
     scale = RunningScoreScale()
     scores = torch.tensor([1.0, 100.0, 3.0])
