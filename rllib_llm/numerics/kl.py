@@ -87,7 +87,7 @@ class AdaptiveKLCoefficient:
     (Ziegler et al. 2019, section 2.2; defaults of its code: target 6 nats, horizon 10 000.)
 
     `target` in nats per sequence; `horizon` in samples: the coefficient changes by at most a
-    fifth in that many.
+    fifth in that many, and in one update, however many samples that has.
     """
 
     def __init__(self, init: float = 0.2, target: float = 6.0, horizon: float = 10_000.0):
@@ -114,7 +114,7 @@ class AdaptiveKLCoefficient:
                 "Skip the update of a batch with non-finite log-probs."
             )
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
-        self.value *= 1.0 + error * num_samples / self.horizon
+        self.value *= 1.0 + error * min(1.0, num_samples / self.horizon)
         return self.value
 
     def state_dict(self) -> dict[str, Any]:

@@ -139,6 +139,13 @@ def test_adaptive_coefficient_follows_a_scripted_kl():
     assert coefficient.update(0.0, 100) == pytest.approx(0.2019192)
 
 
+def test_adaptive_coefficient_stays_positive_however_large_the_batch():
+    coefficient = AdaptiveKLCoefficient(init=0.2, target=6.0, horizon=10.0)
+    # 64 samples are more than the horizon: down by a fifth, not by 0.2 * 64 / 10 of it.
+    assert coefficient.update(0.0, 64) == pytest.approx(0.16)
+    assert coefficient.update(60.0, 64) == pytest.approx(0.192)
+
+
 def test_adaptive_coefficient_goes_on_from_a_checkpoint():
     before = AdaptiveKLCoefficient()
     before.update(20.0, 512)
