@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from rllib_llm.config.checks import require
 from rllib_llm.config.setting import IN_ENV, Condition, Section, Settings, is_set, setting, when
+from rllib_llm.config.tabled_config import OWN_ENVS
 from rllib_llm.numerics.losses import POLICY_LOSSES, REDUCTIONS
 
 CRITIC = when("critic", "is not 'none'", lambda critic: critic != "none")
@@ -263,6 +265,14 @@ def check_loss(config: Any) -> None:
 
 def check_reference(config: Any) -> None:
     """Raises ValueError where the reference cannot be at the place that was chosen."""
+    is_ours = isinstance(config.env_config, Mapping) and str(config.env).startswith(OWN_ENVS)
+    named = config.env_config.get("reference") if is_ours else None
+    require(
+        named is None or config.reference_place == "environment" or not config.ref_kl_coeff,
+        "env_config.reference", named, f"None with the reference in the {config.reference_place}",
+        "the KL would be to the model that training starts from, and this one is not asked",
+        "Set reference_in='environment', or leave it out",
+    )  # fmt: skip
     require(
         config.reference_in != "policy" or config.lora is not None, "reference_in",
         config.reference_in, "'environment' or 'learner' without lora",

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 
+from rllib_llm.shared.errors import SettingError
 from tests.algorithms import tiny_runs
 
 
@@ -124,6 +125,23 @@ def test_other_combinations_are_refused():
         config = tiny_runs.ppo(minibatch_tokens=64)
         config.minibatch_size = 4
         config.validate()
+
+
+@pytest.mark.parametrize("settings, place", [
+    ({"place": "learner"}, "learner"), ({"lora": {}}, "policy"),
+])  # fmt: skip
+@pytest.mark.parametrize("reference", ["some.other_model", {"quantization": "int8"}])
+def test_a_reference_that_nobody_asks_is_refused(settings, place, reference):
+    """The learner's reference is the model that training starts from, whatever this one is."""
+    config = tiny_runs.grpo().reference(model=reference, place=settings.get("place"))
+    config.language_model(lora=settings.get("lora"))
+    with pytest.raises(SettingError, match=f"^env_config.reference=.* must be None .* {place}: "):
+        config.validate()
+    config.reference(place="environment").validate()
+    config.reference(place=None, kl_coeff=0.0).validate()  # then it is measured only
+    config.reference(kl_coeff=0.1)
+    config.env = "my_package:Env"  # whose `reference` may be anything
+    config.reference(place=settings.get("place")).validate()
 
 
 def test_yaml_names_are_the_attributes():
