@@ -19,11 +19,15 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from numbers import Integral
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -69,25 +73,76 @@ def check_lora(lora: Any) -> None:
         if key not in allowed:
             complain(unknown_key("lora", key, allowed, closest(str(key), called)))
     settings = {**DEFAULTS, **lora}
-    rules = {
-        "r": (settings["r"] in range(1, 2**16), "a whole number from 1 to 65535"),
-        "alpha": (_is_number(settings["alpha"]) and settings["alpha"] > 0, "above 0"),
-        "dropout": (_is_number(settings["dropout"]) and 0 <= settings["dropout"] < 1, "in [0, 1)"),
-        "target_modules": (bool(settings["target_modules"]), "'all-linear' or a list of names"),
-    }
-    for key, (holds, rule) in rules.items():
-        if not holds:
+    for key, (is_right, rule) in _RULES.items():
+        if key not in settings or (key in PASSED_ON and settings[key] is None):
+            continue
+        if not is_right(settings[key]):
+            default = f" to use {DEFAULTS[key]!r}" if key in DEFAULTS else ""
             raise SettingError(
                 name=f"lora.{key}",
                 value=settings[key],
                 rule=f"be {rule}",
                 reason="adapters add (alpha / r) times the product B A to a weight matrix",
-                remedy=f"Leave it out to use {DEFAULTS[key]!r}",
+                remedy=f"Leave it out{default}",
             )
 
 
+def _is_rank(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and 1 <= int(value) < 2**16
+
+
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_alpha(value: Any) -> bool:
+    return _is_number(value) and value > 0
+
+
+def _is_layer(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
+
+
+def _is_pattern(value: Any) -> bool:
+    """Whether it is a text that peft can match names with."""
+    try:
+        return isinstance(value, str) and bool(value.strip()) and bool(re.compile(value))
+    except re.error:
+        return False
+
+
+def _is_one_or_list(is_one: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    def check(value: Any) -> bool:
+        if not isinstance(value, list | tuple | set):
+            return is_one(value)
+        return bool(value) and all(map(is_one, value))
+
+    return check
+
+
+def _is_table(is_value: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    def check(value: Any) -> bool:
+        return isinstance(value, dict) and all(
+            _is_pattern(name) and is_value(one) for name, one in value.items()
+        )
+
+    return check
+
+
+_NAMES = "a name, a regular expression or a list of names"
+# Of each setting: what is right, in Python and in words.
+_RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType({
+    "r": (_is_rank, "a whole number from 1 to 65535"),
+    "alpha": (_is_alpha, "a finite number above 0"),
+    "dropout": (lambda value: _is_number(value) and 0 <= value < 1, "in [0, 1)"),
+    "target_modules": (_is_one_or_list(_is_pattern), f"'all-linear', {_NAMES}"),
+    "alpha_pattern": (_is_table(_is_alpha), "a mapping of names to finite numbers above 0"),
+    "exclude_modules": (_is_one_or_list(_is_pattern), _NAMES),
+    "layers_pattern": (_is_one_or_list(_is_pattern), _NAMES),
+    "layers_to_transform": (_is_one_or_list(_is_layer), "the number of a layer, or a list of them"),
+    "rank_pattern": (_is_table(_is_rank), "a mapping of names to whole numbers from 1 to 65535"),
+    "use_rslora": (lambda value: isinstance(value, bool), "True or False"),
+})  # fmt: skip
 
 
 def add_adapters(model: nn.Module, lora: dict[str, Any], *, seed: int = 0) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -299,12 +300,33 @@ def test_a_quantised_trunk_learns_and_merges_to_what_was_trained(quantization, t
         ({"rank": 4}, "lora: unknown key 'rank'. Did you mean 'r'"),
         ({"r": 0}, "lora.r=0 must be a whole number"),
         ({"dropout": 1.0}, "lora.dropout=1.0 must be in"),
+        ({"r": True}, "lora.r=True must be a whole number"),
+        ({"r": 8.0}, "lora.r=8.0 must be a whole number"),
+        ({"alpha": math.inf}, "lora.alpha=inf must be a finite number above 0"),
         ({"target_modules": []}, "lora.target_modules"),
+        ({"target_modules": 5}, "lora.target_modules=5 must be 'all-linear', a name"),
+        ({"target_modules": ["q_proj", 5]}, "lora.target_modules"),
+        ({"target_modules": "("}, r"lora.target_modules='\(' must be"),  # no regular expression
+        ({"exclude_modules": 5}, "lora.exclude_modules=5 must be a name"),
+        ({"layers_pattern": 5}, "lora.layers_pattern=5 must be a name"),
+        ({"layers_to_transform": "first"}, "lora.layers_to_transform='first' must be the number"),
+        ({"rank_pattern": {"q_proj": 0}}, "lora.rank_pattern=.* must be a mapping"),
+        ({"alpha_pattern": {"q_proj": -1}}, "lora.alpha_pattern=.* must be a mapping"),
+        ({"use_rslora": "no"}, "lora.use_rslora='no' must be True or False"),
     ],
 )
 def test_settings_that_are_none_are_refused(lora, words):
     with pytest.raises(ValueError, match=words):
         check_lora(lora)
+
+
+def test_settings_that_peft_knows_are_taken():
+    check_lora({
+        "r": 4, "alpha": 0.5, "target_modules": r".*layers\.\d+\.self_attn\.[qv]_proj",
+        "exclude_modules": ["lm_head"], "layers_pattern": None, "layers_to_transform": None,
+        "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 1.5}, "use_rslora": True,
+    })  # fmt: skip
+    check_lora({"target_modules": ("q_proj",), "layers_to_transform": [0, 1]})
 
 
 def test_a_wrong_setting_is_blamed_itself_not_the_layers():
