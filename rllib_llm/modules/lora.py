@@ -85,6 +85,23 @@ def check_lora(lora: Any) -> None:
                 reason="adapters add (alpha / r) times the product B A to a weight matrix",
                 remedy=f"Leave it out{default}",
             )
+    picks_layers = settings.get("layers_to_transform") is not None
+    if picks_layers and isinstance(settings["target_modules"], str):
+        raise SettingError(
+            name="lora.target_modules",
+            value=settings["target_modules"],
+            rule="be a list of names with lora.layers_to_transform",
+            reason="layers are picked by number among those of a name",
+            remedy="Write [q_proj, v_proj], say, or leave layers_to_transform out",
+        )
+    if settings.get("layers_pattern") is not None and not picks_layers:
+        raise SettingError(
+            name="lora.layers_pattern",
+            value=settings["layers_pattern"],
+            rule="come with lora.layers_to_transform",
+            reason="it says where the numbers of layers stand in their names",
+            remedy="Leave it out",
+        )
 
 
 def _is_rank(value: Any) -> bool:
@@ -162,25 +179,40 @@ def add_adapters(model: nn.Module, lora: dict[str, Any], *, seed: int = 0) -> No
     from peft import inject_adapter_in_model
 
     settings = peft_config(lora)
+    layers = {name.rpartition(".")[2] for name, module in model.named_modules()
+              if isinstance(module, (nn.Linear, Conv1D))}  # fmt: skip
     model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
             inject_adapter_in_model(settings, model, adapter_name=ADAPTER)
         except ValueError as error:
-            layers = {n.rpartition(".")[2] for n, m in model.named_modules()
-                      if isinstance(m, (nn.Linear, Conv1D))}  # fmt: skip
-            raise SettingError(
-                name="lora.target_modules",
-                value={**DEFAULTS, **lora}["target_modules"],  # peft's own is a set
-                rule="name layers of the model",
-                reason="adapters cannot be put there",
-                remedy=f"Linear layers of this model: {', '.join(sorted(layers))}",
-            ) from error
+            raise _no_such_layers({**DEFAULTS, **lora}["target_modules"], layers) from error
+    if unknown := _names_of_nothing(model):
+        raise _no_such_layers(unknown, layers)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     model.eval()
+
+
+def _names_of_nothing(model: Any) -> list[str]:
+    """The names in the adapters' target_modules that no layer of the model has."""
+    targets = model.peft_config[ADAPTER].target_modules
+    if isinstance(targets, str):
+        return []
+    layers = [f".{name}" for name, _ in model.named_modules()]
+    return sorted(t for t in targets or () if not any(name.endswith(f".{t}") for name in layers))
+
+
+def _no_such_layers(targets: Any, layers: set[str]) -> SettingError:
+    return SettingError(
+        name="lora.target_modules",
+        value=targets,
+        rule="name layers of the model",
+        reason="adapters cannot be put there",
+        remedy=f"Linear layers of this model: {', '.join(sorted(layers))}",
+    )
 
 
 def peft_config(lora: dict[str, Any]) -> Any:

@@ -312,6 +312,8 @@ def test_a_quantised_trunk_learns_and_merges_to_what_was_trained(quantization, t
         ({"layers_to_transform": "first"}, "lora.layers_to_transform='first' must be the number"),
         ({"rank_pattern": {"q_proj": 0}}, "lora.rank_pattern=.* must be a mapping"),
         ({"alpha_pattern": {"q_proj": -1}}, "lora.alpha_pattern=.* must be a mapping"),
+        ({"layers_to_transform": [0]}, "lora.target_modules='all-linear' must be a list of names"),
+        ({"layers_pattern": "layers"}, "lora.layers_pattern='layers' must come with"),
         ({"use_rslora": "no"}, "lora.use_rslora='no' must be True or False"),
     ],
 )
@@ -337,3 +339,7 @@ def test_a_wrong_setting_is_blamed_itself_not_the_layers():
 def test_layers_that_the_model_does_not_have_are_refused_with_those_that_it_has():
     with pytest.raises(SettingError, match="modules=.'q_prj'. must .* down_proj, .*, v_proj"):
         add_adapters(llama(), {"target_modules": ["q_prj"]})
+    with pytest.raises(
+        SettingError, match=r"target_modules=.'v_prj'. must .*: down_proj, .*, v_proj"
+    ):
+        add_adapters(llama(), {"target_modules": ["q_proj", "v_prj"]})
