@@ -237,6 +237,7 @@ class Lockstep(Schedule):
         super().begin(first, step)
         # Restored once more, too: turns that `fit` gave stand in the table.
         self._is_fitted = any((entry.turn or 0) > self._full for entry in self._table)
+        self._pull_forward()
 
     def version(self, entry: Entry) -> int | None:
         assert entry.turn is not None, "it was admitted in lockstep"
@@ -267,13 +268,13 @@ class Lockstep(Schedule):
 
     def admit_all(self) -> None:
         num_open = len(self._table) - sum(map(len, self._batches.values()))
-        if self._is_fitted:
-            self._pull_forward()
         self._admit(self._rules.capacity - num_open, self._full)
 
     def _pull_forward(self) -> None:
         """Moves groups admitted under other rules forward if their turn comes sooner because others
         were rejected."""
+        if not self._is_fitted:
+            return
         full = {p for positions in self._batches.values() for p in positions}
         for i, entry in enumerate(entry for entry in self._table if entry.position not in full):
             latest = self._full + max(0, i // self._rules.num_groups - self._rules.max_staleness)
@@ -290,6 +291,7 @@ class Lockstep(Schedule):
             if len(self._chosen) == self._rules.num_groups:
                 self._fill(self._full, self._chosen)
                 self._full, self._chosen = self._full + 1, []
+            self._pull_forward()
             if self._rules.num_parts is None or self._undecided == self._table.next:
                 self.admit_all()
 

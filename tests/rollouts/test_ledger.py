@@ -50,6 +50,20 @@ def test_with_filters_time_still_decides_nothing():
     assert flat == passing[: len(flat)]
 
 
+def test_a_synchronous_run_resumes_from_samplers_that_were_ahead():
+    """Group 4 was of the next batch; since group 1 is rejected, it is of this one. It waited for
+    weights that nobody was to make, and the run hung."""
+    ahead = ledger(max_staleness=1)
+    serve(ahead, ahead.lease("1", 1)[0])
+    made = ledger(max_staleness=0, num_parts=2)
+    made.set_state(ahead.state())
+    made.publish(PublishedWeights(0))
+    for _ in range(2):
+        for lease in made.lease("1", 8):
+            serve(made, lease, lambda position: "unjudged" if position == 1 else "")
+    assert [group.position for group in made.take(0).groups] == [0, 2, 3, 4]
+
+
 # --- free: admission, order, age -------------------------------------------------------------
 
 

@@ -24,8 +24,12 @@ from tests.rollouts.world import LIMIT, SECONDS_OF_AN_EVENT, World, WorldTime
 def any_rules(draw, schedules=("lockstep", "free")):
     schedule = draw(st.sampled_from(schedules))
     is_free = schedule == "free"
+    num_groups = draw(st.sampled_from([1, 2, 4, 6]))
+    if not is_free and draw(st.integers(0, 3)) == 0:
+        num_parts = draw(st.integers(1, 3))
+        return StreamRules(num_groups, max_staleness=0, num_parts=num_parts, timeout_s=LIMIT)
     return StreamRules(
-        num_groups=draw(st.sampled_from([1, 2, 4, 6])),
+        num_groups=num_groups,
         max_staleness=draw(st.integers(0, 3)),
         schedule=schedule,
         window=draw(st.sampled_from([1, 1, 4])) if is_free else 1,
