@@ -195,6 +195,8 @@ class LedgerActor:
 
     async def call(self, name: str, *args: Any) -> Any:
         """Makes one of `CALLS`, and wakes those who wait for its effect."""
+        if name == "give_back":
+            self._end_wait_of(args[0])  # one that died would be given what it held
         answer = self._journaled.call(name, *args)
         if name in _WAKE:
             self._changed.set()
@@ -222,9 +224,7 @@ class LedgerActor:
     ) -> list[Lease]:
         """See `Ledger.lease`; waits for work, for `wait_s` at most."""
         ledger = self._journaled.ledger
-        for idle in [each for each in self._idle if each.sampler == sampler]:  # of one that died
-            self._idle.remove(idle)
-            self._answer(idle, [])
+        self._end_wait_of(sampler)  # it was started again
         if self._is_closed:
             return []
         if ledger.leases.holds_more(sampler, holding):  # it was started again
@@ -238,6 +238,12 @@ class LedgerActor:
             return idle.answer.result()
         self._idle.remove(idle)
         return []
+
+    def _end_wait_of(self, sampler: str) -> None:
+        """Answers the requests of a sampler that wait with nothing."""
+        for idle in [each for each in self._idle if each.sampler == sampler]:
+            self._idle.remove(idle)
+            self._answer(idle, [])
 
     def _serve(self) -> None:
         """Gives what waits to samplers that wait."""

@@ -139,6 +139,23 @@ def test_a_sampler_that_died_while_it_waited_gets_no_work(tmp_path):
     assert first == other == [] and len(second) == 8
 
 
+def test_a_sampler_that_died_while_it_asked_for_more_is_not_given_what_it_held(tmp_path):
+    """The driver has heard of its death, and the ledger still holds its question: its two groups
+    waited until it was started again."""
+
+    async def die():
+        made = actor(tmp_path, num_groups=2, max_staleness=0, schedule="free")
+        await made.call("publish", PublishedWeights(0))
+        held = [lease.id for lease in await made.lease("1", 2, [], 0.0)]
+        first = asyncio.ensure_future(made.lease("1", 1, held, 60.0))
+        other = asyncio.ensure_future(made.lease("2", 2, [], 60.0))
+        await asyncio.sleep(0)
+        await made.call("give_back", "1")
+        return await first, [lease.position for lease in await other]
+
+    assert asyncio.run(die()) == ([], [0, 1])
+
+
 def test_those_who_wait_are_told_when_the_ledger_is_closed(tmp_path):
     async def close():
         made = actor(tmp_path)
