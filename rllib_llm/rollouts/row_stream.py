@@ -242,7 +242,7 @@ class RowStream:
         made = self._columns([group.ended[i] for i in range(self._n)])
         return UnjudgedBatch(
             group.request, weights.version, group.prompts, made, weights.version,
-            weights=weights.metrics(),
+            weights=weights.metrics(), masks_stale_prefix=self._masks_stale_prefix,
         )  # fmt: skip
 
     def partial(self) -> dict[int, dict[int, tuple[PartialCompletion, ...]]]:
@@ -262,12 +262,7 @@ class RowStream:
 
     def _columns(self, rows: list[PartialCompletion]) -> dict[str, torch.Tensor]:
         pad = self._sampler.policy.pad_token_id
-        made = pad_completions(rows, pad, with_versions=True).columns()
-        if self._masks_stale_prefix:
-            versions = made[columns.WEIGHTS_VERSION]
-            newest = versions.max(dim=1, keepdim=True).values
-            made[columns.LOSS_MASK] = made[columns.COMPLETION_MASK] & (versions == newest)
-        return made
+        return pad_completions(rows, pad, with_versions=True).columns()
 
     def close(self) -> None:
         """Frees the engine."""

@@ -148,7 +148,7 @@ class UnjudgedBatch:
 
     version: of the weights that made them. prompts: columns of the prompts. completions: columns,
     or conversations that are over. step: updates behind what was published for the request.
-    timings, weights: see `JudgedBatch`.
+    timings, weights: see `JudgedBatch`. masks_stale_prefix: see `RowStream`.
     """
 
     request: SampleRequest
@@ -158,6 +158,7 @@ class UnjudgedBatch:
     step: int
     timings: dict[str, float] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)
+    masks_stale_prefix: bool = False
 
 
 class SamplesAndJudges(Protocol):
@@ -298,12 +299,15 @@ class Sampler:
         made = {**generated.prompts, **generated.completions, **judged.columns}
         sampled = columns.sampled_mask(made)
         versions = torch.full_like(sampled, generated.version, dtype=torch.int32)
+        # Where the environment, or an engine, says which weights sampled what, that holds; an
+        # engine does not know what the environment says was not sampled.
+        versions = made.get(columns.WEIGHTS_VERSION, versions).where(sampled, NO_VERSION)
+        made[columns.WEIGHTS_VERSION] = versions
+        if generated.masks_stale_prefix:
+            newest = versions.max(dim=1, keepdim=True).values
+            made[columns.LOSS_MASK] = sampled & (versions == newest)
         return JudgedBatch(
-            # Where the environment, or an engine, says which weights sampled what, that holds.
-            columns={
-                columns.WEIGHTS_VERSION: versions.where(sampled, NO_VERSION),
-                **made,
-            },
+            columns=made,
             rewards=judged.rewards,
             components=judged.components,
             metrics=judged.metrics,

@@ -253,3 +253,43 @@ def test_only_tokens_of_the_newest_weights_are_learnt_from_where_that_is_asked_f
     (group,) = judged_groups(batch)
     assert group.num_tokens == int(mask.sum())
     assert group.num_lost == int(mask.sum() - held[columns.LOSS_MASK].sum()) > 0
+
+
+class TellsWhatWasSampled:
+    """An environment that says so of all but the second token of a completion."""
+
+    def __init__(self, env):
+        self._env = env
+
+    def __getattr__(self, name):
+        return getattr(self._env, name)
+
+    def step(self, completions):
+        *outcome, infos = self._env.step(completions)
+        sampled = completions[columns.COMPLETION_MASK].clone()
+        sampled[:, 1] = False
+        return (*outcome, infos | {columns.LOSS_MASK: sampled})
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_what_an_environment_says_was_not_sampled_is_no_rows_own(masks):
+    """It counts for no length and no group's tokens, as in a batch that was sampled at once; and
+    what it says does not make stale tokens count again."""
+    sampler = build_sampler(tiny.grpo(), worker_index=1).sampler
+    sampler.environment.env = TellsWhatWasSampled(sampler.environment.env)
+    made = stream(sampler, masks_stale_prefix=masks)
+    made.add(Lease(1, 4, 1, publication()))
+    for _ in range(3):
+        made.step()
+    made.load(publication(3), 3)
+    held = (batch := finish(made, sampler)[4]).columns
+    told = held[columns.COMPLETION_MASK].clone()
+    told[:, 1] = False
+    assert torch.equal(columns.written_mask(held), told)
+    assert (held[columns.WEIGHTS_VERSION][:, 1] == -1).all()
+    (group,) = judged_groups(batch)
+    assert group.num_tokens == int(told.sum())
+    long = told.sum(dim=1) > 2
+    assert long.any()
+    newest = told & (held[columns.WEIGHTS_VERSION] == 3)
+    assert torch.equal(held[columns.LOSS_MASK][long], (newest if masks else told)[long])
