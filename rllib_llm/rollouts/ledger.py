@@ -313,7 +313,7 @@ class Ledger:
             if len(entries) > 1 and not is_lockstep:
                 entry.unit = entry.position  # alone next time: nobody knows which of them fails
                 continue
-            entry.num_failures += 1
+            entry.num_failures += not failure.weights_lost  # which is no group's
             most = max(most, entry.num_failures)
             if self._has_failed(entry, failure):
                 self._outcomes.fail(entry, failure.kind)
@@ -333,7 +333,6 @@ class Ledger:
         return (
             self.rules.schedule == "free"
             and failure.may_pass
-            and not failure.weights_lost
             and entry.num_failures >= self.rules.max_failures
         )
 

@@ -91,7 +91,7 @@ class Rollouts:
         self._num_seen = 0  # rejected groups
         self._last_failure = ""  # that may pass
         self._num_failures: Counter[str] = Counter()  # of no group's, by sampler, since a batch
-        self._replaced: set[str] = set()  # publications that were lost, and made again
+        self._num_lost = 0  # publications, since a batch was asked for
         self._handed_out: list[int] = []  # groups of each batch of this update
         self._ages: list[float] = []  # of the groups of the last batch, updates
         self._wait_seconds = 0.0  # for the last batch
@@ -142,7 +142,7 @@ class Rollouts:
 
     def _next(self) -> JudgedBatch:
         start = said = time.monotonic()
-        num_judged = 0
+        num_judged = self._num_lost = 0
         self._workers.note_progress()
         while True:
             self._workers.work()
@@ -203,14 +203,9 @@ class Rollouts:
             self._require_may_pass(sampler, failure, num_failures)
 
     def _require_may_pass(self, sampler: str, failure: SampleFailure, num_failures: int) -> None:
-        if failure.weights_lost and num_failures < self._rules.max_failures:
-            if failure.lost_key not in self._replaced:  # else another sampler told of it before
-                again = self._publish_again(PublishedWeightsLostError(failure.error))
-                self._ledger.call("offer", again)
-                self._replaced |= {failure.lost_key} - {""}
-            return
         if failure.weights_lost:
-            raise PublishedWeightsLostError(failure.error)
+            self._replace_lost(PublishedWeightsLostError(failure.error), failure.lost_key)
+            return
         if failure.no_server:
             raise NoServerError(failure.error)
         is_lockstep = self._rules.schedule == "lockstep"
@@ -222,6 +217,21 @@ class Rollouts:
             raise kind(f"{failure.error}\n\nIn sampler {sampler}:\n{failure.traceback}")
         self._last_failure = f" The last failure: {failure.error}"
         logger.warning("Sampler %s failed and is asked again: %s", sampler, failure.error)
+
+    def _replace_lost(self, error: PublishedWeightsLostError, key: str) -> None:
+        """Publishes weights again that were lost, unless others have taken their place already.
+
+        Raises:
+            PublishedWeightsLostError: so many were lost, one after the other.
+        """
+        if key and all(key != kept.key for kept in self._kept.values()):
+            return
+        self._num_lost += 1
+        if self._num_lost >= self._rules.max_failures:
+            raise error
+        again = self._publish_again(error)
+        self._kept[again.version] = again
+        self._ledger.call("offer", again)
 
     def _ended(self, ending: Ending) -> SamplingError:
         counts = ", ".join(f"{count} {reason}" for reason, count in ending.counts.items())

@@ -7,11 +7,12 @@ import resource
 import pytest
 
 from rllib_llm.rollouts import ledger_actor as module
+from rllib_llm.rollouts.errors import PublishedWeightsLostError, SampleFailure
 from rllib_llm.rollouts.ledger_actor import JournaledLedger
 from rllib_llm.rollouts.schedule import StreamRules
 from rllib_llm.rollouts.source import Rollouts
 from rllib_llm.rollouts.workers import Workers
-from rllib_llm.weights.coordinator import PublishedWeights
+from rllib_llm.weights.coordinator import PublishedWeights, WeightsLostError
 from tests.rollouts.simulated import Clock, judged
 
 RULES = StreamRules(num_groups=2, max_staleness=1)
@@ -124,3 +125,58 @@ def test_weights_of_groups_are_kept_however_often_others_are_published_without_a
     (lease,) = ledger.call("lease", "1", 1, [])
     assert lease.weights.version == 0
     assert sorted(rollouts._kept) == [0, 5]  # and no others, whose memory that is
+
+
+def lost(weights):
+    return SampleFailure.from_exception(WeightsLostError("gone", weights.key))
+
+
+def source_of_weights(schedule):
+    """What publishes again, its ledger, and all that was published again."""
+    rules, again = StreamRules(num_groups=1, max_staleness=1, schedule=schedule), []
+
+    def publish_again(error):
+        again.append(PublishedWeights(0))
+        return again[-1]
+
+    ledger = JournaledLedger(rules)
+    rollouts = Rollouts(ledger, Workers(), rules, recorder=None, publish_again=publish_again)
+    rollouts.publish(PublishedWeights(0))
+    return rollouts, ledger, again
+
+
+@pytest.mark.parametrize("schedule", ["lockstep", "free"])
+def test_one_publication_that_is_lost_while_nobody_looks_costs_one(schedule):
+    """A sampler asks for the same group again and again while the learner learns: the third
+    failure ended the run, though the weights had been published again for the first."""
+    rollouts, ledger, again = source_of_weights(schedule)
+    for _ in range(5):
+        (lease,) = ledger.call("lease", "1", 1, [])
+        ledger.call("fail", lease.id, lost(lease.weights), [0])
+    rollouts._attend(ledger.call("report", 0))
+    assert len(again) == 1
+    (lease,) = ledger.call("lease", "1", 1, [])
+    assert lease.weights.key == again[0].key
+    # Nor is it the group's: one error that passes does not make it fail.
+    ledger.call("fail", lease.id, SampleFailure("OSError: no network", "", may_pass=True), [0])
+    assert ledger.ledger.account.failed_groups == 0
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+def test_weights_that_are_lost_whenever_they_are_published_end_the_run(by_row):
+    """Where rows are sampled one by one it went on for ever, without a word."""
+    rollouts, ledger, again = source_of_weights("free")
+
+    def lose():
+        (lease,) = ledger.call("lease", "1", 1, [])
+        if by_row:
+            ledger.call("give_back", "1", lost(lease.weights))
+        else:
+            ledger.call("fail", lease.id, lost(lease.weights), [0])
+        rollouts._attend(ledger.call("report", 0))
+
+    lose()
+    lose()
+    with pytest.raises(PublishedWeightsLostError, match="gone"):
+        lose()
+    assert len(again) == 2
