@@ -62,7 +62,7 @@ class JudgedBatch:
     messages: what was said in the process that made it.
     pad_token_id: what stands in prompts and completions where there is no token.
     num_replayed: rows at the end that were learnt from before.
-    cause: what was raised where no row could be judged.
+    cause: what was raised where no row could be judged; of joined batches, that of the first such.
     texts: {"prompt": [...], "completion": [...]} where they were decoded: when asked for, or for a
         reward function.
     """
@@ -190,11 +190,11 @@ def concatenate(batches: list[JudgedBatch]) -> JudgedBatch:
     if len(batches) == 1:
         return batches[0]
     pad = batches[0].pad_token_id
-    names = dict.fromkeys(name for b in batches for name in b.columns)
+    kinds = {name: column for b in batches for name, column in b.columns.items()}
     return JudgedBatch(
         columns={
-            name: _stack([_column(b, name) for b in batches], name, _filler(name, pad))
-            for name in names
+            name: _stack([_column(b, name, kind) for b in batches], name, _filler(name, pad))
+            for name, kind in kinds.items()
         },
         rewards=torch.cat([b.rewards for b in batches]),
         components=_concatenate_all(batches, "components"),
@@ -210,6 +210,7 @@ def concatenate(batches: list[JudgedBatch]) -> JudgedBatch:
         weights=_largest([b.weights for b in batches]),
         messages=[message for b in batches for message in b.messages],
         pad_token_id=pad,
+        cause=next((b.cause for b in batches if b.cause), ""),
     )
 
 
@@ -219,12 +220,16 @@ def _largest(told: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: max(each.get(name, 0.0) for each in told) for name in names}
 
 
-def _column(batch: JudgedBatch, name: str) -> Column:
-    """A column of a batch; a missing loss mask is all True."""
+def _column(batch: JudgedBatch, name: str, kind: Column) -> Column:
+    """A column of a batch, of one `kind` with those of others; a missing loss mask is all True, and
+    where nothing could be judged what the judge would have added is 0."""
     if name in batch.columns:
         return batch.columns[name]
     if name == columns.LOSS_MASK:
         return batch.columns[columns.COMPLETION_MASK]
+    if not bool(batch.columns[columns.VALID].any()):
+        like = batch.rewards if kind.ndim == 1 else batch.columns[columns.COMPLETION_MASK]
+        return torch.zeros_like(like, dtype=kind.dtype)
     raise ValueError(
         f"column={name!r} must be in all batches that are joined: nothing takes its place. Have "
         "the environment return it always, or never."

@@ -179,6 +179,26 @@ def test_a_column_that_nothing_takes_the_place_of_is_named():
         concatenate([batch([[1]], [[5]]), scored])
 
 
+def test_a_batch_that_could_not_be_judged_is_joined_with_one_that_was():
+    """An evaluation of two parts: the first lacks what the judge adds, which nobody learns from."""
+    lost, judged = batch([[1]], [[5, 6]], valid=[False]), batch([[1]], [[5]])
+    judged.columns[columns.REF_LOGPROBS] = torch.full((1, 1), -2.0)
+    for parts, expected in (
+        ([lost, judged], [[0, 0], [-2, 0]]), ([judged, lost], [[-2, 0], [0, 0]]),
+    ):  # fmt: skip
+        joined = concatenate(parts)
+        assert joined.columns[columns.REF_LOGPROBS].tolist() == expected
+        assert joined.columns[columns.REF_LOGPROBS].dtype == torch.float32
+
+
+def test_why_nothing_could_be_judged_is_known_of_joined_batches():
+    """An evaluation of two parts told of a score of 0 instead."""
+    parts = [batch([[1]], [[5]], valid=[False]) for _ in range(2)]
+    for part in parts:
+        part.cause = "KeyError: no judge"
+    assert concatenate(parts).cause == "KeyError: no judge"
+
+
 # --- groups as a ledger holds them ---------------------------------------------------------------
 
 LENGTHS = torch.tensor([3, 1, 2, 4, 2, 2])
