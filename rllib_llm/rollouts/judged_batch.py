@@ -124,7 +124,7 @@ class JudgedBatch:
         for name, column in self.components.items():
             means[f"{name}_rewards"] = _mean(column.nan_to_num(), valid & ~column.isnan())
         if columns.PROMPT_TRUNCATED in self.metrics:
-            means["truncated_share"] = float(self.metrics[columns.PROMPT_TRUNCATED].mean())
+            means["truncated_share"] = float(self.metrics[columns.PROMPT_TRUNCATED].nanmean())
         return means
 
     def mean_version(self) -> float:

@@ -191,6 +191,12 @@ def test_a_batch_that_could_not_be_judged_is_joined_with_one_that_was():
         assert joined.columns[columns.REF_LOGPROBS].dtype == torch.float32
 
 
+def test_the_share_of_truncated_prompts_is_of_rows_whose_judge_told_it():
+    lost, judged = batch([[1]], [[5]], valid=[False]), batch([[1], [2]], [[5], [6]])
+    judged.metrics = {columns.PROMPT_TRUNCATED: torch.tensor([1.0, 0.0])}
+    assert concatenate([lost, judged]).train_metrics()["truncated_share"] == 0.5
+
+
 def test_why_nothing_could_be_judged_is_known_of_joined_batches():
     """An evaluation of two parts told of a score of 0 instead."""
     parts = [batch([[1]], [[5]], valid=[False]) for _ in range(2)]
