@@ -59,15 +59,15 @@ def pass_metrics(
     valid = batch.columns[columns.VALID] & batch.rollouts.is_first
     column = batch.columns[columns.SCORES] if on is None else batch.components.get(on)
     if column is None or not bool(((column == 0) | (column == 1))[valid & ~column.isnan()].all()):
-        found = "there is none of this name" if column is None else "other numbers are among it"
-        what = "the score" if on is None else "this component of the reward"
+        found = "there is none of this name" if column is None else "it has other values, too"
+        what = "which is the score: " if on is None else ""
         raise SettingError(
             name="pass_on",
             value=on,
-            rule="say what has passed, by 1 or 0",
-            reason=f"{what} does not: {found}",
-            remedy=f"Name a component that is 0 or 1, if one of {sorted(batch.components)} is, or "
-            "leave pass_at out",
+            rule="be a component of the reward that is 0 or 1",
+            reason=f"{what}{found}",
+            remedy=f"Components: {', '.join(sorted(batch.components)) or 'none'}. Name one that is "
+            "0 or 1, or leave pass_at out",
         )
     right, groups, counts = column == 1, batch.columns[columns.GROUP], valid & ~column.isnan()
     found_rates = rates(right, groups, counts, ks)

@@ -246,7 +246,9 @@ def reward_drop(rows: Rows) -> str:
     known = [number(row.get("objective/scores")) for row in before]
     spread = 1.5 * statistics.median(abs(value - usual) for value in known if value is not None)
     counts = [number(row.get("episode")) or 0.0 for row in (before[-1], last)]
-    deviation = number(last.get("objective/scores_std")) or 0.0
+    # Of a rare reward a batch may have none, and then no deviation either.
+    deviations = number(last.get("objective/scores_std")), _usual(before, "objective/scores_std")
+    deviation = max(each or 0.0 for each in deviations)
     standard_error = deviation / math.sqrt(max(1.0, counts[1] - counts[0]))
     least = max(FELL * spread, FELL * standard_error, 1e-6 * max(1.0, abs(usual)))
     if usual - score <= least:
@@ -270,7 +272,7 @@ def reward_drop(rows: Rows) -> str:
     length_before = _usual(before, "train/output_length") or 0.0
     if not 1 / OTHER_LENGTH <= length / max(1.0, length_before) <= OTHER_LENGTH:
         causes.append(f"completions have {length:.3g} tokens ({length_before:.3g})")
-    why = "; ".join(causes) or "neither ends nor lengths differ, so look at the prompts"
+    why = "; ".join(causes) or "as many end, and they are as long as before, so look at the prompts"
     return (
         f"the reward of this batch fell from {usual:.3g}, the median before, to {score:.3g}: {why}."
     )

@@ -151,8 +151,8 @@ class Verification:
             lines.append(self._agreement())
         if self.missing:
             lines.append(
-                f"not to be asked: {self.num_stored - self.num_askable} completions; no checkpoint "
-                f"holds {_named(self.missing)}"
+                f"cannot be checked: {self.num_stored - self.num_askable} completions; no "
+                f"checkpoint holds {_named(self.missing)}"
             )
         unknown = sum(each.num_unknown for each in self.completions)
         if unknown:
@@ -165,7 +165,8 @@ class Verification:
         if not any(each.logprob_errors for each in self.completions):
             return same
         median, worst = map(_told_bits, self.bits())
-        return f"{same}; log-probs agree to {median} in the median, {worst} at worst"
+        known = "" if any(each.differences for each in self.completions) else ", which is round-off"
+        return f"{same}; log-probs agree to {median} in the median, {worst} at worst{known}"
 
 
 def verify(run: str | Path, num_samples: int = 16, seed: int = 0) -> list[Verification]:

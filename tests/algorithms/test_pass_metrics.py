@@ -32,9 +32,11 @@ def test_of_a_component():
     assert found["pass@1_low"] <= found["pass@1"] <= found["pass@1_high"]
 
 
-@pytest.mark.parametrize(("on", "found"), [(None, "other numbers"), ("x", "there is none")])
+@pytest.mark.parametrize(
+    ("on", "found"), [(None, "which is the score: it has other"), ("x", "there is none")]
+)
 def test_what_is_no_pass_is_refused(on, found):
-    with pytest.raises(ValueError, match=rf"pass_on={on!r} must say what has passed.*{found}"):
+    with pytest.raises(ValueError, match=rf"pass_on={on!r} must be a component .*{found}"):
         pass_metrics(batch(), [1], on)
 
 

@@ -87,7 +87,7 @@ def test_pass_at_k_of_several_completions_of_each_prompt(run_folder, tmp_path):
     unclear = CliRunner().invoke(app, [*arguments, "--duration", "48"])
     assert unclear.exit_code != 0 and "Traceback" not in unclear.output
     told = said(unclear.output)
-    assert "pass_on=None must say what has passed, by 1 or 0" in told
+    assert "pass_on=None must be a component of the reward that is 0 or 1" in told
 
 
 def test_a_server_that_does_not_answer_is_named_without_a_traceback(run_folder):

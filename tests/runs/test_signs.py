@@ -128,6 +128,9 @@ def test_a_drop_within_the_chance_of_a_batch_is_none():
     assert found(rows(**scores, objective__scores_std=[0.7] * 9)) == []
     told = found(rows(**scores, objective__scores_std=[0.4] * 9))
     assert told == [("reward drop", 9)]
+    # Of a rare reward: one in 16, whose deviation is 0.25, and then none, which deviates by 0.
+    rare = {"objective__scores": [1 / 16] * 8 + [0.0], "episode": scores["episode"]}
+    assert found(rows(**rare, objective__scores_std=[0.25] * 8 + [0.0])) == []
 
 
 def test_a_slow_iteration_that_had_no_cores_is_told():

@@ -70,7 +70,7 @@ def test_what_was_sampled_agrees_and_what_cannot_be_asked_is_said(run):
     text = str(found)
     assert "32 of 44 completions sampled anew from the weights of versions 0, 2" in text
     assert "32 of 32 completions agree token for token; log-probs agree to" in text
-    assert "not to be asked: 12 completions; no checkpoint holds version 1" in text
+    assert "cannot be checked: 12 completions; no checkpoint holds version 1" in text
 
 
 def test_a_changed_token_is_found(run):

@@ -316,7 +316,7 @@ def _repeats(name: str, keys: Sequence[str]) -> Iterator[Finding]:
     if repeated > MAX_REPEATED:
         yield Finding(
             "data.duplicates", "warning", f"{repeated:.0%} of the rows of {name} repeat another",
-            "they count several times as much, and hide in averages",
+            "each counts as often as it stands there, which averages do not show",
             "Remove them, unless you weigh rows by repeating them.",
         )  # fmt: skip
 
