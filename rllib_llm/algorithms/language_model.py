@@ -25,7 +25,7 @@ from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.policy.sample_batch import MultiAgentBatch, SampleBatch
 from ray.rllib.utils.metrics import ALL_MODULES, LEARNER_RESULTS
-from ray.tune import Trainable
+from ray.tune import PlacementGroupFactory, Trainable
 
 from rllib_llm.algorithms.language_model_config import (
     AUTO,
@@ -109,6 +109,19 @@ class LanguageModelAlgorithm(WholeCheckpoints):
             "it has the algorithm's settings", "Set it in the class",
         )  # fmt: skip
         return config_class(algo_class=cls)
+
+    @classmethod
+    def default_resource_request(cls, config: Any) -> PlacementGroupFactory:
+        """As RLlib's, but `num_cpus_for_main_process` decides alone where the learner is in the
+        main process and nobody set its CPUs: RLlib would take a whole one for it at least."""
+        request = super().default_resource_request(config)
+        settings = cls.get_default_config().update_from_dict(config)
+        cpus = settings.num_cpus_for_main_process
+        # 0 would leave a trial without any resource, which Tune cannot place.
+        if settings.num_learners or settings.num_cpus_per_learner != AUTO or not cpus:
+            return request
+        main, *others = request.bundles
+        return PlacementGroupFactory([{**main, "CPU": cpus}, *others], strategy=request.strategy)
 
     def __init__(self, config: Any = None, env: Any = None, **kwargs: Any):
         settings = self.get_default_config() if config is None else config

@@ -77,6 +77,27 @@ def test_every_bundle_of_a_trial_has_a_node(strategy, learners, nodes, message):
             check_nodes(reservation, nodes)
 
 
+@pytest.mark.parametrize("cpus, learners, expected", [
+    (None, {}, [1.0]),
+    (0.25, {}, [0.25]),
+    (0.5, {}, [0.5]),
+    (2, {}, [2.0]),
+    (0, {}, [1.0]),  # some resource has to be reserved
+    # What someone says of the learner counts as well: it is in the same process.
+    (0.5, {"num_cpus_per_learner": 0}, [0.5]),
+    (0.5, {"num_cpus_per_learner": 3}, [3.0]),
+    (0.5, {"num_learners": 1}, [0.5, 1.0]),
+])  # fmt: skip
+@pytest.mark.parametrize("as_mapping", [False, True])  # Tune gives a dict of a YAML file's settings
+def test_the_main_process_reserves_the_cpus_that_were_set(cpus, learners, expected, as_mapping):
+    config = tiny.grpo().learners(**learners)
+    if cpus is not None:
+        config.num_cpus_for_main_process = cpus
+    settings = config.to_dict() if as_mapping else config
+    request = GRPO.default_resource_request(settings)
+    assert [bundle["CPU"] for bundle in request.bundles] == expected
+
+
 def test_bundles_are_named_by_their_process():
     with_gpus = {"num_learners": 1, "num_gpus_per_learner": 1}
     assert reserved(**with_gpus).uses == (
