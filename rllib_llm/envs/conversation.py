@@ -38,6 +38,7 @@ from rllib_llm.envs.rlhf import (
 )
 from rllib_llm.envs.tools import TOOL_ERRORS, MCPServers, Toolbox
 from rllib_llm.modules.model_source import num_embeddings, num_positions
+from rllib_llm.shared.errors import UserError
 from rllib_llm.shared.openai_client import OpenAIClient, ServerError
 from rllib_llm.shared.remote import EventLoop
 
@@ -127,6 +128,39 @@ def proven_format(
     return chat_format, findings
 
 
+def first_messages(prompt: Any, system: str | None) -> Messages:
+    """The messages of a task's prompt, text or a chat, behind a system message."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return [{"role": "system", "content": system}, *messages] if system else messages
+
+
+def no_room(num_tokens: int, *, max_tokens: int | None, positions: int | None) -> UserError | None:
+    """The error of a first prompt that leaves no room for an answer; None where it leaves some.
+
+    Args:
+        num_tokens: of the prompt, with the system message and the tools' schemas.
+        max_tokens: of a whole conversation, where it was set.
+        positions: that the model reads, where that is known.
+    """
+    most = min((n for n in (max_tokens, positions) if n is not None), default=None)
+    if most is None or num_tokens < most:
+        return None
+    remedy = "Shorten the system message or the prompt, or give fewer tools"
+    if positions is None or num_tokens < positions:
+        limit = f"max_tokens={max_tokens}"
+        remedy += f", or raise max_tokens above {num_tokens}"
+        remedy += f" (the model reads {positions} tokens)" if positions is not None else ""
+    else:
+        limit = f"the {positions} tokens that the model reads"
+        remedy += ", or take a model with more positions"
+    return UserError(
+        name=f"the first prompt of {num_tokens} tokens",
+        rule=f"leave room for an answer within {limit}",
+        reason="the system message and the schemas of the tools are part of it",
+        remedy=remedy,
+    )
+
+
 class ConversationEnv:
     """Tasks out, conversations in, rewards back; each replica has one event loop.
 
@@ -175,7 +209,8 @@ class ConversationEnv:
         self.global_step, self.max_steps = 0, 0
         self.has_warned = False  # that a rollout failed
         model = self.settings["model"]
-        self.max_tokens = self.settings["max_tokens"] or (num_positions(model) if model else None)
+        self.num_positions = num_positions(model) if model else None
+        self.max_tokens = self.settings["max_tokens"] or self.num_positions
         vocab_size = num_embeddings(model) if model else len(self.tokenizer)
         token: spaces.Discrete = spaces.Discrete(int(vocab_size))
         self.single_observation_space = Repeated(token, int(self.max_tokens or 2**20))
@@ -212,10 +247,7 @@ class ConversationEnv:
 
     def first_messages(self, conversation: Conversation) -> Sequence[Message]:
         """The prompt of a task, behind the setting `system`."""
-        prompt = conversation.task["prompt"]
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        system = self.settings["system"]
-        return [{"role": "system", "content": system}, *messages] if system else messages
+        return first_messages(conversation.task["prompt"], self.settings["system"])
 
     def respond(self, conversation: Conversation) -> Response | Awaitable[Response]:
         """The environment's response to a turn without complete tool calls; by default it ends the

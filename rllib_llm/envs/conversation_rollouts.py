@@ -22,7 +22,7 @@ from rllib_llm.conversations.conversation import Conversation, Rollout, training
 from rllib_llm.conversations.tool_calls import ParsedReply, ToolCall
 from rllib_llm.engines.protocol import Ended
 from rllib_llm.envs.actions import Judgement
-from rllib_llm.envs.conversation import ConversationEnv, Response
+from rllib_llm.envs.conversation import ConversationEnv, Response, no_room
 from rllib_llm.envs.judges.reward_functions import RewardBatch, shown_message, transcripts
 from rllib_llm.envs.judges.rewards import Rewards, UnjudgedError
 from rllib_llm.envs.prompts import PromptRow
@@ -175,10 +175,9 @@ class _Player:
         if most is not None:
             room = min(room, most - len(token_ids))
         if room < 1 and not conversation.num_turns:
-            raise ValueError(
-                f"the first prompt of {len(token_ids)} tokens must leave room for an answer "
-                f"within max_tokens={most}: shorten it, or raise max_tokens."
-            )
+            error = no_room(len(token_ids), max_tokens=most, positions=self.env.num_positions)
+            assert error is not None, "no room was left"
+            raise error
         if room >= 1:
             start = time.perf_counter()
             turn = conversation.num_turns

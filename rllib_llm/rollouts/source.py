@@ -237,11 +237,14 @@ class Rollouts:
         counts = ", ".join(f"{count} {reason}" for reason, count in ending.counts.items())
         number = sum(ending.counts.values())
         if ending.kind == "unjudged":
-            cause = ending.cause or "none raised, None came for all completions"
+            # A cause says itself what to correct: the environment, or a reward function.
+            cause = ending.cause or (
+                "none raised, None came for all completions. Correct the reward function, or what "
+                "it depends on."
+            )
             return BrokenSamplerError(
                 f"groups in a row without a score={number} must be at most {ending.limit}: update "
-                f"{self._step} gets no full batch. Correct the reward function, or what it "
-                f"depends on. The last: {cause}"
+                f"{self._step} gets no full batch. The last: {cause}"
             )
         if ending.kind == "failed":
             return SamplingError(

@@ -165,7 +165,8 @@ def test_tokens_of_a_conversation_are_bounded(make):
     ].sum(1)
     assert int(exists.max()) <= 60
     with pytest.raises(
-        UnjudgedError, match="ValueError: the first prompt .* raise max_tokens. Correct the env"
+        UnjudgedError,
+        match="with the first prompt of 15 tokens .* raise max_tokens above 15. Correct the env",
     ):
         roll(make(Patient, max_tokens=5), "Yes.")
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rllib_llm.modules.model_source import TruncatedWeightsError, num_elements
+from rllib_llm.modules.model_source import TruncatedWeightsError, num_elements, num_positions
 from rllib_llm.runs.doctor.stage import Finding, Stage
 from rllib_llm.runs.metrics import describes, is_counter, is_reported, result_like
 from rllib_llm.shared.storage import read_json
+
+if TYPE_CHECKING:
+    from rllib_llm.conversations.chat_format import ChatFormat
 
 SAMPLE = "The sum of 12 and 30 is 42.\nIsn't it? (Yes, it is!)"
 
@@ -142,7 +146,8 @@ def turn_rules(stage: Stage, *, makes_tools: bool = True) -> Iterator[Finding]:
         ]
         if makes_tools or all(map(inspect.isfunction, tools)):
             toolbox, area = Toolbox(tools), "model"
-            proven_format(stage.env, policy_tokenizer(stage.env), toolbox)
+            chat_format, _ = proven_format(stage.env, policy_tokenizer(stage.env), toolbox)
+            yield from _first_prompts(stage, chat_format)
     except ValueError as error:
         yield from Finding.from_errors(error, area)
     except Exception as error:  # noqa: BLE001  (the user's class; told in its place)
@@ -151,6 +156,34 @@ def turn_rules(stage: Stage, *, makes_tools: bool = True) -> Iterator[Finding]:
             "tools are made to see whether the chat template writes them",
             "Look at its __init__, or make what it needs when it is called.",
         )  # fmt: skip
+
+
+def _first_prompts(stage: Stage, chat_format: ChatFormat) -> Iterator[Finding]:
+    """Conversations can begin: their first prompts leave room for an answer. Tools of MCP servers
+    are not asked for, so prompts may be longer."""
+    from rllib_llm.conversations.conversation import Conversation
+    from rllib_llm.envs.conversation import first_messages, no_room
+    from rllib_llm.runs.doctor.data_rules import NUM_ROWS, _source
+
+    if stage.prompts is None:
+        return
+    source = _source(stage, stage.prompts)
+    limits = {
+        "max_tokens": stage.env["max_tokens"],
+        "positions": num_positions(stage.config.pretrained_model),
+    }
+    num_rows = min(NUM_ROWS, len(source))
+    lengths = []
+    for row in source.rows(0, num_rows):
+        conversation = Conversation(chat_format)
+        conversation.append_messages(first_messages(row.prompt, stage.env["system"]))
+        lengths.append(len(conversation.token_ids))
+    if error := no_room(min(lengths), **limits):
+        yield Finding.from_error(error, "model")
+    elif error := no_room(max(lengths), **limits):
+        num = sum(no_room(length, **limits) is not None for length in lengths)
+        found = f"{num} of the first {num_rows} prompts are too long: {error.found}"
+        yield replace(Finding.from_error(error, "model"), severity="warning", found=found)
 
 
 def _adapters(stage: Stage) -> Iterator[Finding]:

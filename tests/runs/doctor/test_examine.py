@@ -372,6 +372,55 @@ def test_tools_and_chat_templates_are_looked_at_before_a_run(changes, told):
         before_a_run([conversations("rllib_llm/Conversation-v0", **given)])
 
 
+# The example model reads 128 tokens; its template writes 3 beside those of a user's words, and 2
+# beside those of a system message: one for each digit.
+@pytest.mark.parametrize(
+    ("changes", "found_", "remedy"),
+    [
+        ({"prompts": [{"prompt": "1" * 125}]},
+         "the first prompt of 128 tokens must leave room for an answer within the 128 tokens that "
+         "the model reads",
+         "or give fewer tools, or take a model with more positions."),
+        ({"prompts": [{"prompt": "1" * 124}]}, None, None),
+        ({"prompts": [{"prompt": "1+1="}], "system": "1" * 119},
+         "the first prompt of 128 tokens", "or take a model with more positions."),
+        ({"prompts": [{"prompt": "1+1="}], "system": "1" * 118}, None, None),
+        ({"prompts": [{"prompt": "1" * 17}], "max_tokens": 20},
+         "the first prompt of 20 tokens must leave room for an answer within max_tokens=20",
+         "or give fewer tools, or raise max_tokens above 20 (the model reads 128 tokens)."),
+        ({"prompts": [{"prompt": "1" * 16}], "max_tokens": 20}, None, None),
+        # More than the model reads is no remedy.
+        ({"prompts": [{"prompt": "1" * 125}], "max_tokens": 20}, "within the 128 tokens",
+         "or take a model with more positions."),
+    ],
+)  # fmt: skip
+def test_conversations_that_can_never_begin_are_told_before_a_run(changes, found_, remedy):
+    given = {"reward_functions": f"{HERE}.says_something", **changes}
+    experiment = conversations("rllib_llm/Conversation-v0", **given)
+    errors = [f for f in found(experiment) if f.severity == "error"]
+    if found_ is None:
+        assert errors == []
+        before_a_run([experiment])
+        return
+    (finding,) = errors
+    assert found_ in finding.sentence and finding.remedy.endswith(remedy)
+    with pytest.raises(UserError, match="leave room for an answer"):
+        before_a_run([experiment])
+
+
+def test_a_few_conversations_that_cannot_begin_stop_no_run():
+    prompts = [{"prompt": "1" * n} for n in (5, 130, 6, 125)]
+    given = {"prompts": prompts, "reward_functions": f"{HERE}.says_something"}
+    experiment = conversations("rllib_llm/Conversation-v0", **given)
+    (finding,) = [f for f in found(experiment) if "leave room" in f.rule]
+    assert finding.severity == "warning"
+    assert finding.found == (
+        "2 of the first 4 prompts are too long: the first prompt of 133 tokens"
+    )
+    with pytest.warns(UserWarning, match="2 of the first 4 prompts"):
+        before_a_run([experiment])
+
+
 def test_files_and_functions_that_are_not_there_are_told_together():
     experiment = grpo(env={"prompts": "nowhere.jsonl", "reward_functions": f"{HERE}.wrong"})
     ids = {finding.id for finding in found(experiment)}
