@@ -27,8 +27,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rllib_llm.shared.errors import UserError, nearest
-from rllib_llm.shared.storage import Place, UrlPath, is_url, local_copy, place, read_json
+from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.storage import (
+    Place,
+    UrlPath,
+    folder_like,
+    is_url,
+    local_copy,
+    place,
+    read_json,
+)
 
 # Where a checkpoint of ours holds the trained model, as an ordinary Hugging Face folder; the last
 # part is RLlib's DEFAULT_MODULE_ID.
@@ -256,11 +264,10 @@ def _damaged(folder: Path, rule: str, reason: str) -> CheckpointError:
 
 def _named_like(folder: Path) -> str:
     """Advice where a folder is not there: those beside it, if one has a similar name."""
-    beside = folder.parent.iterdir() if folder.parent.is_dir() else ()
-    close = nearest(folder.name, [path.name for path in beside], num=1, cutoff=0.5)
+    close = folder_like(folder, cutoff=0.5)
     if not close:
         return "`rllib train` prints the checkpoints and models it wrote."
-    return f"Did you mean {str(folder.with_name(close[0]))!r}?"
+    return f"Did you mean {close!r}?"
 
 
 def _crc32(path: Path) -> int:

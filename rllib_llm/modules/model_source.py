@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.errors import SettingError
-from rllib_llm.shared.storage import is_url, local_copy
+from rllib_llm.shared.storage import folder_like, is_url, local_copy
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,7 @@ ALLOWED = (
     "a local folder that holds config.json and weights, a hub id such as 'org/name', or a dotted "
     "path 'package.module.function' to a function returning (model, tokenizer)"
 )
+OFFLINE = "it is not in the local cache and HF_HUB_OFFLINE is set"
 NUM_ATTEMPTS = 3
 FIRST_DELAY_S = 1.0
 # The hub client has retries of its own; past this time further ones only keep the user waiting.
@@ -61,8 +62,9 @@ def source_kind(model: str | os.PathLike, *, name: str = "model") -> tuple[str, 
     `name` is the setting to blame in messages. A hub is not asked.
 
     Raises:
-        ModelSourceError: an empty or mistyped value, a file, a missing folder, or a folder
-            without config.json.
+        ModelSourceError: an empty or mistyped value, a file, a missing folder, a folder without
+            config.json, or, where the hub may not be asked, a hub id without an owner that is not
+            in the local cache.
     """
     if not isinstance(model, (str, os.PathLike)) or not os.fspath(model):
         reason = "it is empty" if model == "" else f"it is a {type(model).__name__}"
@@ -81,11 +83,32 @@ def source_kind(model: str | os.PathLike, *, name: str = "model") -> tuple[str, 
         raise ModelSourceError(
             model,
             f"there is no such folder (looked in {os.getcwd()!r})",
-            "Check the path"
+            did_you_mean_folder(value)
+            or "Check the path"
             + ("" if os.path.isabs(value) else "; write it absolute if the run starts elsewhere"),
             name=name,
         )
+    if hub_constants.HF_HUB_OFFLINE and is_plain_name(value) and not _is_cached(value):
+        raise ModelSourceError(model, *_nowhere(value, OFFLINE), name=name)
     return HUB, value
+
+
+def did_you_mean_folder(model: str) -> str:
+    """A question with the folder beside `model`, which is none, whose name is nearest; "" without
+    one. Not for what is in the local cache."""
+    close = "" if _is_cached(model) else folder_like(Path(model))
+    return f"Did you mean {close!r}?" if close else ""
+
+
+def is_plain_name(model: str) -> bool:
+    """Whether a hub id has no owner, as "gpt2" has none: it may be a folder's misspelt name."""
+    return "/" not in model
+
+
+def _is_cached(model: str) -> bool:
+    """Whether something of a hub id is in the local cache."""
+    folder = "--".join(["models", *model.split("/")])
+    return os.path.isdir(os.path.join(hub_constants.HF_HUB_CACHE, folder, "snapshots"))
 
 
 def _check_folder(folder: str, name: str) -> None:
@@ -179,18 +202,25 @@ def _explain(
             "Save model and tokenizer there again with save_pretrained",
         )
     if transient or offline:
-        how = "it is not in the local cache and HF_HUB_OFFLINE is set"
-        if transient:
-            how = f"the hub could not be reached (attempt {attempt}: {_first_line(error)})"
-        return (
-            f"there is no such folder (looked in {os.getcwd()!r}) and {how}",
-            f"Give a local folder (hf download {model} --local-dir FOLDER, on a machine with "
-            "network), or fill the cache there and set HF_HUB_OFFLINE=1",
-        )
+        how = f"the hub could not be reached (attempt {attempt}: {_first_line(error)})"
+        return _nowhere(model, how if transient else OFFLINE)
+    remedy = "Check the spelling; for private or gated models run hf auth login"
     return (
         f"there is no such folder (looked in {os.getcwd()!r}) and the hub answered: "
         f"{_first_line(error)}",
-        "Check the spelling; for private or gated models run hf auth login",
+        f"{did_you_mean_folder(model)} {remedy}".lstrip(),
+    )
+
+
+def _nowhere(model: str, why: str) -> tuple[str, str]:
+    """(reason, remedy) for a hub id that is neither a folder nor to be had from the hub."""
+    remedy = (
+        f"Give a local folder (hf download {model} --local-dir FOLDER, on a machine with "
+        "network), or fill the cache there and set HF_HUB_OFFLINE=1"
+    )
+    return (
+        f"there is no such folder (looked in {os.getcwd()!r}) and {why}",
+        f"{did_you_mean_folder(model)} {remedy}".lstrip(),
     )
 
 

@@ -21,6 +21,8 @@ from typing import Any
 import pyarrow.fs
 from pyarrow.fs import FileInfo, FileSelector, FileType, LocalFileSystem
 
+from rllib_llm.shared.errors import nearest
+
 CACHE = "RLLIB_LLM_CACHE"  # environment variable: the folder for local copies
 
 
@@ -31,6 +33,17 @@ class StorageError(ValueError):
 def is_url(place: object) -> bool:
     """Whether `place` is a URL and no path."""
     return isinstance(place, UrlPath) or "://" in str(place)
+
+
+def folder_like(path: Path, cutoff: float = 0.6) -> str:
+    """The folder beside `path`, which is not there, whose name is nearest to its; "" for none."""
+    try:
+        names = [other.name for other in path.parent.iterdir() if other.is_dir()]
+    except OSError:
+        return ""
+    close = nearest(path.name, names, num=1, cutoff=cutoff)
+    found = str(path.with_name(close[0])) if close else ""
+    return f"./{found}" if found and path.parent == Path() else found
 
 
 def open_storage(url: str) -> tuple[pyarrow.fs.FileSystem, str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants as hub_constants
 from transformers import BertConfig, BertForMaskedLM, GenerationConfig
 
 from rllib_llm.modules.model_source import ModelSourceError, load_with_retries, source_kind
@@ -281,12 +282,60 @@ def test_unknown_dtype(folder):
         load_causal_lm(folder, dtype="int8")
 
 
-def test_kinds_of_sources(folder):
+@pytest.fixture
+def asks_the_hub(monkeypatch, tmp_path):
+    monkeypatch.setattr(hub_constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", False)
+
+
+def test_kinds_of_sources(folder, asks_the_hub):
     assert source_kind(folder) == ("folder", folder)
     assert source_kind("org/name-1.5B") == ("hub", "org/name-1.5B")
     assert source_kind("gpt2") == ("hub", "gpt2")
     assert source_kind("a.b.c") == ("dotted", "a.b.c")
     assert source_kind("a.b:c") == ("dotted", "a.b:c")
+
+
+def test_a_plain_name_that_is_nowhere_is_refused_where_the_hub_may_not_be_asked(
+    asks_the_hub, monkeypatch, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    assert source_kind("tiny2") == ("hub", "tiny2")
+    monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        ModelSourceError, match=r"model='tiny2' must be .* not in the local cache .*\. Give a local"
+    ):
+        source_kind("tiny2")
+    (tmp_path / "tiny").mkdir()
+    with pytest.raises(
+        ModelSourceError, match=r"set\. Did you mean '\./tiny'\? Give a local folder"
+    ):
+        source_kind("tiny2")
+    (tmp_path / "cache" / "models--tiny2" / "snapshots").mkdir(parents=True)
+    assert source_kind("tiny2") == ("hub", "tiny2")
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("tinny/", "./tiny"), ("./tinny", "./tiny"), ("{here}/tinny", "{here}/tiny")],
+)
+def test_a_misspelt_folder_is_answered_with_the_one_beside_it(given, meant, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tinny.txt").touch()  # no folder
+    with pytest.raises(ModelSourceError) as error:
+        source_kind(given.format(here=tmp_path))
+    assert error.value.remedy == f"Did you mean '{meant.format(here=tmp_path)}'?"
+
+
+def test_a_failed_download_is_answered_with_the_folder_of_nearly_that_name(
+    asks_the_hub, monkeypatch, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()
+    for error in (ConnectionError("away"), ValueError("404")):
+        with pytest.raises(ModelSourceError, match=r"Did you mean '\./tiny'\? "):
+            load_with_retries(Flaky(*[error] * 3), "tiny2", "hub", first_delay_s=0, offline=False)
 
 
 # --- retries -------------------------------------------------------------------------------

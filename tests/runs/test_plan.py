@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import warnings
+
 import pytest
+from huggingface_hub import constants as hub_constants
 
 from rllib_llm.algorithms.places import Reservation
+from rllib_llm.runs.doctor.data_rules import check_sources
 from rllib_llm.runs.experiments import Experiment, with_stand_ins
 from rllib_llm.runs.plan import check_disk, check_experiments, check_resources
 from rllib_llm.runs.search_space import search_space
 from rllib_llm.runs.yaml_loader import load
-from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.errors import SettingWarning, UserError
 from tests.runs.tiny_trainables import COUNTER
 from tests.tiny_models import byte_tokenizer, llama, save
 
@@ -182,6 +186,20 @@ def test_what_is_not_there_is_told_before_anything_runs(changes: dict, message: 
     check_experiments([*earlier, *later])
     with pytest.raises(UserError, match=message):
         check_experiments([*earlier, reviews(**changes)])
+
+
+def test_a_hub_id_beside_a_folder_of_nearly_that_name_is_asked_about(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()
+    monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", False)
+    with pytest.warns(SettingWarning, match=r"model='tiny2' is no folder here.*mean '\./tiny'\?"):
+        check_sources({"model": "tiny2"}, "a.config")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_sources({"model": "gpt2"}, "a.config")
+    monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"^a\.config\.model='tiny2' must .*mean '\./tiny'\?"):
+        check_sources({"model": "tiny2"}, "a.config")
 
 
 def test_tokenizers_of_folders_are_checked_before_anything_runs(tmp_path):

@@ -18,7 +18,7 @@ from rllib_llm.data.rows import DataSourceError, Rows
 from rllib_llm.modules.model_source import num_positions
 from rllib_llm.runs.doctor.stage import MAX_ROWS, Finding, Stage, can_be_read, first_rows
 from rllib_llm.runs.experiments import StandIn
-from rllib_llm.shared.errors import all_complaints, complain, in_place, noted
+from rllib_llm.shared.errors import SettingWarning, all_complaints, complain, in_place, noted
 
 if TYPE_CHECKING:
     from rllib_llm.envs.prompts import PromptSource
@@ -218,7 +218,14 @@ def _chosen(
 
 
 def _check_model(given: Any, name: str, *, has_tokenizer: bool) -> None:
-    from rllib_llm.modules.model_source import DOTTED, FOLDER, source_kind
+    from rllib_llm.modules.model_source import (
+        DOTTED,
+        FOLDER,
+        HUB,
+        did_you_mean_folder,
+        is_plain_name,
+        source_kind,
+    )
     from rllib_llm.shared.dotted import import_dotted
 
     if isinstance(given, Mapping):
@@ -228,6 +235,12 @@ def _check_model(given: Any, name: str, *, has_tokenizer: bool) -> None:
     kind, value = source_kind(given, name=name)
     if kind == DOTTED:
         import_dotted(value, name=name)
+    if kind == HUB and is_plain_name(value) and (remedy := did_you_mean_folder(value)):
+        found = f"{name}={given!r} is no folder here"
+        warnings.warn(
+            SettingWarning("model.folder", found, "the hub will be asked for it", remedy),
+            stacklevel=2,
+        )
     if kind == FOLDER and has_tokenizer:
         _check_tokenizer(value, name)
 
