@@ -61,6 +61,8 @@ def import_dotted(path: str, *, name: str = "path") -> Any:
             rest = attributes.split(".")
         else:
             module_path, module, rest = _longest_module(path.split("."))
+    except SystemExit as error:
+        raise _exits(error, name, path) from error
     except Exception as error:
         raise DottedPathError(
             name=name,
@@ -81,6 +83,22 @@ def import_dotted(path: str, *, name: str = "path") -> Any:
             else _moved(path) or "Install it, or put its folder on PYTHONPATH",
         )
     return _walk(module, module_path, rest, path, name)
+
+
+def _exits(error: SystemExit, name: str, path: str) -> DottedPathError:
+    """The error for a module whose code ends the process, as that of a script may."""
+    frames = traceback.extract_tb(error.__traceback__)
+    # A module's own text, not what it calls, such as argparse.
+    line = next((frame for frame in reversed(frames) if frame.name == "<module>"), frames[-1])
+    file = os.path.basename(line.filename)
+    return DottedPathError(
+        name=name,
+        value=path,
+        rule="name a module that can be imported",
+        reason=f"{file} must not exit when it is imported, and line {line.lineno} does "
+        f"(SystemExit: {error})",
+        remedy="Put that under `if __name__ == '__main__':`",
+    )
 
 
 def _line(error: Exception) -> str:
@@ -164,10 +182,13 @@ def name_imports(modules: Sequence[str]) -> None:
 
     Raises:
         ModuleNotFoundError: saying which.
+        DottedPathError: the code of one exits.
     """
     for module in modules:
         try:
             importlib.import_module(module)
+        except SystemExit as error:
+            raise _exits(error, "--import", module) from error
         except ModuleNotFoundError as error:
             if error.name is None or not f"{module}.".startswith(f"{error.name}."):
                 raise

@@ -6,7 +6,13 @@ import sys
 
 import pytest
 
-from rllib_llm.shared.dotted import DottedPathError, import_dotted, looks_dotted
+from rllib_llm.shared.dotted import (
+    IMPORTS,
+    DottedPathError,
+    import_dotted,
+    looks_dotted,
+    name_imports,
+)
 
 
 def test_both_spellings_name_the_same_object():
@@ -82,6 +88,32 @@ def test_a_module_whose_code_fails_is_named_with_its_line(
         import_dotted(path, name="rewards")
     assert re.search(rf"^rewards='{path}' must .*{reason}", str(error.value))
     assert isinstance(error.value.__cause__, kind)
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("import sys\nsys.exit(3)\n", "3"),
+        ("\nraise SystemExit('no data')\n", "no data"),
+        ("import argparse\nargparse.ArgumentParser().parse_args(['--data'])\n", "2"),
+    ],
+)
+def test_a_module_that_exits_is_named_with_its_line(code, status, tmp_path, monkeypatch):
+    (tmp_path / "script.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv(IMPORTS, "")
+    importlib.invalidate_caches()
+    reason = (
+        "must name a module that can be imported: script.py must not exit when it is imported, and "
+        f"line 2 does (SystemExit: {status}). Put that under `if __name__ == '__main__':`."
+    )
+    for path in ("script.f", "script:f"):
+        with pytest.raises(DottedPathError) as error:
+            import_dotted(path, name="rewards")
+        assert str(error.value) == f"rewards='{path}' {reason}"
+    with pytest.raises(DottedPathError) as error:
+        name_imports(["script"])
+    assert str(error.value) == f"--import='script' {reason}"
 
 
 def test_only_importable_packages_look_dotted():

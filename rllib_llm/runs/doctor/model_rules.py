@@ -150,7 +150,7 @@ def turn_rules(stage: Stage, *, makes_tools: bool = True) -> Iterator[Finding]:
             yield from _first_prompts(stage, chat_format)
     except ValueError as error:
         yield from Finding.from_errors(error, area)
-    except Exception as error:  # noqa: BLE001  (the user's class; told in its place)
+    except (Exception, SystemExit) as error:  # noqa: BLE001  (the user's class; told in its place)
         yield Finding(
             "model.tools", "error", f"a tool raised {type(error).__name__}: {error}",
             "tools are made to see whether the chat template writes them",

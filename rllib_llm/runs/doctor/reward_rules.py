@@ -39,7 +39,7 @@ def reward_rules(stage: Stage) -> Iterator[Finding]:
         except ValueError as error:
             yield from Finding.from_errors(error, "rewards")
             continue
-        except Exception as error:  # noqa: BLE001  (the user's class; told in its place)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  (the user's class; told in its place)
             name = spec.get("function") if isinstance(spec, Mapping) else spec
             yield Finding(
                 "rewards.unmade", "error", f"{name} raised {type(error).__name__}: {error}",
@@ -53,7 +53,7 @@ def reward_rules(stage: Stage) -> Iterator[Finding]:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 answer = term.call(batch)
-        except Exception as error:  # noqa: BLE001  (the user's code; told in its place)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  (the user's code; told in its place)
             yield Finding(
                 "rewards.fails", "error", f"reward {term.name!r} failed with {raised(error)}",
                 "it is asked about any completion, the empty one too",

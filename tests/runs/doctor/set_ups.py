@@ -29,6 +29,10 @@ def raises(completions):
     raise RuntimeError("out of luck")
 
 
+def leaves(completions):
+    raise SystemExit(3)
+
+
 class Unmade:
     """A judge whose folder is not there."""
 

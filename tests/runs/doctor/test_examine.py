@@ -203,6 +203,13 @@ def test_a_reward_that_fails_on_every_row_is_told_with_its_reason():
     assert "the grader's model is not loaded" in text and "None" not in text
 
 
+def test_a_reward_function_that_exits_is_one_finding_among_others():
+    experiment = grpo(env={"reward_functions": [f"{HERE}.leaves", f"{HERE}.constant"]})
+    texts = {f.id: f.text() for f in found(experiment)}
+    assert "reward 'leaves' failed with SystemExit: 3, raised in set_" in texts["rewards.fails"]
+    assert "rewards.constant" in texts
+
+
 def test_a_reward_function_that_raises_is_told_with_its_line():
     experiment = grpo(env={"reward_functions": f"{HERE}.raises"})
     (text,) = [f.text() for f in found(experiment) if f.id == "rewards.fails"]
