@@ -7,7 +7,7 @@ are retired; those that YAML writes otherwise are translated.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from ray.rllib.algorithms import Algorithm
@@ -17,6 +17,7 @@ from rllib_llm.config.rllib import READ_ONLY, RENAMED, RETIRED
 from rllib_llm.config.sections import (
     defaults,
     known_names,
+    other_names,
     rllib_table,
     section_names,
     table,
@@ -32,12 +33,15 @@ FOR_LANGUAGE = ("prompts", "rewards", "sampling", "max_new_tokens", "num_complet
 
 
 def build_config(
-    algo_class: type[Algorithm], settings: Mapping[str, Any], where: str = "config"
+    algo_class: type[Algorithm],
+    settings: Mapping[str, Any],
+    where: str = "config",
+    beside: Collection[str] = (),
 ) -> AlgorithmConfig:
     """Return the algorithm's default config with `settings` applied, checked by `validate()`.
 
     `settings`: plain values, no search spaces; `where`: how an error names the place, e.g.
-    "ppo.config".
+    "ppo.config"; `beside`: names that an experiment has beside its config, not in it.
 
     Raises:
         ValueError: unknown key, -1, text where a number belongs, or what `validate()` refuses.
@@ -45,7 +49,7 @@ def build_config(
     config = algo_class.get_default_config()
     settings = flat_settings(config, settings)
     with noted():
-        check_keys(config, settings, where)
+        check_keys(config, settings, where, beside)
     config = config.update_from_dict(checked_values(config, settings, where))
     config.validate()
     return config
@@ -83,19 +87,27 @@ def flat_settings(config: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def check_keys(config: AlgorithmConfig, settings: Mapping[str, Any], where: str) -> None:
-    """Raise ValueError for the keys of `settings` that `config` does not have, all at once."""
+def check_keys(
+    config: AlgorithmConfig,
+    settings: Mapping[str, Any],
+    where: str,
+    beside: Collection[str] = (),
+) -> None:
+    """Raise ValueError for the keys of `settings` that `config` does not have, all at once;
+    `beside`: see `build_config`."""
     allowed = allowed_keys(config)
     unknown = [key for key in settings if key not in allowed]
     is_tabled = isinstance(config, TabledConfig)
     if unknown and is_tabled:
-        raise unknown_settings(type(config), unknown, where)
+        remedies = {key: _moved_out(config, key) for key in unknown if key in beside}
+        raise unknown_settings(type(config), unknown, where, remedies=remedies)
     if language := _of_language(unknown):  # others may be known to the algorithm that is meant
         found = f"{', '.join(map(repr, language))}: RLlib's own algorithm trains no language model"
         remedy, unknown = f"Write {LANGUAGE}", []
         complain(SettingError(found, name=language[0], remedy=remedy, where=where, unknown=True))
     for key in unknown:
-        complain(unknown_key(where, key, allowed, _hint(str(key), allowed)))
+        remedy = _moved_out(config, key) if key in beside else _hint(str(key), allowed)
+        complain(unknown_key(where, key, allowed, remedy))
     overrides = settings.get("evaluation_config")
     if isinstance(overrides, Mapping) and not is_tabled:  # those check their own
         check_keys(config, overrides, f"{where}.evaluation_config")
@@ -103,6 +115,13 @@ def check_keys(config: AlgorithmConfig, settings: Mapping[str, Any], where: str)
 
 def _of_language(keys: Iterable[str]) -> list[str]:
     return [key for key in keys if key in FOR_LANGUAGE]
+
+
+def _moved_out(config: AlgorithmConfig, key: str) -> str:
+    """The remedy for a name that an experiment has beside its config."""
+    others = other_names(type(config)) if isinstance(config, TabledConfig) else {}
+    or_else = f" Or did you mean {others[key].name!r}?" if key in others else ""
+    return f"{key} stands beside config:, not in it.{or_else}"
 
 
 def _hint(key: str, allowed: set[str]) -> str:

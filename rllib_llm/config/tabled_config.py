@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ray.rllib.algorithms.algorithm_config import (
@@ -67,13 +68,17 @@ class UnknownAttributeError(AttributeError):
 
 
 def unknown_settings(
-    config_class: ConfigClass, names: Iterable[str], where: str, section: str = ""
+    config_class: ConfigClass,
+    names: Iterable[str],
+    where: str,
+    section: str = "",
+    remedies: Mapping[str, str] = MappingProxyType({}),
 ) -> UnknownSettingError:
     """Return the error for all of `names`, given in `section`; `where`: how the message names the
-    place, e.g. "ppo.config"."""
+    place, e.g. "ppo.config"; `remedies`: those of some names, in place of `hint`'s."""
+    told = {name: remedies.get(name) or hint(config_class, str(name), section) for name in names}
     return together([
-        unknown_key(where, name, (), hint(config_class, str(name), section), UnknownSettingError)
-        for name in names
+        unknown_key(where, name, (), remedy, UnknownSettingError) for name, remedy in told.items()
     ])  # fmt: skip
 
 

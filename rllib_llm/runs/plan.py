@@ -17,7 +17,7 @@ from rllib_llm.config.sections import sections_of, table
 from rllib_llm.config.setting import IN_ENV
 from rllib_llm.config.tabled_config import TabledConfig
 from rllib_llm.runs.doctor.data_rules import check_data, check_sources, data_settings
-from rllib_llm.runs.experiments import Experiment, algorithm_class, model_of, with_stand_ins
+from rllib_llm.runs.experiments import KEYS, Experiment, algorithm_class, model_of, with_stand_ins
 from rllib_llm.runs.metrics import COUNTERS, USUAL_COUNTERS, describes, is_reported, result_like
 from rllib_llm.runs.search_space import examples, make_scheduler, make_searcher, search_space
 from rllib_llm.shared.errors import UserError, all_complaints, complain, noted, suggestion
@@ -113,7 +113,7 @@ def examine_experiment(experiment: Experiment) -> list[Reservation]:
     reserved: list[Reservation] = []
     read: set[str] = set()
     for settings in examples(search_space(experiment)):
-        config = build_config(algo_class, settings, f"{name}.config")
+        config = build_config(algo_class, settings, f"{name}.config", KEYS)
         with noted():
             check_env(config, algo_class)
         with noted():

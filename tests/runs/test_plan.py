@@ -188,6 +188,24 @@ def test_what_is_not_there_is_told_before_anything_runs(changes: dict, message: 
         check_experiments([*earlier, reviews(**changes)])
 
 
+@pytest.mark.parametrize(
+    ("run", "given", "remedy"),
+    [
+        ("GRPO", {"stop": {"training_iteration": 2}}, "stop stands beside config:, not in it."),
+        ("GRPO", {"pass_criteria": {}}, "pass_criteria stands beside config:, not in it."),
+        ("GRPO", {"num_samples": 2}, "num_samples stands beside config:, not in it. Or did you "
+         "mean 'num_completions'?"),
+        ("SFT", {"num_samples": 2}, "num_samples stands beside config:, not in it."),
+        ("PPO", {"scheduler": "asha"}, "scheduler stands beside config:, not in it."),
+    ],
+)  # fmt: skip
+def test_what_belongs_beside_config_is_answered_with_its_place(run, given, remedy):
+    with pytest.raises(UserError) as error:
+        check_experiments([Experiment("a", run, config=given)])
+    (name,) = given
+    assert f"a.config: unknown key {name!r}. {remedy}" in str(error.value).splitlines()
+
+
 def test_a_hub_id_beside_a_folder_of_nearly_that_name_is_asked_about(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny").mkdir()
