@@ -36,7 +36,7 @@ from rllib_llm.envs.rlhf import (
     reward_terms,
     with_defaults,
 )
-from rllib_llm.envs.tools import TOOL_ERRORS, MCPServers, Toolbox
+from rllib_llm.envs.tools import TOOL_ERRORS, MCPServers, Toolbox, tool_list
 from rllib_llm.modules.model_source import num_embeddings, num_positions
 from rllib_llm.shared.errors import UserError
 from rllib_llm.shared.openai_client import OpenAIClient, ServerError
@@ -220,7 +220,7 @@ class ConversationEnv:
 
     def tools(self) -> Sequence[Any]:
         """Tools of every conversation: functions, dotted paths, or objects as `toolbox.Tool`."""
-        return list(self.settings["tools"] or ())
+        return tool_list(self.settings["tools"])
 
     def tools_of(self, conversation: Conversation) -> Sequence[Callable[..., Any]]:
         """Functions that stand behind the tools of this conversation alone, where they have to know

@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 
 from rllib_llm.conversations.tool_calls import ToolCall, parse_reply
-from rllib_llm.envs.tools import PythonTool, SearchTool, Toolbox, ToolError
+from rllib_llm.envs.tools import PythonTool, SearchTool, Toolbox, ToolError, tool_list
 from rllib_llm.examples.calculator import calculator
 from rllib_llm.examples.lookup import Lookup, facts, sft_rows
 from rllib_llm.examples.lookup import build_model as build_lookup_model
@@ -256,6 +256,18 @@ def nameless(x: int, /, *more: int) -> int:
         more: of it.
     """
     return x
+
+
+@pytest.mark.parametrize(
+    "one", ["rllib_llm.examples.calculator.calculator", calculator, PythonTool()]
+)
+def test_one_tool_counts_as_a_list_of_one(one):
+    assert tool_list(one) == tool_list([one]) == [one]
+    assert Toolbox(tool_list(one)).tools.keys() < {"calculator", "python"}
+
+
+def test_no_tools_are_an_empty_list():
+    assert tool_list(None) == tool_list("") == tool_list(()) == []
 
 
 def test_functions_that_can_be_no_tools_are_refused():

@@ -369,6 +369,7 @@ def test_a_tool_that_cannot_be_made_here_is_told_by_the_doctor_and_stops_no_run(
     ("changes", "told"),
     [
         ({"tools": [f"{HERE}.ad"]}, "has no .ad.. Did you mean .add."),
+        ({"tools": f"{HERE}.ad"}, "has no .ad.. Did you mean .add."),
         ({"tools": [f"{HERE}.without_types"]}, "without_types"),
         ({"chat_template": "{{ messages[0].content }}"}, "Give a template"),
     ],
