@@ -54,6 +54,7 @@ class TrialRow:
         self.ear: TrialEar | None = None
         self.source: Path | None = None  # another trial's checkpoint, from which it continues
         self.has_place: bool | None = None  # whether the cluster gave it its CPUs; None: not known
+        self._placed_at = 0.0  # when that was heard
         self._watch = Watch()
         self.has_begun = False  # in this process: not so at the start of a resumed run
         self._begun_at = time.time()
@@ -74,9 +75,15 @@ class TrialRow:
             if self._last_time:
                 return ""
             why = {None: "waiting for its process", True: WAITS_FOR_IMPORTS, False: WAITS_FOR_CPUS}
+            silent = min(silent, time.monotonic() - self._placed_at)
             return f"{why[self.has_place]}, for {_clock(silent)}"
         text, since = activity
         return f"{text}, for {_clock(max(0.0, time.time() - since))}"
+
+    def place(self, has_place: bool | None) -> None:
+        """Note whether the cluster has given the trial its CPUs."""
+        if has_place != self.has_place:
+            self.has_place, self._placed_at = has_place, time.monotonic()
 
     def begin(self) -> None:
         """Note that the trial's process starts, so that earlier messages are outdated."""
@@ -190,7 +197,7 @@ class LiveTable(Callback):
         if ray.is_initialized() and any(row.state == "starting" for row in self._rows.values()):
             groups = placement_group_table().values()
             for trial_id, has_place in places(trials, groups).items():
-                self._rows[trial_id].has_place = has_place
+                self._rows[trial_id].place(has_place)
         self._hear()
         if self._live is not None or now - self._last_line <= WAITING_INTERVAL_S:
             return

@@ -4,12 +4,14 @@ import io
 import json
 import os
 import pickle
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 from pyarrow.fs import LocalFileSystem
 from rich.console import Console
 
+from rllib_llm.runs import live_table
 from rllib_llm.runs.live_table import SILENT_S, LiveTable, TrialRow, places
 from rllib_llm.shared.messages import Message, MessageLog
 
@@ -223,8 +225,24 @@ def test_what_a_trial_waits_for_is_told_where_the_cluster_says_it():
     row._started -= SILENT_S + 1
     for has_place, text in ((None, "waiting for its process"), (True, "its process imports"),
                             (False, "waiting for CPUs or GPUs, of which")):  # fmt: skip
-        row.has_place = has_place
+        row.place(has_place)
         assert row.waits_for().startswith(text)
+
+
+def test_what_a_trial_waits_for_has_a_time_of_its_own(monkeypatch):
+    """Complaint: it waited for CPUs for three minutes, and then imported for as long at once."""
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(
+        live_table, "time", SimpleNamespace(monotonic=lambda: clock.now, time=time.time)
+    )
+    row = TrialRow("a", {})
+    row.place(False)
+    clock.now += 90.0
+    row.place(False)
+    assert row.waits_for().endswith("has not enough free, for 1:30")
+    row.place(True)
+    clock.now += 5.0
+    assert row.waits_for() == "its process imports libraries, for 0:05"
 
 
 def test_what_a_process_before_this_one_did_is_past(tmp_path):
