@@ -131,6 +131,7 @@ GROUPS = (
         ("loss/reward_model", "nats per pair", "−log σ(chosen − rejected)"),
         ("loss/dpo", "nats per pair", "loss of the preference objective"),
         ("train/accuracy", "share", "pairs in the right order"),
+        ("train/kto_kl", "nats per completion", "reference point of the `kto` loss"),
         ("rewards/<name>", "nats", "implicit rewards: chosen, rejected, margins"),
         ("logps/<name>", "nats per completion", "log-probs of chosen and rejected answers"),
     ),
@@ -253,19 +254,77 @@ def describes(name: str) -> bool:
     return _pattern().fullmatch(name) is not None
 
 
-# What Tune adds to every result, and the registry leaves to it.
-TUNES_OWN = ("time_this_iter_s", "time_since_restore", "iterations_since_restore", "timestamp")
+# What Tune and RLlib add to every result, and the registry leaves to them.
+TUNES_OWN = (
+    "time_this_iter_s", "time_since_restore", "iterations_since_restore", "timestamp",
+    "num_training_step_calls_per_iteration",
+)  # fmt: skip
+# Groups that RLlib and Tune fill, or to which engines and transports of ours add names.
+OPEN_GROUPS = (
+    "perf", "config", "timers", "env_runner_group", "fault_tolerance", "throughput", "faults",
+    "env_runners", "evaluation", "learners",
+)  # fmt: skip
 
 
 def is_reported(name: str) -> bool:
-    """Whether trials report a result of this name: those of the registry, and Tune's own."""
-    return describes(name) or name in TUNES_OWN or name.startswith("perf/")
+    """Whether trials report a result of this name: those of the registry, Tune's and RLlib's."""
+    return describes(name) or name in TUNES_OWN or name.partition("/")[0] in OPEN_GROUPS
 
 
-def result_like(name: str) -> str:
-    """A sentence with the results whose names are nearest to `name`."""
+SAMPLING = frozenset({"GRPO", "RLOO", "ReinforcePP", "PPOPtx"})
+SUPERVISED = frozenset({"SFT", "RewardModel", "DPO"})
+# Patterns of results that only some of our algorithms report. The first match counts.
+REPORTED_BY: tuple[tuple[str, frozenset[str]], ...] = (
+    ("loss/ptx_avg", frozenset({"PPOPtx"})),
+    (r"loss/(policy|value|ref_kl)_avg", SAMPLING),
+    (r"reward|kl|length|entropy|(objective|policy|val|sampler|env)/.+", SAMPLING),
+    (r"(weights|rollouts|replay|rollout_store|off_policy)/.+", SAMPLING),
+    (r"train/(.+_)?rewards|train/(num_invalid|zero_variance_groups|staleness)", SAMPLING),
+    ("train/output_length", SAMPLING | {"Generate"}),
+    ("epoch", SUPERVISED),
+    ("sft_loss|loss/sft", frozenset({"SFT"})),
+    ("rm_loss|loss/reward_model", frozenset({"RewardModel"})),
+    ("dpo_loss|loss/dpo|(rewards|logps)/.+|train/kto_kl", frozenset({"DPO"})),
+    ("(held_out_)?accuracy|(train|eval)/accuracy", frozenset({"RewardModel", "DPO"})),
+    (r"held_out_reward|eval/scores(_std)?", SAMPLING),
+    ("held_out_loss|eval/loss", SUPERVISED),
+    (r"(eval|evaluation)/.+", SAMPLING | SUPERVISED),
+)
+# A result by which trials of an algorithm may be compared.
+TYPICAL = {
+    **dict.fromkeys(SAMPLING, "objective/scores"),
+    "SFT": "loss/sft",
+    "RewardModel": "train/accuracy",
+    "DPO": "train/accuracy",
+    "Generate": "episode",
+}
+
+
+def reporters(name: str) -> frozenset[str] | None:
+    """Those of our algorithms that report a result of this name; None where any may."""
+    return next((algos for form, algos in REPORTED_BY if re.fullmatch(form, name)), None)
+
+
+def is_held_out(name: str) -> bool:
+    """Whether a result of this name comes from evaluations."""
+    return name.startswith(("eval/", "evaluation/", "held_out_"))
+
+
+def may_report(run: str, name: str) -> bool:
+    """Whether trials of our algorithm `run` may report a result of the registry.
+
+    An environment may have a held-out metric of any name, such as `eval/accuracy`.
+    """
+    algos = reporters(name)
+    return algos is None or run in algos or (run in SAMPLING and is_held_out(name))
+
+
+def result_like(name: str, run: str = "") -> str:
+    """A sentence with the results whose names are nearest to `name`; with `run`, those of one of
+    our algorithms."""
     rows = (row.name for group in GROUPS for row in group.rows)
-    return suggestion(name, [known for known in rows if "<" not in known])
+    known = [row for row in rows if "<" not in row and (not run or may_report(run, row))]
+    return suggestion(name, known)
 
 
 @functools.cache

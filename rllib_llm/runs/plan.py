@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,17 @@ from rllib_llm.config.setting import IN_ENV
 from rllib_llm.config.tabled_config import TabledConfig
 from rllib_llm.runs.doctor.data_rules import check_data, check_sources, data_settings
 from rllib_llm.runs.experiments import KEYS, Experiment, algorithm_class, model_of, with_stand_ins
-from rllib_llm.runs.metrics import COUNTERS, USUAL_COUNTERS, describes, is_reported, result_like
+from rllib_llm.runs.metrics import (
+    COUNTERS,
+    TYPICAL,
+    USUAL_COUNTERS,
+    describes,
+    is_held_out,
+    is_reported,
+    may_report,
+    reporters,
+    result_like,
+)
 from rllib_llm.runs.search_space import examples, make_scheduler, make_searcher, search_space
 from rllib_llm.shared.errors import UserError, all_complaints, complain, noted, suggestion
 from rllib_llm.shared.storage import Place
@@ -109,7 +119,7 @@ def examine_experiment(experiment: Experiment) -> list[Reservation]:
     _check_counters(experiment)
     if ours:
         _check_stop(experiment)
-        _check_metric(experiment)
+        _check_names(experiment)
     reserved: list[Reservation] = []
     read: set[str] = set()
     for settings in examples(search_space(experiment)):
@@ -151,9 +161,9 @@ def _check_counters(experiment: Experiment) -> None:
 
 def _check_stop(experiment: Experiment) -> None:
     """Tune refuses a result that is not there only after an iteration, and waits for ever for one
-    that RLlib reports as 0. An algorithm of the user's own may report more than we know."""
+    that RLlib reports as 0. Code of the user's own may report more than we know."""
     for key in experiment.stop:
-        known = describes(key) or experiment.run not in ALGORITHMS
+        known = describes(key) or _may_report_more(experiment)
         meant = USUAL_COUNTERS if known else COUNTERS
         near = difflib.get_close_matches(key, meant, n=1, cutoff=0.85)
         if key not in COUNTERS and (near or not known):
@@ -165,29 +175,99 @@ def _check_stop(experiment: Experiment) -> None:
                     f"{experiment.name}.stop: unknown result {key!r}: no trial reports it. {hint}"
                 )
             )
+        else:
+            _check_reported(experiment, "stop", key, "no trial would end by it")
 
 
-def _check_metric(experiment: Experiment) -> None:
-    """Tune refuses a metric that no trial reports only after an iteration. Callbacks and algorithms
-    of the user's own may report more than we know: a name is refused where it resembles one."""
-    metric = experiment.metric
-    if metric is None or experiment.run not in ALGORITHMS or is_reported(metric):
+def _check_names(experiment: Experiment) -> None:
+    """Tune refuses a metric that no trial reports only after an iteration, and a pass criterion
+    that none reports is found missed only at the end."""
+    for where, key, reason in _compared(experiment):
+        if is_reported(key):
+            _check_reported(experiment, where, key, reason)
+        elif not _may_report_more(experiment):
+            remedy = result_like(key, experiment.run)
+            if not remedy.startswith("Did you mean"):
+                remedy = _such_as(experiment.run)
+            complain(
+                UserError(
+                    name=f"{experiment.name}.{where}",
+                    value=key,
+                    rule=f"be a result of {experiment.run}",
+                    reason=f"{reason}, and no trial reports it",
+                    remedy=remedy,
+                )
+            )
+    for key in experiment.pass_criteria:
+        if is_reported(key):
+            _check_reported(experiment, "pass_criteria", key, "it could never be met")
+
+
+def _compared(experiment: Experiment) -> Iterator[tuple[str, str, str]]:
+    """Settings that name the result by which trials or checkpoints are compared, each with that
+    name and its use."""
+    if experiment.metric is not None:
+        yield "metric", experiment.metric, "trials are compared by it"
+    for where in ("scheduler_config", "search_config"):
+        if isinstance(key := getattr(experiment, where).get("metric"), str):
+            yield f"{where}.metric", key, "trials are compared by it"
+    score = "checkpoint_score_attribute"
+    if isinstance(key := experiment.checkpoint_config.get(score), str):
+        yield f"checkpoint_config.{score}", key, "checkpoints are kept by it"
+
+
+def _check_reported(experiment: Experiment, where: str, key: str, reason: str) -> None:
+    """Complain of a known result that this algorithm, with these settings, never reports."""
+    run = experiment.run
+    if _may_report_more(experiment):
         return
-    remedy = result_like(metric)
-    if remedy.startswith("Did you mean") and not _has_callbacks(experiment):
+    name = f"{experiment.name}.{where}"
+    if not may_report(run, key):
+        others = " and ".join(sorted(reporters(key) or ()))
         complain(
             UserError(
-                name=f"{experiment.name}.metric",
-                value=metric,
-                rule="be a result of the trials",
-                reason="they are compared by it, and none reports it",
-                remedy=remedy,
+                name=name,
+                value=key,
+                rule=f"be a result of {run}",
+                reason=f"{reason}, and of our algorithms only {others} report it",
+                remedy=_such_as(run),
+            )
+        )
+    elif is_held_out(key) and not _may_evaluate(experiment):
+        complain(
+            UserError(
+                name=name,
+                value=key,
+                rule="come with an evaluation_interval",
+                reason=f"{reason}, and without one nothing is evaluated",
+                remedy=f"Set evaluation_interval: 10, or name another result, such as "
+                f"{TYPICAL[run]!r}",
             )
         )
 
 
-def _has_callbacks(experiment: Experiment) -> bool:
-    return any(str(key).startswith("callbacks") for key in experiment.config)
+def _such_as(run: str) -> str:
+    return f"Name one that {run} reports, such as {TYPICAL[run]!r}"
+
+
+def _may_evaluate(experiment: Experiment) -> bool:
+    """Whether trials may have an evaluation: a search space may give them one."""
+    default = algorithm_class(experiment.run, experiment.name).get_default_config()
+    usual = getattr(default, "evaluation_interval", None)
+    return bool(search_space(experiment).get("evaluation_interval", usual))
+
+
+# Settings that name code which may report results of any name.
+OWN_CODE = (
+    "callbacks", "learner_class", "_learner_class", "env_runner_cls", "custom_evaluation_function",
+)  # fmt: skip
+
+
+def _may_report_more(experiment: Experiment) -> bool:
+    """Whether code of the user's own may report results that we do not know."""
+    if experiment.run not in ALGORITHMS:
+        return True
+    return any(str(key).startswith(OWN_CODE) for key in search_space(experiment))
 
 
 def checkpoint_settings(experiment: Experiment) -> Any:

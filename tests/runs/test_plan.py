@@ -250,15 +250,129 @@ def test_ends_and_checkpoints_that_cannot_be_are_refused(settings: dict, message
         check_experiments([Experiment("sft", "SFT", config=config, **settings)])
 
 
-@pytest.mark.parametrize("metric", ["time_this_iter_s", "perf/ram_util_percent", "my/own"])
+OWN_CODE = {"callbacks_on_train_result": "tests.runs.test_plan.counter"}
+
+
+def sums(run: str = "GRPO", config: dict | None = None, **settings) -> Experiment:
+    """An experiment on sums, or of one of the supervised algorithms."""
+    is_supervised = run in ("SFT", "DPO", "RewardModel")
+    data = ["text"] if run == "SFT" else [{"prompt": "1+1=", "chosen": "2", "rejected": "3"}]
+    given = {"model": "rllib_llm.examples.arithmetic.build_model"}
+    given |= {"data": data, "eval_data": data} if is_supervised else {"max_new_tokens": 4}
+    env = None if is_supervised else "rllib_llm/Arithmetic-v0"
+    return Experiment("a", run, env, {**given, **(config or {})}, **settings)
+
+
+def places(key: str) -> dict[str, dict]:
+    """The settings that name a result, each with `key`."""
+    return {
+        "metric": {
+            "metric": key, "mode": "max", "scheduler": "asha", "stop": {"training_iteration": 2}
+        },
+        "scheduler_config.metric": {
+            "scheduler": "asha", "scheduler_config": {"metric": key, "mode": "max"}
+        },
+        "checkpoint_config.checkpoint_score_attribute": {
+            "checkpoint_config": {"checkpoint_score_attribute": key}
+        },
+        "stop": {"stop": {key: 0.9}},
+        "pass_criteria": {"pass_criteria": {key: 0.9}},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("place", places(""))
+@pytest.mark.parametrize(
+    ("run", "key"),
+    [
+        ("GRPO", "accuracy"),  # of pairs
+        ("GRPO", "train/accuracy"),
+        ("PPOPtx", "sft_loss"),
+        ("RLOO", "loss/ptx_avg"),
+        ("SFT", "reward"),
+        ("SFT", "held_out_reward"),
+        ("SFT", "accuracy"),
+        ("RewardModel", "loss/dpo"),
+        ("DPO", "objective/scores"),
+    ],
+)
+def test_results_of_other_algorithms_are_refused(place: str, run: str, key: str):
+    experiment = sums(run, {"evaluation_interval": None}, **places(key)[place])
+    with pytest.raises(UserError, match=rf"^a\.{place}='{key}' must be a result of {run}: "):
+        check_experiments([experiment])
+    check_experiments([experiment.replace(config=experiment.config | OWN_CODE)])
+
+
+@pytest.mark.parametrize("place", places(""))
+@pytest.mark.parametrize(
+    ("run", "key"),
+    [
+        ("GRPO", "held_out_reward"),
+        ("GRPO", "eval/scores"),
+        ("GRPO", "eval/other_sums/scores"),
+        ("DPO", "held_out_accuracy"),
+    ],
+)
+def test_held_out_results_need_an_evaluation(place: str, run: str, key: str):
+    experiment = sums(run, **places(key)[place])
+    rule = rf"^a\.{place}='{key}' must come with an evaluation_interval: .*Set evaluation_interval"
+    with pytest.raises(UserError, match=rule):
+        check_experiments([experiment])
+    for interval in (1, {"grid_search": [1, None]}, {"choice": [1, 2]}):
+        evaluated = experiment.config | {"evaluation_interval": interval}
+        check_experiments([experiment.replace(config=evaluated)])
+    in_section = experiment.config | {"evaluation": {"evaluation_interval": 1}}
+    check_experiments([experiment.replace(config=in_section)])
+
+
+@pytest.mark.parametrize(
+    "place", ["metric", "scheduler_config.metric", "checkpoint_config.checkpoint_score_attribute"]
+)
+def test_trials_are_not_compared_by_a_result_that_nobody_reports(place: str):
+    with pytest.raises(
+        UserError, match=rf"a\.{place}='foo' must be a result of GRPO: .*'objective"
+    ):
+        check_experiments([sums(**places("foo")[place])])
+    check_experiments([sums(config=OWN_CODE, **places("foo")[place])])
+
+
+@pytest.mark.parametrize("place", places(""))
+@pytest.mark.parametrize(
+    ("run", "key"),
+    [
+        ("GRPO", "env_runners/episode_return_mean"),
+        ("GRPO", "learners/default_policy/loss/policy_avg"),
+        ("GRPO", "env/whatever"),
+        ("GRPO", "train/correct_rewards"),
+        ("GRPO", "eval/correct_rewards"),
+        ("GRPO", "eval/other_sums/scores"),
+        ("GRPO", "eval/accuracy"),  # an environment may have such a metric
+        ("GRPO", "reward"),
+        ("SFT", "held_out_loss"),
+        ("SFT", "learners/__all_modules__/num_trainable_parameters"),
+        ("RewardModel", "eval/accuracy"),
+        ("DPO", "rewards/margins"),
+        ("DPO", "train/kto_kl"),
+    ],
+)
+def test_results_that_may_be_reported_are_taken(place: str, run: str, key: str):
+    check_experiments([sums(run, {"evaluation_interval": 1}, **places(key)[place])])
+
+
+@pytest.mark.parametrize("metric", ["time_this_iter_s", "perf/ram_util_percent", "timers/a"])
 def test_metrics_of_tune_and_of_one_s_own_callbacks_are_taken(metric):
     config = {"model": "rllib_llm.examples.reviews_model.build_model", "data": ["text"]}
     check_experiments([Experiment("sft", "SFT", config=config, metric=metric, mode="max")])
     near = Experiment("sft", "SFT", config=config, metric="trainin_iteration", mode="max")
     with pytest.raises(UserError, match=r"must be a result.*Did you mean 'training_iteration'"):
         check_experiments([near])
-    own = {**config, "callbacks_on_train_result": "tests.runs.test_plan.counter"}
-    check_experiments([near.replace(config=own)])
+    check_experiments([near.replace(config=config | OWN_CODE)])
+    check_experiments([near.replace(config=config | OWN_CODE, metric="my/own")])
+
+
+def test_own_code_may_report_what_ends_a_trial():
+    with pytest.raises(UserError, match="unknown result 'my_own'"):
+        check_experiments([sums(stop={"my_own": 1})])
+    check_experiments([sums(config=OWN_CODE, stop={"my_own": 1})])
 
 
 def test_sections_of_a_file_become_the_algorithm_s_settings():

@@ -41,7 +41,8 @@ AREAS = {
     **dict.fromkeys(("reward_functions", "rewards"), "rewards"),
     **dict.fromkeys(
         ("run", "restore", "scheduler", "scheduler_config", "search_alg", "search_config",
-         "metric", "num_to_keep", "checkpoint_at_end", "storage_path"), "experiment",
+         "metric", "num_to_keep", "checkpoint_at_end", "checkpoint_score_attribute", "stop",
+         "pass_criteria", "storage_path"), "experiment",
     ),
 }  # fmt: skip
 

@@ -8,9 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rllib_llm.algorithms.registry import ALGORITHMS
 from rllib_llm.modules.model_source import TruncatedWeightsError, num_elements, num_positions
 from rllib_llm.runs.doctor.stage import Finding, Stage
-from rllib_llm.runs.metrics import describes, is_counter, is_reported, result_like
+from rllib_llm.runs.metrics import (
+    TYPICAL,
+    describes,
+    is_counter,
+    is_reported,
+    reporters,
+    result_like,
+)
 from rllib_llm.shared.storage import read_json
 
 if TYPE_CHECKING:
@@ -272,6 +280,13 @@ def _names(stage: Stage) -> Iterator[Finding]:
                 "unless code of yours reports it, nothing ever happens by it, or, by a metric, the "
                 "trials end after an iteration",
                 result_like(key),
+            )  # fmt: skip
+        elif experiment.run in ALGORITHMS and experiment.run not in (reporters(key) or ALGORITHMS):
+            yield Finding(
+                "experiment.result", "warning", f"{where}: {experiment.run} reports no {key!r}",
+                "unless code of yours reports it, nothing ever happens by it, or, by a metric, the "
+                "trials end after an iteration",
+                f"Name one that it reports, such as {TYPICAL[experiment.run]!r}.",
             )  # fmt: skip
 
 

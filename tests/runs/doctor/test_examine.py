@@ -119,6 +119,17 @@ def test_a_misspelt_metric_is_told_with_the_other_errors():
     assert "Did you mean 'objective/scores'" in told["experiment.metric"]
 
 
+def test_a_result_of_another_algorithm_is_an_error_and_in_doubt_a_warning():
+    (told,) = found(grpo().replace(pass_criteria={"accuracy": 0.9}))
+    assert (told.id, told.severity) == ("experiment.pass_criteria", "error")
+    assert "must be a result of GRPO" in told.text()
+    # An environment may have a held-out metric of that name.
+    doubtful = grpo(evaluation_interval=1, env={"eval_prompts": [{"prompt": "9+9="}]})
+    (told,) = found(doubtful.replace(pass_criteria={"held_out_accuracy": 0.9}))
+    assert (told.id, told.severity) == ("experiment.result", "warning")
+    assert told.found == "pass_criteria.held_out_accuracy: GRPO reports no 'held_out_accuracy'"
+
+
 def test_what_only_follows_from_a_misspelt_schedule_is_not_told():
     ids = [finding.id for finding in found(grpo(lr_schedule="lineer", lr_num_updates=50))]
     assert ids == ["settings.lr_schedule"]
@@ -338,7 +349,9 @@ def test_prompts_that_are_held_out_for_no_evaluation_are_told():
 
 
 def test_epochs_end_what_counts_them():
-    assert "experiment.open_end" in {finding.id for finding in found(grpo(stop={"epoch": 3}))}
+    (told,) = found(grpo(stop={"epoch": 3}))
+    assert (told.id, told.severity) == ("experiment.stop", "error")
+    assert "stop='epoch' must be a result of GRPO" in told.text()
     assert found(supervised("SFT").replace(stop={"epoch": 3})) == []
 
 
