@@ -104,8 +104,12 @@ def check_lora(lora: Any) -> None:
         )
 
 
+def _is_whole(value: Any, least: int) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+
+
 def _is_rank(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and 1 <= int(value) < 2**16
+    return _is_whole(value, 1) and value < 2**16
 
 
 def _is_number(value: Any) -> bool:
@@ -117,7 +121,7 @@ def _is_alpha(value: Any) -> bool:
 
 
 def _is_layer(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
+    return _is_whole(value, 0)
 
 
 def _is_pattern(value: Any) -> bool:
