@@ -9,7 +9,7 @@ the engine and every message to a client: at a few milliseconds a step that is a
 The server's event loop reads the socket itself (`AsyncChannel`): a thread for it would wait for the
 interpreter, and the loop for the thread, at every step. It never waits for the engine: what the
 socket does not take at once is buffered, and the caller waits in `ready` until the buffer is small
-again. The engine's process has the blocking end (`Channel`). `EngineProcess` starts it by
+again. The engine's process has a `multiprocessing.Connection`. `EngineProcess` starts it by
 
     python -m rllib_llm.serving.engine_process SOCKET
 """
@@ -34,6 +34,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -58,66 +59,17 @@ _SPARE = 1.2  # of the room that weights take there
 
 # (id, result) of completions and calls: Tokens, then the end, a result or an error.
 Events = list[tuple[int, Any]]
-_HEAD = struct.Struct("!Q")  # bytes of the message behind it
+_HEAD = struct.Struct("!i")  # bytes of the message behind it, as `Connection` writes them
 _READ_BYTES = 2**20
 
-# --- messages, each its size and a pickle ---------------------------------------------------------
 
-
-def packed(message: Any) -> bytes:
+def pickled(message: Any) -> bytes:
     """The bytes of a message."""
-    body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-    return _HEAD.pack(len(body)) + body
-
-
-class Channel:
-    """The blocking end. Any thread may send, one may receive.
-
-    Args:
-        connected: to the other end; closed with this.
-    """
-
-    def __init__(self, connected: socket.socket) -> None:
-        self._socket = connected
-        # Large: one call of the interpreter for all that has come.
-        self._reader = connected.makefile("rb", _READ_BYTES)
-        self._sending = threading.Lock()
-
-    def send(self, message: Any) -> None:
-        """Sends a message; waits while the other end does not read.
-
-        Raises:
-            OSError: the other end is gone.
-        """
-        data = packed(message)
-        with self._sending:
-            self._socket.sendall(data)
-
-    def receive(self) -> Any:
-        """Waits for the next message.
-
-        Raises:
-            EOFError: the other end is gone.
-        """
-        return pickle.loads(self._read(*_HEAD.unpack(self._read(_HEAD.size))))
-
-    def _read(self, size: int) -> bytes:
-        try:
-            data = self._reader.read(size)
-        except ConnectionError:
-            data = b""
-        if len(data) < size:
-            raise EOFError
-        return data
-
-    def close(self) -> None:
-        """Closes it; the other end notices."""
-        self._reader.close()
-        self._socket.close()
+    return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
 
 
 class AsyncChannel:
-    """The end in an event loop, made in any thread and opened in the loop's.
+    """A `Connection`'s other end, in an event loop. Made in any thread and opened in the loop's.
 
     Args:
         connected: to the other end; shut down with this.
@@ -166,7 +118,8 @@ class AsyncChannel:
             OSError: the other end is gone, or the loop has ended.
         """
         assert self._loop is not None, "open was called"
-        data = packed(message)
+        body = pickled(message)
+        data = _HEAD.pack(len(body)) + body
         if threading.get_ident() == self._thread:
             self._write(data)
             return
@@ -210,7 +163,7 @@ class EngineProcess:
     """
 
     def __init__(self, settings: ServeSettings, source: str) -> None:
-        self._ids = itertools.count()
+        self._ids = itertools.count(1)  # 0: nobody waits for the result
         self._futures: dict[int, Future] = {}
         self._on_tokens: dict[int, Callable[[Tokens], None]] = {}
         self._lock = threading.Lock()  # of what is waited for
@@ -224,10 +177,10 @@ class EngineProcess:
             )  # fmt: skip
         self._channel = AsyncChannel(ours, self._take, self._end)
         keyless = settings.model_copy(update={"api_keys": None, "admin_key": None})
-        waiting = Channel(ours)  # until the model is loaded
         try:
-            waiting.send((keyless, source))
-            facts = waiting.receive()
+            with Connection(os.dup(ours.fileno())) as waiting:  # until the model is loaded
+                waiting.send_bytes(pickled((keyless, source)))
+                facts = pickle.loads(waiting.recv_bytes())
         except (EOFError, OSError):
             raise RuntimeError(_ENDED) from None
         if isinstance(facts, Exception):
@@ -284,7 +237,7 @@ class EngineProcess:
 
     def release(self, pin: int) -> None:
         with contextlib.suppress(RuntimeError):  # it has ended, and holds nothing
-            self._send("tell", "release", pin)
+            self._send("call", 0, "release", pin)
 
     def score(
         self, texts: Sequence[Sequence[int]], top: int, version: int | None
@@ -303,11 +256,11 @@ class EngineProcess:
 
     def pause(self) -> None:
         self.is_paused = True
-        self._send("tell", "pause")
+        self._send("call", 0, "pause")
 
     def resume(self) -> None:
         self.is_paused = False
-        self._send("tell", "resume")
+        self._send("call", 0, "resume")
 
     def _call(self, name: str, *arguments: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -383,28 +336,32 @@ class EngineWorker:
     """Runs an engine for a server in another process.
 
     Args:
-        channel: to the server.
+        connection: to the server.
         settings: of the server.
         source: of the model.
     """
 
-    def __init__(self, channel: Channel, settings: ServeSettings, source: str) -> None:
-        self._channel, self._lock = channel, threading.Lock()
+    def __init__(self, connection: Connection, settings: ServeSettings, source: str) -> None:
+        self._connection, self._lock = connection, threading.RLock()
         self._events: deque[tuple[int, Any]] = deque()
         self._futures: dict[int, Future[Any]] = {}
         self._host = open_thread(settings, source, self._flush)
 
     def _send(self, message: Any) -> None:
-        with contextlib.suppress(OSError):  # the server has ended, which `run` sees
-            self._channel.send(message)
+        data = pickled(message)
+        with self._lock, contextlib.suppress(OSError):  # the server has ended, which `run` sees
+            self._connection.send_bytes(data)
 
     def run(self) -> None:
         """Sends the facts about the model, then carries out requests until the connection ends."""
         self._send(self._host.facts)
-        with contextlib.suppress(EOFError):
-            while True:
-                name, *arguments = self._channel.receive()
-                getattr(self, name)(*arguments)
+        while True:
+            try:
+                data = self._connection.recv_bytes()
+            except (EOFError, OSError):
+                break
+            name, *arguments = pickle.loads(data)
+            getattr(self, name)(*arguments)
         self._host.close()
 
     # --- what it is told ---------------------------------------------------------------------
@@ -426,7 +383,7 @@ class EngineWorker:
         self._flush()  # what had ended before it was looked after
 
     def call(self, number: int, name: str, *arguments: Any) -> None:
-        """Calls a method of the host and sends its result."""
+        """Calls a method of the host and sends the result of its future, if it returns one."""
         if name == "load":  # takes a while
             threading.Thread(target=self._load, args=(number, *arguments)).start()
             return
@@ -434,6 +391,8 @@ class EngineWorker:
             future = getattr(self._host, name)(*arguments)
         except Exception as error:  # noqa: BLE001  (the border of the process: the server has it)
             self._send([(number, _portable(error))])
+            return
+        if future is None:
             return
         self._futures[number] = future
         future.add_done_callback(partial(self._note_end, number))
@@ -475,10 +434,6 @@ class EngineWorker:
         if future is not None:
             self._host.abort(future)
 
-    def tell(self, name: str, *arguments: Any) -> None:
-        """Calls a method of the host that returns nothing."""
-        getattr(self._host, name)(*arguments)
-
 
 def _portable(error: BaseException) -> Exception:
     """The error, or its text where it cannot be sent."""
@@ -492,12 +447,12 @@ def main() -> None:
     """Runs the engine of the server with the given socket."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the server drains, and then ends this
         signal.signal(number, signal.SIG_IGN)
-    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
-    settings, source = channel.receive()
+    connection = Connection(int(sys.argv[1]))
+    settings, source = pickle.loads(connection.recv_bytes())
     try:
-        worker = EngineWorker(channel, settings, source)
+        worker = EngineWorker(connection, settings, source)
     except Exception as error:  # noqa: BLE001  (the border of the process: the server raises it)
-        channel.send(_portable(error))
+        connection.send_bytes(pickled(_portable(error)))
         return
     forget_startup()
     worker.run()
