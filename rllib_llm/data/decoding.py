@@ -61,6 +61,7 @@ class TextStream:
         before: tokens that the completion follows in the same text, for the space in front of it.
         stops: texts that end it.
         keeps_stop: whether the stop text belongs to it.
+        min_tokens: stop texts within so many tokens are passed over.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class TextStream:
         before: Sequence[int] = (),
         stops: Sequence[str] = (),
         keeps_stop: bool = False,
+        min_tokens: int = 0,
     ) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._decode = tokenizer.decode if backend is None else backend.decode
@@ -76,6 +78,7 @@ class TextStream:
         self._num_shown = len(self._ids)  # of `ids`, whose text is out
         self._shown = self._decode(self._ids, skip_special_tokens=True) if self._ids else ""
         self._stops, self._keeps_stop = [stop for stop in stops if stop], keeps_stop
+        self._num_free = min_tokens  # tokens whose text cannot end it
         self._held = ""  # whole characters that may begin a stop text
         self.length = 0  # characters so far, those that are held back among them
         self.stopped_by: str | None = None
@@ -83,6 +86,7 @@ class TextStream:
     def push(self, token_id: int) -> str:
         """The text that is final now and was not before; with `stopped_by` set it is the last."""
         self._ids.append(token_id)
+        self._num_free -= 1
         text = self._decode(self._ids, skip_special_tokens=True)
         num_held = len(self._ids) - self._num_shown
         if text.endswith(HALF_CHARACTER) and num_held < _MAX_HELD_TOKENS:
@@ -101,7 +105,7 @@ class TextStream:
         return new
 
     def _until_stop(self, new: str) -> str:
-        if not self._stops:
+        if not self._stops or self._num_free >= 0:
             return new
         text = self._held + new
         found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]

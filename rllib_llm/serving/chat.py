@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import inspect
 import json
+import secrets
+import string
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rllib_llm.conversations.chat_format import ChatFormat, ChatFormatError
@@ -162,6 +162,7 @@ def assistant_message(
     finish_reason: str | None,
     call_ids: Callable[[int], str],
     syntax: str | None = None,
+    max_calls: int | None = None,
 ) -> tuple[dict[str, Any], str | None]:
     """A sampled turn as OpenAI's message, and why it ended: a call that is cut off, or that cannot
     be read, is text and not a call.
@@ -173,11 +174,12 @@ def assistant_message(
         finish_reason: why it ended.
         call_ids: the id of each call by its number.
         syntax: of its calls, where it is another than the format's.
+        max_calls: that are shown; None: all.
     """
     reply = chat_format.parse(
         token_ids, finish=finish_reason or "length", prompt_ids=prompt, syntax=syntax
     )
-    whole = [c for c in reply.tool_calls if c.status in ("ok", "unknown_tool")]
+    whole = [c for c in reply.tool_calls if c.status in ("ok", "unknown_tool")][:max_calls]
     broken = [c.raw for c in reply.tool_calls if c.status not in ("ok", "unknown_tool")]
     content = "\n".join(filter(None, [reply.content, *broken]))
     message: dict[str, Any] = {"role": "assistant", "content": content}
@@ -201,12 +203,10 @@ def assistant_message(
     return message, finish_reason
 
 
-def call_id(request_id: str, choice: int, call: int) -> str:
-    """The id of a tool call: nine letters and digits, as Mistral's templates want them, which no
-    other request gives."""
-    digest = hashlib.sha256(f"{request_id} {choice} {call}".encode()).digest()
-    number = int.from_bytes(digest[:8], "big") % 36**9
-    return np.base_repr(number, 36).lower().zfill(9)
+def new_call_id() -> str:
+    """Returns a random id for a tool call: nine letters and digits, as Mistral's templates want
+    them. Not made from the request's id, which a client may repeat throughout a conversation."""
+    return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(9))
 
 
 # --- calls that have to be made ------------------------------------------------------------------
@@ -268,15 +268,19 @@ def _call_rule(syntax: str, function: Any) -> str:
         arguments = "parameters" if syntax == "llama3" else "arguments"
         whole = {
             "type": "object", "additionalProperties": False, "required": ["name", arguments],
-            "properties": {"name": {"const": function.name}, arguments: schema},
+            # With an id of its own it is where its references, as `#/$defs/x`, are looked up.
+            "properties": {"name": {"const": function.name},
+                           arguments: {"$id": "urn:parameters", **schema}},
         }  # fmt: skip
         return _json_rule(whole)
     properties = schema.get("properties") or {}
     required = schema.get("required") or ()
+    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     parts = [f'"<function={_quoted(function.name)}>\\n"']
     for name, value in properties.items():
         is_text = isinstance(value, dict) and value.get("type") == "string"
-        said = "/[^<]*/" if is_text and "enum" not in value else _json_rule(value)
+        whole = {**shared, **value} if isinstance(value, dict) else value
+        said = "/[^<]*/" if is_text and "enum" not in value else _json_rule(whole)
         part = f'"<parameter={_quoted(name)}>\\n" {said} "\\n</parameter>\\n"'
         parts.append(part if name in required else f"({part})?")
     return " ".join([*parts, '"</function>"'])

@@ -43,7 +43,14 @@ from rllib_llm.serving.schemas import (
     error_body,
     field_error,
 )
-from rllib_llm.serving.security import Clients, Gate, Guards, read_clients, with_cors
+from rllib_llm.serving.security import (
+    Clients,
+    Gate,
+    Guards,
+    JsonRoute,
+    read_clients,
+    with_cors,
+)
 from rllib_llm.serving.service import Service
 from rllib_llm.serving.sessions import Rules, Session
 from rllib_llm.serving.settings import ServeSettings
@@ -196,8 +203,9 @@ def _methods(request: Request) -> list[str]:
 def _administration(service: Service, guards: Guards) -> APIRouter:
     """Routes that want the administration's key."""
     router = APIRouter(
-        dependencies=[guards.admin], responses=documented(401, 403), tags=["administration"]
-    )
+        dependencies=[guards.admin], responses=documented(401, 403), tags=["administration"],
+        route_class=JsonRoute,
+    )  # fmt: skip
     updating = asyncio.Lock()  # each takes the version behind the newest
 
     @router.post("/pause")

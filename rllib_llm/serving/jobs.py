@@ -29,7 +29,7 @@ from rllib_llm.engines.protocol import Ended, GuideError, Row, Tokens
 from rllib_llm.engines.torch_engine import Scores
 from rllib_llm.serving.engine_host import EngineHost
 from rllib_llm.serving.metrics import JobWatch
-from rllib_llm.serving.schemas import MAX_STOPS, ApiError, SamplingFields
+from rllib_llm.serving.schemas import ApiError, SamplingFields
 from rllib_llm.serving.settings import ServeSettings
 from rllib_llm.serving.streams import Choice, Piece
 from rllib_llm.serving.weights import LiveWeights, Weights
@@ -155,18 +155,6 @@ def check_tokens(token_ids: Sequence[int], limits: Limits, field: str) -> None:
         )
 
 
-def read_stops(fields: SamplingFields) -> tuple[str, ...]:
-    """The texts that end a completion."""
-    stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
-    if len(stops) > MAX_STOPS:
-        raise ApiError(
-            400,
-            f"stop must hold at most {MAX_STOPS} texts: it has {len(stops)}.",
-            param="stop",
-        )
-    return tuple(stop for stop in stops if stop)
-
-
 def read_lengths(
     prompts: Sequence[Sequence[int]],
     asked: int | None,
@@ -217,13 +205,21 @@ def read_lengths(
     return found
 
 
+def check_whole(stream: bool | None, prompt_logprobs: int | None) -> None:
+    """Raises ApiError for scores of a prompt in a stream, whose chunks have no place for them."""
+    if stream and prompt_logprobs is not None:
+        raise ApiError(
+            400, "prompt_logprobs must come without stream=true: they are part of a whole answer. "
+            "Leave stream out.", param="prompt_logprobs", code="unsupported_value",
+        )  # fmt: skip
+
+
 def make_job(
     fields: SamplingFields,
     limits: Limits,
     prompts: list[list[int]],
     lengths: list[int],
     *,
-    prefix: str = "",
     turn_ends: Sequence[int] = (),
     top_logprobs: int = 0,
     prompt_logprobs: int | None = None,
@@ -236,7 +232,6 @@ def make_job(
         limits: of the server.
         prompts: token ids of each.
         lengths: how many tokens may follow each prompt.
-        prefix: of the fields' names, where they are inside another one.
         turn_ends: tokens that the chat format ends a turn with.
         top_logprobs: how many of the likeliest tokens the answer tells.
         prompt_logprobs: the same of the prompts; None: they are not scored.
@@ -248,9 +243,10 @@ def make_job(
     if fields.min_tokens and fields.min_tokens > min(lengths):
         raise ApiError(
             400,
-            f"{prefix}min_tokens={fields.min_tokens} must be at most {min(lengths)}, the most.",
-            param=f"{prefix}min_tokens",
+            f"min_tokens={fields.min_tokens} must be at most {min(lengths)}, the most.",
+            param="min_tokens",
         )
+    stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
     return Job(
         prompts=prompts,
         params=read_params(fields, limits, stop_token_ids=turn_ends, top_logprobs=top_logprobs),
@@ -259,7 +255,7 @@ def make_job(
         seed=secrets.randbits(63) if fields.seed is None else fields.seed % 2**64,
         noise_row=fields.noise_row or 0,
         noise_turn=fields.noise_turn or 0,
-        stops=read_stops(fields),
+        stops=tuple(filter(None, stops)),
         keeps_stop=bool(fields.include_stop_str_in_output),
         eos_token_ids=(*limits.eos_token_ids, *turn_ends),
         prompt_logprobs=prompt_logprobs,
@@ -403,7 +399,8 @@ class RunningJob:
     def _choice(self, prompt: list[int]) -> Choice:
         job = self.job
         before = prompt[-8:] if job.continues_text else ()
-        text = TextStream(self._tokenizer, before, job.stops, job.keeps_stop)
+        least = job.params.min_new_tokens
+        text = TextStream(self._tokenizer, before, job.stops, job.keeps_stop, least)
         return Choice(text, job.params.stop_token_ids, job.eos_token_ids)
 
     async def scores(self) -> list[Scores]:
@@ -486,11 +483,6 @@ class RunningJob:
         if not found and self.job.version is not None:
             return [self._weights.of(self.job.version)]
         return found or [self._weights.newest]
-
-    @property
-    def num_weights(self) -> int:
-        """How many versions of them have sampled."""
-        return len(self._serials)
 
     @property
     def num_completion_tokens(self) -> int:

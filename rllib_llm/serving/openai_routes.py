@@ -4,7 +4,6 @@ whose responses are chat completions in another format; none is stored or retrie
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
 from functools import partial
@@ -16,7 +15,14 @@ from pydantic import ValidationError
 from rllib_llm.conversations.chat_format import ChatFormat
 from rllib_llm.serving import chat
 from rllib_llm.serving.guides import check_length, grammar_of
-from rllib_llm.serving.jobs import Job, RunningJob, check_tokens, make_job, read_lengths
+from rllib_llm.serving.jobs import (
+    Job,
+    RunningJob,
+    check_tokens,
+    check_whole,
+    make_job,
+    read_lengths,
+)
 from rllib_llm.serving.schemas import (
     ApiError,
     CallItem,
@@ -32,7 +38,7 @@ from rllib_llm.serving.schemas import (
     StreamOptions,
     documented,
 )
-from rllib_llm.serving.security import Guards
+from rllib_llm.serving.security import Guards, JsonRoute
 from rllib_llm.serving.service import RequestContext, Service
 from rllib_llm.serving.streams import Event, Piece
 from rllib_llm.serving.views import ChatView, Envelope, TextView, View, openai_names, usage
@@ -50,7 +56,7 @@ STREAMED: dict[int | str, dict[str, Any]] = {
 
 def openai_router(service: Service, completer: Completer, guards: Guards) -> APIRouter:
     """The routes."""
-    router = APIRouter(prefix="/v1", dependencies=[guards.client])
+    router = APIRouter(route_class=JsonRoute, prefix="/v1", dependencies=[guards.client])
 
     @router.get("/models", responses=documented(401))
     async def models() -> dict[str, Any]:
@@ -74,8 +80,10 @@ def openai_router(service: Service, completer: Completer, guards: Guards) -> API
     @router.post("/responses", response_model=None, responses=STREAMED)
     async def responses(body: ResponseRequest, request: Request) -> Response:
         context = await service.context_of(request, body.model)
-        shown = _response_events if body.stream else _whole
-        events = shown(body, context, completer.chat(chat_request(body), context))
+        chunks = _renamed(completer.chat(chat_request(body), context))
+        events = _response_events(body, context, chunks)
+        if not body.stream:
+            events = _last_response(events)
         return await context.answer(events, body.stream, names=True, ends=b"")
 
     return router
@@ -177,7 +185,7 @@ class Completer:
         job = dataclasses.replace(job, conversation=conversation)
         has_tools = bool(body.tools) and body.tool_choice != "none"
         view = ChatView(
-            self._service, body, context.request_id, prompt, chat_format if has_tools else None,
+            self._service, body, prompt, chat_format if has_tools else None,
             chat.forced_syntax(chat_format) if forced else None,
         )  # fmt: skip
         if on_view is not None:
@@ -211,6 +219,7 @@ class Completer:
             raise ApiError(
                 400, "top_logprobs must come with logprobs=true.", param="top_logprobs",
             )  # fmt: skip
+        check_whole(body.stream, body.prompt_logprobs)
         lengths = read_lengths(
             [prompt], asked, service.limits, default=service.limits.default_max_tokens,
             field=field, prompt_field="messages",
@@ -245,6 +254,7 @@ class Completer:
             prompts, body.max_tokens, service.limits, default=_COMPLETION_TOKENS,
             field="max_tokens", prompt_field="prompt", least=0 if body.echo else 1,
         )  # fmt: skip
+        check_whole(body.stream, body.prompt_logprobs)
         scored = body.prompt_logprobs
         if body.echo and body.logprobs is not None:
             scored = max(scored or 0, body.logprobs)
@@ -352,22 +362,20 @@ async def _streamed(
     envelope: Envelope,
     options: StreamOptions | None,
 ) -> AsyncIterator[Event]:
-    """Server-sent chunks of JSON for `before`, by `encode`, and for each piece, then the usage if
+    """Yields a chunk for each of `before`, made by `encode`, and for each piece, then the usage if
     requested."""
-    counts_all = bool(options and options.continuous_usage_stats)
-    further = {"usage": None} if options and options.include_usage else {}
 
-    def told() -> dict[str, int]:
-        return usage(running.job.prompts, running.num_completion_tokens)
+    def told() -> dict[str, Any]:
+        return {"usage": usage(running.job.prompts, running.num_completion_tokens)}
 
-    def chunk(choice: dict[str, Any]) -> Event:
-        if counts_all:
-            return envelope.holding([choice], usage=told())
-        return envelope.chunk([choice], **further)
+    def chunk(choice: dict[str, Any]) -> dict[str, Any]:
+        if options and options.continuous_usage_stats:
+            return envelope.holding([choice], **told())
+        further = {"usage": None} if options and options.include_usage else {}
+        return envelope.holding([choice], **further)
 
     for choice in before:
-        now = {"usage": told()} if counts_all else further
-        yield await encode(envelope.holding([choice], **now))
+        yield await encode(chunk(choice))
     if not running.job.samples:
         for i in range(len(running.choices)):
             yield chunk({"index": i, "text": "", "logprobs": None, "finish_reason": "length"})
@@ -375,26 +383,31 @@ async def _streamed(
         for choice in view.chunks(i, piece):
             yield chunk(choice)
     if options and options.include_usage:
-        yield envelope.holding([], usage=told())
+        yield envelope.holding([], **told())
 
 
 # --- responses -----------------------------------------------------------------------------------
 
 _LOGPROBS = "message.output_text.logprobs"  # in `include`
+# Fields of a chat completion, as a response's request calls them.
+_FIELDS = {
+    "messages": "input", "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format", "response_format.json_schema.schema": "text.format.schema",
+}  # fmt: skip
 
 
 def chat_request(body: ResponseRequest) -> ChatRequest:
-    """The chat completion that answers a response's request.
+    """Returns the chat completion, streamed, that answers a response's request.
 
     Raises:
         ApiError: 400, there is none.
     """
     asked: dict[str, Any] = {
         **body.model_dump(include={*Sampling.model_fields}),
-        "messages": _messages(body), "model": body.model, "stream": body.stream,
+        "messages": _messages(body), "model": body.model, "stream": True,
         "max_completion_tokens": body.max_output_tokens,
         "parallel_tool_calls": body.parallel_tool_calls,
-        "stream_options": {"include_usage": True} if body.stream else None,
+        "stream_options": {"include_usage": True},
     }  # fmt: skip
     if body.top_logprobs or _LOGPROBS in (body.include or ()):
         asked |= {"logprobs": True, "top_logprobs": body.top_logprobs}
@@ -415,9 +428,19 @@ def chat_request(body: ResponseRequest) -> ChatRequest:
         return ChatRequest.model_validate(asked)
     except ValidationError as error:  # such as an input that says nothing
         first = error.errors(include_url=False)[0]
-        name = {"messages": "input", "response_format": "text.format"}.get(str(first["loc"][0]), "")
-        name = name or str(first["loc"][0])
+        name = _FIELDS.get(str(first["loc"][0]), str(first["loc"][0]))
         raise ApiError(400, f"{name} must be corrected: {first['msg']}.", param=name) from error
+
+
+async def _renamed(events: AsyncIterator[Event]) -> AsyncIterator[Event]:
+    """The events; an error names the field that the response's request has."""
+    try:
+        async for event in events:
+            yield event
+    except ApiError as error:
+        if error.param in _FIELDS:
+            error.rename(_FIELDS[error.param])
+        raise
 
 
 def _tool(tool: ResponseTool) -> dict[str, Any]:
@@ -460,6 +483,7 @@ def _whole_response(
     status: str,
     output: list[dict[str, Any]],
     completion: dict[str, Any],
+    incomplete: str | None = None,
 ) -> dict[str, Any]:
     """A response.
 
@@ -468,9 +492,9 @@ def _whole_response(
         status: of the response.
         output: its items.
         completion: the chat completion, or a chunk of it, that says who sampled.
+        incomplete: why it is.
     """
     used = completion.get("usage")
-    details = {"reason": "max_output_tokens"} if status == "incomplete" else None
     choice = body.tool_choice
     told = body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {}
     return {
@@ -479,7 +503,7 @@ def _whole_response(
         "created_at": completion.get("created", int(time.time())),
         "status": status,
         "error": None,
-        "incomplete_details": details,
+        "incomplete_details": incomplete and {"reason": incomplete},
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "metadata": {**(body.metadata or {}), **completion.get("metadata", {})},
@@ -518,11 +542,6 @@ def _message_item(context: RequestContext, status: str, *content: dict[str, Any]
     }  # fmt: skip
 
 
-def _logprobs(choice: dict[str, Any]) -> list[dict[str, Any]]:
-    """Log-probs of a choice's or chunk's tokens, if requested."""
-    return choice["logprobs"]["content"] if choice["logprobs"] else []
-
-
 def _call_item(call: dict[str, Any], status: str) -> dict[str, Any]:
     return {
         "id": f"fc_{call['id']}", "type": "function_call", "status": status,
@@ -531,24 +550,16 @@ def _call_item(call: dict[str, Any], status: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _status(finish: str | None) -> str:
-    return "incomplete" if finish == "length" else "completed"
+# Of the finish reasons of chats, those that leave a response incomplete.
+_INCOMPLETE = {"length": "max_output_tokens", "abort": "aborted"}
 
 
-async def _whole(
-    body: ResponseRequest, context: RequestContext, events: AsyncIterator[Event]
-) -> AsyncIterator[Event]:
-    """The one response."""
-    async for completion in events:
-        assert isinstance(completion, dict), "chunks alone are JSON already"
-        (choice,) = completion["choices"]
-        message, status = choice["message"], _status(choice["finish_reason"])
-        output = []
-        if message["content"]:
-            part = _part(message["content"], _logprobs(choice))
-            output.append(_message_item(context, status, part))
-        output += [_call_item(call, "completed") for call in message.get("tool_calls", ())]
-        yield _whole_response(body, context, status, output, completion)
+async def _last_response(events: AsyncIterator[Event]) -> AsyncIterator[Event]:
+    """Yields the response of the last event."""
+    async for event in events:
+        last = event
+    assert isinstance(last, dict)
+    yield last["response"]
 
 
 async def _response_events(
@@ -568,8 +579,8 @@ async def _response_events(
     num_told = 0  # of them
     completion: dict[str, Any] = {}
     at = {"item_id": f"msg_{context.request_id}", "output_index": 0, "content_index": 0}
-    async for given in events:
-        chunk = given if isinstance(given, dict) else json.loads(given)
+    async for chunk in events:
+        assert isinstance(chunk, dict), "echoes alone are JSON already"
         if not completion:
             begun = _whole_response(body, context, "in_progress", [], chunk)
             yield event("response.created", response=begun)
@@ -580,7 +591,7 @@ async def _response_events(
             delta = choice["delta"]
             calls += delta.get("tool_calls") or ()
             new = delta.get("content") or ""
-            logprobs += _logprobs(choice)
+            logprobs += choice["logprobs"]["content"] if choice["logprobs"] else []
             if not new:
                 continue
             if not text:
@@ -591,7 +602,8 @@ async def _response_events(
             news, num_told = logprobs[num_told:], len(logprobs)
             yield event("response.output_text.delta", **at, delta=new, logprobs=news)
     output = []
-    status = _status(finish)
+    incomplete = _INCOMPLETE.get(finish or "")
+    status = "incomplete" if incomplete else "completed"
     if text:
         part = _part(text, logprobs)
         output.append(_message_item(context, status, part))
@@ -608,5 +620,6 @@ async def _response_events(
         yield event("response.function_call_arguments.done", **said, arguments=told)
         yield event("response.output_item.done", output_index=place, item=done)
         output.append(done)
-    ended = _whole_response(body, context, status, output, completion)
+    context.has_large_answer = len(logprobs) > _SMALL_TOKENS
+    ended = _whole_response(body, context, status, output, completion, incomplete)
     yield event(f"response.{status}", response=ended)

@@ -101,7 +101,7 @@ class Sampling(Strict):
     # With the seed they name a completion's randomness as a run does: see `protocol.Noise`.
     noise_row: int | None = Field(None, ge=0, lt=2**62)
     noise_turn: int | None = Field(None, ge=0, lt=2**62)
-    stop: str | Annotated[list[Text], Field(fail_fast=True)] | None = None
+    stop: str | Annotated[list[Text], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     stop_token_ids: Tokens | None = None
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
     ignore_eos: bool | None = None
@@ -484,6 +484,11 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = dict(headers or {})
 
+    def rename(self, param: str) -> None:
+        """Names its field as the client's request calls it."""
+        self.message = self.message.replace(str(self.param), param, 1)
+        self.args, self.param = (self.message,), param
+
     def body(self) -> dict[str, Any]:
         """The body of the response."""
         return error_body(self.status, self.message, self.param, self.code)
@@ -530,9 +535,6 @@ def field_error(errors: Sequence[Any], content_type: str, path: str) -> ApiError
     """pydantic's error as a response that names the field; `path`: of the route."""
     known = next((m.model_fields for end, m in _REQUESTS.items() if path.endswith(end)), ())
     first = errors[0]
-    if first["type"] == "json_invalid":
-        problem = first.get("ctx", {}).get("error", first["msg"])
-        return ApiError(400, f"The request must be a JSON object: {problem}.", code="invalid_json")
     where = [part for part in first["loc"] if part != "body"]
     if not where:
         if "json" not in content_type:

@@ -38,7 +38,15 @@ from rllib_llm.serving.schemas import ApiError
 from rllib_llm.serving.security import Client
 from rllib_llm.serving.sessions import Sessions
 from rllib_llm.serving.settings import ServeSettings
-from rllib_llm.serving.streams import Event, EventStream, encoded, encoded_in_parts, whole
+from rllib_llm.serving.streams import (
+    GONE,
+    ClientGoneError,
+    Event,
+    EventStream,
+    encoded,
+    encoded_in_parts,
+    while_there,
+)
 from rllib_llm.serving.weights import LiveWeights, Weights, fingerprint
 
 logger = logging.getLogger(__name__)
@@ -75,10 +83,19 @@ class RequestContext:
         of_stream: see `EventStream`."""
         if stream:
             return EventStream(events, self.service.settings.slow_reader_s, **of_stream)
-        return await whole(self.request.receive, events, self._encoded)
 
-    async def _encoded(self, event: Event) -> bytes:
-        return await self.service.encoded(self.has_large_answer, event)
+        async def body() -> bytes:
+            try:
+                event = await anext(events)
+            finally:
+                await events.aclose()  # type: ignore[attr-defined]  # of a generator
+            return await self.service.encoded(self.has_large_answer, event)
+
+        try:
+            whole = await while_there(self.request.receive, body)
+        except ClientGoneError:
+            return Response(status_code=GONE)
+        return Response(whole, media_type="application/json")
 
     async def beside_loop(self, work: Callable[..., Result], *arguments: Any) -> Result:
         """Returns the result of `work`, run in a thread if the request is large."""
@@ -217,7 +234,7 @@ class Service:
         state = request.scope["state"]
         return RequestContext(
             request, self, None if weights is None else weights.serial, state["request_id"],
-            state.get("client"), state["size"],
+            state["client"], state["size"],
         )  # fmt: skip
 
     async def encoded(self, is_large: bool, event: Event) -> bytes:

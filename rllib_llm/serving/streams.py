@@ -163,33 +163,6 @@ async def while_there(
     return done[0]
 
 
-async def whole(
-    receive: Receive,
-    events: AsyncIterator[Event],
-    encode: Callable[[Event], Awaitable[bytes]],
-) -> Response:
-    """The response with the first of the events, which is its only one.
-
-    Args:
-        receive: see `while_there`.
-        encode: returns an event as JSON.
-    """
-
-    async def first() -> Event:
-        try:
-            return await anext(events)
-        finally:
-            await events.aclose()  # type: ignore[attr-defined]  # of a generator
-
-    async def body() -> bytes:
-        return await encode(await first())
-
-    try:
-        return Response(await while_there(receive, body), media_type="application/json")
-    except ClientGoneError:
-        return Response(status_code=GONE)
-
-
 def encoded(event: Any) -> bytes:
     """The event as JSON, in which numbers that are too large are null."""
     return event if isinstance(event, bytes) else to_json(event, inf_nan_mode="null")

@@ -12,7 +12,13 @@ from fastapi import APIRouter, Depends, Request, Response
 from rllib_llm.conversations.chat_format import ChatFormat
 from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.serving import chat
-from rllib_llm.serving.jobs import RunningJob, check_tokens, make_job, read_lengths
+from rllib_llm.serving.jobs import (
+    RunningJob,
+    check_tokens,
+    check_whole,
+    make_job,
+    read_lengths,
+)
 from rllib_llm.serving.openai_routes import (
     SAMPLING_ERRORS,
     STREAMED,
@@ -29,7 +35,7 @@ from rllib_llm.serving.schemas import (
     TokenizeRequest,
     documented,
 )
-from rllib_llm.serving.security import Client, Guards
+from rllib_llm.serving.security import Client, Guards, JsonRoute
 from rllib_llm.serving.service import RequestContext, Service
 from rllib_llm.serving.sessions import Session
 from rllib_llm.serving.streams import Event, Piece
@@ -40,7 +46,7 @@ _SMALL_SESSION = 2**13  # tokens of one that is shown by the event loop itself
 
 def token_router(service: Service, completer: Completer, guards: Guards) -> APIRouter:
     """The routes."""
-    router = APIRouter(dependencies=[guards.client])
+    router = APIRouter(route_class=JsonRoute, dependencies=[guards.client])
 
     @router.post("/inference/v1/generate", response_model=None, responses=SAMPLING_ERRORS)
     async def generate(body: GenerateRequest, request: Request) -> Response:
@@ -103,11 +109,16 @@ async def _generate(
         default=service.limits.default_max_tokens, field="sampling_params.max_tokens",
         prompt_field="token_ids",
     )  # fmt: skip
-    job = make_job(
-        fields, service.limits, [body.token_ids], lengths, prefix="sampling_params.",
-        top_logprobs=fields.logprobs or 0, prompt_logprobs=fields.prompt_logprobs,
-        version=context.version,
-    )  # fmt: skip
+    try:
+        check_whole(body.stream, fields.prompt_logprobs)
+        job = make_job(
+            fields, service.limits, [body.token_ids], lengths, top_logprobs=fields.logprobs or 0,
+            prompt_logprobs=fields.prompt_logprobs, version=context.version,
+        )  # fmt: skip
+    except ApiError as error:
+        if error.param is not None:
+            error.rename(f"sampling_params.{error.param}")
+        raise
 
     def answer(running: RunningJob) -> AsyncIterator[Event]:
         envelope = Envelope(service, running, {"request_id": running.request_id})
@@ -133,7 +144,7 @@ def session_router(service: Service, completer: Completer, guards: Guards) -> AP
 
     router = APIRouter(
         prefix="/sessions", dependencies=[guards.client, Depends(has_one_replica)],
-        responses=documented(401, 404, 429),
+        route_class=JsonRoute, responses=documented(401, 404, 429),
     )  # fmt: skip
     sessions = service.sessions
 
@@ -150,8 +161,10 @@ def session_router(service: Service, completer: Completer, guards: Guards) -> AP
 
     async def shown(session_id: str, session: Session) -> Response:
         session.measure()
-        told = {"session_id": session_id, **session.as_dict()}
-        body = await service.encoded(session.size > _SMALL_SESSION, told)
+        is_large = session.size > _SMALL_SESSION
+        # Each row has the whole path to its turn, so many turns of a long chat are much more.
+        told = await service.beside_loop(is_large, session.as_dict)
+        body = await service.encoded(is_large, {"session_id": session_id, **told})
         return Response(body, media_type="application/json")
 
     @router.get("/{session_id}")

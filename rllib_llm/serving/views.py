@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-from pydantic_core import to_json
 
 from rllib_llm.data.decoding import TextStream
 from rllib_llm.engines.torch_engine import Scores
@@ -32,7 +31,6 @@ class Envelope:
 
     def __init__(self, service: Service, running: RunningJob, fixed: Mapping[str, Any]) -> None:
         self._service, self._running, self._fixed = service, running, fixed
-        self._chunk: tuple[int, bytes, bytes] | None = None
 
     def holding(self, choices: list[dict[str, Any]], **further: Any) -> dict[str, Any]:
         """An answer with these choices."""
@@ -48,20 +46,6 @@ class Envelope:
             },
             **further,
         }
-
-    def chunk(self, choices: list[dict[str, Any]], **further: Any) -> bytes:
-        """As `holding`, in JSON, for the chunks of a stream: everything around the choices,
-        `further` included, is serialised once per version of the weights."""
-        num_weights = self._running.num_weights
-        if self._chunk is None or self._chunk[0] != num_weights:
-            whole = self.holding([], **further)
-            names = list(whole)
-            behind = names[names.index("choices") + 1 :]
-            head = to_json({name: whole[name] for name in names if name not in behind})
-            tail = to_json({name: whole[name] for name in behind})
-            self._chunk = num_weights, head.removesuffix(b"[]}"), b"," + tail[1:]
-        _, before, after = self._chunk
-        return before + to_json(choices) + after
 
 
 def openai_names(id: str, kind: str) -> dict[str, Any]:
@@ -198,7 +182,6 @@ class ChatView(View):
     Args:
         service: that answers.
         body: the request.
-        request_id: of the request.
         prompt: its token ids.
         chat_format: reads calls of tools; None: there are none. With it a turn is shown when it is
             whole: before, nobody knows what is a call.
@@ -209,13 +192,13 @@ class ChatView(View):
         self,
         service: Service,
         body: ChatRequest,
-        request_id: str,
         prompt: list[int],
         chat_format: Any,
         syntax: str | None,
     ) -> None:
         self._service, self._body, self._prompt = service, body, prompt
-        self._request_id, self._format, self._syntax = request_id, chat_format, syntax
+        self._format, self._syntax = chat_format, syntax
+        self._call_ids: defaultdict[tuple[int, int], str] = defaultdict(chat.new_call_id)
         self._begun: set[int] = set()
         self._held: dict[int, Piece] = {}
 
@@ -239,7 +222,8 @@ class ChatView(View):
             return {"role": "assistant", "content": piece.text}, piece.finish_reason
         return chat.assistant_message(
             self._format, piece.token_ids, self._prompt, piece.finish_reason,
-            lambda call: chat.call_id(self._request_id, i, call), self._syntax,
+            lambda call: self._call_ids[i, call], self._syntax,
+            1 if self._body.parallel_tool_calls is False else None,
         )  # fmt: skip
 
     def _end(self, piece: Piece, finish: str | None) -> dict[str, Any]:

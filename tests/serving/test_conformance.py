@@ -6,6 +6,7 @@ import asyncio
 import json
 
 import httpx
+import jsonschema
 import openai
 import pytest
 
@@ -92,6 +93,52 @@ def test_calls_are_forced_in_each_syntax(syntax):
     asyncio.run(asyncio.wait_for(ask(), DEADLINE_S))
 
 
+LEAF = {"type": "object", "properties": {"v": {"enum": [1, 2]}}, "required": ["v"],
+        "additionalProperties": False}  # fmt: skip
+REFERRING = {
+    "$defs": {"leaf": LEAF}, "type": "object", "properties": {"p": {"$ref": "#/$defs/leaf"}},
+    "required": ["p"], "additionalProperties": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("syntax", ["<tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "<function="])
+def test_parameters_may_refer_to_their_own_definitions(syntax):
+    """As pydantic writes nested models: they were looked for at the root of the call."""
+    template = (
+        "{% if tools %}SYNTAX{% endif %}{% for m in messages %}{{ m.content }}</s>{% endfor %}"
+    )
+    tool = {"type": "function", "function": {"name": "add", "parameters": REFERRING}}
+
+    async def ask() -> None:
+        the_tokenizer = tokenizer(template.replace("SYNTAX", syntax))
+        async with asgi_client(service(the_tokenizer=the_tokenizer)) as http:
+            body = {**ASKED, "tools": [tool], "tool_choice": NAMED}
+            answer = await http.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            (call,) = answer.json()["choices"][0]["message"]["tool_calls"]
+            told = json.loads(call["function"]["arguments"])
+            assert set(told) == {"p"} and told["p"]["v"] in (1, 2)
+
+    asyncio.run(asyncio.wait_for(ask(), DEADLINE_S))
+
+
+def test_parameters_may_refer_to_themselves(client):
+    """`#` is the parameters' root, not the call's."""
+    schema = {"type": "object", "properties": {"v": {"const": 1}, "next": {"$ref": "#"}},
+              "required": ["v"], "additionalProperties": False}  # fmt: skip
+    tools = [{"type": "function", "function": {"name": "add", "parameters": schema}}]
+    depths = []
+    for seed in range(12):
+        asked = {**ASKED, "seed": seed, "tools": tools, "tool_choice": NAMED, "max_tokens": 400}
+        choice = client.chat.completions.create(**asked).choices[0]
+        if choice.finish_reason == "tool_calls":
+            (call,) = choice.message.tool_calls
+            arguments = json.loads(call.function.arguments)
+            jsonschema.validate(arguments, schema)
+            depths.append("next" in arguments)
+    assert any(depths)
+
+
 def test_a_tool_that_is_not_there_is_refused(client):
     with pytest.raises(openai.BadRequestError) as refused:
         other = {"type": "function", "function": {"name": "other"}}
@@ -100,7 +147,9 @@ def test_a_tool_that_is_not_there_is_refused(client):
 
 
 def test_no_two_calls_have_the_same_id(client):
-    asked = {**ASKED, "tools": TOOLS, "tool_choice": NAMED, "n": 3}
+    # Whoever traces a conversation sends the same id with each of its requests.
+    asked = {**ASKED, "tools": TOOLS, "tool_choice": NAMED, "n": 3,
+             "extra_headers": {"X-Request-Id": "a-conversation"}}  # fmt: skip
     ids = [
         choice.message.tool_calls[0].id
         for _ in range(2)
@@ -172,6 +221,29 @@ def test_prompts_are_scored_and_echoed_whole_and_in_streams(tiny):
     assert chat.json()["prompt_logprobs"][0] is None
     tokens = {"token_ids": [1, 40], "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0}}
     assert len(post(tiny, "/inference/v1/generate", **tokens).json()["prompt_logprobs"]) == 2
+
+
+def test_scores_of_a_prompt_are_refused_in_a_stream(tiny):
+    """They were computed, counted, and left out."""
+    for path, body in (
+        ("/v1/completions", {"prompt": "a", "prompt_logprobs": 0}),
+        ("/v1/chat/completions", {"messages": CHAT, "prompt_logprobs": 1}),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"prompt_logprobs": 1}}),
+    ):  # fmt: skip
+        error = post(tiny, path, **body, stream=True).json()["error"]
+        assert error["param"].removeprefix("sampling_params.") == "prompt_logprobs", path
+
+
+@pytest.mark.parametrize(("field", "value"), [
+    ("min_tokens", 10**6), ("stop_token_ids", [10**6]), ("logit_bias", {"1000000": 1}),
+    ("max_tokens", 10**6), ("prompt_logprobs", -1), ("stop", ["a"] * 17),
+])  # fmt: skip
+def test_a_field_within_another_is_refused_by_its_whole_name(tiny, field, value):
+    body = {"token_ids": [1, 40], "sampling_params": {field: value}}
+    error = post(tiny, "/inference/v1/generate", **body).json()["error"]
+    assert error["param"] == f"sampling_params.{field}" and error["message"].startswith(
+        error["param"]
+    )
 
 
 def test_usage_is_told_with_every_chunk_where_it_is_asked_for(tiny):
@@ -265,6 +337,41 @@ def test_responses_call_tools_and_read_what_they_gave(client):
     schema = {"type": "json_schema", "name": "x", "schema": PARAMETERS}
     guided = client.responses.create(**{**asked, "tools": []}, text={"format": schema})
     assert set(json.loads(guided.output_text)) == {"a", "op"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("body", "name"), [
+    ({"max_output_tokens": 10**6}, "max_output_tokens"), ({"input": "a" * 5000}, "input"),
+    ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+    ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "objekt"}}}},
+     "text.format.schema"),
+])  # fmt: skip
+def test_errors_of_responses_name_their_own_fields(tiny, body, name, stream):
+    answer = post(tiny, "/v1/responses", **{"input": "a", **body, "stream": stream})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, name)
+    assert error["message"].startswith(name)
+
+
+def test_a_response_that_was_aborted_is_not_complete():
+    async def ask() -> None:
+        async with asgi_client(made := service()) as http:
+            for stream in (False, True):
+                body = {"input": "a", "ignore_eos": True, "stream": stream}
+                asking = asyncio.create_task(http.post("/v1/responses", json=body))
+                while not any(job.num_completion_tokens for job in made.jobs.values()):
+                    await asyncio.sleep(0.001)
+                for job in made.jobs.values():
+                    job.abort()
+                text = (await asking).text
+                told = (
+                    json.loads(text.split("data: ")[-1])["response"] if stream else json.loads(text)
+                )
+                assert (told["status"], told["incomplete_details"]) == (
+                    "incomplete", {"reason": "aborted"},
+                )  # fmt: skip
+
+    asyncio.run(asyncio.wait_for(ask(), DEADLINE_S))
 
 
 def test_a_response_to_nothing_is_refused(tiny):

@@ -376,5 +376,5 @@ def test_the_log_names_who_asked(caplog, tmp_path):
 
 
 def test_nobody_is_let_in_by_a_key_of_no_length():
-    assert Clients([]).of(None).name == ""
+    assert Clients([]).of(b"").name == ""
     assert ServeSettings(model="m").admin_key is None

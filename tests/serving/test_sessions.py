@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import openai
 import pytest
 
 from rllib_llm.serving.schemas import ApiError
-from rllib_llm.serving.sessions import Rules, Sessions
+from rllib_llm.serving.sessions import Rules, Session, Sessions
 from tests.serving.tiny_server import DEADLINE_S, NAME, asgi_client, model, plain_logprobs, service
 
 CHAT = [{"role": "user", "content": "Hi"}]
@@ -223,6 +224,26 @@ def test_a_session_that_ends_during_its_turn_is_not_counted():
     made.size = 7
     sessions.hold(made)
     assert not sessions._tokens.total() and not sessions._of
+
+
+def test_the_rows_of_a_large_session_are_made_beside_the_event_loop(monkeypatch):
+    monkeypatch.setattr("rllib_llm.serving.training_routes._SMALL_SESSION", 100)
+    threads: list[int] = []
+
+    class Noting(Session):
+        def as_dict(self):
+            threads.append(threading.get_ident())
+            return super().as_dict()
+
+    monkeypatch.setattr("rllib_llm.serving.sessions.Session", Noting)
+
+    async def talk(http) -> None:
+        for text in ("short", "long" * 20):
+            await say(http, [{"role": "user", "content": text}], text[:5])
+            assert len((await http.get(f"/sessions/{text[:5]}")).json()["rows"]) == 1
+        assert threads[0] == threading.get_ident() != threads[1]
+
+    session_of(talk)
 
 
 def test_a_busy_session_is_said_to_be_busy():

@@ -38,6 +38,14 @@ def test_the_parts_of_any_text_are_the_text_and_hold_whole_characters(text):
     assert stream.length == len(text)
 
 
+@pytest.mark.parametrize("least", range(5))
+def test_stop_texts_within_the_first_tokens_are_passed_over(least):
+    """As vLLM does: `abab` ends at the first `b` that is sampled behind `min_tokens` tokens."""
+    parts, stream = streamed(BYTES, ids_of("abab"), stops=["b"], min_tokens=least)
+    assert "".join(parts) == ["a", "a", "aba", "aba", "abab"][least]
+    assert stream.stopped_by == (None if least == 4 else "b")
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     text=st.text(alphabet="abé€😀", max_size=30),

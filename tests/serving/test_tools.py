@@ -59,6 +59,15 @@ def test_a_whole_call_is_a_call_whole_and_streamed(client):
     assert calls == [{"name": "add", "arguments": call.function.arguments}]
 
 
+@pytest.mark.parametrize("parallel", [None, True, False])
+def test_one_call_at_most_is_shown_to_who_wants_no_others(client, parallel):
+    asked = {**ASKED, **writes(f"{CALL}\n{CALL}"), "max_tokens": 200}
+    asked |= {} if parallel is None else {"parallel_tool_calls": parallel}
+    number = 1 if parallel is False else 2
+    assert len(client.chat.completions.create(**asked).choices[0].message.tool_calls) == number
+    assert len(streamed(client, **asked)[1]) == number
+
+
 def test_a_call_that_is_cut_off_anywhere_is_text_and_no_call(client):
     whole = len(CALL.encode())  # one token for each byte
     for length in [*range(1, whole - 16, 9), *range(whole - 16, whole)]:
