@@ -3,14 +3,15 @@
     for each NAME: rllib train file tuned_examples/NAME.yaml --storage-path RUNS
     python scripts/gallery.py RUNS
 
-An example has its last run's curve, time, mark and completions. The other examples are named with
-the reason why they are not shown.
+An example has its last run's curve, time, mark and completions. One that has no run there keeps
+what the page says of it. The other examples are named with the reason why they are not shown.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -38,8 +39,8 @@ NOT_SHOWN = {
 HEAD = """# Gallery
 
 What each example learns: the curve of its result (dashed: its pass mark), and completions of the
-policy before and after. `rllib example run NAME` runs one. `python scripts/gallery.py` makes this
-page from the folders of the runs.
+policy before and after. `rllib example run NAME` runs one. Seconds are of the whole command, Ray's
+start among them. `python scripts/gallery.py` makes this page from the folders of the runs.
 
 """
 
@@ -119,7 +120,7 @@ def section(name: str, file: Path, run: Path) -> str:
     parts = [
         f"## {name}",
         description(file),
-        f"{wall_seconds(run):.0f} seconds in all. At the end {reached}.",
+        f"{wall_seconds(run):.0f} seconds on {machine(run)}. At the end {reached}.",
         f"![{', '.join(marks)} over the iterations](images/gallery/{name}.png)",
     ]
     samples = [file for _, folder in trials if (file := folder / "samples.jsonl").is_file()]
@@ -130,30 +131,32 @@ def section(name: str, file: Path, run: Path) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def machine(runs: list[Path]) -> str:
-    known = json.loads(next(runs[-1].glob("*/environment.json")).read_text(encoding="utf-8"))
-    return (
-        f"All runs: {known['processor']}, {known['cores']} cores, no GPU, "
-        f"{known['begun'][:10]}. Seconds are of the whole command, Ray's start among them.\n"
-    )
+def machine(run: Path) -> str:
+    known = json.loads(next(run.glob("*/environment.json")).read_text(encoding="utf-8"))
+    return f"{known['processor']}, {known['cores']} cores, no GPU, {known['begun'][:10]}"
 
 
 def page(folder: Path) -> str:
-    runs = {
-        name: max(done)
-        for name in example_files()
-        if (done := [run for run in folder.glob(f"{name}_20*") if _is_done(run)])
-    }
-    sections = [section(name, example_files()[name], run) for name, run in runs.items()]
+    sections = _sections_as_they_are()
+    for name, file in example_files().items():
+        if done := [run for run in folder.glob(f"{name}_20*") if _is_done(run)]:
+            sections[name] = section(name, file, max(done))
     left = [
         f"- `{name}`: {NOT_SHOWN.get(name, 'not run for this page')}."
         for name in example_files()
-        if name not in runs
+        if name not in sections
     ]
-    return (
-        HEAD + machine(list(runs.values())) + "\n" + "\n".join(sections)
-        + "\n## Not shown\n\n" + "\n".join(left) + "\n"
-    )  # fmt: skip
+    shown = "\n".join(sections[name] for name in example_files() if name in sections)
+    return HEAD + shown + "\n## Not shown\n\n" + "\n".join(left) + "\n"
+
+
+def _sections_as_they_are() -> dict[str, str]:
+    parts = re.split(r"^(?=## )", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    return {
+        name: part.rstrip() + "\n"
+        for part in parts
+        if (name := part.splitlines()[0].removeprefix("## ")) in example_files()
+    }
 
 
 def _is_done(run: Path) -> bool:
