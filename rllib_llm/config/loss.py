@@ -201,7 +201,7 @@ class Reference(Settings):
         "detached. The ratio is per token with every policy_loss: GSPO's geometric mean, "
         "which TRL uses with it, is no importance weight and would give the KL of another "
         "policy. False: as in Shao 2024, whose gradient for k3 is that of the reverse KL.",
-        acts=(IN_LOSS, SAMPLED_KL),
+        acts=(PENALISED, IN_LOSS, SAMPLED_KL),
         short="kl_unbiased",
         trl="use_bias_correction_kl",
     )

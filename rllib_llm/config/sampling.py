@@ -34,6 +34,17 @@ TORCH_GENERATES = when(
 )
 
 
+def _asks_for_pass_at(config: Any) -> bool:
+    """Whether the config, its evaluation_config or one of its eval_envs sets pass_at."""
+    overlays = (config.evaluation_config, *(config.eval_envs or {}).values())
+    return bool(config.pass_at) or any("pass_at" in repr(overlay) for overlay in overlays)
+
+
+PASS_AT = Condition(
+    "pass_at is set", _asks_for_pass_at, "without pass_at", "Set pass_at: [1], or remove it"
+)
+
+
 class Drawn(Settings):
     """How a text is drawn."""
 
@@ -163,12 +174,14 @@ class Sampling(Drawn):
         None,
         "the reward component, 0 or 1, that decides what passes",
         note="None: the score itself.",
+        acts=(PASS_AT,),
     )
     answer_pattern: str | None = setting(
         None,
         "the regular expression of the answer for which a completion votes in maj@k",
         note="The first group of its last match, or the whole match; completions without a "
         "match vote for no right answer. None: the whole completion.",
+        acts=(PASS_AT,),
         remedy="Write '<answer>(.*?)</answer>'",
     )
     eval_envs: dict[str, dict[str, Any]] | None = setting(

@@ -27,6 +27,7 @@ from tests.algorithms import tiny_runs
         (tiny_runs.ppo, {"ref_kl_horizon": 500.0}, "ref_kl_horizon"),
         (tiny_runs.ppo, {"ref_kl_coeff": 0.0, "ref_kl_target": 6.0}, "ref_kl_target"),
         (tiny_runs.ppo, {"ref_kl_unbiased": False}, "ref_kl_unbiased"),
+        (tiny_runs.grpo, {"ref_kl_coeff": 0.0, "ref_kl_unbiased": False}, "ref_kl_unbiased"),
         (tiny_runs.ppo, {"critic_model": "m.f"}, "critic_model"),
         (tiny_runs.grpo, {"vf_loss_coeff": 1.0}, "vf_loss_coeff"),
         (tiny_runs.grpo, {"lambda_": 0.9}, "lambda_"),
@@ -67,6 +68,24 @@ def test_what_evaluation_alone_sets_without_effect_warns_once():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         same.validate()
+
+
+@pytest.mark.parametrize("setting", [{"pass_on": "correct"}, {"answer_pattern": "x"}])
+def test_what_passes_warns_where_nobody_asks_for_pass_at(setting):
+    (name,) = setting
+    with pytest.warns(
+        UserWarning, match=rf"^{name}=.* has no effect without pass_at\."
+    ):
+        tiny_runs.grpo().sampling(**setting).validate()
+    for asked in (
+        {"pass_at": [1]},
+        {"evaluation_interval": 1, "evaluation_config": {"pass_at": [1]}},
+        {"evaluation_interval": 1, "eval_envs": {"hard": {"pass_at": [1]}}},
+    ):
+        config = tiny_runs.grpo().sampling(**setting)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            config.update_from_dict(asked).validate()
 
 
 def test_shards_of_one_learner_warn():
