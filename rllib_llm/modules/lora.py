@@ -191,6 +191,15 @@ def add_adapters(model: nn.Module, lora: dict[str, Any], *, seed: int = 0) -> No
         try:
             inject_adapter_in_model(settings, model, adapter_name=ADAPTER)
         except ValueError as error:
+            targets, numbers = settings.target_modules, settings.layers_to_transform
+            if numbers is not None and targets <= layers:
+                raise SettingError(
+                    name="lora.layers_to_transform",
+                    value=numbers,
+                    rule=f"number layers of the model, 0 to {model.config.num_hidden_layers - 1}",
+                    reason="adapters cannot be put there",
+                    remedy="Leave it out for all of them",
+                ) from error
             raise _no_such_layers({**DEFAULTS, **lora}["target_modules"], layers) from error
     if unknown := _names_of_nothing(model):
         raise _no_such_layers(unknown, layers)

@@ -343,3 +343,7 @@ def test_layers_that_the_model_does_not_have_are_refused_with_those_that_it_has(
         SettingError, match=r"target_modules=.'v_prj'. must .*: down_proj, .*, v_proj"
     ):
         add_adapters(llama(), {"target_modules": ["q_proj", "v_prj"]})
+    with pytest.raises(
+        SettingError, match=r"^lora\.layers_to_transform=\[99\] must number .* model, 0 to 1:"
+    ):
+        add_adapters(llama(), {"target_modules": ["q_proj"], "layers_to_transform": [99]})
