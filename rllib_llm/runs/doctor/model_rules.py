@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rllib_llm.algorithms.registry import ALGORITHMS
 from rllib_llm.modules.model_source import TruncatedWeightsError, num_elements, num_positions
-from rllib_llm.runs.doctor.stage import Finding, Stage
+from rllib_llm.runs.doctor.stage import Finding, Stage, first_rows
 from rllib_llm.runs.metrics import (
     TYPICAL,
     describes,
@@ -173,25 +173,27 @@ def _first_prompts(stage: Stage, chat_format: ChatFormat) -> Iterator[Finding]:
     from rllib_llm.envs.conversation import first_messages, no_room
     from rllib_llm.runs.doctor.data_rules import NUM_ROWS, _source
 
-    if stage.prompts is None:
-        return
-    source = _source(stage, stage.prompts)
+    held_out = first_rows(stage.env.get("eval_prompts"), "eval_prompts")
     limits = {
         "max_tokens": stage.env["max_tokens"],
         "positions": num_positions(stage.config.pretrained_model),
     }
-    num_rows = min(NUM_ROWS, len(source))
-    lengths = []
-    for row in source.rows(0, num_rows):
-        conversation = Conversation(chat_format)
-        conversation.append_messages(first_messages(row.prompt, stage.env["system"]))
-        lengths.append(len(conversation.token_ids))
-    if error := no_room(min(lengths), **limits):
-        yield Finding.from_error(error, "model")
-    elif error := no_room(max(lengths), **limits):
-        num = sum(no_room(length, **limits) is not None for length in lengths)
-        found = f"{num} of the first {num_rows} prompts are too long: {error.found}"
-        yield replace(Finding.from_error(error, "model"), severity="warning", found=found)
+    for kind, rows in (("", stage.prompts), ("held-out ", held_out)):
+        if rows is None:
+            continue
+        source = _source(stage, rows)
+        num_rows = min(NUM_ROWS, len(source))
+        lengths = []
+        for row in source.rows(0, num_rows):
+            conversation = Conversation(chat_format)
+            conversation.append_messages(first_messages(row.prompt, stage.env["system"]))
+            lengths.append(len(conversation.token_ids))
+        if error := no_room(min(lengths), **limits):
+            yield Finding.from_error(error, "model")
+        elif error := no_room(max(lengths), **limits):
+            num = sum(no_room(length, **limits) is not None for length in lengths)
+            found = f"{num} of the first {num_rows} {kind}prompts are too long: {error.found}"
+            yield replace(Finding.from_error(error, "model"), severity="warning", found=found)
 
 
 def _adapters(stage: Stage) -> Iterator[Finding]:

@@ -440,6 +440,11 @@ def test_a_few_conversations_that_cannot_begin_stop_no_run():
     )
     with pytest.warns(UserWarning, match="2 of the first 4 prompts"):
         before_a_run([experiment])
+    held_out = {**given, "prompts": SUMS, "eval_prompts": prompts}
+    experiment = conversations("rllib_llm/Conversation-v0", **held_out)
+    (finding,) = [f for f in found(experiment) if "leave room" in f.rule]
+    assert finding.severity == "warning"
+    assert finding.found.startswith("2 of the first 4 held-out prompts are too long: ")
 
 
 def test_files_and_functions_that_are_not_there_are_told_together():
