@@ -77,14 +77,18 @@ def load_rows(source: Source | None, *, name: str = "data") -> Rows:
     return rows
 
 
-def check_source(source: Source | None, *, name: str = "data") -> None:
+def check_source(source: Source | None, *, name: str = "data") -> str:
     """Raises what `load_rows` would where that can be told without reading: a key that is not
-    known, a file that is not there, a dotted path to nothing. The hub is not asked."""
+    known, a file that is not there, a dotted path to nothing. Returns the hub id that the rows come
+    from, "" without one: the hub is not asked."""
     source, options = _with_options(source, name)
+    hub_id = ""
     for item in source if isinstance(source, (list, tuple)) else [source]:
         is_name = isinstance(item, (str, Path)) and (item is source or _is_file(item))
         if is_name:
-            _locate(str(item), options, name)
+            found = _locate(str(item), options, name)
+            hub_id = found if isinstance(found, str) and not Path(found).is_dir() else hub_id
+    return hub_id
 
 
 def is_quick_to_read(source: Source | None) -> bool:

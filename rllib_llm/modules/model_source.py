@@ -63,8 +63,8 @@ def source_kind(model: str | os.PathLike, *, name: str = "model") -> tuple[str, 
 
     Raises:
         ModelSourceError: an empty or mistyped value, a file, a missing folder, a folder without
-            config.json, or, where the hub may not be asked, a hub id without an owner that is not
-            in the local cache.
+            config.json, or, where the hub may not be asked, a hub id that is not in the local
+            cache.
     """
     if not isinstance(model, (str, os.PathLike)) or not os.fspath(model):
         reason = "it is empty" if model == "" else f"it is a {type(model).__name__}"
@@ -88,7 +88,7 @@ def source_kind(model: str | os.PathLike, *, name: str = "model") -> tuple[str, 
             + ("" if os.path.isabs(value) else "; write it absolute if the run starts elsewhere"),
             name=name,
         )
-    if hub_constants.HF_HUB_OFFLINE and is_plain_name(value) and not _is_cached(value):
+    if hub_constants.HF_HUB_OFFLINE and not is_cached(value):
         raise ModelSourceError(model, *_nowhere(value, OFFLINE), name=name)
     return HUB, value
 
@@ -96,18 +96,13 @@ def source_kind(model: str | os.PathLike, *, name: str = "model") -> tuple[str, 
 def did_you_mean_folder(model: str) -> str:
     """A question with the folder beside `model`, which is none, whose name is nearest; "" without
     one. Not for what is in the local cache."""
-    close = "" if _is_cached(model) else folder_like(Path(model))
+    close = "" if is_cached(model) else folder_like(Path(model))
     return f"Did you mean {close!r}?" if close else ""
 
 
-def is_plain_name(model: str) -> bool:
-    """Whether a hub id has no owner, as "gpt2" has none: it may be a folder's misspelt name."""
-    return "/" not in model
-
-
-def _is_cached(model: str) -> bool:
-    """Whether something of a hub id is in the local cache."""
-    folder = "--".join(["models", *model.split("/")])
+def is_cached(hub_id: str, kind: str = "model") -> bool:
+    """Whether something of a repository, a "model" or a "dataset", is in the local cache."""
+    folder = "--".join([f"{kind}s", *hub_id.split("/")])
     return os.path.isdir(os.path.join(hub_constants.HF_HUB_CACHE, folder, "snapshots"))
 
 

@@ -73,9 +73,7 @@ def test_what_evaluation_alone_sets_without_effect_warns_once():
 @pytest.mark.parametrize("setting", [{"pass_on": "correct"}, {"answer_pattern": "x"}])
 def test_what_passes_warns_where_nobody_asks_for_pass_at(setting):
     (name,) = setting
-    with pytest.warns(
-        UserWarning, match=rf"^{name}=.* has no effect without pass_at\."
-    ):
+    with pytest.warns(UserWarning, match=rf"^{name}=.* has no effect without pass_at\."):
         tiny_runs.grpo().sampling(**setting).validate()
     for asked in (
         {"pass_at": [1]},

@@ -296,7 +296,7 @@ def test_kinds_of_sources(folder, asks_the_hub):
     assert source_kind("a.b:c") == ("dotted", "a.b:c")
 
 
-def test_a_plain_name_that_is_nowhere_is_refused_where_the_hub_may_not_be_asked(
+def test_a_name_that_is_nowhere_is_refused_where_the_hub_may_not_be_asked(
     asks_the_hub, monkeypatch, tmp_path
 ):
     monkeypatch.chdir(tmp_path)
@@ -311,6 +311,8 @@ def test_a_plain_name_that_is_nowhere_is_refused_where_the_hub_may_not_be_asked(
         ModelSourceError, match=r"set\. Did you mean '\./tiny'\? Give a local folder"
     ):
         source_kind("tiny2")
+    with pytest.raises(ModelSourceError, match="not in the local cache and HF_HUB_OFFLINE is set"):
+        source_kind("org/name")
     (tmp_path / "cache" / "models--tiny2" / "snapshots").mkdir(parents=True)
     assert source_kind("tiny2") == ("hub", "tiny2")
 

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
-import warnings
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from huggingface_hub import constants as hub_constants
 
 from rllib_llm.algorithms.places import Reservation
+from rllib_llm.runs.doctor import data_rules
 from rllib_llm.runs.doctor.data_rules import check_sources
 from rllib_llm.runs.experiments import Experiment, with_stand_ins
 from rllib_llm.runs.plan import check_disk, check_experiments, check_resources
@@ -206,15 +208,69 @@ def test_what_belongs_beside_config_is_answered_with_its_place(run, given, remed
     assert f"a.config: unknown key {name!r}. {remedy}" in str(error.value).splitlines()
 
 
-def test_a_hub_id_beside_a_folder_of_nearly_that_name_is_asked_about(monkeypatch, tmp_path):
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A hub that has gpt2, shows org/gated to those who were given access, and has nothing else."""
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            asked.append(self.path)
+            known = {
+                "gpt2": (200, ""),
+                "org/gated": (401, "GatedRepo"),
+                "org/texts": (404, "EntryNotFound"),
+            }
+            name = self.path.removeprefix("/datasets").removeprefix("/").split("/resolve/")[0]
+            status, code = known.get(name, (404, "RepoNotFound"))
+            self.send_response(status)
+            for header in (("X-Error-Code", code), ("ETag", "1"), ("X-Repo-Commit", "a" * 40)):
+                self.send_header(*header)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    asked: list[str] = []
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(hub_constants, "HUGGINGFACE_CO_URL_TEMPLATE", url)
+        monkeypatch.setattr(hub_constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", False)
+        data_rules._hub_refuses.cache_clear()
+        yield asked
+        data_rules._hub_refuses.cache_clear()
+        server.shutdown()
+
+
+def test_a_hub_id_that_the_hub_does_not_give_is_refused_before_anything_runs(
+    hub, monkeypatch, tmp_path
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny").mkdir()
-    monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", False)
-    with pytest.warns(SettingWarning, match=r"model='tiny2' is no folder here.*mean '\./tiny'\?"):
+    check_sources({"model": "gpt2", "data": "org/texts"}, "a.config")
+    for model, why in (
+        ("tiny2", r"404 \(not found\)\. Did you mean '\./tiny'\? Check the spelling"),
+        ("org/gated", r"401 \(access must be asked for\)\. Ask for it on its page"),
+    ):
+        with pytest.raises(ValueError, match=rf"^a\.config\.model='{model}' must .*answers {why}"):
+            check_sources({"model": model}, "a.config")
+    with pytest.raises(ValueError, match=r"data='org/none' must be a folder, or a dataset"):
+        check_sources({"data": "org/none"}, "a.config")
+    (tmp_path / "cache" / "models--org--mine" / "snapshots").mkdir(parents=True)
+    asked = len(hub)
+    check_sources({"model": "org/mine", "critic_model": "gpt2"}, "a.config")
+    assert len(hub) == asked == 5  # what is in the cache, or answered, is not asked for again
+
+
+def test_a_hub_that_does_not_answer_is_told_of_before_a_run(hub, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()
+    nobody = "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(hub_constants, "HUGGINGFACE_CO_URL_TEMPLATE", nobody)
+    with pytest.warns(SettingWarning, match=r"model='tiny2' is .* not answer .*mean '\./tiny'\?"):
         check_sources({"model": "tiny2"}, "a.config")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        check_sources({"model": "gpt2"}, "a.config")
     monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match=r"^a\.config\.model='tiny2' must .*mean '\./tiny'\?"):
         check_sources({"model": "tiny2"}, "a.config")

@@ -1,8 +1,9 @@
 """Rules about data: against the settings before every run, and of the doctor about lengths, empty
 rows, repeats, and what training shares with evaluation.
 
-Before a run only what is quick to read is read: functions, lists and files of moderate size. What
-an earlier experiment will make (`${name.model}`) is left out, and so is the hub.
+Before a run only what is quick to read is read: functions, lists and files of moderate size. The
+hub is asked whether it has a repository, no more. What an earlier experiment will make
+(`${name.model}`) is left out.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from rllib_llm.data.rows import DataSourceError, Rows
 from rllib_llm.modules.model_source import num_positions
 from rllib_llm.runs.doctor.stage import MAX_ROWS, Finding, Stage, can_be_read, first_rows
 from rllib_llm.runs.experiments import StandIn
-from rllib_llm.shared.errors import SettingWarning, all_complaints, complain, in_place, noted
+from rllib_llm.shared.errors import (
+    SettingError,
+    SettingWarning,
+    all_complaints,
+    complain,
+    in_place,
+    noted,
+)
 
 if TYPE_CHECKING:
     from rllib_llm.envs.prompts import PromptSource
@@ -180,7 +188,8 @@ def check_sources(settings: Mapping[str, Any], where: str) -> bool:
     """Check what can be checked without loading weights: folders and their tokenizers, files and
     dotted paths. True where all of it is there.
 
-    What an earlier experiment will make (`${name.checkpoint}`) is left out, and so is the hub.
+    What an earlier experiment will make (`${name.checkpoint}`) is left out. The hub is asked
+    whether it has a repository that the local cache lacks.
 
     Args:
         settings: of one experiment, `env_config` among them.
@@ -201,8 +210,10 @@ def check_sources(settings: Mapping[str, Any], where: str) -> bool:
                 _check_model(value, f"{where}.{name}", has_tokenizer=name != "env_config.reference")
         for name, value in (*_chosen(settings, DATA), *_chosen(env, ENV_DATA, "env_config.")):
             with noted():
-                if "${" not in str(value):
-                    check_source(value, name=f"{where}.{name}")
+                if "${" not in str(value) and (
+                    hub_id := check_source(value, name=f"{where}.{name}")
+                ):
+                    _check_hub(hub_id, "dataset", f"{where}.{name}")
         for name, value in _chosen(env, ("reward_functions",), "env_config."):
             with noted():
                 _check_imports(value, f"{where}.{name}")
@@ -222,8 +233,6 @@ def _check_model(given: Any, name: str, *, has_tokenizer: bool) -> None:
         DOTTED,
         FOLDER,
         HUB,
-        did_you_mean_folder,
-        is_plain_name,
         source_kind,
     )
     from rllib_llm.shared.dotted import import_dotted
@@ -235,14 +244,63 @@ def _check_model(given: Any, name: str, *, has_tokenizer: bool) -> None:
     kind, value = source_kind(given, name=name)
     if kind == DOTTED:
         import_dotted(value, name=name)
-    if kind == HUB and is_plain_name(value) and (remedy := did_you_mean_folder(value)):
-        found = f"{name}={given!r} is no folder here"
-        warnings.warn(
-            SettingWarning("model.folder", found, "the hub will be asked for it", remedy),
-            stacklevel=2,
-        )
+    if kind == HUB:
+        _check_hub(value, "model", name)
     if kind == FOLDER and has_tokenizer:
         _check_tokenizer(value, name)
+
+
+def _check_hub(hub_id: str, kind: str, name: str) -> None:
+    """Ask the hub for a repository that is not in the local cache.
+
+    kind: "model" or "dataset".
+
+    Raises:
+        SettingError: the hub has none of that name, or does not give it without a login.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    from rllib_llm.modules.model_source import did_you_mean_folder, is_cached
+
+    if constants.HF_HUB_OFFLINE or is_cached(hub_id, kind):
+        return
+    answer = _hub_refuses(hub_id, kind)
+    if answer is None:
+        return
+    folder = did_you_mean_folder(hub_id) if kind == "model" else ""
+    if not isinstance(answer, RepositoryNotFoundError):
+        found = f"{name}={hub_id!r} is neither here nor in the local cache"
+        reason = f"the hub, which will be asked again, does not answer ({type(answer).__name__})"
+        remedy = f"{folder} Give a folder where there is no network".lstrip()
+        warnings.warn(SettingWarning("hub.no_answer", found, reason, remedy), stacklevel=2)
+        return
+    if isinstance(answer, GatedRepoError):
+        why, remedy = "access must be asked for", "Ask for it on its page, then run hf auth login"
+    else:
+        why, remedy = "not found", "Check the spelling; for a private one run hf auth login"
+    raise SettingError(
+        name=name,
+        value=hub_id,
+        rule=f"be a folder, or a {kind} that the hub gives",
+        reason=f"no such folder is here, and the hub answers {answer.response.status_code} ({why})",
+        remedy=f"{folder} {remedy}".lstrip(),
+    )
+
+
+@functools.cache  # the points of a grid share their models
+def _hub_refuses(hub_id: str, kind: str) -> Exception | None:
+    """Why the hub does not give a repository: it has none, or does not answer; None if it does."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import EntryNotFoundError, HTTPError
+
+    try:
+        get_hf_file_metadata(hf_hub_url(hub_id, "config.json", repo_type=kind))
+    except EntryNotFoundError:
+        return None
+    except (HTTPError, OSError) as error:
+        return error
+    return None
 
 
 @functools.cache  # the points of a grid share their models
