@@ -23,7 +23,7 @@ from jinja2.exceptions import TemplateError
 
 from rllib_llm.data.rows import DataSourceError, Rows
 from rllib_llm.data.turn_ends import Render, TurnEnds, find_turn_ends, special_texts
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.errors import SettingError, require
 
 # A template is a program: beside its own complaints it raises what Python raises.
 _TEMPLATES_RAISE = (
@@ -61,14 +61,12 @@ def apply_template(
     Raises:
         SettingError: of the class `refused`: no template, or one that refuses the messages.
     """
-    if not tokenizer.chat_template:
-        raise refused(
-            name="messages",
-            rule="become text",
-            reason="the tokenizer has no chat template",
-            remedy="Set chat_template (a file, or the template itself), take an "
-            "instruction-tuned model, or write the rows as text",
-        )
+    require(
+        tokenizer.chat_template, "messages", ..., "become text",
+        "the tokenizer has no chat template",
+        "Set chat_template (a file, or the template itself), take an instruction-tuned model, or "
+        "write the rows as text", refused,
+    )  # fmt: skip
     taken = [dict(message) for message in messages]
     for message in taken:
         if message.get("tool_calls"):
@@ -246,11 +244,9 @@ def check_messages(messages: Sequence[Any]) -> None:
     for message in messages:
         if not isinstance(message, Mapping) or "role" not in message:
             raise DataSourceError(
-                name=f"the message {str(message)[:60]!r}",
-                rule="have 'role' and 'content'",
-                reason="chat templates read these",
-                remedy="Rename its keys",
-            )
+                name=f"the message {str(message)[:60]!r}", rule="have 'role' and 'content'",
+                reason="chat templates read these", remedy="Rename its keys",
+            )  # fmt: skip
 
 
 def _turn(role: str, content: Any) -> dict[str, Any]:
@@ -288,13 +284,11 @@ def encode_chat(
         i for i, message in enumerate(messages)
         if i >= num_prompt_turns and message["role"] == "assistant"
     ]  # fmt: skip
-    if not own:
-        raise DataSourceError(
-            name=f"messages with the roles {[message['role'] for message in messages]}",
-            rule="have a turn of 'assistant' to learn from",
-            reason="there is none behind the prompt",
-            remedy="Drop the row, or rename its roles",
-        )
+    require(
+        own, f"messages with the roles {[message['role'] for message in messages]}", ...,
+        "have a turn of 'assistant' to learn from", "there is none behind the prompt",
+        "Drop the row, or rename its roles", DataSourceError,
+    )  # fmt: skip
     if _MARK.search(str(tokenizer.chat_template or "")):
         return _encode_marked(tokenizer, messages, own[0], tools)
     render = functools.partial(render_chat, tokenizer, tools=tools)
@@ -382,13 +376,11 @@ def _encode_marked(
         span = (len(before), len(text))
         _, later = encode_spans(tokenizer, text, [span], add_special_tokens=False)
         marked = [one and other for one, other in zip(marked, later, strict=True)]
-    if not any(marked):
-        raise DataSourceError(
-            name="messages",
-            rule="have tokens that the chat template marks with {% generation %}",
-            reason="it marks none here",
-            remedy="Put the marks around the assistant's turns, or remove them all",
-        )
+    require(
+        any(marked), "messages", ...,
+        "have tokens that the chat template marks with {% generation %}", "it marks none here",
+        "Put the marks around the assistant's turns, or remove them all", DataSourceError,
+    )  # fmt: skip
     return ids, marked
 
 
@@ -419,17 +411,21 @@ def parts_of_rows(rows: Rows, tokenizer: Any) -> list[Part] | None:
     """
     if "messages" not in rows.columns or not _drops_thoughts(tokenizer):
         return None
-    return [
-        Part(place, *borders)
-        for place, row in enumerate(rows)
-        for borders in borders_of_parts(tokenizer, list(row["messages"]), row.get("tools"))
-    ]
+    parts = []
+    for place, row in enumerate(rows):
+        try:
+            borders = borders_of_parts(tokenizer, list(row["messages"] or ()), row.get("tools"))
+        except DataSourceError as error:
+            raise error.at(f"row {place} of {rows.description}") from error
+        parts += [Part(place, *each) for each in borders]
+    return parts
 
 
 def borders_of_parts(
     tokenizer: Any, messages: Messages, tools: Sequence[Any] | None
 ) -> list[tuple[int, int]]:
-    """(start, end) of each training row of a conversation, see `Part`."""
+    """(start, end) of each training row of a conversation, see `Part`; of no messages one."""
+    check_messages(messages)
     ends: dict[int, int] = {}  # by the assistant's turn: the longest conversation that shows it
     for turn, message in enumerate(messages):
         if message["role"] == "assistant":

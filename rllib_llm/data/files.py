@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rllib_llm.data.rows import DataSourceError, Rows
-from rllib_llm.shared.errors import nearest
+from rllib_llm.shared.errors import nearest, require
 
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _PARQUET = (".parquet", ".pq")
@@ -65,15 +65,14 @@ def read_file(path: Path, name: str) -> Rows:
 
 def _read(path: Path, name: str) -> Rows:
     """As `read_file`, the errors without the file."""
-    if path.suffix in _PARQUET:
+    suffix = path.suffix.lower()
+    if suffix in _PARQUET:
         return _read_parquet(path)
-    if path.suffix in _TEXT:
-        return Rows(
-            [{"text": line} for line in text_of(path).split("\n") if line.strip()], str(path)
-        )
-    if path.suffix in _TABLES:
+    if suffix in _TEXT:
+        return rows_of(filter(str.strip, text_of(path).split("\n")), str(path), name)
+    if suffix in _TABLES:
         return _read_table(path)
-    if path.suffix in _JSON_LINES:
+    if suffix in _JSON_LINES:
         return rows_of(_json_values(path), str(path), name)
     raise DataSourceError(
         rule=f"end in one of {list(SUFFIXES)}",
@@ -106,7 +105,7 @@ def _read_table(path: Path) -> Rows:
     """Rows of a table with a line of column names: separated by tabs, commas or semicolons."""
     text = text_of(path)
     header = text.partition("\n")[0]
-    separator = "\t" if path.suffix == ".tsv" else max(",;\t", key=header.count)
+    separator = "\t" if path.suffix.lower() == ".tsv" else max(",;\t", key=header.count)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))
     rows: list[list[str]] = []
@@ -127,18 +126,17 @@ def _read_table(path: Path) -> Rows:
             reason=f"line {reader.line_num} is not ({error})",
             remedy="Correct its quotation marks",
         ) from error
-    if any(re.fullmatch("'.*'", column) for column in names):
-        raise DataSourceError(
-            rule="have column names without single quotes",
-            reason=f"its first line has {names}, and tables are quoted by double quotes",
-            remedy="Use double quotes, or none",
-        )
-    if not all(names) or len({*names}) < len(names):
-        raise DataSourceError(
-            rule="begin with a line of column names, each its own",
-            reason=f"it begins with {names}",
-            remedy="Add the line, or rename a column",
-        )
+    require(
+        not any(re.fullmatch("'.*'", column) for column in names), "", ...,
+        "have column names without single quotes",
+        f"its first line has {names}, and tables are quoted by double quotes",
+        "Use double quotes, or none", DataSourceError,
+    )  # fmt: skip
+    require(
+        all(names) and len({*names}) == len(names), "", ...,
+        "begin with a line of column names, each its own", f"it begins with {names}",
+        "Add the line, or rename a column", DataSourceError,
+    )  # fmt: skip
     columns = [_as_typed([row[i] for row in rows], column) for i, column in enumerate(names)]
     values = zip(*columns, strict=True)
     return Rows([dict(zip(names, row, strict=True)) for row in values], str(path))
@@ -170,9 +168,9 @@ def _read_parquet(path: Path) -> Rows:
         if path.stat().st_size > _LARGE_BYTES:
             return Rows(_mapped(path), str(path))
         return Rows(pq.read_table(path), str(path))
-    except pa.ArrowInvalid as error:
+    except (pa.ArrowException, OSError) as error:
         raise DataSourceError(
-            rule="be a Parquet file",
+            rule="be a Parquet file that can be read",
             reason=error,
             remedy="Write it again as Parquet, or give it the ending of its format",
         ) from error
@@ -187,6 +185,8 @@ def _mapped(path: Path) -> Any:
     datasets.disable_progress_bars()
     try:
         return datasets.Dataset.from_parquet(str(path), writer_batch_size=_BATCH_ROWS)
+    except datasets.exceptions.DatasetGenerationError as error:
+        raise OSError(str(error.__cause__ or error)) from error
     finally:
         if shown:
             datasets.enable_progress_bars()

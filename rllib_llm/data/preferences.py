@@ -34,7 +34,7 @@ from rllib_llm.data.texts import BatchSource
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import pad_left, pad_right
 from rllib_llm.shared.dotted import import_dotted
-from rllib_llm.shared.errors import SettingError, nearest
+from rllib_llm.shared.errors import nearest, require
 
 
 class PreferenceSource(BatchSource):
@@ -127,14 +127,11 @@ class PromptedPairSource(PreferenceSource):
         chosen, rejected, border = (self._encode_chats if is_chat else self._encode_texts)(row)
         border = min(border, common_prefix_len(chosen, rejected))
         prompt = chosen[:border]
-        if not prompt:
-            raise DataSourceError(
-                name="a pair",
-                rule="have a prompt, or texts that begin alike",
-                reason="the answers' first tokens are predicted from what stands before them, and "
-                "the tokenizer has no BOS",
-                remedy="Add the column 'prompt'",
-            )
+        require(
+            prompt, "a pair", ..., "have a prompt, or texts that begin alike",
+            "the answers' first tokens are predicted from what stands before them, and the "
+            "tokenizer has no BOS", "Add the column 'prompt'", DataSourceError,
+        )  # fmt: skip
         return self._shorten(prompt, chosen[border:], rejected[border:])
 
     def _encode_texts(self, row: dict[str, Any]) -> tuple[list[int], list[int], int]:
@@ -151,15 +148,14 @@ class PromptedPairSource(PreferenceSource):
         one, num_prompt_turns = as_turns(prompt, row["chosen"])
         other, num_other = as_turns(prompt, row["rejected"])
         answers = [*one[num_prompt_turns:], *other[num_other:]]
-        if one[:num_prompt_turns] != other[:num_other] or any(
-            turn["role"] != "assistant" for turn in answers
-        ):
-            raise DataSourceError(
-                name="chosen and rejected messages",
-                rule="answer the same prompt, with nothing but turns of the assistant",
-                reason="what others say is not the policy's to learn",
-                remedy="Put all turns before the answer into 'prompt'",
-            )
+        require(
+            one[:num_prompt_turns] == other[:num_other]
+            and all(turn["role"] == "assistant" for turn in answers),
+            "chosen and rejected messages", ...,
+            "answer the same prompt, with nothing but turns of the assistant",
+            "what others say is not the policy's to learn",
+            "Put all turns before the answer into 'prompt'", DataSourceError,
+        )  # fmt: skip
         chosen_ids, own = encode_chat(self._tokenizer, one, num_prompt_turns, tools=tools)
         rejected_ids, other_own = encode_chat(self._tokenizer, other, num_other, tools=tools)
         return chosen_ids, rejected_ids, min(own.index(True), other_own.index(True))
@@ -228,13 +224,10 @@ def _telling_pairs(rows: Rows) -> np.ndarray:
                 remedy="Correct the row, or drop it",
             )
     differ = [index for index, (a, b) in enumerate(zip(chosen, rejected, strict=True)) if a != b]
-    if not differ:
-        raise DataSourceError(
-            name=rows.description,
-            rule="have pairs whose chosen and rejected texts differ",
-            reason=f"all {len(rows)} are the same",
-            remedy="Check the columns",
-        )
+    require(
+        differ, rows.description, ..., "have pairs whose chosen and rejected texts differ",
+        f"all {len(rows)} are the same", "Check the columns", DataSourceError,
+    )  # fmt: skip
     if len(differ) < len(rows):
         warnings.warn(
             f"{len(rows) - len(differ)} of {len(rows)} pairs of {rows.description} are left out: "
@@ -273,14 +266,10 @@ def pairs_from_labels(
         DataSourceError: no such column, a label that is no number, or only one label.
         ValueError: `num_pairs` below 1.
     """
-    if num_pairs is not None and num_pairs < 1:
-        raise SettingError(
-            name="num_pairs",
-            value=num_pairs,
-            rule="be at least 1, or null",
-            reason="it counts preference pairs",
-            remedy="Leave it out to draw every text once",
-        )
+    require(
+        num_pairs is None or num_pairs >= 1, "num_pairs", num_pairs, "be at least 1, or null",
+        "it counts preference pairs", "Leave it out to draw every text once",
+    )  # fmt: skip
     rows = load_rows(path)
     require_columns(rows, [text_column, label_column])
     groups = _texts_by_label(rows, text_column, label_column)
@@ -320,13 +309,11 @@ def _texts_by_label(rows: Rows, text_column: str, label_column: str) -> dict[flo
                 "text: it is what is compared. Name another column, or drop the row."
             )
         groups.setdefault(float(label), []).append(row[text_column])
-    if len(groups) < 2:
-        raise DataSourceError(
-            name=f"{label_column} of {rows.description}",
-            rule="hold at least two different labels",
-            reason=f"all {len(rows)} rows have {next(iter(groups))}",
-            remedy="Name the column of the labels",
-        )
+    require(
+        len(groups) > 1, f"{label_column} of {rows.description}", ...,
+        "hold at least two different labels", f"all {len(rows)} rows have {next(iter(groups))}",
+        "Name the column of the labels", DataSourceError,
+    )  # fmt: skip
     return groups
 
 

@@ -18,7 +18,7 @@ from pyarrow.fs import LocalFileSystem
 
 from rllib_llm.data.rollout_store import SCHEMA, STORE_FILE, check_version, not_contained
 from rllib_llm.data.rows import DataSourceError, Rows
-from rllib_llm.shared.errors import did_you_mean
+from rllib_llm.shared.errors import did_you_mean, require
 from rllib_llm.shared.storage import Place, UrlPath, place
 
 IN_ORDER = ("iteration", "position", "sample", "row")
@@ -201,19 +201,11 @@ def load_rollouts(
 
     Args:
         where: an SQL condition on the columns.
-        best_of_group: how many completions of each group, those of the highest score.
+        best_of_group: how many completions of each group, those of the highest score, 1 or more.
 
     Raises:
         DataSourceError: a condition that cannot be read, or no rows.
     """
-    if best_of_group is not None and best_of_group < 1:
-        raise DataSourceError(
-            name=f"{name}['best_of_group']",
-            value=best_of_group,
-            rule="be at least 1",
-            reason="it counts completions",
-            remedy="Leave it out for all",
-        )
     try:
         rollouts = open_rollouts([Path(folder)])
         names = re.sub(r"'[^']*'", "", where or "")  # in a text they are words
@@ -267,21 +259,21 @@ def pairs_of_rollouts(rows: Rows) -> Rows:
     needed = {*_GROUP_COLUMNS, "score", "sample", "prompt", "completion"}
     if "chosen" in rows.columns or not needed <= set(rows.columns):
         return rows
-    scores, samples = rows.column("score"), rows.column("sample")
+    scores, samples, prompts = (rows.column(name) for name in ("score", "sample", "prompt"))
     pairs = []
     for group in _ranked_groups(rows):
         counts = Counter(samples[index] for index in group)
         # A rollout of several rows answers several prompts: no other can be compared with it.
         whole = [index for index in group if counts[samples[index]] == 1]
-        if len(whole) > 1 and scores[whole[0]] > scores[whole[-1]]:
-            pairs.append(_pair(rows[whole[0]], rows[whole[-1]]))
-    if not pairs:
-        raise DataSourceError(
-            name=rows.description,
-            rule="hold a group with two scores",
-            reason="the best and the worst of a group become a pair, rollouts of one row each",
-            remedy="Sample more completions of each prompt",
-        )
+        # An environment may begin the conversations of one task in several ways.
+        alike = [index for index in whole if prompts[index] == prompts[whole[0]]]
+        if len(alike) > 1 and scores[alike[0]] > scores[alike[-1]]:
+            pairs.append(_pair(rows[alike[0]], rows[alike[-1]]))
+    require(
+        pairs, rows.description, ..., "hold a group with two scores",
+        "the best and the worst of a group become a pair, rollouts of one row each",
+        "Sample more completions of each prompt", DataSourceError,
+    )  # fmt: skip
     return Rows(pairs, f"pairs of {rows.description}")
 
 

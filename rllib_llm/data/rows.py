@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rllib_llm.shared.errors import SettingError, did_you_mean
+from rllib_llm.shared.errors import SettingError, did_you_mean, require
 
 
 class DataSourceError(SettingError):
@@ -82,14 +82,11 @@ class Rows(MadeRows):
         """Columns {new name: old name}, the others as they are; one that already has a new name
         makes way."""
         require_columns(self, columns.values())
-        if len({*columns.values()}) < len(columns):
-            raise DataSourceError(
-                name="columns",
-                value=dict(columns),
-                rule="give each column one new name",
-                reason="a column has one name",
-                remedy="Write the column twice in the data set",
-            )
+        require(
+            len({*columns.values()}) == len(columns), "columns", dict(columns),
+            "give each column one new name", "a column has one name",
+            "Write the column twice in the data set", DataSourceError,
+        )  # fmt: skip
         old_to_new = {old: new for new, old in columns.items()}
         kept = [name for name in self.columns if name in old_to_new or name not in columns]
         names = [old_to_new.get(name, name) for name in kept]
@@ -227,14 +224,11 @@ class EpochOrder:
 
 def check_seed(seed: Any, name: str = "seed") -> None:
     """Raises SettingError where it is no seed of a cipher."""
-    if not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**64:
-        raise SettingError(
-            name=name,
-            value=seed,
-            rule="be a whole number from 0 to 2^64 - 1",
-            reason="the order of rows is a function of it",
-            remedy="Choose another",
-        )
+    require(
+        isinstance(seed, (int, np.integer)) and 0 <= seed < 2**64, name, seed,
+        "be a whole number from 0 to 2^64 - 1", "the order of rows is a function of it",
+        "Choose another",
+    )  # fmt: skip
 
 
 def permuted(places: np.ndarray, size: int, seed: int, stream: int) -> np.ndarray:

@@ -16,14 +16,20 @@ from rllib_llm.data.files import SUFFIXES, missing_file, read_file, rows_of
 from rllib_llm.data.rollouts import is_rollout_folder, load_rollouts
 from rllib_llm.data.rows import DataSourceError, Rows, concatenated
 from rllib_llm.shared.dotted import import_dotted, looks_dotted
-from rllib_llm.shared.errors import together, unknown_key
+from rllib_llm.shared.errors import require, together, unknown_key
 from rllib_llm.shared.storage import local_copy
 
 Source = str | Path | Mapping[str, Any] | Iterable[Any] | Callable[..., Any]
 
-_SOURCE_KEYS = (
-    "path", "name", "split", "revision", "columns", "limit", "kwargs", "where", "best_of_group",
-)  # fmt: skip
+_OF_ROLLOUTS, _OF_FUNCTIONS = ("where", "best_of_group"), ("kwargs",)
+_OF_DATA_SETS = ("name", "split", "revision")
+_SOURCE_KEYS = ("path", "columns", "limit", *_OF_DATA_SETS, *_OF_FUNCTIONS, *_OF_ROLLOUTS)
+# What a source lacks that these keys choose from.
+_LACKING = {
+    _OF_ROLLOUTS: "holds no rollouts of a run",
+    _OF_FUNCTIONS: "is no function with arguments",
+    _OF_DATA_SETS: "has no configurations, splits or revisions",
+}
 _UNREAD_SUFFIXES = (".xlsx", ".xls", ".ods", ".feather", ".pkl", ".gz", ".zip")
 SHAREGPT = "conversations"  # its name for messages
 _NAMED = {"messages", "prompt", "text", "completion"}  # what is read where rows have it
@@ -61,15 +67,12 @@ def load_rows(source: Source | None, *, name: str = "data") -> Rows:
     rows = _read(source, options, name)
     if options.get("columns"):
         rows = rows.renamed(options["columns"])
-    if options.get("limit") is not None:
+    if "limit" in options:
         rows = rows.first(options["limit"])
-    if len(rows) == 0:
-        raise DataSourceError(
-            name=name,
-            rule="hold at least one row",
-            reason=f"{rows.description} is empty",
-            remedy="Point it at a source with rows",
-        )
+    require(
+        len(rows), name, ..., "hold at least one row", f"{rows.description} is empty",
+        "Point it at a source with rows", DataSourceError,
+    )  # fmt: skip
     if SHAREGPT in rows.columns and not _NAMED & {*rows.columns}:
         chat = rows[0][SHAREGPT]
         if isinstance(chat, list) and chat and isinstance(chat[0], dict) and "role" in chat[0]:
@@ -87,6 +90,7 @@ def check_source(source: Source | None, *, name: str = "data") -> str:
         is_name = isinstance(item, (str, Path)) and (item is source or _is_file(item))
         if is_name:
             found = _locate(str(item), options, name)
+            _refuse_choices(options, repr(str(item)), name, _keys_of(found))
             hub_id = found if isinstance(found, str) and not Path(found).is_dir() else hub_id
     return hub_id
 
@@ -117,68 +121,61 @@ def _with_options(source: Any, name: str) -> tuple[Any, dict[str, Any]]:
         raise together(
             [unknown_key(name, key, _SOURCE_KEYS, "", DataSourceError) for key in unknown]
         )
-    if "path" not in source:
-        raise DataSourceError(
-            name=name,
-            value=dict(source),
-            rule="have a 'path'",
-            reason="nothing says where the rows are",
-            remedy=f"Set it to {_ALLOWED}",
-        )
-    limit, columns = source.get("limit"), source.get("columns")
-    if limit is not None and (type(limit) is not int or limit < 1):
-        raise DataSourceError(
-            name=f"{name}['limit']",
-            value=limit,
-            rule="be an integer of at least 1",
-            reason="it counts the first rows, which alone are read",
-            remedy="Leave it out for all",
-        )
-    if columns is not None and not isinstance(columns, Mapping):
-        raise DataSourceError(
-            name=f"{name}['columns']",
-            value=columns,
-            rule="be {new name: old name}",
-            reason=f"it is {type(columns).__name__}",
-            remedy="Write {prompt: question}",
-        )
-    return source["path"], {key: value for key, value in source.items() if key != "path"}
+    require(
+        "path" in source, name, dict(source), "have a 'path'", "nothing says where the rows are",
+        f"Set it to {_ALLOWED}", DataSourceError,
+    )  # fmt: skip
+    options = {key: value for key, value in source.items() if key != "path" and value is not None}
+    for key in ("limit", "best_of_group"):
+        number = options.get(key, 1)
+        require(
+            type(number) is int and number > 0, f"{name}[{key!r}]", number,
+            "be an integer of at least 1", "it counts what is read", "Leave it out for all",
+            DataSourceError,
+        )  # fmt: skip
+    columns, where = options.get("columns", {}), options.get("where", "")
+    require(
+        isinstance(columns, Mapping), f"{name}['columns']", columns, "be {new name: old name}",
+        f"it is {type(columns).__name__}", "Write {prompt: question}", DataSourceError,
+    )  # fmt: skip
+    require(
+        isinstance(where, str), f"{name}['where']", where, "be text",
+        "it is an SQL condition on the columns", "Write it as in 'score > 0'", DataSourceError,
+    )  # fmt: skip
+    return source["path"], options
 
 
 def _read(source: Any, options: dict[str, Any], name: str) -> Rows:
-    if isinstance(source, Rows):
-        return source
     if isinstance(source, (str, Path)):
         return _read_named(str(source), options, name)
-    _refuse_choices(options, f"a {type(source).__name__}", name)
+    what = f"a {type(source).__name__}"
+    _refuse_choices(options, what, name, _OF_FUNCTIONS if callable(source) else ())
+    if isinstance(source, Rows):
+        return source
     if callable(source):
         described = getattr(source, "__qualname__", repr(source))
-        make = _bound(source, options.get("kwargs") or {}, described, name)
-        return rows_of(make(), f"{described}()", name)
+        return rows_of(_bound(source, options, described, name)(), f"{described}()", name)
     if isinstance(source, (list, tuple)) and source and all(_is_file(item) for item in source):
         return _read_files([Path(item).expanduser() for item in source], source, name)
     if isinstance(source, Iterable) or hasattr(source, "column_names"):
-        return rows_of(source, f"a {type(source).__name__} of rows", name)
+        return rows_of(source, f"{what} of rows", name)
     raise DataSourceError(
-        name=name,
-        value=source,
-        rule=f"be {_ALLOWED}",
-        reason=f"{type(source).__name__} is none of these",
-        remedy="Pass a path or a list of rows",
-    )
+        name=name, value=source, rule=f"be {_ALLOWED}",
+        reason=f"{type(source).__name__} is none of these", remedy="Pass a path or a list of rows",
+    )  # fmt: skip
 
 
-def _refuse_choices(options: Mapping[str, Any], what: str, name: str) -> None:
-    """Raises DataSourceError where rows are to be chosen that are no rollouts."""
-    for key in ("where", "best_of_group"):
-        if options.get(key) is not None:
-            raise DataSourceError(
-                name=f"{name}[{key!r}]",
-                value=options[key],
-                rule="be left out",
-                reason=f"{what} holds no rollouts of a run",
-                remedy="Choose its rows beforehand",
-            )
+def _refuse_choices(
+    options: Mapping[str, Any], what: str, name: str, own: tuple[str, ...] = ()
+) -> None:
+    """Raises DataSourceError for a key that chooses from another kind of source than `what`, whose
+    keys are `own`."""
+    for key in options:
+        lacking = next((why for keys, why in _LACKING.items() if key in keys and keys != own), "")
+        require(
+            not lacking, f"{name}[{key!r}]", options[key], "be left out", f"{what} {lacking}",
+            "Remove it, or choose the rows beforehand", DataSourceError,
+        )  # fmt: skip
 
 
 def _read_files(paths: Sequence[Path], source: Any, name: str) -> Rows:
@@ -192,14 +189,22 @@ def _is_file(item: Any) -> bool:
 
 def _read_named(text: str, options: dict[str, Any], name: str) -> Rows:
     found = _locate(text, options, name)
-    if isinstance(found, str) and is_rollout_folder(found):
-        return load_rollouts(found, options.get("where"), options.get("best_of_group"), name)
-    _refuse_choices(options, repr(text), name)
+    own = _keys_of(found)
+    _refuse_choices(options, repr(text), name, own)
     if isinstance(found, list):
         return _read_files(found, text, name)
+    if not isinstance(found, str):
+        return rows_of(found(), text, name)
+    if own == _OF_ROLLOUTS:
+        return load_rollouts(found, options.get("where"), options.get("best_of_group"), name)
+    return _read_hugging_face(found, options, name)
+
+
+def _keys_of(found: list[Path] | str | Callable[[], Any]) -> tuple[str, ...]:
+    """The keys that choose from what `_locate` has found."""
     if isinstance(found, str):
-        return _read_hugging_face(found, options, name)
-    return rows_of(found(), text, name)
+        return _OF_ROLLOUTS if is_rollout_folder(found) else _OF_DATA_SETS
+    return () if isinstance(found, list) else _OF_FUNCTIONS
 
 
 def _locate(text: str, options: dict[str, Any], name: str) -> list[Path] | str | Callable[[], Any]:
@@ -223,24 +228,23 @@ def _locate(text: str, options: dict[str, Any], name: str) -> list[Path] | str |
             remedy="Save it as CSV or Parquet",
         )  # fmt: skip
     if looks_dotted(text):
-        function = import_dotted(text, name=name)
-        if not callable(function):
-            return lambda: function
-        return _bound(function, options.get("kwargs") or {}, text, name)
+        found = import_dotted(text, name=name)
+        return _bound(found if callable(found) else lambda: found, options, text, name)
     return text
 
 
 def _bound(
-    function: Callable[..., Any], kwargs: Mapping[str, Any], text: str, name: str
+    function: Callable[..., Any], options: Mapping[str, Any], text: str, name: str
 ) -> Callable[[], Any]:
-    """`function` with its `kwargs`, which are checked against its parameters."""
+    """`function` with the `kwargs` of `options`, which are checked against its parameters."""
+    kwargs = options.get("kwargs") or {}
     try:
         inspect.signature(function).bind(**kwargs)
     except TypeError as error:
         allowed = list(inspect.signature(function).parameters)
         raise DataSourceError(
             name=f"{name} kwargs",
-            value=dict(kwargs),
+            value=kwargs,
             rule=f"be arguments of {text!r}, which has {allowed or 'none'}",
             reason=error,
             remedy="Correct them",
@@ -274,13 +278,9 @@ def _read_hugging_face(text: str, options: dict[str, Any], name: str) -> Rows:
         ) from error
     if isinstance(loaded, Mapping):
         wanted = split or ("train" if "train" in loaded or len(loaded) > 1 else next(iter(loaded)))
-        if wanted not in loaded:
-            raise DataSourceError(
-                name=f"{name} split",
-                value=wanted,
-                rule=f"be a split of {text!r}",
-                reason=f"it has {list(loaded)}",
-                remedy=f"Write {{'path': {text!r}, 'split': ...}}",
-            )
+        require(
+            wanted in loaded, f"{name} split", wanted, f"be a split of {text!r}",
+            f"it has {list(loaded)}", f"Write {{'path': {text!r}, 'split': ...}}", DataSourceError,
+        )  # fmt: skip
         loaded = loaded[wanted]
     return Rows(loaded, text)

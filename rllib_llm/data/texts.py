@@ -28,7 +28,7 @@ from rllib_llm.data.rows import DataSourceError, EpochOrder, Rows
 from rllib_llm.data.sources import Source, load_rows
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import pad_right
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.errors import require
 
 LOSS_ON = ("completion", "all")
 TokenizedText = tuple[list[int], list[bool]]  # ids and loss mask
@@ -127,22 +127,15 @@ class TextSource(BatchSource):
         """`max_length`: tokens kept of each text, from its beginning. `loss_on`: "completion"
         (the prompt's tokens are no targets; a plain text is all target) or "all". `keep_end`:
         a text that is cut keeps its last token, EOS, for judges that read their score there."""
-        if loss_on not in LOSS_ON:
-            raise SettingError(
-                name="loss_on",
-                value=loss_on,
-                rule=f"be one of {LOSS_ON}",
-                reason="it says which tokens are targets",
-                remedy="Use 'completion' to leave prompts out",
-            )
-        if tokenizer.eos_token_id is None:
-            raise SettingError(
-                name="tokenizer.eos_token",
-                value=None,
-                rule="be a token",
-                reason="every text ends with it, or the model never learns to stop",
-                remedy="Set tokenizer.eos_token and save the tokenizer again",
-            )
+        require(
+            loss_on in LOSS_ON, "loss_on", loss_on, f"be one of {LOSS_ON}",
+            "it says which tokens are targets", "Use 'completion' to leave prompts out",
+        )  # fmt: skip
+        require(
+            tokenizer.eos_token_id is not None, "tokenizer.eos_token", None, "be a token",
+            "every text ends with it, or the model never learns to stop",
+            "Set tokenizer.eos_token and save the tokenizer again",
+        )  # fmt: skip
         rows = load_rows(data)
         # A rollout is learnt from as it was sampled: it is one row already.
         is_rollouts = "completion_ids" in rows.columns
@@ -173,7 +166,7 @@ class TextSource(BatchSource):
         return items[: self._max_length]
 
     def _encode(self, row: dict[str, Any], part: Part | None = None) -> TokenizedText:
-        if part is not None:
+        if part is not None and row["messages"] is not None:
             messages = list(row["messages"])[: part.end]
             return encode_chat(self._tokenizer, messages, part.start, tools=row.get("tools"))
         if self._is_stored(row):

@@ -157,6 +157,15 @@ def unknown_key(
     )  # fmt: skip
 
 
+def require(
+    holds: object, name: str, value: Any, rule: str, reason: object, remedy: str,
+    kind: type[SettingError] = SettingError,
+) -> None:  # fmt: skip
+    """Raises an error of the class `kind` with these fields unless the rule `holds`."""
+    if not holds:
+        raise kind(name=name, value=value, rule=rule, reason=reason, remedy=remedy)
+
+
 Broken = TypeVar("Broken", bound=SettingError)
 
 

@@ -11,6 +11,7 @@ from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.conversations.proof import ENDS, MORE, SAYS, THINKS, USER
 from rllib_llm.data.encoding import encode_chat
 from rllib_llm.data.preferences import PromptedPairSource
+from rllib_llm.data.rows import DataSourceError
 from rllib_llm.data.texts import TextSource
 from rllib_llm.examples import calculator
 from rllib_llm.shared import columns
@@ -125,3 +126,19 @@ def test_data_without_thoughts_is_as_many_rows_as_it_has():
     for family in FAMILIES:
         source = TextSource(rows, tokenizer=family_tokenizer(family), max_length=400)
         assert len(source) == 1
+
+
+def test_texts_may_stand_among_conversations_with_thoughts():
+    """A row without messages was a TypeError where the template drops thoughts."""
+    rows = [{"messages": [USER, THINKS, MORE, ENDS]}, {"prompt": "1+1=", "completion": "2"}]
+    tokenizer = family_tokenizer("qwen3")
+    source = TextSource(rows, tokenizer=tokenizer, max_length=400, shuffle=False)
+    batch = source.batch(0, len(source))
+    said = tokenizer.decode(batch["input_ids"][-1][batch["loss_mask"][-1]])
+    assert len(source) == 3 and said == "2<|im_end|>"
+
+
+def test_a_message_without_a_role_is_told_with_its_row():
+    rows = [{"messages": [USER, SAYS]}, {"messages": [USER, {"content": "yes"}]}]
+    with pytest.raises(DataSourceError, match="row 1 of .*'content': 'yes'.* must have 'role'"):
+        TextSource(rows, tokenizer=family_tokenizer("qwen3"), max_length=400)

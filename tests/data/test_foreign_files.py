@@ -283,3 +283,24 @@ def test_the_prompts_of_sharegpt_have_their_own_column_s_name():
     beside = [{"prompt": "1+1?", **SHAREGPT[0]}]
     (prompt,) = PromptSource(beside).rows(0, 1)
     assert prompt.prompt == "1+1?" and prompt.columns["conversations"][2]["content"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("A.CSV", "prompt\nx\n"), ("A.JSONL", '{"prompt": "x"}\n'), ("A.Tsv", "prompt\tb\nx\t\n")],
+)
+def test_the_ending_of_a_file_may_be_in_capitals(tmp_path, name, text):
+    assert rows_of(tmp_path, name, text)[0]["prompt"] == "x"
+
+
+def test_a_damaged_parquet_file_is_refused_by_name(tmp_path):
+    """pyarrow raises OSError where the bytes of a page or of the metadata are wrong."""
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"prompt": [f"row {i}" for i in range(10_000)]}), path)
+    content = path.read_bytes()
+    half = len(content) // 2
+    page = content[:half] + bytes(64) + content[half + 64 :]
+    for damaged in (page, content[:-200] + content[-99:]):
+        path.write_bytes(damaged)
+        with pytest.raises(DataSourceError, match=r"rows.parquet' must be a Parquet file that can"):
+            load_rows(str(path))

@@ -172,7 +172,7 @@ def tokenizer():
 
 @pytest.mark.parametrize("options, message", [
     ({"where": "colour = 1"}, "data: where=.* must be"),
-    ({"best_of_group": 0}, r"data\['best_of_group'\]=0 must be at least 1"),
+    ({"best_of_group": 0}, r"data\['best_of_group'\]=0 must be an integer of at least 1"),
     ({"where": "score > 99"}, "must hold at least one row"),
 ])  # fmt: skip
 def test_options_that_cannot_be(folder, options, message):
@@ -198,3 +198,14 @@ def test_a_rollout_of_several_rows_is_counted_once(tmp_path):
     best = load_rows({"path": str(tmp_path), "best_of_group": 1})
     assert [row["score"] for row in best] == [1.0, 1.0]  # all of the best rollout
     assert query(open_rollouts([tmp_path])).column("row").to_pylist() == [0, 1, 0]
+
+
+def test_only_answers_to_the_same_prompt_are_a_pair(tmp_path):
+    """An environment may begin the conversations of one task in several ways: the worst answer of
+    the group stood behind a prompt that it did not answer."""
+    one, two, three = group(1, [1.0, 0.5, 0.0])
+    store = RolloutStore(tmp_path)
+    put(store, 1, one, two, {**three, "prompt": "another"})
+    store.stop()
+    (pair,) = pairs_of_rollouts(load_rows(str(tmp_path)))
+    assert (pair["prompt"], pair["chosen"], pair["rejected"]) == ("1+1=", " 1", " 0.5")

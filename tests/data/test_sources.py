@@ -120,6 +120,16 @@ def test_a_row_without_a_column_has_none_there():
         ({"path": ["a"], "columns": "text"}, r"prompts\['columns'\]='text' must be \{new name"),
         ({"path": ["a"], "columns": {"a": "text", "b": "text"}}, "one new name"),
         ({"path": ["a"], "where": "score > 0"}, "a list holds no rollouts of a run"),
+        ({"path": ["a"], "where": True}, r"prompts\['where'\]=True must be text"),
+        (
+            {"path": ["a"], "best_of_group": "2"},
+            r"prompts\['best_of_group'\]='2' must be an integer",
+        ),
+        ({"path": ["a"], "split": "test"}, r"\['split'\]='test' must be left out: a list has no"),
+        ({"path": ["a"], "kwargs": {"n": 1}}, "a list is no function with arguments"),
+        ({"path": rows_of_a_function, "revision": "main"}, "a function has no .* revisions"),
+        ({"path": f"{__name__}:ROWS", "kwargs": {"n": 1}}, "be arguments of .*, which has none"),
+        ({"path": f"{__name__}:rows_of_a_function", "kwargs": 3}, "kwargs=3 must be arguments of"),
         ("./nothing.jsonl", "must be a file or folder that exists"),
         ("/nothing/here/rows.parquet", "'/nothing/here' does not exist either"),
     ],
@@ -226,3 +236,12 @@ def test_a_row_that_raises_an_index_error_is_not_the_end_of_the_rows():
     with pytest.raises(IndexError, match="list index out of range"):
         list(Broken(5))  # as a for loop over a sequence it would end after two
     assert list(Broken(2)) == Broken(2)[:] == [{"a": 0}, {"a": 1}]
+
+
+def test_a_split_of_a_file_is_refused(tmp_path):
+    """All rows were read, the held-out ones for training as well."""
+    path = _write_json_lines(tmp_path / "rows.jsonl")
+    for read in (load_rows, check_source):
+        with pytest.raises(DataSourceError, match="'split'.='test' must be left out.*has no"):
+            read({"path": path, "split": "test"})
+    assert len(load_rows({"path": path, "split": None})) == len(ROWS)
