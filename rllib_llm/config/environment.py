@@ -143,9 +143,13 @@ class Conversation(Settings):
     max_tool_chars: int = setting(
         4000, "the maximum length of a tool result; longer ones are cut in the middle", least=1
     )
-    tool_syntax: Literal["hermes", "xml", "mistral", "llama3", "none"] | None = setting(
-        None, "the syntax of tool calls; None: the chat template's"
-    )
+    tool_syntax: (
+        Literal[
+            "hermes", "xml", "glm", "mistral", "llama3", "harmony", "gemma4", "pythonic", "cohere",
+            "none",
+        ]
+        | None
+    ) = setting(None, "the syntax of tool calls; None: the chat template's")  # fmt: skip
     history: Literal["fork", "keep"] = setting(
         "fork",
         "the treatment of templates that change earlier turns",

@@ -36,31 +36,16 @@ def decode_completions(
     """
     options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
     lasts = list(dict.fromkeys(last_prompt_ids))
-    texts_of = dict(zip(lasts, _decode_rows(tokenizer, [[i] for i in lasts], options), strict=True))
+    decoded = tokenizer.batch_decode([[last] for last in lasts], **options)
+    texts_of = dict(zip(lasts, decoded, strict=True))
     heads = [texts_of[last] for last in last_prompt_ids]
     joined = [[last, *ids] for last, ids in zip(last_prompt_ids, completions, strict=True)]
-    texts = _decode_rows(tokenizer, joined, options)
+    texts = tokenizer.batch_decode(joined, **options)
     alone = [i for i, text in enumerate(texts) if not text.startswith(heads[i])]
     cut = [text.removeprefix(head) for text, head in zip(texts, heads, strict=True)]
     for i in alone:  # the two tokens are parts of one character
         cut[i] = str(tokenizer.decode(list(completions[i]), **options))
     return cut
-
-
-def _decode_rows(
-    tokenizer: PreTrainedTokenizerBase, rows: list[list[int]], options: dict[str, bool]
-) -> list[str]:
-    """`tokenizer.batch_decode(rows, **options)`, which looks at every id on its own before it
-    decodes: for 256 rows of 65 ids 1.9 of its 4.4 ms. Not where a tokenizer has its own way."""
-    from transformers import PreTrainedTokenizerFast as Fast
-
-    overridden = any(
-        getattr(type(tokenizer), name, None) is not getattr(Fast, name)
-        for name in ("batch_decode", "decode", "_decode")
-    )
-    if overridden:
-        return tokenizer.batch_decode(rows, **options)
-    return [tokenizer.backend_tokenizer.decode(row, options["skip_special_tokens"]) for row in rows]
 
 
 def pad_completions(

@@ -36,11 +36,12 @@ from rllib_llm.envs.rlhf import (
     reward_terms,
     with_defaults,
 )
-from rllib_llm.envs.tools import TOOL_ERRORS, MCPServers, Toolbox, tool_list
+from rllib_llm.envs.tools import TOOL_ERRORS, MCPServers, Toolbox
 from rllib_llm.modules.model_source import num_embeddings, num_positions
-from rllib_llm.shared.errors import UserError
-from rllib_llm.shared.openai_client import OpenAIClient, ServerError
-from rllib_llm.shared.remote import EventLoop
+from rllib_llm.shared.dotted import as_list
+from rllib_llm.shared.errors import UserError, require
+from rllib_llm.shared.openai_client import JUDGE_OUTAGE_S, OpenAIClient
+from rllib_llm.shared.remote import Away, EventLoop
 
 # What a bandit needs and a conversation does not.
 _OF_BANDITS = ("max_prompt_len", "prompt_overflow", "kl_coeff", "vocab_size")
@@ -67,26 +68,24 @@ _ABOVE_ZERO = ("tool_timeout_s", "max_seconds", "max_tool_chars", "max_turns", "
 
 def check_limits(settings: Mapping[str, Any]) -> None:
     """Raises EnvConfigError where a limit is no limit, or a choice none of the choices."""
-    tokens = settings["max_tokens"]
-    of_limits = ("be a number above 0", "it bounds what a rollout may take", "Raise it")
-    rules = [(name, _is_above_zero(settings[name]), *of_limits) for name in _ABOVE_ZERO]
-    rules += [
-        ("max_tokens", tokens is None or (isinstance(tokens, int) and tokens > 0),
-         "be an integer of at least 1, or None", "it bounds the tokens of a conversation",
-         "None: what the model reads"),
-        ("tool_errors", settings["tool_errors"] in TOOL_ERRORS, f"be one of {TOOL_ERRORS}",
-         "the policy sees a failed call's error, or the rollout is left out", "Choose"),
-    ]  # fmt: skip
-    for name, is_kept, rule, reason, remedy in rules:
-        if not is_kept:
-            raise EnvConfigError(
-                name=f"env_config[{name!r}]", value=settings[name], rule=rule, reason=reason,
-                remedy=remedy,
-            )  # fmt: skip
-
-
-def _is_above_zero(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+    for name in _ABOVE_ZERO:
+        value = settings[name]
+        require(
+            isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0,
+            f"env_config[{name!r}]", value, "be a number above 0",
+            "it bounds what a rollout may take", "Raise it", EnvConfigError,
+        )  # fmt: skip
+    tokens, errors = settings["max_tokens"], settings["tool_errors"]
+    require(
+        tokens is None or (isinstance(tokens, int) and tokens > 0), "env_config['max_tokens']",
+        tokens, "be an integer of at least 1, or None", "it bounds the tokens of a conversation",
+        "None: what the model reads", EnvConfigError,
+    )  # fmt: skip
+    require(
+        errors in TOOL_ERRORS, "env_config['tool_errors']", errors, f"be one of {TOOL_ERRORS}",
+        "the policy sees a failed call's error, or the rollout is left out", "Choose",
+        EnvConfigError,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -186,7 +185,7 @@ class ConversationEnv:
         self.tokenizer = policy_tokenizer(self.settings)
         self.events = EventLoop()
         self._servers = MCPServers(
-            self.settings["mcp_servers"] or (), timeout_s=self.settings["tool_timeout_s"]
+            as_list(self.settings["mcp_servers"]), timeout_s=self.settings["tool_timeout_s"]
         )
         try:
             self._open()
@@ -220,7 +219,7 @@ class ConversationEnv:
 
     def tools(self) -> Sequence[Any]:
         """Tools of every conversation: functions, dotted paths, or objects as `toolbox.Tool`."""
-        return tool_list(self.settings["tools"])
+        return as_list(self.settings["tools"])
 
     def tools_of(self, conversation: Conversation) -> Sequence[Callable[..., Any]]:
         """Functions that stand behind the tools of this conversation alone, where they have to know
@@ -238,6 +237,10 @@ class ConversationEnv:
     def rows(self) -> Any:
         """Tasks, any source of `data/sources.py`: the setting `prompts`."""
         return self.settings["prompts"]
+
+    def eval_rows(self) -> Any:
+        """Held-out tasks, the same: the setting `eval_prompts`."""
+        return self.settings["eval_prompts"]
 
     def start(
         self, conversation: Conversation
@@ -282,7 +285,7 @@ class ConversationEnv:
     def _make_tasks(self) -> PromptSource:
         settings, rows = self.settings, self.rows()
         check_prompts(settings, rows)
-        return prompt_source(settings, rows, settings["eval_prompts"], settings["prompt_column"])
+        return prompt_source(settings, rows, self.eval_rows(), settings["prompt_column"])
 
     @classmethod
     def default_settings(cls) -> dict[str, Any]:
@@ -325,16 +328,18 @@ class ChatEnv(ConversationEnv):
 
     def _open(self) -> None:
         super()._open()
-        if not self.settings["model_name"]:
-            raise EnvConfigError(
-                "env_config['model_name']=None must be a name: the server is asked for the player "
-                "by it. Set it to what GET /v1/models lists."
-            )
+        require(
+            self.settings["model_name"], "env_config['model_name']", self.settings["model_name"],
+            "be a name", "the server is asked for the player by it",
+            "Set it to what GET /v1/models lists", EnvConfigError,
+        )  # fmt: skip
         self._client  # noqa: B018  (a wrong address is refused before anything is sampled)
 
     @functools.cached_property
     def _client(self) -> OpenAIClient:
-        return OpenAIClient(self.settings["base_url"], **(self.settings["client_settings"] or {}))
+        waits = {"outage_s": JUDGE_OUTAGE_S, "outage_setting": "client_settings.outage_s"}
+        settings = {**waits, **(self.settings["client_settings"] or {})}
+        return OpenAIClient(self.settings["base_url"], **settings)
 
     async def respond(self, conversation: Conversation) -> Response:
         body = {
@@ -347,7 +352,7 @@ class ChatEnv(ConversationEnv):
         )
         try:
             words = str(await asyncio.wrap_future(asked) or "")
-        except ServerError as error:
+        except Away as error:
             return Response(invalid=f"the other player did not answer: {error}")
         last = self.settings["last_words"]
         return Response(words, done=last is not None and last in words)

@@ -11,14 +11,14 @@ from transformers import PreTrainedTokenizerBase
 
 from rllib_llm.data.sources import Source
 from rllib_llm.envs.bandit import BanditEnv
-from rllib_llm.envs.judges.reward_functions import as_functions
 from rllib_llm.envs.judges.rewards import RewardSum, RewardTerm
 from rllib_llm.envs.prompts import PromptSource
 from rllib_llm.envs.registry import default_settings
 from rllib_llm.modules.model_source import check_reference_vocabulary, num_embeddings
 from rllib_llm.modules.quantization import check_quantization
 from rllib_llm.modules.tokenizer import load_tokenizer, read_chat_template
-from rllib_llm.shared.errors import SettingError, complain, unknown_key
+from rllib_llm.shared.dotted import as_list
+from rllib_llm.shared.errors import SettingError, complain, require, unknown_key
 
 CONVERSATION = "rllib_llm/Conversation-v0"
 COMMON_DEFAULTS: dict[str, Any] = {
@@ -83,26 +83,22 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         EnvConfigError: one of the two is missing.
     """
     check_prompts(settings, settings["prompts"])
-    if not settings["reward_model"] and not settings["reward_functions"]:
-        raise EnvConfigError(
-            name="rewards",
-            rule="have a model or functions",
-            reason="nothing judges the completions",
-            remedy="Set rewards: {functions: [...]} to dotted paths of functions, or "
-            "rewards: {model: ...} to a sequence classifier",
-        )
+    require(
+        settings["reward_model"] or settings["reward_functions"], "rewards", ...,
+        "have a model or functions", "nothing judges the completions",
+        "Set rewards: {functions: [...]} to dotted paths of functions, or rewards: {model: ...} to "
+        "a sequence classifier", EnvConfigError,
+    )  # fmt: skip
 
 
 def check_prompts(settings: Mapping[str, Any], prompts: Source | None) -> None:
     """Raises EnvConfigError where there are no prompts for this split."""
-    if prompts is None and not (settings["eval_prompts"] and settings["split"] == "eval"):
-        raise EnvConfigError(
-            name="prompts",
-            rule="have data",
-            reason="there is nothing to complete",
-            remedy="Set prompts: {data: ...} to a file (JSONL, CSV, Parquet, text), a data set or "
-            "a function",
-        )
+    require(
+        prompts is not None or (settings["eval_prompts"] and settings["split"] == "eval"),
+        "prompts", ..., "have data", "there is nothing to complete",
+        "Set prompts: {data: ...} to a file (JSONL, CSV, Parquet, text), a data set or a function",
+        EnvConfigError,
+    )  # fmt: skip
 
 
 def prompt_source(
@@ -126,7 +122,7 @@ def prompt_source(
 
 def reward_terms(settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[Any]:
     """The reward model and the reward functions that `settings` name."""
-    rewards = as_functions(settings["reward_functions"])
+    rewards = as_list(settings["reward_functions"])
     if settings["reward_model"]:
         rewards.insert(0, _reward_model_term(settings, tokenizer))
     return rewards
@@ -219,14 +215,12 @@ def _model_settings(key: str) -> set[str]:
 def policy_tokenizer(settings: Mapping[str, Any]) -> PreTrainedTokenizerBase:
     """The tokenizer that `settings["tokenizer"]`, else `settings["model"]`, names."""
     chosen = settings["tokenizer"] if settings["tokenizer"] is not None else settings["model"]
-    if chosen is None:
-        raise EnvConfigError(
-            name="env_config",
-            rule="have 'model' (or 'tokenizer')",
-            reason="prompts are handed out as the policy's token ids",
-            remedy="Set it to the policy's folder, hub id or dotted path (rllib env check: "
-            "--model)",
-        )
+    require(
+        chosen is not None, "env_config", ..., "have 'model' (or 'tokenizer')",
+        "prompts are handed out as the policy's token ids",
+        "Set it to the policy's folder, hub id or dotted path (rllib env check: --model)",
+        EnvConfigError,
+    )  # fmt: skip
     if isinstance(chosen, PreTrainedTokenizerBase):
         if settings["chat_template"] is None:
             return chosen
@@ -237,17 +231,12 @@ def policy_tokenizer(settings: Mapping[str, Any]) -> PreTrainedTokenizerBase:
 
 
 def _as_model_settings(given: Any, key: str) -> dict[str, Any]:
-    if isinstance(given, Mapping):
-        return dict(given)
-    if isinstance(given, str):
-        return {"model": given}
-    raise EnvConfigError(
-        name=f"env_config[{key!r}]",
-        value=given,
-        rule="be a model (folder, hub id, dotted path) or a dict with 'model'",
-        reason=f"it is {type(given).__name__}",
-        remedy="Name the model",
-    )
+    require(
+        isinstance(given, (Mapping, str)), f"env_config[{key!r}]", given,
+        "be a model (folder, hub id, dotted path) or a dict with 'model'",
+        f"it is {type(given).__name__}", "Name the model", EnvConfigError,
+    )  # fmt: skip
+    return {"model": given} if isinstance(given, str) else dict(given)
 
 
 def check_reference(
@@ -261,14 +250,10 @@ def check_reference(
     """
     chosen = _as_model_settings(settings["reference"], "reference")
     model = chosen.pop("model", None) or settings["model"]
-    if model is None:
-        raise EnvConfigError(
-            name="env_config['reference']",
-            value=settings["reference"],
-            rule="name a model",
-            reason="there is no 'model' of the policy either",
-            remedy="Set reference.model",
-        )
+    require(
+        model is not None, "env_config['reference']", settings["reference"], "name a model",
+        "there is no 'model' of the policy either", "Set reference.model", EnvConfigError,
+    )  # fmt: skip
     if model != settings["model"] or settings["tokenizer"] is not None:
         check_reference_vocabulary(model, tokenizer)
     return {"model": model, **chosen}
@@ -296,21 +281,17 @@ def _frozen_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _reward_model_term(
     settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
 ) -> RewardTerm:
-    from rllib_llm.envs.frozen_models import RewardModelScorer
+    from rllib_llm.envs.frozen_models import RewardModelEnsemble, RewardModelScorer
 
     chosen = _as_model_settings(settings["reward_model"], "reward_model")
-    if bool(chosen.get("model")) == bool(chosen.get("models")):
-        raise EnvConfigError(
-            name="env_config['reward_model']",
-            value=settings["reward_model"],
-            rule="have 'model', or 'models' for several of them",
-            reason="it says who judges",
-            remedy="Name its model",
-        )
+    require(
+        bool(chosen.get("model")) != bool(chosen.get("models")), "env_config['reward_model']",
+        settings["reward_model"], "have 'model', or 'models' for several of them",
+        "it says who judges", "Name its model", EnvConfigError,
+    )  # fmt: skip
     weight, name = chosen.pop("weight", 1.0), chosen.pop("name", "reward_model")
     options = {**_frozen_defaults(settings), "tokenizer": tokenizer, **chosen}
-    if chosen.get("models"):
-        from rllib_llm.envs.frozen_models import RewardModelEnsemble
-
-        return RewardTerm(RewardModelEnsemble(options.pop("models"), **options), weight, name)
-    return RewardTerm(RewardModelScorer(options.pop("model"), **options), weight, name)
+    model, models = options.pop("model", None), options.pop("models", None)
+    if models:
+        return RewardTerm(RewardModelEnsemble(models, **options), weight, name)
+    return RewardTerm(RewardModelScorer(model, **options), weight, name)

@@ -225,13 +225,6 @@ def _failure_of(error: Exception) -> str:
     return "unavailable" if is_signal or isinstance(error, Away) else "error"
 
 
-def tool_list(given: Any) -> list[Any]:
-    """One tool, several or none (None, an empty text), as a list, as reward functions are given."""
-    if given and (isinstance(given, str) or callable(given) or hasattr(given, "run")):
-        return [given]
-    return list(given or ())
-
-
 def as_tool(given: Any) -> Tool:
     """The tool of a function, a dotted path, or an object that is one already."""
     if isinstance(given, str):

@@ -13,6 +13,7 @@ from typing import Any
 from rllib_llm.envs import rlhf
 from rllib_llm.envs.bandit import BanditEnv
 from rllib_llm.examples.reviews_grammar import judge, prompts
+from rllib_llm.shared.dotted import as_list
 
 MODEL = "rllib_llm.examples.reviews_model.build_model"
 DEFAULTS: dict[str, Any] = {
@@ -34,7 +35,7 @@ def create(env_config: Mapping[str, Any]) -> BanditEnv:
     -3..+3, the sentiment of what is said, and grammatical [B], 0 or 1.
     """
     settings = rlhf.with_defaults(env_config, DEFAULTS, env_id="rllib_llm/Reviews-v0")
-    functions = rlhf.as_functions(settings["reward_functions"])
+    functions = as_list(settings["reward_functions"])
     is_judged_otherwise = bool(settings["reward_model"] or functions)
     grammar = {"function": judged, "name": "grammar", "weight": 0.0 if is_judged_otherwise else 1.0}
     return rlhf.create(

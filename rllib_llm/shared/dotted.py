@@ -8,7 +8,7 @@ import importlib.util
 import os
 import re
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,14 @@ _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:[A-Za-z_]\w*(\.[A-Za-z_]\w
 
 class DottedPathError(SettingError):
     """A dotted path that names nothing which can be imported."""
+
+
+def as_list(given: Any) -> list[Any]:
+    """Several things that a user named (in a list or tuple), one, or none (None, an empty text or
+    mapping), as a list."""
+    if isinstance(given, (list, tuple)):
+        return list(given)
+    return [] if given is None or (isinstance(given, (str, Mapping)) and not given) else [given]
 
 
 def package_of(path: str) -> str:

@@ -11,6 +11,7 @@ from rllib_llm.algorithms.grpo import GRPO, GRPOConfig
 from rllib_llm.config.environment import CONVERSATION
 from rllib_llm.config.schema import build_config
 from rllib_llm.config.sections import table
+from rllib_llm.conversations.tool_calls import SYNTAXES
 from rllib_llm.envs.conversation import DEFAULTS
 from rllib_llm.envs.rlhf import COMMON_DEFAULTS
 from rllib_llm.shared.errors import all_complaints
@@ -122,6 +123,8 @@ def test_a_conversations_settings_are_a_section_and_name_their_environment():
     assert config.env_config == {"tool_errors": "invalid", "prompts": "tasks.jsonl"}
     with pytest.raises(ValueError, match="env_config.tool_syntax='perl' must be one of"):
         build_config(GRPO, settings | {"conversation": {"tool_syntax": "perl"}})
+    for syntax in SYNTAXES:  # five of ten that conversations read were refused in a file
+        build_config(GRPO, settings | {"conversation": {"tool_syntax": syntax}})
 
 
 def test_the_table_has_the_environments_own_settings_and_defaults():

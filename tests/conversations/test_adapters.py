@@ -555,6 +555,7 @@ def test_levels_that_make_no_task_are_refused_at_once(gym):
         ([{"name": "gcd", "weight": "x"}], "weight='x' is no number"),
         ([{"name": "gcd", "weight": 0}], "weight=0"),
         ([{"name": "gcd", "config": 3}], "config=3 is no mapping"),
+        ([{"name": "gcd", "config": {"seed": 3}}], "set tasks_seed and num_tasks"),
         ([{"name": "gcd", "wieght": 3}], r"unknown \['wieght'\]"),
         (
             [{"name": "chain_sum", "config": {"max_terms": "x"}}],
@@ -593,3 +594,30 @@ def test_the_environment_judges_tagged_answers(gym):
     _, rewards, _, _, infos = env.step(ids)
     assert rewards.tolist() == [1.0, 0.0] and bool(infos["valid"].all())
     assert isinstance(rewards, torch.Tensor)
+
+
+def test_files_of_rows_need_no_prompt_either(make, tmp_path):
+    """As lists and data sets of the same rows; held-out ones, too."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"answer": "3", "tries": 2}\n{"answer": "4", "tries": 1}\n')
+    for source in (str(path), [str(path)]):
+        env = make(prompts=source, environment_factory=Guess)
+        attempts, judged, _ = roll(env, call(3), "Done.", num_prompts=1, num_completions=1)
+        assert attempts[0].conversation.messages[0]["content"].startswith(" You have")
+    held_out = make(prompts=str(path), eval_prompts=str(path), split="eval",
+                    environment_factory=Guess)  # fmt: skip
+    assert held_out.tasks.row(1).prompt == [{"role": "user", "content": ""}]
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"num_tasks": 0}, "num_tasks=0 must be a whole number of at least 1"),
+        ({"num_tasks": "many"}, "num_tasks='many' must be"),
+        ({"seed": -1}, "tasks_seed=-1 must be a whole number of at least 0"),
+        ({"tasks_per_level": 0}, "tasks_per_level=0 must be"),
+    ],
+)
+def test_numbers_of_tasks_that_are_none_are_refused(gym, settings, why):
+    with pytest.raises(EnvConfigError, match=why):
+        gym.Tasks("chain_sum", **settings)

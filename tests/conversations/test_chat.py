@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 import pytest
 import torch
 
@@ -26,13 +28,13 @@ def num_messages(completions):
     return [float(len(completion)) for completion in completions]
 
 
-def chat(server, **changes):
+def chat(server, client=MappingProxyType({"outage_s": 0}), **changes):
     return ChatEnv(
         settings(
             base_url=server.base_url, model_name="player", reward_functions=[num_messages],
             system_of_player="You know that it is {answer}.", last_words="Bye",
             player_settings={"max_tokens": 7},
-            client_settings={"max_attempts": 2, "first_delay_s": 0.01}, **changes,
+            client_settings={"max_attempts": 2, "first_delay_s": 0.01, **client}, **changes,
         )
     )  # fmt: skip
 
@@ -79,6 +81,15 @@ def test_a_player_that_does_not_answer_costs_its_rollout_and_no_other():
         env.close()
     assert judged.columns[columns.VALID].tolist() == [False, False, True, True]
     assert torch.equal(judged.columns[columns.SCORES] > 0, judged.columns[columns.VALID])
+
+
+def test_a_player_that_is_away_is_waited_for():
+    """A restart of the server cost all conversations, and with them the run."""
+    with serving(echo, *[503] * 9) as server:
+        env = chat(server, client={})
+        _, judged, _ = roll(env, "Is it 5?", "No more.", num_prompts=1, num_completions=1)
+        env.close()
+    assert judged.columns[columns.VALID].tolist() == [True]
 
 
 def test_a_player_has_a_name_and_an_address():

@@ -120,6 +120,13 @@ def test_a_refused_environment_leaves_no_server_behind(tmp_path, kind, wrong):
     assert not is_alive(tmp_path)
 
 
+def test_one_server_counts_as_a_list_of_one(tmp_path):
+    """Its settings' names were taken for servers, a URL letter by letter."""
+    env = ConversationEnv(settings(mcp_servers=program(tmp_path, SERVER)))
+    assert set(env.toolbox.tools) == {"add"}
+    env.close()
+
+
 def test_an_environment_is_closed_twice(tmp_path):
     env = ConversationEnv(settings(mcp_servers=[program(tmp_path, NOTED)]))
     assert is_alive(tmp_path)

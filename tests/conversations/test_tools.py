@@ -10,11 +10,12 @@ from typing import Literal
 import pytest
 
 from rllib_llm.conversations.tool_calls import ToolCall, parse_reply
-from rllib_llm.envs.tools import PythonTool, SearchTool, Toolbox, ToolError, tool_list
+from rllib_llm.envs.tools import PythonTool, SearchTool, Toolbox, ToolError
 from rllib_llm.examples.calculator import calculator
 from rllib_llm.examples.lookup import Lookup, facts, sft_rows
 from rllib_llm.examples.lookup import build_model as build_lookup_model
 from rllib_llm.examples.twenty_questions import TwentyQuestions
+from rllib_llm.shared.dotted import as_list
 from tests.conversations.scripted import roll
 from tests.conversations.templates import family_tokenizer
 
@@ -262,12 +263,12 @@ def nameless(x: int, /, *more: int) -> int:
     "one", ["rllib_llm.examples.calculator.calculator", calculator, PythonTool()]
 )
 def test_one_tool_counts_as_a_list_of_one(one):
-    assert tool_list(one) == tool_list([one]) == [one]
-    assert Toolbox(tool_list(one)).tools.keys() < {"calculator", "python"}
+    assert as_list(one) == as_list([one]) == [one]
+    assert Toolbox(as_list(one)).tools.keys() < {"calculator", "python"}
 
 
 def test_no_tools_are_an_empty_list():
-    assert tool_list(None) == tool_list("") == tool_list(()) == []
+    assert as_list(None) == as_list("") == as_list(()) == []
 
 
 def test_functions_that_can_be_no_tools_are_refused():

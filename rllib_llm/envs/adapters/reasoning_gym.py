@@ -37,6 +37,8 @@ from rllib_llm.envs.rlhf import (
     with_defaults,
 )
 from rllib_llm.envs.sandbox import WorkerPool
+from rllib_llm.shared.dotted import as_list
+from rllib_llm.shared.errors import require
 
 SCORINGS = ("task", "exact")
 SCORE = f"{Path(__file__).with_name('reasoning_gym_score.py')}:score"
@@ -115,6 +117,15 @@ class Tasks(MadeRows):
         as_chat: bool = False,
     ) -> None:
         self.specs = _specs(datasets)
+        for name, value, least in (
+            ("num_tasks", num_tasks, 1), ("tasks_seed", seed, 0),
+            ("tasks_per_level", 1 if tasks_per_level is None else tasks_per_level, 1),
+        ):  # fmt: skip
+            require(
+                type(value) is int and value >= least, name, value,
+                f"be a whole number of at least {least}", "tasks are counted and drawn by it",
+                "Leave it out for the default", EnvConfigError,
+            )  # fmt: skip
         super().__init__(num_tasks)
         self._seed, self._per_level = seed, tasks_per_level
         self._instruction, self._as_chat = instruction, as_chat
@@ -307,9 +318,8 @@ class Scorer(Judge):
 def _specs(datasets: Any) -> list[DatasetSpec]:
     from reasoning_gym.factory import DATASETS
 
-    listed = list(datasets) if isinstance(datasets, (list, tuple)) else [datasets]
     specs = []
-    for given in listed:
+    for given in as_list(datasets):
         spec = given if isinstance(given, Mapping) else {"name": given}
         if why := _why_wrong(spec):
             raise EnvConfigError(
@@ -339,6 +349,9 @@ def _why_wrong(spec: Mapping[str, Any]) -> str:
         return f"weight={weight!r} is no number"
     if not 0 < weight < math.inf:
         return f"weight={weight!r}"
-    if not isinstance(spec.get("config", {}), Mapping):
-        return f"config={spec['config']!r} is no mapping"
+    config = spec.get("config", {})
+    if not isinstance(config, Mapping):
+        return f"config={config!r} is no mapping"
+    if not config.keys().isdisjoint(("seed", "size")):
+        return "config's seed and size are those of all tasks: set tasks_seed and num_tasks"
     return ""

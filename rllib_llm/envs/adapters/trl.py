@@ -17,6 +17,8 @@ from typing import Any, ClassVar
 
 from rllib_llm.conversations.chat_format import ChatFormat, Message
 from rllib_llm.conversations.conversation import Conversation
+from rllib_llm.data.rows import MadeRows, Rows
+from rllib_llm.data.sources import load_rows
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.rlhf import EnvConfigError
 from rllib_llm.envs.tools import FunctionTool, Toolbox, as_tool
@@ -24,6 +26,7 @@ from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.remote import Away, call
 
 _NO_TOOLS = ("reset", "get_reward")
+_PROMPTS = ("prompt", "messages")
 _ENVIRONMENT = "environment"  # of a row: which one; of a conversation's state: its own
 _ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _EMPTY = {"role": "user", "content": ""}
@@ -93,18 +96,21 @@ class TRLEnv(ConversationEnv):
         return self._formats.get(self._name_of(task), self.chat_format)
 
     def rows(self) -> Any:
-        rows = super().rows()
-        if rows is None and "" in self.factories:
+        if self.settings["prompts"] is None and "" in self.factories:
             return [{"prompt": [_EMPTY]}] * int(self.settings["num_tasks"])
-        if self.settings["environment_factory"] is None:
-            return rows
-        prompts = {"prompt", "messages", self.settings["prompt_column"]}
-        if isinstance(rows, (list, tuple)):
-            return [row if prompts & row.keys() else {"prompt": [_EMPTY], **row} for row in rows]
-        names = getattr(rows, "column_names", None)
-        if names is not None and not prompts.intersection(names):
-            return rows.add_column("prompt", [[_EMPTY]] * len(rows))
-        return rows
+        return self._with_prompts(self.settings["prompts"], "prompts")
+
+    def eval_rows(self) -> Any:
+        return self._with_prompts(self.settings["eval_prompts"], "eval_prompts")
+
+    def _with_prompts(self, source: Any, name: str) -> Any:
+        """The rows of a source, with an empty prompt where they have none."""
+        if source is None or self.settings["environment_factory"] is None:
+            return source
+        rows = load_rows(source, name=name)
+        names = {*_PROMPTS, self.settings["prompt_column"]} & {*rows.columns}
+        of_all = "prompt" not in names or not isinstance(source, (list, tuple))
+        return rows if names and of_all else PromptedRows(rows)
 
     async def start(self, conversation: Conversation) -> Sequence[Message]:
         messages = [dict(message) for message in self.first_messages(conversation)]
@@ -132,6 +138,20 @@ class TRLEnv(ConversationEnv):
         environment = conversation.state.get(_ENVIRONMENT)
         get_reward = getattr(environment, "get_reward", None)
         return None if get_reward is None else await call(get_reward)
+
+
+class PromptedRows(MadeRows):
+    """Rows, those without a prompt with an empty one."""
+
+    def __init__(self, rows: Rows) -> None:
+        super().__init__(len(rows))
+        self._rows, self.description = rows, rows.description
+        self.column_names = list(dict.fromkeys(["prompt", *rows.columns]))
+
+    def make(self, index: int) -> dict[str, Any]:
+        row = self._rows[index]
+        has_one = any(row.get(name) is not None for name in _PROMPTS)
+        return row if has_one else {**row, "prompt": [_EMPTY]}
 
 
 class _TRLTool(FunctionTool):

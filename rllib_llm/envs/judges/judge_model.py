@@ -13,6 +13,7 @@ import asyncio
 import hashlib
 import json
 import os
+import re
 import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -279,7 +280,9 @@ class SchemaJudge(JudgeModel):
             "type": "object", "properties": named, "required": list(named),
             "additionalProperties": False,
         }  # fmt: skip
-        self._validator = jsonschema.Draft202012Validator(self._schema)
+        # A long reasoning is no wrong verdict: its length is asked for, not demanded.
+        read = {**self._schema, "properties": {**named, REASONING: {"type": "string"}}}
+        self._validator = jsonschema.Draft202012Validator(read)
         self._format = response_format(self._schema) if use_schema else None
         self._system = system
         super().__init__(base_url, model, **judge)
@@ -332,5 +335,6 @@ def response_format(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tagged(name: str, text: str) -> str:
-    """The text between tags, which it cannot close itself."""
-    return f"<{name}>\n{text.replace(f'</{name}>', f'</ {name}>')}\n</{name}>"
+    """The text between tags, which it cannot close itself, however it writes them."""
+    held = re.sub(rf"<\s*/\s*({name})\b", r"</ \1", text, flags=re.IGNORECASE)
+    return f"<{name}>\n{held}\n</{name}>"

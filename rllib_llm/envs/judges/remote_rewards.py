@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rllib_llm.conversations.json_values import as_json
 from rllib_llm.envs.judges.reward_functions import Invalid, Judge, required_column
 from rllib_llm.envs.sandbox import WorkerPool
 from rllib_llm.shared.openai_client import JUDGE_OUTAGE_S, OpenAIClient, ServerError
@@ -99,7 +100,7 @@ class RemoteReward(Judge):
         asked = [
             self._ask(
                 prompts[part], completions[part],
-                {name: list(values[part]) for name, values in sent.items()},
+                {name: as_json(values[part]) for name, values in sent.items()},
             )
             for part in parts
         ]  # fmt: skip
@@ -180,7 +181,7 @@ class Verifier(Judge):
 
     def __call__(self, completions: Sequence[str], **columns: Any) -> list[Any]:
         """The function's result for each completion; `Invalid` if it failed or timed out."""
-        given = {name: required_column(columns, "columns", name) for name in self._columns}
+        given = {name: as_json(required_column(columns, "columns", name)) for name in self._columns}
         return self._pool.map(
             [
                 {"completion": text, **{name: values[i] for name, values in given.items()}}

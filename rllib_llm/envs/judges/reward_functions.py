@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from rllib_llm.shared.dotted import import_dotted
-from rllib_llm.shared.errors import SettingError, suggestion
+from rllib_llm.shared.errors import SettingError, require, suggestion
 from rllib_llm.shared.messages import raised
 
 RewardFunction = Callable[..., Any]
@@ -154,14 +154,10 @@ class RewardTerm:
     def __init__(
         self, function: RewardFunction, weight: float, name: str, timeout_s: float | None = None
     ) -> None:
-        if not _is_finite(weight):
-            raise RewardError(
-                name=f"weight of reward function {name!r}",
-                value=weight,
-                rule="be a finite number",
-                reason="scores are multiplied by it",
-                remedy="Leave it out for 1",
-            )
+        require(
+            _is_finite(weight), f"weight of reward function {name!r}", weight, "be a finite number",
+            "scores are multiplied by it", "Leave it out for 1", RewardError,
+        )  # fmt: skip
         self.function = function
         self.weight = float(weight)
         self.name = name
@@ -209,14 +205,12 @@ class RewardTerm:
         elif kwargs:
             function = functools.partial(function, **kwargs)
         timeout_s = spec.get("timeout_s")
-        if timeout_s is not None and not (_is_finite(timeout_s) and timeout_s > 0):
-            raise RewardError(
-                name=f"timeout_s of reward function {name!r}",
-                value=timeout_s,
-                rule="be a number of seconds above 0",
-                reason="an answer that comes later is not waited for",
-                remedy=f"Leave it out for {TIMEOUT_S:g}",
-            )
+        require(
+            timeout_s is None or (_is_finite(timeout_s) and timeout_s > 0),
+            f"timeout_s of reward function {name!r}", timeout_s, "be a number of seconds above 0",
+            "an answer that comes later is not waited for", f"Leave it out for {TIMEOUT_S:g}",
+            RewardError,
+        )  # fmt: skip
         return cls(function, spec.get("weight", 1.0), name, timeout_s)
 
     def call(self, batch: RewardBatch) -> Any:
@@ -261,22 +255,18 @@ class RewardTerm:
         if self.wants_tokens:
             return
         for column in columns:
-            if column in _RESERVED:
-                raise RewardError(
-                    name="column",
-                    value=column,
-                    rule="have another name",
-                    reason="reward functions get the prompts or completions under it",
-                    remedy="Rename the column of the data set",
-                )
+            require(
+                column not in _RESERVED, "column", column, "have another name",
+                "reward functions get the prompts or completions under it",
+                "Rename the column of the data set", RewardError,
+            )  # fmt: skip
         missing = sorted(self._names.required - {*columns, *_RESERVED, _STATE})
-        if missing:
-            raise RewardError(
-                name=f"reward function {self.name!r}",
-                rule=f"find its arguments {missing} among the columns of the prompts",
-                reason=f"there are {sorted(columns) or 'none'}",
-                remedy="Add the columns, or give the arguments defaults or 'kwargs'",
-            )
+        require(
+            not missing, f"reward function {self.name!r}", ...,
+            f"find its arguments {missing} among the columns of the prompts",
+            f"there are {sorted(columns) or 'none'}",
+            "Add the columns, or give the arguments defaults or 'kwargs'", RewardError,
+        )  # fmt: skip
 
 
 def named_function(spec: RewardFunction | str | Mapping[str, Any]) -> Any:
@@ -300,32 +290,20 @@ def named_function(spec: RewardFunction | str | Mapping[str, Any]) -> Any:
     function = spec["function"]
     if isinstance(function, str):
         function = import_dotted(function, name="reward_functions")
-    if not callable(function):
-        raise RewardError(
-            name="reward_functions",
-            value=spec["function"],
-            rule="be a callable or the dotted path of one",
-            reason=f"it is {type(function).__name__}",
-            remedy="Point it at a function",
-        )
+    require(
+        callable(function), "reward_functions", spec["function"],
+        "be a callable or the dotted path of one", f"it is {type(function).__name__}",
+        "Point it at a function", RewardError,
+    )  # fmt: skip
     made = function if inspect.isclass(function) else type(function)
-    if getattr(made, "__call__", None) is Judge.__call__:  # noqa: B004
-        raise RewardError(
-            name="reward_functions",
-            value=f"{made.__module__}.{made.__name__}",
-            rule="score completions",
-            reason="this class only asks a judge: judges build on it, and it has no __call__",
-            remedy="Name one that scores, such as JudgeServer or RubricJudge of "
-            "rllib_llm.envs.judges.llm_judges, or give yours a __call__",
-        )
+    require(
+        getattr(made, "__call__", None) is not Judge.__call__,  # noqa: B004
+        "reward_functions", f"{made.__module__}.{made.__name__}", "score completions",
+        "this class only asks a judge: judges build on it, and it has no __call__",
+        "Name one that scores, such as JudgeServer or RubricJudge of "
+        "rllib_llm.envs.judges.llm_judges, or give yours a __call__", RewardError,
+    )  # fmt: skip
     return function
-
-
-def as_functions(given: Any) -> list[Any]:
-    """One reward function, several or none (None, an empty text or mapping), as a list."""
-    if callable(given) or (given and isinstance(given, (str, Mapping))):
-        return [given]
-    return list(given or ())
 
 
 def required_column(columns: Mapping[str, Any], setting: str, name: str) -> Sequence[Any]:
@@ -334,14 +312,10 @@ def required_column(columns: Mapping[str, Any], setting: str, name: str) -> Sequ
     Raises:
         ValueError: the data set has no such column.
     """
-    if name not in columns:
-        raise SettingError(
-            name=setting,
-            value=name,
-            rule=f"be a column of the data set, one of {sorted(columns)}",
-            reason="the judge compares with it",
-            remedy="Correct the name",
-        )
+    require(
+        name in columns, setting, name, f"be a column of the data set, one of {sorted(columns)}",
+        "the judge compares with it", "Correct the name",
+    )  # fmt: skip
     return columns[name]
 
 
@@ -405,13 +379,11 @@ def _parameters(function: RewardFunction, name: str, *, needs_completions: bool)
     named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     required = {p.name for p in parameters if p.name in named and p.default is p.empty}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    if needs_completions and not takes_any and "completions" not in named:
-        raise RewardError(
-            name=f"reward function {name!r}",
-            rule="take 'completions' (and may take 'prompts', columns of the data set, **columns)",
-            reason=f"it takes {[p.name for p in parameters]}",
-            remedy="Change its signature",
-        )
+    require(
+        takes_any or "completions" in named or not needs_completions, f"reward function {name!r}",
+        ..., "take 'completions' (and may take 'prompts', columns of the data set, **columns)",
+        f"it takes {[p.name for p in parameters]}", "Change its signature", RewardError,
+    )  # fmt: skip
     return _Parameters(
         frozenset(named - bound), frozenset(required - bound), frozenset(bound), takes_any
     )

@@ -21,9 +21,9 @@ from rllib_llm.envs.judges.reward_functions import (
     RewardBatch,
     RewardError,
     RewardTerm,
-    as_functions,
 )
-from rllib_llm.shared.errors import ended
+from rllib_llm.shared.dotted import as_list
+from rllib_llm.shared.errors import ended, require
 from rllib_llm.shared.remote import EventLoop, ExitedError, Late, no_answer, within
 
 __all__ = [
@@ -74,19 +74,15 @@ class RewardSum:
 
     def __init__(self, functions: Sequence[Any] | Any) -> None:
         self.terms = [
-            f if isinstance(f, RewardTerm) else RewardTerm.from_spec(f)
-            for f in as_functions(functions)
+            f if isinstance(f, RewardTerm) else RewardTerm.from_spec(f) for f in as_list(functions)
         ]
         names = [term.name for term in self.terms]
-        if not names or len(set(names)) < len(names):
-            problem = f"the names {names} repeat" if names else "there is none"
-            raise RewardError(
-                name="reward_functions",
-                value=functions,
-                rule="be one or more functions with names of their own",
-                reason=problem,
-                remedy="Give each a 'function' and a 'name'",
-            )
+        require(
+            0 < len(names) == len({*names}), "reward_functions", functions,
+            "be one or more functions with names of their own",
+            f"the names {names} repeat" if names else "there is none",
+            "Give each a 'function' and a 'name'", RewardError,
+        )  # fmt: skip
         self.num_failed = dict.fromkeys(names, 0)
         self._warned: set[str] = set()
         self._lock = threading.Lock()
@@ -127,14 +123,10 @@ class RewardSum:
             for row in (~result.valid).nonzero().flatten().tolist():
                 reasons[row] = f"{term.name}: {result.reasons[row]}"
             for name, values in result.metrics.items():
-                if name in metrics:
-                    raise RewardError(
-                        name="metric",
-                        value=name,
-                        rule="come from one reward function",
-                        reason=f"{term.name!r} and another return it",
-                        remedy="Rename one",
-                    )
+                require(
+                    name not in metrics, "metric", name, "come from one reward function",
+                    f"{term.name!r} and another return it", "Rename one", RewardError,
+                )  # fmt: skip
                 metrics[name] = values
             for name, value in term.metrics().items():
                 metrics[name] = torch.full_like(scores, value)

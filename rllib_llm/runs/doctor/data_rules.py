@@ -19,6 +19,7 @@ from rllib_llm.data.rows import DataSourceError, Rows
 from rllib_llm.modules.model_source import num_positions
 from rllib_llm.runs.doctor.stage import MAX_ROWS, Finding, Stage, can_be_read, first_rows
 from rllib_llm.runs.experiments import StandIn
+from rllib_llm.shared.dotted import as_list
 from rllib_llm.shared.errors import (
     SettingError,
     SettingWarning,
@@ -154,11 +155,11 @@ def _check_prompts(config: Any, where: str) -> None:
 def _check_functions(functions: Any, prompts: Any) -> None:
     """Check the signatures of reward functions, and that their arguments are columns of the prompts
     where these are read. Classes are not instantiated: they may load a model."""
-    from rllib_llm.envs.judges.reward_functions import RewardTerm, as_functions, named_function
+    from rllib_llm.envs.judges.reward_functions import RewardTerm, named_function
 
     first = prompts[:NUM_ROWS] if isinstance(prompts, Rows) else []
     columns = {name for row in first for name in row}
-    for spec in as_functions(functions):
+    for spec in as_list(functions):
         with noted():
             if inspect.isclass(named_function(spec)):
                 continue
@@ -314,10 +315,9 @@ def _check_tokenizer(folder: str, name: str) -> None:
 
 
 def _check_imports(given: Any, name: str) -> None:
-    from rllib_llm.envs.judges.reward_functions import as_functions
     from rllib_llm.shared.dotted import import_dotted
 
-    for function in as_functions(given):
+    for function in as_list(given):
         path = function.get("function") if isinstance(function, Mapping) else function
         if isinstance(path, str) and "${" not in path:
             import_dotted(path, name=name)

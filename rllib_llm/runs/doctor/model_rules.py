@@ -138,9 +138,9 @@ def turn_rules(stage: Stage, *, makes_tools: bool = True) -> Iterator[Finding]:
     are called for it; else their paths alone are looked at."""
     from rllib_llm.envs.conversation import proven_format
     from rllib_llm.envs.rlhf import CONVERSATION, policy_tokenizer
-    from rllib_llm.envs.tools import Toolbox, tool_list
+    from rllib_llm.envs.tools import Toolbox
     from rllib_llm.runs.doctor.data_rules import _is_here
-    from rllib_llm.shared.dotted import import_dotted
+    from rllib_llm.shared.dotted import as_list, import_dotted
 
     if stage.config.env != CONVERSATION or stage.maker("model"):
         return
@@ -150,7 +150,7 @@ def turn_rules(stage: Stage, *, makes_tools: bool = True) -> Iterator[Finding]:
     try:
         tools = [
             import_dotted(tool, name="tools") if isinstance(tool, str) else tool
-            for tool in tool_list(stage.env["tools"])
+            for tool in as_list(stage.env["tools"])
         ]
         if makes_tools or all(map(inspect.isfunction, tools)):
             toolbox, area = Toolbox(tools), "model"

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rllib_llm.envs.judges.reward_functions import RewardBatch, RewardTerm, as_functions
+from rllib_llm.envs.judges.reward_functions import RewardBatch, RewardTerm
 from rllib_llm.envs.judges.rewards import NOT_FINITE, RewardResult, read_answer
 from rllib_llm.runs.doctor.machine_rules import server_rules
 from rllib_llm.runs.doctor.stage import Finding, Stage
+from rllib_llm.shared.dotted import as_list
 from rllib_llm.shared.messages import raised
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def reward_rules(stage: Stage) -> Iterator[Finding]:
         return
     batch = example_batch(stage, rows)
     seconds = 0.0
-    for spec in as_functions(given):
+    for spec in as_list(given):
         try:
             term = RewardTerm.from_spec(spec)
             term.check_columns(batch.columns)
@@ -166,7 +167,7 @@ def answer_scores(stage: Stage) -> tuple[float, float] | None:
     chosen = _prompts(stage, rows, min(NUM_ANSWERS, len(rows)))
     answers = [str(row.columns[column]) for row in chosen]
     batch = _batch(chosen, answers)
-    terms = [RewardTerm.from_spec(spec) for spec in as_functions(given)]
+    terms = [RewardTerm.from_spec(spec) for spec in as_list(given)]
     terms = [term for term in terms if not term.is_async and not term.wants_tokens]
     if not terms:
         return None

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
+import math
 import os
 import threading
 import time
 
+import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
@@ -47,6 +50,17 @@ def test_openrlhfs_shape():
         assert call(judge, ["a", "bb", "ccc"], answer=["x", "y", "z"]) == [2.0, 3.0, 4.0]
     bodies = sorted((body for _, body, _ in server.requests), key=lambda b: b["labels"])
     assert [body["labels"] for body in bodies] == [["x", "y"], ["z"]]
+
+
+def test_columns_that_json_has_not_are_sent_as_text_or_null():
+    """A date of a Parquet file, or one NaN, failed all rows of a batch."""
+    day = datetime.date(2026, 1, 31)
+    sent = {"day": [day], "x": [[math.nan, 0.5]], "n": [np.int64(3)], "half": ["a\ud800"]}
+    with serving(lambda path, body: (200, {"scores": [1.0]}, {})) as server:
+        assert call(RemoteReward(f"{server.base_url}/v1/rewards", **QUICK), ["a"], **sent) == [1.0]
+    assert server.requests[0][1]["columns"] == {
+        "day": ["2026-01-31"], "x": [[None, 0.5]], "n": [3], "half": ["a?"],
+    }  # fmt: skip
 
 
 def test_slimes_shape():

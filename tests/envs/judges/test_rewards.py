@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rllib_llm.envs.judges.judge_model import JudgeModel, UnreadableReply
-from rllib_llm.envs.judges.reward_functions import Invalid, Judge, as_functions
+from rllib_llm.envs.judges.reward_functions import Invalid, Judge
 from rllib_llm.envs.judges.rewards import (
     RewardBatch,
     RewardError,
@@ -19,7 +19,7 @@ from rllib_llm.envs.judges.rewards import (
     RewardTerm,
     UnjudgedError,
 )
-from rllib_llm.shared.dotted import DottedPathError
+from rllib_llm.shared.dotted import DottedPathError, as_list
 from rllib_llm.shared.openai_client import ServerError
 from rllib_llm.shared.remote import ExitedError, Late
 
@@ -58,7 +58,7 @@ class Matches:
 
 @pytest.mark.parametrize("none", [None, "", {}, []])
 def test_an_empty_setting_is_no_reward_function(none):
-    assert as_functions(none) == []
+    assert as_list(none) == []
 
 
 async def raises_on_bad(completions):
