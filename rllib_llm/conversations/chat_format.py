@@ -33,7 +33,7 @@ from rllib_llm.conversations.tool_calls import (
 )
 from rllib_llm.data.encoding import common_prefix_len, render_chat
 from rllib_llm.data.turn_ends import MARKER, example_calls, find_turn_ends, special_texts
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.errors import SettingError, require
 
 Message = Mapping[str, Any]
 Messages = list[dict[str, Any]]
@@ -92,32 +92,35 @@ class ChatFormat:
         template_settings: Mapping[str, Any] | None = None,
         renderer: str | None = AUTO,
     ) -> None:
-        if not tokenizer.chat_template:
-            raise ChatFormatError(
-                name="chat_template",
-                value=None,
-                rule="be a template",
-                reason="the tokenizer has none, and a conversation is rendered by it",
-                remedy="Set chat_template (a file, or the template itself), or take an "
-                "instruction-tuned model",
-            )
+        require(
+            tokenizer.chat_template, "chat_template", None, "be a template",
+            "the tokenizer has none, and a conversation is rendered by it",
+            "Set chat_template (a file, or the template itself), or take an instruction-tuned "
+            "model", ChatFormatError,
+        )  # fmt: skip
         if history not in HISTORIES or (syntax is not None and syntax not in SYNTAXES):
             raise ChatFormatError(
                 f"history={history!r}, tool_syntax={syntax!r} must be of {HISTORIES} and "
                 f"{SYNTAXES}: they say how old turns and tool calls are written. Correct them."
             )
         self.tokenizer, self._special_texts = tokenizer, special_texts(tokenizer)
-        self.tools = [dict(tool) for tool in tools]
+        # Servers describe their tools: like all that others say, without special tokens.
+        self.tools = [broken_up(tool, self._special_texts) for tool in tools]
         self.tool_names = frozenset(tool["function"]["name"] for tool in self.tools)
         self.syntax = syntax or syntax_of(str(tokenizer.chat_template))
         # Without tools an answer in JSON is an answer, unless somebody says how calls are written.
         self._reads_calls = bool(self.tools) or syntax is not None
-        functions = [tool["function"] for tool in self.tools]
+        functions = [tool["function"] for tool in tools]
         self._schemas = {each["name"]: each.get("parameters") or {} for each in functions}
         self.history = history
         self._settings = dict(template_settings or {})
-        tool = min(self.tool_names, default=None)
-        self.ends = find_turn_ends(tokenizer, self.render, tool, refused=ChatFormatError)
+        # For examples the name that is hardest to read.
+        self.example_tool = min(
+            self.tool_names, key=lambda name: (name.isidentifier(), name), default=None
+        )
+        self.ends = find_turn_ends(
+            tokenizer, self.render, self.example_tool, refused=ChatFormatError
+        )
         self.turn_end = self.ends.last
         ids = (self._id_of(end) for end in (self.ends.last, self.ends.calls))
         ends = stop_token_ids or (*ids, *_eos(tokenizer))
@@ -286,14 +289,11 @@ class ChatFormat:
         # Behind the token that is there: some tokenizers begin every text with a space.
         anchor = self.encode(end)
         ids = self.encode(end + text)
-        if ids[: len(anchor)] != anchor:
-            raise ChatFormatError(
-                name="turn_end",
-                value=end,
-                rule="keep its tokens whatever follows",
-                reason=f"with {text[:40]!r} behind it they differ",
-                remedy="Make it a special token of the tokenizer",
-            )
+        require(
+            ids[: len(anchor)] == anchor, "turn_end", end, "keep its tokens whatever follows",
+            f"with {text[:40]!r} behind it they differ",
+            "Make it a special token of the tokenizer", ChatFormatError,
+        )  # fmt: skip
         closed = {anchor[-1]}
         if end == self.ends.text:  # the newest turn may be closed by another token than old ones
             closed.add(self._id_of(self.ends.last))
@@ -310,12 +310,12 @@ class ChatFormat:
     @functools.cached_property
     def max_calls(self) -> int | None:
         """Most calls of a turn that the template can write; None: any number."""
-        if not self.tools:
+        if self.example_tool is None:
             return None
         user, written = {"role": "user", "content": "x"}, [0]
         try:
             for count in (1, 2):
-                calls, results = example_calls(min(self.tool_names), MARKER, "y", count)
+                calls, results = example_calls(self.example_tool, MARKER, "y", count)
                 written.append(self.render([user, calls, *results]).count(MARKER))
         except ChatFormatError:
             return 1 if count == 2 else None

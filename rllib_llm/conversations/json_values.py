@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any
 
 from jsonschema import Draft202012Validator, ValidationError
@@ -55,6 +56,21 @@ def broken_up(value: Any, special: Sequence[str] = ()) -> Any:
     if isinstance(value, (list, tuple)):
         return [broken_up(part, special) for part in value]
     return value
+
+
+def as_json(value: Any) -> Any:
+    """The value as one of JSON: NaN and infinity are null, dates and other objects their texts."""
+    if isinstance(value, Mapping):
+        return {str(key): as_json(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_json(part) for part in value]
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value) if math.isfinite(value) else None
+    return broken_up(str(value))
 
 
 def is_json(value: Any, levels: int = _MOST_LEVELS) -> bool:

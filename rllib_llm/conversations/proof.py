@@ -22,6 +22,7 @@ from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.conversations.tool_calls import ParsedReply
 from rllib_llm.data.encoding import common_prefix_len
 from rllib_llm.data.turn_ends import example_calls
+from rllib_llm.shared.errors import require
 
 Outcome = Literal[
     "appends", "forks", "keeps", "unsupported", "ignored", "unreadable", "proven"
@@ -119,8 +120,7 @@ def _bridge(
 
 
 def _dialogues(chat_format: ChatFormat) -> dict[str, Messages]:
-    name = min(chat_format.tool_names, default="add")
-    calls, (result,) = example_calls(name, "1 + 1", "two: 2")
+    calls, (result,) = example_calls(chat_format.example_tool or "add", "1 + 1", "two: 2")
     thoughtful = {**calls, "reasoning_content": "One and one."}
     dialogues = {
         "turns": [USER, SAYS, MORE, ENDS],
@@ -149,14 +149,13 @@ def require_tools(chat_format: ChatFormat, findings: list[Proof]) -> None:
     calls = next((finding for finding in walked if finding.outcome == "unreadable"), calls)
     written = chat_format.render([USER], generation_prompt=True)
     unknown = [name for name in sorted(chat_format.tool_names) if name not in written]
-    if unknown or calls.outcome in _NO_TOOLS or chat_format.syntax == "none":
-        raise ChatFormatError(
-            name="chat_template",
-            rule="write tools, their calls and results",
-            reason=f"it does not name {unknown}, dialogues with {calls}, and calls are of the "
-            f"syntax {chat_format.syntax!r}",
-            remedy="Give a template that writes them, or remove the tools",
-        )
+    require(
+        not unknown and calls.outcome not in _NO_TOOLS and chat_format.syntax != "none",
+        "chat_template", ..., "write tools, their calls and results",
+        f"it does not name {unknown}, dialogues with {calls}, and calls are of the syntax "
+        f"{chat_format.syntax!r}", "Give a template that writes them, or remove the tools",
+        ChatFormatError,
+    )  # fmt: skip
 
 
 def _prove(chat_format: ChatFormat, name: str, turns: Messages) -> Proof:
@@ -223,7 +222,8 @@ def _misread(turn: Mapping[str, Any], reply: ParsedReply) -> str:
     read = [{"name": call.name, "arguments": call.arguments} for call in reply.tool_calls]
     if written == read:
         return ""
-    return f"its own call is read as {[call.status for call in reply.tool_calls] or 'words'}"
+    names, found = [each["name"] for each in written], [call.status for call in reply.tool_calls]
+    return f"its own call of {names} is read as {found or 'words'}"
 
 
 def _compared(

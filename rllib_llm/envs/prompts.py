@@ -26,7 +26,7 @@ from rllib_llm.data.rows import (
     require_columns,
 )
 from rllib_llm.data.sources import SHAREGPT, Source, load_rows
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.errors import SettingError, require
 
 PROMPT_OVERFLOWS = ("truncate_left", "error")
 SPLITS = ("train", "eval")
@@ -165,14 +165,11 @@ class PromptEncoder:
         max_prompt_len: int,
         overflow: str = "truncate_left",
     ) -> None:
-        if overflow not in PROMPT_OVERFLOWS:
-            raise PromptError(
-                name="prompt_overflow",
-                value=overflow,
-                rule=f"be one of {list(PROMPT_OVERFLOWS)}",
-                reason="it says what becomes of prompts that are too long",
-                remedy="Choose one",
-            )
+        require(
+            overflow in PROMPT_OVERFLOWS, "prompt_overflow", overflow,
+            f"be one of {list(PROMPT_OVERFLOWS)}",
+            "it says what becomes of prompts that are too long", "Choose one", PromptError,
+        )  # fmt: skip
         self.tokenizer = tokenizer
         self.max_prompt_len = max_prompt_len
         self.overflow = overflow
@@ -248,7 +245,8 @@ class PromptEncoder:
                 text = row.prompt
                 ids = encode_text(tokenizer, text)
             else:
-                text = render_chat(tokenizer, row.prompt, generation_prompt=True)
+                tools = row.columns.get("tools")
+                text = render_chat(tokenizer, row.prompt, generation_prompt=True, tools=tools)
                 check_text(text)
                 ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         except DataSourceError as error:
@@ -267,39 +265,26 @@ class PromptEncoder:
 
 
 def _check_split(split: str, eval_fraction: float, eval_data: Source | None) -> None:
-    if split not in SPLITS:
-        raise PromptError(
-            name="split",
-            value=split,
-            rule=f"be one of {list(SPLITS)}",
-            reason="prompts are for training or held out",
-            remedy="Choose one",
-        )
     is_number = isinstance(eval_fraction, (int, float))
-    if not is_number or not 0.0 <= eval_fraction < 1.0:
-        raise PromptError(
-            name="eval_fraction",
-            value=eval_fraction,
-            rule="be at least 0 and less than 1",
-            reason="it is the share of prompts held out",
-            remedy="Take 0.1 for a tenth",
-        )
-    if split == "eval" and eval_fraction == 0.0 and eval_data is None:
-        raise PromptError(
-            name="split",
-            value="eval",
-            rule="have prompts of its own",
-            reason="eval_fraction is 0 and there are no eval_prompts",
-            remedy="Set eval_fraction (0.1 holds out a tenth) or eval_prompts",
-        )
-    if eval_fraction > 0.0 and eval_data is not None:
-        raise PromptError(
-            name="eval_fraction",
-            value=eval_fraction,
-            rule="be 0",
-            reason="eval_prompts are given, and no prompt needs to be held out of the others",
-            remedy="Remove one of the two",
-        )
+    require(
+        split in SPLITS, "split", split, f"be one of {list(SPLITS)}",
+        "prompts are for training or held out", "Choose one", PromptError,
+    )  # fmt: skip
+    require(
+        is_number and 0.0 <= eval_fraction < 1.0, "eval_fraction", eval_fraction,
+        "be at least 0 and less than 1", "it is the share of prompts held out",
+        "Take 0.1 for a tenth", PromptError,
+    )  # fmt: skip
+    require(
+        split != "eval" or eval_fraction > 0.0 or eval_data is not None, "split", split,
+        "have prompts of its own", "eval_fraction is 0 and there are no eval_prompts",
+        "Set eval_fraction (0.1 holds out a tenth) or eval_prompts", PromptError,
+    )  # fmt: skip
+    require(
+        eval_fraction == 0.0 or eval_data is None, "eval_fraction", eval_fraction, "be 0",
+        "eval_prompts are given, and no prompt needs to be held out of the others",
+        "Remove one of the two", PromptError,
+    )  # fmt: skip
 
 
 def _held_out(size: int, eval_fraction: float, split_seed: int) -> np.ndarray:
@@ -308,14 +293,10 @@ def _held_out(size: int, eval_fraction: float, split_seed: int) -> np.ndarray:
     if eval_fraction == 0.0:
         return np.empty(0, dtype=np.int64)
     num_eval = max(1, round(size * eval_fraction))
-    if num_eval >= size:
-        raise PromptError(
-            name="eval_fraction",
-            value=eval_fraction,
-            rule="leave prompts to train on",
-            reason=f"of {size} rows {num_eval} would be held out",
-            remedy="Lower it or add prompts",
-        )
+    require(
+        num_eval < size, "eval_fraction", eval_fraction, "leave prompts to train on",
+        f"of {size} rows {num_eval} would be held out", "Lower it or add prompts", PromptError,
+    )  # fmt: skip
     return np.sort(permuted(np.arange(num_eval), size, split_seed, _SPLIT_STREAM))
 
 
@@ -342,12 +323,11 @@ def _choose_column(rows: Rows, prompt_column: str | None) -> str:
 def _check_messages(prompt: Any, index: int, source: PromptSource) -> None:
     messages = prompt if isinstance(prompt, list) else [None]
     # A turn of tool calls may have no content, or one that Arrow's nulls went with.
-    if messages and all(
+    if not messages or not all(
         isinstance(m, Mapping) and "role" in m and m.keys() & {"content", "tool_calls"}
         for m in messages
     ):
-        return
-    raise PromptError(
-        f"{source.prompt_column}={prompt!r} (row {index} of {source.description}) must be text or "
-        "a list of chat messages {'role', 'content'}: it is neither. Correct the row."
-    )
+        raise PromptError(
+            f"{source.prompt_column}={prompt!r} (row {index} of {source.description}) must be text "
+            "or a list of chat messages {'role', 'content'}: it is neither. Correct the row."
+        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 
 from rllib_llm.conversations.chat_format import ChatFormat, ChatFormatError
@@ -83,6 +85,21 @@ def test_quoted_special_tokens_open_no_turn(family):
     )
     (end_id,) = chat_format.encode(end)
     assert quoting.count(end_id) == plain.count(end_id)
+
+
+@pytest.mark.parametrize("family", ["chatml", "llama3", "qwen3"])
+def test_what_a_server_says_of_its_tools_opens_no_turn(family):
+    """A description of an MCP server's tool ended the system message and began another."""
+    tokenizer = family_tokenizer(family)
+    forged = "".join(t for t in tokenizer.all_special_tokens if t not in ("<pad>", "<unk>"))
+    hostile = copy.deepcopy(ADD)
+    hostile["function"]["description"] += forged
+    plain, quoting = (
+        ChatFormat(tokenizer, tools=[tool]).prompt_ids([{"role": "user", "content": "x"}])
+        for tool in (ADD, hostile)
+    )
+    special = tokenizer.all_special_ids
+    assert [i for i in quoting if i in special] == [i for i in plain if i in special]
 
 
 def test_results_that_are_no_text_become_text():

@@ -325,8 +325,18 @@ def test_calls_that_the_syntax_does_not_read_are_no_proof():
     chat_format = ChatFormat(tokenizer_for(template, "<|endoftext|>"), tools=[ADD])
     found = prove(chat_format)
     assert {f.outcome for f in found if "tool calls" in f.dialogue} == {"unreadable"}
-    with pytest.raises(ChatFormatError, match="its own call is read as"):
+    with pytest.raises(ChatFormatError, match="its own call of .* is read as"):
         require_tools(chat_format, found)
+
+
+@pytest.mark.parametrize(("shape", "name"), [("harmony", "fs/read"), ("mistral", "fs/read")])
+def test_a_name_that_the_syntax_cannot_read_is_refused_though_others_can_be_read(shape, name):
+    """MCP allows such names; every call of that tool failed, as if the policy had miswritten it."""
+    other = copy.deepcopy(ADD)
+    other["function"]["name"] = name
+    chat_format = ChatFormat(tokenizer_for(*SHAPES[shape]), tools=[ADD, other])
+    with pytest.raises(ChatFormatError, match=f"its own call of ..{name}.. is read as"):
+        require_tools(chat_format, prove(chat_format))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

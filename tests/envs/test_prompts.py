@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 
+from rllib_llm.data.encoding import encode_chat
 from rllib_llm.data.rows import DataSourceError
 from rllib_llm.envs.prompts import (
     PromptEncoder,
@@ -11,6 +12,7 @@ from rllib_llm.envs.prompts import (
     PromptRow,
     PromptSource,
 )
+from tests.conversations.templates import ADD, family_tokenizer
 from tests.envs.tiny_tokenizers import word_tokenizer
 
 TEN = [{"prompt": f"prompt {i}", "label": i} for i in range(10)]
@@ -146,6 +148,16 @@ def test_chat_messages_go_through_the_template():
     tokenizer.chat_template = "{{ raise_exception('users first') }}"
     with pytest.raises(DataSourceError, match=r"row 0: messages .*refuses them \(users first\)"):
         _encode(tokenizer, messages)
+
+
+def test_tools_of_a_row_are_announced_as_sft_announces_them():
+    """A policy was trained without the tools that it had been fine-tuned with."""
+    tokenizer, chat = family_tokenizer("chatml"), [{"role": "user", "content": "1 + 1?"}]
+    told = [*chat, {"role": "assistant", "content": "2"}]
+    learnt, own = encode_chat(tokenizer, told, tools=[ADD])
+    rows = PromptSource([{"prompt": chat, "tools": [ADD]}]).rows(0, 1)
+    (ids,), _ = PromptEncoder(tokenizer, 400).encode(rows)
+    assert ids == learnt[: own.index(True)]
 
 
 def test_too_long_prompts_keep_bos_and_their_end_and_warn_once():
