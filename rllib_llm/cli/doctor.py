@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +16,6 @@ from rllib_llm.cli.options import IMPORT_HELP, RayOptions
 from rllib_llm.cli.session import check_address, prepare, ray_session, user_errors
 from rllib_llm.runs.yaml_loader import HELP as SET_HELP
 from rllib_llm.shared.errors import UserError
-from rllib_llm.shared.storage import is_url
 
 if TYPE_CHECKING:
     from rllib_llm.runs.doctor.stage import Finding
@@ -46,8 +45,12 @@ def doctor(
         typer.Option("--ray-address", envvar="RAY_ADDRESS", help="The cluster that is to be used."),
     ] = None,
     storage_path: Annotated[
-        str, typer.Option("--storage-path", help="Where results will go.")
-    ] = "~/ray_results",
+        str | None,
+        typer.Option(
+            "--storage-path",
+            help="Where results will go. Default: what the file says, else ~/ray_results.",
+        ),
+    ] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help=SET_HELP)] = None,
     imports: Annotated[list[str] | None, typer.Option("--import", help=IMPORT_HELP)] = None,
 ) -> None:
@@ -74,21 +77,26 @@ def _findings(
     deep: bool,
     start_ray: bool,
     ray_address: str | None,
-    storage_path: str,
+    storage_path: str | None,
     overrides: list[str] | None,
 ) -> Iterator[Finding]:
     from rllib_llm.runs.doctor.examine import examine
     from rllib_llm.runs.doctor.machine_rules import Machine, ray_rules
     from rllib_llm.runs.doctor.stage import Finding
+    from rllib_llm.runs.run_folder import storage_root
     from rllib_llm.runs.yaml_loader import load_file
 
-    folder = None if is_url(storage_path) else Path(storage_path).expanduser()
     experiments: list[Experiment] = []
     if file is not None:
+        errors: Sequence[ValueError]
         try:
-            experiments = load_file(file, overrides)
-        except ValueError as error:
-            yield from Finding.from_errors(error, "file")
+            experiments, errors = load_file(file, overrides)
+        except ValueError as broken:
+            errors = [broken]
+        for each in errors:
+            yield from Finding.from_errors(each, "file")
+    root = storage_root(storage_path, experiments)
+    folder = root if isinstance(root, Path) else None
     machine = Machine.here(folder or Path.cwd())
     found = examine(experiments, machine, folder=folder, is_here=ray_address is None)
     try:

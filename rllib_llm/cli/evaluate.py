@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +15,7 @@ from rich.table import Table
 from rllib_llm.cli.options import RayOptions, takes
 from rllib_llm.cli.session import prepare, ray_session, show, stderr, user_errors
 from rllib_llm.runs.results import flatten, number
-from rllib_llm.runs.yaml_loader import parse_mapping
+from rllib_llm.runs.yaml_loader import laid_over, parse_mapping
 from rllib_llm.shared.errors import UserError
 
 if TYPE_CHECKING:
@@ -86,11 +87,15 @@ def evaluate(
             settings["env"] = env
         if duration is not None:
             settings["evaluation_duration"] = duration
+        given = {"pass_on": pass_on, "answer_pattern": answer_pattern}
+        overlay: dict[str, Any] = {
+            name: value for name, value in given.items() if value is not None
+        }
         if samples is not None or pass_at is not None:
-            settings["evaluation_config"] = {
-                **settings.get("evaluation_config", {}),
-                **_sampled(samples, pass_at, pass_on, answer_pattern),
-            }
+            overlay |= _sampled(samples, pass_at)
+        if overlay:
+            overlay = {**(settings.get("evaluation_config") or {}), **overlay}
+            settings["evaluation_config"] = overlay
         from rllib_llm.checkpoints.algorithm import find_checkpoint
 
         folder = find_checkpoint(checkpoint)
@@ -106,9 +111,7 @@ def evaluate(
     console.print(_table(flat))
 
 
-def _sampled(
-    samples: int | None, pass_at: str | None, pass_on: str | None, answer_pattern: str | None
-) -> dict[str, Any]:
+def _sampled(samples: int | None, pass_at: str | None) -> dict[str, Any]:
     """Return the settings of an evaluation that samples several completions of each prompt."""
     ks = parse_mapping(f"ks: [{pass_at or ''}]", "--pass-at")["ks"]
     count = samples or max(ks, default=1)
@@ -117,10 +120,7 @@ def _sampled(
             f"--pass-at={pass_at!r} must be numbers from 1 to --samples={count}: so many "
             "completions are sampled of each prompt. Write 1,4 or raise --samples."
         )
-    return {
-        "explore": True, "num_completions": count, "pass_at": ks or None, "pass_on": pass_on,
-        "answer_pattern": answer_pattern,
-    }  # fmt: skip
+    return {"explore": True, "num_completions": count, "pass_at": ks or None}
 
 
 def checkpoint_config(checkpoint: Path, settings: dict[str, Any]) -> Any:
@@ -140,7 +140,10 @@ def checkpoint_config(checkpoint: Path, settings: dict[str, Any]) -> Any:
         config = without_training_data(config, checkpoint)
     check_keys(config, settings, "--config")
     settings = checked_values(config, settings, "--config")
-    config = config.copy(copy_frozen=False).update_from_dict(settings)
+    config = config.copy(copy_frozen=False)
+    if isinstance(held_out := settings.get("evaluation_config"), Mapping):
+        settings["evaluation_config"] = laid_over(config.evaluation_config or {}, held_out)
+    config = config.update_from_dict(settings)
     # Results of this process alone, with an evaluation sampler of its own.
     config.num_env_runners = 0
     config.evaluation_interval = config.evaluation_interval or 1

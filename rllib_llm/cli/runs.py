@@ -19,15 +19,18 @@ from rich.text import Text
 from rllib_llm.cli.session import prepare, user_errors
 from rllib_llm.overseer.service import DONE, WAITING, find_run
 from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.storage import place
 
 
 def report(
     runs: Annotated[
-        list[Path],
-        typer.Argument(metavar="RUN [RUN]", help="Folder of a run, a stage or a trial; or of two."),
+        list[str],
+        typer.Argument(
+            metavar="RUN [RUN]", help="Folder or URL of a run, a stage or a trial; or of two."
+        ),
     ],
     output: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
             "--output", "-o", help="The page. Default: report.html in the (first) run's folder."
         ),
@@ -39,10 +42,10 @@ def report(
 
         groups = {}
         for run in runs:
-            name = run.expanduser().resolve().name
-            name = name if name not in groups else str(run)
-            groups[name] = find_trials(run)
-        print(write_page(groups, output or runs[0].expanduser() / PAGE_FILE))
+            folder = place(run)
+            name = (folder.resolve() if isinstance(folder, Path) else folder).name
+            groups[run if name in groups else name] = find_trials(folder)
+        print(write_page(groups, place(output) if output else place(runs[0]) / PAGE_FILE))
 
 
 NUM_SHOWN = 5

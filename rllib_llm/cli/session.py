@@ -175,7 +175,7 @@ def ray_session(
     """
     import ray
 
-    from rllib_llm.shared.ray_compat import resources_by_node
+    from rllib_llm.shared.ray_compat import own_ray_has_ended, resources_by_node
 
     if ray.is_initialized():
         yield resources_by_node()
@@ -199,7 +199,8 @@ def ray_session(
     try:
         yield resources_by_node()
     finally:
-        ray.shutdown()
+        if not own_ray_has_ended():
+            ray.shutdown()
 
 
 def connect(address: str, seconds: float = SECONDS_TO_CONNECT) -> None:

@@ -29,7 +29,7 @@ from rllib_llm.cli.session import (
 from rllib_llm.runs.experiments import Experiment
 from rllib_llm.runs.run_folder import COMMAND_LINE
 from rllib_llm.runs.yaml_loader import load, load_file, parse_mapping
-from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.errors import UserError, together
 from rllib_llm.shared.storage import Place
 
 
@@ -133,8 +133,22 @@ def run_file(file: Path, options: RunOptions) -> None:
     """Run the experiments of the YAML file in order, and report."""
     prepare(options.verbose, options.imports)
     with user_errors(options.verbose):
-        experiments = load_file(file, options.overrides)
+        experiments, errors = load_file(file, options.overrides)
+        if errors:
+            raise together([*errors, *_further_errors(experiments, options)])
     execute(experiments, file.stem, options, str(file.resolve()))
+
+
+def _further_errors(experiments: list[Experiment], options: RunOptions) -> list[UserError]:
+    """Return what is wrong with the settings of a file's sound experiments, beside the others."""
+    from rllib_llm.runs.doctor.examine import before_a_run
+
+    try:
+        with shown_warnings():
+            before_a_run(with_options(experiments, options))
+    except UserError as error:
+        return [error]
+    return []
 
 
 def with_options(experiments: list[Experiment], options: RunOptions) -> list[Experiment]:
@@ -187,7 +201,7 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions, sourc
     console = Console()
     with user_errors(options.verbose):
         from rllib_llm.runs.doctor.examine import before_a_run
-        from rllib_llm.runs.plan import check_disk, check_experiments, check_resources
+        from rllib_llm.runs.plan import check_disk, check_resources
         from rllib_llm.runs.run_folder import (
             check_writable,
             new_folder,
@@ -198,8 +212,7 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions, sourc
         experiments = with_options(experiments, options)
         with shown_warnings() as told:
             told_to_wait(f"Checking {name} before anything starts ...")
-            reserved = check_experiments(experiments)
-            before_a_run(experiments)
+            reserved = before_a_run(experiments)
         root = storage_root(options.storage_path, experiments)
         if not options.resume:
             check_writable(root)
@@ -209,6 +222,7 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions, sourc
         folder = resumed_folder(*run) if options.resume else new_folder(*run)
     from rllib_llm.runs.report import report
     from rllib_llm.runs.stages import StageFailed, StageInterrupted, run_stages
+    from rllib_llm.shared.ray_compat import own_ray_has_ended
 
     try:
         told_to_wait(f"Starting Ray; results go to {folder} ...")
@@ -236,6 +250,8 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions, sourc
         raise typer.Exit(1) from None
     except StageInterrupted as error:
         show(f"{error}\n  {resume_command(folder, options)}", title="stopped")
+        if own_ray_has_ended():
+            os._exit(130)  # Ray's own functions for the end of this process would wait a minute
         raise typer.Exit(130) from None
     except (KeyboardInterrupt, SystemExit) as error:
         if isinstance(error, SystemExit) and error.code != signal.SIGTERM:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,31 +18,50 @@ from rllib_llm.config.sections import sections_of, table
 from rllib_llm.config.setting import IN_ENV
 from rllib_llm.config.tabled_config import TabledConfig
 from rllib_llm.runs.doctor.data_rules import check_data, check_sources, data_settings
+from rllib_llm.runs.doctor.stage import Finding, Stage, distinct, stage_of
 from rllib_llm.runs.experiments import KEYS, Experiment, algorithm_class, model_of, with_stand_ins
 from rllib_llm.runs.metrics import (
     COUNTERS,
     TYPICAL,
     USUAL_COUNTERS,
-    describes,
     is_held_out,
     is_reported,
     may_report,
     reporters,
     result_like,
 )
-from rllib_llm.runs.search_space import examples, make_scheduler, make_searcher, search_space
-from rllib_llm.shared.errors import UserError, all_complaints, complain, noted, suggestion
+from rllib_llm.runs.search_space import (
+    examples,
+    make_scheduler,
+    make_searcher,
+    planned_iterations,
+    search_space,
+)
+from rllib_llm.shared.errors import (
+    SettingWarning,
+    UserError,
+    all_complaints,
+    complain,
+    noted,
+    suggestion,
+)
 from rllib_llm.shared.storage import Place
 
 INTERVAL = "checkpoint_interval_s"  # of `checkpoint_config`: ours, not Tune's
 NUM_TO_KEEP = 2  # by default, beside the best one
 
 
-def check_experiments(experiments: list[Experiment]) -> list[Reservation]:
+def check_experiments(
+    experiments: list[Experiment], rules: Callable[[Stage], Iterable[Finding]] = lambda stage: ()
+) -> list[Reservation]:
     """Validate every experiment; return what one trial of each point of their grids reserves.
 
     What a later stage takes from an earlier one does not exist yet. For the check, the earlier
     stage's own `model` stands in for it: the same architecture and tokenizer.
+
+    Args:
+        rules: gives further findings about a stage of ours whose settings are valid. What is no
+            error is warned of.
 
     Raises:
         UserError: all that is wrong, with the experiments' names.
@@ -50,9 +70,20 @@ def check_experiments(experiments: list[Experiment]) -> list[Reservation]:
     complaints: list[str] = []
     for experiment in with_stand_ins(experiments):
         try:
-            reserved += check_experiment(experiment)
+            of_trials, stage = _checked(experiment)
         except UserError as error:
             complaints.append(str(error))
+            continue
+        reserved += of_trials
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = [] if stage is None else distinct(rules(stage))
+        for finding in found:
+            text = finding.at(experiment.name).text()
+            if finding.severity == "error":
+                complaints.append(text)
+            else:
+                warnings.warn(text, stacklevel=2)
     if complaints:
         raise UserError("\n".join(complaints))
     return reserved
@@ -65,12 +96,16 @@ def check_experiment(experiment: Experiment) -> list[Reservation]:
     Raises:
         UserError: all that is wrong, a line each, with the experiment's name.
     """
+    return _checked(experiment)[0]
+
+
+def _checked(experiment: Experiment) -> tuple[list[Reservation], Stage | None]:
     with all_complaints() as errors:
-        reserved = examine_experiment(experiment)
+        found = examine_experiment(experiment)
     if errors:
         texts = (_named(as_written(str(e), experiment), experiment.name) for e in errors)
         raise UserError("\n".join(texts)) from errors[0]
-    return reserved
+    return found
 
 
 def as_written(text: str, experiment: Experiment) -> str:
@@ -102,8 +137,9 @@ def _named(text: str, name: str) -> str:
     return text if text.startswith(name) else f"{name}: {text}"
 
 
-def examine_experiment(experiment: Experiment) -> list[Reservation]:
-    """As `check_experiment`, with complaints as `rllib_llm.shared.errors` has them."""
+def examine_experiment(experiment: Experiment) -> tuple[list[Reservation], Stage | None]:
+    """As `check_experiment`, with complaints as `rllib_llm.shared.errors` has them; also the stage
+    of the first point of the grid, if its algorithm is ours."""
     name = experiment.name
     algo_class = algorithm_class(experiment.run, name)
     with noted():
@@ -118,14 +154,16 @@ def examine_experiment(experiment: Experiment) -> list[Reservation]:
     ours = is_ours(experiment.run, algo_class)
     _check_counters(experiment)
     if ours:
-        _check_stop(experiment)
-        _check_names(experiment)
+        _check_results(experiment)
     reserved: list[Reservation] = []
+    stages: list[Stage | None] = []
     read: set[str] = set()
     for settings in examples(search_space(experiment)):
         config = build_config(algo_class, settings, f"{name}.config", KEYS)
         with noted():
             check_env(config, algo_class)
+            if not stages:
+                stages.append(stage_of(experiment, config))
         with noted():
             is_there = ours and check_sources(settings, f"{name}.config")
             if is_there and data_settings(settings) not in read:
@@ -134,7 +172,7 @@ def examine_experiment(experiment: Experiment) -> list[Reservation]:
         one = Reservation.of(algo_class.default_resource_request(config), config)
         if one not in reserved:
             reserved.append(one)
-    return reserved
+    return reserved, next(iter(stages), None)
 
 
 def is_ours(run: str, algo_class: type) -> bool:
@@ -159,95 +197,72 @@ def _check_counters(experiment: Experiment) -> None:
             )
 
 
-def _check_stop(experiment: Experiment) -> None:
-    """Tune refuses a result that is not there only after an iteration, and waits for ever for one
-    that RLlib reports as 0. Code of the user's own may report more than we know."""
-    for key in experiment.stop:
-        known = describes(key) or _may_report_more(experiment)
-        meant = USUAL_COUNTERS if known else COUNTERS
-        near = difflib.get_close_matches(key, meant, n=1, cutoff=0.85)
-        if key not in COUNTERS and (near or not known):
-            hint = (
-                f"Did you mean {near[0]!r}?" if near else f"Count by {' or '.join(COUNTERS[:2])}."
-            )
-            complain(
-                UserError(
-                    f"{experiment.name}.stop: unknown result {key!r}: no trial reports it. {hint}"
-                )
-            )
+def _check_results(experiment: Experiment) -> None:
+    """Complain of results that no trial reports: Tune refuses a metric only after an iteration,
+    waits for ever for a limit that RLlib reports as 0, and a pass criterion is found missed at the
+    end. Code of the user's own may report more than we know: there it is a warning."""
+    name, run, is_certain = experiment.name, experiment.run, not _may_report_more(experiment)
+    for where, key, use in _named_results(experiment):
+        is_limit = where in ("stop", "pass_criteria")
+        known, others = is_reported(key), reporters(key)
+        hint = _meant_counter(key, known or not is_certain) if where == "stop" else ""
+        if hint:
+            text = f"{name}.stop: unknown result {key!r}: no trial reports it. {hint}"
+            complain(UserError(text))
+            continue
+        rule, typical = f"be a result of {run}", TYPICAL.get(run, "training_iteration")
+        remedy = f"Name one that {run} reports, such as {typical!r}"
+        if not known:
+            why, like = "no trial reports it", result_like(key, run if is_certain else "")
+            remedy = like if like.startswith("Did you mean") else remedy
+        elif is_certain and not may_report(run, key):
+            why = f"of our algorithms only {' and '.join(sorted(others or ()))} report it"
+        elif is_certain and is_held_out(key) and not _may_evaluate(experiment):
+            rule, why = "come with an evaluation_interval", "without one nothing is evaluated"
+            remedy = f"Set evaluation_interval: 10, or name another result, such as {typical!r}"
+        elif run in ALGORITHMS and run not in (others or ALGORITHMS):
+            why = ""  # an environment may have a metric of that name
         else:
-            _check_reported(experiment, "stop", key, "no trial would end by it")
+            continue
+        if is_certain and why:
+            complain(UserError(
+                name=f"{name}.{where}", value=key, rule=rule, reason=f"{use}, and {why}",
+                remedy=remedy,
+            ))  # fmt: skip
+        else:
+            place = f"{where}.{key}" if is_limit else where
+            found = f"{run} reports no {key!r}" if known else f"no result is called {key!r}"
+            warnings.warn(
+                SettingWarning(
+                    "experiment.result", f"{place}: {found}", "unless code of yours reports it, "
+                    "nothing ever happens by it, or, by a metric, the trials end after an "
+                    "iteration", remedy,
+                ), stacklevel=2,
+            )  # fmt: skip
 
 
-def _check_names(experiment: Experiment) -> None:
-    """Tune refuses a metric that no trial reports only after an iteration, and a pass criterion
-    that none reports is found missed only at the end."""
-    for where, key, reason in _compared(experiment):
-        if is_reported(key):
-            _check_reported(experiment, where, key, reason)
-        elif not _may_report_more(experiment):
-            remedy = result_like(key, experiment.run)
-            if not remedy.startswith("Did you mean"):
-                remedy = _such_as(experiment.run)
-            complain(
-                UserError(
-                    name=f"{experiment.name}.{where}",
-                    value=key,
-                    rule=f"be a result of {experiment.run}",
-                    reason=f"{reason}, and no trial reports it",
-                    remedy=remedy,
-                )
-            )
-    for key in experiment.pass_criteria:
-        if is_reported(key):
-            _check_reported(experiment, "pass_criteria", key, "it could never be met")
+def _meant_counter(key: str, is_known: bool) -> str:
+    """What to write in place of a limit that no trial reports; "" for one that trials may."""
+    near = difflib.get_close_matches(key, USUAL_COUNTERS if is_known else COUNTERS, 1, cutoff=0.85)
+    if key in COUNTERS or is_known and not near:
+        return ""
+    return f"Did you mean {near[0]!r}?" if near else f"Count by {' or '.join(COUNTERS[:2])}."
 
 
-def _compared(experiment: Experiment) -> Iterator[tuple[str, str, str]]:
-    """Settings that name the result by which trials or checkpoints are compared, each with that
-    name and its use."""
+def _named_results(experiment: Experiment) -> Iterator[tuple[str, str, str]]:
+    """Settings that name results, each with the name of one and its use."""
+    for key in experiment.stop:
+        yield "stop", key, "no trial would end by it"
     if experiment.metric is not None:
         yield "metric", experiment.metric, "trials are compared by it"
     for where in ("scheduler_config", "search_config"):
-        if isinstance(key := getattr(experiment, where).get("metric"), str):
-            yield f"{where}.metric", key, "trials are compared by it"
-    score = "checkpoint_score_attribute"
-    if isinstance(key := experiment.checkpoint_config.get(score), str):
-        yield f"checkpoint_config.{score}", key, "checkpoints are kept by it"
-
-
-def _check_reported(experiment: Experiment, where: str, key: str, reason: str) -> None:
-    """Complain of a known result that this algorithm, with these settings, never reports."""
-    run = experiment.run
-    if _may_report_more(experiment):
-        return
-    name = f"{experiment.name}.{where}"
-    if not may_report(run, key):
-        others = " and ".join(sorted(reporters(key) or ()))
-        complain(
-            UserError(
-                name=name,
-                value=key,
-                rule=f"be a result of {run}",
-                reason=f"{reason}, and of our algorithms only {others} report it",
-                remedy=_such_as(run),
-            )
-        )
-    elif is_held_out(key) and not _may_evaluate(experiment):
-        complain(
-            UserError(
-                name=name,
-                value=key,
-                rule="come with an evaluation_interval",
-                reason=f"{reason}, and without one nothing is evaluated",
-                remedy=f"Set evaluation_interval: 10, or name another result, such as "
-                f"{TYPICAL[run]!r}",
-            )
-        )
-
-
-def _such_as(run: str) -> str:
-    return f"Name one that {run} reports, such as {TYPICAL[run]!r}"
+        if isinstance(metric := getattr(experiment, where).get("metric"), str):
+            yield f"{where}.metric", metric, "trials are compared by it"
+    attribute = "checkpoint_score_attribute"
+    if isinstance(score := experiment.checkpoint_config.get(attribute), str):
+        yield f"checkpoint_config.{attribute}", score, "checkpoints are kept by it"
+    for key in experiment.pass_criteria:
+        yield "pass_criteria", key, "it could never be met"
 
 
 def _may_evaluate(experiment: Experiment) -> bool:
@@ -397,12 +412,15 @@ def check_disk(experiments: list[Experiment], folder: Place, free: int | None = 
 
 
 def _num_checkpoints(experiment: Experiment) -> int:
-    """Return the number of checkpoints that one trial keeps, if the experiment sets it."""
-    settings = experiment.checkpoint_config
-    frequency = settings.get("checkpoint_frequency") or 0
-    iterations = experiment.stop.get("training_iteration", 0)
-    made = 1 + (int(iterations) // frequency if frequency else 0)
-    return min(made, settings.get("num_to_keep") or made)
+    """Return how many checkpoints the experiment's trials keep at least, together."""
+    space = search_space(experiment)
+    settings = checkpoint_settings(experiment)
+    defaults = algorithm_class(experiment.run, experiment.name).get_default_config()
+    iterations = planned_iterations(experiment.stop, defaults, space) or 0
+    frequency = settings.checkpoint_frequency
+    made = 1 + (iterations // frequency if frequency else 0)
+    num_trials = experiment.num_samples * len(examples(space))
+    return num_trials * min(made, settings.num_to_keep or made)
 
 
 def _folder_bytes(model: Any) -> int:

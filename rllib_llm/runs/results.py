@@ -53,11 +53,13 @@ RESULTS = "result.json"
 
 
 def local_folder(trial: Any) -> Path | None:
-    """The folder of a trial of Tune, where it lies on a disk of this machine."""
+    """The folder in which the process of a trial of Tune writes, where it runs on this machine: the
+    trial's own, or what Tune uploads to that from time to time."""
     storage = getattr(trial, "storage", None)
-    if storage is None or not isinstance(storage.storage_filesystem, LocalFileSystem):
+    if storage is None:
         return None
-    return Path(storage.trial_fs_path)
+    is_local = isinstance(storage.storage_filesystem, LocalFileSystem)
+    return Path(storage.trial_fs_path if is_local else storage.trial_working_directory)
 
 
 def other_trials_checkpoint(trial: Any) -> Path | None:

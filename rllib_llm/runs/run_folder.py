@@ -6,13 +6,13 @@ run continues what was started: a setting that Tune keeps from the start may not
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import platform
 import random
 import re
 import subprocess
+import tempfile
 import time
 import uuid
 from collections.abc import Iterable, Sequence
@@ -228,7 +228,7 @@ def _recorded(folder: Place) -> dict[str, Any]:
 
 
 def check_writable(root: Place) -> None:
-    """Check that runs can be written under `root`, which is made.
+    """Check that runs can be written under `root`; at a URL it is made.
 
     Raises:
         UserError: they cannot.
@@ -245,19 +245,17 @@ def check_writable(root: Place) -> None:
     existing = next(path for path in (root, *root.parents) if path.exists())
     if not existing.is_dir():
         raise UserError(
-            f"storage_path={str(root)!r} must be a folder: {str(existing)!r} is a file. Choose "
-            "another with --storage-path."
-        )
+            name="storage_path", value=str(root), rule="be a folder",
+            reason=f"{str(existing)!r} is a file", remedy="Choose another with --storage-path",
+        )  # fmt: skip
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        reason = None if os.access(root, os.W_OK | os.X_OK) else os.strerror(errno.EACCES)
+        tempfile.TemporaryDirectory(dir=existing).cleanup()
     except OSError as error:
-        reason = error.strerror
-    if reason is not None:
         raise UserError(
-            f"storage_path={str(root)!r} must be a folder that can be written to: "
-            f"{reason.lower()}. Choose another with --storage-path, or change its permissions."
-        )
+            name="storage_path", value=str(root), rule="be a folder that can be written to",
+            reason=f"{error.strerror}".lower(),
+            remedy="Choose another with --storage-path, or change its permissions",
+        ) from error  # fmt: skip
 
 
 ENVIRONMENT_FILE = "environment.json"

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ray.tune.schedulers import PopulationBasedTraining
+from ray.tune.search.sample import Float, Integer
 
 from rllib_llm.config.schema import flat_settings
 from rllib_llm.config.setting import LISTS, SAMPLERS
@@ -201,9 +202,16 @@ class ResumablePBT(PopulationBasedTraining):
     """Tune's scheduler, which counts from the checkpoints that trials go on from. Tune's own begins
     at 0 in a resumed run: it perturbs at once, and where trials wait for each other (`synch`) and
     two intervals or more have passed, each then waits for a time that all have reached, for ever.
+
+    Values stay in the ranges that they were drawn from. Tune multiplies them by 1.2, again and
+    again, and a trial with a value that its algorithm refuses would end the run.
     """
 
     _next_perturbation_sync: float  # Tune's own
+
+    def _get_new_config(self, trial: Any, trial_to_clone: Any) -> tuple[dict, dict]:
+        config, operations = super()._get_new_config(trial, trial_to_clone)
+        return _in_range(config, self._hyperparam_mutations), operations
 
     def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
         super().on_trial_add(tune_controller, trial)
@@ -224,35 +232,44 @@ class ResumablePBT(PopulationBasedTraining):
         return decision
 
 
+def _in_range(config: Mapping[str, Any], spaces: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `config` with each value that has a range in `spaces` moved to the nearest in it."""
+    kept = dict(config)
+    for key, space in spaces.items():
+        if isinstance(space, dict):
+            kept[key] = _in_range(config[key], space)
+        elif isinstance(space, Float | Integer):  # without the upper end, of whole numbers
+            highest = space.upper - isinstance(space, Integer)
+            kept[key] = min(max(config[key], space.lower), highest)
+    return kept
+
+
 def search_space(experiment: Experiment) -> dict[str, Any]:
     """Return the experiment's config and environment, sections dissolved, search spaces as Tune's
     objects."""
-    algo_class = algorithm_class(experiment.run, experiment.name)
-    config = flat_settings(algo_class.get_default_config(), experiment.config)
+    defaults = algorithm_class(experiment.run, experiment.name).get_default_config()
+    config = flat_settings(defaults, experiment.config)
     if experiment.env is not None:
         config["env"] = experiment.env
-    planned = planned_iterations(experiment, config)
-    if planned is not None:
+    planned = planned_iterations(experiment.stop, defaults, config)
+    if planned is not None and hasattr(defaults, "planned_iterations"):
         config.setdefault("planned_iterations", planned)
     return {**_mutated(experiment), **to_tune(config, f"{experiment.name}.config")}
 
 
-def planned_iterations(experiment: Experiment, config: Mapping[str, Any]) -> int | None:
+def planned_iterations(
+    stop: Mapping[str, Any], config: Any, changes: Mapping[str, Any] | None = None
+) -> int | None:
     """Return after how many iterations `stop` ends a trial at the latest, None where it does not
-    say, or the algorithm has no use for it.
-
-    Args:
-        config: the experiment's, sections dissolved.
-    """
-    defaults = algorithm_class(experiment.run, experiment.name).get_default_config()
-    if not hasattr(defaults, "planned_iterations"):
-        return None
+    say. `changes`: settings laid over those of the algorithm's `config`."""
     ends = []
-    if (iterations := number(experiment.stop.get("training_iteration")) or 0.0) > 0:
+    if (iterations := number(stop.get("training_iteration")) or 0.0) > 0:
         ends.append(iterations)
     names = ("train_batch_size_per_learner", "num_learners")
-    size, learners = (number(config.get(name, getattr(defaults, name))) for name in names)
-    episodes = number(experiment.stop.get("episode")) or 0.0
+    size, learners = (
+        number((changes or {}).get(name, getattr(config, name, None))) for name in names
+    )
+    episodes = number(stop.get("episode")) or 0.0
     if episodes > 0 and size and learners is not None:
         ends.append(episodes / (size * max(1, learners)))
     return math.ceil(min(ends)) if ends else None

@@ -27,8 +27,9 @@ from ray.tune.result import SHOULD_CHECKPOINT, TIME_TOTAL_S, TRAINING_ITERATION
 
 from rllib_llm.checkpoints.folder import MANIFEST
 from rllib_llm.overseer.oversight import STOP_RUN
+from rllib_llm.runs.metrics import is_held_out
 from rllib_llm.runs.results import flatten, number
-from rllib_llm.shared.ray_compat import training_result
+from rllib_llm.shared.ray_compat import own_ray_has_ended, training_result
 from rllib_llm.shared.storage import BestEffort
 
 logger = logging.getLogger(__name__)
@@ -133,7 +134,7 @@ class KeepBestCheckpoint(Callback):
         iteration = result.get("training_iteration")
         for metric, mode in self._rules:
             value = number(result.get(metric))
-            measured = result.get(MEASURED, iteration) if metric.startswith("eval/") else iteration
+            measured = result.get(MEASURED, iteration) if is_held_out(metric) else iteration
             if value is not None and measured == iteration:
                 return {"metric": metric, "mode": mode, "value": value, "checkpoint": name,
                         "training_iteration": iteration}  # fmt: skip
@@ -233,11 +234,15 @@ def _manifest(filesystem: FileSystem, checkpoint: str) -> dict[str, Any]:
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SECONDS_TO_LOOK = 0.2  # between two looks whether Ray is there
 
 
 class SaveOnStop(Callback):
     """On the first signal, has every running trial save a checkpoint after its iteration and then
     lets Tune end the run as Ctrl-C does; the second signal ends it immediately.
+
+    Where the signal ends Ray as well, since it was sent to the whole group of processes, nothing
+    can be saved, and the run ends at once.
 
     As a context manager around `Tuner.fit()` it leaves the handlers of the signals as they were.
     Tune alone ends a run in the middle of its iterations, saves nothing, and takes no notice of
@@ -308,6 +313,13 @@ class SaveOnStop(Callback):
         if self.interrupted:
             raise KeyboardInterrupt
         self.interrupted = True
+        threading.Thread(target=self._end_with_ray, name="end-with-ray", daemon=True).start()
+
+    def _end_with_ray(self) -> None:
+        while self._handlers and not own_ray_has_ended():
+            time.sleep(SECONDS_TO_LOOK)
+        if self._handlers and (main := threading.main_thread().ident) is not None:
+            signal.pthread_kill(main, signal.SIGINT)  # the second signal: it waits for Ray
 
 
 def _is_saved(trial: Any) -> bool:

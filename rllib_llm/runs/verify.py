@@ -16,7 +16,7 @@ import random
 import statistics
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ class Difference:
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Checked:
     """A completion that was sampled again.
 
@@ -93,11 +93,11 @@ class Checked:
     status: str
     prompt: str
     completion: str
-    num_tokens: int
     num_unknown: int
-    has_same_tokens: bool
-    logprob_errors: list[float]
-    differences: list[Difference]
+    num_tokens: int = 0
+    has_same_tokens: bool = True
+    logprob_errors: list[float] = field(default_factory=list)
+    differences: list[Difference] = field(default_factory=list)
 
     @property
     def agrees(self) -> bool:
@@ -190,16 +190,6 @@ def verify(run: str | Path, num_samples: int = 16, seed: int = 0) -> list[Verifi
         _Trial(folder.parent).verify(open_rollouts([folder]), num_samples, seed)
         for folder in rollout_folders(run)
     ]
-
-
-@dataclass(frozen=True)
-class _Compared:
-    """The comparison of one piece; see `Checked`."""
-
-    num_tokens: int
-    has_same_tokens: bool
-    logprob_errors: list[float]
-    difference: Difference | None
 
 
 @dataclass(frozen=True)
@@ -359,14 +349,14 @@ class _Sampling:
         found = [list(pieces(rows, keeps_cache=keeps_cache)) for rows in self._rows]
         wanted = [(piece, i) for i, own in enumerate(found) for piece in own
                   if piece.version in self._kept]  # fmt: skip
-        compared: list[list[_Compared]] = [[] for _ in self._rows]
+        checked = [_unchecked(rows) for rows in self._rows]
         wanted.sort(key=lambda each: each[0].version)
         for version, part in groupby(wanted, key=lambda each: each[0].version):
             alike = list(part)
             ended = self._sample(version, [piece for piece, _ in alike])
             for (piece, i), made in zip(alike, ended, strict=True):
-                compared[i].append(self._compared(piece, made))
-        return [self._one(rows, own) for rows, own in zip(self._rows, compared, strict=True)]
+                self._compare(piece, made, checked[i])
+        return checked
 
     def _sample(self, version: int, alike: list[_Piece]) -> list[Ended]:
         """Samples these pieces with the weights of a version."""
@@ -392,7 +382,8 @@ class _Sampling:
         place = row["position"] * of_prompt + row["sample"]
         return Noise(row["seed"] + more, place, piece.turn), params
 
-    def _compared(self, piece: _Piece, made: Ended) -> _Compared:
+    def _compare(self, piece: _Piece, made: Ended, of: Checked) -> None:
+        """Add the comparison of one piece to that of its completion."""
         stored = piece.row["completion_ids"][piece.start : piece.end]
         logprobs = piece.row["logprobs"][piece.start : piece.end]
         pairs = zip(stored, [*made.token_ids, *[NO_TOKEN] * len(stored)], strict=False)
@@ -400,8 +391,12 @@ class _Sampling:
         errors = [abs(a - b) for a, b in zip(logprobs[:same], made.logprobs[:same], strict=True)]
         # Not >: what is no number differs.
         differs = next((i for i, e in enumerate(errors) if not e <= self._round_off), same)
-        found = None if differs == len(stored) else self._difference(piece, made, differs)
-        return _Compared(len(stored), same == len(stored), errors, found)
+        if differs < len(stored):
+            of.differences.append(self._difference(piece, made, differs))
+        of.logprob_errors += errors
+        of.num_tokens += len(stored)
+        of.num_unknown -= len(stored)
+        of.has_same_tokens &= same == len(stored)
 
     def _difference(self, piece: _Piece, made: Ended, i: int) -> Difference:
         stored = piece.row["completion_ids"][piece.start + i]
@@ -447,18 +442,16 @@ class _Sampling:
     def _text(self, token: int) -> str:
         return self._policy.build().tokenizer.decode([token]) if token != NO_TOKEN else ""
 
-    def _one(self, rows: list[dict[str, Any]], compared: list[_Compared]) -> Checked:
-        first, num_tokens = rows[0], sum(each.num_tokens for each in compared)
-        return Checked(
-            **{name: first[name] for name in _KEY},
-            prompt=first["prompt"] or str(first["prompt_ids"]),
-            completion=first["completion"] or str(first["completion_ids"]),
-            num_tokens=num_tokens,
-            num_unknown=sum(row["tokens"] for row in rows) - num_tokens,
-            has_same_tokens=all(each.has_same_tokens for each in compared),
-            logprob_errors=[error for each in compared for error in each.logprob_errors],
-            differences=[each.difference for each in compared if each.difference is not None],
-        )
+
+def _unchecked(rows: list[dict[str, Any]]) -> Checked:
+    """A completion of which no token is compared yet."""
+    first = rows[0]
+    return Checked(
+        **{name: first[name] for name in _KEY},
+        prompt=first["prompt"] or str(first["prompt_ids"]),
+        completion=first["completion"] or str(first["completion_ids"]),
+        num_unknown=sum(row["tokens"] for row in rows),
+    )
 
 
 def _bits(error: float) -> float:

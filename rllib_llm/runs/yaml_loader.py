@@ -35,8 +35,8 @@ import yaml
 
 import rllib_llm
 from rllib_llm.config.setting import LISTS, SAMPLERS
-from rllib_llm.runs.experiments import KEYS, Experiment, algorithm_class, substitute
-from rllib_llm.shared.errors import UserError, nearest, suggestion
+from rllib_llm.runs.experiments import KEYS, Experiment, algorithm_class, references, substitute
+from rllib_llm.shared.errors import SettingError, UserError, nearest, suggestion, together
 from rllib_llm.shared.strict_yaml import read_text, yaml_error
 
 
@@ -96,7 +96,6 @@ def parse_mapping(text: str, option: str) -> dict[str, Any]:
 
 
 KEY = "include"
-HERE = re.compile(r"\$\{\s*here\s*\}")
 
 
 def examples_folder() -> Path:
@@ -137,7 +136,7 @@ def with_includes(
                 f"{source}: include={name!r} must not lead back to {path.name}: it would never "
                 "end. Take one of the two out."
             )
-        included = _placed(read(path), str(path.parent))
+        included = _placed(read(path), path)
         if not isinstance(included, dict):
             raise UserError(f"{path} must hold experiments: {source} includes it. Check the file.")
         merged = laid_over(merged, with_includes(included, str(path), path.parent, (*inside, path)))
@@ -152,13 +151,10 @@ def _found(name: str, here: Path | None) -> Path:
     return example.resolve() if not beside.is_file() and example.is_file() else beside
 
 
-def _placed(value: Any, folder: str) -> Any:
+def _placed(value: Any, file: Path) -> Any:
     """`value` with ${here} replaced: it means the folder of the file that it stands in."""
-    if isinstance(value, dict):
-        return {key: _placed(item, folder) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_placed(item, folder) for item in value]
-    return HERE.sub(lambda _: folder, value) if isinstance(value, str) else value
+    folder = str(file.parent)
+    return substitute(value, lambda ref, _: folder if ref == "here" else f"${{{ref}}}", file.name)
 
 
 def laid_over(below: Any, above: Any) -> Any:
@@ -334,7 +330,23 @@ def load(
         here: what `${here}` stands for.
 
     Raises:
-        UserError: unknown keys, wrong kinds of values, references to nothing or to a later stage.
+        UserError: unknown keys, wrong kinds of values, references to nothing or to a later stage;
+            of all experiments.
+    """
+    experiments, errors = sound_experiments(data, source, overrides, here)
+    if errors:
+        raise together(errors)
+    return experiments
+
+
+def sound_experiments(
+    data: Any, source: str, overrides: tuple[str, ...] = (), here: Path | None = None
+) -> tuple[list[Experiment], list[SettingError]]:
+    """Return those experiments, described as for `load`, that are sound by themselves and use
+    nothing of others that are not; and the errors of the others.
+
+    Raises:
+        UserError: the file as a whole cannot be read as experiments.
     """
     if not isinstance(data, dict) or not data:
         found = f"a {type(data).__name__}" if data else "empty"
@@ -350,17 +362,26 @@ def load(
             "Write `name: {run: PPOPtx, env: ..., config: {...}}`."
         )
     names = list(data)
-    experiments = []
+    sound: dict[str, Experiment] = {}
+    errors: list[SettingError] = []
     for index, (name, spec) in enumerate(data.items()):
-        _check_spec(name, spec, source)
         lookup = functools.partial(_known, values=values, names=names, index=index)
-        experiments.append(Experiment(**{**substitute(spec, lookup, name), "name": name}))
-    return experiments
+        try:
+            _check_spec(name, spec, source)
+            experiment = Experiment(**{**substitute(spec, lookup, name), "name": name})
+        except SettingError as error:
+            errors.append(error)
+        else:
+            if all(used in sound for used, _ in references(vars(experiment))):
+                sound[name] = experiment
+    return [*sound.values()], errors
 
 
-def load_file(file: Path, overrides: Sequence[str] | None = None) -> list[Experiment]:
-    """Return the experiments of a YAML file; see `load`."""
-    return load(read(file), str(file), tuple(overrides or ()), file.resolve().parent)
+def load_file(
+    file: Path, overrides: Sequence[str] | None = None
+) -> tuple[list[Experiment], list[SettingError]]:
+    """Return what `sound_experiments` does for a YAML file."""
+    return sound_experiments(read(file), str(file), (*(overrides or ()),), file.resolve().parent)
 
 
 def _variables(given: Any, source: str, here: Path | None) -> dict[str, Any]:

@@ -367,8 +367,10 @@ class MessageLog:
             return
         with self._files.writing():
             self._folder.mkdir(parents=True, exist_ok=True)
-            with (self._folder / MESSAGES_FILE).open("a", encoding="utf-8") as file:
-                file.write("".join(f"{line}\n" for line in lines))
+            file = self._folder / MESSAGES_FILE
+            # A text may have half a character.
+            with file.open("a", encoding="utf-8", errors="backslashreplace") as stream:
+                stream.write("".join(f"{line}\n" for line in lines))
 
     def doing(self, activity: str) -> None:
         """Publishes the trial's current activity, "" for none."""

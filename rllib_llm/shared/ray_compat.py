@@ -78,6 +78,14 @@ def current_cluster() -> str | None:
     return read_ray_address() or None
 
 
+def own_ray_has_ended() -> bool:
+    """Whether the cluster that this process has started is gone, as after a signal to the whole
+    group of processes."""
+    from ray._private.worker import _global_node
+
+    return _global_node is not None and bool(_global_node.dead_processes())
+
+
 def resources_by_node() -> list[dict[str, float]]:
     """All resources of each live node."""
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -231,6 +239,8 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     *_names("ray", put="value _owner _tensor_transport"),
     *_names("ray.actor:ActorHandle", "_actor_id"),
     *_names("ray._private.utils", read_ray_address="temp_dir"),
+    *_names("ray._private.worker", "_global_node"),
+    *_names("ray._private.node:Node", dead_processes="self"),
     *_names(
         "ray._private.state",
         available_resources_per_node="",
@@ -298,8 +308,9 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *_names(
         "ray.tune.schedulers.pbt:PopulationBasedTraining",
-        "_next_perturbation_sync", "_perturbation_interval", "_synch", "_time_attr",
-        "_trial_state",
+        "_hyperparam_mutations", "_next_perturbation_sync", "_perturbation_interval", "_synch",
+        "_time_attr", "_trial_state",
+        _get_new_config="self trial trial_to_clone",
     ),
     *_names(
         "ray.tune.trainable.trainable:Trainable",

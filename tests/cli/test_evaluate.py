@@ -6,6 +6,7 @@ import logging
 import pytest
 from typer.testing import CliRunner
 
+from rllib_llm.cli.evaluate import checkpoint_config
 from rllib_llm.cli.main import app
 from rllib_llm.cli.session import LOGGERS
 from rllib_llm.runs.results import StageResult
@@ -28,7 +29,8 @@ STAGES = {
         "stop": {"training_iteration": 2},
         "config": {"model": "${sft.model}", "train_batch_size_per_learner": 16,
                    "minibatch_size": 8, "max_new_tokens": 4, "evaluation_interval": 1,
-                   "evaluation_duration": 8, "env_config": {"num_problems": 40}},
+                   "evaluation_duration": 8, "evaluation_config": {"num_logged_samples": 3},
+                   "env_config": {"num_problems": 40}},
     },
 }  # fmt: skip
 
@@ -156,3 +158,10 @@ def test_mistakes_are_told(run_folder, arguments: list[str], message: str):
     result = CliRunner().invoke(app, ["evaluate", *filled])
     assert result.exit_code == 2
     assert message.replace("{sft}", sft) in said(result.output)
+
+
+def test_an_evaluation_s_settings_are_laid_over_those_of_the_run(run_folder):
+    checkpoint = StageResult.load(run_folder / "ppo").checkpoint
+    sampled = {"explore": True, "num_completions": 4}
+    config = checkpoint_config(checkpoint, {"evaluation_config": dict(sampled)})
+    assert config.evaluation_config == {"num_logged_samples": 3, **sampled}

@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -244,6 +245,26 @@ def test_a_run_that_is_stopped_saves_first(run, tmp_path, number):
     metrics = StageResult.load(tmp_path / "results" / "run" / "a").metrics
     assert metrics["training_iteration"] == count + 1
     assert metrics["iterations_since_restore"] == 1
+
+
+@pytest.mark.slow  # a run in a process of its own
+def test_a_signal_that_ends_ray_as_well_ends_the_run_at_once(tmp_path):
+    """As batch systems send it; Ray's end took the command along after a minute, without a word."""
+    command = [
+        sys.executable, "-m", "rllib_llm.cli.main", "train", "--algo", COUNTER,
+        "--config", "{seconds: 0.5}", "--stop", "{training_iteration: 10000}",
+        "--checkpoint-freq", "1", "--storage-path", str(tmp_path), "--experiment-name", "run",
+    ]  # fmt: skip
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as process:
+        while not any(tmp_path.glob("run/counter/*/checkpoint_*")):
+            assert process.poll() is None
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGTERM)
+        output, _ = process.communicate()
+    assert process.returncode == 130, output
+    assert "--experiment-name run" in output and "--resume" in output
 
 
 class StopsAtTheStart(Counter):

@@ -9,6 +9,7 @@ from rllib_llm.cli.main import app
 from rllib_llm.runs.yaml_loader import read
 from rllib_llm.shared.errors import UserError
 from tests.cli.said import said
+from tests.runs.tiny_trainables import COUNTER
 
 
 def test_a_file_that_is_no_text_is_named(tmp_path):
@@ -32,3 +33,40 @@ def test_what_a_command_cannot_use_is_named_in_a_sentence(command, answer, tmp_p
     done = CliRunner().invoke(app, [*command])
     assert isinstance(done.exception, SystemExit) and done.exit_code == 2
     assert answer in said(done.output)
+
+
+TWO = """
+sft: {run: SFT, stopp: {}, config: {model: a.b}}
+grpo: {run: GRPO, config: {model: "${sft.model}", lr: -2}}
+dpo: {run: DPO, num_samples: 0}
+rm: {run: RewardModel, stop: {training_iteration: 1},
+     config: {model: rllib_llm.examples.arithmetic.build_model, lr: -1, data: [text]}}
+"""
+
+
+@pytest.mark.parametrize("command", [["train", "file"], ["doctor", "--no-ray"]])
+def test_mistakes_of_every_experiment_of_a_file_are_told_at_once(command, tmp_path):
+    """What is wrong with grpo shows once sft, which it uses, can be read."""
+    (tmp_path / "two.yaml").write_text(TWO)
+    done = CliRunner().invoke(app, [*command, str(tmp_path / "two.yaml")])
+    assert done.exit_code == 2
+    told = said(done.output)
+    assert "unknown key 'stopp'. Did you mean 'stop'?" in told
+    assert "num_samples=0 must be" in told and "lr=-1 must be" in told
+    assert "lr=-2" not in told
+
+
+def test_the_doctor_looks_where_the_file_stores_its_results(tmp_path):
+    (tmp_path / "taken").write_text("")
+    place = tmp_path / "taken" / "results"
+    (tmp_path / "one.yaml").write_text(f"a: {{run: {COUNTER}, storage_path: {place}}}")
+    done = CliRunner().invoke(app, ["doctor", "--no-ray", str(tmp_path / "one.yaml")])
+    assert done.exit_code == 2
+    assert f"storage_path='{place}' must be a folder: '{place.parent}' is a file" in said(
+        done.output
+    )
+    free = tmp_path / "results"
+    CliRunner().invoke(
+        app, ["doctor", "--no-ray", str(tmp_path / "one.yaml"), "--storage-path", str(free)]
+    )
+    assert not free.exists()

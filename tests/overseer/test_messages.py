@@ -49,3 +49,8 @@ def test_who_waits_hears_new_warnings_and_what_is_done(tmp_path):
     log.doing("")
     assert ear.activity() is None
     assert TrialEar(tmp_path).new_warnings() == []  # of a run that goes on: only what is new
+
+
+def test_a_warning_with_half_a_character_ends_no_trial(tmp_path):
+    MessageLog(tmp_path).write([Message("trial", "judged '\ud83d'", True)], 1)
+    assert lines(tmp_path) == ["[1 trial] warning: judged '\\ud83d'"]

@@ -120,3 +120,12 @@ def test_a_record_whose_checkpoint_was_lost_counts_no_more(trial):
     shutil.rmtree(trial.folder / BEST_CHECKPOINT)
     trial.save(eval={"scores": 2.0})
     assert trial.best() == 2
+
+
+def test_a_held_out_result_under_its_short_name_counts_once(tmp_path):
+    """A trial that starts from a checkpoint of iteration 10 repeats what was measured there."""
+    trial = Trial(tmp_path, KeepBestCheckpoint("held_out_reward", "max"))
+    trial.save(held_out_reward=5.0, eval={"scores": 5.0, "iteration": 0})
+    assert trial.best() is None
+    trial.save(held_out_reward=3.0, eval={"scores": 3.0, "iteration": 20})
+    assert trial.best() == 2

@@ -8,10 +8,11 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from pyarrow.fs import LocalFileSystem
+from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
 from rich.console import Console
 
-from rllib_llm.runs import live_table
+from rllib_llm.overseer.diagnosis import PAUSED
+from rllib_llm.runs import callbacks, live_table
 from rllib_llm.runs.live_table import SILENT_S, LiveTable, TrialRow, places
 from rllib_llm.shared.messages import Message, MessageLog
 
@@ -301,3 +302,22 @@ def test_a_warning_that_was_told_before_is_not_told_again():
     table.warn("A warning of a setting.")
     table.warn("another")
     assert out.file.getvalue() == "warning: another\n"
+
+
+def test_warnings_of_a_trial_whose_results_go_to_a_url_are_heard(tmp_path):
+    """Its process writes on this machine; Tune uploads what it wrote from time to time."""
+    storage = SimpleNamespace(
+        storage_filesystem=SubTreeFileSystem("/", LocalFileSystem()), trial_fs_path="bucket/a",
+        trial_working_directory=str(tmp_path),
+    )  # fmt: skip
+    table = LiveTable("ppo", {}, console(terminal=False))
+    far = trial("a")
+    far.storage = storage
+    table.on_trial_start(0, [far], far)
+    table.on_step_end(0, [far])
+    log = MessageLog(tmp_path)
+    log.write([Message("trial", "prompts are cut", True)], 1)
+    log.doing(f"{PAUSED}: rllib resume goes on")
+    table.__exit__()
+    assert "warning: prompts are cut" in table._console.file.getvalue()
+    assert callbacks._is_paused(far)

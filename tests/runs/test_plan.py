@@ -147,6 +147,16 @@ def test_too_little_disk_is_told_before_the_run(tmp_path):
     check_disk([counter()], tmp_path / "run")
     with pytest.raises(UserError, match=r"must have about 16384\.\d+ GiB free"):
         check_disk([large], tmp_path / "run")
+    # Two trials at each of two points of the grid.
+    space = {"lr": {"grid_search": [0.1, 0.2]}, **large.config}
+    with pytest.raises(UserError, match=r"must have about 65536\.\d+ GiB free"):
+        check_disk([large.replace(config=space, num_samples=2)], tmp_path / "run")
+    # Four checkpoints in four iterations of 16 episodes, and one at the end.
+    often = {"checkpoint_frequency": 1}
+    config = {"model": str(model), "train_batch_size_per_learner": 16}
+    grpo = Experiment("a", "GRPO", config=config, stop={"episode": 64}, checkpoint_config=often)
+    with pytest.raises(UserError, match=r"must have about 81920\.\d+ GiB free"):
+        check_disk([grpo], tmp_path / "run")
 
 
 def reviews(**changes: object) -> Experiment:
@@ -423,6 +433,44 @@ def test_metrics_of_tune_and_of_one_s_own_callbacks_are_taken(metric):
         check_experiments([near])
     check_experiments([near.replace(config=config | OWN_CODE)])
     check_experiments([near.replace(config=config | OWN_CODE, metric="my/own")])
+
+
+def needs_an_answer(completions, answer):
+    return [0.0 for _ in completions]
+
+
+@pytest.mark.parametrize("overlay", ["evaluation_config", "eval_envs"])
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"prompts": "no.jsonl"}, r"env_config\.prompts='no\.jsonl' must"),
+        ({"reward_functions": ["no.such"]}, r"env_config\.reward_functions='no\.such' must"),
+        (
+            {"prompts": [{"question": "1+1=", "answer": "2"}]},
+            "prompts.column must be set",
+        ),
+        ({"prompts": [{"prompt": "1+1="}]}, r"'needs_an_answer' must find its arguments"),
+    ],
+)
+def test_what_evaluations_read_is_looked_at_before_a_run(overlay: str, changes: dict, told: str):
+    prompts = [{"prompt": "1+1=", "answer": "2"}]
+    judge = "tests.runs.test_plan.needs_an_answer"
+    config = {
+        "model": "rllib_llm.examples.arithmetic.build_model", "max_new_tokens": 4,
+        "evaluation_interval": 1, "env_config": {"prompts": prompts, "reward_functions": [judge]},
+    }  # fmt: skip
+
+    def experiment(changes: dict) -> Experiment:
+        held_out = {"env_config": {"prompts": prompts, **changes}}
+        held_out = held_out if overlay == "evaluation_config" else {"hard": held_out}
+        return Experiment("a", "GRPO", "rllib_llm/RLHF-v0", {**config, overlay: held_out})
+
+    check_experiments([experiment({})])
+    with pytest.raises(UserError, match=told) as error:
+        check_experiments([experiment(changes)])
+    place = "evaluation_config" if overlay == "evaluation_config" else "eval_envs.hard"
+    (line,) = str(error.value).splitlines()
+    assert line.startswith(f"a.config.{place}")
 
 
 def test_own_code_may_report_what_ends_a_trial():

@@ -247,3 +247,12 @@ def dom(page: Path, view: str, folder: Path) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_a_report_of_a_run_at_a_url(tmp_path):
+    make_trial(tmp_path / "run" / "ppo")
+    url = f"file://{tmp_path}/run"
+    done = CliRunner().invoke(app, ["report", url])
+    assert done.exit_code == 0, done.output
+    assert done.output.strip() == f"{url}/report.html"
+    assert (tmp_path / "run" / "report.html").read_text().startswith("<!doctype html>")

@@ -72,3 +72,29 @@ def pauses(trials: list[Trial], until: int) -> list[list[int]]:
 )
 def test_trials_meet_at_the_intervals_also_after_a_resume(saved_at, expected):
     assert pauses([Trial(iteration) for iteration in saved_at], until=32) == expected
+
+
+def test_perturbed_values_stay_in_their_ranges():
+    """Five times 1.2 leave each of these ranges, and top_p=1.2 ends a trial."""
+    mutations = {
+        "top_p": {"uniform": [0.8, 1.0]}, "num_epochs": {"randint": [1, 3]}, "lr": [0.1, 0.2],
+        "env_config": {"weight": {"uniform": [1.0, 1.1]}},
+    }  # fmt: skip
+    scheduler = make_scheduler(
+        Experiment(
+            "a", "PPOPtx", metric="score", mode="max", scheduler="pbt",
+            scheduler_config={"resample_probability": 0.0, "hyperparam_mutations": mutations},
+        )
+    )  # fmt: skip
+    trial = Trial(None)
+    trial.config = {
+        "top_p": 0.9, "num_epochs": 2, "lr": 0.1, "env_config": {"weight": 1.05, "other": 7}
+    }  # fmt: skip
+    seen: set[float] = set()
+    for _ in range(50):
+        trial.config, _ = scheduler._get_new_config(trial, trial)
+        seen.add(trial.config["top_p"])
+        assert 0.8 <= trial.config["top_p"] <= 1.0
+        assert trial.config["num_epochs"] in (1, 2) and trial.config["lr"] in (0.1, 0.2)
+        assert 1.0 <= trial.config["env_config"]["weight"] <= 1.1
+    assert {0.8, 1.0} <= seen and trial.config["env_config"]["other"] == 7

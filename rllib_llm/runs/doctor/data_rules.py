@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from rllib_llm.data.rows import DataSourceError, Rows
 from rllib_llm.modules.model_source import num_positions
-from rllib_llm.runs.doctor.stage import MAX_ROWS, Finding, Stage, can_be_read, first_rows
+from rllib_llm.runs.doctor.stage import (
+    MAX_ROWS,
+    Finding,
+    Stage,
+    can_be_read,
+    env_settings,
+    first_rows,
+)
 from rllib_llm.runs.experiments import StandIn
 from rllib_llm.shared.dotted import as_list
 from rllib_llm.shared.errors import (
@@ -37,7 +44,7 @@ NUM_ROWS = 32  # of which tokens are made, from the first on
 # What the checks depend on: points of a grid that differ in other settings are checked once.
 SETTINGS = (
     "model", "chat_template", "data", "eval_data", "max_length", "loss_on",
-    "env", "env_config", "max_new_tokens",
+    "env", "env_config", "max_new_tokens", "evaluation_interval", "evaluation_config", "eval_envs",
 )  # fmt: skip
 
 
@@ -60,7 +67,7 @@ def check_data(config: Any, where: str) -> None:
     from rllib_llm.algorithms.rlhf_config import RLHFConfig
     from rllib_llm.algorithms.supervised import SupervisedConfig
 
-    if not isinstance(config, LanguageModelConfig) or not _is_here(config.given_model()):
+    if not isinstance(config, LanguageModelConfig) or not is_here(config.given_model()):
         return
     # What is no error is told by the run itself.
     with warnings.catch_warnings():
@@ -69,6 +76,7 @@ def check_data(config: Any, where: str) -> None:
             _check_rows(config, where)
         elif isinstance(config, RLHFConfig):
             _check_prompts(config, where)
+            _check_evaluations(config, where)
 
 
 def _check_rows(config: Any, where: str) -> None:
@@ -89,22 +97,12 @@ def _check_prompts(config: Any, where: str) -> None:
     from rllib_llm.config.setting import DEFAULT_ENV
     from rllib_llm.data.sources import load_rows
     from rllib_llm.envs.prompts import PromptEncoder
-    from rllib_llm.envs.registry import ENVIRONMENTS, default_settings
-    from rllib_llm.envs.rlhf import (
-        check_reference,
-        check_settings,
-        policy_tokenizer,
-        prompt_source,
-        with_defaults,
-    )
+    from rllib_llm.envs.rlhf import check_reference, check_settings, policy_tokenizer, prompt_source
     from rllib_llm.modules.model_source import check_lengths
 
-    if config.env not in ENVIRONMENTS:
+    settings = env_settings(config)
+    if "max_prompt_len" not in settings:  # a conversation's tasks are read by its environment
         return
-    defaults = default_settings(config.env)
-    if "max_prompt_len" not in defaults:  # a conversation's tasks are read by its environment
-        return
-    settings = with_defaults(config.env_config, defaults, env_id=config.env)
     prompts = settings.get("prompts")
     if config.env == DEFAULT_ENV:
         with noted():
@@ -116,9 +114,7 @@ def _check_prompts(config: Any, where: str) -> None:
             return complain(error)
         with noted():
             _check_functions(settings["reward_functions"], prompts)
-    settings["model"] = config.env_config.get("model") or config.pretrained_model
-    settings["chat_template"] = settings["chat_template"] or config.chat_template
-    if not all(_is_here(settings[key]) for key in ("model", "tokenizer", "reference")):
+    if not all(is_here(settings[key]) for key in ("model", "tokenizer", "reference")):
         return
     try:
         tokenizer = policy_tokenizer(settings)
@@ -152,6 +148,30 @@ def _check_prompts(config: Any, where: str) -> None:
             raise in_place(error, where) from error
 
 
+def _check_evaluations(config: Any, where: str) -> None:
+    """Check settings, sources and prompts of evaluations in other environments than training's, or
+    with other settings of it."""
+    from rllib_llm.algorithms.evaluation import eval_env_config
+
+    if config.in_evaluation or not config.evaluation_interval:
+        return
+    found = {"evaluation_config": config.get_evaluation_config_object()}
+    found |= {f"eval_envs.{name}": eval_env_config(config, name) for name in config.eval_envs or ()}
+    for place, held_out in found.items():
+        before = config.env_config if held_out.env == config.env else {}
+        own = {key: value for key, value in held_out.env_config.items()
+               if key not in before or value is not before[key]}  # fmt: skip
+        if not own:
+            continue
+        with all_complaints() as errors:
+            held_out.validate()
+            given = {"env": held_out.env, "env_config": own}
+            if not errors and check_sources(given, f"{where}.{place}"):
+                _check_prompts(held_out, f"{where}.{place}")
+        for error in errors:
+            complain(error if place in str(error) else in_place(error, f"{where}.{place}"))
+
+
 def _check_functions(functions: Any, prompts: Any) -> None:
     """Check the signatures of reward functions, and that their arguments are columns of the prompts
     where these are read. Classes are not instantiated: they may load a model."""
@@ -168,7 +188,7 @@ def _check_functions(functions: Any, prompts: Any) -> None:
                 term.check_columns(columns - PROMPT_COLUMNS)
 
 
-def _is_here(model: Any) -> bool:
+def is_here(model: Any) -> bool:
     """True where tokenizer and config of `model` can be read now."""
     from rllib_llm.modules.model_source import HUB, source_kind
 
@@ -364,13 +384,14 @@ def _keys(stage: Stage, rows: Rows) -> list[str]:
     if stage.is_conversation:
         read = list(rows)
     elif stage.is_rlhf:
-        read = [row.prompt for row in _source(stage, rows).all_rows()]
+        read = [row.prompt for row in source_of(stage, rows).all_rows()]
     else:
         read = [{name: row[name] for name in TEXTS if name in row} or row for row in rows]
     return [json.dumps(each, sort_keys=True, default=str) for each in read]
 
 
-def _source(stage: Stage, rows: Rows, **split: Any) -> PromptSource:
+def source_of(stage: Stage, rows: Rows, **split: Any) -> PromptSource:
+    """Return rows as a stage's prompts, in their order."""
     from rllib_llm.envs.prompts import PromptSource
 
     return PromptSource(
@@ -406,7 +427,7 @@ def _leak(
 
 def _split(stage: Stage, rows: Rows, keys: Sequence[str]) -> tuple[list[str], list[str]]:
     """The keys of the prompts that `eval_fraction` holds out, and of the others."""
-    source = _source(stage, rows, split="eval", eval_fraction=stage.env["eval_fraction"])
+    source = source_of(stage, rows, split="eval", eval_fraction=stage.env["eval_fraction"])
     chosen = set(source.indices(0, len(source)).tolist())
     held_out = [key for index, key in enumerate(keys) if index in chosen]
     return held_out, [key for index, key in enumerate(keys) if index not in chosen]
@@ -428,7 +449,7 @@ def _prompts(stage: Stage, rows: Rows) -> Iterator[Finding]:
     )
     prompts = [row[column] for row in rows]
     yield from _blank("prompts", [text for text in prompts if isinstance(text, str)])
-    if env.get("prompt_overflow") == "error" or not _is_here(env.get("model")):
+    if env.get("prompt_overflow") == "error" or not is_here(env.get("model")):
         return
     if stage.is_conversation:
         return
@@ -436,7 +457,7 @@ def _prompts(stage: Stage, rows: Rows) -> Iterator[Finding]:
     from rllib_llm.envs.rlhf import policy_tokenizer
 
     encoder = PromptEncoder(policy_tokenizer(env), env["max_prompt_len"])
-    source = _source(stage, rows)
+    source = source_of(stage, rows)
     looked_at = min(NUM_ENCODED, len(source))
     encoder.encode([source.row(index) for index in range(looked_at)])
     if encoder.num_truncated > MAX_CUT * looked_at:
@@ -487,7 +508,7 @@ def _texts(stage: Stage, rows: Rows) -> Iterator[Finding]:
 
 def _cut_texts(stage: Stage, rows: Rows) -> Iterator[Finding]:
     config = stage.config
-    if not _is_here(config.pretrained_model):
+    if not is_here(config.pretrained_model):
         return
     tokenizer, limit = config.load_tokenizer(), config.longest_text()
     texts = [text for row in rows[:NUM_ENCODED] if (text := _whole_text(row))]

@@ -14,7 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from rllib_llm.algorithms.language_model_config import decided
+from rllib_llm.algorithms.places import Reservation
+from rllib_llm.data.encoding import render_chat
 from rllib_llm.envs.judges.reward_functions import RewardError
+from rllib_llm.runs import plan
 from rllib_llm.runs.doctor.data_rules import data_rules
 from rllib_llm.runs.doctor.machine_rules import (
     Machine,
@@ -23,10 +26,11 @@ from rllib_llm.runs.doctor.machine_rules import (
     memory_rules,
 )
 from rllib_llm.runs.doctor.model_rules import model_rules, plan_rules, turn_rules
-from rllib_llm.runs.doctor.reward_rules import reward_rules
-from rllib_llm.runs.doctor.stage import Finding, Stage, distinct, make_stage
-from rllib_llm.runs.experiments import Experiment
-from rllib_llm.shared.errors import SettingError, UserError, all_complaints
+from rllib_llm.runs.doctor.reward_rules import answer_scores, reward_rules
+from rllib_llm.runs.doctor.stage import Finding, Stage, distinct
+from rllib_llm.runs.experiments import Experiment, StandIn, model_of, with_stand_ins
+from rllib_llm.runs.run_folder import check_writable
+from rllib_llm.shared.errors import SettingError, all_complaints
 
 # Which area a setting's complaint belongs to; the others are "settings".
 AREAS = {
@@ -60,9 +64,6 @@ def examine(
         folder: where results will go, for the disk.
         is_here: Ray will be started on this machine.
     """
-    from rllib_llm.runs.experiments import with_stand_ins
-    from rllib_llm.runs.plan import check_disk
-
     found = list(installation_rules(machine.versions))
     try:
         filled = with_stand_ins(experiments)
@@ -75,7 +76,8 @@ def examine(
         ]
     if folder is not None:
         try:
-            check_disk(experiments, folder, free=machine.disk_bytes)
+            check_writable(folder)
+            plan.check_disk(experiments, folder, free=machine.disk_bytes)
         except ValueError as error:
             found += Finding.from_errors(error, "disk")
     return distinct(found)
@@ -86,16 +88,13 @@ def examine_experiment(
 ) -> Iterator[Finding]:
     """Findings about one experiment: first by the rules that `rllib train` enforces; if none is
     broken, by all others."""
-    from rllib_llm.runs import plan
-    from rllib_llm.runs.experiments import StandIn, model_of
-
     name = experiment.name
     # A stand-in that is wrong is reported for the experiment that names it.
     foreign = "model" if isinstance(model_of(experiment.config), StandIn) else None
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", UserWarning)
         with all_complaints() as errors:
-            plan.examine_experiment(experiment)
+            _, stage = plan.examine_experiment(experiment)
     for error in errors:
         finding = Finding.from_error(error, "settings", name)
         subject = finding.id.partition(".")[2]
@@ -111,12 +110,9 @@ def examine_experiment(
         follows = any(re.search(rf"\b{name}=", finding.found) for name in refused if name)
         if issubclass(warning.category, UserWarning) and not follows:
             yield finding
-    if errors:
-        return
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        stage = make_stage(experiment)
-        if stage is not None:
+    if not errors and stage is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             yield from stage_rules(stage, machine, is_here)
 
 
@@ -132,30 +128,16 @@ def stage_rules(stage: Stage, machine: Machine, is_here: bool = True) -> Iterato
         yield from reward_rules(stage)
 
 
-def before_a_run(experiments: list[Experiment]) -> None:
-    """The checks of `rllib train` before a run: errors found by the rules for plans, models, data
-    and conversations in experiments with valid settings; warnings are printed. Reward functions are
+def before_a_run(experiments: list[Experiment]) -> list[Reservation]:
+    """The checks of `rllib train` before a run: those of `plan`, and where no setting is refused
+    the rules for plans, models, data and conversations; warnings are printed. Reward functions are
     not called, classes of tools neither, and the machine, which may be another, is not checked.
+    Returns what one trial of each point of the grids reserves.
 
     Raises:
         UserError: the errors, a line each.
     """
-    from rllib_llm.runs.experiments import with_stand_ins
-
-    errors = []
-    for experiment in with_stand_ins(experiments):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            stage = make_stage(experiment)
-            found = [] if stage is None else distinct(_rules_of_a_run(stage))
-        for finding in found:
-            text = finding.at(experiment.name).text()
-            if finding.severity == "error":
-                errors.append(text)
-            else:
-                warnings.warn(text, stacklevel=2)
-    if errors:
-        raise UserError("\n".join(errors))
+    return plan.check_experiments(experiments, _rules_of_a_run)
 
 
 def _rules_of_a_run(stage: Stage) -> Iterator[Finding]:
@@ -255,8 +237,6 @@ def _sampled(stage: Stage, result: Mapping[str, Any], seconds: float) -> Iterato
 def chat_rules(stage: Stage) -> Iterator[Finding]:
     """Whether the chat template only appends, so that a continued conversation extends its
     tokens."""
-    from rllib_llm.data.encoding import render_chat
-
     tokenizer = stage.config.load_tokenizer()
     if not tokenizer.chat_template:
         return
@@ -274,8 +254,6 @@ def chat_rules(stage: Stage) -> Iterator[Finding]:
 
 def oracle_rules(stage: Stage) -> Iterator[Finding]:
     """Whether rewards prefer a row's own answer to another row's, where rows have answers."""
-    from rllib_llm.runs.doctor.reward_rules import answer_scores
-
     scores = answer_scores(stage) if stage.is_rlhf else None
     if scores is None:
         return

@@ -8,17 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rllib_llm.algorithms.registry import ALGORITHMS
 from rllib_llm.modules.model_source import TruncatedWeightsError, num_elements, num_positions
+from rllib_llm.runs.doctor.data_rules import NUM_ROWS, is_here, source_of
 from rllib_llm.runs.doctor.stage import Finding, Stage, first_rows
-from rllib_llm.runs.metrics import (
-    TYPICAL,
-    describes,
-    is_counter,
-    is_reported,
-    reporters,
-    result_like,
-)
+from rllib_llm.runs.experiments import algorithm_class
+from rllib_llm.runs.metrics import is_counter
 from rllib_llm.shared.storage import read_json
 
 if TYPE_CHECKING:
@@ -65,7 +59,6 @@ def _weights(setting: str, folder: Path) -> Iterator[Finding]:
 def _kind(setting: str, stage: Stage) -> Iterator[Finding]:
     """A policy writes text; a judge gives one number."""
     from rllib_llm.algorithms.reward_model import RewardModel
-    from rllib_llm.runs.experiments import algorithm_class
 
     maker, folder = stage.maker(setting), stage.models().get(setting)
     if maker is not None:  # the folder is that of what it starts from
@@ -101,10 +94,9 @@ def is_causal(config: Mapping[str, Any]) -> bool:
 
 def _tokenizer(stage: Stage) -> Iterator[Finding]:
     from rllib_llm.modules.tokenizer import eos_token_ids, load_generation_config
-    from rllib_llm.runs.doctor.data_rules import _is_here
 
     model = stage.config.pretrained_model
-    if not _is_here(model):
+    if not is_here(model):
         return
     tokenizer = stage.config.load_tokenizer()
     generation = load_generation_config(model)
@@ -139,12 +131,11 @@ def turn_rules(stage: Stage, *, makes_tools: bool = True) -> Iterator[Finding]:
     from rllib_llm.envs.conversation import proven_format
     from rllib_llm.envs.rlhf import CONVERSATION, policy_tokenizer
     from rllib_llm.envs.tools import Toolbox
-    from rllib_llm.runs.doctor.data_rules import _is_here
     from rllib_llm.shared.dotted import as_list, import_dotted
 
     if stage.config.env != CONVERSATION or stage.maker("model"):
         return
-    if not all(_is_here(stage.env.get(name)) for name in ("model", "tokenizer")):
+    if not all(is_here(stage.env.get(name)) for name in ("model", "tokenizer")):
         return
     area = "tools"
     try:
@@ -171,7 +162,6 @@ def _first_prompts(stage: Stage, chat_format: ChatFormat) -> Iterator[Finding]:
     are not asked for, so prompts may be longer."""
     from rllib_llm.conversations.conversation import Conversation
     from rllib_llm.envs.conversation import first_messages, no_room
-    from rllib_llm.runs.doctor.data_rules import NUM_ROWS, _source
 
     held_out = first_rows(stage.env.get("eval_prompts"), "eval_prompts")
     limits = {
@@ -181,7 +171,7 @@ def _first_prompts(stage: Stage, chat_format: ChatFormat) -> Iterator[Finding]:
     for kind, rows in (("", stage.prompts), ("held-out ", held_out)):
         if rows is None:
             continue
-        source = _source(stage, rows)
+        source = source_of(stage, rows)
         num_rows = min(NUM_ROWS, len(source))
         lengths = []
         for row in source.rows(0, num_rows):
@@ -198,10 +188,8 @@ def _first_prompts(stage: Stage, chat_format: ChatFormat) -> Iterator[Finding]:
 
 def _adapters(stage: Stage) -> Iterator[Finding]:
     """The policy has the layers that `lora` names."""
-    from rllib_llm.runs.doctor.data_rules import _is_here
-
     model, lora = stage.config.pretrained_model, stage.config.lora
-    if lora is not None and _is_here(model):
+    if lora is not None and is_here(model):
         from rllib_llm.modules.lora import add_adapters  # takes seconds, and few need it
         from rllib_llm.modules.pretrained import without_weights
 
@@ -233,7 +221,6 @@ MUCH_PUNISHED = 0.9  # of a completion's length
 def plan_rules(stage: Stage) -> Iterator[Finding]:
     """Findings about a stage's settings, with those of its experiment."""
     yield from _end(stage)
-    yield from _names(stage)
     yield from _schedule(stage)
     yield from _cuts(stage)
     if stage.is_rlhf:
@@ -265,31 +252,6 @@ def _end(stage: Stage) -> Iterator[Finding]:
             "checkpoint_at_end=False and checkpoint_frequency=0",
             "what is learnt would be lost", "Drop one of them.",
         )  # fmt: skip
-
-
-def _names(stage: Stage) -> Iterator[Finding]:
-    experiment = stage.experiment
-    named: dict[str, Any] = {f"stop.{key}": key for key in experiment.stop}
-    named |= {f"pass_criteria.{key}": key for key in experiment.pass_criteria}
-    if experiment.metric:
-        named["metric"] = experiment.metric
-    if score := experiment.checkpoint_config.get("checkpoint_score_attribute"):
-        named["checkpoint_config.checkpoint_score_attribute"] = score
-    for where, key in named.items():
-        if not (is_reported(key) if where == "metric" else describes(key)):
-            yield Finding(
-                "experiment.result", "warning", f"{where}: no result is called {key!r}",
-                "unless code of yours reports it, nothing ever happens by it, or, by a metric, the "
-                "trials end after an iteration",
-                result_like(key),
-            )  # fmt: skip
-        elif experiment.run in ALGORITHMS and experiment.run not in (reporters(key) or ALGORITHMS):
-            yield Finding(
-                "experiment.result", "warning", f"{where}: {experiment.run} reports no {key!r}",
-                "unless code of yours reports it, nothing ever happens by it, or, by a metric, the "
-                "trials end after an iteration",
-                f"Name one that it reports, such as {TYPICAL[experiment.run]!r}.",
-            )  # fmt: skip
 
 
 def _schedule(stage: Stage) -> Iterator[Finding]:

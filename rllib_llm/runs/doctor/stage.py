@@ -9,8 +9,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from rllib_llm.algorithms.language_model_config import LanguageModelConfig
+from rllib_llm.config.schema import build_config
 from rllib_llm.data.rows import Rows
-from rllib_llm.runs.experiments import Experiment
+from rllib_llm.data.sources import is_quick_to_read, load_rows
+from rllib_llm.envs.registry import ENVIRONMENTS, default_settings
+from rllib_llm.runs.experiments import Experiment, StandIn, algorithm_class
+from rllib_llm.runs.search_space import examples, planned_iterations, search_space
 from rllib_llm.shared.errors import SettingError, SettingWarning, ended, sentence
 
 Severity = Literal["error", "warning", "note"]
@@ -149,12 +154,7 @@ class Stage:
     @property
     def num_planned_iterations(self) -> int | None:
         """Iterations until `stop`, where that counts them."""
-        stop = self.experiment.stop
-        if "training_iteration" in stop:
-            return int(stop["training_iteration"])
-        if "episode" in stop:
-            return -(-int(stop["episode"]) // self.config.total_train_batch_size)
-        return None
+        return planned_iterations(self.experiment.stop, self.config)
 
     def models(self) -> dict[str, str]:
         """Every model that is read, by the setting that names it, where it is a local folder."""
@@ -166,8 +166,6 @@ class Stage:
 
     def maker(self, setting: str) -> Experiment | None:
         """The earlier experiment that makes that model, which another stands in for so far."""
-        from rllib_llm.runs.experiments import StandIn
-
         model = self._named_models()[setting]
         return model.made_by if isinstance(model, StandIn) else None
 
@@ -186,39 +184,41 @@ class Stage:
 
 def can_be_read(data: Any) -> bool:
     """Whether data is there now, and quick to read."""
-    from rllib_llm.data.sources import is_quick_to_read
-
     return data is not None and "${" not in str(data) and is_quick_to_read(data)
 
 
 def first_rows(data: Any, name: str) -> Rows | None:
     """The first rows of a data set that is quick to read, None of another."""
-    from rllib_llm.data.sources import load_rows
-
     if not can_be_read(data):
         return None
     rows = load_rows(data, name=name)
     return rows if len(rows) <= MAX_ROWS else Rows(rows[:MAX_ROWS], rows.description)
 
 
-def make_stage(experiment: Experiment) -> Stage | None:
-    """The stage of an experiment with our algorithm and sound settings, else None."""
-    from rllib_llm.algorithms.language_model_config import LanguageModelConfig
-    from rllib_llm.config.schema import build_config
-    from rllib_llm.envs.registry import ENVIRONMENTS, default_settings
-    from rllib_llm.envs.rlhf import with_defaults
-    from rllib_llm.runs.experiments import algorithm_class
-    from rllib_llm.runs.search_space import examples, search_space
+def env_settings(config: Any) -> dict[str, Any]:
+    """Every setting of a config's environment, with the defaults, where it is one of ours.
 
-    algo_class = algorithm_class(experiment.run, experiment.name)
+    Raises:
+        SettingError: a setting that it does not have.
+    """
+    from rllib_llm.envs.rlhf import with_defaults
+
+    if config.env not in ENVIRONMENTS:
+        return {}
+    env = with_defaults(config.env_config, default_settings(config.env), env_id=config.env)
+    env["model"] = env.get("model") or config.pretrained_model
+    env["chat_template"] = env.get("chat_template") or config.chat_template
+    return env
+
+
+def stage_of(experiment: Experiment, config: Any) -> Stage | None:
+    """The stage of an experiment with `config`, None where that is of no algorithm of ours."""
+    is_ours = isinstance(config, LanguageModelConfig)
+    return Stage(experiment, config, env_settings(config)) if is_ours else None
+
+
+def make_stage(experiment: Experiment) -> Stage | None:
+    """As `stage_of`, with the config of the first point of the experiment's search space."""
+    algo_class: Any = algorithm_class(experiment.run, experiment.name)
     settings = examples(search_space(experiment), limit=1)[0]
-    config = build_config(algo_class, settings, f"{experiment.name}.config")  # type: ignore[arg-type]
-    if not isinstance(config, LanguageModelConfig):
-        return None
-    env: dict[str, Any] = {}
-    name = getattr(config, "env", None)
-    if name in ENVIRONMENTS:
-        env = with_defaults(config.env_config, default_settings(name), env_id=name)
-        env["model"] = env.get("model") or config.pretrained_model
-        env["chat_template"] = env.get("chat_template") or config.chat_template
-    return Stage(experiment, config, env)
+    return stage_of(experiment, build_config(algo_class, settings, f"{experiment.name}.config"))

@@ -72,7 +72,7 @@ SETTINGS = {
     "no_effect.lr_num_updates": lambda: grpo(lr_num_updates=50),
     "experiment.no_end": lambda: grpo(stop={}),
     "experiment.open_end": lambda: grpo(stop={"objective/scores": 1}),
-    "experiment.result": lambda: grpo().replace(pass_criteria={"objectiv/scores": 1}),
+    "experiment.pass_criteria": lambda: grpo().replace(pass_criteria={"objectiv/scores": 1}),
     "experiment.metric": lambda: grpo().replace(scheduler="asha"),
     "environment": lambda: grpo().replace(env="rllib_llm/Reviws-v0"),
 }
