@@ -361,6 +361,11 @@ def sound_experiments(
             f"{source} must hold experiments: it has nothing but `vars`. "
             "Write `name: {run: PPOPtx, env: ..., config: {...}}`."
         )
+    if isinstance(run := data.get("run"), str):
+        raise UserError(
+            f"{source}: an experiment must have a name: `run: {run}` stands at the top of the "
+            "file. Write a line such as `my-run:` above it, and indent the rest below."
+        )
     names = list(data)
     sound: dict[str, Experiment] = {}
     errors: list[SettingError] = []
@@ -453,11 +458,6 @@ def _check_spec(name: Any, spec: Any, source: str) -> None:
         raise UserError(
             f"{source}: experiment name {name!r} must be letters, digits, - and _: it becomes a "
             "folder name. Rename it."
-        )
-    if name == "run" and isinstance(spec, str):
-        raise UserError(
-            f"{source}: an experiment must have a name: `run: {spec}` stands at the top of the "
-            "file. Write a line such as `my-run:` above it, and indent the rest below."
         )
     if not isinstance(spec, dict):
         raise UserError(
