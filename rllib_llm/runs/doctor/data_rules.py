@@ -32,6 +32,7 @@ from rllib_llm.shared.errors import (
     SettingWarning,
     all_complaints,
     complain,
+    has_complaints,
     in_place,
     noted,
 )
@@ -153,14 +154,14 @@ def _check_evaluations(config: Any, where: str) -> None:
     with other settings of it."""
     from rllib_llm.algorithms.evaluation import eval_env_config
 
-    if config.in_evaluation or not config.evaluation_interval:
+    if not config.evaluation_interval or has_complaints():
         return
     found = {"evaluation_config": config.get_evaluation_config_object()}
     found |= {f"eval_envs.{name}": eval_env_config(config, name) for name in config.eval_envs or ()}
     for place, held_out in found.items():
         before = config.env_config if held_out.env == config.env else {}
         own = {key: value for key, value in held_out.env_config.items()
-               if key not in before or value is not before[key]}  # fmt: skip
+               if key not in before or repr(value) != repr(before[key])}  # fmt: skip
         if not own:
             continue
         with all_complaints() as errors:
