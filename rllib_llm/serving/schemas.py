@@ -22,8 +22,9 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (None,), "bad_words": (None, []), "detokenize": (None, False, True),
     "skip_special_tokens": (None, True), "spaces_between_special_tokens": (None, True),
 }  # fmt: skip
-MAX_BIASES = 1024
+MAX_BIASES = MAX_STOP_TOKENS = 1024
 MAX_MESSAGES, MAX_TOOLS, MAX_FIELDS = 2**14, 2**10, 256
+MAX_PARTS = 2**14  # of all messages, and calls of tools
 MAX_CHOICES, MAX_STOPS, MAX_LIKELIEST, MAX_PROMPTS = 128, 16, 20, 256
 
 Token = Annotated[int, Field(ge=0, lt=2**31)]
@@ -39,6 +40,19 @@ def _few_biases(given: Any) -> Any:
     """Rejects too many biases first, since each invalid one is an error of its own."""
     if isinstance(given, dict) and len(given) > MAX_BIASES:
         raise ValueError(f"it has more than {MAX_BIASES} entries")
+    return given
+
+
+def _few_parts(given: Any) -> Any:
+    """Rejects messages of too many parts and calls in all: each is validated in the event loop."""
+    if isinstance(given, list):
+        inner = (
+            each.get(name)
+            for each in given if isinstance(each, dict)
+            for name in ("content", "tool_calls", "output")
+        )  # fmt: skip
+        if sum(len(each) for each in inner if isinstance(each, list)) > MAX_PARTS:
+            raise ValueError(f"it has more than {MAX_PARTS} parts and calls")
     return given
 
 
@@ -102,7 +116,9 @@ class Sampling(Strict):
     noise_row: int | None = Field(None, ge=0, lt=2**62)
     noise_turn: int | None = Field(None, ge=0, lt=2**62)
     stop: str | Annotated[list[Text], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
-    stop_token_ids: Tokens | None = None
+    stop_token_ids: (
+        Annotated[list[Token], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None
+    ) = None
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -195,6 +211,11 @@ class Message(Open):
     tool_call_id: str | None = None
 
 
+Messages = Annotated[
+    list[Message], Field(max_length=MAX_MESSAGES, fail_fast=True), BeforeValidator(_few_parts)
+]
+
+
 class FunctionName(Strict):
     """A tool by its name."""
 
@@ -229,7 +250,7 @@ class ResponseFormat(Strict):
 class ChatRequest(OpenAIFields):
     """POST /v1/chat/completions"""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    messages: Annotated[Messages, Field(min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LIKELIEST)
@@ -290,7 +311,7 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
+    messages: Messages | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
@@ -406,7 +427,7 @@ class ResponseRequest(Sampling):
     input: (
         str | Annotated[
             list[MessageItem | CallItem | CallOutputItem | ReasoningItem],
-            Field(max_length=MAX_MESSAGES, fail_fast=True),
+            Field(max_length=MAX_MESSAGES, fail_fast=True), BeforeValidator(_few_parts),
         ]
     )  # fmt: skip
     instructions: str | None = None

@@ -627,6 +627,31 @@ def test_many_mistakes_cost_as_much_as_one(path, body, named):
     asked(ask, max_body_bytes=2**25)
 
 
+PART, FUNCTION = {"type": "text", "text": ""}, {"function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(("path", "body", "named"), [
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [PART] * 9000}] * 2},
+     "messages"),
+    ("/v1/chat/completions", {"messages": [{"role": "assistant", "tool_calls": [FUNCTION] * 9000}
+                                           ] * 2}, "messages"),
+    ("/tokenize", {"messages": [{"role": "user", "content": [PART] * 17_000}]}, "messages"),
+    ("/v1/responses", {"input": [{"role": "user", "content": [PART] * 17_000}]}, "input"),
+    ("/v1/responses", {"input": [{"type": "function_call_output", "call_id": "c",
+                                  "output": [PART] * 17_000}]}, "input"),
+    ("/v1/completions", {"prompt": [1], "stop_token_ids": [7] * 1025}, "stop_token_ids"),
+])  # fmt: skip
+def test_what_takes_long_to_validate_is_refused_before(path, body, named):
+    """4 MB of parts or calls took the event loop 1.8 to 2.3 s; 128,000 stop tokens of 64 prompts
+    1.4 s, and 33 MB on their way to the engine."""
+
+    async def ask(http, made) -> None:
+        answer = await http.post(path, json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, named), answer.text
+
+    asked(ask)
+
+
 def test_a_schema_beyond_the_limit_is_refused_and_holds_nobody_up():
     properties = {f"property_{i}": {"type": "string"} for i in range(4000)}
 
