@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
-from functools import partial
+from collections.abc import AsyncIterator, Hashable
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -17,7 +16,6 @@ from rllib_llm.serving import chat
 from rllib_llm.serving.guides import check_length, grammar_of
 from rllib_llm.serving.jobs import (
     Job,
-    RunningJob,
     check_tokens,
     check_whole,
     make_job,
@@ -40,8 +38,8 @@ from rllib_llm.serving.schemas import (
 )
 from rllib_llm.serving.security import Guards, JsonRoute
 from rllib_llm.serving.service import RequestContext, Service
-from rllib_llm.serving.streams import Event, Piece
-from rllib_llm.serving.views import ChatView, Envelope, TextView, View, openai_names, usage
+from rllib_llm.serving.streams import Event
+from rllib_llm.serving.views import ChatView, TextView, View
 from rllib_llm.serving.weights import MODEL_GONE
 
 _COMPLETION_TOKENS = 16  # OpenAI's default
@@ -120,7 +118,9 @@ class Completer:
         self,
         job: Job,
         context: RequestContext,
-        answer: Callable[[RunningJob], AsyncIterator[Event]],
+        view: View,
+        stream: bool | None,
+        options: StreamOptions | None = None,
     ) -> AsyncIterator[Event]:
         """Events of a job. Where its prompts are scored, one version of the weights does that and
         samples; a request that names none begins again if that version goes before it has begun."""
@@ -133,8 +133,8 @@ class Completer:
                 try:
                     async with self._service.run(
                         context.request_id, pinned, context.client
-                    ) as running:
-                        async for event in answer(running):
+                    ) as view.running:
+                        async for event in _answered(context, view, stream, options):
                             has_begun = True
                             yield event
                     return
@@ -156,61 +156,18 @@ class Completer:
 
     async def chat(self, body: ChatRequest, context: RequestContext) -> AsyncIterator[Event]:
         """Events of a chat completion."""
-        chat_format, prompt = await context.beside_loop(self.prompt_of, body)
-        async for event in self.answer_chat(body, context, chat_format, prompt):
+        view = ChatView(
+            self._service, body, context.request_id,
+            *await context.beside_loop(self.prompt_of, body),
+        )  # fmt: skip
+        async for event in self.answer_chat(view, context):
             yield event
 
     async def answer_chat(
-        self,
-        body: ChatRequest,
-        context: RequestContext,
-        chat_format: ChatFormat,
-        prompt: list[int],
-        on_piece: Callable[[Piece], None] | None = None,
-        on_view: Callable[[ChatView], None] | None = None,
-        conversation: Hashable | None = None,
+        self, view: ChatView, context: RequestContext, conversation: Hashable | None = None
     ) -> AsyncIterator[Event]:
-        """Events of a chat completion.
-
-        Args:
-            body, context: of the request.
-            chat_format: how it is written.
-            prompt: its token ids.
-            on_piece: is told what comes.
-            on_view: is given what shows it.
-            conversation: whose KV cache is kept for its next turn.
-        """
-        forced = body.tool_choice not in (None, "none", "auto")
-        job = await self._chat_job(body, context, prompt, chat_format, forced)
-        job = dataclasses.replace(job, conversation=conversation)
-        has_tools = bool(body.tools) and body.tool_choice != "none"
-        view = ChatView(
-            self._service, body, prompt, chat_format if has_tools else None,
-            chat.forced_syntax(chat_format) if forced else None,
-        )  # fmt: skip
-        if on_view is not None:
-            on_view(view)
-
-        def answer(running: RunningJob) -> AsyncIterator[Event]:
-            running.on_piece = on_piece
-            kind = "chat.completion.chunk" if body.stream else "chat.completion"
-            names = openai_names(f"chatcmpl-{context.request_id}", kind)
-            envelope = Envelope(self._service, running, names)
-            return answered(context, view, running, envelope, body.stream, body.stream_options)
-
-        async for event in self.run(job, context, answer):
-            yield event
-
-    async def _chat_job(
-        self,
-        body: ChatRequest,
-        context: RequestContext,
-        prompt: list[int],
-        chat_format: ChatFormat,
-        forced: bool,
-    ) -> Job:
-        """The engine's job for a chat request."""
-        service = self._service
+        """Events of a chat completion. conversation: whose KV cache is kept for its next turn."""
+        body, service = view.body, self._service
         asked = (
             body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         )
@@ -221,18 +178,20 @@ class Completer:
             )  # fmt: skip
         check_whole(body.stream, body.prompt_logprobs)
         lengths = read_lengths(
-            [prompt], asked, service.limits, default=service.limits.default_max_tokens,
+            [view.prompt], asked, service.limits, default=service.limits.default_max_tokens,
             field=field, prompt_field="messages",
         )  # fmt: skip
         job = make_job(
-            body, service.limits, [prompt], lengths, turn_ends=chat_format.stop_token_ids,
+            body, service.limits, [view.prompt], lengths, turn_ends=view.format.stop_token_ids,
             top_logprobs=body.top_logprobs or 0, prompt_logprobs=body.prompt_logprobs,
-            version=context.version,
+            version=context.version, conversation=conversation,
         )  # fmt: skip
-        if not forced:
-            return self._guided(body, job)
-        grammar = self._forced_call(body, chat_format)
-        return self._with_grammar(job, grammar, "tool_choice")
+        if view.is_forced:
+            job = self._with_grammar(job, self._forced_call(body, view.format), "tool_choice")
+        else:
+            job = self._guided(body, job)
+        async for event in self.run(job, context, view, body.stream, body.stream_options):
+            yield event
 
     def _forced_call(self, body: ChatRequest, chat_format: ChatFormat) -> str:
         """The grammar of the calls that have to be made; `response_format` is of answers without
@@ -264,14 +223,8 @@ class Completer:
             samples=body.max_tokens != 0,
         )  # fmt: skip
         job = self._guided(body, job)
-        view = await context.beside_loop(TextView, service, body, prompts)
-
-        def answer(running: RunningJob) -> AsyncIterator[Event]:
-            names = openai_names(f"cmpl-{context.request_id}", "text_completion")
-            envelope = Envelope(service, running, names)
-            return answered(context, view, running, envelope, body.stream, body.stream_options)
-
-        async for event in self.run(job, context, answer):
+        view = await context.beside_loop(TextView, service, body, context.request_id, prompts)
+        async for event in self.run(job, context, view, body.stream, body.stream_options):
             yield event
 
     def _prompts(self, given: Any) -> list[list[int]]:
@@ -327,55 +280,33 @@ class Completer:
         return dataclasses.replace(job, grammar=grammar, grammar_field=within or field)
 
 
-async def answered(
-    context: RequestContext,
-    view: View,
-    running: RunningJob,
-    envelope: Envelope,
-    stream: bool | None,
-    options: StreamOptions | None = None,
+async def _answered(
+    context: RequestContext, view: View, stream: bool | None, options: StreamOptions | None
 ) -> AsyncIterator[Event]:
-    """The one answer, or its chunks."""
+    """Yields the one answer, or its chunks."""
+    service, running, is_large = context.service, view.running, False
+    running.on_piece = view.on_piece
     if running.job.prompt_logprobs is not None:
         view.scores = await running.scores()
-    beside_loop, num_scored = context.service.beside_loop, sum(map(len, running.job.prompts))
-    is_large = bool(view.scores) and num_scored > _SMALL_TOKENS
-    if stream:
-        before = await beside_loop(is_large, view.before)
-        encode = partial(context.service.encoded, is_large)
-        async for event in _streamed(before, encode, view, running, envelope, options):
-            yield event
+        is_large = sum(map(len, running.job.prompts)) > _SMALL_TOKENS
+    if not stream:
+        pieces = await running.collect()
+        is_large = is_large or running.num_completion_tokens > _SMALL_TOKENS
+        context.has_large_answer = is_large
+        choices, further = await service.beside_loop(
+            is_large, lambda: (view.choices(pieces), view.further)
+        )
+        yield view.holding(choices, usage=view.usage, **further)
         return
-    pieces: Sequence[Piece] = await running.collect()
-    is_large = is_large or running.num_completion_tokens > _SMALL_TOKENS
-    context.has_large_answer = is_large
-    told = usage(running.job.prompts, running.num_completion_tokens)
-    choices, further = await beside_loop(is_large, lambda: (view.choices(pieces), view.further))
-    yield envelope.holding(choices, usage=told, **further)
-
-
-async def _streamed(
-    before: Sequence[dict[str, Any]],
-    encode: Callable[[Event], Awaitable[bytes]],
-    view: View,
-    running: RunningJob,
-    envelope: Envelope,
-    options: StreamOptions | None,
-) -> AsyncIterator[Event]:
-    """Yields a chunk for each of `before`, made by `encode`, and for each piece, then the usage if
-    requested."""
-
-    def told() -> dict[str, Any]:
-        return {"usage": usage(running.job.prompts, running.num_completion_tokens)}
 
     def chunk(choice: dict[str, Any]) -> dict[str, Any]:
         if options and options.continuous_usage_stats:
-            return envelope.holding([choice], **told())
+            return view.holding([choice], usage=view.usage)
         further = {"usage": None} if options and options.include_usage else {}
-        return envelope.holding([choice], **further)
+        return view.holding([choice], **further)
 
-    for choice in before:
-        yield await encode(chunk(choice))
+    for choice in await service.beside_loop(is_large, view.before):
+        yield await service.encoded(is_large, chunk(choice))
     if not running.job.samples:
         for i in range(len(running.choices)):
             yield chunk({"index": i, "text": "", "logprobs": None, "finish_reason": "length"})
@@ -383,7 +314,7 @@ async def _streamed(
         for choice in view.chunks(i, piece):
             yield chunk(choice)
     if options and options.include_usage:
-        yield envelope.holding([], **told())
+        yield view.holding([], usage=view.usage)
 
 
 # --- responses -----------------------------------------------------------------------------------

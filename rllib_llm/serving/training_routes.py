@@ -13,7 +13,6 @@ from rllib_llm.conversations.chat_format import ChatFormat
 from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.serving import chat
 from rllib_llm.serving.jobs import (
-    RunningJob,
     check_tokens,
     check_whole,
     make_job,
@@ -23,7 +22,6 @@ from rllib_llm.serving.openai_routes import (
     SAMPLING_ERRORS,
     STREAMED,
     Completer,
-    answered,
     model_cards,
 )
 from rllib_llm.serving.schemas import (
@@ -39,7 +37,7 @@ from rllib_llm.serving.security import Client, Guards, JsonRoute
 from rllib_llm.serving.service import RequestContext, Service
 from rllib_llm.serving.sessions import Session
 from rllib_llm.serving.streams import Event, Piece
-from rllib_llm.serving.views import ChatView, Envelope, TokenView
+from rllib_llm.serving.views import ChatView, TokenView
 
 _SMALL_SESSION = 2**13  # tokens of one that is shown by the event loop itself
 
@@ -120,12 +118,8 @@ async def _generate(
             error.rename(f"sampling_params.{error.param}")
         raise
 
-    def answer(running: RunningJob) -> AsyncIterator[Event]:
-        envelope = Envelope(service, running, {"request_id": running.request_id})
-        view = TokenView(service, body, running)
-        return answered(context, view, running, envelope, body.stream)
-
-    async for event in completer.run(job, context, answer):
+    view = TokenView(service, body, context.request_id)
+    async for event in completer.run(job, context, view, body.stream):
         yield event
 
 
@@ -210,20 +204,20 @@ def session_router(service: Service, completer: Completer, guards: Guards) -> AP
             body = body.model_copy(update={"chat_template_kwargs": settings or None})
             chat_format, conversation = await context.beside_loop(_begun, session, body)
             whole = Piece()
-            views: list[ChatView] = []
+            view: ChatView | None = None
             try:
                 sessions.hold(session)
                 prompt = conversation.token_ids
                 body = session.governed(body, len(prompt))
-                async for event in completer.answer_chat(
-                    body, context, chat_format, prompt, whole.add, views.append,
-                    conversation if session.rules else None,
-                ):  # fmt: skip
+                view = ChatView(service, body, context.request_id, chat_format, prompt)
+                view.on_piece = whole.add
+                kept_in_engine = conversation if session.rules else None
+                async for event in completer.answer_chat(view, context, kept_in_engine):
                     yield event
             finally:
                 kept = whole if whole.finish_reason not in (None, "abort") else None
                 versions = [service.weights.of(serial).version for serial in whole.versions]
-                told = views[0].message(0, whole)[0] if kept is not None else {}
+                told = view.message(0, whole)[0] if view and kept is not None else {}
                 session.end_turn(conversation, kept, versions, told)
 
     def _begun(session: Session, body: ChatRequest) -> tuple[ChatFormat, Conversation]:

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rllib_llm.conversations.chat_format import ChatFormat
 from rllib_llm.data.decoding import TextStream
 from rllib_llm.engines.torch_engine import Scores
 from rllib_llm.serving import chat
@@ -20,47 +21,9 @@ from rllib_llm.serving.streams import Piece
 _LOWEST = -9999.0  # JSON has no -inf
 
 
-class Envelope:
-    """The common parts of all responses and chunks of one request.
-
-    Args:
-        service: that answers.
-        running: the request in the engine.
-        fixed: what names the answer; see `openai_names`.
-    """
-
-    def __init__(self, service: Service, running: RunningJob, fixed: Mapping[str, Any]) -> None:
-        self._service, self._running, self._fixed = service, running, fixed
-
-    def holding(self, choices: list[dict[str, Any]], **further: Any) -> dict[str, Any]:
-        """An answer with these choices."""
-        weights = self._running.weights
-        return {
-            **self._fixed,
-            "model": self._service.weights.id_of(weights[-1]),
-            "system_fingerprint": f"fp_{weights[-1].fingerprint}",
-            "choices": choices,
-            "metadata": {  # the last that has sampled, and all of them: texts, as OpenAI's are
-                "weight_version": weights[-1].label,
-                "weight_versions": ",".join(each.label for each in weights),
-            },
-            **further,
-        }
-
-
 def openai_names(id: str, kind: str) -> dict[str, Any]:
     """The names of an answer of OpenAI's: its id, its `object`, its time."""
     return {"id": id, "object": kind, "created": int(time.time())}
-
-
-def usage(prompts: Sequence[Sequence[int]], completion_tokens: int) -> dict[str, int]:
-    """The tokens of a request."""
-    prompt_tokens = sum(map(len, prompts))
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }
 
 
 # --- log-probs -----------------------------------------------------------------------------------
@@ -151,9 +114,48 @@ def _ended(
 
 
 class View:
-    """Completions as one route shows them. `scores`: of the prompts, where they are asked for."""
+    """Completions as one route shows them.
 
+    `running`, the request in the engine, and `scores` of its prompts, where they are asked for, are
+    set before anything is shown. `on_piece` is told what comes.
+
+    Args:
+        service: that answers.
+        names: of the answer; see `openai_names`.
+    """
+
+    running: RunningJob
     scores: Sequence[Scores] = ()
+    on_piece: Callable[[Piece], None] | None = None
+
+    def __init__(self, service: Service, names: Mapping[str, Any]) -> None:
+        self._service, self._names = service, names
+
+    def holding(self, choices: list[dict[str, Any]], **further: Any) -> dict[str, Any]:
+        """An answer, or a chunk of it, with these choices."""
+        weights = self.running.weights
+        return {
+            **self._names,
+            "model": self._service.weights.id_of(weights[-1]),
+            "system_fingerprint": f"fp_{weights[-1].fingerprint}",
+            "choices": choices,
+            "metadata": {  # the last that has sampled, and all of them: texts, as OpenAI's are
+                "weight_version": weights[-1].label,
+                "weight_versions": ",".join(each.label for each in weights),
+            },
+            **further,
+        }
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """The tokens of the request."""
+        prompt_tokens = sum(map(len, self.running.job.prompts))
+        completion_tokens = self.running.num_completion_tokens
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+        }
 
     @property
     def further(self) -> dict[str, Any]:
@@ -177,27 +179,31 @@ class View:
 
 
 class ChatView(View):
-    """A chat's completions as OpenAI shows them.
+    """A chat's completions as OpenAI shows them. With tools a turn is shown when it is whole:
+    before, nobody knows what is a call.
 
     Args:
         service: that answers.
         body: the request.
+        request_id: of the request.
+        chat_format: how the chat is written.
         prompt: its token ids.
-        chat_format: reads calls of tools; None: there are none. With it a turn is shown when it is
-            whole: before, nobody knows what is a call.
-        syntax: of the calls, where it is another than the format's.
     """
 
     def __init__(
         self,
         service: Service,
         body: ChatRequest,
+        request_id: str,
+        chat_format: ChatFormat,
         prompt: list[int],
-        chat_format: Any,
-        syntax: str | None,
     ) -> None:
-        self._service, self._body, self._prompt = service, body, prompt
-        self._format, self._syntax = chat_format, syntax
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        super().__init__(service, openai_names(f"chatcmpl-{request_id}", kind))
+        self.body, self.format, self.prompt = body, chat_format, prompt
+        self.is_forced = body.tool_choice not in (None, "none", "auto")
+        self._has_tools = bool(body.tools) and body.tool_choice != "none"
+        self._syntax = chat.forced_syntax(chat_format) if self.is_forced else None
         self._call_ids: defaultdict[tuple[int, int], str] = defaultdict(chat.new_call_id)
         self._begun: set[int] = set()
         self._held: dict[int, Piece] = {}
@@ -206,7 +212,7 @@ class ChatView(View):
     def further(self) -> dict[str, Any]:
         if not self.scores:
             return {}
-        told = prompt_logprobs(self._service, self._prompt, self.scores[0])
+        told = prompt_logprobs(self._service, self.prompt, self.scores[0])
         return {"prompt_logprobs": told}
 
     def choices(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
@@ -218,24 +224,22 @@ class ChatView(View):
 
     def message(self, i: int, piece: Piece) -> tuple[dict[str, Any], str | None]:
         """The message of choice `i`, and why it ended."""
-        if self._format is None or isinstance(piece.stop_reason, str):
+        if not self._has_tools or isinstance(piece.stop_reason, str):
             return {"role": "assistant", "content": piece.text}, piece.finish_reason
         return chat.assistant_message(
-            self._format, piece.token_ids, self._prompt, piece.finish_reason,
+            self.format, piece.token_ids, self.prompt, piece.finish_reason,
             lambda call: self._call_ids[i, call], self._syntax,
-            1 if self._body.parallel_tool_calls is False else None,
+            1 if self.body.parallel_tool_calls is False else None,
         )  # fmt: skip
 
     def _end(self, piece: Piece, finish: str | None) -> dict[str, Any]:
         logprobs = None
-        if self._body.logprobs:
-            logprobs = chat_logprobs(self._service, piece, self._body.top_logprobs or 0)
-        return _ended(
-            piece, finish, logprobs, self._prompt if self._body.return_token_ids else None
-        )
+        if self.body.logprobs:
+            logprobs = chat_logprobs(self._service, piece, self.body.top_logprobs or 0)
+        return _ended(piece, finish, logprobs, self.prompt if self.body.return_token_ids else None)
 
     def chunks(self, i: int, piece: Piece) -> list[dict[str, Any]]:
-        if self._format is not None:
+        if self._has_tools:
             held = self._held.setdefault(i, Piece())
             held.add(piece)
             if piece.finish_reason is None:
@@ -251,7 +255,7 @@ class ChatView(View):
 
     def _told(self, piece: Piece) -> bool:
         """Whether token ids are returned, whatever their text."""
-        return bool(piece.token_ids and (self._body.logprobs or self._body.return_token_ids))
+        return bool(piece.token_ids and (self.body.logprobs or self.body.return_token_ids))
 
     def _chunk(
         self, i: int, piece: Piece, delta: dict[str, Any], finish: str | None
@@ -268,8 +272,11 @@ class ChatView(View):
 class TextView(View):
     """Text completions as OpenAI shows them."""
 
-    def __init__(self, service: Service, body: CompletionRequest, prompts: list[list[int]]) -> None:
-        self._service, self._body, self._prompts = service, body, prompts
+    def __init__(
+        self, service: Service, body: CompletionRequest, request_id: str, prompts: list[list[int]]
+    ) -> None:
+        super().__init__(service, openai_names(f"cmpl-{request_id}", "text_completion"))
+        self._body, self._prompts = body, prompts
         self._n = body.n or 1
         self._echoes: list[str] = []
         if body.echo:
@@ -348,8 +355,9 @@ def _offsets(tokenizer: Any, token_ids: list[int]) -> list[int]:
 class TokenView(View):
     """Completions as vLLM's /inference/v1/generate shows them."""
 
-    def __init__(self, service: Service, body: GenerateRequest, running: RunningJob) -> None:
-        self._service, self._body, self._running = service, body, running
+    def __init__(self, service: Service, body: GenerateRequest, request_id: str) -> None:
+        super().__init__(service, {"request_id": request_id})
+        self._body = body
 
     @property
     def further(self) -> dict[str, Any]:
@@ -370,7 +378,7 @@ class TokenView(View):
         if piece.finish_reason is not None:
             choice["weight_versions"] = [
                 {"version": self._service.weights.of(serial).label, "start": start, "end": end}
-                for serial, start, end in self._running.choices[i].spans
+                for serial, start, end in self.running.choices[i].spans
             ]
         if self._body.output_mode == "text":
             choice["text"] = piece.text
