@@ -212,6 +212,8 @@ def new_call_id() -> str:
 # --- calls that have to be made ------------------------------------------------------------------
 
 _NO_SYNTAX = "llama3"  # a call as JSON alone, of a model whose template writes none
+# OpenAI's of a function that names none.
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def forced_syntax(chat_format: ChatFormat) -> str:
@@ -263,7 +265,7 @@ def call_grammar(
 
 def _call_rule(syntax: str, function: Any) -> str:
     """A call of one function, as a rule in Lark with JSON Schemas in it."""
-    schema = function.parameters or {"type": "object"}
+    schema = function.parameters or _NO_PARAMETERS
     if syntax != "xml":
         arguments = "parameters" if syntax == "llama3" else "arguments"
         whole = {

@@ -40,7 +40,7 @@ from rllib_llm.serving.schemas import (
     ApiError,
     UpdateRequest,
     documented,
-    error_body,
+    failed,
     field_error,
 )
 from rllib_llm.serving.security import (
@@ -161,13 +161,12 @@ _LONGEST_LOOKED_UP = 100  # characters of a path, of which the nearest is named
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def of_ours(request: Request, error: ApiError) -> JSONResponse:
-        return JSONResponse(error.body(), error.status, headers=error.headers)
+        return error.response()
 
     @app.exception_handler(RequestValidationError)
     async def of_fields(request: Request, error: RequestValidationError) -> JSONResponse:
         kind = request.headers.get("content-type", "")
-        told = field_error(list(error.errors()), kind, request.url.path)
-        return JSONResponse(told.body(), 400)
+        return field_error(list(error.errors()), kind, request.url.path).response()
 
     @app.exception_handler(HTTPException)
     async def of_http(request: Request, error: HTTPException) -> JSONResponse:
@@ -178,16 +177,15 @@ def _add_errors(app: FastAPI) -> None:
             near = nearest(asked, app.openapi()["paths"], 1, 0.8)
             message += "".join(f" Did you mean {one}?" for one in near)
         code = "invalid_json" if error.status_code == 400 else None
-        body = error_body(error.status_code, message, code=code)
         headers = dict(error.headers or {})
         if error.status_code == 405:  # Starlette names those of the first route of this path
             headers["Allow"] = ", ".join(_methods(request))
-        return JSONResponse(body, error.status_code, headers)
+        return ApiError(error.status_code, message, code=code, headers=headers).response()
 
     @app.exception_handler(Exception)
     async def of_the_server(request: Request, error: Exception) -> JSONResponse:
         logger.exception("%s %s failed", request.method, request.url.path)
-        return JSONResponse(error_body(500, "The server failed; its log says how."), 500)
+        return failed().response()
 
 
 def _methods(request: Request) -> list[str]:
@@ -337,30 +335,6 @@ class HttpServer(uvicorn.Server):
         return int(self.servers[0].sockets[0].getsockname()[1])
 
 
-@contextmanager
-def in_thread(service: Service, clients: Clients | None = None) -> Iterator[str]:
-    """The server's address on the loopback device, while it runs in a thread of this process.
-
-    Raises:
-        RuntimeError: it does not start.
-    """
-    listening = socket.create_server(("127.0.0.1", 0))
-    server = HttpServer(service, clients, listening)
-    thread = threading.Thread(target=server.serve_here, name="http-server", daemon=True)
-    started = threading.Event()
-    server.on_start = started.set
-    thread.start()
-    try:
-        while not started.wait(0.5):
-            if not thread.is_alive():
-                raise RuntimeError("The server in this process did not start; its log says why.")
-        yield f"http://127.0.0.1:{server.port}"
-    finally:
-        server.should_exit = True
-        thread.join()
-        listening.close()
-
-
 def timed_protocol(seconds: float) -> type:
     """uvicorn's protocol, which closes connections that take longer to send a request's head, or
     whose head is very large."""
@@ -467,9 +441,27 @@ class AgentServer:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Answers in the block."""
-        with in_thread(self.service, Clients([])) as self._address:
+        """Answers in the block, on the loopback device, from a thread of this process.
+
+        Raises:
+            RuntimeError: the server does not start.
+        """
+        listening = socket.create_server(("127.0.0.1", 0))
+        server = HttpServer(self.service, Clients([]), listening)
+        thread = threading.Thread(target=server.serve_here, name="http-server", daemon=True)
+        started = threading.Event()
+        server.on_start = started.set
+        thread.start()
+        try:
+            while not started.wait(0.5):
+                if not thread.is_alive():
+                    raise RuntimeError("The server in this process did not start; see its log.")
+            self._address = f"http://127.0.0.1:{server.port}"
             yield
+        finally:
+            server.should_exit = True
+            thread.join()
+            listening.close()
 
     @contextmanager
     def session(

@@ -18,21 +18,21 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
 from rllib_llm.data.decoding import TextStream
 from rllib_llm.engines.hot_swap import VersionGoneError
 from rllib_llm.engines.params import LOWEST_TEMPERATURE, SamplingParams
-from rllib_llm.engines.protocol import Ended, GuideError, Row, Tokens
+from rllib_llm.engines.protocol import Ended, GuideError, Noise, Row, Tokens
 from rllib_llm.engines.torch_engine import Scores
-from rllib_llm.serving.engine_host import EngineHost
-from rllib_llm.serving.metrics import JobWatch
 from rllib_llm.serving.schemas import ApiError, SamplingFields
-from rllib_llm.serving.settings import ServeSettings
 from rllib_llm.serving.streams import Choice, Piece
-from rllib_llm.serving.weights import LiveWeights, Weights
+from rllib_llm.serving.weights import Weights
+
+if TYPE_CHECKING:
+    from rllib_llm.serving.service import Service
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +75,20 @@ class Job:
         """Places that it takes: of completions, and of texts that are scored."""
         sampled = len(self.prompts) * self.n if self.samples else 0
         return sampled + (0 if self.prompt_logprobs is None else len(self.prompts))
+
+    def rows(self) -> list[Row]:
+        """Its completions as rows of the engine."""
+        rows = []
+        for i, prompt in enumerate(self.prompts if self.samples else ()):
+            params = replace(self.params, max_new_tokens=self.max_tokens[i])
+            group = object() if self.n > 1 else None
+            for k in range(self.n):
+                noise = Noise(self.seed, self.noise_row + i * self.n + k, self.noise_turn)
+                rows.append(
+                    Row(None, prompt, params, 0, noise, group, self.version, None,
+                        self.conversation)
+                )  # fmt: skip
+        return rows
 
 
 @dataclass(frozen=True)
@@ -313,32 +327,18 @@ class RunningJob:
     prompt is number i // n; the last piece of each has a finish_reason.
 
     Args:
+        service: that samples it.
         request_id: of the request, to be told.
         job: what is asked.
-        rows: its completions, to be added to the engine.
-        host: of the engine.
-        mailbox: of the event loop that waits.
-        watch: its clock.
-        weights: of the server.
-        tokenizer: of the model.
-        settings: of the server.
     """
 
-    def __init__(
-        self,
-        request_id: str,
-        job: Job,
-        rows: Sequence[Row],
-        host: EngineHost,
-        mailbox: Mailbox,
-        watch: JobWatch,
-        weights: LiveWeights,
-        tokenizer: Any,
-        settings: ServeSettings,
-    ) -> None:
+    def __init__(self, service: Service, request_id: str, job: Job) -> None:
         self.request_id, self.job = request_id, job
-        self._host, self._mailbox, self._watch, self._weights = host, mailbox, watch, weights
-        self._tokenizer, self._settings = tokenizer, settings
+        self._host, self._mailbox = service.host, service.mailbox
+        self._weights, self._tokenizer = service.weights, service.tokenizer
+        self._settings = service.settings
+        self._watch = service.metrics.watch(sum(map(len, job.prompts)))
+        rows = job.rows()
         self.num_left = job.num_rows
         num_choices = len(job.prompts) * job.n
         self.choices = [self._choice(job.prompts[i // job.n]) for i in range(num_choices)]
@@ -348,17 +348,18 @@ class RunningJob:
         self._events: deque[tuple[int, Tokens | Ended | BaseException]] = deque()
         self._arrived = asyncio.Event()
         self._rows_left = len(rows)
-        self._futures = host.submit_all(
+        self._futures = self._host.submit_all(
             [replace(each, on_tokens=self._teller(i)) for i, each in enumerate(rows)], job.grammar
         )
         for i, future in enumerate(self._futures):
             future.add_done_callback(self._ender(i))
         self._scoring: Future[list[Scores]] | None = None
         if job.prompt_logprobs is not None:
-            self._scoring = host.score(job.prompts, job.prompt_logprobs, job.version)
-        self._deadline = anyio.current_time() + settings.deadline_s
+            self._scoring = self._host.score(job.prompts, job.prompt_logprobs, job.version)
+        seconds = self._settings.deadline_s
+        self._deadline = anyio.current_time() + seconds
         self._timer = asyncio.get_running_loop().call_later(
-            settings.deadline_s, self._put, -1, deadline_passed(settings.deadline_s)
+            seconds, self._put, -1, deadline_passed(seconds)
         )
 
     def _teller(self, i: int) -> Callable[[Tokens], None]:

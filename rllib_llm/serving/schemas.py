@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from starlette.responses import JSONResponse
 
 from rllib_llm.shared.errors import did_you_mean
 
@@ -512,15 +513,19 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """The body of the response."""
-        return error_body(self.status, self.message, self.param, self.code)
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = _KINDS.get(self.status, kind)
+        told = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": told}
+
+    def response(self) -> JSONResponse:
+        """The response."""
+        return JSONResponse(self.body(), self.status, headers=self.headers)
 
 
-def error_body(
-    status: int, message: str, param: str | None = None, code: str | None = None
-) -> dict[str, Any]:
-    """The JSON of an error."""
-    kind = _KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+def failed() -> ApiError:
+    """The answer where the fault is the server's."""
+    return ApiError(500, "The server failed; its log says how.")
 
 
 def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:

@@ -27,7 +27,6 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 from pydantic_core import from_json
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rllib_llm.serving.schemas import ApiError
@@ -304,8 +303,7 @@ class Gate:
             await self._app(scope, _replayed(body, receive), answer)
         except ApiError as error:
             if not answer.status:  # else it has begun: the client sees that it is cut off
-                whole = JSONResponse(error.body(), error.status, headers=error.headers)
-                await whole(scope, receive, answer)
+                await error.response()(scope, receive, answer)
         finally:
             if logger.isEnabledFor(logging.INFO):
                 told = {
@@ -325,14 +323,23 @@ class Gate:
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > most:
             raise _too_large(most)
+        body, more = bytearray(), True
         try:
             with anyio.fail_after(seconds):
-                return await _read(receive, most)
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ApiError(400, "The client went away.", code="disconnected")
+                    body += message.get("body", b"")
+                    if len(body) > most:
+                        raise _too_large(most)
+                    more = message.get("more_body", False)
         except TimeoutError:
             raise ApiError(
                 408, f"The request took longer than {seconds:g} s to arrive.",
                 code="slow_request", headers={"Connection": "close"},
             ) from None  # fmt: skip
+        return bytes(body)
 
 
 def _too_large(most: int) -> ApiError:
@@ -340,21 +347,6 @@ def _too_large(most: int) -> ApiError:
         413, f"The request must have at most {most} bytes, which is the server's limit.",
         code="request_too_large", headers={"Connection": "close"},
     )  # fmt: skip
-
-
-async def _read(receive: Receive, most: int) -> bytes:
-    parts: list[bytes] = []
-    size, more = 0, True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ApiError(400, "The client went away.", code="disconnected")
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if size > most:
-            raise _too_large(most)
-        more = message.get("more_body", False)
-    return b"".join(parts)
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

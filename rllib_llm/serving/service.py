@@ -22,7 +22,6 @@ import torch
 from fastapi import Request, Response
 
 from rllib_llm.data.decoding import TokenTexts
-from rllib_llm.engines.protocol import Noise, Row
 from rllib_llm.serving.engine_host import EngineHost
 from rllib_llm.serving.guides import BusyError, no_good
 from rllib_llm.serving.jobs import (
@@ -149,13 +148,14 @@ class Service:
         self._num_ended = 0  # completions, since then
         self.is_ready, self.is_draining = False, False
         self.why_not_ready = "The server is starting."
-        self._mailbox: Mailbox | None = None
+        self._has_started = False
 
     async def start(self) -> None:
         """Makes it ready, in the event loop that requests come to."""
-        if self._mailbox is not None:
+        if self._has_started:
             return
-        self._mailbox = Mailbox(asyncio.get_running_loop())
+        self._has_started = True
+        self.mailbox = Mailbox(asyncio.get_running_loop())
         self.threads = anyio.CapacityLimiter(_THREADS)
         await self.host.listen()
         self.is_ready = True
@@ -202,8 +202,7 @@ class Service:
             self.weights.remember(loaded)
             live = [self.weights.of(each) for each in serials]
         self.metrics.swapped(loaded)
-        assert self._mailbox is not None, "start was called"
-        self._mailbox.post(self.weights.set_live, live)
+        self.mailbox.post(self.weights.set_live, live)
         logger.info(
             "weights %s of %s in use after %.3f s", loaded.label, source, loaded.load_seconds
         )
@@ -360,12 +359,7 @@ class Service:
             raise deadline_passed(self.settings.deadline_s) from None
         self.check_open()
         self._admit(job)  # others may have come meanwhile
-        watch = self.metrics.watch(sum(map(len, job.prompts)))
-        assert self._mailbox is not None, "start was called"
-        running = RunningJob(
-            request_id, job, _rows_of(job), self.host, self._mailbox, watch, self.weights,
-            self.tokenizer, self.settings,
-        )  # fmt: skip
+        running = RunningJob(self, request_id, job)
         key = object()  # clients choose ids, and may do so twice
         self.jobs[key] = running
         self._count_ended(0)
@@ -383,17 +377,3 @@ class Service:
     def num_rows(self) -> int:
         """Completions that are under way or wait, and texts that are scored."""
         return sum(job.num_left for job in self.jobs.values())
-
-
-def _rows_of(job: Job) -> list[Row]:
-    """The rows of a job in the engine."""
-    rows = []
-    for i, prompt in enumerate(job.prompts if job.samples else ()):
-        params = replace(job.params, max_new_tokens=job.max_tokens[i])
-        group = object() if job.n > 1 else None
-        for k in range(job.n):
-            noise = Noise(job.seed, job.noise_row + i * job.n + k, job.noise_turn)
-            rows.append(
-                Row(None, prompt, params, 0, noise, group, job.version, None, job.conversation)
-            )
-    return rows

@@ -13,7 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from rllib_llm.data.decoding import TextStream
 from rllib_llm.engines.protocol import Ended, Likeliest, Tokens
-from rllib_llm.serving.schemas import ApiError, error_body
+from rllib_llm.serving.schemas import ApiError, failed
 
 
 @dataclass
@@ -242,7 +242,7 @@ class EventStream(Response):
             await self._error(error.body())
         except Exception:
             if self._has_started:
-                await self._error(error_body(500, "The server failed; its log says how."))
+                await self._error(failed().body())
             raise
         finally:
             await self._events.aclose()  # type: ignore[attr-defined]  # of a generator

@@ -122,6 +122,15 @@ def test_parameters_may_refer_to_their_own_definitions(syntax):
     asyncio.run(asyncio.wait_for(ask(), DEADLINE_S))
 
 
+@pytest.mark.parametrize("nothing", [{}, {"parameters": None}, {"parameters": {}}])
+def test_a_function_without_parameters_is_called_without_arguments(client, nothing):
+    """As OpenAI reads them; a random model wrote some until its tokens were used up."""
+    tools = [{"type": "function", "function": {"name": "add", **nothing}}]
+    choice = client.chat.completions.create(**ASKED, tools=tools, tool_choice=NAMED).choices[0]
+    (call,) = choice.message.tool_calls
+    assert json.loads(call.function.arguments) == {}
+
+
 def test_parameters_may_refer_to_themselves(client):
     """`#` is the parameters' root, not the call's."""
     schema = {"type": "object", "properties": {"v": {"const": 1}, "next": {"$ref": "#"}},
