@@ -213,7 +213,7 @@ def new_call_id() -> str:
 
 _NO_SYNTAX = "llama3"  # a call as JSON alone, of a model whose template writes none
 # OpenAI's of a function that names none.
-_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def forced_syntax(chat_format: ChatFormat) -> str:
