@@ -214,9 +214,9 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions, sourc
             told_to_wait(f"Checking {name} before anything starts ...")
             reserved = before_a_run(experiments)
         root = storage_root(options.storage_path, experiments)
-        if not options.resume:
+        if not options.resume:  # one that goes on may be to free a full disk
             check_writable(root)
-        check_disk(experiments, root)
+            check_disk(experiments, root)
         logger_of = _loggers(options, len(experiments))
         run = (root, name, options.experiment_name, source, experiments)
         folder = resumed_folder(*run) if options.resume else new_folder(*run)
@@ -228,10 +228,12 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions, sourc
         told_to_wait(f"Starting Ray; results go to {folder} ...")
         needed_cpus = max([1.0, *(reservation.totals.get("CPU", 0) for reservation in reserved)])
         weights_bytes = weights_in_store(experiments, needed_cpus)
-        session = ray_session(options, needed_cpus, weights_bytes)
-        with user_errors(options.verbose), session as nodes:
-            for reservation in reserved:
-                check_resources(reservation, nodes)
+        with contextlib.ExitStack() as stack:
+            with user_errors(options.verbose):
+                session = ray_session(options, needed_cpus, weights_bytes)
+                nodes = stack.enter_context(session)
+                for reservation in reserved:
+                    check_resources(reservation, nodes)
             results = run_stages(
                 experiments,
                 folder,
@@ -240,7 +242,7 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions, sourc
                 loggers=lambda stage: logger_of(folder.name, stage),
                 told=told,
             )
-    except (StageFailed, OSError) as error:
+    except (StageFailed, OSError, ValueError) as error:
         place = f" from {error.goes_on_from}" if isinstance(error, StageFailed) else ""
         going_on = f"This goes on{place}:\n  {resume_command(folder, options)}"
         with contextlib.suppress(OSError):  # the storage may be what failed
@@ -287,11 +289,13 @@ def _explained(error: BaseException, folder: Place) -> str:
 def resume_command(folder: Place, options: RunOptions) -> str:
     """Return the command line that resumes the run in `folder`, without secrets: W&B's key is read
     from the environment or its login."""
+    from rllib_llm.runs.report import rllib_command
+
     words = without_option(sys.argv[1:], "--wandb-key")
     words = [word for word in words if word != "--resume"]
     if options.experiment_name is None:
         words += ["--experiment-name", folder.name]
-    return shlex.join(["rllib", *words, "--resume"])
+    return shlex.join([rllib_command(), *words, "--resume"])
 
 
 def without_option(words: Sequence[str], option: str) -> list[str]:

@@ -76,8 +76,9 @@ class Experiment(Settings):
         remedy="Write `max_failures: 2`",
     )  # fmt: skip
     time_budget_s: float | None = setting(
-        None, "the seconds after which the experiment ends", remedy="Write `time_budget_s: 3600`"
-    )
+        None, "the seconds after which the experiment ends", above=0,
+        remedy="Write `time_budget_s: 3600`",
+    )  # fmt: skip
     metric: str | None = setting(
         None, "the result that search and schedulers improve, and by which `${name.model}` is the "
         "best of several trials'", remedy="Write `metric: objective/scores`",
@@ -92,7 +93,7 @@ class Experiment(Settings):
     )
     search_config: dict[str, Any] = setting({}, "the searcher's arguments")
     max_concurrent_trials: int | None = setting(
-        None, "how many trials run at once", remedy="Write `max_concurrent_trials: 2`"
+        None, "how many trials run at once", least=0, remedy="Write `max_concurrent_trials: 2`"
     )
     pass_criteria: dict[str, Any] = setting(
         {}, "the least values of the last result that count as a pass"

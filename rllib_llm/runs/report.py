@@ -144,15 +144,15 @@ def _next_commands(results: list[StageResult], folder: Place, console: Console) 
     commands = []
     policies = [result.model for result in results if result.model and _generates(result.model)]
     if policies:
-        commands.append(("talk to the model", f"{_rllib()} generate {_shown(policies[-1])}"))
+        commands.append(("talk to the model", f"{rllib_command()} generate {_shown(policies[-1])}"))
     stored = [result.folder for result in results if _stores(result)]
     if stored:
         commands.append(
-            ("sample stored completions anew", f"{_rllib()} verify {_shown(stored[-1])}")
+            ("sample stored completions anew", f"{rllib_command()} verify {_shown(stored[-1])}")
         )
     held_out = any(name.startswith("eval/") for name in results[-1].metrics)
     if (checkpoint := results[-1].checkpoint) and held_out:
-        commands.append(("evaluate it again", f"{_rllib()} evaluate {_shown(checkpoint)}"))
+        commands.append(("evaluate it again", f"{rllib_command()} evaluate {_shown(checkpoint)}"))
     commands.append(
         ("all curves (pip install tensorboard)", f"tensorboard --logdir {_shown(folder)}")
     )
@@ -164,7 +164,7 @@ def _next_commands(results: list[StageResult], folder: Place, console: Console) 
         console.print(f"  [dim]# {purpose}[/dim]\n  {command}", highlight=False, soft_wrap=True)
 
 
-def _rllib() -> str:
+def rllib_command() -> str:
     """Return how this command was called, where it is not on the PATH as `rllib`."""
     called = Path(sys.argv[0])
     if called.name not in ("rllib", "rllib-llm") or shutil.which(called.name):

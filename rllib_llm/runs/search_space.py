@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from ray.tune import TuneError
 from ray.tune.schedulers import PopulationBasedTraining
 from ray.tune.search.sample import Float, Integer
 
@@ -70,40 +71,31 @@ def _from_range(name: str, arguments: Any, where: str) -> Any:
 
     sampler = getattr(tune, name)
     names = [each for each in inspect.signature(sampler).parameters if each != "base"]
-    written = arguments
-    usage = f"Write {{{name}: [{', '.join(names)}]}}"
+    given = arguments
     if isinstance(arguments, list) and len(arguments) == len(names):
-        arguments = dict(zip(names, arguments, strict=True))
-    if not isinstance(arguments, dict) or set(arguments) != set(names):
-        raise UserError(
-            name=f"{where}.{name}",
-            value=arguments,
-            rule=f"give {len(names)} numbers ({', '.join(names)})",
-            reason="these are its arguments",
-            remedy=usage,
-        )
-    for key, bound in arguments.items():
-        if isinstance(bound, bool) or not isinstance(bound, int | float):
-            raise UserError(
-                name=f"{where}.{name}.{key}",
-                value=bound,
-                rule="be a number",
-                reason="it bounds a range",
-                remedy=usage,
-            )
-    if "lower" in arguments and arguments["lower"] > arguments["upper"]:
-        raise UserError(
-            name=f"{where}.{name}",
-            value=written,
-            rule="give a lower bound that is not above the upper one",
-            reason="values are drawn from between them",
-            remedy=usage,
-        )
+        given = dict(zip(names, arguments, strict=True))
+    place, value, usage = f"{where}.{name}", arguments, f"Write {{{name}: [{', '.join(names)}]}}"
+    rule = reason = ""
+    if not isinstance(given, dict) or set(given) != set(names):
+        rule = f"give {len(names)} numbers ({', '.join(names)})"
+        reason = "these are its arguments"
+    elif wrong := {
+        key: bound
+        for key, bound in given.items()
+        if isinstance(bound, bool) or not isinstance(bound, int | float)
+    }:
+        (key, value), *_ = wrong.items()
+        place, rule, reason = f"{place}.{key}", "be a number", "it bounds a range"
+    elif "lower" in given and given["lower"] > given["upper"]:
+        rule = "give a lower bound that is not above the upper one"
+        reason = "values are drawn from between them"
+    if rule:
+        raise UserError(name=place, value=value, rule=rule, reason=reason, remedy=usage)
     try:
-        return sampler(**arguments)
+        return sampler(**given)
     except ValueError as error:
         raise UserError(
-            f"{where}.{name}={written!r} cannot be sampled: {error}. {usage}."
+            f"{where}.{name}={arguments!r} cannot be sampled: {error}. {usage}."
         ) from error
 
 
@@ -130,9 +122,10 @@ def make_scheduler(experiment: Experiment) -> Any:
             reason=f"scheduler {experiment.scheduler!r} compares trials by it",
             remedy="Write `metric: objective/scores` and `mode: max`",
         )
-    if name == "pbt":
-        return ResumablePBT(**arguments)
-    return create_scheduler(name, **arguments)
+    try:
+        return ResumablePBT(**arguments) if name == "pbt" else create_scheduler(name, **arguments)
+    except (AssertionError, TuneError, TypeError, ValueError) as error:
+        raise _refused(experiment, "scheduler_config", error) from error
 
 
 def make_searcher(experiment: Experiment) -> Any:
@@ -158,6 +151,16 @@ def make_searcher(experiment: Experiment) -> Any:
             reason=error,
             remedy="Install its package, or drop the key for grid and random search",
         ) from error
+    except (TypeError, ValueError) as error:
+        raise _refused(experiment, "search_config", error) from error
+
+
+def _refused(experiment: Experiment, key: str, error: object) -> UserError:
+    """The error for arguments that Tune refuses."""
+    return UserError(
+        name=f"{experiment.name}.{key}", value=getattr(experiment, key),
+        rule="be arguments that Ray Tune takes", reason=error, remedy="Correct them",
+    )  # fmt: skip
 
 
 def _choice(experiment: Experiment, key: str, known: dict[str, Any]) -> str:
@@ -182,6 +185,12 @@ def _arguments(experiment: Experiment, key: str, target: Any) -> dict[str, Any]:
     for name in arguments:
         if name not in allowed:
             raise unknown_key(f"{experiment.name}.{key}", name, allowed)
+        if name in ("metric", "mode") and experiment.metric:
+            raise UserError(
+                name=f"{experiment.name}.{key}.{name}", value=arguments[name],
+                rule="be left out", reason="metric and mode of the experiment say it", 
+                remedy="Drop it",
+            )  # fmt: skip
     return arguments
 
 
@@ -281,8 +290,15 @@ def _mutated(experiment: Experiment) -> dict[str, Any]:
     mutations = experiment.scheduler_config.get("hyperparam_mutations")
     if not isinstance(mutations, dict):
         return {}
+    where = f"{experiment.name}.scheduler_config.hyperparam_mutations"
+    for key, space in mutations.items():
+        if isinstance(space, dict) and "grid_search" in space:
+            raise UserError(
+                name=f"{where}.{key}", value=space, rule="be a list or a range to draw from",
+                reason="trials draw new values from it", remedy=f"Write {space['grid_search']}",
+            )  # fmt: skip
     spaces = {
         key: {"choice": space} if isinstance(space, list) else space
         for key, space in mutations.items()
     }
-    return to_tune(spaces, f"{experiment.name}.scheduler_config.hyperparam_mutations")
+    return to_tune(spaces, where)

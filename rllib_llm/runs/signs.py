@@ -29,25 +29,7 @@ MUCH_KL = 2.0  # nats per token: each sampled token e^2 times likelier than unde
 FELL = 4.0  # times the usual spread of a batch's reward, and its standard error
 FEWER_ENDED = 0.1  # of the completions
 OTHER_LENGTH = 1.3  # times shorter or longer
-# What the rules read, with the means of reward functions: all else of a result need not be kept.
-KEYS = (
-    "training_iteration",
-    "episode",
-    "objective/scores",
-    "objective/scores_std",
-    "train/zero_variance_groups",
-    "loss/reward_model",
-    "eval/loss",
-    "eval/iteration",
-    "policy/entropy_avg",
-    "objective/kl",
-    "train/output_length",
-    "val/num_eos_tokens",
-    "time_share/starved",
-    "time_this_iter_s",
-    "config/num_env_runners",
-    "config/num_learners",
-)
+OF_THE_CONFIG = ("config/num_env_runners", "config/num_learners")  # what the rules read of it
 KEYS_FROM_THE_START = ("loss/reward_model", "policy/entropy_avg")  # compared with the first rows
 
 
@@ -61,8 +43,8 @@ class Sign:
 
 
 def kept(result: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a flat result that the rules need."""
-    return {key: value for key, value in result.items() if key in KEYS or _component(key)}
+    """A flat result without the config, of which the rules need little."""
+    return {k: v for k, v in result.items() if k in OF_THE_CONFIG or not k.startswith("config/")}
 
 
 def _component(key: str) -> str:
@@ -210,8 +192,9 @@ def starved(rows: Rows) -> str:
     is_short = bool(seconds) and sum(seconds) < LONG_S
     if not shares or min(shares) < MUCH_STARVED or is_short:
         return ""
-    own = ("config/num_env_runners", "config/num_learners")
-    lower = [key.rpartition("/")[2] for key in own if (number(rows[-1].get(key)) or 0) > 1]
+    lower = [
+        key.rpartition("/")[2] for key in OF_THE_CONFIG if (number(rows[-1].get(key)) or 0) > 1
+    ]
     remedies = [*(f"lower {name}" for name in lower), "give each process fewer threads"]
     return (
         f"for {shares[-1]:.0%} of the time the trial was ready to compute and had no core: other "

@@ -267,6 +267,25 @@ def test_a_signal_that_ends_ray_as_well_ends_the_run_at_once(tmp_path):
     assert "--experiment-name run" in output and "--resume" in output
 
 
+class LeavesNoModel(Counter):
+    """Its checkpoints hold the count alone."""
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        (Path(checkpoint_dir) / "count.json").write_text(str(self.count))
+
+
+@pytest.mark.slow  # a run
+def test_a_mistake_that_shows_between_two_stages_is_told_with_the_way_to_go_on(run):
+    stages = {
+        "a": {"run": f"{__name__}.LeavesNoModel", "stop": {"training_iteration": 1}},
+        "b": {"run": COUNTER, "config": {"model": "${a.model}"}},
+    }
+    result = run(stages)
+    assert result.exit_code == 1, result.output
+    text = said(result.output)
+    assert "its algorithm leaves no model" in text and "--resume" in text
+
+
 class StopsAtTheStart(Counter):
     """Gets SIGTERM in the command's process once the run's folder, its `model`, is there."""
 

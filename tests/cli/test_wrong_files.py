@@ -69,3 +69,18 @@ def test_the_doctor_looks_where_the_file_stores_its_results(tmp_path):
         app, ["doctor", "--no-ray", str(tmp_path / "one.yaml"), "--storage-path", str(free)]
     )
     assert not free.exists()
+
+
+def test_a_run_that_goes_on_needs_no_room_for_all_that_it_has_saved(tmp_path):
+    """A full disk may be why it goes on, with fewer checkpoints to keep."""
+    (tmp_path / "model").mkdir()
+    with (tmp_path / "model" / "model.safetensors").open("wb") as file:
+        file.truncate(2**42)  # 4 TiB of holes
+    command = [
+        "train", "--algo", COUNTER, "--config", f"{{model: {tmp_path / 'model'}}}",
+        "--storage-path", str(tmp_path), "--keep-checkpoints-num", "1",
+    ]  # fmt: skip
+    assert "GiB free for the checkpoints" in said(CliRunner().invoke(app, command).output)
+    assert "no run of 'default' lies in" in said(
+        CliRunner().invoke(app, [*command, "--resume"]).output
+    )

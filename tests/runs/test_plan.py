@@ -89,6 +89,26 @@ def test_a_stage_that_others_use_must_save_a_checkpoint():
             r"a: lr=-1\.\d+ must be at least 0",
         ),
         (
+            {"scheduler": "pbt", "metric": "x"},
+            r"scheduler_config=\{\} must be arguments .*mutations",
+        ),
+        (
+            {"scheduler": "asha", "metric": "x", "scheduler_config": {"max_t": -1}},
+            r"a\.scheduler_config=\{'max_t': -1\} must be arguments that Ray Tune takes: Max",
+        ),
+        (
+            {"scheduler": "asha", "metric": "x", "scheduler_config": {"mode": "max"}},
+            r"a\.scheduler_config\.mode='max' must be left out",
+        ),
+        (
+            {
+                "scheduler": "pbt",
+                "metric": "x",
+                "scheduler_config": {"hyperparam_mutations": {"lr": {"grid_search": [1, 2]}}},
+            },
+            r"hyperparam_mutations\.lr=.* must be a list or a range .*Write \[1, 2\]",
+        ),
+        (
             {"scheduler": "asha", "metric": "x", "scheduler_config": {"max_tt": 3}},
             r"a\.scheduler_config: unknown key 'max_tt'.*'max_t'",
         ),

@@ -33,7 +33,7 @@ def pauses(trials: list[Trial], until: int) -> list[list[int]]:
     """The iterations at which each trial was paused on its way to `until`."""
     scheduler = make_scheduler(
         Experiment(
-            "a", "PPOPtx", metric="score", mode="max", scheduler="pbt",
+            "a", "PPOPtx", scheduler="pbt",
             scheduler_config={
                 "time_attr": "training_iteration", "perturbation_interval": 8, "synch": True,
                 "quantile_fraction": 0, "metric": "score", "mode": "max",

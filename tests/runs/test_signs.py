@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from rllib_llm.runs.signs import KEYS, RULES, Watch, kept, latest_signs, signs
+from rllib_llm.runs.signs import RULES, Watch, kept, latest_signs, signs
 
 
 def rows(**columns: list[float]) -> list[dict]:
@@ -81,8 +81,9 @@ def test_the_newest_result_shows_its_signs_and_only_what_rules_read_is_kept():
     results = rows(objective__scores=[1.0] * 3, objective__scores_std=[0.0] * 3)
     assert [sign.name for sign in latest_signs(results)] == ["constant rewards"]
     assert latest_signs(results[:2]) == [] and latest_signs([]) == []
-    assert kept({**results[0], "env/other": 3.0}) == results[0]
-    assert len(RULES) == 8 and "training_iteration" in KEYS
+    config = {"config/num_learners": 2}
+    assert kept({**results[0], **config, "config/model": "m"}) == {**results[0], **config}
+    assert len(RULES) == 8
 
 
 def test_a_trial_without_cores_is_told():
