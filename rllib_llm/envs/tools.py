@@ -427,8 +427,9 @@ class MCPTool:
         """The texts of the result; RuntimeError: the server says that the call failed, Late: it is
         there, and gave no result in time, Away: it is away."""
         result = await self._server.call(self.name, dict(arguments), self.timeout_s)
-        parts = [getattr(part, "text", f"[{part.type}]") for part in result.content]
-        text = "\n".join(parts)
+        parts = [getattr(p, "resource", p) for p in result.content]  # one may lie within
+        texts = [getattr(p, "text", f"[{getattr(p, 'type', 'resource')}]") for p in parts]
+        text = "\n".join(texts) or as_text(result.structured_content or "")
         if result.is_error:
             raise RuntimeError(text or "the server reported an error without a word")
         return text

@@ -13,7 +13,7 @@ import pytest
 
 from rllib_llm.conversations.tool_calls import ToolCall
 from rllib_llm.envs.conversation import ChatEnv, ConversationEnv
-from rllib_llm.envs.tools import MCPServers, Toolbox, ToolError
+from rllib_llm.envs.tools import MCPServers, MCPTool, Toolbox, ToolError
 from rllib_llm.shared.remote import EventLoop
 from tests.conversations.scripted import roll, settings
 from tests.ports import free_port
@@ -195,6 +195,32 @@ def test_all_pages_of_a_list_are_read():
             return type("Page", (), {"tools": [f"tool{page}"], "next_cursor": following})
 
     assert asyncio.run(_listed_by(Paged())) == ["tool0", "tool1", "tool2"]
+
+
+def test_texts_within_resources_and_structured_results_are_read():
+    """A file that a server gave was "[resource]", and a result without words an empty text."""
+    import mcp_types as types
+
+    file = types.TextResourceContents(uri="file:///a.txt", text="the file")
+    blob = types.BlobResourceContents(uri="file:///b.png", blob="AA==")
+    parts = [
+        types.TextContent(type="text", text="Here:"),
+        types.EmbeddedResource(type="resource", resource=file),
+        types.EmbeddedResource(type="resource", resource=blob),
+        types.ImageContent(type="image", data="AA==", mime_type="image/png"),
+    ]
+    listed = types.Tool(name="read", input_schema={"type": "object"})
+
+    def said(**result):
+        class Server:
+            async def call(self, *asked):
+                return types.CallToolResult(**result)
+
+        return asyncio.run(MCPTool(Server(), listed, 1.0).run({}))
+
+    assert said(content=parts) == "Here:\nthe file\n[resource]\n[image]"
+    assert said(content=[], structured_content={"sum": 3}) == '{"sum": 3}'
+    assert said(content=[]) == ""
 
 
 def test_a_rollout_whose_server_is_away_is_not_valid(tmp_path):

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 _NUMBER = r"(?<![\w.])(?<!\d,)[-+]?\d+(?:\.\d+)?(?![\w]|[.,]\d)"  # "7,5" is not read
 _NAMED_SCORE = re.compile(
     rf"\b(?:score|rating|grade|verdict)\b[\s*_`\"']*(?:is|of|[:=])[\s*_`\"']*({_NUMBER})"
-    r"(?![\s*_]*(?:/|[-–—]|to|out of|of)[\s*_]*\d)",  # "4/5" of another scale, "8-9"
+    r"(?![\s*_]*(?:/|[-–—]|to|or|out of|of)[\s*_]*\d)",  # "4/5" of another scale, "8-9"
     re.IGNORECASE,
 )
 
@@ -137,7 +137,7 @@ def stated_score(said: str, low: float, high: float) -> float | None:
     """The one score that a reply states, None where it states none or it is not clear which.
 
     A scale ("from 0 to 10", "/10", "out of 10") is no score. Of several numbers the one counts that
-    is called score, rating or grade, or that stands alone in the last line.
+    is called score, rating or grade, that alone stands before "/10", or is alone in the last line.
     """
     least, most = (re.escape(f"{end:.15g}") for end in (low, high))
     ends = rf"{least}(?:\.0+)?\s*(?:to|and|[-–—]|\.\.)\s*{most}(?:\.0+)?(?![\d.]*\d)"
@@ -149,6 +149,9 @@ def stated_score(said: str, low: float, high: float) -> float | None:
     named = [float(match[1]) for match in _NAMED_SCORE.finditer(text)]
     if named:
         return named[-1]
+    scaled = {float(n) for n in re.findall(rf"({_NUMBER})\s*/\s*{most}(?![\d.]*\d)", said)}
+    if len(scaled) == 1:
+        return scaled.pop()
     last = text.strip().rpartition("\n")[2].strip(" *_.`")
     return float(last) if re.fullmatch(_NUMBER, last) else None
 

@@ -40,6 +40,8 @@ def reply(text, finish="stop"):
         ("10", 10), ("0", 0),
         ("Score: 7,5", None), ("8. It lacks 3 things.", None), ("Either 7 or 8", None),
         ("As a model", None), ("", None), ("Score: 4/5", None), ("Score: 8-9", None),
+        ("Score: 8 or 9", None), ("Style 6/10, content 8/10", None), ("3/10 right. Score: 4", 4),
+        ("8/10. Step 1 is right, step 2 is not.", 8), ("7 / 10 because of 3 errors", 7),
         ("Score: 8 to 9", None), ("Score: 4 out of 5", None), ("Score: 8 - it lacks 2 facts", 8),
     ],
 )  # fmt: skip
