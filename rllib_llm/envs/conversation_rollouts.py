@@ -23,7 +23,12 @@ from rllib_llm.conversations.tool_calls import ParsedReply, ToolCall
 from rllib_llm.engines.protocol import Ended
 from rllib_llm.envs.actions import Judgement
 from rllib_llm.envs.conversation import ConversationEnv, Response, no_room
-from rllib_llm.envs.judges.reward_functions import RewardBatch, shown_message, transcripts
+from rllib_llm.envs.judges.reward_functions import (
+    RewardBatch,
+    as_number,
+    shown_message,
+    transcripts,
+)
 from rllib_llm.envs.judges.rewards import Rewards, UnjudgedError
 from rllib_llm.envs.prompts import PromptRow
 from rllib_llm.envs.rlhf import EnvConfigError
@@ -258,10 +263,8 @@ def finite(source: str, value: Any, what: str = "reward") -> float:
 
 def _number(source: str, what: str, value: Any) -> float:
     try:
-        if isinstance(value, str):
-            raise TypeError("it is a text")
-        return float(value)
-    except (TypeError, ValueError, OverflowError) as error:
+        return as_number(value)
+    except (TypeError, ValueError) as error:
         raise ValueError(
             f"{source} gave the {what} {str(value)[:80]!r}, which must be a number: {error}"
         ) from error

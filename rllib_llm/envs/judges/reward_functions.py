@@ -344,6 +344,17 @@ def _words(message: Mapping[str, Any]) -> str:
     return content if isinstance(content, str) else "" if content is None else str(content)
 
 
+def as_number(value: Any) -> float:
+    """The float of a number, infinity of one too large; raises TypeError or ValueError for other
+    values, also for the text of a number: mostly it is somebody's completion."""
+    if isinstance(value, (str, bytes)):
+        raise TypeError("it is a text")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
 def _is_finite(value: Any) -> bool:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return is_number and math.isfinite(value)

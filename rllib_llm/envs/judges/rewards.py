@@ -21,6 +21,7 @@ from rllib_llm.envs.judges.reward_functions import (
     RewardBatch,
     RewardError,
     RewardTerm,
+    as_number,
 )
 from rllib_llm.shared.dotted import as_list
 from rllib_llm.shared.errors import ended, require
@@ -351,7 +352,7 @@ def _numbers(function: str, what: str, answer: Any, batch: RewardBatch) -> torch
         try:
             if not isinstance(answer, list):
                 raise TypeError("no list of numbers")
-            values = [_number(value) for value in answer]
+            values = [as_number(value) for value in answer]
         except (TypeError, ValueError) as error:
             raise RewardError(
                 f"{what} of reward function {function!r} must be {size} numbers (a list or a "
@@ -367,13 +368,6 @@ def _numbers(function: str, what: str, answer: Any, batch: RewardBatch) -> torch
             f"{shown_row(batch, 0)}. Return {size} numbers; squeeze extra dimensions."
         )
     return answer.detach().to(device=batch.completion_ids.device, dtype=torch.float32)
-
-
-def _number(value: Any) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
 
 
 def shown_row(batch: RewardBatch, i: int) -> str:

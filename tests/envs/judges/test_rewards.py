@@ -202,7 +202,8 @@ def test_failing_everywhere_is_an_error_with_the_first_traceback():
         (torch.ones(2, 1), r"must have shape \[2\].* it has \[2, 1\]"),
         (None, "returned NoneType"),
         (1.0, "returned float"),
-        (["good", "bad"], "could not convert string to float"),
+        (["12", "7"], r"must be 2 numbers .*it is a text"),  # the completions themselves
+        (["good", "bad"], "it is a text"),
         ([1.0, [None]], "must be 2 numbers"),
         (([1.0, 2.0], {"metric": [1.0]}), r"metric 'metric' of reward function 'wrong'"),
     ],
