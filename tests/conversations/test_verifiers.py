@@ -152,6 +152,11 @@ def test_settings_of_the_task_set_and_how_many_tasks(make):
         ({"taskset": f"{HERE}:Guarded"}, r"@vf.intercept of \['guard'\] rewrites"),
         ({"taskset": f"{HERE}:Watched"}, r"@vf.stop of \['long'\] looks at requests or resp"),
         ({"taskset": f"{HERE}:Remote"}, "toolset Ones must be .* http://localhost:1/mcp. Name"),
+        (
+            {"taskset": f"{HERE}:Mixed"},
+            "must have the same tools in all tasks.*'CountTask': .'hundreds",
+        ),
+        ({"taskset": f"{HERE}:Dynamics"}, r"toolset Dynamic must be .*register\(\) offers tools"),
         ({"taskset": "no_such_taskset"}, "taskset='no_such_taskset'.* must be a vf.Taskset"),
         ({"taskset_config": {"mots": 3}}, "taskset_config={'mots': 3} must be"),
     ],

@@ -261,3 +261,29 @@ class Reverse(vf.Taskset[ReverseTask, vf.TasksetConfig]):
             vf.ToolMessage(content="seen", tool_call_id="c0", name="look"),
         ]
         yield ReverseTask(ReverseData(prompt=said, answer="x"))
+
+
+class Mixed(vf.Taskset[vf.Task, vf.TasksetConfig]):
+    """Tasks of two classes, one with tools."""
+
+    def load(self):
+        yield SumTask(SumData(prompt="1+1?", answer="2"))
+        yield CountTask(vf.TaskData(prompt="Count."))
+
+
+class Dynamic(vf.Toolset[vf.ToolsetConfig, vf.State]):
+    """As verifiers' own of NeMo Gym: its tools are registered, not declared."""
+
+    def register(self, mcp) -> None:
+        mcp.add_tool(lambda: "1", name="one")
+
+
+class DynamicTask(vf.Task[vf.TaskData]):
+    @classmethod
+    def toolsets(cls, config) -> list[vf.Toolset]:
+        return [Dynamic(vf.ToolsetConfig())]
+
+
+class Dynamics(vf.Taskset[DynamicTask, vf.TasksetConfig]):
+    def load(self):
+        yield DynamicTask(vf.TaskData(prompt="x"))

@@ -27,6 +27,7 @@ from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.rlhf import EnvConfigError
 from rllib_llm.envs.tools import FunctionTool, tool_schema
 from rllib_llm.shared.dotted import import_dotted, looks_dotted
+from rllib_llm.shared.errors import require
 from rllib_llm.shared.remote import call
 
 
@@ -167,8 +168,17 @@ class VerifiersEnv(ConversationEnv):
         ]
 
     def tools(self) -> Sequence[Any]:
-        own = _toolsets_of(self.vf_tasks[0])
-        return [*super().tools(), *_tools_of(own), *_tools_of(self.shared_toolsets)]
+        one_of_each = {type(task): task for task in reversed(self.vf_tasks)}
+        found = {kind.__name__: _tools_of(_toolsets_of(task)) for kind, task in one_of_each.items()}
+        names = {kind: sorted(tool.name for tool in tools) for kind, tools in found.items()}
+        require(
+            len({*map(tuple, names.values())}) == 1, "taskset", self.settings["taskset"],
+            "have the same tools in all tasks", f"its tasks have {names}, and a policy is told of "
+            "tools before a conversation begins",
+            "Make a task set of each, or give all of them all tools", EnvConfigError,
+        )  # fmt: skip
+        own = found[type(self.vf_tasks[0]).__name__]
+        return [*super().tools(), *own, *_tools_of(self.shared_toolsets)]
 
     def tools_of(self, conversation: Conversation) -> Sequence[Callable[..., Any]]:
         trace = conversation.state[_TRACE]
@@ -302,7 +312,9 @@ def _toolsets_of(task: Any) -> list[Any]:
 
 
 def _checked(toolsets: Sequence[Any]) -> list[Any]:
-    """The toolsets, none of which may be one that runs elsewhere."""
+    """The toolsets, none of which may run elsewhere or have tools that it does not declare."""
+    import verifiers.v1 as vf
+
     for toolset in toolsets:
         name, config = type(toolset).__name__, toolset.config
         reason = ""
@@ -312,6 +324,8 @@ def _checked(toolsets: Sequence[Any]) -> list[Any]:
             reason = "it shares the agent's box (colocated). Leave that out"
         elif getattr(getattr(config, "runtime", None), "type", "subprocess") != "subprocess":
             reason = f"its runtime is {config.runtime.type!r}. Leave that out"
+        elif type(toolset).register is not vf.Toolset.register:
+            reason = "its register() offers tools of its own. Declare them with @vf.tool"
         if reason:
             raise EnvConfigError(
                 f"toolset {name} must be one of this process: {reason}, or train with verifiers' "
