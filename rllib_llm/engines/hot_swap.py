@@ -13,12 +13,12 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Hashable, Sequence
-from concurrent.futures import CancelledError, Future, InvalidStateError
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
 
-from rllib_llm.engines.engine_loop import EngineLoop
+from rllib_llm.engines.engine_loop import EngineLoop, settle
 from rllib_llm.engines.protocol import Ended, InFlight, Row, Tokens
 from rllib_llm.engines.torch_engine import Scores, TorchEngine
 
@@ -128,20 +128,17 @@ class LaneEngine:
     def _score_one(self, lane: TorchEngine) -> None:
         """Scores the next text of a lane, of which all are scored by the same version."""
         scoring = self._scorings[lane][0]
-        text = scoring.texts[len(scoring.found)]
         try:
-            if scoring.done.cancelled():
-                raise CancelledError
-            if lane.version != scoring.version:
-                raise self._gone(scoring.version)
-            scoring.found.append(lane.score(text, scoring.top))
-            if len(scoring.found) < len(scoring.texts):
-                return
-            scoring.done.set_result(scoring.found)
+            if not scoring.done.done():  # else nobody waits for it any more
+                if lane.version != scoring.version:
+                    raise self._gone(scoring.version)
+                text = scoring.texts[len(scoring.found)]
+                scoring.found.append(lane.score(text, scoring.top))
+                if len(scoring.found) < len(scoring.texts):
+                    return
+                settle(scoring.done, scoring.found)
         except ValueError as error:
-            scoring.done.set_exception(error)
-        except (CancelledError, InvalidStateError):
-            pass  # nobody waits for it any more
+            settle(scoring.done, error)
         self._scorings[lane].popleft()
 
     def sampled(self, ids: Sequence[Hashable], starts: Sequence[int]) -> list[Tokens]:
@@ -226,8 +223,7 @@ class LaneEngine:
         for lane in self._lanes:
             lane.close()
             for scoring in self._scorings[lane]:
-                if scoring.done.set_running_or_notify_cancel():
-                    scoring.done.set_exception(RuntimeError("The engine was closed."))
+                settle(scoring.done, RuntimeError("The engine was closed."))
 
 
 class LaneLoader:

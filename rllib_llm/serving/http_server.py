@@ -143,15 +143,15 @@ def _add_health(app: FastAPI, service: Service) -> None:
 
     @app.get("/readyz", responses=documented(503))
     async def readyz() -> dict[str, str]:
-        await service.check_alive()
+        service.check_open()
+        await service.counts()
         return {"status": "ready"}
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
         if service.is_ready:
-            with contextlib.suppress(RuntimeError):  # the engine has ended, which /readyz says
-                counts = await asyncio.wrap_future(service.host.count())
-                set_gauges(service.metrics, counts, service.weights)
+            with contextlib.suppress(ApiError):  # the engine has ended, which /readyz says
+                set_gauges(service.metrics, await service.counts(), service.weights)
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from rllib_llm.data.decoding import TextStream
+from rllib_llm.engines.engine_loop import settle
 from rllib_llm.engines.hot_swap import VersionGoneError
 from rllib_llm.engines.params import LOWEST_TEMPERATURE, SamplingParams
 from rllib_llm.engines.protocol import Ended, GuideError, Noise, Row, Tokens
@@ -491,9 +492,12 @@ class RunningJob:
         return sum(choice.num_tokens for choice in self.choices)
 
     def abort(self) -> None:
-        """Ends it with what there is."""
+        """Ends it with what there is; without scores of its prompts there is no answer."""
         for future in self._futures:
             self._host.abort(future)
+        if self._scoring is not None:
+            message = "The request was aborted before its prompts were scored. Send it again."
+            settle(self._scoring, ApiError(503, message, code="aborted"))
 
     def close(self) -> None:
         """Aborts its rows in the engine."""

@@ -22,7 +22,7 @@ import torch
 from fastapi import Request, Response
 
 from rllib_llm.data.decoding import TokenTexts
-from rllib_llm.serving.engine_host import EngineHost
+from rllib_llm.serving.engine_host import Counts, EngineHost
 from rllib_llm.serving.guides import BusyError, no_good
 from rllib_llm.serving.jobs import (
     ENGINE_ENDED,
@@ -248,12 +248,15 @@ class Service:
             return work(*arguments)
         return await anyio.to_thread.run_sync(work, *arguments, limiter=self.threads)
 
-    async def check_alive(self) -> None:
-        """Raises ApiError where no request can be taken now, or the engine does not answer."""
-        self.check_open()
+    async def counts(self) -> Counts:
+        """Returns the completions in the engine.
+
+        Raises:
+            ApiError: 503, it does not answer, or has ended.
+        """
         try:
             with anyio.fail_after(_ALIVE_SECONDS):
-                await asyncio.wrap_future(self.host.count())
+                return await asyncio.wrap_future(self.host.count())
         except TimeoutError:
             raise ApiError(
                 503, f"The server's engine has not answered in {_ALIVE_SECONDS:g} s.",

@@ -449,6 +449,30 @@ def test_scored_prompts_count_as_tokens_and_places():
     asked(ask, api_keys="k", tokens_per_minute=300, max_rows=2, max_waiting=4)
 
 
+@pytest.mark.parametrize("max_tokens", [0, 3])
+def test_scoring_can_be_aborted_while_the_server_is_paused(max_tokens):
+    """As trainers do before they load weights: such requests waited until it was resumed."""
+
+    async def ask(http, made) -> None:
+        made.host.pause()
+        scored = {"prompt": [1, 40], "max_tokens": max_tokens, "echo": True, "logprobs": 0}
+        asking = asyncio.create_task(http.post("/v1/completions", json=scored))
+        while not made.jobs:
+            await asyncio.sleep(0.001)
+        aborted = await http.post("/abort_requests", headers=bearer("root"))
+        assert len(aborted.json()["aborted"]) == 1
+        answer = await asking
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "aborted")
+        assert not made.num_rows
+        # What is left of it in the engine is of a version that goes, which ends nothing else.
+        weights = model(1).state_dict()
+        await asyncio.to_thread(made.load, weights, epoch=0, version=1, source="test")
+        made.host.resume()
+        assert (await http.post("/v1/completions", json=scored)).status_code == 200
+
+    asked(ask, admin_key="root", in_flight="recompute")
+
+
 def test_scoring_ends_at_the_deadline():
     async def ask(http, made) -> None:
         made.host.pause()
@@ -707,5 +731,6 @@ def test_readiness_asks_the_engine(monkeypatch):
         made.host.count = Future  # an engine that never answers
         answer = await http.get("/readyz")
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_silent")
+        assert (await http.get("/metrics")).status_code == 200, "it waited for ever"
 
     asked(ask)
