@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rllib_llm.cli.session import prepare, user_errors
+from rllib_llm.overseer.diagnosis import shares
 from rllib_llm.overseer.service import DONE, WAITING, find_run
 from rllib_llm.shared.errors import UserError
 from rllib_llm.shared.storage import place
@@ -283,15 +284,9 @@ def _add(table: Table, part: dict[str, Any], name: str) -> None:
 
 def _shares(trial: dict[str, Any]) -> Text:
     """Where the time of the last iterations went, the most first."""
-    recent = trial.get("recent_seconds") or {}
-    total = sum(recent.values())
-    if not total:
-        return Text("")
-    most = sorted(recent.items(), key=lambda item: -item[1])
-    return Text(
-        ", ".join(f"{name} {value / total:.0%}" for name, value in most if value / total >= 0.005),
-        style="dim",
-    )
+    found = shares(trial.get("recent_seconds") or {})
+    most = sorted(found.items(), key=lambda item: -item[1])
+    return Text(", ".join(f"{name} {x:.0%}" for name, x in most if x >= 0.005), style="dim")
 
 
 DEFAULT_WAIT_S = 60.0

@@ -13,6 +13,7 @@ from typing import Any
 from rllib_llm.algorithms.places import Reservation, check_nodes, total_of
 from rllib_llm.algorithms.registry import ALGORITHMS
 from rllib_llm.checkpoints.algorithm import restore_source
+from rllib_llm.config.checks import require
 from rllib_llm.config.schema import build_config
 from rllib_llm.config.sections import sections_of, table
 from rllib_llm.config.setting import IN_ENV
@@ -185,16 +186,10 @@ def is_ours(run: str, algo_class: type) -> bool:
 def _check_counters(experiment: Experiment) -> None:
     for key in COUNTERS:
         limit = experiment.stop.get(key, 1)
-        if limit <= 0:
-            complain(
-                UserError(
-                    name=f"{experiment.name}.stop.{key}",
-                    value=limit,
-                    rule="be above 0",
-                    reason="a trial ends when its count reaches it",
-                    remedy="Raise it, or drop the experiment",
-                )
-            )
+        require(
+            limit > 0, f"{experiment.name}.stop.{key}", limit, "above 0",
+            "a trial ends when its count reaches it", "Raise it, or drop the experiment",
+        )  # fmt: skip
 
 
 def _check_results(experiment: Experiment) -> None:

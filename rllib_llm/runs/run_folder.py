@@ -288,7 +288,7 @@ def write_environment(folder: Place) -> None:
     file = folder / ENVIRONMENT_FILE
     if not file.is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(describe_environment(), indent=1), encoding="utf-8")
+        replace_text(file, json.dumps(describe_environment(), indent=1))
 
 
 def read_environment(folder: Place) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,14 @@ class SamplesLoggingActor(_LoggingActor):
         log, config = super()._handle_result(result)
         lines, self._read_to = new_lines(self._samples, self._read_to)
         if new := [json.loads(line) for line in lines]:
-            names = list(new[0])
-            data = [[row.get(name) for name in names] for row in new]
-            log["samples"] = self._wandb.Table(columns=names, data=data)
+            log["samples"] = self._wandb.Table(**as_table(new))
         return log, config
+
+
+def as_table(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return rows as W&B's `Table` takes them, with each column that some row has."""
+    names = [*dict.fromkeys(name for row in rows for name in row)]
+    return {"columns": names, "data": [[row.get(name) for name in names] for row in rows]}
 
 
 class WandbLogger(WandbLoggerCallback):
