@@ -181,7 +181,7 @@ def two_iterations(stage: Stage) -> list[dict[str, Any]]:
     config.evaluation_interval = None
     if stage.is_rlhf:
         config.num_env_runners = 0
-        config.pipeline_depth = 0
+        config.max_staleness = 0
         config.weights_transport = "store"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

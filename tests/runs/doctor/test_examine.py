@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rllib_llm.envs.prompts import PromptSource
-from rllib_llm.runs.doctor.examine import before_a_run, examine
+from rllib_llm.runs.doctor.examine import before_a_run, examine, two_iterations
 from rllib_llm.runs.doctor.machine_rules import GIB, Machine, server_rules
 from rllib_llm.runs.doctor.reward_rules import answer_scores
 from rllib_llm.runs.doctor.stage import Finding, exit_code, make_stage
@@ -526,3 +526,10 @@ def test_advice_on_cut_prompts_is_within_what_the_model_reads(folders):
 
 def test_a_value_out_of_range_is_told_once():
     assert [finding.id for finding in found(grpo(temperature=-1))] == ["settings.temperature"]
+
+
+def test_the_two_iterations_learn_from_fresh_completions_whatever_the_run_does():
+    """The gap of log-probs would hold what an update changed: with max_staleness=1 the second
+    update learns from completions of version 0, which are one update old."""
+    stage = make_stage(grpo(max_staleness=1, off_policy="decoupled", num_env_runners=1))
+    assert two_iterations(stage)[-1]["train"]["staleness"] == 0.0
