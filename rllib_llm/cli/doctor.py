@@ -26,14 +26,14 @@ COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 
 def doctor(
     file: Annotated[
-        Path | None, typer.Argument(help="YAML file with experiments; none: the machine alone.")
+        Path | None, typer.Argument(help="YAML file with experiments. Default: only this machine.")
     ] = None,
     deep: Annotated[
         bool,
         typer.Option(
             "--deep",
-            help="Load the models too: two iterations of each experiment, log-probs against a full "
-            "forward pass, the chat template's proof, rewards of right and wrong answers.",
+            help="Load the models, too: run two iterations of each experiment, compare log-probs "
+            "with a full forward pass, check the chat template and the rewards of right answers.",
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print findings as JSON.")] = False,
@@ -42,7 +42,9 @@ def doctor(
     ] = True,
     ray_address: Annotated[
         str | None,
-        typer.Option("--ray-address", envvar="RAY_ADDRESS", help="The cluster that is to be used."),
+        typer.Option(
+            "--ray-address", envvar="RAY_ADDRESS", help="The cluster that the run will use."
+        ),
     ] = None,
     storage_path: Annotated[
         str | None,
@@ -54,10 +56,10 @@ def doctor(
     overrides: Annotated[list[str] | None, typer.Option("--set", help=SET_HELP)] = None,
     imports: Annotated[list[str] | None, typer.Option("--import", help=IMPORT_HELP)] = None,
 ) -> None:
-    """Check an installation, this machine and a file of experiments before hours are spent.
+    """Check the installation, this machine and a file of experiments before a run.
 
-    Exits with 0 where nothing was found, 1 for warnings, 2 for errors. Nothing is trained, and
-    without --deep no weights are loaded.
+    Exits with 0 if nothing was found, 1 for warnings, 2 for errors. Without --deep no weights are
+    loaded and nothing is trained.
     """
     prepare(0, imports)
     with user_errors():
@@ -159,7 +161,7 @@ def _show(found: list[Finding], console: Console) -> None:
                 console.print(Text(f"  {line}"), highlight=False)
     counts = {name: sum(f.severity == name for f in found) for name in ("error", "warning")}
     if not any(counts.values()):
-        console.print("[green]Nothing stands against a run.[/green]")
+        console.print("[green]No problem found.[/green]")
     else:
         said = [f"{n} {name}{'s' * (n > 1)}" for name, n in counts.items() if n]
         console.print(f"[bold]{' and '.join(said)}[/bold]")

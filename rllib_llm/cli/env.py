@@ -64,17 +64,17 @@ def check(
         typer.Option(
             "--model",
             "-m",
-            help="The policy whose token ids prompts are: a folder, a hub id or a dotted path. "
-            "The same as model in --env-config.",
+            help="The policy, whose tokenizer encodes prompts: a folder, a hub id or a dotted "
+            "path. The same as model in --env-config.",
         ),
     ] = None,
-    num_prompts: Annotated[int, typer.Option(help="Prompts of the batches it is tried with.")] = 3,
+    num_prompts: Annotated[int, typer.Option(help="Prompts in each tried batch.")] = 3,
     num_completions: Annotated[int, typer.Option(help="Completions of each prompt.")] = 2,
     imports: Annotated[list[str] | None, typer.Option("--import", help=IMPORT_HELP)] = None,
 ) -> None:
     """Run an environment with random completions and report violations of its contract.
 
-    Exits with 1 where it breaks the contract.
+    Exits with 1 if it violates the contract.
     """
     prepare(imports=imports)
     console = Console()
@@ -117,17 +117,15 @@ def judge(
         Path, typer.Argument(help="JSONL, CSV or Parquet with prompt, completion and a label.")
     ],
     function: Annotated[str, typer.Option("--function", "-f", help=SPEC_HELP)],
-    label: Annotated[str, typer.Option(help="Column of the labels, the higher the better.")] = (
-        "label"
-    ),
-    bins: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 5,
-    limit: Annotated[int | None, typer.Option(min=1, help="Rows that are judged.")] = None,
+    label: Annotated[str, typer.Option(help="Column of the labels; higher is better.")] = ("label"),
+    bins: Annotated[int, typer.Option(min=1, help="Rows of the printed table.")] = 5,
+    limit: Annotated[int | None, typer.Option(min=1, help="Rows to judge. Default: all.")] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="JSON file for the report.")
     ] = None,
     imports: Annotated[list[str] | None, typer.Option("--import", help=IMPORT_HELP)] = None,
 ) -> None:
-    """Judge rows of a file and compare the scores with labels: how far a judge can be trusted."""
+    """Judge the rows of a file and compare the scores with labels."""
     prepare(imports=imports)
     with user_errors():
         from dataclasses import asdict
@@ -146,12 +144,12 @@ def judge(
 
 def reward_server(
     function: Annotated[
-        list[str], typer.Option("--function", "-f", help=f"{SPEC_HELP} As often as needed.")
+        list[str], typer.Option("--function", "-f", help=f"{SPEC_HELP} May be repeated.")
     ],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8100,
     label_column: Annotated[
-        str, typer.Option(help="Column as which functions get OpenRLHF's and slime's label.")
+        str, typer.Option(help="Column under which functions get OpenRLHF's and slime's label.")
     ] = "answer",
     token_env: Annotated[
         str, typer.Option(help="Environment variable that holds the token.")

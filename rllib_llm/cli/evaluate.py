@@ -45,7 +45,8 @@ def evaluate(
         typer.Option(
             "--samples",
             min=1,
-            help="Completions of each prompt, sampled, not greedy; --episodes counts them all.",
+            help="Completions sampled for each prompt, instead of a greedy one; --episodes counts "
+            "all of them.",
         ),
     ] = None,
     pass_at: Annotated[
@@ -54,14 +55,14 @@ def evaluate(
     ] = None,
     pass_on: Annotated[
         str | None,
-        typer.Option("--pass-on", help="The 0-1 component of the reward that says what passed."),
+        typer.Option("--pass-on", help="The reward's component, 0 or 1, that decides what passes."),
     ] = None,
     answer_pattern: Annotated[
         str | None,
         typer.Option(
             "--answer-pattern",
-            help="What a completion votes for in maj@k: the first group of this regular "
-            "expression's last match. Default: all that it says.",
+            help="Regular expression of the answer that counts in maj@k: the first group of its "
+            "last match. Default: the whole completion.",
         ),
     ] = None,
     config: Annotated[
@@ -69,7 +70,7 @@ def evaluate(
         typer.Option(
             "--config",
             "-c",
-            help="Settings laid over the checkpoint's, as JSON or YAML: "
+            help="Settings that override the checkpoint's, as JSON or YAML: "
             '\'{"env_config": {"split": "eval"}}\'.',
         ),
     ] = "{}",

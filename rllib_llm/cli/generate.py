@@ -41,8 +41,10 @@ class Sampling:
     temperature: Annotated[
         float, typer.Option(min=0.0, help="Logits are divided by it; 0 is the same as --greedy.")
     ] = 1.0
-    top_p: Annotated[float, typer.Option(help="Sample from this probability mass.")] = 1.0
-    top_k: Annotated[int, typer.Option(help="Sample from so many tokens; 0: all.")] = 0
+    top_p: Annotated[
+        float, typer.Option(help="Sample from the likeliest tokens with this probability.")
+    ] = 1.0
+    top_k: Annotated[int, typer.Option(help="Sample from the k likeliest tokens; 0: all.")] = 0
     greedy: Annotated[bool, typer.Option("--greedy", help="Take the likeliest token.")] = False
     num_completions: Annotated[int, typer.Option(min=1, help="Completions of each prompt.")] = 1
     seed: Annotated[int, typer.Option(help="The same seed gives the same completions.")] = 0
@@ -53,8 +55,8 @@ class Sampling:
         bool | None,
         typer.Option(
             "--chat/--no-chat",
-            help="Make each prompt the user's turn in the model's chat template. Default: where "
-            "the model has one.",
+            help="Make each prompt a user turn in the model's chat template. Default: if the model "
+            "has one.",
         ),
     ] = None
     system: Annotated[str | None, typer.Option("--system", help="System message of the chats.")] = (
@@ -64,7 +66,7 @@ class Sampling:
         list[str] | None,
         typer.Option(
             "--stop",
-            help="A text that ends a completion, \\n for a line's end; as often as needed.",
+            help="A text that ends a completion; \\n is a line break. May be repeated.",
         ),
     ] = None
 

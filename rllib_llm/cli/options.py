@@ -14,8 +14,8 @@ import typer
 from rllib_llm.runs.yaml_loader import HELP as SET_HELP
 
 IMPORT_HELP = (
-    "A module of yours that is imported here and in Ray's processes before anything else, to "
-    "register environments and the like by name; as often as needed."
+    "A module that is imported first, here and in Ray's processes, for example to register "
+    "environments by name. May be repeated."
 )
 Options = TypeVar("Options")
 
@@ -65,8 +65,8 @@ class RunOptions(RayOptions):
         typer.Option(
             "--stop",
             "-s",
-            help="When a trial ends, as JSON or YAML: '{\"episode\": 4000}'. Laid over what the "
-            "file says, for every experiment.",
+            help="When a trial ends, as JSON or YAML: '{\"episode\": 4000}'. Overrides the file's "
+            "values, for every experiment.",
         ),
     ] = "{}"
     experiment_name: Annotated[
@@ -118,24 +118,24 @@ class RunOptions(RayOptions):
         typer.Option(
             "--keep-checkpoints-num",
             min=1,
-            help="Checkpoints kept per trial. Default: two, with --checkpoint-freq or a scheduler "
-            "all. The best by held-out data is kept besides, as best_checkpoint.",
+            help="Checkpoints kept per trial. Default: two; all with --checkpoint-freq or a "
+            "scheduler. The best one by held-out data is kept as well, as best_checkpoint.",
         ),
     ] = None
     checkpoint_score_attr: Annotated[
         str | None,
         typer.Option(
             "--checkpoint-score-attr",
-            help="Keep the checkpoints with the highest of this result, with 'min-' before it the "
-            "lowest. Default: the newest.",
+            help="Keep the checkpoints with the highest value of this result, or with 'min-' "
+            "before its name the lowest. Default: the newest.",
         ),
     ] = None
     restore: Annotated[
         str | None,
         typer.Option(
             "--restore",
-            help="Checkpoint from which the trials of one experiment start. Everything counts on "
-            "from there: --stop says totals, of training_iteration too.",
+            help="Checkpoint from which the trials of one experiment start. Counters continue from "
+            "there: the values of --stop are totals, training_iteration included.",
         ),
     ] = None
     resume: Annotated[
@@ -143,7 +143,7 @@ class RunOptions(RayOptions):
         typer.Option(
             "--resume",
             help="Continue the run of --experiment-name, or the newest run of this file: finished "
-            "experiments are kept, the others go on from their last checkpoint.",
+            "experiments are kept, the others continue from their last checkpoint.",
         ),
     ] = False
     scheduler: Annotated[
@@ -173,7 +173,7 @@ class RunOptions(RayOptions):
     ] = None
     overrides: Annotated[list[str] | None, typer.Option("--set", help=SET_HELP)] = None
     as_test: Annotated[
-        bool, typer.Option("--as-test", help="Exit with 1 where a pass criterion is not met.")
+        bool, typer.Option("--as-test", help="Exit with 1 if a pass criterion is not met.")
     ] = False
 
 

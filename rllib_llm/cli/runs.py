@@ -102,7 +102,7 @@ def rollouts(
             console.print(_export(table, export), soft_wrap=True)
             return
         if where:
-            console.print("All rollouts of the run, whatever --where asks for:")
+            console.print("All rollouts of the run, without --where:")
         _print_summary(console, found)
         rows = table.to_pylist()
     if show and not rows:
@@ -153,7 +153,7 @@ def _export(table: Any, target: str) -> str:
     """Write the rows of `table`, and say where they are."""
     if table.num_rows == 0:
         raise UserError(
-            "--where must leave at least one row: there is none to export. Loosen the condition."
+            "--where must match at least one row: there is none to export. Loosen the condition."
         )
     path = Path(target).expanduser()
     if path.suffix in (".jsonl", ".ndjson", ".json"):
@@ -227,7 +227,7 @@ def status(
 
 
 def top(run: Folder) -> None:
-    """Show a run's status again and again, until Ctrl-C."""
+    """Show a run's status, refreshed every second, until Ctrl-C."""
     with user_errors():
         overseen = find_run(run)
         with Live(view(overseen.status()), screen=False, auto_refresh=False) as live:
@@ -294,24 +294,24 @@ NOT_ANSWERED = 2  # the exit code where a command was refused or lost
 Wait = Annotated[
     float,
     typer.Option(
-        "--wait", min=0, help="Seconds to wait for the answer, which comes after this iteration."
+        "--wait", min=0, help="Seconds to wait for the answer, which comes after the iteration."
     ),
 ]
 
 
 def pause(run: Folder, wait: Wait = DEFAULT_WAIT_S) -> None:
-    """Have a run wait after its iteration; nothing is lost."""
+    """Pause a run after its current iteration; nothing is lost."""
     _tell(run, "pause", wait)
 
 
 def resume(run: Folder, wait: Wait = DEFAULT_WAIT_S) -> None:
-    """Have a paused run go on."""
+    """Resume a paused run."""
     _tell(run, "resume", wait)
 
 
 def scale(
     run: Folder,
-    samplers: Annotated[int, typer.Option("--samplers", help="Samplers from now on.")],
+    samplers: Annotated[int, typer.Option("--samplers", help="The new number of samplers.")],
     wait: Wait = DEFAULT_WAIT_S,
 ) -> None:
     """Change the number of samplers of a running run; does not change what is learnt."""
@@ -319,7 +319,7 @@ def scale(
 
 
 def checkpoint(run: Folder, wait: Wait = DEFAULT_WAIT_S) -> None:
-    """Have a checkpoint saved after this iteration."""
+    """Save a checkpoint after the current iteration."""
     _tell(run, "checkpoint", wait)
 
 
@@ -333,10 +333,11 @@ def _tell(folder: str, command: str, wait: float, **arguments: Any) -> None:
         told = find_run(folder).tell(command, timeout_s=wait, **arguments)
         if not told:
             raise UserError(
-                f"run={folder!r} must have a trial that answers: none has been heard in the last "
-                "seconds. Look with rllib status."
+                f"run={folder!r} must have a running trial: none has reported in the last seconds. "
+                "See rllib status."
             )
     for one in told:
-        print(f"{one['part']}: {one['answer'] or 'told; it does so after this iteration'}")
+        answer = one["answer"] or "received; carried out after the current iteration"
+        print(f"{one['part']}: {answer}")
     if any(one["state"] not in (DONE, WAITING) for one in told):
         raise typer.Exit(NOT_ANSWERED)

@@ -35,28 +35,28 @@ def serve(
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
-    name: Annotated[str | None, typer.Option(help="Of the model in answers.")] = None,
+    name: Annotated[str | None, typer.Option(help="The model's name in answers.")] = None,
     weights_name: Annotated[
-        str | None, typer.Option(help="Follow the weights of the run of this name.")
+        str | None, typer.Option(help="Follow the weights that a run publishes by this name.")
     ] = None,
     ray_address: Annotated[
-        str | None, typer.Option(help="Cluster to serve on, which a followed run is on.")
+        str | None, typer.Option(help="Ray cluster to serve on; that of the run that is followed.")
     ] = None,
     local: Annotated[
         bool, typer.Option("--local", help="In this process, without Ray Serve.")
     ] = False,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Any setting: NAME=VALUE; as often as needed."),
+        typer.Option("--set", help="Any setting: NAME=VALUE. May be repeated."),
     ] = None,
     show_config: Annotated[
-        bool, typer.Option("--show-config", help="Show all settings with their values, and end.")
+        bool, typer.Option("--show-config", help="Show all settings with their values, and exit.")
     ] = False,
 ) -> None:
     """Serve a model with OpenAI's HTTP interface, on Ray Serve.
 
-    Settings come from --config, from the environment (RLLIB_SERVE_<NAME>) and from flags, of which
-    later ones win. Keys come from a file or the environment only.
+    Settings come from --config, from the environment (RLLIB_SERVE_<NAME>) and from flags; flags
+    override the environment, and both override the file. Keys come from a file or the environment.
     """
     prepare()
     with user_errors(), extra_serve("rllib serve"):
@@ -87,7 +87,7 @@ def _named(pairs: Any) -> dict[str, Any]:
         name = name.strip().replace("-", "_")
         if name in _SECRETS:
             raise UserError(
-                f"--set={name}=... must be left out: any user can list command lines. Set "
+                f"--set={name}=... must be left out: any user can read command lines. Set "
                 f"RLLIB_SERVE_{name.upper()} in the environment, or {name}_file."
             )
         found[name] = parse(value, f"--set {name}")

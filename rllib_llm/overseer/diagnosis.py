@@ -104,8 +104,7 @@ REMEDIES: Mapping[str, str] = {
     "evaluation": "raise evaluation_interval, lower evaluation_duration, or raise "
     "evaluation_num_env_runners",
     "checkpoints": "raise checkpoint_interval_s, or store runs on a faster disk",
-    "weights": "use lora, dtype='bfloat16' or another weights_transport; background publishing and "
-    "max_staleness hide it",
+    "weights": "use lora, dtype='bfloat16' or another weights_transport; max_staleness hides it",
 }  # fmt: skip
 
 

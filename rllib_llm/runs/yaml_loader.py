@@ -173,11 +173,11 @@ def _is_space(value: dict[str, Any]) -> bool:
 
 
 HELP = (
-    "Change a setting of the file: KEY=VALUE, as often as needed. KEY is a path of names joined by "
+    "Change a setting of the file: KEY=VALUE. May be repeated. KEY is a path of names joined by "
     "dots: 'sft.config.lr=1e-3' for the experiment sft, 'config.lr=1e-3' or 'stop.episode=100' for "
     "every experiment, 'vars.data=FILE' for a variable. Settings of the algorithm may leave out "
-    "config: 'sft.lr=1e-3'. Without an experiment's name, such a setting goes to each experiment "
-    "whose algorithm knows it. VALUE is YAML: 1e-3, true, [1, 2], {grid_search: [1, 2]}."
+    "config: 'sft.lr=1e-3'. Without an experiment's name, it is set in each experiment whose "
+    "algorithm has it. VALUE is YAML: 1e-3, true, [1, 2], {grid_search: [1, 2]}."
 )
 
 

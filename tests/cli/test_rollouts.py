@@ -77,7 +77,7 @@ def test_rows_become_a_hugging_face_data_set(run, tmp_path, monkeypatch):
 @pytest.mark.parametrize("arguments, message", [
     (["--where", "colour = 1"], "where='colour = 1' must be"),
     (["--sort", "colour"], "sort='colour' must be a column"),
-    (["--where", "score > 9", "--export", "x.jsonl"], "must leave at least one row"),
+    (["--where", "score > 9", "--export", "x.jsonl"], "must match at least one row"),
     (["--export", "x.csv"], "must end in .jsonl, or be a folder"),
 ])  # fmt: skip
 def test_mistakes_are_said(run, arguments, message):

@@ -134,9 +134,9 @@ def test_a_command_that_its_overseer_forgot_is_lost(served):
 def test_the_command_line_tells_a_run_and_shows_the_answer(served):
     overseer, _, folder = served
     overseer.report(trial())
-    assert "none has been heard" in invoke("pause", folder / "ppo", code=2, silent=overseer)
+    assert "none has reported" in invoke("pause", folder / "ppo", code=2, silent=overseer)
     overseer.report(trial())
-    told = "trial t: told; it does so after this iteration"
+    told = "trial t: received; carried out after the current iteration"
     assert told in invoke("pause", folder, "--wait", "0")
     assert "samplers=0 must be" in invoke("scale", folder, "--samplers", "0", code=2)
     threading.Thread(target=answer_once, args=(overseer, "refused", "no"), daemon=True).start()
