@@ -29,7 +29,7 @@ NUM_PROMPTS = 5
 LONGEST = 160  # characters of a completion that are shown
 STARTED = "%Y-%m-%d_%H-%M-%S"
 NOT_SHOWN = {
-    "stories_sentiment": "needs a model and reviews of yours",
+    "stories_sentiment": "needs a model and reviews of your own",
     "verifiers_grpo": "needs verifiers in an environment of its own",
     "shared_arithmetic": "the first stage of the arithmetic examples",
     "shared_reviews": "the first stages of the searches",
@@ -40,7 +40,7 @@ HEAD = """# Gallery
 
 What each example learns: the curve of its result (dashed: its pass mark), and completions of the
 policy before and after. `rllib example run NAME` runs one. Seconds are of the whole command, Ray's
-start among them. `python scripts/gallery.py` makes this page from the folders of the runs.
+start included. `python scripts/gallery.py` makes this page from the folders of the runs.
 
 """
 
@@ -113,7 +113,7 @@ def section(name: str, file: Path, run: Path) -> str:
     at_end = {mark: next(r[mark] for r in reversed(results) if mark in r) for mark in marks}
     wanted = {
         mark: "" if math.isnan(least) else
-        f" ({least} wanted{', missed' if at_end[mark] < least else ''})"
+        f" (pass mark {least}{', missed' if at_end[mark] < least else ''})"
         for mark, least in marks.items()
     }  # fmt: skip
     reached = ", ".join(f"`{mark}` {at_end[mark]:.2f}{wanted[mark]}" for mark in marks)
