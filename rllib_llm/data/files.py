@@ -194,34 +194,22 @@ def _mapped(path: Path) -> Any:
 
 def _json_values(path: Path) -> Iterator[Any]:
     text = text_of(path)
-    if text.lstrip().startswith("["):
-        try:
-            yield from json.loads(text)
-        except (ValueError, RecursionError) as error:  # also a number of too many digits
-            raise DataSourceError(
-                rule="hold a JSON array or one JSON object for each line",
-                reason=error,
-                remedy="Correct the file",
-            ) from error
-        return
-    for number, line in enumerate(text.split("\n"), start=1):
+    is_array = text.lstrip().startswith("[")
+    for number, line in enumerate([text] if is_array else text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
-            yield json.loads(line)
-        except (ValueError, RecursionError) as error:
+            found = json.loads(line)
+        except (ValueError, RecursionError) as error:  # also a number of too many digits
+            told = str(error)
+            if isinstance(error, json.JSONDecodeError) and not is_array:
+                told = f"{error.msg} at character {error.colno}"
             raise DataSourceError(
-                rule="hold one JSON object for each line",
-                reason=f"line {number} is {line[:80]!r} ({_told(error)})",
-                remedy="Correct or remove the line",
+                rule="hold a JSON array" if is_array else "hold one JSON object for each line",
+                reason=told if is_array else f"line {number} is {line[:80]!r} ({told})",
+                remedy="Correct the file" if is_array else "Correct or remove the line",
             ) from error
-
-
-def _told(error: Exception) -> str:
-    """The error of one line, whose number the reader of JSON does not know."""
-    if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg} at character {error.colno}"
-    return str(error)
+        yield from found if is_array else [found]
 
 
 def rows_of(values: Any, description: str, name: str) -> Rows:
