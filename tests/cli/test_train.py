@@ -190,7 +190,9 @@ def test_a_run_that_is_resumed_goes_by_what_is_asked_for_now(run, tmp_path):
     failing = {"a": {**TWO_STAGES["first"], "config": {"fail_at": 5}}}
     failing["a"]["stop"] = {"training_iteration": 9}
     assert run(failing, "--checkpoint-freq", "1").exit_code == 1
-    (trial,) = (tmp_path / "results" / "run" / "a").glob("Counter_*")
+    # Of two runs of this process that begin in one second Tune mixes the files of settings.
+    found = (tmp_path / "results" / "run" / "a").glob("Counter_*/result.json")
+    (trial,) = (file.parent for file in found)
     assert len(list(trial.glob("checkpoint_*/count.json"))) == 4
 
     resumed = ["--resume", "--checkpoint-freq", "3", "--keep-checkpoints-num", "2"]
