@@ -278,7 +278,8 @@ def _check_split(split: str, eval_fraction: float, eval_data: Source | None) -> 
     require(
         split != "eval" or eval_fraction > 0.0 or eval_data is not None, "split", split,
         "have prompts of its own", "eval_fraction is 0 and there are no eval_prompts",
-        "Set eval_fraction (0.1 holds out a tenth) or eval_prompts", PromptError,
+        "Write prompts: {eval_fraction: 0.1}, which holds out a tenth, or {eval_data: ...}",
+        PromptError,
     )  # fmt: skip
     require(
         eval_fraction == 0.0 or eval_data is None, "eval_fraction", eval_fraction, "be 0",

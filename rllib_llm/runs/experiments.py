@@ -267,9 +267,11 @@ class StandIn(str):
     """The model that an earlier experiment starts from, in place of the one that it will make.
 
     made_by: the experiment.
+    chat_template: that is saved with the model, where an experiment on the way to it sets one.
     """
 
     made_by: Experiment
+    chat_template: str | None
 
 
 def with_stand_ins(experiments: list[Experiment]) -> list[Experiment]:
@@ -302,6 +304,8 @@ def with_stand_ins(experiments: list[Experiment]) -> list[Experiment]:
         if isinstance(model, str):
             stand_in = stand_ins[f"{experiment.name}.model"] = StandIn(model)
             stand_in.made_by = experiment
+            inherited = getattr(model, "chat_template", None)
+            stand_in.chat_template = _of_model(config, "chat_template") or inherited
         filled.append(experiment.replace(config=config))
     return filled
 
@@ -345,5 +349,10 @@ def _check_keeps_rollouts(experiment: Experiment, user: str) -> None:
 
 def model_of(config: Mapping[str, Any]) -> Any:
     """The experiment's starting model, wherever its config has it."""
+    return _of_model(config, "model")
+
+
+def _of_model(config: Mapping[str, Any], name: str) -> Any:
+    """A setting of the section `language_model`, wherever the config has it."""
     section = config.get("language_model")
-    return config.get("model") or (section.get("model") if isinstance(section, dict) else None)
+    return config.get(name) or (section.get(name) if isinstance(section, dict) else None)

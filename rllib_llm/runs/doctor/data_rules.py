@@ -372,7 +372,7 @@ def data_rules(stage: Stage) -> Iterator[Finding]:
         yield from _leak(
             *_split(stage, rows, keys),
             "prompts that eval_fraction holds out repeat one to train on",
-            "Remove repeated rows, or give eval_prompts.",
+            "Remove repeated rows, or write prompts: {eval_data: ...}.",
         )  # fmt: skip
     if stage.is_rlhf:
         yield from _prompts(stage, rows)

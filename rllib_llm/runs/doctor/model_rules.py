@@ -133,7 +133,7 @@ def turn_rules(stage: Stage, *, makes_tools: bool = True) -> Iterator[Finding]:
     from rllib_llm.envs.tools import Toolbox
     from rllib_llm.shared.dotted import as_list, import_dotted
 
-    if stage.config.env != CONVERSATION or stage.maker("model"):
+    if stage.config.env != CONVERSATION:
         return
     if not all(is_here(stage.env.get(name)) for name in ("model", "tokenizer")):
         return
@@ -365,5 +365,6 @@ def _evaluation(stage: Stage) -> Iterator[Finding]:
             "settings.evaluation_interval", "error",
             f"evaluation_interval={config.evaluation_interval}",
             "neither eval_prompts nor eval_fraction is set",
-            "Set eval_fraction: 0.1, or evaluation_interval: null.", rule="have held-out prompts",
+            "Write prompts: {eval_fraction: 0.1}, or evaluation_interval: null.",
+            rule="have held-out prompts",
         )  # fmt: skip

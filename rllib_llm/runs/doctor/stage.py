@@ -197,6 +197,7 @@ def first_rows(data: Any, name: str) -> Rows | None:
 
 def env_settings(config: Any) -> dict[str, Any]:
     """Every setting of a config's environment, with the defaults, where it is one of ours.
+    `chat_template` is also the one that an earlier experiment saves with the model.
 
     Raises:
         SettingError: a setting that it does not have.
@@ -207,7 +208,8 @@ def env_settings(config: Any) -> dict[str, Any]:
         return {}
     env = with_defaults(config.env_config, default_settings(config.env), env_id=config.env)
     env["model"] = env.get("model") or config.pretrained_model
-    env["chat_template"] = env.get("chat_template") or config.chat_template
+    saved = getattr(config.pretrained_model, "chat_template", None)
+    env["chat_template"] = env.get("chat_template") or config.chat_template or saved
     return env
 
 

@@ -429,6 +429,22 @@ def test_conversations_that_can_never_begin_are_told_before_a_run(changes, found
         before_a_run([experiment])
 
 
+def test_conversations_with_the_model_of_an_earlier_stage_are_looked_at_with_its_template():
+    # The model has none, and reads 32 tokens; this one adds "u:", EOS and "a:" to what is said.
+    template = (
+        "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}a:{% endif %}"
+    )
+    sft = supervised("SFT", chat_template=template).replace(name="sft")
+    for num_digits, is_refused in ((26, False), (27, True)):
+        prompts = [{"prompt": "1" * num_digits}]
+        given = {"prompts": prompts, "reward_functions": f"{HERE}.says_something"}
+        talk = conversations("rllib_llm/Conversation-v0", **given)
+        talk = talk.replace(config={**talk.config, "model": "${sft.model}"})
+        errors = [f for f in examine([sft, talk], MACHINE) if f.severity == "error"]
+        assert ["leave room for an answer" in f.rule for f in errors] == [True] * is_refused
+
+
 def test_a_few_conversations_that_cannot_begin_stop_no_run():
     prompts = [{"prompt": "1" * n} for n in (5, 130, 6, 125)]
     given = {"prompts": prompts, "reward_functions": f"{HERE}.says_something"}
