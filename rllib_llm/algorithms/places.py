@@ -43,8 +43,8 @@ def require_places(config: Any) -> None:
     if not fits(bundles, totals):
         raise NoPlaceError(
             f"{_ask(bundles)} must fit into the cluster's {_totals(totals)}: the others would wait "
-            "for ever. Lower num_env_runners, evaluation_num_env_runners, num_learners or "
-            "num_cpus_per_..., or give Ray more: ray.init(num_cpus=...), more nodes. On a cluster "
+            "for ever. Lower num_env_runners, evaluation_num_env_runners, num_learners or the CPUs "
+            "and GPUs of each, or give Ray more: ray.init(num_cpus=...), more nodes. On a cluster "
             "that grows by itself, run under tune.Tuner, which asks for the nodes."
         )
     _wait_for_others(bundles)

@@ -89,12 +89,14 @@ def _findings(
     from rllib_llm.runs.yaml_loader import load_file
 
     experiments: list[Experiment] = []
+    is_readable = True
     if file is not None:
         errors: Sequence[ValueError]
         try:
             experiments, errors = load_file(file, overrides)
         except ValueError as broken:
             errors = [broken]
+        is_readable = not errors
         for each in errors:
             yield from Finding.from_errors(each, "file")
     root = storage_root(storage_path, experiments)
@@ -106,9 +108,10 @@ def _findings(
     except UserError as error:
         found.append(Finding.from_error(error, "ports").at(""))
     yield from found
-    if ray_address is not None and not any(finding.severity == "error" for finding in found):
+    can_run = is_readable and not any(finding.severity == "error" for finding in found)
+    if can_run and ray_address is not None:
         yield from _fits_cluster(experiments, ray_address)
-    if start_ray and ray_address is None:
+    elif can_run and start_ray:  # which takes seconds
         yield from ray_rules()
     if deep:
         yield from _deep(experiments)

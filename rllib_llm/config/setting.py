@@ -12,6 +12,7 @@ values are plain attributes of a config, so that Tune's search spaces can stand 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
@@ -78,6 +79,14 @@ def never(why: str) -> Condition:
 def is_set(value: Any) -> bool:
     """Whether it is not None."""
     return value is not None
+
+
+def _number(text: Any) -> float | None:
+    """The number that a text is, an int where it is whole; None of anything else."""
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text) if isinstance(text, str) else None
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +174,8 @@ class Setting:
                 value_rule = "below 2**63"
             elif isinstance(value, str) and not value.strip("\0 \t\n"):
                 value_rule = "more than a blank"
+            elif (meant := _number(value)) is not None and self.error(meant, config) is None:
+                remedy = f"Write {meant} without quotes"
             elif not self.remedy and isinstance(value, str):
                 near = nearest(value, map(str, self.choices), 1)
                 remedy = f"Did you mean {near[0]!r}?" if near else remedy

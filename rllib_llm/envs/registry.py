@@ -115,7 +115,16 @@ def _make_from_keywords(env: Callable[..., Any], env_config: dict[str, Any]) -> 
     own = {*parameters} | (
         {*env_config} if takes_any else {*env_config}.difference(SAMPLER_SETTINGS)
     )
-    return env(**{key: value for key, value in env_config.items() if key in own})
+    given = {key: value for key, value in env_config.items() if key in own}
+    try:
+        inspect.signature(env).bind(**given)
+    except TypeError as error:
+        raise UnknownEnvError(
+            name="env", value=env, rule="be called with the settings of env_config",
+            reason=f"{error}; it has {list(given) or 'none'}",
+            remedy="Name an environment or its creator, and set its arguments in env_config",
+        ) from error  # fmt: skip
+    return env(**given)
 
 
 def default_settings(env_id: str) -> dict[str, Any]:

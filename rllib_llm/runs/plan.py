@@ -237,7 +237,8 @@ def _check_results(experiment: Experiment) -> None:
 
 
 def _meant_counter(key: str, is_known: bool) -> str:
-    """What to write in place of a limit that no trial reports; "" for one that trials may."""
+    """Returns what to write in place of a limit that no trial reports; "" for one that trials
+    may."""
     near = difflib.get_close_matches(key, USUAL_COUNTERS if is_known else COUNTERS, 1, cutoff=0.85)
     if key in COUNTERS or is_known and not near:
         return ""
@@ -369,11 +370,11 @@ def check_resources(reservation: Reservation, nodes: Sequence[Mapping[str, float
     for name, amount in reservation.totals.items():
         if amount > cluster.get(name, 0.0):
             raise UserError(
-                name=f"one trial reserves {amount:g} {name}s and",
+                name=f"one trial reserves {amount:g} {name}{'s' if amount != 1 else ''} and",
                 rule=f"fit into Ray's {cluster.get(name, 0.0):g}",
                 reason="it would wait for ever",
                 remedy=f"Give Ray more (--ray-num-{name.lower()}s, a bigger cluster), or lower "
-                f"num_env_runners, num_learners or num_{name.lower()}s_per_..",
+                f"num_env_runners, num_learners or the {name}s of each",
             )
     check_nodes(reservation, nodes)
 

@@ -52,6 +52,9 @@ def parse(text: str, where: str) -> Any:
         raise yaml_error(error, text, where) from error
 
 
+_NO_EXPERIMENTS = (".py", ".csv", ".tsv", ".jsonl", ".parquet", ".txt", ".md", ".safetensors")
+
+
 def read(path: Path) -> Any:
     """Return the contents of the YAML file at `path`.
 
@@ -67,6 +70,13 @@ def read(path: Path) -> Any:
         if near:
             hint = f"Did you mean {str(path.parent / near[0])!r}?"
         raise UserError(f"file={str(path)!r} must be a YAML file: there is none. {hint}")
+    if path.suffix.lower() in _NO_EXPERIMENTS:
+        raise UserError(
+            name="file", value=str(path), rule="be a YAML file of experiments",
+            reason=f"it ends in {path.suffix}",
+            remedy="Name the YAML file; a module's functions are named in it, and data as prompts: "
+            "{data: ...}",
+        )  # fmt: skip
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

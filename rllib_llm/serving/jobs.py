@@ -18,9 +18,10 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
+from transformers import PreTrainedTokenizerBase
 
 from rllib_llm.data.decoding import TextStream
 from rllib_llm.engines.engine_loop import settle
@@ -33,7 +34,10 @@ from rllib_llm.serving.streams import Choice, Piece
 from rllib_llm.serving.weights import Weights
 
 if TYPE_CHECKING:
-    from rllib_llm.serving.service import Service
+    from rllib_llm.serving.engine_host import EngineHost
+    from rllib_llm.serving.metrics import Metrics
+    from rllib_llm.serving.settings import ServeSettings
+    from rllib_llm.serving.weights import LiveWeights
 
 logger = logging.getLogger(__name__)
 
@@ -323,6 +327,17 @@ def deadline_passed(seconds: float) -> ApiError:
     )  # fmt: skip
 
 
+class SamplesJobs(Protocol):
+    """A server whose engine samples jobs: `service.Service`."""
+
+    host: EngineHost
+    mailbox: Mailbox
+    weights: LiveWeights
+    tokenizer: PreTrainedTokenizerBase
+    settings: ServeSettings
+    metrics: Metrics
+
+
 class RunningJob:
     """A job in the engine. `async for i, piece in job` yields the pieces of completion i, whose
     prompt is number i // n; the last piece of each has a finish_reason.
@@ -333,7 +348,7 @@ class RunningJob:
         job: what is asked.
     """
 
-    def __init__(self, service: Service, request_id: str, job: Job) -> None:
+    def __init__(self, service: SamplesJobs, request_id: str, job: Job) -> None:
         self.request_id, self.job = request_id, job
         self._host, self._mailbox = service.host, service.mailbox
         self._weights, self._tokenizer = service.weights, service.tokenizer

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import anyio
 import torch
@@ -27,9 +27,6 @@ from rllib_llm.serving.settings import ServeSettings
 from rllib_llm.weights.coordinator import CoordinatorClient
 from rllib_llm.weights.flat_buffer import FlatBuffer, unpack
 from rllib_llm.weights.receiver import WeightsFollower, WeightsReceiver
-
-if TYPE_CHECKING:
-    from rllib_llm.serving.service import Service
 
 MODEL_GONE = "model_not_found"
 _MAX_REMEMBERED = 10_000
@@ -234,7 +231,20 @@ class AdapterMerger:
 # --- from a folder, and from a run ---------------------------------------------------------------
 
 
-def load_folder(service: Service, path: str, epoch: int, version: int) -> Weights:
+class WeightsTaker(Protocol):
+    """A server that new weights are loaded into: `service.Service`."""
+
+    settings: ServeSettings
+    is_ready: bool
+    why_not_ready: str
+
+    def load(
+        self, weights: Mapping[str, torch.Tensor], *, epoch: int, version: int, source: str
+    ) -> Weights:
+        """Loads weights for new requests."""
+
+
+def load_folder(service: WeightsTaker, path: str, epoch: int, version: int) -> Weights:
     """Puts the weights of a checkpoint, trial or Hugging Face folder into a server.
 
     Raises:
@@ -282,7 +292,7 @@ class RunSource:
 
     def __init__(
         self,
-        service: Service,
+        service: WeightsTaker,
         client: CoordinatorClient,
         merger: AdapterMerger | None = None,
         *,

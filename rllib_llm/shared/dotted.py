@@ -190,9 +190,16 @@ def name_imports(modules: Sequence[str]) -> None:
 
     Raises:
         ModuleNotFoundError: saying which.
-        DottedPathError: the code of one exits.
+        DottedPathError: no module's name, or the code of one exits.
     """
     for module in modules:
+        if not all(part.isidentifier() for part in module.split(".")):
+            name = Path(module).stem
+            raise DottedPathError(
+                name="--import", value=module, rule="be a module's name, as Python imports it",
+                reason="it is none",
+                remedy=f"Write {name}" if name.isidentifier() else "Write package.module",
+            )  # fmt: skip
         try:
             importlib.import_module(module)
         except SystemExit as error:

@@ -70,8 +70,13 @@ def test_settings_of_the_sampler_reach_only_those_who_take_them():
     # The sampler adds these to every env_config; `keyword_env` knows the model alone.
     added = {"model": "folder", "temperature": 0.7, "seed": 1, "device": "cpu", "split": "train"}
     assert make(keyword_env, {"num_envs": 2, **added}).given_model == "folder"
-    with pytest.raises(TypeError, match="num_emvs"):
+    with pytest.raises(UnknownEnvError, match="must be called with .* it has .'num_emvs'"):
         make(keyword_env, {"num_emvs": 2})
+
+
+def test_what_is_no_creator_is_told_by_its_arguments():
+    with pytest.raises(UnknownEnvError, match="missing a required argument: 'completions'; it has"):
+        make("rllib_llm.examples.arithmetic.correct", {"num_envs": 2})
 
 
 def test_names_of_the_users_own():

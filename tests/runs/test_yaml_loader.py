@@ -84,6 +84,13 @@ def test_yaml_cannot_make_python_objects():
         parse("!!python/object/apply:os.getcwd []", "x.yaml")
 
 
+@pytest.mark.parametrize("name", ["my_rewards.py", "prompts.csv"])
+def test_a_module_or_data_in_place_of_the_file_is_told(name, tmp_path):
+    (tmp_path / name).write_text("def good(completions): pass")
+    with pytest.raises(UserError, match=r"must be a YAML file .*: it ends in \.(py|csv)"):
+        read(tmp_path / name)
+
+
 def test_a_missing_file_names_those_that_are_there(tmp_path):
     (tmp_path / "there.yaml").write_text("a: 1")
     with pytest.raises(UserError, match=r"must be a YAML file: there is none.*there\.yaml"):

@@ -116,6 +116,20 @@ def test_a_module_that_exits_is_named_with_its_line(code, status, tmp_path, monk
     assert str(error.value) == f"--import='script' {reason}"
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("./my_r.py", "Write my_r."),
+        ("my-r", "Write package.module."),
+        ("", "Write package.module."),
+    ],
+)
+def test_a_file_is_no_module_s_name(given, meant):
+    with pytest.raises(DottedPathError, match="--import='.*' must be a module's name") as error:
+        name_imports([given])
+    assert str(error.value).endswith(meant)
+
+
 def test_only_importable_packages_look_dotted():
     assert looks_dotted("json.loads") and looks_dotted("rllib_llm.shared.dotted:import_dotted")
     for other in ("imdb", "org/name", "file.jsonl", "./a.b", "no_such_package.thing"):

@@ -173,8 +173,8 @@ class VerifiersEnv(ConversationEnv):
         names = {kind: sorted(tool.name for tool in tools) for kind, tools in found.items()}
         require(
             len({*map(tuple, names.values())}) == 1, "taskset", self.settings["taskset"],
-            "have the same tools in all tasks", f"its tasks have {names}, and a policy is told of "
-            "tools before a conversation begins",
+            "have the same tools in all tasks", f"its tasks have {names}, and a policy reads "
+            "their schemas before a conversation begins",
             "Make a task set of each, or give all of them all tools", EnvConfigError,
         )  # fmt: skip
         own = found[type(self.vf_tasks[0]).__name__]
