@@ -108,19 +108,24 @@ def loaded_by(code: str, expected: str) -> set[str]:
 
 
 def test_importing_registers_environments_and_trainables():
-    import gymnasium
-    from ray.tune.registry import ENV_CREATOR, TRAINABLE_CLASS, _global_registry
+    # In a process of its own: Ray forgets what is registered when it ends and begins again.
+    code = """
+import gymnasium
+from ray.tune.registry import ENV_CREATOR, TRAINABLE_CLASS, _global_registry
 
-    import rllib_llm  # noqa: F401
-    from rllib_llm.algorithms.registry import ALGORITHMS
-    from rllib_llm.envs.registry import ENVIRONMENTS
+import rllib_llm
+from rllib_llm.algorithms.registry import ALGORITHMS
+from rllib_llm.envs.registry import ENVIRONMENTS
 
-    assert {"PPOPtx", "SFT", "RewardModel"} <= set(ALGORITHMS)
-    for name in ALGORITHMS:
-        assert _global_registry.get(TRAINABLE_CLASS, name).__name__ == name
-    for name in ENVIRONMENTS:
-        assert name in gymnasium.registry
-        assert _global_registry.contains(ENV_CREATOR, name)
+assert {"PPOPtx", "SFT", "RewardModel"} <= set(ALGORITHMS)
+for name in ALGORITHMS:
+    assert _global_registry.get(TRAINABLE_CLASS, name).__name__ == name
+for name in ENVIRONMENTS:
+    assert name in gymnasium.registry
+    assert _global_registry.contains(ENV_CREATOR, name)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(("files", "forbidden"), RULES, ids=lambda value: value[0] or "all")

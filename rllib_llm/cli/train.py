@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import os
 import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import typer.core
@@ -31,6 +32,9 @@ from rllib_llm.runs.run_folder import COMMAND_LINE
 from rllib_llm.runs.yaml_loader import load, load_file, parse_mapping
 from rllib_llm.shared.errors import UserError, together
 from rllib_llm.shared.storage import Place
+
+if TYPE_CHECKING:
+    from rllib_llm.algorithms.places import Reservation
 
 
 class TrainGroup(typer.core.TyperGroup):
@@ -213,6 +217,7 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions, sourc
         with shown_warnings() as told:
             told_to_wait(f"Checking {name} before anything starts ...")
             reserved = before_a_run(experiments)
+        _check_gpus(reserved, options)
         root = storage_root(options.storage_path, experiments)
         if not options.resume:  # one that goes on may be to free a full disk
             check_writable(root)
@@ -266,6 +271,24 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions, sourc
     passed = report(results, experiments, folder, console)
     if options.as_test and not passed:
         raise typer.Exit(1)
+
+
+def _check_gpus(reserved: list[Reservation], options: RunOptions) -> None:
+    """Raise UserError where a trial asks for more GPUs than a Ray that is started here will have,
+    before it is started, which takes long."""
+    import ray
+    import torch
+
+    from rllib_llm.runs.plan import check_resources
+
+    if options.ray_address or ray.is_initialized():
+        return
+    num_gpus = options.ray_num_gpus
+    if num_gpus is None:  # Ray also finds those that this torch cannot use
+        num_gpus = torch.accelerator.device_count() or len(glob.glob("/dev/nvidia[0-9]*"))
+    for reservation in reserved:
+        if reservation.totals.get("GPU", 0) > num_gpus:
+            check_resources(reservation, [{**reservation.totals, "GPU": num_gpus}])
 
 
 def _saved(experiments: list[Experiment], folder: Place) -> list[str]:

@@ -175,7 +175,7 @@ class Setting:
             elif isinstance(value, str) and not value.strip("\0 \t\n"):
                 value_rule = "more than a blank"
             elif (meant := _number(value)) is not None and self.error(meant, config) is None:
-                remedy = f"Write {meant} without quotes"
+                remedy = f"Write it without quotes: `{self.name}: {value.strip()}`"
             elif not self.remedy and isinstance(value, str):
                 near = nearest(value, map(str, self.choices), 1)
                 remedy = f"Did you mean {near[0]!r}?" if near else remedy

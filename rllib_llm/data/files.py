@@ -132,10 +132,12 @@ def _read_table(path: Path) -> Rows:
         f"its first line has {names}, and tables are quoted by double quotes",
         "Use double quotes, or none", DataSourceError,
     )  # fmt: skip
+    # Tables of pandas whose columns have no names number them; another number is a value.
+    has_values = any(_NUMBER.fullmatch(name) and name != str(i) for i, name in enumerate(names))
     require(
-        all(names) and len({*names}) == len(names), "", ...,
+        all(names) and len({*names}) == len(names) and not has_values, "", ...,
         "begin with a line of column names, each its own", f"it begins with {names}",
-        "Add the line, or rename a column", DataSourceError,
+        "Add the line, such as prompt,answer, or rename a column", DataSourceError,
     )  # fmt: skip
     columns = [_as_typed([row[i] for row in rows], column) for i, column in enumerate(names)]
     values = zip(*columns, strict=True)

@@ -164,10 +164,7 @@ def _of_item(row: Setting, name: Any, value: Any, where: str) -> list[UserError]
         ]  # fmt: skip
     if row.name not in ("stop", "pass_criteria"):
         return []
-    remedy = f"Write `{name}: 100`"
-    if isinstance(value, str) and re.fullmatch(r"-?\d+(\.\d*)?(e[-+]?\d+)?", value, re.IGNORECASE):
-        remedy = f"Write it without quotes: `{name}: {value}`"
-    limit = dataclasses.replace(row, name=name, type=float, remedy=remedy)
+    limit = dataclasses.replace(row, name=name, type=float, remedy=f"Write `{name}: 100`")
     error = limit.error(value, place=f"{where}.{row.name}")
     return [] if error is None else [_of_user(error)]
 

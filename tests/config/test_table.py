@@ -129,16 +129,17 @@ def test_all_unknown_keys_are_told_at_once_in_python_dicts_and_yaml():
 @pytest.mark.parametrize(
     ("name", "text", "remedy"),
     [
-        ("train_batch_size_per_learner", "16", "Write 16 without quotes"),
-        ("lr", "1e-4", "Write 0.0001 without quotes"),
-        ("temperature", "0.5", "Write 0.5 without quotes"),
+        ("train_batch_size_per_learner", "16", "`train_batch_size_per_learner: 16`"),
+        ("lr", "1e-4", "`lr: 1e-4`"),
+        ("temperature", "0.5", "`temperature: 0.5`"),
     ],
 )
 def test_a_number_in_quotes_is_answered_without_them(name, text, remedy):
     wrong = {"model": tiny.MODEL, name: text}
     with all_complaints() as found:
         examine_experiment(Experiment("a", "PPOPtx", config=wrong))
-    assert remedy in [error.remedy for error in found if error.name == name]
+    remedies = [error.remedy for error in found if error.name == name]
+    assert remedies == [f"Write it without quotes: {remedy}"]
 
 
 def test_each_unknown_key_is_a_complaint_of_its_own_with_a_remedy_of_its_own():

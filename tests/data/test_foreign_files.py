@@ -60,6 +60,7 @@ def test_separators_marks_and_line_ends_of_other_programs(tmp_path, name, text):
         ('a,b\n"x"y,2\n', "separated by ',': line 2 is not"),
         ("a,a\n1,2\n", "column names, each its own"),
         (",b\n1,2\n", "column names"),
+        ("3+4=,7\n2+2=,4\n", r"it begins with \['3\+4=', '7'\]\. Add the line, such as prompt,ans"),
         ("a,b\n", "at least one row"),
         ("'a';'b'\n'1';'2'\n", "without single quotes.* Use double quotes"),
     ],
@@ -67,6 +68,10 @@ def test_separators_marks_and_line_ends_of_other_programs(tmp_path, name, text):
 def test_what_is_wrong_with_a_table_is_told(tmp_path, text, told):
     with pytest.raises(DataSourceError, match=told):
         rows_of(tmp_path, "a.csv", text)
+
+
+def test_columns_that_pandas_numbers_have_their_numbers_as_names(tmp_path):
+    assert rows_of(tmp_path, "a.csv", "0,1\n3+4=,7\n") == [{"0": "3+4=", "1": 7}]
 
 
 def test_tables_are_prompts_pairs_and_texts(tmp_path):

@@ -27,7 +27,9 @@ def ours(name: str, cls: type = GRPO, **params: object) -> SimpleNamespace:
     """A trial of one of our algorithms, or of another class."""
     return SimpleNamespace(
         **vars(trial(name, **params)), trainable_name=cls.__name__, get_trainable_cls=lambda: cls,
-        storage=SimpleNamespace(experiment_fs_path="/runs/a", storage_filesystem=None),
+        storage=SimpleNamespace(
+            experiment_fs_path="/runs/a", storage_filesystem=None, trial_working_directory="/none"
+        ),
     )  # fmt: skip
 
 
