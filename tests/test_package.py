@@ -100,16 +100,21 @@ def test_a_coordinator_of_weights_and_a_ledger_start_without_torch():
 
 def loaded_by(code: str, expected: str) -> set[str]:
     """Packages that a process prints, `expected` among them."""
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    loaded = set(result.stdout.split())
+    loaded = set(printed_by(code).split())
     assert expected in loaded
     return loaded
 
 
+def printed_by(code: str) -> str:
+    """The output of a process that runs the code, without an error."""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
 def test_importing_registers_environments_and_trainables():
     # In a process of its own: Ray forgets what is registered when it ends and begins again.
-    code = """
+    printed_by("""
 import gymnasium
 from ray.tune.registry import ENV_CREATOR, TRAINABLE_CLASS, _global_registry
 
@@ -123,9 +128,7 @@ for name in ALGORITHMS:
 for name in ENVIRONMENTS:
     assert name in gymnasium.registry
     assert _global_registry.contains(ENV_CREATOR, name)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+""")
 
 
 @pytest.mark.parametrize(("files", "forbidden"), RULES, ids=lambda value: value[0] or "all")

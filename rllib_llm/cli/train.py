@@ -277,17 +277,19 @@ def _check_gpus(reserved: list[Reservation], options: RunOptions) -> None:
     """Raise UserError where a trial asks for more GPUs than a Ray that is started here will have,
     before it is started, which takes long."""
     import ray
-    import torch
 
     from rllib_llm.runs.plan import check_resources
 
-    if options.ray_address or ray.is_initialized():
+    asking = [each for each in reserved if each.totals.get("GPU")]
+    if not asking or options.ray_address or ray.is_initialized():
         return
     num_gpus = options.ray_num_gpus
     if num_gpus is None:  # Ray also finds those that this torch cannot use
+        import torch
+
         num_gpus = torch.accelerator.device_count() or len(glob.glob("/dev/nvidia[0-9]*"))
-    for reservation in reserved:
-        if reservation.totals.get("GPU", 0) > num_gpus:
+    for reservation in asking:
+        if reservation.totals["GPU"] > num_gpus:
             check_resources(reservation, [{**reservation.totals, "GPU": num_gpus}])
 
 

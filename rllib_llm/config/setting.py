@@ -81,11 +81,11 @@ def is_set(value: Any) -> bool:
     return value is not None
 
 
-def _number(text: Any) -> float | None:
+def _number(text: str) -> float | None:
     """The number that a text is, an int where it is whole; None of anything else."""
     for kind in (int, float):
         with contextlib.suppress(ValueError):
-            return kind(text) if isinstance(text, str) else None
+            return kind(text)
     return None
 
 
@@ -174,7 +174,11 @@ class Setting:
                 value_rule = "below 2**63"
             elif isinstance(value, str) and not value.strip("\0 \t\n"):
                 value_rule = "more than a blank"
-            elif (meant := _number(value)) is not None and self.error(meant, config) is None:
+            elif (
+                isinstance(value, str)
+                and (meant := _number(value)) is not None
+                and self.error(meant, config) is None
+            ):
                 remedy = f"Write it without quotes: `{self.name}: {value.strip()}`"
             elif not self.remedy and isinstance(value, str):
                 near = nearest(value, map(str, self.choices), 1)

@@ -251,12 +251,7 @@ def _chosen(
 
 
 def _check_model(given: Any, name: str, *, has_tokenizer: bool) -> None:
-    from rllib_llm.modules.model_source import (
-        DOTTED,
-        FOLDER,
-        HUB,
-        source_kind,
-    )
+    from rllib_llm.modules.model_source import DOTTED, FOLDER, HUB, source_kind
     from rllib_llm.shared.dotted import import_dotted
 
     if isinstance(given, Mapping):
