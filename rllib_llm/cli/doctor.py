@@ -12,9 +12,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from rllib_llm.cli.options import IMPORT_HELP, RayOptions
+from rllib_llm.cli.options import IMPORT_HELP, Overrides, RayOptions
 from rllib_llm.cli.session import check_address, prepare, ray_session, user_errors
-from rllib_llm.runs.yaml_loader import HELP as SET_HELP
 from rllib_llm.shared.errors import UserError
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ def doctor(
             help="Where results will go. Default: what the file says, else ~/ray_results.",
         ),
     ] = None,
-    overrides: Annotated[list[str] | None, typer.Option("--set", help=SET_HELP)] = None,
+    overrides: Overrides = None,
     imports: Annotated[list[str] | None, typer.Option("--import", help=IMPORT_HELP)] = None,
 ) -> None:
     """Check the installation, this machine and a file of experiments before a run.

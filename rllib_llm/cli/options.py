@@ -20,6 +20,20 @@ IMPORT_HELP = (
 Options = TypeVar("Options")
 
 
+def with_values(pairs: list[str] | None) -> list[str] | None:
+    """Return the texts of `--set`; one without a value is refused before a word that it left behind
+    is taken for an argument too many."""
+    for pair in pairs or ():
+        if "=" not in pair:
+            raise typer.BadParameter(
+                f"{pair!r} must have a value. Write NAME=VALUE without spaces, such as lr=1e-4."
+            )
+    return pairs
+
+
+Overrides = Annotated[list[str] | None, typer.Option("--set", help=SET_HELP, callback=with_values)]
+
+
 @dataclass(frozen=True)
 class RayOptions:
     """Ray options of the command line; None leaves the choice to Ray."""
@@ -171,7 +185,7 @@ class RunOptions(RayOptions):
     wandb_run_name: Annotated[
         str | None, typer.Option("--wandb-run-name", help="Name of the Weights & Biases run.")
     ] = None
-    overrides: Annotated[list[str] | None, typer.Option("--set", help=SET_HELP)] = None
+    overrides: Overrides = None
     as_test: Annotated[
         bool, typer.Option("--as-test", help="Exit with 1 if a pass criterion is not met.")
     ] = False

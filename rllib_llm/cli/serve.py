@@ -12,6 +12,7 @@ import typer
 import yaml
 from rich.console import Console
 
+from rllib_llm.cli.options import with_values
 from rllib_llm.cli.session import (
     check_address,
     connect,
@@ -47,7 +48,9 @@ def serve(
     ] = False,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Any setting: NAME=VALUE. May be repeated."),
+        typer.Option(
+            "--set", help="Any setting: NAME=VALUE. May be repeated.", callback=with_values
+        ),
     ] = None,
     show_config: Annotated[
         bool, typer.Option("--show-config", help="Show all settings with their values, and exit.")
@@ -81,9 +84,7 @@ def _named(pairs: Any) -> dict[str, Any]:
 
     found = {}
     for pair in pairs:
-        name, is_given, value = pair.partition("=")
-        if not is_given:
-            raise UserError(f"--set={pair!r} must be NAME=VALUE. Give the setting a value.")
+        name, _, value = pair.partition("=")
         name = name.strip().replace("-", "_")
         if name in _SECRETS:
             raise UserError(

@@ -33,3 +33,12 @@ def test_commands_of_the_console_script():
     for command in ("train", "evaluate", "generate", "example", "env"):
         assert command in result.stdout
     assert result.stderr == ""
+
+
+@pytest.mark.parametrize("command", ["train", "doctor", "serve"])
+def test_a_setting_without_an_equals_sign_is_said_and_not_the_word_behind_it(command: str):
+    result = CliRunner().invoke(app, [command, "x.yaml", "--set", "lr", "1e-4"])
+    assert result.exit_code == 2
+    said = " ".join(result.output.replace("│", " ").split())
+    assert "'lr' must have a value. Write NAME=VALUE without spaces, such as lr=1e-4." in said
+    assert "1e-4)" not in said
