@@ -66,6 +66,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_policy_goes_to_the_known_answer(name):
     config_class, settings = CASES[name]

@@ -30,8 +30,8 @@ def names(pages: list[Path]) -> list[str]:
 
 
 def trials_are_slow(page: Path) -> Any:
-    """A page whose blocks start trials, in processes of their own, is read by the slow tests."""
-    starts = any("Tuner(" in block.code for block in blocks_of(page) if block.runs)
+    """A page whose blocks train, or start trials, is read by the slow tests."""
+    starts = any(re.search(r"Tuner\(|\.train\(\)", b.code) for b in blocks_of(page) if b.runs)
     return pytest.param(page, marks=[pytest.mark.slow] if starts else [])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed
 import torch.multiprocessing
@@ -34,6 +35,7 @@ def _sum(rank: int, folder: str, bucket_bytes: int) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow  # processes of their own
 def test_every_learner_gets_the_sum_of_both(tmp_path):
     torch.multiprocessing.spawn(_sum, (str(tmp_path), 64), nprocs=2)
     other = _params(1)

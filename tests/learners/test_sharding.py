@@ -29,6 +29,7 @@ def view_warnings(critic: str, store: str) -> list[str]:
     return [str(warning.message) for warning in caught if "view" in str(warning.message)]
 
 
+@pytest.mark.slow  # processes of their own
 @pytest.mark.parametrize("critic", ["shared", "separate"])
 def test_outputs_of_shards_are_no_views(critic, tmp_path):
     """FSDP2 warns of a view: an operation in place would lose the hook that gathers for the

@@ -544,6 +544,7 @@ def test_a_value_out_of_range_is_told_once():
     assert [finding.id for finding in found(grpo(temperature=-1))] == ["settings.temperature"]
 
 
+@pytest.mark.slow
 def test_the_two_iterations_learn_from_fresh_completions_whatever_the_run_does():
     """The gap of log-probs would hold what an update changed: with max_staleness=1 the second
     update learns from completions of version 0, which are one update old."""
