@@ -238,24 +238,26 @@ class Rollouts:
         number = sum(ending.counts.values())
         if ending.kind == "unjudged":
             # A cause says itself what to correct: the environment, or a reward function.
-            cause = ending.cause or (
-                "none raised, None came for all completions. Correct the reward function, or what "
-                "it depends on."
+            cause = (
+                "The reward functions returned None for all their completions. Return a number, "
             )
+            cause += "as 0.0 for a wrong answer; None means that a completion is not judged."
+            if ending.cause:
+                cause = f"The last: {ending.cause}"
             return BrokenSamplerError(
-                f"groups in a row without a score={number} must be at most {ending.limit}: update "
-                f"{self._step} gets no full batch. The last: {cause}"
+                f"{number} groups in a row got no score, and at most {ending.limit} may: update "
+                f"{self._step} gets no full batch. {cause}"
             )
         if ending.kind == "failed":
             return SamplingError(
-                f"groups failed in a row={number} must be at most {ending.limit}: update "
+                f"{number} groups in a row failed, and at most {ending.limit} may: update "
                 f"{self._step} gets no full batch ({counts}).{self._last_failure}"
             )
         cause = f" The last without a score: {ending.cause}" if ending.cause else ""
         return FilteredOutError(
-            f"groups rejected in a row={number} must be at most {ending.limit} (max_resampling "
-            f"batches): update {self._step} gets no full batch ({counts}). Give easier or harder "
-            f"prompts, loosen filters, or raise max_resampling.{cause}"
+            f"{number} groups in a row were rejected, and at most {ending.limit} may "
+            f"(max_resampling batches): update {self._step} gets no full batch ({counts}). "
+            f"Give easier or harder prompts, loosen filters, or raise max_resampling.{cause}"
         )
 
     def metrics(self) -> dict[str, dict[str, float]]:

@@ -32,7 +32,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, TextIO
 
-from rllib_llm.shared.dotted import DottedPathError, import_dotted
 from rllib_llm.shared.storage import BestEffort, new_lines, replace_text
 
 VERBOSE = "RLLIB_LLM_VERBOSE"
@@ -163,12 +162,10 @@ def place(frame: re.Match[str]) -> str:
 
 
 def _explains_itself(kind: str, frames: list[re.Match[str]]) -> bool:
-    """Whether an exception's text explains what to do: this package's own ValueErrors."""
+    """Whether an exception's text explains what to do: that of this package's own classes, and of
+    ValueErrors that it raises."""
     if kind.startswith("rllib_llm."):
-        try:
-            return issubclass(import_dotted(kind), ValueError)
-        except DottedPathError:
-            return False
+        return True
     return kind == "ValueError" and bool(frames) and frames[-1]["file"].startswith(PACKAGE)
 
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from rllib_llm.shared.messages import failure_text, last_error, place
+from rllib_llm.shared.messages import PACKAGE, failure_text, last_error, place
 
 TRACEBACK = """ray.exceptions.RayTaskError(ValueError): ray::Bad.train() (pid=1)
   File "/venv/lib/site-packages/ray/tune/trainable.py", line 326, in train
@@ -94,3 +94,11 @@ def test_a_process_that_died_is_told_in_a_line():
 def test_no_class_is_called_by_rays_inner_name():
     text = failure_text("rl", IN_SETUP, "/runs/a")
     assert "_modify_class" not in text and "KeyError: 'prompts' in an actor" in text
+
+
+def test_errors_of_this_package_are_shown_without_their_class_and_place():
+    text = f"""Traceback (most recent call last):
+  File "{PACKAGE}/rollouts/source.py", line 1, in next
+    return self._next()
+rllib_llm.rollouts.errors.BrokenSamplerError: 8 groups in a row got no score."""
+    assert failure_text("a", text) == "a: 8 groups in a row got no score."
