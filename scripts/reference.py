@@ -17,9 +17,13 @@ import typer
 import rllib_llm
 from rllib_llm.algorithms.registry import ALGORITHMS, get_algorithm_class
 from rllib_llm.cli.main import app
+from rllib_llm.config.environment import CONVERSATION, PROMPTS, REWARDS
 from rllib_llm.config.sections import settings_of
+from rllib_llm.envs.registry import default_settings, env_ids
+from rllib_llm.envs.settings import ENV_SETTINGS
 from rllib_llm.runs.experiments import CHECKPOINTS, EXPERIMENT
 from rllib_llm.runs.metrics import GROUPS
+from rllib_llm.shared.setting import Setting
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
 _COLUMN = re.compile(r'^[A-Z_]+ = "(?P<name>\w+)"  # (?P<meaning>.*)$')
@@ -133,7 +137,23 @@ def settings_page() -> str:
         lines += ["| setting | default | what it is | when it acts | TRL |"]
         lines += ["|---|---|---|---|---|"]
         lines += [_setting(row).replace("\n", " ") for row in settings.values()]
-    return "\n".join([*lines, ""])
+    return "\n".join([*lines, *environment_tables(), ""])
+
+
+def environment_tables():
+    """The settings of `env_config` that belong to no section, and those of single environments."""
+    shown = {row.name for part in (PROMPTS, REWARDS, CONVERSATION) for row in part.settings}
+    tables = {"Every environment": [*ENV_SETTINGS.values()]}
+    tables |= {f"`{name}`": default_settings(name).values() for name in env_ids()}
+    for title, settings in tables.items():
+        rows = [row for row in settings if isinstance(row, Setting) and row.name not in shown]
+        shown |= {row.name for row in rows if title == "Every environment"}
+        if rows:
+            yield from ("", f"## env_config: {title}", "")
+            yield from ("| setting | default | what it is |", "|---|---|---|")
+        for row in rows:
+            what = row.sentence.replace("|", "\\|")
+            yield f"| `{row.name}` | `{row.default!r}` | {what} |"
 
 
 def _setting(row):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from rllib_llm.algorithms.supervised import Supervised, SupervisedConfig
 from rllib_llm.config.checks import require
-from rllib_llm.config.setting import Section
 from rllib_llm.config.supervised import PREFERENCES
 from rllib_llm.data.preferences import PromptedPairSource
+from rllib_llm.shared.setting import Section
 
 
 class DPOConfig(SupervisedConfig):

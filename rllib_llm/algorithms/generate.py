@@ -16,10 +16,10 @@ from rllib_llm.checkpoints.folder import check, write_manifest
 from rllib_llm.config.checks import require
 from rllib_llm.config.sampling import GENERATE, GENERATE_MODEL, GENERATE_SEED
 from rllib_llm.config.sections import SectionMethod
-from rllib_llm.config.setting import Section
 from rllib_llm.config.tabled_config import TabledConfig
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import uniform_noise
+from rllib_llm.shared.setting import Section
 
 TRAIN_FILE, EVAL_FILE = "train.jsonl", "eval.jsonl"
 

@@ -33,12 +33,12 @@ from rllib_llm.config.model import (
     check_precision,
 )
 from rllib_llm.config.sections import SectionMethod, defaults, known_names, section_names
-from rllib_llm.config.setting import Section
 from rllib_llm.config.tabled_config import TabledConfig
 from rllib_llm.modules.precision import cuda_multiplies_bfloat16, faster_library
 from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.errors import SettingError, noted
 from rllib_llm.shared.process import multiplies_bfloat16
+from rllib_llm.shared.setting import Section
 
 logger = logging.getLogger(__name__)
 AUTO = "auto"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from rllib_llm.algorithms.rlhf import RLHF
 from rllib_llm.algorithms.rlhf_config import RLHFConfig
 from rllib_llm.config.checks import require
-from rllib_llm.config.setting import Section
 from rllib_llm.config.supervised import PTX
+from rllib_llm.shared.setting import Section
 
 
 class PPOPtxConfig(RLHFConfig):

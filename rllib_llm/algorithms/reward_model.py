@@ -7,10 +7,10 @@ from pathlib import Path
 
 from rllib_llm.algorithms.supervised import Supervised, SupervisedConfig
 from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT
-from rllib_llm.config.setting import Section
 from rllib_llm.config.supervised import REWARD_MODEL
 from rllib_llm.data.preferences import PairSource
 from rllib_llm.data.texts import TextSource
+from rllib_llm.shared.setting import Section
 
 
 class RewardModelConfig(SupervisedConfig):

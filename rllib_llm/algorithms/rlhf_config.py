@@ -24,7 +24,6 @@ from rllib_llm.config.sampling import (
     check_sampling,
 )
 from rllib_llm.config.sections import SectionMethod, defaults
-from rllib_llm.config.setting import Section
 from rllib_llm.config.streaming import (
     OFF_POLICY,
     REPLAY,
@@ -38,6 +37,7 @@ from rllib_llm.config.weights import WEIGHTS, check_others, check_transport
 from rllib_llm.envs.registry import check_name
 from rllib_llm.rollouts.schedule import ServingSettings, StreamRules
 from rllib_llm.shared.errors import has_complaints
+from rllib_llm.shared.setting import Section
 
 
 class RLHFConfig(LanguageModelConfig):

@@ -7,9 +7,9 @@ from collections import Counter
 from typing import Any
 
 from rllib_llm.algorithms.supervised import Supervised, SupervisedConfig
-from rllib_llm.config.setting import Section
 from rllib_llm.config.supervised import LOSS_ON
 from rllib_llm.data.texts import BatchSource, TextSource
+from rllib_llm.shared.setting import Section
 
 
 class SFTConfig(SupervisedConfig):

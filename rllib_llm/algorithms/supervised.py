@@ -18,11 +18,11 @@ from ray.rllib.utils.spaces.repeated import Repeated
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
 from rllib_llm.algorithms.language_model_config import LanguageModelConfig
 from rllib_llm.config.checks import given, require
-from rllib_llm.config.setting import Section
 from rllib_llm.config.supervised import SUPERVISED
 from rllib_llm.data.texts import BatchSource
 from rllib_llm.overseer.diagnosis import EVALUATING, LEARNING
 from rllib_llm.shared.errors import noted
+from rllib_llm.shared.setting import Section
 
 PIPELINE_STATE = "rllib_llm"
 EVALUATION_BATCH = 64  # rows scored at once

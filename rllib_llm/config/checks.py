@@ -8,8 +8,8 @@ from collections.abc import Container, Iterable, Iterator
 from typing import Any, TypeVar
 
 from rllib_llm.config.sections import defaults, rllib_table, same, table
-from rllib_llm.config.setting import IN_CONFIG
 from rllib_llm.shared.errors import SettingError, SettingWarning, complain, shown
+from rllib_llm.shared.setting import IN_CONFIG
 
 Value = TypeVar("Value")
 

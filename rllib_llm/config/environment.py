@@ -1,78 +1,19 @@
-"""Settings of prompts and rewards."""
+"""Sections of prompts, rewards and conversations."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
-
-from rllib_llm.config.setting import IN_ENV, Section, Settings, setting
-
-CONVERSATION_ENV = "rllib_llm/Conversation-v0"
-
-
-class Prompts(Settings):
-    """The prompts to complete. Without an environment they are rllib_llm/RLHF-v0's. Alias: the same
-    names in `env_config`; `prompts: {data: ...}` is `env_config: {prompts: ...}`. Use one of the
-    two."""
-
-    prompts: Any = setting(
-        None,
-        "a file (JSONL, CSV, Parquet, text), a data set, a hub id, rows, or a function",
-        short="data",
-        remedy="Write `data: prompts.jsonl`",
-        trl="train_dataset",
-        also="prompt_data prompts_file",
-    )
-    eval_prompts: Any = setting(
-        None, "held-out prompts in the same form, instead of eval_fraction", short="eval_data"
-    )
-    eval_fraction: float = setting(
-        0.0, "the share of the prompts held out for evaluation", least=0, most=1
-    )
-    prompt_column: str | None = setting(
-        None,
-        'the column with the prompt; None: "prompt", "messages" or the only column',
-        short="column",
-        also="prompt_key input_key dataset_text_field",
-    )
-    max_prompt_len: int = setting(
-        128,
-        "the maximum length of a prompt",
-        unit="tokens",
-        least=1,
-        also="max_prompt_length prompt_max_len",
-    )
-    prompt_overflow: Literal["truncate_left", "error"] = setting(
-        "truncate_left",
-        "the treatment of longer prompts",
-        short="overflow",
-        also="truncation_side truncation",
-    )
-
+from rllib_llm.envs.settings import CONVERSATION_ENV, Conversation, Judges, Prompts
+from rllib_llm.shared.setting import IN_ENV, Section, setting
 
 PROMPTS = Section.of("prompts", Prompts, place=IN_ENV)
+CONVERSATION = Section.of("conversation", Conversation, place=IN_ENV, env=CONVERSATION_ENV)
 
 
-class Rewards(Settings):
+class Rewards(Judges):
     """Reward models and functions, and the processing of their scores. Alias: `rewards: {functions:
     ...}` is `env_config: {reward_functions: ...}`, and `model` is `reward_model`. Use one of the
     two."""
 
-    reward_model: Any = setting(
-        None,
-        "a sequence classifier, or {model, quantization, weight, name, ...}",
-        keys=("quantization", "dtype", "device", "weight", "name"),
-        short="model",
-        also="reward_model_path reward_pretrain rm reward_model_name",
-        place=IN_ENV,
-    )
-    reward_functions: Any = setting(
-        None,
-        "dotted paths, callables or {function, weight, name, kwargs}",
-        short="functions",
-        trl="reward_funcs",
-        also="reward_function reward_fn remote_rm_url custom_reward_function",
-        place=IN_ENV,
-    )
     score_clip: float | None = setting(
         None,
         "the bound to which scores are clipped, in both directions; None: not clipped",
@@ -109,60 +50,3 @@ class Rewards(Settings):
 
 
 REWARDS = Section.of("rewards", Rewards, positional="functions")
-
-
-class Conversation(Settings):
-    """Turns and tools. Without an environment it is rllib_llm/Conversation-v0's. Alias: the same
-    names in `env_config`. Use one of the two."""
-
-    system: str | None = setting(None, "a system message before every task", may_be_empty=True)
-    tools: Any = setting(
-        None, "functions with type hints and docstring, their dotted paths, or tool objects"
-    )
-    mcp_servers: Any = setting(
-        None, "{command, args, env} or URLs of MCP servers, whose tools are added"
-    )
-    max_turns: int = setting(
-        8, "the maximum number of assistant turns; the rollout is then judged as it is", least=1
-    )
-    max_tokens: int | None = setting(
-        None,
-        "the maximum length of a whole conversation; None: the model's context length",
-        least=1,
-    )
-    max_seconds: float = setting(
-        600.0, "the time limit of a rollout; a slower one is invalid", unit="seconds", above=0
-    )
-    max_concurrent: int = setting(256, "the number of concurrent rollouts of a sampler", least=1)
-    tool_errors: Literal["message", "invalid"] = setting(
-        "message",
-        "the treatment of failed tool calls",
-        note='"message": the policy sees the error; "invalid": the rollout is not trained on.',
-    )
-    tool_timeout_s: float = setting(10.0, "the time limit of a tool call", unit="seconds", above=0)
-    max_tool_chars: int = setting(
-        4000, "the maximum length of a tool result; longer ones are cut in the middle", least=1
-    )
-    tool_syntax: (
-        Literal[
-            "hermes", "xml", "glm", "mistral", "llama3", "harmony", "gemma4", "pythonic", "cohere",
-            "none",
-        ]
-        | None
-    ) = setting(None, "the syntax of tool calls; None: the chat template's")  # fmt: skip
-    history: Literal["fork", "keep"] = setting(
-        "fork",
-        "the treatment of templates that change earlier turns",
-        note='"fork": start a new row; "keep": keep earlier turns as they were sampled.',
-    )
-    renderer: str | None = setting(
-        "auto",
-        "the renderer of turns from the package `renderers`, by hub id or family",
-        note="None: the chat template.",
-    )
-    template_settings: dict | None = setting(
-        None, "variables of the chat template, such as {enable_thinking: false}"
-    )
-
-
-CONVERSATION = Section.of("conversation", Conversation, place=IN_ENV, env=CONVERSATION_ENV)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from rllib_llm.config.checks import require
-from rllib_llm.config.setting import IN_ENV, Condition, Section, Settings, is_set, setting, when
 from rllib_llm.config.tabled_config import OWN_ENVS
 from rllib_llm.numerics.losses import POLICY_LOSSES, REDUCTIONS
+from rllib_llm.shared.setting import IN_ENV, Condition, Section, Settings, is_set, setting, when
 
 CRITIC = when("critic", "is not 'none'", lambda critic: critic != "none")
 SEPARATE = when("critic", "is 'separate'", lambda c: c == "separate", "Use critic='separate'")

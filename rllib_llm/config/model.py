@@ -6,10 +6,10 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from rllib_llm.config.checks import require
-from rllib_llm.config.setting import Condition, Section, Settings, never, setting, when
 from rllib_llm.modules.precision import LIBRARIES
 from rllib_llm.numerics.learning_rate import learning_rate_factor
 from rllib_llm.shared.errors import noted
+from rllib_llm.shared.setting import Condition, Section, Settings, never, setting, when
 
 SEVERAL_LEARNERS = when("num_learners", "is 2 or more", lambda n: n >= 2, "Use 2 or more")
 COMPUTES_FLOAT32 = Condition(

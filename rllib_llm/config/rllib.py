@@ -12,7 +12,7 @@ from ray.rllib.core.learner.learner import Learner
 from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
 from ray.rllib.env.env_runner import EnvRunner
 
-from rllib_llm.config.setting import Section, Setting, never
+from rllib_llm.shared.setting import Section, Setting, never
 
 # YAML names -> the attributes in which RLlib keeps them.
 RENAMED = {

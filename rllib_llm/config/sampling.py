@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 from rllib_llm.config.checks import require
 from rllib_llm.config.model import StartingPoint
-from rllib_llm.config.setting import Condition, Section, Settings, setting, when
 from rllib_llm.config.tabled_config import flattened
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.errors import noted
+from rllib_llm.shared.setting import Condition, Section, Settings, setting, when
 
 ENGINE_OF_ITS_OWN = when(
     "engine", "is 'vllm' or 'openai'", lambda e: e != "torch", "Choose 'vllm', or remove it"

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, cast
 
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 
-from rllib_llm.config.setting import IN_CONFIG, Section, Setting
+from rllib_llm.shared.setting import IN_CONFIG, Section, Setting
 
 ConfigClass = Any  # a subclass of TabledConfig, which imports this module
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -6,11 +6,11 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from rllib_llm.config.checks import require
-from rllib_llm.config.setting import Condition, Section, Settings, is_set, setting, when
 from rllib_llm.numerics.kl import KL_ESTIMATORS
 from rllib_llm.numerics.off_policy import WEIGHT_LEVELS, WEIGHT_MODES
 from rllib_llm.rollouts.filters import Filters
 from rllib_llm.rollouts.replay import EVICTIONS
+from rllib_llm.shared.setting import Condition, Section, Settings, is_set, setting, when
 
 STREAMS = Condition(
     "groups stream (max_staleness above 0, filters, or oversample above 1)",

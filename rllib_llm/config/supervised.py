@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from rllib_llm.config.setting import Section, Settings, setting
 from rllib_llm.numerics.losses import PREFERENCE_LOSSES
+from rllib_llm.shared.setting import Section, Settings, setting
 
 
 class Supervised(Settings):

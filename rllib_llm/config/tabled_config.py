@@ -35,7 +35,7 @@ from rllib_llm.config.sections import (
     sections_of,
     table,
 )
-from rllib_llm.config.setting import IN_CONFIG, IN_ENV, Section, Setting, plain
+from rllib_llm.envs.settings import ENV_SETTINGS
 from rllib_llm.shared.errors import (
     SettingError,
     SettingWarning,
@@ -47,6 +47,7 @@ from rllib_llm.shared.errors import (
     together,
     unknown_key,
 )
+from rllib_llm.shared.setting import IN_CONFIG, IN_ENV, Section, Setting, plain
 
 
 class UnknownSettingError(SettingError):
@@ -349,17 +350,15 @@ class TabledConfig(AlgorithmConfig):
             setattr(self, place, {k: v for k, v in given.items() if k not in wrong})
 
     def _check_env_rows(self, env_config: Any, env: Any, place: str = "") -> list[str]:
-        """Checks `env_config` against the tables, for environments of this package. Returns the
-        names of the wrong settings, where complaints are noted."""
+        """Checks what environments of this package have in common. Returns the names of the wrong
+        settings, where complaints are noted."""
         wrong: list[str] = []
         if not isinstance(env_config, Mapping) or not str(env).startswith(OWN_ENVS):
             return wrong
-        for row in table(type(self)).values():
-            if row.place != IN_ENV or row.name not in env_config:
-                continue
-            if (error := row.error(env_config[row.name], defaults(type(self)), place)) is not None:
+        for name in filter(ENV_SETTINGS.__contains__, env_config):
+            if (error := ENV_SETTINGS[name].error(env_config[name], place=place)) is not None:
                 complain(error)
-                wrong.append(row.name)
+                wrong.append(name)
         return wrong
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from rllib_llm.config.checks import require
-from rllib_llm.config.setting import Section, Settings, setting, when
 from rllib_llm.shared.dotted import import_dotted
+from rllib_llm.shared.setting import Section, Settings, setting, when
 from rllib_llm.weights.push import open_servers
 from rllib_llm.weights.transport import is_own
 

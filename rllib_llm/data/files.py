@@ -108,10 +108,11 @@ def _read_table(path: Path) -> Rows:
     separator = "\t" if path.suffix.lower() == ".tsv" else max(",;\t", key=header.count)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))
+    table = iter((_row_of_each_line(text) if separator == "\t" else None) or reader)
     rows: list[list[str]] = []
     try:
-        names = [column.strip() for column in next(reader, [])]
-        for row in reader:
+        names = [column.strip() for column in next(table, [])]
+        for row in table:
             if len(row) > len(names) or (len(row) < len(names) and any(row)):
                 raise DataSourceError(
                     rule=f"have as many values in each row as columns {names}",
@@ -144,6 +145,18 @@ def _read_table(path: Path) -> Rows:
     return Rows([dict(zip(names, row, strict=True)) for row in values], str(path))
 
 
+def _row_of_each_line(text: str) -> list[list[str]] | None:
+    """The rows of a table of several columns between tabs, None where they are not in a line each.
+    A quotation mark is then part of the value, as in texts that begin with one, unless marks
+    enclose the value as tables write them: else it could join the rows up to the next mark."""
+    rows = [line.split("\t") for line in text.split("\n") if line] or [[""]]
+    if {len(row) for row in rows} - {len(rows[0])} or len(rows[0]) == 1:
+        return None
+    return [
+        [v[1:-1].replace('""', '"') if _QUOTED.fullmatch(v) else v for v in row] for row in rows
+    ]
+
+
 def _as_typed(values: list[str], column: str) -> list[Any]:
     """A column's values as numbers or bools if all can be converted without loss ("007" stays
     text); None for empty cells."""
@@ -158,6 +171,7 @@ def _as_typed(values: list[str], column: str) -> list[Any]:
     return [value or None for value in values]
 
 
+_QUOTED = re.compile(r'"(?:[^"]|"")*"')
 _INTEGER = re.compile(r"-?(?:0|[1-9]\d{0,17})")
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d{0,17})(?:\.\d+)?(?:[eE][-+]?\d{1,3})?")
 

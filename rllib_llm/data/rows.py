@@ -3,6 +3,7 @@ function of seed and position."""
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -52,31 +53,30 @@ class Rows(MadeRows):
     """
 
     def __init__(self, backing: Any, description: str) -> None:
-        self.description = description
-        self._backing = backing
+        self.description, self._backing = description, backing
         self._is_list = isinstance(backing, list)
-        if self._is_list:
-            self.columns = list(dict.fromkeys(key for row in backing for key in row))
-        else:
-            self.columns = list(backing.column_names)
         self._is_arrow_table = hasattr(backing, "to_pylist")
-        super().__init__(backing.num_rows if self._is_arrow_table else len(backing))
+        names = (key for row in backing for key in row) if self._is_list else backing.column_names
+        self._stored_as = {name: name for name in names}  # by the name that is shown
+        super().__init__(len(backing))
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of the columns."""
+        return [*self._stored_as]
 
     def make(self, index: int) -> dict[str, Any]:
         if self._is_arrow_table:
             row = self._backing.slice(index, 1).to_pylist()[0]
         else:
-            held = self._backing[index]
-            row = {column: held.get(column) for column in self.columns}
-        return {column: self._as_chat(value) for column, value in row.items()}
+            row = self._backing[index]
+        return {name: self._as_chat(row.get(at)) for name, at in self._stored_as.items()}
 
     def first(self, count: int) -> Rows:
-        """The first `count` rows, kept as these are."""
-        if self._is_list:
-            return Rows(self._backing[:count], self.description)
-        if self._is_arrow_table:
-            return Rows(self._backing.slice(0, count), self.description)
-        return Rows(self._backing.select(range(min(count, len(self)))), self.description)
+        """The first `count` rows."""
+        rows = copy.copy(self)
+        rows._size = min(count, len(self))
+        return rows
 
     def renamed(self, columns: Mapping[str, str]) -> Rows:
         """Columns {new name: old name}, the others as they are; one that already has a new name
@@ -88,26 +88,23 @@ class Rows(MadeRows):
             "Write the column twice in the data set", DataSourceError,
         )  # fmt: skip
         old_to_new = {old: new for new, old in columns.items()}
-        kept = [name for name in self.columns if name in old_to_new or name not in columns]
-        names = [old_to_new.get(name, name) for name in kept]
-        if self._is_list:
-            pairs = list(zip(names, kept, strict=True))
-            rows = [{new: row[old] for new, old in pairs if old in row} for row in self._backing]
-            return Rows(rows, self.description)
-        backing = self._backing
-        chosen = (backing.select if self._is_arrow_table else backing.select_columns)(kept)
-        return Rows(chosen.rename_columns(dict(zip(kept, names, strict=True))), self.description)
+        rows = copy.copy(self)
+        rows._stored_as = {
+            old_to_new.get(name, name): at
+            for name, at in self._stored_as.items()
+            if name in old_to_new or name not in columns
+        }
+        return rows
 
     def column(self, name: str) -> list[Any]:
         """All values of one column, in order."""
         require_columns(self, [name])
         if self._is_list:
-            values = [row.get(name) for row in self._backing]
-        elif self._is_arrow_table:
-            values = self._backing.column(name).to_pylist()
+            values = [row.get(self._stored_as[name]) for row in self._backing]
         else:
-            values = self._backing[name]
-        return [self._as_chat(value) for value in values]
+            values = self._backing[self._stored_as[name]]
+            values = values.to_pylist() if self._is_arrow_table else values
+        return [self._as_chat(value) for value in values[: len(self)]]
 
     def _as_chat(self, value: Any) -> Any:
         """A value of a row; of chats and tool schemas as templates read them. Arrow gives every

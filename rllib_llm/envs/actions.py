@@ -81,9 +81,15 @@ def check_actions(
             )
     dtypes = (torch.int64, torch.bool, torch.float32)
     shape = list(getattr(actions[columns.COMPLETION_IDS], "shape", []))
-    num_tokens = shape[1] if len(shape) == 2 else max_len
+    num_tokens = shape[1] if len(shape) == 2 else None
     for name, dtype in zip(wanted, dtypes, strict=False):
-        _check_tensor(name, actions[name], dtype, (batch_size, num_tokens), max_len)
+        if problem := misfit(name, actions[name], dtype, (batch_size, num_tokens)):
+            raise BanditEnvError(problem)
+    if not 1 <= shape[1] <= max_len:
+        raise BanditEnvError(
+            f"completion_ids of {shape[1]} columns must be 1 to {max_len} tokens long: the action "
+            "space holds no longer completions. Stop at max_completion_len."
+        )
     checked = {name: actions[name].to(device) for name in wanted}
     ids, mask = checked[columns.COMPLETION_IDS], checked[columns.COMPLETION_MASK]
     ragged = (mask[:, 1:] & ~mask[:, :-1]).any(-1) | ~mask[:, 0]
@@ -103,23 +109,6 @@ def check_actions(
         f"completion_ids[{row}] with id {bad[0]} must lie in 0..{vocab_size - 1}: the vocabulary "
         f"has {vocab_size} tokens. Sample from it, or set vocab_size to the model's."
     )
-
-
-def _check_tensor(
-    name: str, value: Any, dtype: torch.dtype, shape: tuple[int, int], max_len: int
-) -> None:
-    if not isinstance(value, torch.Tensor) or value.dtype != dtype:
-        arrived = getattr(value, "dtype", type(value).__name__)
-        raise BanditEnvError(
-            f"{name} of {arrived} must be a torch tensor of {dtype}: nothing is converted behind "
-            "your back. Convert it."
-        )
-    if tuple(value.shape) != shape or not 1 <= value.shape[1] <= max_len:
-        raise BanditEnvError(
-            f"{name} of shape {list(value.shape)} must be [{shape[0]}, T], 1 <= T <= {max_len}, "
-            f"the same for all: one completion for each of the {shape[0]} prompt rows handed out "
-            "last. Answer the last observation, and stop at max_completion_len."
-        )
 
 
 _DTYPES = {
@@ -185,7 +174,7 @@ def misfit(where: str, value: Any, dtype: torch.dtype, shape: Sequence[int | Non
     wanted = ["any" if size is None else size for size in shape]
     return (
         f"{where} of {arrived} must be a torch tensor of {dtype}, shape {wanted}: each row belongs "
-        "to an episode of the batch. Return such a tensor."
+        "to an episode of the batch. Give such a tensor."
     )
 
 

@@ -29,6 +29,7 @@ from rllib_llm.envs.actions import (
 )
 from rllib_llm.envs.judges.rewards import RewardBatch, RewardSum
 from rllib_llm.envs.prompts import PromptEncoder, PromptRow, PromptSource
+from rllib_llm.envs.settings import check_values
 from rllib_llm.modules.model_source import check_lengths, num_positions
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import pad_left
@@ -45,17 +46,11 @@ class BanditEnv(VectorEnv):
         tokenizer: the policy's, with a pad token.
         prompts: where prompts come from.
         rewards: what judges the completions.
-        num_envs: prompts in a batch when `reset` gets no options, and in those `step` returns.
-        max_prompt_len, max_completion_len: tokens.
         reference: frozen model (an object with `logprobs(prompt_ids, prompt_mask, completion_ids,
             completion_mask, temperature)` [B, T] float32, see `FrozenReference`), or None.
-        kl_coeff: share of the KL in the rewards, `rewards = scores - kl_coeff * kl`; at least 0.
-        temperature: of the reference's log-probs, the sampler's own; above 0.
-        prompt_overflow: "truncate_left" keeps the end of a prompt too long, "error" refuses it.
-        return_texts: adds prompt_texts and completion_texts to the infos of `step`, also where no
-            reward function has the completions decoded.
-        device: of every tensor going out.
-        vocab_size: ids allowed in completions; the tokenizer's unless the model has more.
+
+    The others are declared in `envs/settings.py`. `num_envs` prompts are in a batch when `reset`
+    gets no options, and in those `step` returns; `rewards = scores - kl_coeff * kl`.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
@@ -77,10 +72,11 @@ class BanditEnv(VectorEnv):
         device: str | torch.device = "cpu",
         vocab_size: int | None = None,
     ) -> None:
-        check_positive_integers(
-            num_envs=num_envs, max_prompt_len=max_prompt_len, max_completion_len=max_completion_len
-        )
-        check_bandit_settings(tokenizer, kl_coeff, temperature, reference)
+        check_values(
+            num_envs=num_envs, max_prompt_len=max_prompt_len, kl_coeff=kl_coeff,
+            max_completion_len=max_completion_len, temperature=temperature,
+        )  # fmt: skip
+        check_parts(tokenizer, kl_coeff, reference)
         rewards.check_columns(prompts.row(int(prompts.indices(0, 1)[0])).columns)
         self.tokenizer = tokenizer
         self.prompts = prompts
@@ -291,32 +287,17 @@ class BanditEnv(VectorEnv):
 RESET_OPTIONS = ("position", "num_prompts", "num_completions")
 
 
-def check_positive_integers(**settings: int) -> None:
-    for name, value in settings.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise BanditEnvError(
-                f"{name}={value!r} must be an integer of at least 1: it counts rows or tokens. "
-                "Set it higher."
-            )
-
-
-def check_bandit_settings(
-    tokenizer: Any, kl_coeff: float, temperature: float, reference: Any
-) -> None:
+def check_parts(tokenizer: Any, kl_coeff: float, reference: Any) -> None:
+    """Raises BanditEnvError for a tokenizer without a pad token, and a KL to no reference."""
     if tokenizer.pad_token_id is None:
         raise BanditEnvError(
             "tokenizer.pad_token_id=None must be a token id: prompts of unequal length are padded. "
             "Set tokenizer.pad_token, to one that is not the EOS token."
         )
-    if not temperature > 0:
+    if kl_coeff and reference is None:
         raise BanditEnvError(
-            f"temperature={temperature!r} must be above 0: logits are divided by it. "
-            "Use the sampler's temperature (1.0 where it is greedy)."
-        )
-    if not kl_coeff >= 0 or (kl_coeff > 0 and reference is None):
-        raise BanditEnvError(
-            f"kl_coeff={kl_coeff!r} must be at least 0, and 0 without a reference: it weighs the "
-            "KL to the reference model. Give a reference or set it to 0."
+            f"kl_coeff={kl_coeff!r} must be 0 without a reference: it weighs the KL to the "
+            "reference model. Give a reference or set it to 0."
         )
 
 

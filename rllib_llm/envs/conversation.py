@@ -26,7 +26,6 @@ from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.conversations.proof import Proof, prove, require_tools
 from rllib_llm.envs.judges.rewards import RewardSum
 from rllib_llm.envs.prompts import PromptSource
-from rllib_llm.envs.rlhf import DEFAULTS as RLHF_DEFAULTS
 from rllib_llm.envs.rlhf import (
     EnvConfigError,
     check_prompts,
@@ -36,56 +35,18 @@ from rllib_llm.envs.rlhf import (
     reward_terms,
     with_defaults,
 )
-from rllib_llm.envs.tools import TOOL_ERRORS, MCPServers, Toolbox
+from rllib_llm.envs.settings import ENV_SETTINGS, declared
+from rllib_llm.envs.tools import MCPServers, Toolbox
 from rllib_llm.modules.model_source import num_embeddings, num_positions
 from rllib_llm.shared.dotted import as_list
 from rllib_llm.shared.errors import UserError, require
 from rllib_llm.shared.openai_client import JUDGE_OUTAGE_S, OpenAIClient
 from rllib_llm.shared.remote import Away, EventLoop
+from rllib_llm.shared.setting import Settings, setting
 
 # What a bandit needs and a conversation does not.
 _OF_BANDITS = ("max_prompt_len", "prompt_overflow", "kl_coeff", "vocab_size")
-
-DEFAULTS: dict[str, Any] = {
-    **{key: value for key, value in RLHF_DEFAULTS.items() if key not in _OF_BANDITS},
-    "system": None,  # a system message before every task
-    "tools": None,  # functions with type hints and docstring, their dotted paths, or tool objects
-    "mcp_servers": None,  # {command, args, env} or URLs of MCP servers, whose tools are added
-    "tool_timeout_s": 10.0,  # of one call
-    "tool_errors": "message",  # the policy is told | "invalid": nothing is learnt from the rollout
-    "max_tool_chars": 4000,  # of a result; a longer one keeps its beginning and its end
-    "tool_syntax": None,  # how calls are written, see conversations/tool_calls.py; None: template's
-    "history": "fork",  # where the template changes old turns: a row of its own | "keep"
-    "renderer": "auto",  # of the package renderers, by hub id | a family | None: the template's
-    "template_settings": None,  # further variables of the chat template, {enable_thinking: false}
-    "max_turns": 8,  # of the assistant
-    "max_tokens": None,  # of a whole conversation; None: what the model reads
-    "max_seconds": 600.0,  # of a rollout; a slower one is not valid
-    "max_concurrent": 256,  # rollouts under way at once in a replica
-}
-_ABOVE_ZERO = ("tool_timeout_s", "max_seconds", "max_tool_chars", "max_turns", "max_concurrent")
-
-
-def check_limits(settings: Mapping[str, Any]) -> None:
-    """Raises EnvConfigError where a limit is no limit, or a choice none of the choices."""
-    for name in _ABOVE_ZERO:
-        value = settings[name]
-        require(
-            isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0,
-            f"env_config[{name!r}]", value, "be a number above 0",
-            "it bounds what a rollout may take", "Raise it", EnvConfigError,
-        )  # fmt: skip
-    tokens, errors = settings["max_tokens"], settings["tool_errors"]
-    require(
-        tokens is None or (isinstance(tokens, int) and tokens > 0), "env_config['max_tokens']",
-        tokens, "be an integer of at least 1, or None", "it bounds the tokens of a conversation",
-        "None: what the model reads", EnvConfigError,
-    )  # fmt: skip
-    require(
-        errors in TOOL_ERRORS, "env_config['tool_errors']", errors, f"be one of {TOOL_ERRORS}",
-        "the policy sees a failed call's error, or the rollout is left out", "Choose",
-        EnvConfigError,
-    )  # fmt: skip
+DEFAULTS = {name: row for name, row in ENV_SETTINGS.items() if name not in _OF_BANDITS}
 
 
 @dataclass(frozen=True)
@@ -165,7 +126,7 @@ class ConversationEnv:
 
     Args:
         env_config: settings; their names and defaults are `DEFAULTS`, on which `defaults` of a
-            subclass are laid.
+            subclass are laid: rows of settings, or defaults alone (see `with_defaults`).
 
     `start`, `respond` and `score` may be plain or async functions. They are called for many
     conversations at the same time, plain ones from several threads: what belongs to one
@@ -181,7 +142,6 @@ class ConversationEnv:
     def __init__(self, env_config: Mapping[str, Any] | None = None) -> None:
         name = f"{type(self).__module__}.{type(self).__qualname__}"
         self.settings = with_defaults(env_config or {}, self.default_settings(), env_id=name)
-        check_limits(self.settings)
         self.tokenizer = policy_tokenizer(self.settings)
         self.events = EventLoop()
         self._servers = MCPServers(
@@ -289,7 +249,7 @@ class ConversationEnv:
 
     @classmethod
     def default_settings(cls) -> dict[str, Any]:
-        """Its settings by name, with their defaults."""
+        """Its settings by name: rows, or defaults alone."""
         return {**DEFAULTS, **cls.defaults}
 
     @property
@@ -307,6 +267,25 @@ class ConversationEnv:
 _EXCHANGED = {"user": "assistant", "assistant": "user"}
 
 
+class Player(Settings):
+    """Another model that the policy talks with."""
+
+    base_url: str | None = setting(None, "the address of the player's server, up to the version")
+    model_name: str | None = setting(None, "the server's name for the player")
+    system_of_player: str | None = setting(
+        None, "what the player is told first; {columns} of the task are filled in"
+    )
+    player_settings: dict | None = setting(
+        None, "further settings of its requests, such as temperature and max_tokens"
+    )
+    client_settings: dict | None = setting(
+        None, "the settings of `OpenAIClient`, such as timeout_s, max_attempts and api_key_env"
+    )
+    last_words: str | None = setting(
+        None, "what the player says in the turn that ends the conversation"
+    )
+
+
 class ChatEnv(ConversationEnv):
     """rllib_llm/Chat-v0: conversations with another model, on a server with OpenAI's interface.
 
@@ -317,14 +296,7 @@ class ChatEnv(ConversationEnv):
     policy said is its user's. One that does not answer makes the rollout invalid.
     """
 
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "base_url": None,  # of the player's server, up to the version
-        "model_name": None,  # the server's name for the player
-        "system_of_player": None,  # what it is told first; {columns} of the task are filled in
-        "player_settings": None,  # further ones of its requests: temperature, max_tokens, ...
-        "client_settings": None,  # of `OpenAIClient`: timeout_s, max_attempts, api_key_env, ...
-        "last_words": None,  # words of the player that end the conversation
-    }
+    defaults: ClassVar[Mapping[str, Any]] = declared(Player)
 
     def _open(self) -> None:
         super()._open()

@@ -26,10 +26,9 @@ from rllib_llm.data.rows import (
     require_columns,
 )
 from rllib_llm.data.sources import SHAREGPT, Source, load_rows
+from rllib_llm.envs.settings import check_values
 from rllib_llm.shared.errors import SettingError, require
 
-PROMPT_OVERFLOWS = ("truncate_left", "error")
-SPLITS = ("train", "eval")
 MESSAGES = "messages"  # the column of whole conversations
 
 _SPLIT_STREAM = 2**63  # key of the split's permutation, apart from every epoch's
@@ -165,11 +164,7 @@ class PromptEncoder:
         max_prompt_len: int,
         overflow: str = "truncate_left",
     ) -> None:
-        require(
-            overflow in PROMPT_OVERFLOWS, "prompt_overflow", overflow,
-            f"be one of {list(PROMPT_OVERFLOWS)}",
-            "it says what becomes of prompts that are too long", "Choose one", PromptError,
-        )  # fmt: skip
+        check_values(prompt_overflow=overflow)
         self.tokenizer = tokenizer
         self.max_prompt_len = max_prompt_len
         self.overflow = overflow
@@ -265,16 +260,7 @@ class PromptEncoder:
 
 
 def _check_split(split: str, eval_fraction: float, eval_data: Source | None) -> None:
-    is_number = isinstance(eval_fraction, (int, float))
-    require(
-        split in SPLITS, "split", split, f"be one of {list(SPLITS)}",
-        "prompts are for training or held out", "Choose one", PromptError,
-    )  # fmt: skip
-    require(
-        is_number and 0.0 <= eval_fraction < 1.0, "eval_fraction", eval_fraction,
-        "be at least 0 and less than 1", "it is the share of prompts held out",
-        "Take 0.1 for a tenth", PromptError,
-    )  # fmt: skip
+    check_values(split=split, eval_fraction=eval_fraction)
     require(
         split != "eval" or eval_fraction > 0.0 or eval_data is not None, "split", split,
         "have prompts of its own", "eval_fraction is 0 and there are no eval_prompts",

@@ -128,7 +128,7 @@ def _make_from_keywords(env: Callable[..., Any], env_config: dict[str, Any]) -> 
 
 
 def default_settings(env_id: str) -> dict[str, Any]:
-    """The settings of an environment of this package by name, with their defaults."""
+    """The settings of an environment of this package by name: rows, or defaults alone."""
     module, _, name = ENVIRONMENTS[env_id].partition(":")
     imported = importlib.import_module(module)
     made = getattr(imported, name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -13,44 +14,21 @@ from rllib_llm.data.sources import Source
 from rllib_llm.envs.bandit import BanditEnv
 from rllib_llm.envs.judges.rewards import RewardSum, RewardTerm
 from rllib_llm.envs.prompts import PromptSource
-from rllib_llm.envs.registry import default_settings
+from rllib_llm.envs.settings import CONVERSATION_ENV, ENV_SETTINGS, Conversation
 from rllib_llm.modules.model_source import check_reference_vocabulary, num_embeddings
 from rllib_llm.modules.quantization import check_quantization
 from rllib_llm.modules.tokenizer import load_tokenizer, read_chat_template
 from rllib_llm.shared.dotted import as_list
 from rllib_llm.shared.errors import SettingError, complain, require, unknown_key
+from rllib_llm.shared.setting import Setting
 
-CONVERSATION = "rllib_llm/Conversation-v0"
-COMMON_DEFAULTS: dict[str, Any] = {
-    "model": None,  # folder, hub id or dotted path of the policy: gives tokenizer and vocabulary
-    "tokenizer": None,  # where it is not the model's: an object, folder, hub id or dotted path
-    "chat_template": None,  # a file or the text of one, instead of the tokenizer's own
-    "split": "train",  # "train" | "eval"
-    "eval_fraction": 0.0,  # share of the prompts held out for split "eval"
-    "split_seed": 0,  # chooses the held-out prompts and their order, whatever the seed
-    "shuffle": True,
-    "seed": 0,  # of the order of training prompts
-    "num_envs": 8,  # prompts in a batch where the sampler does not say
-    "max_prompt_len": 128,  # tokens
-    "max_completion_len": 128,  # tokens
-    "prompt_overflow": "truncate_left",  # | "error"
-    "temperature": 1.0,  # the sampler's, for the reference's log-probs
-    "reference": None,  # {model, quantization, dtype, device}; without a model, the policy's
-    "frozen_quantization": "none",  # of frozen models that name none: bf16 in mixed precision
-    "frozen_products": "mkl",  # what multiplies their float32: the learners' float32_products
-    "kl_coeff": 0.0,  # share of the KL inside the environment's reward (the learner has its own)
-    "device": "cpu",
-    "return_texts": False,
-    "vocab_size": None,  # ids allowed in completions; None takes the model's
-}
-DEFAULTS: dict[str, Any] = {
-    **COMMON_DEFAULTS,
-    "prompts": None,  # any source of data/sources.py
-    "prompt_column": None,  # "prompt", "messages" or the only column
-    "eval_prompts": None,  # a source of held-out prompts, instead of eval_fraction
-    "reward_model": None,  # {model, quantization, weight, name, ...} or just the model
-    "reward_functions": None,  # dotted paths, callables or {function, weight, name, kwargs}
-}
+# Of prompts and rewards that an environment takes from its user, not from its own code.
+_OF_USERS = ("prompts", "prompt_column", "eval_prompts", "reward_model", "reward_functions")
+_OF_TURNS = Conversation.model_fields
+_OF_BANDITS = ("num_envs", "max_prompt_len", "max_completion_len", "kl_coeff", "temperature",
+               "prompt_overflow", "return_texts", "device")  # fmt: skip
+DEFAULTS = {name: row for name, row in ENV_SETTINGS.items() if name not in _OF_TURNS}
+COMMON_DEFAULTS = {name: row for name, row in DEFAULTS.items() if name not in _OF_USERS}
 
 
 class EnvConfigError(SettingError):
@@ -138,43 +116,48 @@ def build_bandit(
     prompt_column: str | None = None,
 ) -> BanditEnv:
     """A `BanditEnv` from settings that hold every key of `COMMON_DEFAULTS`."""
-    model = settings["model"]
     return BanditEnv(
         tokenizer=tokenizer,
         prompts=prompt_source(settings, prompts, eval_prompts, prompt_column),
         rewards=RewardSum(rewards),
-        num_envs=settings["num_envs"],
-        max_prompt_len=settings["max_prompt_len"],
-        max_completion_len=settings["max_completion_len"],
         reference=frozen_reference(settings, tokenizer),
-        kl_coeff=settings["kl_coeff"],
-        temperature=settings["temperature"],
-        prompt_overflow=settings["prompt_overflow"],
-        return_texts=settings["return_texts"],
-        device=settings["device"],
         # All rows of the policy's embedding may be sampled; often they are more than its tokens.
-        vocab_size=settings["vocab_size"] or (model and num_embeddings(model)),
+        vocab_size=settings["vocab_size"]
+        or (settings["model"] and num_embeddings(settings["model"])),
+        **{name: settings[name] for name in _OF_BANDITS},
     )
 
 
 def with_defaults(
     env_config: Mapping[str, Any], defaults: Mapping[str, Any], *, env_id: str
 ) -> dict[str, Any]:
-    """`defaults` overridden by `env_config`.
+    """`defaults` overridden by `env_config`, whose values are checked.
+
+    defaults: by name a row of settings, as in `COMMON_DEFAULTS`, or a default: another one of a
+        row in `ENV_SETTINGS`, or that of a setting which the environment checks itself.
 
     Raises:
         EnvConfigError: a key, also of `reward_model` and `reference`, that is no setting, with the
             nearest that is.
-        ValueError: a quantization that is not known.
+        SettingError: a value that its row refuses, a quantization that is not known.
     """
     _check_keys(env_config, defaults, f"env_config of {env_id}", is_whole=True)
+    settings = {}
+    for name, default in defaults.items():
+        row = ENV_SETTINGS.get(name)
+        if isinstance(default, Setting):
+            row, default = default, default.default
+        settings[name] = env_config.get(name, default)
+        # With a default of another kind it is another setting, of the same name.
+        if name in env_config and row is not None and row.error(default) is None:
+            replace(row, default=default).check(settings[name])
     for key in ("reward_model", "reference"):
         given = env_config.get(key)
         if isinstance(given, Mapping):
             _check_keys(given, _model_settings(key), f"env_config[{key!r}]")
             check_quantization(given.get("quantization", "none"), given.get("backend", "auto"))
     check_quantization(env_config.get("frozen_quantization", "none"), "auto")
-    return {**defaults, **env_config}
+    return settings
 
 
 def _check_keys(
@@ -191,13 +174,13 @@ def _of_another(key: str, known: Collection[str]) -> str:
     """A remedy for a key of another environment than that of `known`; empty: it is of none."""
     if key in DEFAULTS and "max_turns" in known:
         return (
-            f"`conversation:` or `env` chose {CONVERSATION} or one like it, which has no such "
+            f"`conversation:` or `env` chose {CONVERSATION_ENV} or one like it, which has no such "
             "setting. Leave one of them out."
         )
     if key in DEFAULTS:
         return "The environment has its own prompts and rewards. Leave it out, or `env`."
-    if key in default_settings(CONVERSATION):
-        return f"Leave `env` out, or write `env: {CONVERSATION}`, which has turns."
+    if key in _OF_TURNS:
+        return f"Leave `env` out, or write `env: {CONVERSATION_ENV}`, which has turns."
     return ""
 
 
@@ -230,12 +213,7 @@ def policy_tokenizer(settings: Mapping[str, Any]) -> PreTrainedTokenizerBase:
     return load_tokenizer(chosen, chat_template=settings["chat_template"])
 
 
-def _as_model_settings(given: Any, key: str) -> dict[str, Any]:
-    require(
-        isinstance(given, (Mapping, str)), f"env_config[{key!r}]", given,
-        "be a model (folder, hub id, dotted path) or a dict with 'model'",
-        f"it is {type(given).__name__}", "Name the model", EnvConfigError,
-    )  # fmt: skip
+def _as_model_settings(given: Mapping[str, Any] | str) -> dict[str, Any]:
     return {"model": given} if isinstance(given, str) else dict(given)
 
 
@@ -248,7 +226,7 @@ def check_reference(
         EnvConfigError: no model is named.
         ValueError: it has another vocabulary than the policy.
     """
-    chosen = _as_model_settings(settings["reference"], "reference")
+    chosen = _as_model_settings(settings["reference"])
     model = chosen.pop("model", None) or settings["model"]
     require(
         model is not None, "env_config['reference']", settings["reference"], "name a model",
@@ -283,7 +261,7 @@ def _reward_model_term(
 ) -> RewardTerm:
     from rllib_llm.envs.frozen_models import RewardModelEnsemble, RewardModelScorer
 
-    chosen = _as_model_settings(settings["reward_model"], "reward_model")
+    chosen = _as_model_settings(settings["reward_model"])
     require(
         bool(chosen.get("model")) != bool(chosen.get("models")), "env_config['reward_model']",
         settings["reward_model"], "have 'model', or 'models' for several of them",

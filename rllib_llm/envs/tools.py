@@ -43,7 +43,6 @@ from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.messages import told
 from rllib_llm.shared.remote import Away, Late, Outage, backoff_seconds, call, ended, within
 
-TOOL_ERRORS = ("message", "invalid")
 _SHOWN = 200  # characters of an error
 _ALARMS = ("SIGALRM", "setitimer", "alarm")
 _NO_SIGNALS = "signal only works in main thread"

@@ -26,22 +26,32 @@ from rllib_llm.envs.rlhf import (
     policy_tokenizer,
     with_defaults,
 )
+from rllib_llm.envs.settings import check_values, declared
 from rllib_llm.examples.characters import character_tokenizer, small_llama
 from rllib_llm.modules.tokenizer import eos_token_ids
+from rllib_llm.shared.setting import Settings, setting
 
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 MODEL = "rllib_llm.examples.arithmetic.build_model"
+
+
+class Sums(Settings):
+    """How hard the problems are, and what they are worth."""
+
+    digits: int = setting(1, "the length of each number, which says how hard", least=1, most=9)
+    operations: str = setting("+", "any of '+', '-' and '*', as one text")
+    num_problems: int = setting(10_000, "the size of the data set, at most all there are", least=1)
+    correct_weight: float = setting(1.0, "the weight of the right answer")
+    format_weight: float = setting(0.1, "the weight of the right form")
+
+
 DEFAULTS: dict[str, Any] = {
     **COMMON_DEFAULTS,
+    **declared(Sums),
     "model": MODEL,
     "eval_fraction": 0.1,
     "max_prompt_len": 16,
     "max_completion_len": 8,
-    "digits": 1,  # of each number; difficulty
-    "operations": "+",  # any of "+", "-", "*", as one text
-    "num_problems": 10_000,  # at most; all there are where fewer
-    "correct_weight": 1.0,
-    "format_weight": 0.1,
 }
 _SPECIAL = ("<pad>", "<eos>", "<unk>")
 _CHARACTERS = "0123456789+-*= "
@@ -107,20 +117,11 @@ class Problems(MadeRows):
     column_names = ("prompt", "answer")
 
     def __init__(self, digits: int = 1, operations: str = "+", num_problems: int = 10_000) -> None:
-        if not isinstance(digits, int) or not 1 <= digits <= 9:
-            raise EnvConfigError(
-                f"digits={digits!r} must be an integer from 1 to 9: it is the length of the "
-                "numbers. Take 1 for the easiest."
-            )
-        if not operations or any(sign not in OPERATIONS for sign in operations):
+        check_values(DEFAULTS, digits=digits, operations=operations, num_problems=num_problems)
+        if any(sign not in OPERATIONS for sign in operations):
             raise EnvConfigError(
                 f"operations={operations!r} must be one or more of {''.join(OPERATIONS)!r}: other "
                 "signs have no verified answer. Write them as one text such as '+-'."
-            )
-        if not isinstance(num_problems, int) or num_problems < 1:
-            raise EnvConfigError(
-                f"num_problems={num_problems!r} must be an integer of at least 1: it is the size "
-                "of the data set. Raise it."
             )
         self._limit = 10**digits
         self._operations = "".join(dict.fromkeys(operations))

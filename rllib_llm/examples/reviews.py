@@ -16,14 +16,13 @@ from rllib_llm.examples.reviews_grammar import judge, prompts
 from rllib_llm.shared.dotted import as_list
 
 MODEL = "rllib_llm.examples.reviews_model.build_model"
+# Prompts are the grammar's, those held out as well: there is no share of them to choose.
+_ITS_OWN = ("prompts", "prompt_column", "eval_prompts", "eval_fraction")
 DEFAULTS: dict[str, Any] = {
-    # Held-out openings are the grammar's: there is no share of them to choose.
-    **{key: value for key, value in rlhf.COMMON_DEFAULTS.items() if key != "eval_fraction"},
+    **{name: row for name, row in rlhf.DEFAULTS.items() if name not in _ITS_OWN},
     "model": MODEL,
     "max_prompt_len": 16,
     "max_completion_len": 48,
-    "reward_model": None,  # {model, quantization, weight, ...} or just the model
-    "reward_functions": None,  # dotted paths, callables or {function, weight, name, kwargs}
 }
 
 

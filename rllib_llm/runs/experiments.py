@@ -9,8 +9,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from rllib_llm.config.setting import OF_EXPERIMENT, Section, Setting, Settings, setting
 from rllib_llm.shared.errors import SettingError, UserError, together, unknown_key
+from rllib_llm.shared.setting import OF_EXPERIMENT, Section, Setting, Settings, setting
 
 if TYPE_CHECKING:
     from ray.tune import Trainable

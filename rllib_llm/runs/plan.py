@@ -16,7 +16,6 @@ from rllib_llm.checkpoints.algorithm import restore_source
 from rllib_llm.config.checks import require
 from rllib_llm.config.schema import build_config
 from rllib_llm.config.sections import sections_of, table
-from rllib_llm.config.setting import IN_ENV
 from rllib_llm.config.tabled_config import TabledConfig
 from rllib_llm.runs.doctor.data_rules import check_data, check_sources, data_settings
 from rllib_llm.runs.doctor.stage import Finding, Stage, distinct, stage_of
@@ -46,6 +45,7 @@ from rllib_llm.shared.errors import (
     noted,
     suggestion,
 )
+from rllib_llm.shared.setting import IN_ENV
 from rllib_llm.shared.storage import Place
 
 INTERVAL = "checkpoint_interval_s"  # of `checkpoint_config`: ours, not Tune's

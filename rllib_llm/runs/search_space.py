@@ -12,10 +12,10 @@ from ray.tune.schedulers import PopulationBasedTraining
 from ray.tune.search.sample import Float, Integer
 
 from rllib_llm.config.schema import flat_settings
-from rllib_llm.config.setting import LISTS, SAMPLERS
 from rllib_llm.runs.experiments import Experiment, algorithm_class
 from rllib_llm.runs.results import flatten, number
 from rllib_llm.shared.errors import UserError, suggestion, unknown_key
+from rllib_llm.shared.setting import LISTS, SAMPLERS
 
 
 def to_tune(value: Any, where: str) -> Any:

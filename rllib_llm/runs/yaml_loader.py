@@ -34,9 +34,9 @@ from typing import Any
 import yaml
 
 import rllib_llm
-from rllib_llm.config.setting import LISTS, SAMPLERS
 from rllib_llm.runs.experiments import KEYS, Experiment, algorithm_class, references, substitute
-from rllib_llm.shared.errors import SettingError, UserError, nearest, suggestion, together
+from rllib_llm.shared.errors import SettingError, UserError, closest, nearest, together
+from rllib_llm.shared.setting import LISTS, SAMPLERS
 from rllib_llm.shared.strict_yaml import read_text, yaml_error
 
 
@@ -242,9 +242,10 @@ def _goes_nowhere(keys: list[str], experiments: dict[str, Any], source: str) -> 
             f"--set {name} must go on with a setting: {name!r} is an experiment of {source}, which "
             f"has many. Write --set {name}.lr=1e-3."
         )
-    known = [*experiments, *KEYS, *_known_settings(experiments)]
+    known = {key: key for key in (*experiments, *KEYS, *_known_settings(experiments))}
+    known = {**_nested_settings(experiments), **known}
     remedy = (
-        suggestion(name, known)
+        closest(name, known)
         if nearest(name, known)
         else f"Write --set {first}.lr=1e-3 or --set stop.training_iteration=10; `rllib config "
         "ALGORITHM` lists the settings."
@@ -287,11 +288,34 @@ def _known_settings(experiments: dict[str, Any]) -> set[str]:
     """Return the settings, and sections, of all algorithms of the experiments."""
     from rllib_llm.config.schema import allowed_keys, sections
 
-    names = {
-        spec["run"] for spec in experiments.values() if isinstance(spec, dict) and "run" in spec
-    }
-    configs = [algorithm_class(name, "run").get_default_config() for name in sorted(names)]
+    configs = _default_configs(experiments)
     return {key for config in configs for key in (*allowed_keys(config), *sections(config))}
+
+
+def _nested_settings(experiments: dict[str, Any]) -> dict[str, str]:
+    """Return the settings inside the sections of the experiments' algorithms, and inside the
+    mappings of their configs: the name of each -> its path."""
+    from rllib_llm.config.schema import sections
+    from rllib_llm.config.sections import section_rows
+
+    found = {
+        row.name: f"{section}.{name}"
+        for config in _default_configs(experiments)
+        for section in sections(config)
+        for name, row in section_rows(type(config), section).items()
+    }
+    written = (spec.get("config") for spec in experiments.values() if isinstance(spec, dict))
+    for config in written:
+        for key, held in config.items() if isinstance(config, dict) else ():
+            found |= {name: f"{key}.{name}" for name in held} if isinstance(held, dict) else {}
+    return found
+
+
+def _default_configs(experiments: dict[str, Any]) -> list[Any]:
+    """Return a default config of each algorithm of the experiments."""
+    specs = [spec for spec in experiments.values() if isinstance(spec, dict)]
+    names = {spec["run"] for spec in specs if "run" in spec}
+    return [algorithm_class(name, "run").get_default_config() for name in sorted(names)]
 
 
 def _assign(target: dict[str, Any], keys: list[str], value: Any) -> None:

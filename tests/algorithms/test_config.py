@@ -17,13 +17,13 @@ from rllib_llm.algorithms.reinforce_pp import ReinforcePPConfig
 from rllib_llm.algorithms.rlhf_config import RLHFConfig
 from rllib_llm.algorithms.sft import SFTConfig
 from rllib_llm.algorithms.supervised import Supervised, SupervisedConfig
-from rllib_llm.config.setting import Section, Settings, setting
 from rllib_llm.data.texts import TextSource
 from rllib_llm.learners.supervised_learners import SFTLearner
 from rllib_llm.modules.rl_modules import CausalLMModule
 from rllib_llm.rollouts.env_runner import RLHFEnvRunner
 from rllib_llm.shared.errors import SettingError
 from rllib_llm.shared.messages import VERBOSE
+from rllib_llm.shared.setting import Section, Settings, setting
 from tests.algorithms import tiny_runs as tiny
 
 CONFIGS = {

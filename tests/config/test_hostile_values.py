@@ -12,8 +12,8 @@ import torch
 from rllib_llm.algorithms.generate import GenerateConfig
 from rllib_llm.algorithms.grpo import GRPOConfig
 from rllib_llm.config.sections import defaults, rllib_table, table
-from rllib_llm.config.setting import IN_CONFIG, IN_ENV
 from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.setting import IN_CONFIG, IN_ENV
 from tests.algorithms import tiny_runs as tiny
 
 VALUES = [

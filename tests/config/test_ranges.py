@@ -8,12 +8,8 @@ import re
 import pytest
 
 from rllib_llm.algorithms.grpo import GRPO, GRPOConfig
-from rllib_llm.config.environment import CONVERSATION
 from rllib_llm.config.schema import build_config
-from rllib_llm.config.sections import table
 from rllib_llm.conversations.tool_calls import SYNTAXES
-from rllib_llm.envs.conversation import DEFAULTS
-from rllib_llm.envs.rlhf import COMMON_DEFAULTS
 from rllib_llm.shared.errors import all_complaints
 from tests.algorithms import tiny_runs as tiny
 
@@ -125,12 +121,6 @@ def test_a_conversations_settings_are_a_section_and_name_their_environment():
         build_config(GRPO, settings | {"conversation": {"tool_syntax": "perl"}})
     for syntax in SYNTAXES:  # five of ten that conversations read were refused in a file
         build_config(GRPO, settings | {"conversation": {"tool_syntax": syntax}})
-
-
-def test_the_table_has_the_environments_own_settings_and_defaults():
-    rows = {row.name: row for row in CONVERSATION.settings}
-    assert all(DEFAULTS[name] == row.default for name, row in rows.items())
-    assert rows.keys() >= DEFAULTS.keys() - COMMON_DEFAULTS.keys() - table(GRPOConfig).keys()
 
 
 @pytest.mark.parametrize("config, wrong, said", [

@@ -25,10 +25,10 @@ from rllib_llm.algorithms.rloo import RLOOConfig
 from rllib_llm.algorithms.sft import SFTConfig
 from rllib_llm.config.schema import build_config, check_keys
 from rllib_llm.config.sections import known_names, plain_fields, rllib_table, table
-from rllib_llm.config.setting import IN_CONFIG
 from rllib_llm.runs.experiments import Experiment
 from rllib_llm.runs.plan import examine_experiment
 from rllib_llm.shared.errors import SettingError, all_complaints
+from rllib_llm.shared.setting import IN_CONFIG
 from tests.algorithms import tiny_runs as tiny
 
 CLASSES = [type(get_algorithm_class(name).get_default_config()) for name in ALGORITHMS]

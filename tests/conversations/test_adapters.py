@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from rllib_llm.envs.adapters.trl import TRLEnv
-from rllib_llm.envs.judges.rewards import UnjudgedError
+from rllib_llm.envs.judges.rewards import Invalid, UnjudgedError
 from rllib_llm.envs.rlhf import EnvConfigError
 from rllib_llm.envs.sandbox import WorkerPool
 from rllib_llm.envs.tools import ToolError
 from rllib_llm.shared import columns
+from rllib_llm.shared.errors import SettingError
 from tests.conversations.scripted import add, roll, settings
 
 
@@ -410,7 +411,7 @@ def test_what_holds_the_answer_is_worth_a_part_of_it_or_nothing(gym, scores):
     right, part = scores(tasks, answers)
     assert right == 1.0 and 0 < part < 0.01
     assert scores(tasks, answers, scoring="exact") == [1.0, 0.0]
-    with pytest.raises(EnvConfigError, match="scoring='exakt' must be one of"):
+    with pytest.raises(SettingError, match="scoring='exakt' must be one of"):
         scores(tasks, answers, scoring="exakt")
 
 
@@ -460,6 +461,38 @@ def test_sympy_reads_formulas_alone(gym, scores):
         assert scores(tasks, dict.fromkeys(own, bad)) == [0.0] * 5, bad
     assert scores(tasks, own) == [1.0] * 5
     assert scores(tasks, {chosen: other}) == [1.0]
+
+
+class BusyPool:
+    """Processes of a machine that is so busy at first that the first answer is late."""
+
+    def __init__(self, late, scores):
+        self.late, self.scores = late, scores
+
+    def map(self, calls):
+        late, self.late = self.late, set()
+        return [
+            Invalid("it is late")
+            if call["answer"] in late or call["answer"] not in self.scores
+            else self.scores[call["answer"]]
+            for call in calls
+        ]
+
+
+def test_an_answer_that_was_late_once_is_no_wrong_answer(gym):
+    """It scored 0 where the data set's own answer, scored after it, was in time."""
+    tasks = gym.Tasks("chain_sum", num_tasks=4)
+    own = [task["answer"] for task in tasks]
+    known = {own[0]: 1.0, own[1]: 1.0, "near": 0.5}
+
+    def score(late, *answers):
+        pool = BusyPool(late, known)
+        return gym.Scorer(tasks, pool=pool)(list(answers), range(len(answers)))
+
+    assert score({own[0]}, own[0], own[1]) == [1.0, 1.0]
+    assert score({"near"}, "near", "endless") == [0.5, 0.0]  # late again, and `own` is not
+    (unjudged,) = gym.Scorer(tasks, pool=BusyPool(set(), known))(["endless"], [2])
+    assert isinstance(unjudged, Invalid)  # as `own` of that task is late as well
 
 
 def test_no_answer_computes_its_own_score(gym, scores):
@@ -619,5 +652,5 @@ def test_files_of_rows_need_no_prompt_either(make, tmp_path):
     ],
 )
 def test_numbers_of_tasks_that_are_none_are_refused(gym, settings, why):
-    with pytest.raises(EnvConfigError, match=why):
+    with pytest.raises(SettingError, match=why):
         gym.Tasks("chain_sum", **settings)

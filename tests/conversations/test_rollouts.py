@@ -16,6 +16,7 @@ from rllib_llm.envs.conversation_rollouts import EngineFailed, run_rollouts
 from rllib_llm.envs.judges.rewards import UnjudgedError
 from rllib_llm.envs.rlhf import EnvConfigError
 from rllib_llm.shared import columns
+from rllib_llm.shared.errors import SettingError
 from tests.conversations.scripted import ADD_CALL, ScriptedPolicy, add, roll, settings
 from tests.conversations.templates import CHATML, family_tokenizer
 
@@ -494,15 +495,15 @@ def test_a_tool_knows_which_conversation_called_it(make):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_turns": 0}, r"env_config\['max_turns'\]=0 must be a number above 0"),
-        ({"max_tokens": 1.5}, r"env_config\['max_tokens'\]=1.5 must be an integer"),
-        ({"tool_errors": "ignore"}, r"env_config\['tool_errors'\]='ignore' must be"),
+        ({"max_turns": 0}, "env_config.max_turns=0 must be a whole number of at least 1"),
+        ({"max_tokens": 1.5}, "env_config.max_tokens=1.5 must be a whole number"),
+        ({"tool_errors": "ignore"}, "env_config.tool_errors='ignore' must be"),
         ({"max_turn": 3}, "unknown key 'max_turn'. Did you mean 'max_turns'"),
         ({"prompts": None}, "prompts must have data: there is nothing"),
     ],
 )
 def test_settings_are_checked(make, changes, message):
-    with pytest.raises(EnvConfigError, match=message):
+    with pytest.raises(SettingError, match=message):
         make(**changes)
 
 

@@ -53,6 +53,20 @@ def test_separators_marks_and_line_ends_of_other_programs(tmp_path, name, text):
 
 
 @pytest.mark.parametrize(
+    ("text", "rows"),
+    [
+        ('"Hm\t1\nSo"\t2\n"No" he said\t3\n', [('"Hm', 1), ('So"', 2), ('"No" he said', 3)]),
+        ('"say ""x"""\t1\n"y"\t2\n""\t3\n', [('say "x"', 1), ("y", 2), ("", 3)]),
+        ('"two\nlines"\t1\n"a\tb"\t2\n', [("two\nlines", 1), ("a\tb", 2)]),
+    ],
+)
+def test_a_quotation_mark_that_begins_a_value_between_tabs_joins_no_rows(tmp_path, text, rows):
+    """The first two values were one of two rows. pandas and Excel enclose values."""
+    found = rows_of(tmp_path, "a.tsv", f"text\tlabel\n{text}")
+    assert [(row["text"], row["label"]) for row in found] == rows
+
+
+@pytest.mark.parametrize(
     ("text", "told"),
     [
         ("a,b\n1,2,3\n", "as many values in each row.* line 2 has 3"),

@@ -8,7 +8,8 @@ from ray.rllib.utils.spaces.repeated import Repeated
 from rllib_llm.data.rows import DataSourceError
 from rllib_llm.envs.bandit import BanditEnv, BanditEnvError
 from rllib_llm.envs.judges.rewards import RewardError, RewardSum
-from rllib_llm.envs.prompts import PromptError, PromptSource
+from rllib_llm.envs.prompts import PromptSource
+from rllib_llm.shared.errors import SettingError
 from tests.envs.tiny_envs import answer, num_words, word_env
 from tests.envs.tiny_tokenizers import word_tokenizer
 
@@ -198,13 +199,13 @@ def _wrong(env, **changes):
     [
         (
             {"completion_ids": torch.ones(3, 3, dtype=torch.int64)},
-            r"shape \[3, 3\] must be \[2, T\]",
+            r"shape \[3, 3\] must be .* shape \[2, 3\]",
         ),
-        ({"completion_mask": torch.ones(2, 2).bool()}, r"completion_mask of shape \[2, 2\] must"),
-        ({"completion_ids": torch.ones(6, dtype=torch.int64)}, r"completion_ids of shape \[6\]"),
-        ({"completion_ids": torch.ones(2, 3)}, "torch.float32 must be a torch tensor of .*int64"),
-        ({"completion_ids": [[1, 2, 3]] * 2}, "completion_ids of list must be a torch tensor"),
-        ({"completion_mask": torch.ones(2, 3)}, "completion_mask of torch.float32 must be"),
+        ({"completion_mask": torch.ones(2, 2).bool()}, r"completion_mask of .*shape \[2, 2\] must"),
+        ({"completion_ids": torch.ones(6, dtype=torch.int64)}, r"completion_ids of .*shape \[6\]"),
+        ({"completion_ids": torch.ones(2, 3)}, "torch.float32.* must be a torch tensor of .*int64"),
+        ({"completion_ids": [[1, 2, 3]] * 2}, "completion_ids of type list must be a torch tensor"),
+        ({"completion_mask": torch.ones(2, 3)}, "completion_mask of torch.float32.* must be"),
         ({"completion_mask": torch.zeros(2, 3).bool()}, r"completion_mask\[0\]=\[0, 0, 0\] must"),
         (
             {"completion_mask": torch.tensor([[True] * 3, [True, False, True]])},
@@ -212,7 +213,7 @@ def _wrong(env, **changes):
         ),
         ({"completion_ids": torch.full((2, 3), 999)}, r"\[0\] with id 999 must lie in 0\.\.18"),
         ({"completion_ids": torch.tensor([[1, 1, 1], [1, -2, 1]])}, r"\[1\] with id -2 must lie"),
-        ({"sampler_logprobs": torch.zeros(2, 2)}, r"sampler_logprobs of shape \[2, 2\]"),
+        ({"sampler_logprobs": torch.zeros(2, 2)}, r"sampler_logprobs of .*shape \[2, 2\]"),
     ],
 )
 def test_wrong_actions(changes, message):
@@ -232,7 +233,7 @@ def test_more_wrong_uses():
         env.step({"completion_ids": torch.ones(2, 1, dtype=torch.int64)})
     with pytest.raises(BanditEnvError, match="actions='Tensor' must be a dict"):
         env.step(torch.ones(2, 1))
-    with pytest.raises(BanditEnvError, match="T <= 6"):
+    with pytest.raises(BanditEnvError, match="must be 1 to 6 tokens"):
         env.step(answer(env, "a a a a a a", "a"))  # six words and EOS
     for options in ({"positoin": 1}, {"position": -1}, {"num_prompts": 0}, {"position": 1.5}):
         with pytest.raises(BanditEnvError, match="options"):
@@ -242,13 +243,13 @@ def test_more_wrong_uses():
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"num_envs": 0}, BanditEnvError, "num_envs=0 must be an integer of at least 1"),
-        ({"max_prompt_len": 2.5}, BanditEnvError, "max_prompt_len=2.5 must be an integer"),
-        ({"temperature": 0.0}, BanditEnvError, "temperature=0.0 must be above 0"),
-        ({"kl_coeff": -1.0}, BanditEnvError, "kl_coeff=-1.0 must be at least 0"),
-        ({"kl_coeff": 0.1}, BanditEnvError, "kl_coeff=0.1 must be .* 0 without a reference"),
+        ({"num_envs": 0}, SettingError, "num_envs=0 must be a whole number of at least 1"),
+        ({"max_prompt_len": 2.5}, SettingError, "max_prompt_len=2.5 must be a whole number"),
+        ({"temperature": 0.0}, SettingError, "temperature=0.0 must be a number above 0"),
+        ({"kl_coeff": -1.0}, SettingError, "kl_coeff=-1.0 must be a number of at least 0"),
+        ({"kl_coeff": 0.1}, BanditEnvError, "kl_coeff=0.1 must be 0 without a reference"),
         ({"tokenizer": word_tokenizer(pad=False)}, BanditEnvError, "pad_token_id=None must be"),
-        ({"prompt_overflow": "cut"}, PromptError, "prompt_overflow='cut' must be one of"),
+        ({"prompt_overflow": "cut"}, SettingError, "prompt_overflow='cut' must be one of"),
         ({"rewards": RewardSum(lambda completions, gold: [0])}, RewardError, r"\['gold'\]"),
     ],
 )
@@ -298,7 +299,7 @@ def test_a_sample_of_the_action_space_can_be_stepped():
     _, rewards, _, _, infos = env.step(actions)
     assert infos["num_completion_tokens"].tolist() == [len(ids) for ids in actions]
     assert rewards.shape == (3,)
-    with pytest.raises(BanditEnvError, match=r"completion_ids of shape \[2, "):
+    with pytest.raises(BanditEnvError, match=r"completion_ids of .*shape \[2, "):
         env.step(actions[:2])
 
 

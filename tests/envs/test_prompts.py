@@ -12,6 +12,7 @@ from rllib_llm.envs.prompts import (
     PromptRow,
     PromptSource,
 )
+from rllib_llm.shared.errors import SettingError
 from tests.conversations.templates import ADD, family_tokenizer
 from tests.envs.tiny_tokenizers import word_tokenizer
 
@@ -67,15 +68,15 @@ def test_eval_prompts_of_their_own_leave_the_training_prompts_whole():
     ("settings", "message"),
     [
         ({"split": "test"}, "split='test' must be one of"),
-        ({"eval_fraction": 1.0}, "eval_fraction=1.0 must be at least 0 and less than 1"),
-        ({"eval_fraction": "x"}, "eval_fraction='x' must be at least 0"),
+        ({"eval_fraction": 1.0}, "of 10 rows 10 would be held out"),
+        ({"eval_fraction": "x"}, "eval_fraction='x' must be a number of at least 0 and at most 1"),
         ({"split": "eval"}, "split='eval' must have prompts of its own"),
         ({"eval_fraction": 0.1, "eval_data": TEN}, "eval_fraction=0.1 must be 0: eval_prompts"),
         ({"eval_fraction": 0.99}, "of 10 rows 10 would be held out"),
     ],
 )
 def test_wrong_splits(settings, message):
-    with pytest.raises(PromptError, match=message):
+    with pytest.raises(SettingError, match=message):
         PromptSource(TEN, **settings)
 
 
@@ -179,7 +180,7 @@ def test_too_long_prompts_keep_bos_and_their_end_and_warn_once():
 def test_too_long_prompts_are_refused_when_asked():
     with pytest.raises(PromptError, match=r"row 1: prompt .* max_prompt_len=2 .*has 4"):
         _encode(word_tokenizer(), "the cat", "the cat sat on", max_prompt_len=2, overflow="error")
-    with pytest.raises(PromptError, match="prompt_overflow='cut' must be one of"):
+    with pytest.raises(SettingError, match="prompt_overflow='cut' must be one of"):
         PromptEncoder(word_tokenizer(), 4, "cut")
 
 

@@ -9,8 +9,10 @@ from rllib_llm.envs import rlhf
 from rllib_llm.envs.check_env import check_env
 from rllib_llm.envs.judges.rewards import RewardError
 from rllib_llm.envs.prompts import PromptError
+from rllib_llm.envs.registry import default_settings
 from rllib_llm.envs.rlhf import EnvConfigError, policy_tokenizer
 from rllib_llm.modules.precision import multiplies_by_onednn
+from rllib_llm.shared.errors import SettingError
 from tests.conversations.templates import family_tokenizer
 from tests.tiny_models import byte_tokenizer, llama, llama_classifier, save
 
@@ -137,7 +139,7 @@ def test_eval_prompts_alone_are_enough_for_evaluation(files):
         ({"reward_functions": None}, EnvConfigError, "rewards must have a model or functions"),
         ({"model": None}, EnvConfigError, "must have 'model' \\(or 'tokenizer'\\)"),
         ({"model": "/no/such/folder"}, ValueError, "'/no/such/folder' must be a local folder"),
-        ({"reward_model": 3}, EnvConfigError, r"\['reward_model'\]=3 must be a model"),
+        ({"reward_model": 3}, SettingError, "reward_model=3 must be a dictionary, text or None"),
         ({"reward_model": {"dtype": "float32"}}, EnvConfigError, "must have 'model'"),
         (
             {"reward_model": {"model": JUDGE, "quantisation": "int8"}},
@@ -155,7 +157,7 @@ def test_eval_prompts_alone_are_enough_for_evaluation(files):
             r"env_config\['reference'\]: unknown key 'modle'. Did you mean 'model'",
         ),
         ({"reference": {"quantization": "int4"}}, ValueError, "quantization='int4' must be one of"),
-        ({"reference": 3}, EnvConfigError, r"\['reference'\]=3 must be a model"),
+        ({"reference": 3}, SettingError, "reference=3 must be a dictionary, text or None"),
         ({"split": "eval"}, PromptError, "split='eval' must have prompts of its own"),
         ({"prompts": ["text only"]}, RewardError, r"'shouting' must find its arguments \['label'"),
         (
@@ -174,6 +176,39 @@ def test_wrong_settings(changes, error, message):
     rlhf.create(settings)
     with pytest.raises(error, match=message):
         rlhf.create({**settings, **changes})
+
+
+@pytest.mark.parametrize(
+    ("env", "wrong", "message"),
+    [
+        ("RLHF", {"num_envs": 0}, "num_envs=0 must be a whole number of at least 1"),
+        ("RLHF", {"seed": "x"}, "seed='x' must be a whole number of at least 0"),
+        ("RLHF", {"reference": ["x"]}, "reference=.* must be a dictionary, text or None"),
+        ("Arithmetic", {"max_prompt_len": 0}, "Write 16, its default"),
+        ("Arithmetic", {"format_weight": None}, "format_weight=None must be a number: it is the"),
+        ("ReasoningGym", {"as_chat": "yes"}, "as_chat='yes' must be True or False"),
+        ("Conversation", {"split": "test"}, r"split='test' must be one of \('train', 'eval'\)"),
+        ("Agent", {"max_turns": 0.5}, "Write 32, its default"),
+        ("Chat", {"player_settings": 1}, "player_settings=1 must be a dictionary or None"),
+        ("TRL", {"max_tool_calling_iterations": "1"}, "without quotes: `max_tool_calling_iter"),
+        ("Verifiers", {"num_tasks": 0}, "num_tasks=0 must be a whole number of at least 1 or No"),
+    ],
+)
+def test_settings_of_every_environment_are_checked_by_their_rows(env, wrong, message):
+    defaults = default_settings(f"rllib_llm/{env}-v0")
+    settings = rlhf.with_defaults({}, defaults, env_id=env)
+    rlhf.with_defaults(settings, defaults, env_id=env)  # the defaults are right
+    with pytest.raises(SettingError, match=message):
+        rlhf.with_defaults(wrong, defaults, env_id=env)
+
+
+def test_settings_of_an_environment_of_one_s_own_are_its_own():
+    defaults = {**rlhf.COMMON_DEFAULTS, "highest": 9, "split": "easy", "max_prompt_len": 8}
+    given = {"highest": None, "split": 3, "vocab_size": 5}
+    found = rlhf.with_defaults(given, defaults, env_id="mine")
+    assert (found["highest"], found["split"], found["max_prompt_len"]) == (None, 3, 8)
+    with pytest.raises(SettingError, match="max_prompt_len='8'.*without quotes"):
+        rlhf.with_defaults({"max_prompt_len": "8"}, defaults, env_id="mine")
 
 
 def test_a_tokenizer_without_a_model():

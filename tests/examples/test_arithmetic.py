@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rllib_llm.envs.rlhf import EnvConfigError
 from rllib_llm.examples import arithmetic
 from rllib_llm.examples.arithmetic import Problems, answer_format, correct, sft_texts
+from rllib_llm.shared.errors import SettingError
 from tests.envs.tiny_envs import answer
 
 
@@ -36,7 +36,7 @@ def test_a_few_problems_already_mix_sizes_and_operations():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"digits": 0}, "digits=0 must be an integer from 1 to 9"),
+        ({"digits": 0}, "digits=0 must be a whole number of at least 1 and at most 9"),
         ({"operations": "+/"}, r"operations='\+/' must be one or more of"),
         ({"operations": ""}, "operations='' must be"),
         ({"num_problems": 0}, "num_problems=0 must be"),
@@ -44,7 +44,7 @@ def test_a_few_problems_already_mix_sizes_and_operations():
     ],
 )
 def test_wrong_settings(settings, message):
-    with pytest.raises(EnvConfigError, match=message):
+    with pytest.raises(SettingError, match=message):
         arithmetic.create(settings)
 
 

@@ -60,6 +60,8 @@ def test_values_are_yaml_with_search_spaces():
         ("sft..lr=1", "must be KEY=VALUE"),
         ("ptx_coef=1", "Did you mean 'ptx_coeff'"),
         ("sftt.lr=1", "Did you mean 'sft'"),
+        ("eval_fraction=0.1", "Did you mean 'prompts.eval_fraction'"),  # not 'evaluation'
+        ("reward_functions=x", "Did you mean 'env_config.reward_functions'"),  # as the file has it
         ("sft=1", "is an experiment of x.yaml, which has many. Write --set sft.lr=1e-3"),
         ("qqqqqq=1", "Write --set sft.lr=1e-3 or --set stop.training_iteration=10; `rllib config"),
         ("vars.date=1", "has no such variable. It has: data"),

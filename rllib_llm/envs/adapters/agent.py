@@ -31,18 +31,27 @@ from rllib_llm.envs.conversation_rollouts import (
 )
 from rllib_llm.envs.prompts import PromptRow
 from rllib_llm.envs.rlhf import EnvConfigError
+from rllib_llm.envs.settings import declared
 from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.remote import call
+from rllib_llm.shared.setting import Settings, setting
+
+
+class Agent(Settings):
+    """A program that brings its own loop and tools."""
+
+    agent: Callable | str | None = setting(
+        None,
+        "a function run(base_url, task), async or not, or its dotted path",
+        remedy="Give one that can be called so",
+    )
+    agent_kwargs: dict | None = setting(None, "further arguments of the agent")
 
 
 class AgentEnv(ConversationEnv):
     """Tasks for an external agent, which brings its own loop and tools."""
 
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "agent": None,  # run(base_url, task), async or not, or its dotted path
-        "agent_kwargs": None,  # further arguments of it
-        "max_turns": 32,
-    }
+    defaults: ClassVar[Mapping[str, Any]] = {**declared(Agent), "max_turns": 32}
 
     def __init__(self, env_config: Mapping[str, Any] | None = None) -> None:
         if any(importlib.util.find_spec(name) is None for name in ("fastapi", "uvicorn")):

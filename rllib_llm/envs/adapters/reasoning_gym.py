@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -37,28 +37,43 @@ from rllib_llm.envs.rlhf import (
     with_defaults,
 )
 from rllib_llm.envs.sandbox import WorkerPool
+from rllib_llm.envs.settings import check_values, declared
 from rllib_llm.shared.dotted import as_list
-from rllib_llm.shared.errors import require
+from rllib_llm.shared.setting import Settings, setting
 
-SCORINGS = ("task", "exact")
 SCORE = f"{Path(__file__).with_name('reasoning_gym_score.py')}:score"
 _SHOWN = 200  # characters of an error
 _NONSENSE = "no answer"
 _REMEMBERED = 4096  # tasks
-DEFAULTS: dict[str, Any] = {
-    **RLHF_DEFAULTS,
-    "eval_fraction": 0.02,
-    "datasets": None,  # a name, or a list of names or {name, weight, config}
-    "num_tasks": 10_000,  # of all data sets together
-    "tasks_seed": 0,  # of the tasks; `seed` is of their order
-    "scoring": "task",  # the data set's own score | "exact": 1 where that is full, else 0
-    "score_workers": 2,  # processes that score
-    "score_deadline_s": 10.0,  # of one answer; one that takes longer is worth 0
-    "tasks_per_level": None,  # curriculum: tasks until it grows harder; None: as configured
-    "instruction": "",  # put behind every question
-    "answer_tag": None,  # "answer": what stands in <answer> is judged; None: all of the completion
-    "as_chat": False,  # whether the question is a user's message rendered by the chat template
-}
+
+
+class TaskSettings(Settings):
+    """Tasks of reasoning-gym, and how they are scored."""
+
+    datasets: Any = setting(None, "a name, or a list of names or {name, weight, config}")
+    num_tasks: int = setting(10_000, "the number of tasks of all data sets together", least=1)
+    tasks_seed: int = setting(0, "the seed of the tasks; `seed` is that of their order", least=0)
+    scoring: Literal["task", "exact"] = setting(
+        "task", "the data set's own score, or 1 where that is full and 0 elsewhere"
+    )
+    score_workers: int = setting(2, "the number of processes that score", least=1)
+    score_deadline_s: float = setting(
+        10.0, "the time limit of scoring an answer", unit="seconds", above=0
+    )
+    tasks_per_level: int | None = setting(
+        None, "the number of tasks until the curriculum grows harder; None: as configured", least=1
+    )
+    instruction: str = setting("", "a text behind every question", may_be_empty=True)
+    answer_tag: str | None = setting(
+        None, "the tag whose content is judged, such as answer; None: all of the completion"
+    )
+    as_chat: bool = setting(
+        False, "whether the question is a user's message rendered by the chat template"
+    )
+
+
+_OWN = declared(TaskSettings)
+DEFAULTS = {**RLHF_DEFAULTS, **_OWN, "eval_fraction": 0.02}
 
 
 def create(env_config: Mapping[str, Any]) -> BanditEnv:
@@ -117,15 +132,7 @@ class Tasks(MadeRows):
         as_chat: bool = False,
     ) -> None:
         self.specs = _specs(datasets)
-        for name, value, least in (
-            ("num_tasks", num_tasks, 1), ("tasks_seed", seed, 0),
-            ("tasks_per_level", 1 if tasks_per_level is None else tasks_per_level, 1),
-        ):  # fmt: skip
-            require(
-                type(value) is int and value >= least, name, value,
-                f"be a whole number of at least {least}", "tasks are counted and drawn by it",
-                "Leave it out for the default", EnvConfigError,
-            )  # fmt: skip
+        check_values(_OWN, num_tasks=num_tasks, tasks_seed=seed, tasks_per_level=tasks_per_level)
         super().__init__(num_tasks)
         self._seed, self._per_level = seed, tasks_per_level
         self._instruction, self._as_chat = instruction, as_chat
@@ -272,8 +279,8 @@ def sft_texts(datasets: Any, num_tasks: int = 1000, seed: int = 1) -> list[dict[
 class Scorer(Judge):
     """A reward function: reasoning-gym's score of each completion; its settings are `DEFAULTS`'.
 
-    An answer that its data set cannot score, in time or at all, is worth 0 where the data set can
-    score its own answer, and is `Invalid` where it cannot.
+    An answer that its data set cannot score twice, in time or at all, is worth 0 where the data set
+    can score its own answer, and is `Invalid` where it cannot.
     """
 
     wants_texts = True
@@ -282,11 +289,7 @@ class Scorer(Judge):
         self, tasks: Tasks, *, pool: WorkerPool, scoring: str = "task",
         answer_tag: str | None = None,
     ) -> None:  # fmt: skip
-        if scoring not in SCORINGS:
-            raise EnvConfigError(
-                f"scoring={scoring!r} must be one of {SCORINGS}: the data set's own score, or 1 "
-                "where that is full and 0 elsewhere. Choose one."
-            )
+        check_values(_OWN, scoring=scoring)
         self._tasks, self._scoring, self._answer_tag = tasks, scoring, answer_tag
         self._pool = pool
 
@@ -300,19 +303,24 @@ class Scorer(Judge):
             {**packed(index), "answer": extract_answer(text, tag_name=tag) if tag else text.strip()}
             for index, text in zip(task, completions, strict=True)
         ]
-        scores = [
-            each if type(each) in (int, float, Invalid) else Invalid(f"its score is {each!r:.80}")
-            for each in self._pool.map(calls)
-        ]
+        scores = self._scored(calls)
         failed = [i for i, score in enumerate(scores) if isinstance(score, Invalid)]
         known = {task[i]: {**calls[i], "answer": self._tasks[task[i]]["answer"]} for i in failed}
-        own = dict(zip(known, self._pool.map(list(known.values())), strict=True))
-        for i in failed:
-            if not isinstance(own[task[i]], Invalid):
-                scores[i] = 0.0
+        # Once more beside the data sets' own answers: on a busy machine these are late as well.
+        again = self._scored([*(calls[i] for i in failed), *known.values()])
+        own = dict(zip(known, again[len(failed) :], strict=True))
+        for i, score in zip(failed, again, strict=False):
+            is_to_blame = isinstance(score, Invalid) and not isinstance(own[task[i]], Invalid)
+            scores[i] = 0.0 if is_to_blame else score
         if self._scoring == "task":
             return scores
         return [s if isinstance(s, Invalid) else float(s >= 1.0) for s in scores]
+
+    def _scored(self, calls: Sequence[Mapping[str, Any]]) -> list[Any]:
+        return [
+            each if type(each) in (int, float, Invalid) else Invalid(f"its score is {each!r:.80}")
+            for each in self._pool.map(calls)
+        ]
 
 
 def _specs(datasets: Any) -> list[DatasetSpec]:

@@ -21,9 +21,11 @@ from rllib_llm.data.rows import MadeRows, Rows
 from rllib_llm.data.sources import load_rows
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.rlhf import EnvConfigError
+from rllib_llm.envs.settings import declared
 from rllib_llm.envs.tools import FunctionTool, Toolbox, as_tool
 from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.remote import Away, call
+from rllib_llm.shared.setting import Settings, setting
 
 _NO_TOOLS = ("reset", "get_reward")
 _PROMPTS = ("prompt", "messages")
@@ -32,19 +34,27 @@ _ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _EMPTY = {"role": "user", "content": ""}
 
 
+class TRLSettings(Settings):
+    """Settings of TRL's GRPOTrainer, and how many tasks there are."""
+
+    environment_factory: Callable | dict | str | None = setting(
+        None, "a callable, its dotted path, or {name: either}"
+    )
+    max_tool_calling_iterations: int | None = setting(
+        None, "TRL's name of max_turns, which becomes this plus one", least=0
+    )
+    num_tasks: int = setting(1024, "the number of tasks where there is no data set", least=1)
+
+
 class TRLEnv(ConversationEnv):
     """One object of `environment_factory` for each conversation."""
 
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "environment_factory": None,  # a callable, its dotted path, or {name: either}
-        "max_tool_calling_iterations": None,  # TRL's name: turns with tool calls
-        "num_tasks": 1024,  # where there is no data set
-    }
+    defaults: ClassVar[Mapping[str, Any]] = declared(TRLSettings)
 
     def __init__(self, env_config: Mapping[str, Any] | None = None) -> None:
         given = dict(env_config or {})
-        if given.get("max_tool_calling_iterations") is not None:
-            given.setdefault("max_turns", given["max_tool_calling_iterations"] + 1)
+        if isinstance(most := given.get("max_tool_calling_iterations"), int):
+            given.setdefault("max_turns", most + 1)
         super().__init__(given)
 
     def _open(self) -> None:
@@ -97,7 +107,7 @@ class TRLEnv(ConversationEnv):
 
     def rows(self) -> Any:
         if self.settings["prompts"] is None and "" in self.factories:
-            return [{"prompt": [_EMPTY]}] * int(self.settings["num_tasks"])
+            return [{"prompt": [_EMPTY]}] * self.settings["num_tasks"]
         return self._with_prompts(self.settings["prompts"], "prompts")
 
     def eval_rows(self) -> Any:

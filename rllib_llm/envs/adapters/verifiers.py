@@ -25,10 +25,12 @@ from rllib_llm.conversations.chat_format import Message
 from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.rlhf import EnvConfigError
+from rllib_llm.envs.settings import declared
 from rllib_llm.envs.tools import FunctionTool, tool_schema
 from rllib_llm.shared.dotted import import_dotted, looks_dotted
 from rllib_llm.shared.errors import require
 from rllib_llm.shared.remote import call
+from rllib_llm.shared.setting import Settings, setting
 
 
 def prompt_of(task: Any) -> list[dict[str, Any]]:
@@ -120,14 +122,22 @@ _TOOLSETS = "toolsets"
 _HOOKS = ("setup", "finalize", "stage_verifier")  # of a task; verifiers gives them a runtime
 
 
+class TaskSet(Settings):
+    """A task set of verifiers."""
+
+    taskset: Any = setting(
+        None, "an installed package, one of verifiers' own, or a class's dotted path"
+    )
+    taskset_config: dict | None = setting(None, "the settings of the task set")
+    num_tasks: int | None = setting(
+        None, "the number of tasks that are taken; None: all there are", least=1
+    )
+
+
 class VerifiersEnv(ConversationEnv):
     """One `vf.Task` and one `vf.Trace` for each conversation."""
 
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "taskset": None,  # an installed package, one of verifiers' own, or a class's dotted path
-        "taskset_config": None,  # its settings
-        "num_tasks": None,  # how many of them; None: all there are
-    }
+    defaults: ClassVar[Mapping[str, Any]] = declared(TaskSet)
 
     @functools.cached_property
     def taskset(self) -> Any:

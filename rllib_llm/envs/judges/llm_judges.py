@@ -8,7 +8,6 @@ section 3.3), so what wins in one place only is a tie.
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -27,8 +26,6 @@ from rllib_llm.envs.judges.judge_model import (
     without_thoughts,
 )
 from rllib_llm.envs.judges.reward_functions import Invalid, required_column
-
-logger = logging.getLogger(__name__)
 
 _NUMBER = r"(?<![\w.])(?<!\d,)[-+]?\d+(?:\.\d+)?(?![\w]|[.,]\d)"  # "7,5" is not read
 _NAMED_SCORE = re.compile(
@@ -92,13 +89,7 @@ class JudgeServer(JudgeModel):
             RequestRefusedError: the server refuses the request (wrong key, unknown model).
         """
         questions = self._questions(prompts, completions, columns)
-        scores = await self.replies(questions, self._read_score)
-        missing = [score for score in scores if isinstance(score, Invalid)]
-        if missing:
-            logger.warning(
-                "%d of %d completions have no score: %s", len(missing), len(scores), missing[0]
-            )
-        return scores
+        return await self.replies(questions, self._read_score)
 
     def _questions(
         self, prompts: list[str], completions: list[str], columns: dict[str, list[Any]]
@@ -274,13 +265,10 @@ class ReferenceJudge(SchemaJudge):
     ) -> list[float | Invalid | None]:
         """1.0 or 0.0 for each completion, `Invalid` where the judge gave no verdict."""
         references = required_column(columns, "reference_column", self._reference_column)
-        judged = [i for i, reference in enumerate(references) if reference is not None]
-        questions = [self._question(prompts[i], completions[i], references[i]) for i in judged]
-        scores: list[float | Invalid | None] = [None] * len(completions)
-        verdicts = await self.ask(questions, lambda found: float(found[_CORRECT]))
-        for i, verdict in zip(judged, verdicts, strict=True):
-            scores[i] = verdict
-        return scores
+        rows = zip(prompts, completions, references, strict=True)
+        questions = [self._question(*row) for row in rows if row[-1] is not None]
+        verdicts = iter(await self.ask(questions, lambda found: float(found[_CORRECT])))
+        return [None if reference is None else next(verdicts) for reference in references]
 
     def _question(self, prompt: str, completion: str, reference: Any) -> Messages:
         task = "Does the answer say the same as the right answer, whatever its form?"

@@ -223,9 +223,9 @@ class MathVerify(Verifier):
             ValueError: the data set has no such column.
         """
         answers = required_column(columns, "answer_column", self._answer_column)
-        judged = [i for i, answer in enumerate(answers) if answer is not None]
-        calls = [{"completion": completions[i], "answer": str(answers[i])} for i in judged]
-        scores: list[Any] = [None] * len(completions)
-        for i, score in zip(judged, self._pool.map(calls), strict=True):
-            scores[i] = score
-        return scores
+        rows = zip(completions, answers, strict=True)
+        calls = [
+            {"completion": c, "answer": str(answer)} for c, answer in rows if answer is not None
+        ]
+        scores = iter(self._pool.map(calls))
+        return [None if answer is None else next(scores) for answer in answers]

@@ -95,11 +95,11 @@ def _check_rows(config: Any, where: str) -> None:
 
 
 def _check_prompts(config: Any, where: str) -> None:
-    from rllib_llm.config.setting import DEFAULT_ENV
     from rllib_llm.data.sources import load_rows
     from rllib_llm.envs.prompts import PromptEncoder
     from rllib_llm.envs.rlhf import check_reference, check_settings, policy_tokenizer, prompt_source
     from rllib_llm.modules.model_source import check_lengths
+    from rllib_llm.shared.setting import DEFAULT_ENV
 
     settings = env_settings(config)
     if "max_prompt_len" not in settings:  # a conversation's tasks are read by its environment

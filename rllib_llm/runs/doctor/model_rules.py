@@ -129,11 +129,12 @@ def turn_rules(stage: Stage, *, makes_tools: bool = True) -> Iterator[Finding]:
     """Whether the chat template writes conversations and their tools. makes_tools: classes of tools
     are called for it; else their paths alone are looked at."""
     from rllib_llm.envs.conversation import proven_format
-    from rllib_llm.envs.rlhf import CONVERSATION, policy_tokenizer
+    from rllib_llm.envs.rlhf import policy_tokenizer
+    from rllib_llm.envs.settings import CONVERSATION_ENV
     from rllib_llm.envs.tools import Toolbox
     from rllib_llm.shared.dotted import as_list, import_dotted
 
-    if stage.config.env != CONVERSATION:
+    if stage.config.env != CONVERSATION_ENV:
         return
     if not all(is_here(stage.env.get(name)) for name in ("model", "tokenizer")):
         return

@@ -157,7 +157,7 @@ class Setting:
             _adapter(self.type, self.choices, self.least, self.above, self.most).validate_python(
                 plain(value)
             )
-            if number != UNSET or self.place == OF_EXPERIMENT:
+            if number != UNSET or self.place != IN_CONFIG:
                 return None
             value_rule = "another number than -1"
             reason = "RLlib takes -1 as 'not given' and would use the default"
