@@ -4,6 +4,7 @@ defaults, known keys, checks and the reference page come from here."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from rllib_llm.shared.setting import IN_ENV, Section, Setting, Settings, setting
@@ -16,7 +17,9 @@ class Environment(Settings):
 
     model: Any = setting(None, "the policy's folder, hub id or dotted path")
     tokenizer: Any = setting(None, "an object, folder, hub id or path in place of the model's")
-    chat_template: Any = setting(None, "a file or text in place of the tokenizer's chat template")
+    chat_template: str | Path | None = setting(
+        None, "a file or text in place of the tokenizer's chat template"
+    )
     split: Literal["train", "eval"] = setting("train", "the part of the prompts in use")
     split_seed: int = setting(0, "the seed of held-out prompts and their order", least=0)
     shuffle: bool = setting(True, "whether prompts are handed out in a random order")

@@ -19,6 +19,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.rlhf import EnvConfigError
+from rllib_llm.envs.settings import declared
 from rllib_llm.envs.tools import FunctionTool
 from rllib_llm.examples.characters import (
     SftTurn,
@@ -27,11 +28,20 @@ from rllib_llm.examples.characters import (
     sft_conversations,
     small_llama,
 )
+from rllib_llm.shared.setting import Settings, setting
 
 MODEL = "rllib_llm.examples.calculator.build_model"
 _PIECES = ("calculator", '{"expression": "')
 _CHARACTERS = "0123456789+-*=. "
 _STREAM = 41  # key of the problems' random numbers
+
+
+class Sums(Settings):
+    """How hard the sums are."""
+
+    digits: tuple[int, int] = setting((3, 4), "the least and the most digits of a number")
+    operations: str = setting("+-*", "any of '+', '-' and '*', as one text")
+    num_problems: int = setting(20_000, "the size of the data set", least=1)
 
 
 class Calculator(ConversationEnv):
@@ -41,9 +51,7 @@ class Calculator(ConversationEnv):
         "model": MODEL,
         "eval_fraction": 0.05,
         "max_turns": 3,
-        "digits": (3, 4),  # of each number, least and most
-        "operations": "+-*",
-        "num_problems": 20_000,
+        **declared(Sums),
     }
 
     def tools(self) -> Sequence[Any]:
@@ -62,7 +70,7 @@ def problems(
 ) -> list[dict[str, str]]:
     """Rows {"prompt": "347*2958=", "answer": "1026426"}, each a function of its index alone."""
     least, most = 10 ** (digits[0] - 1), 10 ** digits[1]
-    if not 0 < least < most or set(operations) - set("+-*") or not operations:
+    if not 1 <= digits[0] <= digits[1] or set(operations) - set("+-*") or not operations:
         raise EnvConfigError(
             f"digits={digits!r}, operations={operations!r} must be (least, most) and of '+-*': "
             "they say how hard the sums are. Take (3, 4) and '+-*'."

@@ -16,6 +16,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.envs.conversation import ConversationEnv
+from rllib_llm.envs.settings import declared
 from rllib_llm.envs.tools import SearchTool
 from rllib_llm.examples.characters import (
     SftTurn,
@@ -24,6 +25,7 @@ from rllib_llm.examples.characters import (
     sft_conversations,
     small_llama,
 )
+from rllib_llm.shared.setting import Settings, setting
 
 MODEL = "rllib_llm.examples.lookup.build_model"
 _PIECES = ("search", '{"query": "', "Nothing found.")
@@ -33,6 +35,12 @@ _SFT_SEED = 1  # of facts that are in no text of the environment
 _NUM_LETTERS, _NUM_DIGITS = 3, 3
 
 
+class Facts(Settings):
+    """The facts that stand in the texts."""
+
+    num_facts: int = setting(500, "the number of facts", least=1, most=26**_NUM_LETTERS)
+
+
 class Lookup(ConversationEnv):
     """A question, a search, and 1 where the last words are the right number."""
 
@@ -40,7 +48,7 @@ class Lookup(ConversationEnv):
         "model": MODEL,
         "eval_fraction": 0.1,
         "max_turns": 3,
-        "num_facts": 500,
+        **declared(Facts),
     }
 
     def tools(self) -> Sequence[Any]:

@@ -11,29 +11,37 @@ from typing import Any, ClassVar
 
 from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.envs.conversation import ConversationEnv, Response
+from rllib_llm.envs.settings import declared
+from rllib_llm.shared.setting import Settings, setting
 
 _NUMBER = re.compile(r"-?\d+")
+
+
+class Game(Settings):
+    """How hard the game is, and what a question costs."""
+
+    highest: int = setting(100, "the highest number to be found", least=2)
+    cost: float = setting(0.02, "the cost of a question")
 
 
 class TwentyQuestions(ConversationEnv):
     """A number from 1 to `highest` is to be found in `max_turns` questions."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
-        "highest": 100,
+        **declared(Game),
         "max_turns": 20,
-        "cost": 0.02,  # of a question
         "eval_fraction": 0.1,
     }
 
     def rows(self) -> Sequence[Mapping[str, Any]]:
-        highest = int(self.settings["highest"])
+        highest = self.settings["highest"]
         ask = f"I think of a number from 1 to {highest}. Which?"
         return [{"prompt": ask, "secret": secret} for secret in range(1, highest + 1)]
 
     def respond(self, conversation: Conversation) -> Response:
         assert conversation.reply is not None, "somebody has asked"
         found = _NUMBER.search(conversation.reply.content)
-        cost = -float(self.settings["cost"])
+        cost = -self.settings["cost"]
         if found is None:
             return Response("Say a number.", reward=cost)
         guess, secret = int(found.group()), conversation.task["secret"]

@@ -232,7 +232,7 @@ class Setting:
             return f"{words}{of_unit}{self._bounds()}"
         if typing.get_args(kind) == (int,):
             return f"{words} of {self.unit or 'whole numbers'}"
-        if typing.get_args(kind) == (float, float):
+        if typing.get_args(kind) in ((float, float), (int, int)):
             return "a pair of numbers"
         return words
 
