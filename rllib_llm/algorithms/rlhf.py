@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ray.rllib.core import DEFAULT_MODULE_ID
@@ -31,7 +32,6 @@ from rllib_llm.algorithms.results import (
     with_sampling,
 )
 from rllib_llm.algorithms.rlhf_config import RLHFConfig
-from rllib_llm.algorithms.run_weights import RunWeights
 from rllib_llm.numerics.off_policy import age_metrics
 from rllib_llm.overseer import diagnosis
 from rllib_llm.rollouts.errors import BrokenSamplerError, Faults, PublishedWeightsLostError
@@ -42,7 +42,9 @@ from rllib_llm.rollouts.sampler_pool import SamplerActors, SamplerPool
 from rllib_llm.rollouts.schedule import ServingSettings, StreamRules, texts_are_due
 from rllib_llm.shared import columns
 from rllib_llm.shared.ray_compat import local_learner
-from rllib_llm.weights.coordinator import PublishedWeights
+from rllib_llm.weights.coordinator import CoordinatorClient, PublishedWeights
+from rllib_llm.weights.publisher import BackgroundPublisher, WeightsPublisher
+from rllib_llm.weights.push import WeightsPush, open_servers
 
 if TYPE_CHECKING:
     from rllib_llm.rollouts.source import Rollouts
@@ -59,7 +61,7 @@ class RLHF(LanguageModelAlgorithm):
 
     config: RLHFConfig
     config_class = RLHFConfig
-    weights: RunWeights
+    weights: WeightsPublisher
 
     def setup(self, config) -> None:
         self.weights_version = 0  # learner updates so far
@@ -86,9 +88,7 @@ class RLHF(LanguageModelAlgorithm):
             pool.require_built()
         self._samples_here = not self._pools[self.env_runner_group].num_samplers
         self.samples = SampleLog(self.trial_folder)
-        self.weights = RunWeights(
-            self.learner_group, self.config, self.trial_folder, self.export_model
-        )
+        self.weights = self._open_weights()
         if self.learner_group.is_local:
             module = local_learner(self.learner_group).module[DEFAULT_MODULE_ID].unwrapped()
             named = (group.local_env_runner for _, group in self.evaluation_groups.values())
@@ -102,6 +102,26 @@ class RLHF(LanguageModelAlgorithm):
         self._publish()
         if self.config.serve is not None:
             self._server = self.serve(**self.config.serve)
+
+    def _open_weights(self) -> WeightsPublisher:
+        """Who gives the learners' weights to samplers, followers and servers."""
+        config, background, push = self.config, None, None
+        if (name := config.weights_name) is not None:
+            client = CoordinatorClient(name, keep=config.weights_keep, restarts_hung=True)
+            background = BackgroundPublisher(client, checksum=config.weights_checksum)
+        if config.weights_push:
+            folder = Path(config.weights_push_folder or self.trial_folder / "pushed")
+            push = WeightsPush(open_servers(config.weights_push), folder, self.export_model)
+        return WeightsPublisher(
+            self.learner_group,
+            shared_module=self.learner_group.is_local and config.num_env_runners == 0,
+            checksum=config.weights_checksum,
+            background=background,
+            transport=config.weights_transport,
+            push=push,
+            push_every=config.weights_push_every,
+            needs_epoch=config.asks_a_server,
+        )
 
     def make_rollouts(self) -> Rollouts:
         """Where batches come from; algorithms that sample otherwise override it."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -23,6 +24,7 @@ from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Completions
 from rllib_llm.engines.row_blocks import row_budget, with_fewer_rows
 from rllib_llm.modules.model_source import longrope_border
+from rllib_llm.shared.errors import require
 
 # Prompts are let in when this share of the places is free: a prefill of a few is poorly used.
 _FREE_SHARE = 0.25
@@ -178,68 +180,65 @@ def check_inputs(
     noise: torch.Tensor | None,
 ) -> None:
     """Raises ValueError naming what does not fit; arguments are those of `engine.generate`."""
-    if prompt_ids.ndim != 2 or prompt_ids.shape != prompt_mask.shape or not prompt_ids.numel():
-        raise ValueError(
-            f"prompt_ids={tuple(prompt_ids.shape)!r} must be [groups, prompt_len] like prompt_mask="
-            f"{tuple(prompt_mask.shape)!r}: each token needs its mask. Pass both as the "
-            "environment gave them."
-        )
-    if prompt_mask.dtype != torch.bool:
-        raise ValueError(
-            f"prompt_mask={prompt_mask.dtype!r} must be torch.bool: True where a token counts. "
-            "Convert it with .bool()."
-        )
-    if num_completions < 1:
-        raise ValueError(
-            f"num_completions={num_completions!r} must be at least 1: it counts the completions of "
-            "each prompt. Use 1 for a single one."
-        )
-    if any(part.training for part in model.modules()):
-        raise ValueError(
-            "model.training=True must be False: dropout would make the log-probs another model's. "
-            "Call model.eval() before generating."
-        )
+    require(
+        prompt_ids.ndim == 2 and prompt_ids.shape == prompt_mask.shape and prompt_ids.numel(),
+        "prompt_ids", tuple(prompt_ids.shape),
+        f"be [groups, prompt_len] like prompt_mask={tuple(prompt_mask.shape)!r}",
+        "each token needs its mask", "Pass both as the environment gave them",
+    )  # fmt: skip
+    require(
+        prompt_mask.dtype == torch.bool, "prompt_mask", prompt_mask.dtype, "be torch.bool",
+        "True where a token counts", "Convert it with .bool()",
+    )  # fmt: skip
+    require(
+        num_completions >= 1, "num_completions", num_completions, "be at least 1",
+        "it counts the completions of each prompt", "Use 1 for a single one",
+    )  # fmt: skip
+    require(
+        not any(part.training for part in model.modules()), "model.training", True, "be False",
+        "dropout would make the log-probs another model's", "Call model.eval() before generating",
+    )  # fmt: skip
     lengths = prompt_mask.sum(dim=1)
-    if not bool(prompt_mask[:, -1].all()) or bool((prompt_mask.long().diff(dim=1) < 0).any()):
-        raise ValueError(
-            "prompt_mask must be left-padded, with a token in its last column: completions are "
-            "appended there. Move the padding of every prompt to its front; drop empty prompts."
-        )
+    require(
+        bool(prompt_mask[:, -1].all()) and bool((prompt_mask.long().diff(dim=1) >= 0).all()),
+        "prompt_mask", ..., "be left-padded, with a token in its last column",
+        "completions are appended there",
+        "Move the padding of every prompt to its front; drop empty prompts",
+    )  # fmt: skip
     check_positions(model.config, int(lengths.max()), params)
     check_tokens(model.config, (), params)
-    _check_noise(noise, prompt_ids.shape[0] * num_completions, params)
+    if not params.greedy:
+        _check_noise(noise, prompt_ids.shape[0] * num_completions, params)
 
 
 def check_at_least_one(**settings: int | None) -> None:
     """Raises ValueError for a setting that is given and below 1."""
     for name, value in settings.items():
-        if value is not None and value < 1:
-            raise ValueError(
-                f"{name}={value!r} must be at least 1: it is a count. Leave it out for the "
-                "device's own."
-            )
+        require(
+            value is None or value >= 1, name, value, "be at least 1", "it is a count",
+            "Leave it out for the device's own",
+        )  # fmt: skip
 
 
 def check_positions(config: PretrainedConfig, longest_prompt: int, params: SamplingParams) -> None:
     """Raises ValueError for more positions than the model has, or than its rows are independent
     of each other up to."""
     text = config.get_text_config(decoder=True)
-    limit = getattr(text, "max_position_embeddings", None)
-    if limit is not None and longest_prompt + params.max_new_tokens > limit:
-        raise ValueError(
-            f"max_new_tokens={params.max_new_tokens!r} must be at most "
-            f"{limit - longest_prompt}: the longest prompt has {longest_prompt} tokens and the "
-            f"model {limit} positions. Shorten prompts or completions."
-        )
-    short = longrope_border(text)
-    if short is not None and longest_prompt + params.max_new_tokens > short:
-        raise ValueError(
-            f"max_new_tokens={params.max_new_tokens!r} must be at most {short - longest_prompt}: "
-            f"the longest prompt has {longest_prompt} tokens, and beyond {short} positions this "
-            "model's longrope rotates every row of a batch by other factors as soon as one row is "
-            "longer, so that log-probs depend on the rows beside it. Shorten prompts or "
-            "completions."
-        )
+    limit = getattr(text, "max_position_embeddings", None) or sys.maxsize
+    require(
+        longest_prompt + params.max_new_tokens <= limit, "max_new_tokens", params.max_new_tokens,
+        f"be at most {limit - longest_prompt}",
+        f"the longest prompt has {longest_prompt} tokens and the model {limit} positions",
+        "Shorten prompts or completions",
+    )  # fmt: skip
+    short = longrope_border(text) or sys.maxsize
+    require(
+        longest_prompt + params.max_new_tokens <= short, "max_new_tokens", params.max_new_tokens,
+        f"be at most {short - longest_prompt}",
+        f"the longest prompt has {longest_prompt} tokens, and beyond {short} positions this "
+        "model's longrope rotates every row of a batch by other factors as soon as one row is "
+        "longer, so that log-probs depend on the rows beside it", "Shorten prompts or completions",
+    )  # fmt: skip
 
 
 def check_tokens(
@@ -247,33 +246,31 @@ def check_tokens(
 ) -> None:
     """Raises ValueError for tokens of a prompt, or of a bias, that the model does not have."""
     vocab_size = config.get_text_config(decoder=True).vocab_size
-    for wrong in (min(token_ids, default=0), max(token_ids, default=0)):
-        if not 0 <= wrong < vocab_size:
-            raise ValueError(
-                f"token_ids={wrong} must be within 0 and {vocab_size - 1}: the model has "
-                f"{vocab_size} tokens. Give ids of the policy's own tokenizer."
-            )
+    for token in (min(token_ids, default=0), max(token_ids, default=0)):
+        require(
+            0 <= token < vocab_size, "token_ids", token, f"be within 0 and {vocab_size - 1}",
+            f"the model has {vocab_size} tokens", "Give ids of the policy's own tokenizer",
+        )  # fmt: skip
     largest = max((token for token, _ in params.logit_bias), default=0)
-    if largest >= vocab_size:
-        raise ValueError(
-            f"logit_bias={{{largest}: ...}} must name tokens below {vocab_size}: the model has so "
-            "many. Give ids of the policy's own tokenizer."
-        )
+    require(
+        largest < vocab_size, f"logit_bias={{{largest}: ...}}", ...,
+        f"name tokens below {vocab_size}", "the model has so many",
+        "Give ids of the policy's own tokenizer",
+    )  # fmt: skip
 
 
 def _check_noise(noise: torch.Tensor | None, batch: int, params: SamplingParams) -> None:
-    if params.greedy:
-        return
-    if noise is None:
-        raise ValueError(
-            "noise=None must be a tensor of uniforms: only greedy decoding needs none. "
-            "Draw it with rllib_llm.engines.protocol.uniform_noise."
-        )
-    if noise.ndim != 2 or noise.shape[0] != batch or noise.shape[1] < params.max_new_tokens:
-        raise ValueError(
-            f"noise={tuple(noise.shape)!r} must be [{batch}, >= {params.max_new_tokens}]: one "
-            "uniform per completion and token. Draw it for groups * num_completions rows."
-        )
+    require(
+        noise is not None, "noise", noise, "be a tensor of uniforms",
+        "only greedy decoding needs none",
+        "Draw it with rllib_llm.engines.protocol.uniform_noise",
+    )  # fmt: skip
+    assert noise is not None
+    fits = noise.ndim == 2 and len(noise) == batch and noise.shape[1] >= params.max_new_tokens
+    require(
+        fits, "noise", tuple(noise.shape), f"be [{batch}, >= {params.max_new_tokens}]",
+        "one uniform per completion and token", "Draw it for groups * num_completions rows",
+    )  # fmt: skip
 
 
 # --- Whether a model decodes with a cache as it computes without one, tried on the model itself
@@ -314,15 +311,14 @@ def check_decoding(model: nn.Module) -> None:
         if not bool(expected[name].isfinite().all()):
             return  # of the weights, which is found while sampling
         gap = _spread(logits - expected[name]) / _spread(expected[name]).clamp(min=1e-20)
-        # Compared this way round, NaN is refused, too.
-        if not bool((gap <= _TOLERANCE).all()):
-            raise ValueError(
-                f"pretrained_model={type(model).__name__!r} must give the same logits with a cache "
-                f"and padding as without: they differ by {float(gap.max()):.2g} of their spread "
-                f"({name}). Its state (recurrent layers, perhaps) cannot be decoded in batches "
-                "here, so completions would not be the model's. Use a model of attention layers "
-                "with engine='torch'."
-            )
+        require(
+            bool((gap <= _TOLERANCE).all()),  # this way round, NaN is refused, too
+            "pretrained_model", type(model).__name__,
+            "give the same logits with a cache and padding as without",
+            f"they differ by {float(gap.max()):.2g} of their spread ({name}). Its state (recurrent "
+            "layers, perhaps) cannot be decoded in batches here, so completions would not be the "
+            "model's", "Use a model of attention layers with engine='torch'",
+        )  # fmt: skip
 
 
 def _without_cache(model: nn.Module, ids: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.errors import require
 
 # Settings that act on tokens that have occurred, and the values that switch them off.
 _PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
@@ -110,11 +110,7 @@ class SamplingParams:
         sorted_bias = tuple(sorted((int(i), float(value)) for i, value in pairs))
         object.__setattr__(self, "logit_bias", sorted_bias)
         for holds, name, rule, reason, remedy in self._rules():
-            if not holds:
-                raise SettingError(
-                    name=name, value=getattr(self, name), rule=f"be {rule}", reason=reason,
-                    remedy=remedy,
-                )  # fmt: skip
+            require(holds, name, getattr(self, name), f"be {rule}", reason, remedy)
 
     def _rules(self) -> Iterator[tuple[bool, str, str, str, str]]:
         """(whether it holds, setting, rule, reason, remedy) of each rule."""

@@ -8,7 +8,6 @@ empty", a conversation adds a row per turn, a server adds rows as requests come.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
@@ -19,6 +18,7 @@ import torch
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import pad_right
+from rllib_llm.shared.errors import require
 
 Finish = Literal["stop", "length", "aborted", "error"]
 """A stop token was sampled; max_new_tokens were; the row was taken out; its logits were not finite.
@@ -89,7 +89,9 @@ class Noise:
     @property
     def one_seed(self) -> int:
         """All of it in one number, 0 .. 2**63 - 1, for engines that draw their own numbers."""
-        return row_seeds(self.seed, [self.row], self.turn)[0]
+        row = np.array([self.row])
+        _check(self.seed, row, 1)
+        return int(_words(self.seed, row, 1, self.turn)[0, 0]) >> 1
 
 
 OnTokens = Callable[[Tokens], None]
@@ -124,17 +126,17 @@ class Row:
     raises ends the completion."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.num_sampled < len(self.token_ids):
-            raise ValueError(
-                f"num_sampled={self.num_sampled!r} must be within 0 and {len(self.token_ids) - 1}: "
-                f"row {self.id!r} has {len(self.token_ids)} tokens, and its prompt at least one. "
-                "Pass the prompt and behind it what was sampled."
-            )
-        if self.num_sampled >= self.params.max_new_tokens:
-            raise ValueError(
-                f"num_sampled={self.num_sampled!r} must be below max_new_tokens="
-                f"{self.params.max_new_tokens!r}: row {self.id!r} has ended. Do not add it again."
-            )
+        require(
+            0 <= self.num_sampled < len(self.token_ids), "num_sampled", self.num_sampled,
+            f"be within 0 and {len(self.token_ids) - 1}",
+            f"row {self.id!r} has {len(self.token_ids)} tokens, and its prompt at least one",
+            "Pass the prompt and behind it what was sampled",
+        )  # fmt: skip
+        require(
+            self.num_sampled < self.params.max_new_tokens, "num_sampled", self.num_sampled,
+            f"be below max_new_tokens={self.params.max_new_tokens!r}", f"row {self.id!r} has ended",
+            "Do not add it again",
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -170,17 +172,15 @@ def check_rows(rows: Sequence[Row], held: Iterable[Hashable], version: int | Non
     than the engine has."""
     seen = set(held)
     for row in rows:
-        if row.id in seen:
-            raise ValueError(
-                f"row.id={row.id!r} must be one that is not in the engine: it names the row. Wait "
-                "until that row has ended, or choose another id."
-            )
+        require(
+            row.id not in seen, "row.id", row.id, "be one that is not in the engine",
+            "it names the row", "Wait until that row has ended, or choose another id",
+        )  # fmt: skip
         seen.add(row.id)
-        if row.version not in (None, version):
-            raise ValueError(
-                f"row.version={row.version!r} must be {version!r}: the engine has no other "
-                "weights. Leave it out."
-            )
+        require(
+            row.version in (None, version), "row.version", row.version, f"be {version!r}",
+            "the engine has no other weights", "Leave it out",
+        )  # fmt: skip
 
 
 class Engine(Protocol):
@@ -282,50 +282,6 @@ def pad_completions(
     return Completions(ids, mask, logprobs, finished, versions=versions)
 
 
-class BatchEngine(ABC):
-    """An engine of whole batches that is no module of ours: vLLM, or a server."""
-
-    tokenizer: Any
-    stop_token_ids: tuple[int, ...]
-    takes_weights = False
-    """Whether it generates with published weights; if not, with those that it has."""
-    has_weights = True
-    knows_versions = False
-    """Whether it says which weights sampled a token."""
-
-    @abstractmethod
-    def complete(self, rows: Sequence[Row], weights: tuple[int, int] | None) -> list[Ended]:
-        """A completion of each prompt; the same noise gives the same one, where it can. `weights`:
-        (epoch, version) of the run's newest, for a server that follows it."""
-
-    def open_rows(
-        self,
-        version: int | None = None,
-        load_weights: Callable[[dict[str, torch.Tensor]], None] | None = None,
-    ) -> Engine:
-        """This as an `Engine`.
-
-        Args:
-            version: of the weights that it has; None where `load` comes first.
-            load_weights: what `load` does; None: `load_weights` of this.
-
-        Raises:
-            ValueError: it cannot be asked row by row.
-        """
-        raise ValueError(
-            "engine='openai' must be 'torch' or 'vllm' for conversations: a server is asked for "
-            "whole batches of completions, not turn by turn. Set engine='torch'."
-        )
-
-    def load_weights(self, weights: dict[str, torch.Tensor]) -> None:  # noqa: B027
-        """Generates with the policy's weights, under the names of its state; does nothing where
-        they are external."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Frees what it holds."""
-
-
 # --- Noise: a pure function of (seed, row), without a generator state to carry or to restore
 
 
@@ -357,30 +313,15 @@ def uniform_noise(
     """
     rows = np.asarray(row_ids, dtype=np.int64)
     _check(seed, rows, length)
-    if not 0 <= turn < 2**64:
-        raise ValueError(
-            f"turn={turn!r} must be within 0 and 2**64 - 1: it counts turns. Count from 0."
-        )
+    require(
+        0 <= turn < 2**64, "turn", turn, "be within 0 and 2**64 - 1", "it counts turns",
+        "Count from 0",
+    )  # fmt: skip
     halves = _words(seed, rows, (length + 1) // 2, turn).view("<u4")[:, :length] >> np.uint32(8)
     return torch.from_numpy(halves.astype(np.float32) * np.float32(2.0**-24))
 
 
-def row_seeds(
-    seed: int, row_ids: torch.Tensor | np.ndarray | Sequence[int], turn: int = 0
-) -> list[int]:
-    """One seed per row, 0 .. 2**63 - 1, for engines that draw their own numbers.
-
-    A function of seed, row id and turn alone, as `uniform_noise`.
-
-    Raises:
-        ValueError: a seed or row id out of range.
-    """
-    rows = np.asarray(row_ids, dtype=np.int64)
-    _check(seed, rows, 1)
-    return [int(word) >> 1 for word in _words(seed, rows, 1, turn)[:, 0]]
-
-
-def _words(seed: int, rows: np.ndarray, count: int, turn: int = 0) -> np.ndarray:
+def _words(seed: int, rows: np.ndarray, count: int, turn: int) -> np.ndarray:
     """The first `count` raw words of each row's stream, [rows, count] uint64."""
     words = np.empty((len(rows), count), dtype="<u8")
     start = np.array([0, 0, 0, turn], dtype=np.uint64)
@@ -395,22 +336,20 @@ def _words(seed: int, rows: np.ndarray, count: int, turn: int = 0) -> np.ndarray
 
 
 def _check(seed: int, rows: np.ndarray, length: int) -> None:
-    if not 0 <= seed < 2**64:
-        raise ValueError(
-            f"seed={seed!r} must be within 0 and 2**64 - 1: it is one word of the generator's key. "
-            "Take a non-negative integer."
-        )
-    if rows.ndim != 1:
-        raise ValueError(
-            f"row_ids={rows.shape!r} must be one-dimensional: there is one stream per row. "
-            "Pass a flat list of ids."
-        )
-    if rows.size and rows.min() < 0:
-        raise ValueError(
-            f"row_ids={int(rows.min())!r} must be 0 or more: a row id counts completions. "
-            "Count rows from 0."
-        )
-    if length < 0:
-        raise ValueError(
-            f"length={length!r} must be 0 or more: it counts numbers per row. Pass max_new_tokens."
-        )
+    require(
+        0 <= seed < 2**64, "seed", seed, "be within 0 and 2**64 - 1",
+        "it is one word of the generator's key", "Take a non-negative integer",
+    )  # fmt: skip
+    require(
+        rows.ndim == 1, "row_ids", rows.shape, "be one-dimensional", "there is one stream per row",
+        "Pass a flat list of ids",
+    )  # fmt: skip
+    smallest = int(rows.min(initial=0))
+    require(
+        smallest >= 0, "row_ids", smallest, "be 0 or more", "a row id counts completions",
+        "Count rows from 0",
+    )  # fmt: skip
+    require(
+        length >= 0, "length", length, "be 0 or more", "it counts numbers per row",
+        "Pass max_new_tokens",
+    )  # fmt: skip

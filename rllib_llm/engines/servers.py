@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import math
 import re
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import BatchEngine, Ended, Finish, Noise, Row
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.engines.protocol import Ended, Engine, Finish, Noise, Row
+from rllib_llm.shared.errors import require
 from rllib_llm.shared.openai_client import OpenAIClient, server_root
 
 
-class CompletionClient(BatchEngine):
-    """Completions by a server, one by one or in batches.
+class CompletionClient(ABC):
+    """Completions by a server, one by one or in batches, with the weights that it has.
 
     Args:
         client: asks it; closed with this.
         tokenizer, stop_token_ids: the policy's, with all its EOS ids.
     """
 
-    knows_versions = True
+    takes_weights, has_weights = False, True
+    knows_versions = True  # which weights sampled a token
 
     def __init__(
         self, client: OpenAIClient, tokenizer: Any, stop_token_ids: tuple[int, ...]
@@ -38,8 +39,20 @@ class CompletionClient(BatchEngine):
         ServerError where there is no answer."""
 
     def complete(self, rows: Sequence[Row], weights: tuple[int, int] | None) -> list[Ended]:
+        """A completion of each prompt; the same noise gives the same one, where it can. `weights`:
+        (epoch, version) of the run's newest, for a server that follows it."""
         started = [self.submit(row, weights) for row in rows]
         return [future.result() for future in started]
+
+    def open_rows(self, version: int | None = None, load_weights: Any = None) -> Engine:
+        """Raises ValueError: it cannot be asked row by row."""
+        raise ValueError(
+            "engine='openai' must be 'torch' or 'vllm' for conversations: a server is asked for "
+            "whole batches of completions, not turn by turn. Set engine='torch'."
+        )
+
+    def load_weights(self, weights: dict[str, Any]) -> None:  # noqa: B027
+        """Does nothing: it has its own."""
 
     def close(self) -> None:
         """Closes its connections."""
@@ -81,14 +94,10 @@ class OpenAICompletions(CompletionClient):
         extra_body: dict[str, Any] | None = None,
         **client: Any,
     ) -> None:
-        if prompt_format not in PROMPT_FORMATS:
-            raise SettingError(
-                name="engine_settings['prompt_format']",
-                value=prompt_format,
-                rule=f"be one of {PROMPT_FORMATS}",
-                reason="prompts travel in no other way",
-                remedy="Use 'token_ids'",
-            )
+        require(
+            prompt_format in PROMPT_FORMATS, "engine_settings['prompt_format']", prompt_format,
+            f"be one of {PROMPT_FORMATS}", "prompts travel in no other way", "Use 'token_ids'",
+        )  # fmt: skip
         self._served_model, self._prompt_format = served_model, prompt_format
         self._extra_body = dict(extra_body or {})
         super().__init__(OpenAIClient(base_url, **client), tokenizer, stop_token_ids)
@@ -119,15 +128,12 @@ class OpenAICompletions(CompletionClient):
         if token_ids[0] == self.tokenizer.bos_token_id:  # which the server puts there itself
             token_ids = token_ids[1:]
         special = set(self.tokenizer.all_special_ids).intersection(token_ids)
-        if special:
-            raise SettingError(
-                name="engine_settings['prompt_format']",
-                value="text",
-                rule="be used with prompts of plain text",
-                reason=f"special tokens {self.tokenizer.convert_ids_to_tokens(sorted(special))} "
-                "of chat markup would vanish",
-                remedy="Use 'token_ids' and a server of the policy's tokenizer",
-            )
+        require(
+            not special, "engine_settings['prompt_format']", "text",
+            "be used with prompts of plain text",
+            f"special tokens {self.tokenizer.convert_ids_to_tokens(sorted(special))} of chat "
+            "markup would vanish", "Use 'token_ids' and a server of the policy's tokenizer",
+        )  # fmt: skip
         return str(self.tokenizer.decode(token_ids))
 
     def _read(self, params: SamplingParams, answer: Any) -> Ended:
@@ -279,14 +285,10 @@ def open_server(model: str, *, endpoint: str = "completions", **settings: Any) -
     # Here, since transformers would make importing the package slow.
     from rllib_llm.modules.tokenizer import load_tokenizer, policy_eos_ids
 
-    if endpoint not in ENDPOINTS:
-        raise SettingError(
-            name="engine_settings['endpoint']",
-            value=endpoint,
-            rule=f"be one of {ENDPOINTS}",
-            reason="a server is asked in no other way",
-            remedy="Use 'tokens' for one that gives token ids",
-        )
+    require(
+        endpoint in ENDPOINTS, "engine_settings['endpoint']", endpoint, f"be one of {ENDPOINTS}",
+        "a server is asked in no other way", "Use 'tokens' for one that gives token ids",
+    )  # fmt: skip
     tokenizer = load_tokenizer(model)
     kind = TokenCompletions if endpoint == "tokens" else OpenAICompletions
     return kind(tokenizer, policy_eos_ids(model, tokenizer), **settings)

@@ -32,6 +32,7 @@ from rllib_llm.engines.protocol import (
 from rllib_llm.engines.row_blocks import row_budget
 from rllib_llm.modules.packing import recurring_size
 from rllib_llm.modules.trunk import padded_hidden, take_apart, wants_recurring_sizes
+from rllib_llm.shared.errors import require
 
 # --- Log-probs of texts that nobody samples: what `echo` of a server shows of a prompt
 
@@ -118,19 +119,18 @@ def copy_weights(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
     loaded = {own[name].data_ptr() for name in named if name in own}
     missing = [name for name in own if name not in named and own[name].data_ptr() not in loaded]
     unknown = sorted(set(named) - set(own))
-    if missing or unknown:
-        raise ValueError(
-            f"weights={sorted(named)[:3]!r}... must name the model's parameters: "
-            f"{missing[:3]} are missing and {unknown[:3]} are unknown. Load the weights of the "
-            "same model."
-        )
+    require(
+        not missing and not unknown, f"weights={sorted(named)[:3]!r}...", ...,
+        "name the model's parameters",
+        f"{missing[:3]} are missing and {unknown[:3]} are unknown",
+        "Load the weights of the same model",
+    )  # fmt: skip
     for name, tensor in named.items():
-        if tensor.shape != own[name].shape:
-            raise ValueError(
-                f"weights[{name!r}].shape={tuple(tensor.shape)!r} must be "
-                f"{tuple(own[name].shape)!r}: the parameter has it. Load the weights of the same "
-                "model."
-            )
+        require(
+            tensor.shape == own[name].shape, f"weights[{name!r}].shape", tuple(tensor.shape),
+            f"be {tuple(own[name].shape)!r}", "the parameter has it",
+            "Load the weights of the same model",
+        )  # fmt: skip
     for name, tensor in named.items():
         own[name].copy_(tensor)
 

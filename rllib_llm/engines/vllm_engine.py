@@ -23,7 +23,6 @@ from transformers import AutoConfig
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import (
     NOT_FINITE,
-    BatchEngine,
     Ended,
     Finish,
     InFlight,
@@ -34,7 +33,7 @@ from rllib_llm.engines.protocol import (
 from rllib_llm.engines.torch_engine import TRUNK, finish_of
 from rllib_llm.modules.model_source import DOTTED, build_from_dotted, source_kind
 from rllib_llm.modules.tokenizer import load_tokenizer, policy_eos_ids
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.errors import require
 
 # Read by vLLM when it is imported: one process, so that weights are handed over by reference, with
 # as many threads as the sampler has.
@@ -58,7 +57,7 @@ NO_WEIGHTS = (
 )
 
 
-class VLLMEngine(BatchEngine):
+class VLLMEngine:
     """Generates completions with a copy of the policy that is not a torch module of ours.
 
     Args:
@@ -73,7 +72,7 @@ class VLLMEngine(BatchEngine):
         ValueError: on a CPU, for heads that vLLM's kernels do not know.
     """
 
-    takes_weights = True
+    takes_weights, knows_versions = True, False  # of tokens of a batch
 
     def __init__(
         self, model: str, *, dtype: str = "float32", temperature: float = 1.0, **settings: Any
@@ -129,6 +128,12 @@ class VLLMEngine(BatchEngine):
         version: int | None = None,
         load_weights: Callable[[dict[str, torch.Tensor]], None] | None = None,
     ) -> VLLMRows:
+        """This as an `Engine`.
+
+        Args:
+            version: of the weights that it has; None where `load` comes first.
+            load_weights: what `load` does; None: `load_weights` of this.
+        """
         return VLLMRows(self, version, load_weights or self.load_weights)
 
     def add(
@@ -188,7 +193,7 @@ class VLLMEngine(BatchEngine):
         self.has_weights = True
 
     def complete(self, rows: Sequence[Row], weights: tuple[int, int] | None = None) -> list[Ended]:
-        """See `BatchEngine`; the log-probs of greedy completions are at temperature 1.
+        """See `CompletionClient`; the log-probs of greedy completions are at temperature 1.
 
         Raises:
             RuntimeError: it was given no weights yet, and would sample from random ones.
@@ -262,27 +267,20 @@ class VLLMRows:
         check_rows(rows, [*self._rows, *(each.id for each in self._ended)], self.version)
         for row in rows:
             self._check(row.params)
-            if row.guide is not None or row.params.top_logprobs:
-                raise SettingError(
-                    name="row.guide",
-                    value=row.guide,
-                    rule=f"be None, and top_logprobs={row.params.top_logprobs!r} 0, with "
-                    "engine='vllm'",
-                    reason="they are those of our own decode loop",
-                    remedy="Use engine='torch'",
-                )
+            require(
+                row.guide is None and not row.params.top_logprobs, "row.guide", row.guide,
+                f"be None, and top_logprobs={row.params.top_logprobs!r} 0, with engine='vllm'",
+                "they are those of our own decode loop", "Use engine='torch'",
+            )  # fmt: skip
         self._rows |= {row.id: _Held(row) for row in rows}
 
     def _check(self, params: SamplingParams) -> None:
         temperature = self._engine.temperature
-        if not params.greedy and params.temperature != temperature:
-            raise SettingError(
-                name="temperature",
-                value=params.temperature,
-                rule=f"be {temperature!r} with engine='vllm'",
-                reason="it was started to give log-probs at that one",
-                remedy="Start another engine",
-            )
+        require(
+            params.greedy or params.temperature == temperature, "temperature", params.temperature,
+            f"be {temperature!r} with engine='vllm'",
+            "it was started to give log-probs at that one", "Start another engine",
+        )  # fmt: skip
         check_row(params, temperature)
 
     def _running(self) -> list[_Held]:
@@ -377,13 +375,12 @@ def check_row(params: SamplingParams, temperature: float) -> None:
     """Raises ValueError where a vLLM that was started for a temperature cannot give the log-probs
     that `SamplingParams` documents: those of the distribution before truncation."""
     check_params(temperature, params.top_k, params.top_p, params.min_new_tokens, params.min_p)
-    if params.adjustments and temperature == 1:
-        raise SettingError(
-            name=", ".join(params.adjustments),
-            rule="be off with engine='vllm' and temperature=1",
-            reason="there it gives log-probs of the model's own logits, without penalties and bias",
-            remedy="Use engine='torch'",
-        )
+    require(
+        not params.adjustments or temperature != 1, ", ".join(params.adjustments), ...,
+        "be off with engine='vllm' and temperature=1",
+        "there it gives log-probs of the model's own logits, without penalties and bias",
+        "Use engine='torch'",
+    )  # fmt: skip
 
 
 def check_params(
@@ -398,15 +395,12 @@ def check_params(
         "min_new_tokens": (min_new_tokens, 0),
     }  # fmt: skip
     for name, (value, off) in truncates.items():
-        if temperature != 1 and value != off:
-            raise SettingError(
-                name=name,
-                value=value,
-                rule=f"be {off!r} with engine='vllm' and temperature={temperature!r}",
-                reason="vLLM gives log-probs either before the temperature or after truncation, "
-                "and the loss needs neither",
-                remedy="Use temperature=1, or engine='torch'",
-            )
+        require(
+            temperature == 1 or value == off, name, value,
+            f"be {off!r} with engine='vllm' and temperature={temperature!r}",
+            "vLLM gives log-probs either before the temperature or after truncation, and the loss "
+            "needs neither", "Use temperature=1, or engine='torch'",
+        )  # fmt: skip
 
 
 def _is_on_cpu() -> bool:
@@ -431,11 +425,9 @@ def check_heads(config: Any, model: str) -> None:
     if not num_heads:  # a model without attention
         return
     width = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    if width < _MIN_HEAD_DIM:
-        raise SettingError(
-            name="model",
-            value=model,
-            rule=f"have heads of at least {_MIN_HEAD_DIM} with engine='vllm' on a CPU",
-            reason=f"its head_dim is {width}, which vLLM's kernels do not know",
-            remedy="Use engine='torch', or a model with fewer, wider heads",
-        )
+    require(
+        width >= _MIN_HEAD_DIM, "model", model,
+        f"have heads of at least {_MIN_HEAD_DIM} with engine='vllm' on a CPU",
+        f"its head_dim is {width}, which vLLM's kernels do not know",
+        "Use engine='torch', or a model with fewer, wider heads",
+    )  # fmt: skip

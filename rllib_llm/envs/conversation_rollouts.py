@@ -456,7 +456,8 @@ def _report(env: ConversationEnv, attempts: Sequence[Rollout], sound: Sequence[R
         raise UnjudgedError(
             f"at least one of {count} conversations must come to an end: all failed, the first "
             f"with {first.invalid[:_SHOWN].rstrip('.')}. Correct the environment, or what it "
-            "depends on."
+            "depends on.",
+            name=ROLLOUT,
         ) from first.error
     if not env.has_warned:
         env.has_warned = True

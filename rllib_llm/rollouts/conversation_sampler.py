@@ -30,8 +30,14 @@ from rllib_llm.envs.conversation_rollouts import (
     judge,
     run_rollouts,
 )
+from rllib_llm.envs.judges.rewards import UnjudgedError
 from rllib_llm.rollouts.judged_batch import JudgedBatch, SampleRequest
-from rllib_llm.rollouts.sampler import Sampler, SamplingEnvironment, UnjudgedBatch
+from rllib_llm.rollouts.sampler import (
+    Sampler,
+    SamplingEnvironment,
+    UnjudgedBatch,
+    failed_metrics,
+)
 from rllib_llm.shared import columns
 
 
@@ -60,9 +66,10 @@ class ConversationSampler(Sampler):
         with self._judging:
             return self._judged_by(self._judging_env, generated)
 
-    def _unjudged(self, generated: UnjudgedBatch, error: Exception) -> JudgedBatch:
+    def _unjudged(self, generated: UnjudgedBatch, error: UnjudgedError) -> JudgedBatch:
         rows = training_columns(generated.completions, self.policy.pad_token_id)
-        return self._batch(generated, rows, cause=str(error))
+        failed = failed_metrics(error, rows[columns.SCORES])
+        return self._batch(generated, rows, metrics=failed, cause=str(error))
 
     def _score(self, environment: SamplingEnvironment, generated: UnjudgedBatch) -> JudgedBatch:
         """Judged conversations as one batch of all their rows; rows of a group are adjacent."""

@@ -49,13 +49,10 @@ from rllib_llm.rollouts.policy import (
     ModulePolicy,
     SamplingPolicy,
 )
-from rllib_llm.rollouts.sampler import (
-    Sampler,
-    SamplingEnvironment,
-    UnjudgedBatch,
-)
+from rllib_llm.rollouts.sampler import Sampler, SamplingEnvironment
 from rllib_llm.rollouts.streamer import Work, stop_streaming
 from rllib_llm.shared.dotted import import_dotted
+from rllib_llm.shared.errors import require
 from rllib_llm.shared.messages import Listener
 from rllib_llm.shared.process import threads_for
 from rllib_llm.weights.coordinator import PublishedWeights
@@ -111,6 +108,7 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
             seed=(self.config.seed or 0) + EVALUATION_SEED * bool(self.config.in_evaluation),
             name=str(self),
             watch=self.watch,
+            told=self._tell_of,
         )
 
     # --- parts -------------------------------------------------------------------------------
@@ -253,11 +251,10 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         Raises:
             RuntimeError: it was never given any.
         """
-        if random_actions:
-            raise ValueError(
-                "random_actions=True must be False: random token ids are no text. "
-                "Sample from the policy."
-            )
+        require(
+            not random_actions, "random_actions", random_actions, "be False",
+            "random token ids are no text", "Sample from the policy",
+        )  # fmt: skip
         group = self.config.num_completions
         num_prompts = -(-(num_episodes or num_timesteps or self.env.num_envs) // group)
         explore = self.config.explore if explore is None else explore
@@ -276,24 +273,17 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         would see a dead sampler instead of the reason.
         """
         if not self.worker_index:
-            return self._told_of(self.sampler.serve(request, published))
+            return self.sampler.serve(request, published)
         try:
             with self._listener:
-                batch = self._told_of(self.sampler.serve(request, published))
+                batch = self.sampler.serve(request, published)
             batch.messages = self._listener.take()
             return batch
         except Exception as error:  # noqa: BLE001  (the border of the process; raised by the source)
             return SampleFailure.from_exception(error)
 
-    def generate(self, request: SampleRequest, published: PublishedWeights) -> UnjudgedBatch:
-        """Completions made with the published weights, to be given to `judge`."""
-        return self.sampler.generate(request, published)
-
-    def judge(self, generated: UnjudgedBatch) -> JudgedBatch:
-        """Judges for `serve`, in any thread, during sampling."""
-        return self._told_of(self.sampler.judge(generated))
-
-    def _told_of(self, batch: JudgedBatch) -> JudgedBatch:
+    def _tell_of(self, batch: JudgedBatch) -> JudgedBatch:
+        """The batch as it leaves the sampler, after `on_sample_end`; in any thread."""
         if self.worker_index and ray.is_initialized():
             batch.node = ray.get_runtime_context().get_node_id()
         with self._calling_back:

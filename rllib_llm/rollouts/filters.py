@@ -18,7 +18,7 @@ import torch
 from rllib_llm.rollouts.judged_batch import JudgedBatch
 from rllib_llm.shared import columns
 from rllib_llm.shared.dotted import import_dotted, looks_dotted
-from rllib_llm.shared.errors import SettingError, did_you_mean
+from rllib_llm.shared.errors import SettingError, did_you_mean, require
 
 
 class Verdict(NamedTuple):
@@ -127,13 +127,11 @@ class Filters:
         group = rollout_group(batch)
         for name, judge in self._filters:
             verdict = judge(group)
-            if not isinstance(verdict, tuple) or len(verdict) != 2:
-                raise FilterError(
-                    name=f"filter {name!r} returned {verdict!r}, which",
-                    rule="be (keep, reason)",
-                    reason="the reason becomes a metric",
-                    remedy="Return (True, '') or (False, 'why')",
-                )
+            require(
+                isinstance(verdict, tuple) and len(verdict) == 2,
+                f"filter {name!r} returned {verdict!r}, which", ..., "be (keep, reason)",
+                "the reason becomes a metric", "Return (True, '') or (False, 'why')", FilterError,
+            )  # fmt: skip
             keep, reason = verdict
             if not keep:
                 return str(reason) or name.rpartition(".")[2]

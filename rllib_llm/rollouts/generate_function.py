@@ -29,10 +29,11 @@ from rllib_llm.engines.protocol import Ended, Finish, pad_completions
 from rllib_llm.rollouts.policy import Generation, ModulePolicy
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import pad_right
+from rllib_llm.shared.errors import SettingError, require
 from rllib_llm.shared.remote import EventLoop, call
 
 
-class GeneratedError(ValueError):
+class GeneratedError(SettingError):
     """Output of a generation function that cannot be trained on."""
 
 
@@ -155,22 +156,21 @@ class FunctionPolicy(ModulePolicy):
 
 
 def _counted(group: Any, num_completions: int) -> list[Generated]:
-    if not isinstance(group, Sequence) or len(group) != num_completions:
-        given = len(group) if isinstance(group, Sequence) else type(group).__name__
-        raise GeneratedError(
-            f"completions of generate_function={given!r} must be {num_completions}: so many were "
-            "asked for (asked.num_completions). Return a list of as many Generated."
-        )
+    given = len(group) if isinstance(group, Sequence) else type(group).__name__
+    require(
+        given == num_completions, "completions of generate_function", given,
+        f"be {num_completions}", "so many were asked for (asked.num_completions)",
+        "Return a list of as many Generated", GeneratedError,
+    )  # fmt: skip
     return list(group)
 
 
 def _checked(row: Any, params: SamplingParams, vocab_size: int) -> Generated:
     """The completion, if it can be learnt from."""
-    if not isinstance(row, Generated):
-        raise GeneratedError(
-            f"a completion={type(row).__name__!r} must be a Generated: it has token_ids and "
-            "logprobs. Return a list of Generated."
-        )
+    require(
+        isinstance(row, Generated), "a completion", type(row).__name__, "be a Generated",
+        "it has token_ids and logprobs", "Return a list of Generated", GeneratedError,
+    )  # fmt: skip
     num = len(row.token_ids)
     sampled = [True] * num if row.sampled is None else list(row.sampled)
     are_known = all(0 <= int(i) < vocab_size for i in row.token_ids)
@@ -185,11 +185,10 @@ def _checked(row: Any, params: SamplingParams, vocab_size: int) -> Generated:
                      "finite and at most 0"),
     }  # fmt: skip
     for name, (value, holds, rule) in rules.items():
-        if not holds:
-            raise GeneratedError(
-                f"{name}={value!r} must be {rule}: the completion is learnt from as it is. Correct "
-                "what generate_function returns."
-            )
+        require(
+            holds, name, value, f"be {rule}", "the completion is learnt from as it is",
+            "Correct what generate_function returns", GeneratedError,
+        )  # fmt: skip
     finished = row.finished
     if finished is None:
         finished = row.token_ids[-1] in params.stop_token_ids

@@ -1,4 +1,4 @@
-"""Whatever generates for a sampler: the interface, an RLModule, vLLM in this process, or a server.
+"""Whatever generates for a sampler: an RLModule, vLLM in this process, or a server.
 
 A user's function that generates is in `generate_function.py`.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from ray.rllib.core.rl_module.rl_module import RLModule
@@ -16,18 +16,15 @@ from ray.rllib.core.rl_module.rl_module import RLModule
 from rllib_llm.engines.decode_step import DecodePlan
 from rllib_llm.engines.engine import check_decoding_once, generate
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import (
-    BatchEngine,
-    Engine,
-    Noise,
-    Row,
-    pad_completions,
-    uniform_noise,
-)
+from rllib_llm.engines.protocol import Engine, Noise, Row, pad_completions, uniform_noise
+from rllib_llm.engines.servers import CompletionClient
 from rllib_llm.engines.torch_engine import TorchEngine
 from rllib_llm.shared import columns
 from rllib_llm.weights.flat_buffer import FlatBuffer, unpack
 from rllib_llm.weights.loading import ModuleLoader, differing
+
+if TYPE_CHECKING:
+    from rllib_llm.engines.vllm_engine import VLLMEngine
 
 LoadWeights: TypeAlias = Callable[[dict[str, torch.Tensor]], None]
 EVALUATION_SEED = 1_000_003  # added to the seed, so that evaluation has noise of its own
@@ -50,61 +47,11 @@ class Generation:
     """(epoch, version) that were published last, for a server that follows them."""
 
 
-class SamplingPolicy(Protocol):
-    """The interface between a sampler and whatever generates for it."""
-
-    takes_weights: bool
-    """Whether it generates with published weights; if not, with a model of its own."""
-
-    @property
-    def has_weights(self) -> bool:
-        """Whether it was given weights to generate with, or needs none."""
-
-    @property
-    def pad_token_id(self) -> int:
-        """The token id after the end of a completion."""
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """All token ids that end a completion, as declared by the model."""
-
-    def generate(
-        self, prompts: Mapping[str, torch.Tensor], asked: Generation
-    ) -> dict[str, torch.Tensor]:
-        """The columns of the completions, B rows, on the prompts' device."""
-
-    def open_engine(
-        self, version: int | None, *, load_weights: LoadWeights | None = None
-    ) -> Engine:
-        """An engine that rows are added to one by one.
-
-        Args:
-            version: of the weights as they are; None where it has to be given some first.
-            load_weights: what the engine's `load` does. Without it the caller closes the engine
-                before there are new weights.
-
-        Raises:
-            ValueError: what generates here cannot be asked turn by turn.
-        """
-
-    def load(self, weights: FlatBuffer) -> None:
-        """Generates with these published weights from now on."""
-
-    def differing(self, weights: FlatBuffer) -> list[str]:
-        """Names of the parameters that are not bit for bit these, where they can be compared."""
-
-    def get_state(self) -> dict[str, torch.Tensor]:
-        """Its weights by name, where they are a module's."""
-
-    def set_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Generates with these weights from now on."""
-
-    def close(self) -> None:
-        """Frees its memory."""
-
-
 class ModulePolicy:
     """An RLModule, made on first use or shared with the learner in the same process.
+
+    takes_weights: whether it generates with published weights; if not, with a model of its own.
+    has_weights: whether it was given weights to generate with, or needs none.
 
     Args:
         alias: its parameters may become views of shared memory: nothing else writes to them.
@@ -168,10 +115,12 @@ class ModulePolicy:
 
     @property
     def pad_token_id(self) -> int:
+        """The token id after the end of a completion."""
         return self.build().tokenizer.pad_token_id
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
+        """All token ids that end a completion, as declared by the model."""
         # Here, since transformers would make importing the package slow.
         from rllib_llm.modules.tokenizer import eos_token_ids
 
@@ -180,6 +129,7 @@ class ModulePolicy:
     def generate(
         self, prompts: Mapping[str, torch.Tensor], asked: Generation
     ) -> dict[str, torch.Tensor]:
+        """The columns of the completions, B rows, on the prompts' device."""
         params, module = asked.params, self.build()
         noise = None
         if not params.greedy:
@@ -211,6 +161,13 @@ class ModulePolicy:
     def open_engine(
         self, version: int | None, *, load_weights: LoadWeights | None = None
     ) -> Engine:
+        """An engine that rows are added to one by one.
+
+        Args:
+            version: of the weights as they are; None where it has to be given some first.
+            load_weights: what the engine's `load` does. Without it the caller closes the engine
+                before there are new weights.
+        """
         module = self.build()
         return TorchEngine(
             module.computing_model, version=version, max_rows=self._max_rows,
@@ -218,22 +175,24 @@ class ModulePolicy:
         )  # fmt: skip
 
     def load(self, weights: FlatBuffer) -> None:
-        """The learner's own module has them already."""
+        """Generates with these published weights; the learner's own module has them already."""
         if not self._is_shared:
             self.loader.load(self.build(), weights)
             self.has_weights = True
 
     def differing(self, weights: FlatBuffer) -> list[str]:
+        """Names of the parameters that are not bit for bit these."""
         return differing(self.build(), weights)
 
     def get_state(self) -> dict[str, torch.Tensor]:
-        """Without critic."""
+        """Its weights by name, without critic."""
         weights = self.build().get_state(inference_only=True)
         if self.loader.is_aliased:  # pickled, each view would take the whole buffer along
             weights = {name: tensor.clone() for name, tensor in weights.items()}
         return weights
 
     def set_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Generates with these weights from now on."""
         self.has_weights = True
         if self.module is None:
             self._pending_state = state
@@ -245,11 +204,12 @@ class ModulePolicy:
         """Does nothing."""
 
 
-class EnginePolicy(SamplingPolicy):
+class EnginePolicy:
     """vLLM in this process, which has a copy of the policy, or a server, with weights that it has
-    from elsewhere."""
+    from elsewhere; to be asked as a `ModulePolicy`.
+    """
 
-    def __init__(self, engine: BatchEngine) -> None:
+    def __init__(self, engine: CompletionClient | VLLMEngine) -> None:
         self._engine = engine
         self.takes_weights = engine.takes_weights
 
@@ -282,6 +242,11 @@ class EnginePolicy(SamplingPolicy):
     def open_engine(
         self, version: int | None, *, load_weights: LoadWeights | None = None
     ) -> Engine:
+        """As that of a module.
+
+        Raises:
+            ValueError: a server cannot be asked turn by turn.
+        """
         return self._engine.open_rows(version, load_weights)
 
     def load(self, weights: FlatBuffer) -> None:
@@ -300,3 +265,7 @@ class EnginePolicy(SamplingPolicy):
 
     def close(self) -> None:
         self._engine.close()
+
+
+SamplingPolicy: TypeAlias = ModulePolicy | EnginePolicy
+"""Whatever generates for a sampler."""

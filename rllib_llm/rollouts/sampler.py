@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -161,25 +161,13 @@ class UnjudgedBatch:
     masks_stale_prefix: bool = False
 
 
-class SamplesAndJudges(Protocol):
-    """A sampler of this process."""
-
-    def serve(self, request: SampleRequest, published: PublishedWeights) -> JudgedBatch:
-        """Judged completions made with the published weights."""
-
-    def generate(self, request: SampleRequest, published: PublishedWeights) -> UnjudgedBatch:
-        """Completions made with the published weights."""
-
-    def judge(self, generated: UnjudgedBatch) -> JudgedBatch:
-        """Scores them; callable from any thread."""
-
-
 class Sampler:
     """Answers requests; an answer depends only on request, seed and weights.
 
     Args:
         params: says how to sample; given whether to explore.
         seed: of the noise, together with the id of a row.
+        told: is given each batch that was judged for a request; what it returns is handed out.
     """
 
     takes_rows = True  # whether its completions are independent rows of an engine
@@ -193,6 +181,7 @@ class Sampler:
         seed: int,
         name: str = "the sampler",
         watch: SamplerWatch | None = None,
+        told: Callable[[JudgedBatch], JudgedBatch] = lambda batch: batch,
     ) -> None:
         self.watch = watch or SamplerWatch()
         self.environment = environment
@@ -202,7 +191,7 @@ class Sampler:
         self.weights = WeightsReceiver()
         self._published: tuple[int, int] | None = None  # of the last request
         self._step = 0  # updates behind what was published for it
-        self.params, self.seed, self.name = params, seed, name
+        self.params, self.seed, self.name, self._told = params, seed, name, told
 
     def serve(self, request: SampleRequest, published: PublishedWeights) -> JudgedBatch:
         """Judged completions made with the published weights; where no row could be judged, rows
@@ -279,21 +268,24 @@ class Sampler:
     def _judged_by(self, environment: SamplingEnvironment, generated: UnjudgedBatch) -> JudgedBatch:
         """Completions of the last prompts of an environment, judged if any can be."""
         try:
-            return self._score(environment, generated)
+            batch = self._score(environment, generated)
         except UnjudgedError as error:
-            return self._unjudged(generated, error)
+            batch = self._unjudged(generated, error)
+        return self._told(batch)
 
     def _score(self, environment: SamplingEnvironment, generated: UnjudgedBatch) -> JudgedBatch:
         start = time.perf_counter()
         judged = environment.judge(generated.completions, generated.step)
         return self._judged(generated, judged, time.perf_counter() - start)
 
-    def _unjudged(self, generated: UnjudgedBatch, error: Exception) -> JudgedBatch:
-        """Rows that are not valid, and the cause."""
+    def _unjudged(self, generated: UnjudgedBatch, error: UnjudgedError) -> JudgedBatch:
+        """Rows that are not valid, with what failed on them, and the cause."""
         rewards = torch.zeros(len(generated.completions[columns.COMPLETION_IDS]))
         valid = torch.zeros_like(rewards, dtype=torch.bool)
         scores = {columns.SCORES: rewards, columns.VALID: valid}
-        return self._judged(generated, Judgement(rewards, scores, cause=str(error)), 0.0)
+        failed = failed_metrics(error, rewards)
+        judged = Judgement(rewards, scores, metrics=failed, cause=str(error))
+        return self._judged(generated, judged, 0.0)
 
     def _judged(self, generated: UnjudgedBatch, judged: Judgement, seconds: float) -> JudgedBatch:
         made = {**generated.prompts, **generated.completions, **judged.columns}
@@ -346,3 +338,8 @@ class Sampler:
         if self.twin is not None:
             self.twin.close()
         self.environment.env.close()
+
+
+def failed_metrics(error: UnjudgedError, like: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The metric of what failed on all rows, as many as `like` has."""
+    return {f"{error.name}{columns.FAILED}": torch.ones_like(like)} if error.name else {}

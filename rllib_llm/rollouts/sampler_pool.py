@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -40,6 +41,11 @@ class SamplerActors:
     def workers(self) -> list[int]:
         """Index of every sampler there should be."""
         return list(self._handles)
+
+    @property
+    def are_gone(self) -> bool:
+        """Whether Ray was shut down, which a call would start again."""
+        return not ray.is_initialized()
 
     def healthy(self) -> list[int]:
         """Indices of those that are not known to be dead."""
@@ -138,6 +144,7 @@ class SamplerPool:
         """
         self.actors = actors
         self.faults = faults
+        self.lock = threading.RLock()  # of who changes them, or asks all of them
         self.start_limit = max(LEAST_START_SECONDS, START_FACTOR * start_seconds)
         self._down_since: dict[int, float] = {}  # monotonic seconds, by worker
         self._pings: dict[int, Any] = {}  # calls to those that are down
@@ -156,9 +163,9 @@ class SamplerPool:
         return self.actors.healthy()
 
     def pop_revived(self) -> list[int]:
-        """Indices of the samplers that were seen to come back since the last call. It does not look
-        itself: another thread may be asking them."""
-        revived, self._revived = self._revived, []
+        """Indices of the samplers that were seen to come back since the last call."""
+        with self.lock:
+            revived, self._revived = self._revived, []
         return revived
 
     def scale(self, num_samplers: int, *, at_most: int | None) -> str:
@@ -183,15 +190,16 @@ class SamplerPool:
                 "so many parts, and others would change round-off. Start runs that are to grow "
                 "with sampling_parts set."
             )
-        for worker in self.actors.add(max(0, num_samplers - have)):
-            self._added.add(worker)
-            self.actors.mark(worker, healthy=False)  # until it answers
-            self._down_since[worker] = time.monotonic()
-        for worker in self.actors.workers[num_samplers:]:
-            self.actors.remove(worker)
-            self._down_since.pop(worker, None)
-            self._pings.pop(worker, None)
-            self._added.discard(worker)
+        with self.lock:
+            for worker in self.actors.add(max(0, num_samplers - have)):
+                self._added.add(worker)
+                self.actors.mark(worker, healthy=False)  # until it answers
+                self._down_since[worker] = time.monotonic()
+            for worker in self.actors.workers[num_samplers:]:
+                self.actors.remove(worker)
+                self._down_since.pop(worker, None)
+                self._pings.pop(worker, None)
+                self._added.discard(worker)
         return f"{num_samplers} samplers instead of {have}"
 
     def replace(self, worker: int, reason: str) -> None:

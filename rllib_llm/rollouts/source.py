@@ -17,7 +17,7 @@ import uuid
 from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rllib_llm.rollouts.errors import (
     BrokenSamplerError,
@@ -36,7 +36,6 @@ from rllib_llm.rollouts.ledger_actor import (
 )
 from rllib_llm.rollouts.recorder import RolloutRecorder
 from rllib_llm.rollouts.replay import ReplayBuffer
-from rllib_llm.rollouts.sampler import SamplesAndJudges
 from rllib_llm.rollouts.sampler_pool import SamplerPool
 from rllib_llm.rollouts.schedule import ServingSettings, StreamRules
 from rllib_llm.rollouts.workers import (
@@ -48,6 +47,9 @@ from rllib_llm.rollouts.workers import (
 )
 from rllib_llm.shared.process import LEAST_SECONDS
 from rllib_llm.weights.coordinator import PublishedWeights
+
+if TYPE_CHECKING:
+    from rllib_llm.rollouts.env_runner import RLHFEnvRunner
 
 logger = logging.getLogger(__name__)
 
@@ -332,7 +334,7 @@ class Rollouts:
 
 def open_rollouts(
     pool: SamplerPool,
-    local: SamplesAndJudges | None,
+    local: RLHFEnvRunner | None,
     rules: StreamRules,
     settings: ServingSettings,
     *,
@@ -370,4 +372,5 @@ def open_rollouts(
         name, rules, folder, keeps_rejected=recorder.keeps, answer_seconds=min(limit, CALL_SECONDS)
     )
     workers = LeasingWorkers(pool, ledger, settings, answer_seconds=limit)
+    workers.watch()
     return Rollouts(ledger, workers, rules, **told)

@@ -32,7 +32,7 @@ from rllib_llm.rollouts.judged_batch import (
 )
 from rllib_llm.rollouts.ledger_actor import SamplerLedger
 from rllib_llm.rollouts.row_stream import RowStream
-from rllib_llm.rollouts.sampler import MAX_JUDGING, Sampler, SamplesAndJudges, UnjudgedBatch
+from rllib_llm.rollouts.sampler import MAX_JUDGING, Sampler, UnjudgedBatch
 from rllib_llm.rollouts.schedule import ServingSettings
 from rllib_llm.shared.messages import Listener
 from rllib_llm.weights.coordinator import PublishedWeights
@@ -43,17 +43,6 @@ MAX_SECONDS_OF_A_TURN = 600.0
 SECONDS_TO_END = 1.5  # a step of rows; not a batch
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class StreamOrder:
-    """Instructions for a streaming sampler: `key` names the stream, `ledger` is the actor, which
-    knows the sampler by the name `sampler`."""
-
-    key: str
-    ledger: Any
-    settings: ServingSettings
-    sampler: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,12 +124,11 @@ class Work:
     def __init__(
         self,
         ledger: SamplerLedger,
-        sampler: SamplesAndJudges,
+        sampler: Sampler,
         settings: ServingSettings,
-        name: str,
     ) -> None:
         self._ledger, self._sampler, self._settings = ledger, sampler, settings
-        self.listener = Listener(name)
+        self.listener = Listener(sampler.name)
         self._judges = JudgeThreads(self._judged, settings)
         self._asked: Future[list[Lease]] | None = None  # for leases
         self._told: list[tuple[int, Future[Any]]] = []  # calls that are not answered, and leases
@@ -235,6 +223,20 @@ class Work:
         if self._asked is None and num_groups > 0:
             self._asked = self._ledger.lease(num_groups, self._holding(), WAIT_SECONDS)
 
+    def _leased(self) -> list[Lease]:
+        """What was asked for, once it is there."""
+        if self._asked is None or not self._asked.done():
+            return []
+        leases, self._asked = self._asked.result(), None
+        return leases
+
+    def _renewal(self) -> Any:
+        """The answer to a renewal, see `Ledger.renew`; None before it is there."""
+        if self._renewing is None or not self._renewing.done():
+            return None
+        answer, self._renewing = self._renewing.result(), None
+        return answer
+
     def _wait(self, seconds: float) -> None:
         """For leases, or for a judge."""
         calls: list[Future[Any]] = [*self._judges.calls]
@@ -275,12 +277,6 @@ class Work:
         self._renewing = self._ledger.call("renew", self._ledger.sampler, list(leases))
         self._renewed, self._was_judged = now, False
 
-    def _fail(self, error: Exception) -> None:
-        """Returns groups being sampled after an exception that no group caused."""
-        failure = SampleFailure.from_exception(error)
-        held = list(self._holding() - self._sampling())
-        self._ledger.call("give_back", self._ledger.sampler, failure, held).result()
-
     def close(self) -> None:
         """Frees its memory."""
         self._judges.close()
@@ -296,13 +292,8 @@ class LeaseWork(Work):
         self._wait(WAIT_SECONDS)
         self._hand_in()
         self._begin_renewal()
-        if self._renewing is not None and self._renewing.done():
-            self._renewing.result()
-            self._renewing = None
-        if self._asked is None or not self._asked.done():
-            return
-        leases, self._asked = self._asked.result(), None
-        for lease in leases:
+        self._renewal()
+        for lease in self._leased():
             self._sample(lease)
 
     def _sample(self, lease: Lease) -> None:
@@ -317,22 +308,15 @@ class LeaseWork(Work):
 class RowWork(Work):
     """Takes leases as it has room, samples a token for all rows, has finished groups judged."""
 
-    def __init__(
-        self,
-        ledger: SamplerLedger,
-        rows_of: Sampler,
-        sampler: SamplesAndJudges,
-        settings: ServingSettings,
-    ) -> None:
-        super().__init__(ledger, sampler, settings, rows_of.name)
-        self._rows_of = rows_of
+    def __init__(self, ledger: SamplerLedger, sampler: Sampler, settings: ServingSettings) -> None:
+        super().__init__(ledger, sampler, settings)
         self._rows = self._begin()
         self._new: set[int] = set()  # leases that the renewal under way may not know of
 
     def _begin(self) -> RowStream:
         settings = self._settings
         return RowStream(
-            self._rows_of, settings.num_completions, in_flight=settings.in_flight,
+            self._sampler, settings.num_completions, in_flight=settings.in_flight,
             masks_stale_prefix=settings.masks_stale_prefix,
         )  # fmt: skip
 
@@ -342,9 +326,7 @@ class RowWork(Work):
     def turn(self) -> None:
         self._take_leases()
         self._begin_renewal()
-        renewal = None
-        if self._renewing is not None and self._renewing.done():
-            renewal, self._renewing = self._renewing.result(), None
+        renewal = self._renewal()
         # What is raised from here on is the engine's: the ledger's answers were read.
         try:
             if self._rows.num_groups:
@@ -362,10 +344,7 @@ class RowWork(Work):
             self._ask(room)
         if not self._rows.num_groups:
             self._wait(SECONDS_BETWEEN_RENEWALS)
-        if self._asked is None or not self._asked.done():
-            return
-        leases, self._asked = self._asked.result(), None
-        for lease in leases:
+        for lease in self._leased():
             if not self._begin_with(lease):
                 return  # the leases behind it have ended as well
 
@@ -397,8 +376,11 @@ class RowWork(Work):
             self._rows.load(newest, order)
 
     def _fail(self, error: Exception) -> None:
-        """Returns all groups in the engine, whose state can no longer be trusted."""
-        super()._fail(error)
+        """Returns all groups in the engine, whose state can no longer be trusted, after an
+        exception that none of them caused."""
+        failure = SampleFailure.from_exception(error)
+        held = list(self._holding() - self._sampling())
+        self._ledger.call("give_back", self._ledger.sampler, failure, held).result()
         self._rows.close()
         self._rows = self._begin()
 
@@ -407,20 +389,24 @@ class RowWork(Work):
         self._rows.close()
 
 
-def be_streaming(runner: Any, order: StreamOrder) -> SampleFailure | None:
+def be_streaming(
+    runner: Any, key: str, ledger: Any, name: str, settings: ServingSettings
+) -> SampleFailure | None:
     """Makes a sampler work for a stream, and no other; returns the error that ended its thread
-    since the last call, if any."""
+    since the last call, if any.
+
+    Args:
+        key: names the stream. ledger: its actor, which knows the sampler as `name`.
+    """
     streamer, failure = runner.streamer, None
-    if streamer is None or streamer.key != order.key or not streamer.is_at_work:
+    if streamer is None or streamer.key != key or not streamer.is_at_work:
         stop_streaming(runner)
-        if streamer is not None and streamer.key == order.key:
+        if streamer is not None and streamer.key == key:
             failure = streamer.failure
-        ledger = SamplerLedger(order.ledger, order.sampler)
-        if order.settings.by_row and runner.sampler.takes_rows:
-            runner.streamer = RowWork(ledger, runner.sampler, runner, order.settings)
-        else:
-            runner.streamer = LeaseWork(ledger, runner, order.settings, str(runner))
-        runner.streamer.start(order.key)
+        by_row = settings.by_row and runner.sampler.takes_rows
+        end = SamplerLedger(ledger, name)
+        runner.streamer = (RowWork if by_row else LeaseWork)(end, runner.sampler, settings)
+        runner.streamer.start(key)
     return failure
 
 

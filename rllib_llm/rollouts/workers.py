@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayError, RayTaskError
 
@@ -23,17 +24,18 @@ from rllib_llm.rollouts.ledger_actor import (
     LedgerCalls,
     RemoteLedger,
 )
-from rllib_llm.rollouts.sampler import SamplesAndJudges
 from rllib_llm.rollouts.sampler_pool import SamplerPool
 from rllib_llm.rollouts.schedule import ServingSettings
 from rllib_llm.rollouts.streamer import (
     JudgeThreads,
-    StreamOrder,
     be_streaming,
     stop_streaming,
 )
 from rllib_llm.shared.openai_client import ServerError
 from rllib_llm.shared.process import LEAST_SECONDS, StarvedProcesses
+
+if TYPE_CHECKING:
+    from rllib_llm.rollouts.env_runner import RLHFEnvRunner
 
 logger = logging.getLogger(__name__)
 
@@ -75,17 +77,20 @@ class PlainWorker(Workers):
     """The sampler of this process, asked for one batch after the other."""
 
     def __init__(
-        self, sampler: SamplesAndJudges, ledger: JournaledLedger, settings: ServingSettings
+        self, runner: RLHFEnvRunner, ledger: JournaledLedger, settings: ServingSettings
     ) -> None:
-        self._sampler, self._ledger, self._settings = sampler, ledger, settings
+        self._runner, self._ledger, self._settings = runner, ledger, settings
 
     def work(self) -> None:
         """Does some work; exceptions propagate."""
         for lease in self._ledger.call("lease", "0", 1, []):
             try:
-                batch = self._sampler.serve(request_of(lease, self._settings), lease.weights)
+                batch = self._runner.serve(request_of(lease, self._settings), lease.weights)
             except ServerError as error:
                 raise NoServerError(str(error)) from error
+            assert isinstance(batch, JudgedBatch), (
+                "what the sampler of this process raises, it raises"
+            )
             groups = judged_groups(batch, min_valid=self._settings.min_valid)
             self._ledger.call("push", lease.id, groups)
 
@@ -100,15 +105,15 @@ class LocalWorker(PlainWorker):
 
     def __init__(
         self,
-        sampler: SamplesAndJudges,
+        runner: RLHFEnvRunner,
         ledger: JournaledLedger,
         settings: ServingSettings,
         *,
         is_eager: bool,
     ) -> None:
-        super().__init__(sampler, ledger, settings)
-        self._is_eager = is_eager
-        self._judges = JudgeThreads(sampler.judge, settings)
+        super().__init__(runner, ledger, settings)
+        self._is_eager, self._sampler = is_eager, runner.sampler
+        self._judges = JudgeThreads(self._sampler.judge, settings)
 
     def work(self) -> None:
         while self._serve_one() and self._is_eager:
@@ -326,8 +331,9 @@ class AskedWorkers(RemoteWorkers):
 class LeasingWorkers(RemoteWorkers):
     """Samplers that lease by themselves, whatever the driver does.
 
-    Each is asked every second to be at work. One that died is asked whether it is back, see
-    `SamplerPool`. What one holds that left for good (`SamplerPool.scale`) is given to others.
+    Each is asked every second to be at work, also while the learner trains (`watch`). What one held
+    that died, or that left for good (`SamplerPool.scale`), is given to others; one that died is
+    asked whether it is back, see `SamplerPool`.
 
     Args:
         answer_seconds: after which a sampler that does not say that it is at work counts as hung.
@@ -344,32 +350,65 @@ class LeasingWorkers(RemoteWorkers):
     ) -> None:
         super().__init__(pool, ledger, settings, **given)
         self._answer_seconds = answer_seconds
-        self._order = StreamOrder(uuid.uuid4().hex, ledger.actor, settings)
+        self._key = uuid.uuid4().hex  # of the stream
+        # Not asked again before the driver has heard why: what passes must not happen each second.
+        self._failed: set[int] = set()
+        self._error: Exception | None = None  # that ended the watch
+        self._ended = threading.Event()
+        self._watch = threading.Thread(target=self._keep_looking, name="samplers", daemon=True)
         self._look()
 
-    def work(self) -> None:
-        if time.monotonic() - self._looked >= SECONDS_BETWEEN_LOOKS:
-            self._require_progress(is_someone_there=bool(self._look()))
+    def watch(self) -> None:
+        """Looks after the samplers in a thread from now on, until stopped."""
+        self._watch.start()
 
-    def _look(self) -> list[int]:
-        """Those that can be asked, after a look at what all answered."""
+    def _keep_looking(self) -> None:
+        try:
+            while not self._ended.wait(SECONDS_BETWEEN_LOOKS):
+                with self._pool.lock:
+                    if self._actors.are_gone:
+                        return
+                    self._look_if_due()
+        except Exception as error:  # noqa: BLE001  (the border of the thread; raised by `work`)
+            self._error = error
+
+    def work(self) -> None:
+        if self._error is not None:
+            raise self._error
+        with self._pool.lock:
+            self._failed.clear()
+            self._look_if_due()
+            self._require_progress(is_someone_there=bool(self._actors.healthy()))
+
+    def _look_if_due(self) -> None:
+        if time.monotonic() - self._looked >= SECONDS_BETWEEN_LOOKS:
+            self._look()
+
+    def _look(self) -> None:
+        """Takes what all answered, and asks those that can be asked."""
         self._looked = time.monotonic()
         self._give_back_of_gone()
         self._allow_for_starvation()
         for worker, _, failure in self._answers(0.0):
             if failure is not None:
                 self._ledger.call("give_back", str(worker), failure)
+                self._failed.add(worker)
         for worker, asked in list(self._asked.items()):
             if (silent := self._looked - asked.began) > self._answer_seconds:
                 self.replace(str(worker), f"it was silent for {silent:.0f} s")
-        healthy = self._pool.healthy()
-        for worker in healthy:
-            if worker not in self._asked:
-                order = dataclasses.replace(self._order, sampler=str(worker))
-                call = self._actors.call(worker, "apply", be_streaming, order)
+        for worker in self._pool.healthy():
+            if worker not in self._asked and worker not in self._failed:
+                told = self._key, self._ledger.actor, str(worker), self._settings
+                call = self._actors.call(worker, "apply", be_streaming, *told)
                 self._asked[worker] = _Asked(call, self._looked)
-        return healthy
+
+    def replace(self, sampler: str, reason: str) -> None:
+        with self._pool.lock:
+            super().replace(sampler, reason)
 
     def stop(self) -> None:
+        self._ended.set()
+        if self._watch.is_alive():
+            self._watch.join(STOP_SECONDS)
         calls = [self._actors.call(w, "apply", stop_streaming) for w in self._actors.healthy()]
         self._actors.ready(calls, STOP_SECONDS)

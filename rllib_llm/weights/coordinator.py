@@ -22,6 +22,7 @@ from typing import Any
 
 import ray
 
+from rllib_llm.shared.errors import require
 from rllib_llm.shared.remote import NAMESPACE, PASSING, NamedActor
 
 
@@ -91,10 +92,10 @@ class VersionLog:
     """
 
     def __init__(self, keep: int = 2, clock: Callable[[], int] = time.time_ns):
-        if keep < 1:
-            raise ValueError(
-                f"keep={keep!r} must be at least 1: receivers ask for the latest weights. Use 1."
-            )
+        require(
+            keep >= 1, "keep", keep, "be at least 1", "receivers ask for the latest weights",
+            "Use 1",
+        )  # fmt: skip
         self._keep, self._clock = keep, clock
         self._epoch = 0  # of the latest publication
         self._given = 0  # the last number given to a publisher

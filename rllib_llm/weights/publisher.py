@@ -25,6 +25,7 @@ import torch
 from rllib_llm.shared.ray_compat import local_learner
 from rllib_llm.weights.coordinator import Announced, CoordinatorClient, PublishedWeights
 from rllib_llm.weights.flat_buffer import FlatBuffer, StagingBuffer
+from rllib_llm.weights.push import WeightsPush
 from rllib_llm.weights.receiver import PASSING_ERRORS
 from rllib_llm.weights.transport import Ticket
 
@@ -258,7 +259,24 @@ def export_module(learner, *, transport: str, **settings: bool) -> Ticket | None
 
 
 class WeightsPublisher:
-    """Publishes the learner group's policy under growing versions."""
+    """Gives out the learner group's policy, under growing versions, to all who receive it.
+
+        learners ──▶ samplers
+          ├── coordinator ──▶ followers, by the run's name
+          └── folder ──▶ servers that follow nobody, by its path
+
+    Args:
+        shared_module: the only sampler uses the learner's module itself: nothing travels to it.
+        checksum: receivers check the bytes of every transfer.
+        background: tells a coordinator of every publication.
+        transport: "store": bytes in the object store; "cuda_ipc": they stay on the learner's
+            device, for receivers on the same one; "nixl": they go from the learner's memory into
+            a receiver's. Through the store from the first time on that one cannot read them.
+        push: gives servers the weights of every `push_every`-th version.
+        needs_epoch: a server is asked for these weights, by their epoch, too.
+    """
+
+    published: PublishedWeights  # the newest
 
     def __init__(
         self,
@@ -268,88 +286,101 @@ class WeightsPublisher:
         checksum: bool = False,
         background: BackgroundPublisher | None = None,
         transport: str = "store",
+        push: WeightsPush | None = None,
+        push_every: int = 1,
+        needs_epoch: bool = False,
     ):
-        """
-        shared_module: the only sampler uses the learner's module itself: nothing travels to it.
-        checksum: receivers check the bytes of every transfer.
-        background: tells a coordinator of every publication.
-        transport: "store": bytes in the object store; "cuda_ipc": they stay on the learner's
-            device, for receivers on the same one; "nixl": they go from the learner's memory into
-            a receiver's. Through the store from the first time on that one cannot read them.
-        """
         self._learner_group = learner_group
         self._shared_module = shared_module
         self._checksum = checksum
         self._background = background
         self._transport = transport
+        self._push, self._push_every = push, push_every
+        self._needs_epoch = needs_epoch and background is not None
+        self._version = 0
         self._num_republished = 0
 
-    def publish_again(self, version: int) -> PublishedWeights:
-        """Publishes the current weights again after a receiver could not fetch them, from now on
-        through the object store."""
-        if self._transport != "store":
-            logger.warning("Weights go through the object store from version %d on", version)
-            self._transport = "store"
-        self._num_republished += 1
-        return self.publish(version)
-
     def publish(self, version: int) -> PublishedWeights:
-        """Puts the current weights into the object store, owned by the calling process."""
-        if self._shared_module:
-            published = PublishedWeights(version)
-            if self._background is not None:
-                exporter = local_learner(self._learner_group).weights_exporter
-                self._background.submit(exporter.state(), version)
-            return published
-        start = time.perf_counter()
-        refs, num_bytes = self._export()
-        published = PublishedWeights(
-            version,
-            ref=refs,
-            num_bytes=num_bytes,
-            publish_seconds=time.perf_counter() - start,
-        )
-        if self._background is not None:
-            self._background.announce(published)
-        return published
-
-    def announced(self, published: PublishedWeights) -> PublishedWeights:
-        """The publication as followers know it, with its epoch, once they do.
+        """Gives the learners' weights out under a version.
 
         Raises:
-            TimeoutError: the coordinator is away for long.
-            Exception: what ended the background publisher.
+            TimeoutError: their epoch is needed, and the coordinator is away for long.
+            Exception: what ended the background publisher, or a server that does not take them.
         """
-        if self._background is None:
-            return published
-        return dataclasses.replace(published, epoch=self._background.wait_epoch())
+        self._version = version
+        published = self._announced(version)
+        if self._push is not None and version % self._push_every == 0:
+            self._push.push(published.epoch, version)
+        self.published = published
+        return published
+
+    def publish_again(self, error: Exception) -> PublishedWeights:
+        """Publishes the current weights again after a receiver could not fetch them, from now on
+        through the object store."""
+        logger.warning("Weights %d are published again: %s", self._version, error)
+        if self._transport != "store":
+            logger.warning("Weights go through the object store from version %d on", self._version)
+            self._transport = "store"
+        self._num_republished += 1
+        self.published = self._announced(self._version)
+        return self.published
+
+    def in_store(self) -> PublishedWeights:
+        """The newest weights in the object store, sent with each request to remote evaluation
+        samplers when training samples with the learner's own module."""
+        return self.published if self.published.ref else self._put(self._version, "store")
+
+    def _announced(self, version: int) -> PublishedWeights:
+        """Puts the weights where samplers and followers find them."""
+        background = self._background
+        if not self._shared_module:
+            published = self._put(version, self._transport)
+            if background is not None:
+                background.announce(published)
+        else:
+            published = PublishedWeights(version)
+            if background is not None:
+                exporter = local_learner(self._learner_group).weights_exporter
+                background.submit(exporter.state(), version)
+        if background is not None and self._needs_epoch:
+            published = dataclasses.replace(published, epoch=background.wait_epoch())
+        return published
 
     def metrics(self) -> dict[str, float]:
-        """`republished` so far, and those of the background publisher if there is one."""
+        """`republished` so far, `push_seconds` where servers are pushed to, and those of the
+        background publisher if there is one."""
         metrics = {} if self._background is None else self._background.metrics()
-        return metrics | {"republished": metrics.get("republished", 0.0) + self._num_republished}
+        metrics["republished"] = metrics.get("republished", 0.0) + self._num_republished
+        return metrics if self._push is None else metrics | {"push_seconds": self._push.seconds}
 
     def stop(self) -> None:
-        """Ends the background publisher."""
+        """Tells nobody any more."""
         if self._background is not None:
             self._background.stop()
+        if self._push is not None:
+            self._push.close()
 
-    def _export(self) -> tuple[tuple[ray.ObjectRef, ...], int]:
-        """References to the exported weights, and their bytes where they are known at once."""
+    def _put(self, version: int, transport: str) -> PublishedWeights:
+        """Exports the current weights, owned by the calling process; their bytes are counted where
+        they are known at once."""
+        start = time.perf_counter()
         is_local = self._learner_group.is_local
         sharded = not is_local and self._learner_group.config.learner_strategy == "fsdp"
-        in_shards = sharded and self._transport == "store"
+        in_shards = sharded and transport == "store"
         export = functools.partial(
-            export_module, transport=self._transport, checksum=self._checksum, shards=in_shards
+            export_module, transport=transport, checksum=self._checksum, shards=in_shards
         )
         if is_local:
             ticket: Any = export(local_learner(self._learner_group))
-            return (ray.put(ticket),), ticket.num_bytes
-        # The return value of an actor's task is owned by its caller: it survives the learner.
-        results = self._learner_group.foreach_learner(
-            export,
-            remote_actor_ids=None if sharded else [0],
-            return_obj_refs=True,
-        )
-        refs = tuple(result.get() for result in results)
-        return refs if in_shards else refs[:1], 0
+            refs, num_bytes = (ray.put(ticket),), ticket.num_bytes
+        else:
+            # The return value of an actor's task is owned by its caller: it survives the learner.
+            results = self._learner_group.foreach_learner(
+                export,
+                remote_actor_ids=None if sharded else [0],
+                return_obj_refs=True,
+            )
+            refs, num_bytes = tuple(result.get() for result in results), 0
+            refs = refs if in_shards else refs[:1]
+        seconds = time.perf_counter() - start
+        return PublishedWeights(version, ref=refs, num_bytes=num_bytes, publish_seconds=seconds)

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.errors import SettingError, require
 from rllib_llm.shared.openai_client import OpenAIClient, server_root
 
 SERVERS = ("vllm", "sglang", "rllib_llm")
@@ -42,10 +42,8 @@ class PushedServer(ABC):
             RequestRefusedError, ServerError: it does not take them.
         """
 
-    def _tell(
-        self, path: str, body: dict[str, Any], check: Callable[[Any], None] = lambda answer: None
-    ) -> None:
-        self._client.post(path, body, check)
+    def _tell(self, path: str, body: dict[str, Any]) -> None:
+        self._client.post(path, body, lambda answer: None)
 
     def close(self) -> None:
         """Closes the connections."""
@@ -71,16 +69,14 @@ class VLLMServer(PushedServer):
     def __init__(
         self, base_url: str, *, method: str = "reload", pause_mode: str = "wait", **client: Any
     ) -> None:
-        known = {"method": ("reload", "transfer"), "pause_mode": ("wait", "keep", "abort")}
-        for name, value in {"method": method, "pause_mode": pause_mode}.items():
-            if value not in known[name]:
-                raise SettingError(
-                    name=name,
-                    value=value,
-                    rule=f"be one of {known[name]}",
-                    reason="vLLM knows no other way",
-                    remedy=f"Use {known[name][0]!r}",
-                )
+        for name, value, known in (
+            ("method", method, ("reload", "transfer")),
+            ("pause_mode", pause_mode, ("wait", "keep", "abort")),
+        ):
+            require(
+                value in known, name, value, f"be one of {known}", "vLLM knows no other way",
+                f"Use {known[0]!r}",
+            )  # fmt: skip
         self._pause = f"pause?mode={pause_mode}&clear_cache=true"
         self._give = self._transfer if method == "transfer" else self._reload
         super().__init__(base_url, **client)
@@ -113,7 +109,7 @@ class SGLangServer(PushedServer):
             "model_path": str(folder), "weight_version": f"{epoch}.{version}",
             "abort_all_requests": False, "flush_cache": True,
         }  # fmt: skip
-        self._tell("update_weights_from_disk", body, _check_success)
+        self._client.post("update_weights_from_disk", body, _check_success)
 
 
 class RllibServer(PushedServer):
@@ -141,14 +137,12 @@ def open_servers(entries: Sequence[Mapping[str, Any]]) -> list[PushedServer]:
     for i, entry in enumerate(entries):
         given = dict(entry) if isinstance(entry, Mapping) else {}
         kind = kinds.get(given.pop("server", ""))
-        if kind is None or not isinstance(given.get("base_url"), str):
-            raise SettingError(
-                name=f"weights_push[{i}]",
-                value=entry,
-                rule=f"be a mapping with `server`, one of {SERVERS}, and `base_url`",
-                reason="they say who is told, and how",
-                remedy="Write {server: vllm, base_url: 'http://host:8000'}",
-            )
+        require(
+            kind is not None and isinstance(given.get("base_url"), str), f"weights_push[{i}]",
+            entry, f"be a mapping with `server`, one of {SERVERS}, and `base_url`",
+            "they say who is told, and how", "Write {server: vllm, base_url: 'http://host:8000'}",
+        )  # fmt: skip
+        assert kind is not None
         try:
             servers.append(kind(**given))
         except TypeError as error:
@@ -168,17 +162,20 @@ class WeightsPush:
 
     Args:
         folder: that this process and the servers see under the same path.
+        export: writes the model as it is now to a folder.
     """
 
-    def __init__(self, servers: Sequence[PushedServer], folder: Path) -> None:
+    def __init__(
+        self, servers: Sequence[PushedServer], folder: Path, export: Callable[[Path], Any]
+    ) -> None:
         self._servers = list(servers)
-        self._folder = folder.absolute()
+        self._folder, self._export = folder.absolute(), export
         self._threads = ThreadPoolExecutor(len(self._servers), thread_name_prefix="push-weights")
         self.seconds = 0.0
         """What the last push took."""
 
-    def push(self, export: Callable[[Path], Any], epoch: int, version: int) -> None:
-        """Makes all servers use the weights that `export` writes to a folder.
+    def push(self, epoch: int, version: int) -> None:
+        """Makes all servers use the model as it is now.
 
         Raises:
             RequestRefusedError, ServerError: one of them does not take them.
@@ -187,7 +184,7 @@ class WeightsPush:
         target = self._folder / f"{epoch}.{version}"
         begun = self._folder / f".{target.name}"
         shutil.rmtree(begun, ignore_errors=True)
-        export(begun)
+        self._export(begun)
         shutil.rmtree(target, ignore_errors=True)
         begun.rename(target)
         told = [

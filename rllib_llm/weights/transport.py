@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import ray
 import torch
@@ -31,17 +31,9 @@ from rllib_llm.weights.flat_buffer import (
     scatter,
 )
 
-
-class Ticket(Protocol):
-    """An export's record in the object store."""
-
-    @property
-    def transport(self) -> str:
-        """The name of the transport that opens it."""
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of the weights in bytes."""
+Ticket: TypeAlias = Any
+"""An export's record in the object store. Ours have the name of the `transport` that opens them and
+`num_bytes`, the size of the weights."""
 
 
 class Transport(Protocol):
@@ -53,7 +45,7 @@ class Transport(Protocol):
         checksum: the receiver compares a CRC-32 of the bytes, where they pass through host memory.
         """
 
-    def open(self, ticket: Any) -> AbstractContextManager[FlatBuffer]:
+    def open(self, ticket: Ticket) -> AbstractContextManager[FlatBuffer]:
         """The weights as a flat buffer, to be copied from within the block.
 
         Raises:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rllib_llm.engines.protocol import row_seeds, uniform_noise
+from rllib_llm.engines.protocol import Noise, uniform_noise
 
 
 def test_numbers_are_those_of_philox_keyed_by_seed_and_row():
@@ -54,7 +54,7 @@ def test_turns_have_streams_of_their_own_and_the_first_is_as_before():
     assert torch.equal(uniform_noise(1, [3], 8, turn=0), uniform_noise(1, [3], 8))
     streams = {tuple(uniform_noise(1, [3], 8, turn)[0].tolist()) for turn in range(50)}
     assert len(streams) == 50
-    assert row_seeds(1, [3], 0) == row_seeds(1, [3]) != row_seeds(1, [3], 1)
+    assert Noise(1, 3, 0).one_seed == Noise(1, 3).one_seed != Noise(1, 3, 1).one_seed
     with pytest.raises(ValueError, match="turn=-1 must be within 0"):
         uniform_noise(1, [3], 8, turn=-1)
 
@@ -106,9 +106,9 @@ def test_what_is_out_of_range_is_named(seed, rows, length, message):
 
 
 def test_seeds_of_rows_are_a_function_of_seed_and_row():
-    seeds = row_seeds(3, [7, 8, 7])
+    seeds = [Noise(3, row).one_seed for row in (7, 8, 7)]
     assert seeds[0] == seeds[2] != seeds[1]
-    assert row_seeds(4, [7]) != seeds[:1]
+    assert Noise(4, 7).one_seed != seeds[0]
     # 64 random bits less one: numbers that a signed 64-bit field holds.
-    assert all(0 <= seed < 2**63 for seed in row_seeds(3, range(100)))
-    assert len(set(row_seeds(3, range(1000)))) == 1000
+    seeds = [Noise(3, row).one_seed for row in range(1000)]
+    assert all(0 <= seed < 2**63 for seed in seeds) and len(set(seeds)) == 1000

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import Noise, Row, row_seeds
+from rllib_llm.engines.protocol import Noise, Row
 from rllib_llm.engines.servers import CompletionClient, OpenAICompletions, open_server
 from rllib_llm.modules.tokenizer import load_tokenizer
 from rllib_llm.rollouts.judged_batch import SampleRequest
@@ -65,7 +65,7 @@ def test_a_server_s_texts_are_the_policy_s_tokens():
     # The end's own log-prob was not given.
     assert out.logprobs[:, :3].eq(-0.5).all() and out.logprobs[:, 3].isnan().all()
     bodies = [body for _, body, _ in server.requests]
-    seeds = [seed for row in (1, 2, 3, 4) for seed in row_seeds(9, [row])]
+    seeds = [Noise(9, row).one_seed for row in (1, 2, 3, 4)]
     assert sorted(body["seed"] for body in bodies) == sorted(seeds)
     prompts = [ours.tokenizer(text)["input_ids"] for text in ("12+34=", "5=+")]
     assert sorted(body["prompt"] for body in bodies) == sorted([*prompts, *prompts])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import Noise, Row, row_seeds
+from rllib_llm.engines.protocol import Noise, Row
 from rllib_llm.engines.servers import TokenCompletions, read_label
 from rllib_llm.shared.openai_client import ServerError
 from tests.scripted_server import serving
@@ -60,7 +60,7 @@ def test_tokens_log_probs_and_versions_are_taken_as_they_are():
 
 def test_a_server_that_does_not_know_our_noise_is_given_a_seed_for_each():
     _, ((_, body, _),) = completed(answer(), exact_noise=False, extra_params={"top_k": 9})
-    assert body["sampling_params"]["seed"] == row_seeds(7, [11], 1)[0]
+    assert body["sampling_params"]["seed"] == Noise(7, 11, 1).one_seed
     assert "noise_row" not in body["sampling_params"] and body["sampling_params"]["top_k"] == 9
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import Noise, Row, row_seeds
+from rllib_llm.engines.protocol import Noise, Row
 from rllib_llm.engines.vllm_engine import VLLMEngine
 from tests.algorithms import tiny_runs as tiny
 from tests.engines import fake_vllm
@@ -68,7 +68,7 @@ def test_rows_come_and_go_with_their_versions(engine):
     assert [found[i].finish for i in "abc"] == ["stop", "length", "length"]
     assert found["b"].versions == [3] * 6 and found["b"].logprobs == [-0.5] * 6
     asked = engine._llm.llm_engine.added[1][2]
-    assert asked.seed == row_seeds(7, [2], 1)[0]
+    assert asked.seed == Noise(7, 2, 1).one_seed
 
 
 def test_an_aborted_row_goes_on_behind_its_tokens(engine):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rllib_llm.engines.engine import generate
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import BatchEngine, Completions, Ended, Noise, Row, uniform_noise
+from rllib_llm.engines.protocol import Completions, Ended, Noise, Row, uniform_noise
 from rllib_llm.rollouts.policy import EnginePolicy, Generation
 from rllib_llm.shared import columns
 from tests.modules.tiny_models import FAMILIES, VOCAB
@@ -109,7 +110,7 @@ def seeded(architecture: str, **settings):
 
 
 def sampled_by(
-    engine: BatchEngine,
+    engine: Any,
     ids: torch.Tensor,
     mask: torch.Tensor,
     params: SamplingParams,

@@ -8,13 +8,15 @@ import pytest
 import torch
 
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import BatchEngine, Ended, Noise, Row
+from rllib_llm.engines.protocol import Ended, Noise, Row
 from rllib_llm.rollouts.policy import EnginePolicy, Generation
 from rllib_llm.shared import columns
 
 
-class Scripted(BatchEngine):
+class Scripted:
     """Repeats a row's number as often as its prompt has tokens."""
+
+    takes_weights = False
 
     def __init__(self, *, knows_versions: bool) -> None:
         self.knows_versions = knows_versions

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rllib_llm.rollouts.judged_batch import SampleRequest
+from rllib_llm.envs.judges.rewards import Invalid
+from rllib_llm.rollouts.judged_batch import SampleRequest, concatenate
 from rllib_llm.rollouts.sampler import Sampler, SamplingEnvironment
 from rllib_llm.shared import columns
 from tests.algorithms import tiny_runs as tiny
@@ -120,3 +121,22 @@ def test_a_judge_knows_the_step_of_its_completions_while_others_are_sampled():
     judging.join(10.0)
     assert found[0].rewards.tolist() == [3.0, 3.0]
     assert sampler.serve(SampleRequest(2, 1, 2), publication(5)).rewards.tolist() == [5.0, 5.0]
+
+
+def fails_on_the_first(prompts, completions):
+    """Judges no completion of the first prompt."""
+    return [Invalid("no judge") if prompt == "1+1=" else 1.0 for prompt in prompts]
+
+
+def test_groups_that_could_not_be_judged_count_as_failed():
+    """An evaluation of two parts, of which the function failed on one, said 0 of it."""
+    rewards = {"prompts": [{"prompt": f"{i}+1="} for i in (1, 2, 3)],
+               "reward_functions": f"{__name__}.fails_on_the_first"}  # fmt: skip
+    config = tiny.grpo().environment("rllib_llm/RLHF-v0", env_config=rewards)
+    sampler = build_sampler(config)
+    parts = [sampler.serve(SampleRequest(position, 1, 2), publication()) for position in range(3)]
+    # In the seeded order of prompts one of three is the first; each has two rows.
+    whole = concatenate(parts)
+    assert whole.columns[columns.VALID].tolist().count(False) == 2
+    assert "fails_on_the_first" in whole.cause
+    assert whole.env_metrics()["fails_on_the_first_failed"] == pytest.approx(1 / 3)

@@ -18,7 +18,6 @@ from rllib_llm.rollouts.schedule import ServingSettings, StreamRules
 from rllib_llm.rollouts.streamer import (
     LeaseWork,
     RowWork,
-    StreamOrder,
     be_streaming,
 )
 from rllib_llm.shared import columns
@@ -70,9 +69,8 @@ def work_of(world, *, schedule, in_flight="keep", **rules):
     ledger.call("publish", PublishedWeights(0))
     settings = ServingSettings(N, max_groups=8, in_flight=in_flight)
     sampler = ScriptedSampler(world)
-    if schedule == "free":
-        return ledger, RowWork(Calls(ledger), sampler, sampler, settings)
-    return ledger, LeaseWork(Calls(ledger), sampler, settings, "sampler")
+    kind = RowWork if schedule == "free" else LeaseWork
+    return ledger, kind(Calls(ledger), sampler, settings)
 
 
 def batch(ledger, work, nth=0, most_seconds=30.0):
@@ -274,12 +272,7 @@ class Runner:
     worker_index, streamer = 1, None
 
     class sampler:
-        takes_rows = False
-
-    def generate(self, request, published):
-        raise AssertionError("nobody leases")
-
-    judge = generate
+        takes_rows, name = False, "a sampler"
 
 
 class BrokenActor:
@@ -291,10 +284,10 @@ class BrokenActor:
 
 
 def test_a_thread_that_a_bug_ends_says_so_when_it_is_asked_again():
-    runner, order = Runner(), StreamOrder("stream", BrokenActor(), ServingSettings(N))
-    assert be_streaming(runner, order) is None
+    runner, told = Runner(), ("stream", BrokenActor(), "1", ServingSettings(N))
+    assert be_streaming(runner, *told) is None
     runner.streamer._thread.join(10.0)
-    failure = be_streaming(runner, order)
+    failure = be_streaming(runner, *told)
     assert isinstance(failure, SampleFailure) and failure.error == "KeyError: 'a bug'"
     runner.streamer.stop()
 
@@ -317,10 +310,10 @@ class LedgerWithABug:
 
 def test_an_error_of_the_ledger_is_told_to_the_driver():
     """The thread ended without a word, and another was started, each second."""
-    runner, order = Runner(), StreamOrder("stream", LedgerWithABug(), ServingSettings(N))
-    assert be_streaming(runner, order) is None
+    runner, told = Runner(), ("stream", LedgerWithABug(), "1", ServingSettings(N))
+    assert be_streaming(runner, *told) is None
     runner.streamer._thread.join(10.0)
-    failure = be_streaming(runner, order)
+    failure = be_streaming(runner, *told)
     assert isinstance(failure, SampleFailure) and "a bug of the ledger" in failure.error
     runner.streamer.stop()
 
@@ -335,10 +328,10 @@ def test_a_sampler_judges_other_completions_than_its_last_in_threads():
     """The prompts that the environment handed out last are another batch's meanwhile."""
     runner = build_sampler(tiny.grpo(), worker_index=1)
     expected = [runner.serve(SampleRequest(p, 2, 3), publication()) for p in (0, 4)]
-    generated = [runner.generate(SampleRequest(p, 2, 3), publication()) for p in (0, 4)]
+    generated = [runner.sampler.generate(SampleRequest(p, 2, 3), publication()) for p in (0, 4)]
     found = {}
     threads = [
-        threading.Thread(target=lambda i=i: found.update({i: runner.judge(generated[i])}))
+        threading.Thread(target=lambda i=i: found.update({i: runner.sampler.judge(generated[i])}))
         for i in (1, 0)
     ]
     for thread in threads:

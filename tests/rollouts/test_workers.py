@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
-from ray.exceptions import RayTaskError
+from ray.exceptions import ActorUnavailableError, RayTaskError
 
 from rllib_llm.rollouts import workers as module
 from rllib_llm.rollouts.errors import Faults, SamplingError
@@ -14,6 +16,8 @@ from rllib_llm.rollouts.workers import SECONDS_GONE, LeasingWorkers
 
 class Actors:
     """`SamplerActors` that answer at once; one that left cannot be asked."""
+
+    are_gone = False
 
     def __init__(self, *workers):
         self.workers = list(workers)
@@ -172,3 +176,40 @@ def test_losses_count_in_a_row_and_not_over_the_whole_wait_for_a_batch(world):
         workers.replace("1", "silent")
     with pytest.raises(SamplingError, match="6 times in a row"):
         look(workers, now)
+
+
+def test_what_one_held_that_dies_while_the_learner_trains_waits_again(world):
+    """Nobody looked at samplers before the next batch was asked for."""
+    workers, actors, ledger, now = world
+    given_back = threading.Event()
+
+    def call(name, *args):
+        ledger.called.append((name, *args))
+        given_back.set()
+
+    def answer(call):
+        if call == 2:
+            raise ActorUnavailableError("it died", None)
+
+    ledger.call, actors.answer = call, answer
+    now[0] += 1.0
+    workers.watch()
+    assert given_back.wait(60.0)
+    workers.stop()
+    assert ledger.called == [("give_back", "2")]
+
+
+def test_one_whose_stream_ended_is_not_asked_again_before_the_driver_has_heard_of_it(world):
+    """What passes by itself would happen each second of a long update, and end the run."""
+    workers, actors, ledger, now = world
+    asked = []
+    call = actors.call
+    actors.call = lambda worker, *args: (asked.append(worker), call(worker, *args))[1]
+    actors.answer = lambda call: "a failure" if call == 2 else None
+    for _ in range(3):
+        now[0] += 1.0
+        workers._look_if_due()
+    assert ledger.called == [("give_back", "2", "a failure")] and asked == [1, 1, 1]
+    actors.answer = lambda call: None
+    look(workers, now)
+    assert asked == [1, 1, 1, 1, 2]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections import Counter
 from dataclasses import dataclass, field
 from random import Random
@@ -358,6 +359,7 @@ class ScriptedPool:
     that is not hung is answered at once."""
 
     start_limit = float("inf")
+    lock = threading.RLock()
 
     def __init__(self, world, num_samplers):
         self._world, self.faults, self.actors = world, Faults(), self
@@ -478,10 +480,7 @@ class World:
             in_flight=self.in_flight,
         )  # fmt: skip
         end, sampler = SamplerEnd(self, name), ScriptedSampler()
-        if self.by_row:
-            work = RowWork(end, sampler, sampler, settings)
-        else:
-            work = LeaseWork(end, sampler, settings, name)
+        work = (RowWork if self.by_row else LeaseWork)(end, sampler, settings)
         work._judges = LateJudges(self, work._judged, settings)
         self.ends[name] = end
         return work

@@ -180,8 +180,8 @@ def test_a_learner_without_a_device_says_so_and_the_store_takes_over(ray_session
     publisher = WeightsPublisher(LocalGroup(learner), shared_module=False, transport="cuda_ipc")
     with pytest.raises(ValueError, match="not on .'cpu'.. Set num_gpus_per_learner"):
         publisher.publish(1)
-    for publish in (publisher.publish_again, publisher.publish):
-        assert isinstance(ray.get(publish(2).ref[0]), FlatBuffer)
+    for published_anew in (publisher.publish_again(ValueError("no GPU")), publisher.publish(2)):
+        assert isinstance(ray.get(published_anew.ref[0]), FlatBuffer)
 
 
 def _read_on_cuda(pipe):

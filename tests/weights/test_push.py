@@ -157,16 +157,16 @@ def test_a_server_that_does_not_take_them_ends_the_push_and_stays_paused(tmp_pat
 
     with serving(refuses) as server:
         entry = {"server": "vllm", "base_url": server.base_url, "method": "transfer", **QUICK}
-        push = WeightsPush(open_servers([entry]), tmp_path)
+        push = WeightsPush(open_servers([entry]), tmp_path, export)
         with pytest.raises(ServerError, match="/update_weights must answer"):
-            push.push(export, 0, 1)
+            push.push(0, 1)
         push.close()
     assert vllm.is_paused and vllm.version == "none"
     with serving(FakeSGLang(success=False)) as server:
         entry = {"server": "sglang", "base_url": server.base_url, **QUICK}
-        push = WeightsPush(open_servers([entry]), tmp_path)
+        push = WeightsPush(open_servers([entry]), tmp_path, export)
         with pytest.raises(RequestRefusedError, match="Failed to load"):
-            push.push(export, 0, 1)
+            push.push(0, 1)
         push.close()
 
 
@@ -180,8 +180,8 @@ def test_our_own_server_of_another_cluster_takes_them(tmp_path, monkeypatch):
     other = tiny_server.model(seed=1)
     with tiny_server.running(made, Clients([], admin_key=b"secret")) as address:
         entry = {"server": "rllib_llm", "base_url": address, "api_key_env": "ADMIN"}
-        push = WeightsPush(open_servers([entry]), tmp_path)
-        push.push(other.save_pretrained, 3, 7)
+        push = WeightsPush(open_servers([entry]), tmp_path, other.save_pretrained)
+        push.push(3, 7)
         push.close()
         assert made.weights.newest.label == "3.7"
 

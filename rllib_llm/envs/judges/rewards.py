@@ -33,7 +33,7 @@ __all__ = [
 
 
 class UnjudgedError(RewardError):
-    """No row of a batch could be judged."""
+    """No row of a batch could be judged; `name` is what failed on all of them."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,8 @@ class RewardSum:
             raise UnjudgedError(
                 f"reward function {term.name!r} must judge at least one completion of a batch: "
                 f"{reason} It failed on all {len(batch)}, first on {shown}. Correct the function, "
-                "or what it depends on."
+                "or what it depends on.",
+                name=term.name,
             ) from result.error
         if term.name not in self._warned:
             self._warned.add(term.name)
