@@ -23,7 +23,8 @@ from typing import Any
 import ray
 
 from rllib_llm.rollouts.groups import JudgedGroup, Lease
-from rllib_llm.rollouts.ledger_actor import JournaledLedger, RemoteLedger, SamplerLedger
+from rllib_llm.rollouts.ledger import Ledger
+from rllib_llm.rollouts.ledger_actor import RemoteLedger, SamplerLedger
 from rllib_llm.rollouts.schedule import StreamRules
 from rllib_llm.weights.coordinator import PublishedWeights
 
@@ -62,10 +63,10 @@ class Samplers:
                 ledger.call("push", lease.id, judged(lease, num_bytes)).result()
 
 
-def learn(ledger: Any, version: int, end: float, wait_s: float) -> int:
+def learn(ledger: RemoteLedger, version: int, end: float) -> int:
     """Takes batches until `end`, from the update `version` on; the one it has come to."""
     while time.monotonic() < end:
-        if ledger.take(version, 0, wait_s).groups is not None:
+        if ledger.call("take", version, 0, 0).groups is not None:
             version += 1
             ledger.call("publish", PublishedWeights(version))
     return version
@@ -86,12 +87,12 @@ def with_actor(args: argparse.Namespace, rules: StreamRules) -> dict[str, float]
             )
             for i, process in enumerate(processes)
         ]  # fmt: skip
-        first = learn(ledger, 0, time.monotonic() + WARM_UP_SECONDS, 0.1)
-        cpu, start = ledger.look()["cpu_seconds"], time.monotonic()
-        last = learn(ledger, first, start + args.seconds, 0.1)
+        first = learn(ledger, 0, time.monotonic() + WARM_UP_SECONDS)
+        cpu, start = ledger.call("look")["cpu_seconds"], time.monotonic()
+        last = learn(ledger, first, start + args.seconds)
         num_groups = (last - first) * args.groups
         seconds = time.monotonic() - start
-        cpu = ledger.look()["cpu_seconds"] - cpu
+        cpu = ledger.call("look")["cpu_seconds"] - cpu
         ray.wait(calls, num_returns=len(calls), timeout=10)
         ledger.stop()
     ray.shutdown()
@@ -99,7 +100,7 @@ def with_actor(args: argparse.Namespace, rules: StreamRules) -> dict[str, float]
 
 
 def in_process(args: argparse.Namespace, rules: StreamRules) -> dict[str, float]:
-    ledger = JournaledLedger(rules)
+    ledger = Ledger(rules)
     ledger.call("publish", PublishedWeights(0))
     version, num_groups = 0, 0
     start, cpu = time.monotonic(), time.process_time()
@@ -107,7 +108,7 @@ def in_process(args: argparse.Namespace, rules: StreamRules) -> dict[str, float]
         for name in range(args.samplers):
             for lease in ledger.call("lease", str(name), args.groups_per_lease, []):
                 ledger.call("push", lease.id, judged(lease, args.group_bytes))
-        while (answer := ledger.take(version, 0, 0.0)).groups is not None:
+        while (answer := ledger.take(version)).groups is not None:
             num_groups += len(answer.groups)
             version += 1
             ledger.call("publish", PublishedWeights(version))

@@ -104,7 +104,7 @@ class RLHF(LanguageModelAlgorithm):
             self._server = self.serve(**self.config.serve)
 
     def _open_weights(self) -> WeightsPublisher:
-        """Who gives the learners' weights to samplers, followers and servers."""
+        """The publisher of the learners' weights to samplers, followers and servers."""
         config, background, push = self.config, None, None
         if (name := config.weights_name) is not None:
             client = CoordinatorClient(name, keep=config.weights_keep, restarts_hung=True)

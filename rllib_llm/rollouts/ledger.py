@@ -39,6 +39,9 @@ from rllib_llm.weights.coordinator import PublishedWeights
 
 _CAPACITIES_REMEMBERED = 4  # of closed groups whose leases are still known
 _OWN = ("rules", "_clock", "_weights")  # of a process
+# After so many seconds without a call, in which this process perhaps had no core, renewals may wait
+# behind the next one: no lease ends before so many more.
+SILENT_SECONDS, GRANTED_SECONDS = 5.0, 2.0
 
 
 class Ledger:
@@ -58,7 +61,7 @@ class Ledger:
         self.rules = rules
         self.step = 0  # updates done
         self._num_handed_out = 0  # batches, for the update under way
-        self._clock = clock
+        self._clock, self._called = clock, clock()
         self._weights: dict[int, PublishedWeights] = {}
         self._has_all_weights = False  # that groups are to be sampled with, as far as was asked
         self._num_published = 0
@@ -80,6 +83,24 @@ class Ledger:
     def account(self) -> TokenAccount:
         """Where every token went."""
         return self._outcomes.account
+
+    def call(self, name: str, *args: Any) -> Any:
+        """Makes a call of the driver or of a sampler, by its name."""
+        silent, self._called = self._clock() - self._called, self._clock()
+        if silent > SILENT_SECONDS:
+            self.leases.grant(self._called + GRANTED_SECONDS)
+        return getattr(self, name)(*args)
+
+    def was_away(self, seconds: float) -> None:
+        """Puts off all deadlines: nobody could renew a lease meanwhile, nor hand anything in."""
+        self._called += seconds
+        self.leases.put_off_all(seconds)
+
+    def close(self) -> None:
+        """Stops giving out work, and wakes all waiting samplers: here there are none."""
+
+    def stop(self) -> None:
+        """Ends it: here it needs no end."""
 
     # --- the driver ----------------------------------------------------------------------------
 
@@ -351,6 +372,16 @@ class Ledger:
         """The samplers being waited for, as text."""
         rest = ", ".join(f"{count} {state}" for state, count in self.table.counts().items())
         return f"{self.leases.words(self._clock())} (groups: {rest})"
+
+    def look(self) -> dict[str, Any]:
+        """`metrics`, `position`, `waits_for` (samplers being waited for) and `num_old` (groups to
+        be sampled by older weights than the newest)."""
+        return {
+            "metrics": self.metrics(),
+            "position": self.table.position,
+            "waits_for": self.waits_for(),
+            "num_old": self.num_old,
+        }
 
     def metrics(self) -> dict[str, float]:
         """Metrics under `rollouts/`: counts of outcomes, and the table's contents."""

@@ -1,5 +1,5 @@
-"""The ledger as driver and samplers call it: a `JournaledLedger` without a file in one process;
-else one in a named actor, where samplers that ask for work, and the driver, wait for it."""
+"""A ledger in a named actor, with a journal: samplers that ask for work, and the driver, wait for
+it. A process that samples and learns in turn calls a `Ledger` of its own instead."""
 
 from __future__ import annotations
 
@@ -19,22 +19,20 @@ from typing import Any, TypeAlias
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rllib_llm.rollouts.groups import Answer, Lease
+from rllib_llm.rollouts.groups import Lease
 from rllib_llm.rollouts.ledger import Ledger
 from rllib_llm.rollouts.schedule import StreamRules
 from rllib_llm.shared.remote import NAMESPACE, NamedActor
 from rllib_llm.weights.coordinator import PublishedWeights
 
-# Calls that change the table. What is asked only is not written.
+# Calls that change the table, and those that only ask, which are not written.
+ASKED = ("state", "look")
 CALLS = (
     "begin", "publish", "offer", "take", "lease", "renew", "put_off", "push", "keep_partial",
     "fail", "give_back", "want", "report", "set_state",
 )  # fmt: skip
 _COMPACT_BYTES = 64 * 2**20  # of calls, after which the state takes their place
 _FILE = "ledger.journal"
-# After so many seconds without a call, in which this process perhaps had no core, renewals may wait
-# behind the next one: no lease ends before so many more.
-SILENT_SECONDS, GRANTED_SECONDS = 5.0, 2.0
 
 
 class JournaledLedger:
@@ -44,70 +42,40 @@ class JournaledLedger:
     Nor was one for which the disk had no room: it raises OSError.
 
     Args:
-        folder: where the file is; a ledger that it describes is resumed. None: no file, for a
-            process that samples and learns in turn.
+        folder: where the file is; a ledger that it describes is resumed.
     """
 
     def __init__(
         self,
         rules: StreamRules,
-        folder: Path | None = None,
+        folder: Path,
         *,
         keeps_rejected: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock, self._now = clock, clock()
         self.ledger = Ledger(rules, keeps_rejected=keeps_rejected, clock=lambda: self._now)
-        self._path = None if folder is None else Path(folder) / _FILE
+        self._path = folder / _FILE
         self._file: Any = None  # open for calls to be added
         self._num_bytes = 0
         self.was_restored = False
-        if self._path is not None and self._path.exists():
-            self._replay(self._path)
-        if self._path is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._compact(self._path)
+        if self._path.exists():
+            self._replay()
+        folder.mkdir(parents=True, exist_ok=True)
+        self._compact()
 
     def call(self, name: str, *args: Any) -> Any:
         """Makes a call, after it was written down."""
+        if name in ASKED:
+            return self.ledger.call(name, *args)
         assert name in CALLS, name
         now = self._clock()
-        if self._path is not None:
-            self._write((name, now, *_without_references(args)))
-        answer = self._make(name, now, args)
-        if self._path is not None and self._num_bytes > _COMPACT_BYTES:
-            self._compact(self._path)
+        self._write((name, now, *_without_references(args)))
+        self._now = now
+        answer = self.ledger.call(name, *args)
+        if self._num_bytes > _COMPACT_BYTES:
+            self._compact()
         return answer
-
-    def take(self, step: int, num_seen: int, nth: int, wait_s: float = 0.0) -> Answer:
-        """See `Ledger.take`. Nobody works meanwhile, so it does not wait."""
-        return self.call("take", step, num_seen, nth)
-
-    def state(self) -> dict[str, Any]:
-        """See `Ledger.state`."""
-        return self.ledger.state()
-
-    def look(self) -> dict[str, Any]:
-        """`metrics`, `position`, `waits_for` (samplers being waited for) and `num_old` (groups to
-        be sampled by older weights than the newest)."""
-        return {
-            "metrics": self.ledger.metrics(),
-            "position": self.ledger.table.position,
-            "waits_for": self.ledger.waits_for(),
-            "num_old": self.ledger.num_old,
-        }
-
-    def close(self) -> None:
-        """Stops giving out work, and wakes all waiting samplers: there are none."""
-
-    def stop(self) -> None:
-        """Ends it: it needs no end."""
-
-    def _make(self, name: str, now: float, args: Sequence[Any]) -> Any:
-        silent, self._now = now - self._now, now
-        if silent > SILENT_SECONDS:
-            self.ledger.leases.grant(now + GRANTED_SECONDS)
-        return getattr(self.ledger, name)(*args)
 
     def _write(self, entry: tuple[Any, ...]) -> None:
         record = pickle.dumps(entry, protocol=5)
@@ -120,28 +88,27 @@ class JournaledLedger:
             raise
         self._num_bytes += len(record)
 
-    def _replay(self, path: Path) -> None:
-        for name, now, *args in _read(path):
+    def _replay(self) -> None:
+        for name, now, *args in _read(self._path):
+            self._now = now
             if name == "snapshot":
-                self._now = now
                 self.ledger.restore(args[0])
             else:
-                self._make(name, now, args)
+                self.ledger.call(name, *args)
         self.ledger.forget_weights()
-        # Nobody could renew a lease meanwhile, nor hand anything in.
         away, self._now = self._clock() - self._now, self._clock()
-        self.ledger.leases.put_off_all(away)
+        self.ledger.was_away(away)
         self.was_restored = True
 
-    def _compact(self, path: Path) -> None:
+    def _compact(self) -> None:
         """Replaces the logged calls by a snapshot of the table."""
-        whole = path.with_suffix(".new")
+        whole = self._path.with_suffix(".new")
         whole.write_bytes(pickle.dumps(("snapshot", self._now, self.ledger.snapshot()), protocol=5))
-        whole.replace(path)
+        whole.replace(self._path)
         if self._file is not None:
             self._file.close()
         # Unbuffered: the system keeps what is written when a process is killed.
-        self._file = path.open("ab", buffering=0)
+        self._file = self._path.open("ab", buffering=0)
         self._num_bytes = 0
 
 
@@ -161,8 +128,9 @@ def _read(path: Path) -> Iterator[tuple[Any, ...]]:
                 return
 
 
-# May end somebody's wait.
-_WAKE = ("begin", "publish", "offer", "push", "fail", "give_back", "report", "set_state")
+# May end somebody's wait; the last ones, as leases end by them.
+_WAKE = ("begin", "publish", "offer", "push", "fail", "give_back", "set_state", "report", "take")
+WAIT_SECONDS = 0.5  # of a driver for a batch, between looks at samplers
 
 
 @dataclass(eq=False)
@@ -194,18 +162,23 @@ class LedgerActor:
             self._answer(self._idle.popleft(), [])
 
     async def call(self, name: str, *args: Any) -> Any:
-        """Makes one of `CALLS`, and wakes those who wait for its effect."""
-        if name == "give_back":
+        """Makes one of `CALLS`, and wakes those who wait for its effect. `take` waits for a batch;
+        `look` has `cpu_seconds` and `pid` of this process, too."""
+        if name == "take":
+            await self._wait_for_batch(args[2])
+        elif name == "give_back":
             self._end_wait_of(args[0])  # one that died would be given what it held
         answer = self._journaled.call(name, *args)
+        if name == "look":
+            answer |= {"cpu_seconds": time.process_time(), "pid": os.getpid()}
         if name in _WAKE:
             self._changed.set()
             self._serve()
         return answer
 
-    async def take(self, step: int, num_seen: int, nth: int, wait_s: float) -> Answer:
-        """See `Ledger.take`; returns within `wait_s`."""
-        deadline = time.monotonic() + wait_s
+    async def _wait_for_batch(self, nth: int) -> None:
+        """Waits until `take` has something to tell, for `WAIT_SECONDS` at most."""
+        deadline = time.monotonic() + WAIT_SECONDS
         if nth:
             self._journaled.call("want", nth)
             self._serve()
@@ -215,9 +188,6 @@ class LedgerActor:
             if rest <= 0:
                 break
             await _wait(asyncio.ensure_future(self._changed.wait()), rest)
-        answer = self._journaled.take(step, num_seen, nth)
-        self._serve()  # what a lease held that has ended
-        return answer
 
     async def lease(
         self, sampler: str, num_groups: int, holding: Sequence[int], wait_s: float
@@ -256,14 +226,6 @@ class LedgerActor:
     def _answer(idle: _Idle, leases: list[Lease]) -> None:
         if not idle.answer.done():
             idle.answer.set_result(leases)
-
-    async def state(self) -> dict[str, Any]:
-        """See `Ledger.state`."""
-        return self._journaled.state()
-
-    async def look(self) -> dict[str, Any]:
-        """As `JournaledLedger.look`, with `cpu_seconds` and `pid` of this process."""
-        return self._journaled.look() | {"cpu_seconds": time.process_time(), "pid": os.getpid()}
 
 
 async def _wait(future: asyncio.Future, seconds: float) -> bool:
@@ -323,16 +285,8 @@ class RemoteLedger:
         return self.named.handle
 
     def call(self, name: str, *args: Any) -> Any:
+        """See `LedgerActor.call`."""
         return self.named.call("call", name, *args)
-
-    def take(self, step: int, num_seen: int, nth: int, wait_s: float) -> Answer:
-        return self.named.call("take", step, num_seen, nth, wait_s)
-
-    def state(self) -> dict[str, Any]:
-        return self.named.call("state")
-
-    def look(self) -> dict[str, Any]:
-        return self.named.call("look")
 
     def close(self) -> None:
         if ray.is_initialized():
@@ -345,7 +299,7 @@ class RemoteLedger:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-LedgerCalls: TypeAlias = JournaledLedger | RemoteLedger
+LedgerCalls: TypeAlias = Ledger | RemoteLedger
 """The driver's interface to a ledger."""
 
 

@@ -28,12 +28,8 @@ from rllib_llm.rollouts.errors import (
 )
 from rllib_llm.rollouts.groups import Answer, Ending
 from rllib_llm.rollouts.judged_batch import JudgedBatch, as_bytes, batch_of, rows_of
-from rllib_llm.rollouts.ledger_actor import (
-    CALL_SECONDS,
-    JournaledLedger,
-    LedgerCalls,
-    RemoteLedger,
-)
+from rllib_llm.rollouts.ledger import Ledger
+from rllib_llm.rollouts.ledger_actor import CALL_SECONDS, LedgerCalls, RemoteLedger
 from rllib_llm.rollouts.recorder import RolloutRecorder
 from rllib_llm.rollouts.replay import ReplayBuffer
 from rllib_llm.rollouts.sampler_pool import SamplerPool
@@ -53,7 +49,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-WAIT_SECONDS = 0.5  # for a batch, between looks at samplers
 SECONDS_BETWEEN_REPORTS = 0.02  # of the ledger, while a state waits for older weights' groups
 SECONDS_BETWEEN_WORDS = 60.0  # about who is waited for
 
@@ -148,7 +143,7 @@ class Rollouts:
         self._workers.note_progress()
         while True:
             self._workers.work()
-            answer = self._take(WAIT_SECONDS)
+            answer = self._take()
             if answer.groups is not None:
                 break
             if answer.num_judged != num_judged:
@@ -180,9 +175,9 @@ class Rollouts:
         finally:
             self.set_state(start)
 
-    def _take(self, wait_s: float) -> Answer:
+    def _take(self) -> Answer:
         nth = len(self._handed_out)
-        answer = self._ledger.take(self._step, self._num_seen, nth, wait_s)
+        answer: Answer = self._ledger.call("take", self._step, self._num_seen, nth)
         self._attend(answer)
         if answer.ending is not None and answer.groups is None:
             raise self._ended(answer.ending)
@@ -277,8 +272,8 @@ class Rollouts:
         return {**replay, "rollouts": told}
 
     def look(self) -> dict[str, Any]:
-        """See `JournaledLedger.look`."""
-        return self._ledger.look()
+        """See `Ledger.look`."""
+        return self._ledger.call("look")
 
     def state(self) -> dict[str, Any]:
         """The ledger with all judged groups, and the partial output of the others. Waits for
@@ -294,7 +289,7 @@ class Rollouts:
 
     def _saved(self) -> dict[str, Any]:
         """The state as it is."""
-        ledger = self._ledger.state()
+        ledger = self._ledger.call("state")
         closed, num_closed = ledger["closed"]
         known = max(0, self._num_seen - num_closed + len(closed))
         return {
@@ -355,7 +350,7 @@ def open_rollouts(
     }  # fmt: skip
     if not pool.num_samplers:  # nobody could replace a sampler that is this very process
         rules = dataclasses.replace(rules, timeout_s=None)
-    own = JournaledLedger(rules, keeps_rejected=recorder.keeps)
+    own = Ledger(rules, keeps_rejected=recorder.keeps)
     is_asked = rules.num_parts is not None
     if is_asked and pool.num_samplers:
         return Rollouts(own, AskedWorkers(pool, own, settings), rules, **told)

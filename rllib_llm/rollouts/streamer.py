@@ -224,7 +224,7 @@ class Work:
             self._asked = self._ledger.lease(num_groups, self._holding(), WAIT_SECONDS)
 
     def _leased(self) -> list[Lease]:
-        """What was asked for, once it is there."""
+        """Leases that were asked for and have come."""
         if self._asked is None or not self._asked.done():
             return []
         leases, self._asked = self._asked.result(), None

@@ -18,12 +18,8 @@ from ray.exceptions import RayError, RayTaskError
 from rllib_llm.rollouts.errors import NoSamplersError, NoServerError, SampleFailure, SamplingError
 from rllib_llm.rollouts.groups import Lease
 from rllib_llm.rollouts.judged_batch import JudgedBatch, judged_groups, request_of
-from rllib_llm.rollouts.ledger_actor import (
-    STOP_SECONDS,
-    JournaledLedger,
-    LedgerCalls,
-    RemoteLedger,
-)
+from rllib_llm.rollouts.ledger import Ledger
+from rllib_llm.rollouts.ledger_actor import STOP_SECONDS, LedgerCalls, RemoteLedger
 from rllib_llm.rollouts.sampler_pool import SamplerPool
 from rllib_llm.rollouts.schedule import ServingSettings
 from rllib_llm.rollouts.streamer import (
@@ -76,9 +72,7 @@ class Workers:
 class PlainWorker(Workers):
     """The sampler of this process, asked for one batch after the other."""
 
-    def __init__(
-        self, runner: RLHFEnvRunner, ledger: JournaledLedger, settings: ServingSettings
-    ) -> None:
+    def __init__(self, runner: RLHFEnvRunner, ledger: Ledger, settings: ServingSettings) -> None:
         self._runner, self._ledger, self._settings = runner, ledger, settings
 
     def work(self) -> None:
@@ -106,7 +100,7 @@ class LocalWorker(PlainWorker):
     def __init__(
         self,
         runner: RLHFEnvRunner,
-        ledger: JournaledLedger,
+        ledger: Ledger,
         settings: ServingSettings,
         *,
         is_eager: bool,
@@ -350,7 +344,7 @@ class LeasingWorkers(RemoteWorkers):
     ) -> None:
         super().__init__(pool, ledger, settings, **given)
         self._answer_seconds = answer_seconds
-        self._key = uuid.uuid4().hex  # of the stream
+        self._key, self._actor = uuid.uuid4().hex, ledger.actor  # of the stream
         # Not asked again before the driver has heard why: what passes must not happen each second.
         self._failed: set[int] = set()
         self._error: Exception | None = None  # that ended the watch
@@ -398,7 +392,7 @@ class LeasingWorkers(RemoteWorkers):
                 self.replace(str(worker), f"it was silent for {silent:.0f} s")
         for worker in self._pool.healthy():
             if worker not in self._asked and worker not in self._failed:
-                told = self._key, self._ledger.actor, str(worker), self._settings
+                told = self._key, self._actor, str(worker), self._settings
                 call = self._actors.call(worker, "apply", be_streaming, *told)
                 self._asked[worker] = _Asked(call, self._looked)
 

@@ -157,7 +157,7 @@ def test_evaluation_does_not_stop_a_stream_nor_change_it(undisturbed):
 def test_without_staleness_filters_or_surplus_the_ledger_is_no_actor():
     with tiny.built(tiny.grpo()) as algorithm:
         told = algorithm.train()["rollouts"]
-        assert type(algorithm.rollouts._ledger).__name__ == "JournaledLedger"
+        assert type(algorithm.rollouts._ledger).__name__ == "Ledger"
     assert_accounted([{"rollouts": told}])
     assert told["groups_trained"] == 4 and told["age_max"] == 0.0
 

@@ -19,7 +19,7 @@ from rllib_llm.rollouts.errors import (
     SamplingError,
 )
 from rllib_llm.rollouts.judged_batch import SampleRequest, concatenate
-from rllib_llm.rollouts.ledger_actor import JournaledLedger
+from rllib_llm.rollouts.ledger import Ledger
 from rllib_llm.rollouts.recorder import RolloutRecorder
 from rllib_llm.rollouts.sampler_pool import SamplerPool
 from rllib_llm.rollouts.schedule import ServingSettings, StreamRules
@@ -76,7 +76,7 @@ class Source(Rollouts):
         rules = StreamRules(
             num_prompts, max_staleness=0, num_parts=self.pool.num_parts, **rules
         )  # fmt: skip
-        ledger = JournaledLedger(rules)
+        ledger = Ledger(rules)
         workers = AskedWorkers(self.pool, ledger, ServingSettings(2), starvation=starvation)
         super().__init__(
             ledger, workers, rules, recorder=RolloutRecorder(), publish_again=publish_again,
@@ -154,7 +154,7 @@ def test_without_a_limit_or_a_core_a_silent_sampler_is_waited_for(samplers, time
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock))
     group = ScriptedActors(samplers[:1], does=[HANGS])
     used = source(group, timeout_s=timeout_s, starvation=lambda pids: Starved(clock))
-    used._ledger = used._workers._ledger = JournaledLedger(used._rules, clock=clock)
+    used._ledger = used._workers._ledger = Ledger(used._rules, clock=clock)
     ready, looks = group.ready, []
 
     def wakes_up(calls, timeout_s):

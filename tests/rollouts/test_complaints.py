@@ -12,7 +12,8 @@ import time
 import pytest
 
 from rllib_llm.rollouts.groups import Answer
-from rllib_llm.rollouts.ledger_actor import JournaledLedger, LedgerActor
+from rllib_llm.rollouts.ledger import Ledger
+from rllib_llm.rollouts.ledger_actor import LedgerActor
 from rllib_llm.rollouts.recorder import RolloutRecorder
 from rllib_llm.rollouts.schedule import StreamRules
 from rllib_llm.rollouts.source import Rollouts
@@ -109,7 +110,7 @@ def test_samplers_that_start_before_the_first_weights_get_their_work_with_them(t
     async def start():
         made = actor(tmp_path)
         asking = [asyncio.ensure_future(made.lease(str(i), 3, [], 60.0)) for i in range(3)]
-        taking = asyncio.ensure_future(made.take(0, 0, 0, 60.0))
+        taking = asyncio.ensure_future(made.call("take", 0, 0, 0))
         await asyncio.sleep(0)
         await made.call("publish", PublishedWeights(0))
         served = await asyncio.gather(*asking)
@@ -170,21 +171,19 @@ def test_those_who_wait_are_told_when_the_ledger_is_closed(tmp_path):
 # --- what is reported ------------------------------------------------------------------------
 
 
-class SlowLedger(JournaledLedger):
+class SlowLedger(Ledger):
     """Has a batch the third time it is asked, 20 ms each time."""
 
-    def __init__(self, rules):
-        super().__init__(rules)
-        self.num_asked = 0
+    num_asked = 0
 
-    def take(self, step, num_seen, nth, wait_s):
+    def take(self, step, num_seen, nth):
         self.num_asked += 1
         time.sleep(0.02)
         if self.num_asked % 3:
             return Answer()
         for lease in self.call("lease", "0", 9, []):
             self.call("push", lease.id, [judged(lease.position, step)])
-        return super().take(step, num_seen, nth, wait_s)
+        return super().take(step, num_seen, nth)
 
 
 class NobodyToAsk:
@@ -210,13 +209,13 @@ def test_the_wait_that_is_reported_is_that_for_this_batch(monkeypatch):
         assert 0.06 <= source.metrics()["rollouts"]["wait_seconds"] <= time.monotonic() - start
 
 
-class FillingLedger(JournaledLedger):
+class FillingLedger(Ledger):
     """Has a batch of four once they are all judged, one after the other."""
 
-    def take(self, step, num_seen, nth, wait_s):
+    def take(self, step, num_seen, nth):
         for lease in self.call("lease", "0", 1, []):
             self.call("push", lease.id, [judged(lease.position, step)])
-        return super().take(step, num_seen, nth, wait_s)
+        return super().take(step, num_seen, nth)
 
 
 def test_who_waits_for_a_batch_is_told_how_much_of_it_is_there(monkeypatch):

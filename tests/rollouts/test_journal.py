@@ -8,6 +8,7 @@ import pytest
 
 from rllib_llm.rollouts import ledger_actor as module
 from rllib_llm.rollouts.errors import PublishedWeightsLostError, SampleFailure
+from rllib_llm.rollouts.ledger import Ledger
 from rllib_llm.rollouts.ledger_actor import JournaledLedger
 from rllib_llm.rollouts.schedule import StreamRules
 from rllib_llm.rollouts.source import Rollouts
@@ -93,12 +94,6 @@ def test_a_call_that_was_cut_short_was_not_made(tmp_path):
     assert known(JournaledLedger(RULES, tmp_path)) == expected
 
 
-def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    made, _ = begun(None)
-    assert made.ledger.table.num_tokens == 10 and list(tmp_path.iterdir()) == []
-
-
 def test_a_call_for_which_the_disk_had_no_room_was_not_made_and_hides_none_behind_it(tmp_path):
     made, leases = begun(tmp_path)
     (file,) = tmp_path.iterdir()
@@ -116,11 +111,11 @@ def test_a_call_for_which_the_disk_had_no_room_was_not_made_and_hides_none_behin
 def test_weights_of_groups_are_kept_however_often_others_are_published_without_a_batch():
     """A loop of one's own may: a ledger that died then waited for them for ever."""
     rules = StreamRules(num_groups=1, max_staleness=1)
-    ledger = JournaledLedger(rules)
+    ledger = Ledger(rules)
     rollouts = Rollouts(ledger, Workers(), rules, recorder=None, publish_again=None)
     for version in range(6):
         rollouts.publish(PublishedWeights(version))
-    ledger.ledger.forget_weights()
+    ledger.forget_weights()
     rollouts._attend(ledger.call("report", 0))
     (lease,) = ledger.call("lease", "1", 1, [])
     assert lease.weights.version == 0
@@ -139,7 +134,7 @@ def source_of_weights(schedule):
         again.append(PublishedWeights(0))
         return again[-1]
 
-    ledger = JournaledLedger(rules)
+    ledger = Ledger(rules)
     rollouts = Rollouts(ledger, Workers(), rules, recorder=None, publish_again=publish_again)
     rollouts.publish(PublishedWeights(0))
     return rollouts, ledger, again
@@ -159,7 +154,7 @@ def test_one_publication_that_is_lost_while_nobody_looks_costs_one(schedule):
     assert lease.weights.key == again[0].key
     # Nor is it the group's: one error that passes does not make it fail.
     ledger.call("fail", lease.id, SampleFailure("OSError: no network", "", may_pass=True), [0])
-    assert ledger.ledger.account.failed_groups == 0
+    assert ledger.account.failed_groups == 0
 
 
 @pytest.mark.parametrize("by_row", [False, True])

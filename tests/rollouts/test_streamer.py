@@ -13,7 +13,7 @@ from ray.exceptions import RayTaskError
 from rllib_llm.rollouts.errors import SampleFailure
 from rllib_llm.rollouts.groups import PartialCompletion
 from rllib_llm.rollouts.judged_batch import SampleRequest
-from rllib_llm.rollouts.ledger_actor import JournaledLedger
+from rllib_llm.rollouts.ledger import Ledger
 from rllib_llm.rollouts.schedule import ServingSettings, StreamRules
 from rllib_llm.rollouts.streamer import (
     LeaseWork,
@@ -65,7 +65,7 @@ def answer(work, name, make_answer):
 
 
 def work_of(world, *, schedule, in_flight="keep", **rules):
-    ledger = JournaledLedger(StreamRules(**{"num_groups": 8, "schedule": schedule, **rules}))
+    ledger = Ledger(StreamRules(**{"num_groups": 8, "schedule": schedule, **rules}))
     ledger.call("publish", PublishedWeights(0))
     settings = ServingSettings(N, max_groups=8, in_flight=in_flight)
     sampler = ScriptedSampler(world)
@@ -75,7 +75,7 @@ def work_of(world, *, schedule, in_flight="keep", **rules):
 
 def batch(ledger, work, nth=0, most_seconds=30.0):
     end = time.monotonic() + most_seconds
-    while (answer := ledger.take(0, 0, nth, 0.0)).groups is None:
+    while (answer := ledger.take(0, 0, nth)).groups is None:
         assert time.monotonic() < end, ledger.look()["waits_for"]
         work.turn()
     return answer.groups
@@ -139,7 +139,7 @@ def test_a_group_that_fails_leaves_the_others_of_its_lease_in_the_engine():
     add = work._rows._engine.add
     work._rows._engine.add = lambda rows: (begun.extend(row.id[0] for row in rows), add(rows))
     failures = []
-    while (answer := ledger.take(0, 0, 0, 0.0)).groups is None:
+    while (answer := ledger.take(0)).groups is None:
         failures += answer.failures
         work.turn()
     failures += answer.failures
@@ -195,7 +195,7 @@ def test_a_group_that_is_leased_again_is_begun_anew():
     (again,) = ledger.call("lease", "1", 1, [])
     work._begin_with(again)
     assert (again.position, work._rows.leases) == (lease.position, {again.id})
-    assert not ledger.take(0, 0, 0, 0.0).failures
+    assert not ledger.take(0).failures
     assert [group.position for group in batch(ledger, work)] == list(range(8))
     work.close()
 

@@ -19,7 +19,7 @@ from rllib_llm.engines.protocol import Ended, Tokens
 from rllib_llm.envs.actions import Judgement
 from rllib_llm.envs.judges.rewards import UnjudgedError
 from rllib_llm.rollouts.errors import Faults
-from rllib_llm.rollouts.ledger_actor import JournaledLedger
+from rllib_llm.rollouts.ledger import Ledger
 from rllib_llm.rollouts.policy import ModulePolicy
 from rllib_llm.rollouts.sampler import Sampler
 from rllib_llm.rollouts.schedule import ServingSettings, StreamRules
@@ -320,7 +320,7 @@ class SamplerEnd:
         return self._world.ledger.call(name, *args)
 
 
-class SimulatedLedger(JournaledLedger):
+class SimulatedLedger(Ledger):
     """On the world's clock; while the driver waits, things happen."""
 
     def __init__(self, rules, clock):
@@ -338,7 +338,7 @@ class SimulatedLedger(JournaledLedger):
     def _not_concerned(self, lease, failure, positions=None):
         """Groups of a lease that a failure leaves in it."""
         return {
-            entry: lease for entry in self.ledger.table
+            entry: lease for entry in self.table
             if entry.lease == lease and entry.state == "leased"
             and positions is not None and entry.position not in positions
         }  # fmt: skip
@@ -555,14 +555,14 @@ class World:
         """Asserts that one that is known to be dead holds no lease."""
         known_dead = {name for name in self.pool.names if int(name) not in self.pool.marked}
         if known_dead:
-            holding = {e.sampler for e in self.ledger.ledger.table if e.state == "leased"}
+            holding = {e.sampler for e in self.ledger.table if e.state == "leased"}
             assert not known_dead & holding, known_dead & holding
 
     def require_patience(self):
         """Asserts that a judge who takes one and a half leases costs one of them: the next is twice
         as long, and stays so when it is renewed."""
         if not self.share_of_troubles:
-            for entry in self.ledger.ledger.table:
+            for entry in self.ledger.table:
                 assert entry.num_expired <= 1, f"group {entry.position} never ends"
 
     def note_progress(self):
@@ -604,7 +604,7 @@ class World:
     def require_account(self):
         """Asserts that every token is accounted for. Not by `source.metrics`, of which this is the
         least part: it is asked at every event."""
-        ledger = self.ledger.ledger
+        ledger = self.ledger
         ledger.account.check(ledger.table.num_tokens)
 
     def restored(self, rules) -> World:
@@ -622,7 +622,7 @@ class World:
 
     def check(self):
         """Every group before the first open one was trained once, or closed with its reason."""
-        self.source._take(0.0)  # the driver hears of the last ones
+        self.source._take()  # the driver hears of the last ones
         fates = self.fates
         assert set(fates.trained.values()) <= {1}, "a group was trained twice"
         assert not fates.trained.keys() & fates.closed.keys()
