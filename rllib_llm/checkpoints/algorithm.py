@@ -40,8 +40,6 @@ from ray.tune.result import TIME_TOTAL_S
 from rllib_llm.checkpoints.folder import (
     MANIFEST,
     CheckpointError,
-    checkpoints_in,
-    fetched,
     make_readable,
     newest_usable,
     read_manifest,
@@ -49,7 +47,8 @@ from rllib_llm.checkpoints.folder import (
     written_whole,
 )
 from rllib_llm.shared.errors import UserError
-from rllib_llm.shared.storage import open_storage
+from rllib_llm.shared.run_layout import RunFolder
+from rllib_llm.shared.storage import is_url, local_copy, open_storage, place
 
 SOURCES = (
     "pretrained_model", "critic_model", "data", "eval_data", "normalization_data", "ptx_data",
@@ -279,8 +278,8 @@ class WholeCheckpoints(Algorithm):
         Raises:
             CheckpointError: it is damaged or unknown, and nothing was changed by it.
         """
-        if filesystem is None and isinstance(path, str | Path):
-            path = fetched(path)
+        if filesystem is None and is_url(path):
+            path = newest_usable(path) if component is None else local_copy(path)
         filesystem, path = _resolve(path, filesystem)
         is_local = isinstance(filesystem, pyarrow.fs.LocalFileSystem)
         if component is None and is_local and path != _checked.get():
@@ -298,7 +297,7 @@ class WholeCheckpoints(Algorithm):
         """As RLlib's, from a checkpoint or from the newest usable one of a trial's folder."""
         if filesystem is not None or not isinstance(path, str | Path):
             return super().from_checkpoint(path, filesystem, **kwargs)
-        path = str(newest_usable(fetched(path).resolve()))
+        path = str(newest_usable(path).resolve())
         made, arguments = class_and_arguments(Path(path))
         if not issubclass(made, cls):
             raise CheckpointError(
@@ -319,7 +318,7 @@ class WholeCheckpoints(Algorithm):
         """As Tune's. If the machine died while the checkpoint was written, the newest usable one
         before it is restored."""
         given = Path(checkpoint_dir)
-        of_trial = checkpoints_in(given.parent)
+        of_trial = RunFolder(given.parent).checkpoints()
         older = of_trial[of_trial.index(given) + 1 :] if given in of_trial else []
         first_error: CheckpointError | None = None
         for candidate in [given, *older]:
@@ -396,7 +395,7 @@ def restore_source(
         UserError: there is none, or, for an algorithm of ours, no usable one, or one that is at
             the trials' end already.
     """
-    folder = fetched(given)
+    folder = place(given)
     if not folder.is_dir():
         raise UserError(
             name=where,
@@ -406,7 +405,7 @@ def restore_source(
             remedy="`rllib train` prints the checkpoints it wrote",
         )
     if not issubclass(algo_class, WholeCheckpoints):
-        return folder.resolve()
+        return local_copy(folder).resolve()
     source = newest_usable(folder)
     done = read_manifest(source)["training_iteration"]
     limit = (stop or {}).get("training_iteration")
@@ -427,23 +426,21 @@ def find_checkpoint(folder: str | Path) -> Path:
     Raises:
         CheckpointError: there is none, saying what is wrong with the newest.
     """
-    folder = fetched(folder)
     try:
         return newest_usable(folder)
     except CheckpointError:
         # RLlib's own algorithms know no manifest.
-        for candidate in [folder, *checkpoints_in(folder)]:
-            if _is_stock(candidate / Algorithm.CLASS_AND_CTOR_ARGS_FILE_NAME):
-                return candidate
+        given = place(folder)
+        for candidate in [given, *RunFolder(given).checkpoints()]:
+            if (candidate / CLASS_FILE).is_file() and _is_stock(copy := local_copy(candidate)):
+                return copy
         raise
 
 
-def _is_stock(file: Path) -> bool:
-    """Whether `file` names an RLlib algorithm that is none of ours, and no module."""
-    if not file.is_file():
-        return False
+def _is_stock(checkpoint: Path) -> bool:
+    """Whether a checkpoint is of an RLlib algorithm that is none of ours, and no module."""
     try:
-        with file.open("rb") as stream:
+        with (checkpoint / CLASS_FILE).open("rb") as stream:
             cls = pickle.load(stream)["class"]
     except (pickle.UnpicklingError, EOFError, AttributeError, ImportError):
         return False  # cut off

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Iterator, Sequence
@@ -28,24 +29,25 @@ from pathlib import Path
 from typing import Any
 
 from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.run_layout import RESULTS, RUN_RECORD, RunFolder
 from rllib_llm.shared.storage import (
     Place,
-    UrlPath,
     folder_like,
-    is_url,
     local_copy,
     place,
-    read_json,
 )
 
 # Where a checkpoint of ours holds the trained model, as an ordinary Hugging Face folder; the last
 # part is RLlib's DEFAULT_MODULE_ID.
 MODEL_IN_CHECKPOINT = Path("learner_group", "learner", "rl_module", "default_policy")
 MANIFEST = "rllib_llm_checkpoint.json"
-RUN_RECORD = "run.json"  # in a run's folder: its stages, in order
 FORMAT_VERSION = 1
 CHUNK_BYTES = 16 * 1024**2
 OTHERS = "Choose another checkpoint; given the trial's folder, the newest usable one is taken"
+PRINTED = "`rllib train` prints the checkpoints and models it wrote."
+# Entries of RLlib's checkpoints, whole or not.
+PARTS = ("class_and_ctor_args.pkl", "metadata.json", "learner_group")
+MAX_NAMED = 8
 
 
 class CheckpointError(ValueError):
@@ -99,13 +101,6 @@ def check(folder: str | Path) -> dict[str, Any]:
     return manifest
 
 
-def checkpoints_in(trial_folder: str | Place) -> list[Any]:
-    """Tune's checkpoint folders of one trial, the newest first, usable or not."""
-    folders = (path for path in place(trial_folder).glob("checkpoint_*") if path.is_dir())
-    numbered = [path for path in folders if path.name.removeprefix("checkpoint_").isdigit()]
-    return sorted(numbered, key=lambda path: int(path.name.partition("_")[2]), reverse=True)
-
-
 def newest_usable(folder: str | Place) -> Path:
     """`folder` itself if it is a checkpoint, or the newest usable one of the trial it belongs to;
     of a URL a copy of it.
@@ -119,7 +114,10 @@ def newest_usable(folder: str | Place) -> Path:
             wrong with the newest.
     """
     folder = place(folder)
-    return _first_usable(_checkpoints_below(folder) or [folder])
+    found = _checkpoints_below(folder)
+    if not found and folder.is_dir() and not (folder / MANIFEST).is_file():
+        raise _no_checkpoint(folder)  # before all that is at a URL is copied
+    return _first_usable(found or [folder])
 
 
 def _first_usable(candidates: Sequence[Place]) -> Path:
@@ -134,23 +132,16 @@ def _first_usable(candidates: Sequence[Place]) -> Path:
     raise errors[0]
 
 
-def _checkpoints_below(folder: Place) -> list[Any]:
+def _checkpoints_below(folder: Place) -> list[Place]:
     """Those of a trial by its folder, or by that of its stage or run, the newest first. Of a run's
     stages the last with checkpoints is meant."""
-    if own := checkpoints_in(folder):
-        return own
-    found = [*folder.glob("*/checkpoint_*"), *folder.glob("*/*/checkpoint_*")]
-    trials = sorted({path.parent for path in found if path.is_dir()}, key=str)
-    begun = {trial.parent.name for trial in trials}
-    stages = read_json(folder / RUN_RECORD).get("experiments", ())
-    order = [stage["name"] for stage in stages if stage["name"] in begun]
-    trials = [trial for trial in trials if trial.parent.name in order[-1:]] or trials
+    trials = RunFolder(folder).saved_trials()
     if len(trials) > 1:
         raise CheckpointError(
             f"checkpoint={str(folder)!r} must be one trial: it holds {len(trials)}. Give one of "
             f"{', '.join(map(str, trials))}."
         )
-    return checkpoints_in(trials[0]) if trials else []
+    return RunFolder(trials[0]).checkpoints() if trials else []
 
 
 @contextlib.contextmanager
@@ -231,15 +222,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         )
     file = folder / MANIFEST
     if not file.is_file():
-        if (folder / "config.json").is_file():
-            raise CheckpointError(
-                f"checkpoint={str(folder)!r} must be a checkpoint: it is a model's folder. Name "
-                "the checkpoint, trial or run that it is of."
-            )
-        raise CheckpointError(
-            f"checkpoint={str(folder)!r} must hold {MANIFEST}, which is written last: it does not, "
-            f"so it was not made by rllib_llm, or saving it was interrupted. {OTHERS}."
-        )
+        raise _no_checkpoint(folder)
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
         version, files = manifest["format_version"], manifest["files"]
@@ -256,6 +239,47 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
+def _no_checkpoint(folder: Place) -> CheckpointError:
+    """The error of a folder without a manifest, by what it is."""
+    if (folder / "config.json").is_file():
+        return CheckpointError(
+            f"checkpoint={str(folder)!r} must be a checkpoint: it is a model's folder. Name "
+            "the checkpoint, trial or run that it is of."
+        )
+    if _is_of_checkpoint(folder):
+        return CheckpointError(
+            f"checkpoint={str(folder)!r} must hold {MANIFEST}, which is written last: it does not, "
+            f"so it was not made by rllib_llm, or saving it was interrupted. {OTHERS}."
+        )
+    found = RunFolder(folder)
+    is_of_run = (folder / RUN_RECORD).is_file() or found.in_trials(RESULTS)
+    inner = found.with_checkpoints()
+    what = "it holds nothing that a run has saved"
+    if inner:
+        what = f"it is a folder of {len(inner)} of them"
+    elif is_of_run:
+        what = "no checkpoint was saved in it yet, which is done every few minutes and at the end"
+    return CheckpointError(
+        f"checkpoint={str(folder)!r} must be a checkpoint, or the folder of a trial, a stage or a "
+        f"run with one: {what}. {_one_of(inner) or PRINTED}"
+    )
+
+
+def _is_of_checkpoint(folder: Place) -> bool:
+    """Whether a folder is called as Tune calls checkpoints, holds what is in one, or lies in it."""
+    is_called = re.fullmatch(r"(best_)?checkpoint(_\d+)?", folder.name)
+    marks = (folder.parent / MANIFEST, *(folder / part for part in PARTS))
+    return bool(is_called) or any(mark.exists() for mark in marks)
+
+
+def _one_of(folders: Sequence[Place]) -> str:
+    """Advice to name one of these folders; "" for none."""
+    if not folders:
+        return ""
+    more = f" or {len(folders) - MAX_NAMED} more" if len(folders) > MAX_NAMED else ""
+    return f"Name one of {', '.join(map(str, folders[:MAX_NAMED]))}{more}."
+
+
 def _damaged(folder: Path, rule: str, reason: str) -> CheckpointError:
     return CheckpointError(
         f"checkpoint={str(folder)!r} must {rule}: {reason}; the checkpoint is damaged. {OTHERS}."
@@ -266,7 +290,7 @@ def _named_like(folder: Path) -> str:
     """Advice where a folder is not there: those beside it, if one has a similar name."""
     close = folder_like(folder, cutoff=0.5)
     if not close:
-        return "`rllib train` prints the checkpoints and models it wrote."
+        return PRINTED
     return f"Did you mean {close!r}?"
 
 
@@ -278,30 +302,6 @@ def _crc32(path: Path) -> int:
     return value
 
 
-def fetched(given: str | Path) -> Path:
-    """The folder that is meant: `given` itself, or a copy of the newest usable checkpoint at the
-    URL of one, of a trial, of a stage or of a run, whose last stage is meant.
-
-    Raises:
-        CheckpointError: there is none, saying what is wrong with the newest.
-    """
-    if not is_url(given):
-        return Path(given).expanduser()
-    url = UrlPath(str(given))
-    found = _checkpoints_below(url)
-    return _first_usable(found) if found else local_copy(url)
-
-
-def _here(given: str) -> Path:
-    if not is_url(given):
-        return Path(given).expanduser()
-    inner = next(
-        (part for part in (UrlPath(given), UrlPath(given) / "model")
-         if (part / "config.json").is_file()), None,
-    )  # fmt: skip
-    return fetched(given) if inner is None else local_copy(inner)
-
-
 def find_model(given: str) -> str:
     """Return the Hugging Face folder in `given`; hub ids and dotted paths are returned unchanged.
 
@@ -311,8 +311,8 @@ def find_model(given: str) -> str:
         UserError: `given` is a folder without a model in it.
         CheckpointError: it holds several trials, or no checkpoint of its trial is usable.
     """
-    folder = _here(given)
-    if not folder.exists():
+    folder = place(given)
+    if isinstance(folder, Path) and not folder.exists():
         is_beside_others = "/" in given and folder.parent.is_dir()
         if given.startswith((".", "/", "~")) or given.count("/") > 1 or is_beside_others:
             raise UserError(
@@ -321,11 +321,13 @@ def find_model(given: str) -> str:
         return given
     for candidate in (folder, folder / "model"):
         if (candidate / "config.json").is_file():
-            return str(candidate)
+            return str(local_copy(candidate))
     found = _checkpoints_below(folder)
-    if not (found or (folder / MODEL_IN_CHECKPOINT).is_dir()):
+    if folder.exists() and not (found or (folder / MODEL_IN_CHECKPOINT).is_dir()):
+        inner = _one_of(RunFolder(folder).with_checkpoints())
         raise UserError(
             f"checkpoint={given!r} must hold a model: there is no config.json in it, nor in "
-            f"{MODEL_IN_CHECKPOINT} or model below it. Give a checkpoint of a language model."
+            f"{MODEL_IN_CHECKPOINT} or model below it. "
+            f"{inner or 'Give a checkpoint of a language model.'}"
         )
     return str(_first_usable(found or [folder]) / MODEL_IN_CHECKPOINT)

@@ -16,9 +16,16 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 from pyarrow.fs import LocalFileSystem
 
-from rllib_llm.data.rollout_store import SCHEMA, STORE_FILE, check_version, not_contained
+from rllib_llm.data.rollout_store import (
+    ROLLOUTS,
+    SCHEMA,
+    STORE_FILE,
+    check_version,
+    not_contained,
+)
 from rllib_llm.data.rows import DataSourceError, Rows
 from rllib_llm.shared.errors import did_you_mean, require
+from rllib_llm.shared.run_layout import RunFolder
 from rllib_llm.shared.storage import Place, UrlPath, place
 
 IN_ORDER = ("iteration", "position", "sample", "row")
@@ -61,7 +68,8 @@ def rollout_folders(run: str | Path | UrlPath) -> list[Place]:
         raise NoRolloutsError(f"run={str(run)!r} must be a folder: there is none. {hint}")
     if (root / STORE_FILE).is_file():
         return [root]
-    found = sorted((file.parent for file in root.glob(f"**/{STORE_FILE}")), key=str)
+    stores = RunFolder(root).in_trials(f"{ROLLOUTS}/{STORE_FILE}")
+    found = sorted((file.parent for file in stores), key=str)
     if not found:
         raise NoRolloutsError(
             f"run={str(run)!r} must be the folder of a run, stage or trial that kept its rollouts: "

@@ -58,9 +58,11 @@ class LaneEngine:
         return sum(map(self._num_held, self._lanes))
 
     def _num_held(self, lane: TorchEngine) -> int:
-        """Rows of a lane, and texts that it is to score."""
+        """Rows of a lane, and texts that it is to score and that somebody waits for."""
         return lane.num_running + sum(
-            len(each.texts) - len(each.found) for each in self._scorings[lane]
+            len(each.texts) - len(each.found)
+            for each in self._scorings[lane]
+            if not each.done.done()
         )
 
     @property
@@ -85,9 +87,9 @@ class LaneEngine:
 
     @property
     def rows_by_version(self) -> dict[int, int]:
-        """Rows in it, by the version that samples them."""
+        """Rows in it, and texts that are scored, by the version that they are of."""
         lanes = reversed(self._lanes)
-        return {lane.version: lane.num_running for lane in lanes if lane.version is not None}
+        return {lane.version: self._num_held(lane) for lane in lanes if lane.version is not None}
 
     def add(self, rows: Sequence[Row]) -> None:
         parts: dict[TorchEngine, list[Row]] = {}

@@ -40,6 +40,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rllib_llm.overseer.diagnosis import diagnose
 from rllib_llm.shared.errors import UserError
 from rllib_llm.shared.remote import NAMESPACE
+from rllib_llm.shared.run_layout import RunFolder
 from rllib_llm.shared.storage import read_json
 
 NAMES = ("pause", "resume", "scale", "checkpoint", "stop")
@@ -457,8 +458,9 @@ def find_run(folder: str | Path) -> Run:
         UserError: no run was overseen there.
     """
     root = Path(folder).expanduser()
-    files = [root / ADDRESS_FILE, *root.glob(f"*/{ADDRESS_FILE}")]
-    files = sorted((file for file in files if file.is_file()), key=lambda f: f.stat().st_mtime)
+    found = RunFolder(root).in_stages(ADDRESS_FILE)
+    files = [file for file in found if isinstance(file, Path)]  # an overseer is on this machine
+    files.sort(key=lambda file: file.stat().st_mtime)
     if not files:
         raise UserError(
             f"run={str(root)!r} must be the folder of a run with `overseer: true` in its config: "

@@ -13,13 +13,13 @@ from typing import Any
 
 from pydantic_core import to_json
 
+from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT
 from rllib_llm.data.decoding import TokenTexts
 from rllib_llm.data.rollout_store import ROLLOUTS, RolloutSchemaError
 from rllib_llm.data.rollouts import NoRolloutsError, open_rollouts
 from rllib_llm.rollouts.recorder import SAMPLES_FILE
 from rllib_llm.runs.metrics import first_and_last, reward_parts, summary_metrics
 from rllib_llm.runs.results import (
-    RESULTS,
     as_shown,
     before_and_after,
     flatten,
@@ -32,6 +32,7 @@ from rllib_llm.runs.results import (
 from rllib_llm.runs.run_folder import read_environment
 from rllib_llm.runs.signs import signs
 from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.run_layout import RESULTS, RunFolder
 from rllib_llm.shared.storage import Place, place, read_json, replace_text
 
 
@@ -95,11 +96,6 @@ class PageTrial:
     label: str
     folder: Place
 
-    @property
-    def stage_folder(self) -> Place:
-        """Folder of the Tune run it belongs to."""
-        return self.folder.parent
-
 
 def find_trials(folder: str | Place) -> list[PageTrial]:
     """The trials of a run, of a stage or of a trial's folder, those that have reported, in the
@@ -110,8 +106,8 @@ def find_trials(folder: str | Place) -> list[PageTrial]:
     """
     root = place(folder)
     root = root.resolve() if isinstance(root, Path) else root
-    files = [root / RESULTS, *root.glob(f"*/{RESULTS}"), *root.glob(f"*/*/{RESULTS}")]
-    begun = {file: at for file in files if (at := _begun(file)) is not None}
+    found = RunFolder(root).in_trials(RESULTS)
+    begun = {file: at for file in found if (at := _begun(file)) is not None}
     files = sorted(begun, key=begun.__getitem__)
     if not files:
         raise UserError(
@@ -129,8 +125,6 @@ def find_trials(folder: str | Place) -> list[PageTrial]:
 
 def _begun(result_file: Place) -> float | None:
     """When the first of a trial's results came, seconds; None where there is none."""
-    if not result_file.is_file():
-        return None
     first, ended, _ = result_file.read_text(encoding="utf-8").partition("\n")
     try:
         return float(json.loads(first).get("timestamp", 0))
@@ -167,13 +161,12 @@ def _read(name: str) -> str:
 def _trial(trial: PageTrial) -> dict[str, Any]:
     results = [*map(as_shown, read_results(trial.folder))]
     last = results[-1] if results else {}
-    environment = read_environment(trial.stage_folder)
     return {
         "label": trial.label,
         "iterations": last.get("training_iteration"),
         "seconds": number(last.get("time_total_s")),
         "settings": _settings(trial.folder),
-        "environment": environment,
+        "environment": read_environment(trial.folder.parent),  # of the stage
         "summary": [
             [metric.title, *first_and_last(results, metric)] for metric in summary_metrics(results)
         ],
@@ -331,20 +324,15 @@ def _words(trial_folder: Place) -> Callable[[int], str]:
 def _tokenizer(trial_folder: Place) -> Any:
     """That of the exported model, else of the newest checkpoint, else of the folder that the run
     began with; None where there is none yet. From a URL no model is fetched for it."""
-    files = []
+    folders = []
     if isinstance(trial_folder, Path):
-        files = [trial_folder / "model" / "tokenizer_config.json"]
-        files += sorted(trial_folder.glob("checkpoint_*/**/tokenizer_config.json"), reverse=True)
-    files += [folder / "tokenizer_config.json" for folder in _began_with(trial_folder)]
-    for file in files:
-        if file.is_file():
+        saved = RunFolder(trial_folder).checkpoints()
+        folders = [trial_folder / "model", *(each / MODEL_IN_CHECKPOINT for each in saved)]
+    model = read_json(trial_folder / SETTINGS_FILE).get("model")
+    folders += [Path(model).expanduser()] if isinstance(model, str) else []
+    for folder in folders:
+        if (folder / "tokenizer_config.json").is_file():
             from transformers import AutoTokenizer
 
-            return AutoTokenizer.from_pretrained(file.parent)
+            return AutoTokenizer.from_pretrained(folder)
     return None
-
-
-def _began_with(trial_folder: Place) -> list[Path]:
-    """The folder of the model that the trial's settings name, where that is one."""
-    model = read_json(trial_folder / SETTINGS_FILE).get("model")
-    return [Path(model).expanduser()] if isinstance(model, str) else []

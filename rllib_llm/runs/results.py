@@ -18,6 +18,7 @@ from pyarrow.fs import LocalFileSystem
 
 from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT, make_readable
 from rllib_llm.runs.experiments import Experiment
+from rllib_llm.shared.run_layout import RESULTS, STAGE_RECORD
 from rllib_llm.shared.storage import Place, UrlPath, local_copy, placed, replace_text, upload
 
 
@@ -47,9 +48,6 @@ def setting(key: str, value: Any) -> str:
     """Return "name=value", short: the last part of the key, floats to four digits."""
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
     return f"{key.rpartition('/')[2]}={text}"
-
-
-RESULTS = "result.json"
 
 
 def local_folder(trial: Any) -> Path | None:
@@ -142,14 +140,21 @@ def before_and_after(samples: list[dict[str, Any]]) -> list[tuple[dict, dict]]:
     return [(first[index], last[index]) for index in sorted(first.keys() & last.keys())]
 
 
-RECORD = "stage.json"
 RLLIB_FILES = ("*.pkl", "metadata.json")  # beside the model in a checkpoint
-# Which way is up, to mark the best of several trials where the experiment does not say.
-BEST = (
-    ("objective/scores", "max"),
+# Which way is up, where the experiment does not say; the first that a result has is taken. By
+# held-out data the best checkpoint of a trial is told, and the best of several trials as well:
+# training scores are of prompts that were learnt from.
+HELD_OUT = (
+    ("eval/scores", "max"),
     ("eval/accuracy", "max"),
     ("eval/loss", "min"),
+    ("evaluation/env_runners/episode_return_mean", "max"),
+)
+BEST = (
+    *HELD_OUT,
+    ("objective/scores", "max"),
     ("loss/reward_model", "min"),
+    ("loss/dpo", "min"),
     ("loss/sft", "min"),
     ("env_runners/episode_return_mean", "max"),
 )
@@ -191,12 +196,12 @@ class StageResult:
 
         record = dataclasses.asdict(self)
         del record["folder"]
-        replace_text(self.folder / RECORD, json.dumps(record, indent=1, default=text))
+        replace_text(self.folder / STAGE_RECORD, json.dumps(record, indent=1, default=text))
 
     @classmethod
     def load(cls, folder: Place) -> StageResult | None:
         """Return the finished stage that lies in `folder`, or None."""
-        file = folder / RECORD
+        file = folder / STAGE_RECORD
         if not file.is_file():
             return None
         record = json.loads(file.read_text(encoding="utf-8"))
@@ -237,7 +242,8 @@ def collect_result(experiment: Experiment, folder: Place, trials: Sequence[Any])
 
 
 def best_trial(experiment: Experiment, flats: Sequence[Mapping[str, Any]]) -> int:
-    """Return the index of the trial with the best last result, by the experiment's metric."""
+    """Return the index of the trial with the best last result: by the experiment's metric, else by
+    the first of `BEST` that a trial has."""
     ranking: Sequence[tuple[str, str]] = BEST
     if experiment.metric:
         ranking = [(experiment.metric, experiment.mode or "max")]

@@ -6,6 +6,7 @@ run continues what was started: a setting that Tune keeps from the start may not
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
@@ -20,11 +21,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from rllib_llm.checkpoints.folder import RUN_RECORD
 from rllib_llm.runs.experiments import KEYS, Experiment
 from rllib_llm.runs.results import StageResult, read_results
 from rllib_llm.shared.errors import UserError
-from rllib_llm.shared.storage import Place, UrlPath, place, read_json, replace_text
+from rllib_llm.shared.run_layout import CHECKPOINTS, REPLACED, RESULTS, RUN_RECORD, RunFolder
+from rllib_llm.shared.storage import Place, UrlPath, place, read_json, remove, replace_text
 
 COMMAND_LINE = "the command line"  # the source of runs that no file describes
 DEFAULT_STORAGE = "~/ray_results"
@@ -155,10 +156,38 @@ def _newest(root: Place, name: str, source: str) -> Place:
 
 def has_saved(stage: Place) -> bool:
     """Whether a stage has a checkpoint, or a trial that has ended; without, it begins again."""
-    if StageResult.load(stage) is not None or any(stage.glob("*/checkpoint_*")):
+    found = RunFolder(stage)
+    if StageResult.load(stage) is not None or found.in_trials(CHECKPOINTS):
         return True
-    results = (read_results(file.parent) for file in stage.glob("*/result.json"))
+    results = (read_results(file.parent) for file in found.in_trials(RESULTS))
     return any(rows and rows[-1].get("done") for rows in results)
+
+
+def set_aside(stage: Place, folders: Sequence[Place]) -> str:
+    """Moves folders that are to be written anew, of trials or the stage's own, to a folder of
+    `replaced` in the run's. Returns where they are, a sentence; "" where they held no file.
+
+    At a URL, where a folder cannot be moved, they are removed.
+    """
+    if isinstance(stage, UrlPath):
+        for folder in folders:
+            if folder.exists():
+                remove(folder)
+        return f" Removed: {', '.join(map(str, folders))}."
+    beside = stage.parent / REPLACED
+    number = next(n for n in itertools.count(1) if not (beside / f"{stage.name}_{n}").exists())
+    target = beside / f"{stage.name}_{number}"
+    moved = False
+    for folder in folders:
+        assert isinstance(folder, Path), "it lies in the stage's"
+        if any(file.is_file() for file in folder.rglob("*")):
+            moved = True
+            now = target if folder == stage else target / folder.name
+            now.parent.mkdir(parents=True, exist_ok=True)
+            os.rename(folder, now)
+        else:
+            remove(folder)
+    return f" Its files so far are in {str(target)!r}." if moved else ""
 
 
 def check_continues(folder: Place, experiments: Sequence[Experiment]) -> None:

@@ -18,14 +18,15 @@ from rllib_llm.runs.experiments import Experiment, algorithm_class, fill
 from rllib_llm.runs.live_table import LiveTable
 from rllib_llm.runs.plan import INTERVAL, check_experiment, checkpoint_settings
 from rllib_llm.runs.report_page import PAGE_FILE, find_trials, write_page
-from rllib_llm.runs.results import RECORD, StageResult, collect_result, short_name
-from rllib_llm.runs.run_folder import has_saved, write_environment
+from rllib_llm.runs.results import StageResult, collect_result, short_name
+from rllib_llm.runs.run_folder import has_saved, set_aside, write_environment
 from rllib_llm.runs.search_space import make_scheduler, make_searcher, search_space
 from rllib_llm.runs.trial_checkpoints import SaveOnStop
 from rllib_llm.shared.errors import UserError
 from rllib_llm.shared.messages import failure_text
 from rllib_llm.shared.ray_compat import replace_callbacks, resume_finished, tuner_from_checkpoint
-from rllib_llm.shared.storage import Place, UrlPath, remove
+from rllib_llm.shared.run_layout import CHECKPOINTS, STAGE_RECORD, RunFolder
+from rllib_llm.shared.storage import Place, UrlPath, placed
 
 
 class StageFailed(RuntimeError):
@@ -113,11 +114,12 @@ def run_stage(
         check_experiment(experiment)
     folder = run_folder / experiment.name
     has_begun = resume and folder.exists()
-    if has_begun and not has_saved(folder):
-        remove(folder)  # what is asked for now may be something else
+    goes_on = has_begun and has_saved(folder) and _can_resume(folder)
+    # Where nothing was saved, what is asked for now may be something else.
+    aside = set_aside(folder, [folder]) if has_begun and not goes_on else ""
     write_environment(folder)
-    finished = (folder / RECORD).is_file()
-    (folder / RECORD).unlink(missing_ok=True)
+    finished = (folder / STAGE_RECORD).is_file()
+    (folder / STAGE_RECORD).unlink(missing_ok=True)
     table = LiveTable(f"{experiment.name} · {short_name(experiment.run)}", experiment.stop, console)
     callbacks = [table, *_callbacks(experiment), *loggers]
     stopping = next(one for one in callbacks if isinstance(one, SaveOnStop))
@@ -130,26 +132,30 @@ def run_stage(
                 return _restored_tuner(experiment, folder, callbacks, further=False)
             return _tuner(experiment, run_folder, callbacks)
 
-        if has_begun and _can_resume(folder):
+        if goes_on:
             tuner = _restored_tuner(experiment, folder, callbacks, further=finished)
-            text = f"goes on from {last_saved(list(tuner.get_results()))}"
+            trials = list(tuner.get_results())
+            console.print(f"{experiment.name} goes on from {last_saved(trials)}.", highlight=False)
+            anew = [placed(one.path, folder) for one in trials if _begins_again(one, finished)]
+            if anew:
+                names = ", ".join(one.name for one in anew)
+                table.warn(f"{names} {AGAIN}{set_aside(folder, anew)}")
         else:
             tuner = _tuner(experiment, run_folder, callbacks)
-            text = "begins again: no checkpoint of it had been saved"
-        if has_begun:
-            console.print(f"{experiment.name} {text}.", highlight=False)
+            if has_begun:
+                table.warn(f"{experiment.name} {AGAIN}{aside}")
         try:
             grid = fit(
                 tuner,
                 restored,
                 experiment.max_failures,
                 table.warn,
-                saved=lambda: {str(path) for path in folder.glob("*/checkpoint_*")},
+                saved=lambda: {*map(str, RunFolder(folder).in_trials(CHECKPOINTS))},
             )
         except KeyboardInterrupt:
             raise StageInterrupted(f"{experiment.name} was stopped at once.") from None
         except KilledForMemory as error:
-            saved = any(folder.glob("*/checkpoint_*"))
+            saved = RunFolder(folder).in_trials(CHECKPOINTS)
             goes_on_from = "the last checkpoint" if saved else "the beginning"
             raise StageFailed(f"{experiment.name}: {error}", goes_on_from) from None
     trials = [grid[index] for index in range(len(grid))]
@@ -221,6 +227,16 @@ def _tuner(experiment: Experiment, run_folder: Place, callbacks: list[Any]) -> A
         tune_config=tune_config,
         run_config=run_config,
     )
+
+
+AGAIN = "begins again: no checkpoint of it had been saved."
+
+
+def _begins_again(trial: Any, further: bool) -> bool:
+    """Whether a trial of a resumed stage has results that its next start replaces; `further`: those
+    that have ended go on as well."""
+    has_ended = (trial.metrics or {}).get("done") and trial.error is None
+    return bool(trial.metrics) and trial.checkpoint is None and (further or not has_ended)
 
 
 def _can_resume(folder: Place) -> bool:

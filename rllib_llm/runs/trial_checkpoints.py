@@ -28,7 +28,7 @@ from ray.tune.result import SHOULD_CHECKPOINT, TIME_TOTAL_S, TRAINING_ITERATION
 from rllib_llm.checkpoints.folder import MANIFEST
 from rllib_llm.overseer.oversight import STOP_RUN
 from rllib_llm.runs.metrics import is_held_out
-from rllib_llm.runs.results import flatten, number
+from rllib_llm.runs.results import HELD_OUT, flatten, number
 from rllib_llm.shared.ray_compat import own_ray_has_ended, training_result
 from rllib_llm.shared.storage import BestEffort
 
@@ -89,13 +89,6 @@ class TimedCheckpoints(Callback):
 MEASURED = "eval/iteration"  # after which iteration what stands under eval/ was measured
 BEST_CHECKPOINT = "best_checkpoint"
 RECORD = "best_checkpoint.json"
-# What held-out data says, and which way is up; the first that a result has is taken.
-HELD_OUT = (
-    ("eval/scores", "max"),
-    ("eval/accuracy", "max"),
-    ("eval/loss", "min"),
-    ("evaluation/env_runners/episode_return_mean", "max"),
-)
 
 
 class KeepBestCheckpoint(Callback):

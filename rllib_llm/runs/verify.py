@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 import operator
 import random
@@ -28,7 +27,7 @@ from gymnasium.spaces import Discrete
 from ray.rllib.core import DEFAULT_MODULE_ID
 
 from rllib_llm.checkpoints.algorithm import saved_config
-from rllib_llm.checkpoints.folder import MANIFEST, MODEL_IN_CHECKPOINT, check, fetched
+from rllib_llm.checkpoints.folder import MANIFEST, MODEL_IN_CHECKPOINT, check
 from rllib_llm.data.rollouts import open_rollouts, query, rollout_folders
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Ended, Noise, Row, uniform_noise
@@ -37,7 +36,8 @@ from rllib_llm.envs.adapters.agent import AgentEnv
 from rllib_llm.envs.registry import creator
 from rllib_llm.rollouts.policy import EVALUATION_SEED, ModulePolicy
 from rllib_llm.shared.errors import UserError
-from rllib_llm.shared.storage import Place
+from rllib_llm.shared.run_layout import RunFolder
+from rllib_llm.shared.storage import Place, local_copy, read_json
 
 # Nats by which two computations of one log-prob may differ: about a hundred times what the
 # explanation "determinism" tells of float32, ten times what it tells of half precision.
@@ -251,17 +251,17 @@ class _Trial:
     def __init__(self, folder: Place) -> None:
         self.folder = folder
         self.checkpoints: dict[int, Place] = {}  # by the version of their weights
-        for file in folder.glob(f"checkpoint_*/{MANIFEST}"):
-            version = json.loads(file.read_text(encoding="utf-8")).get("weights_version")
+        for saved in RunFolder(folder).checkpoints():
+            version = read_json(saved / MANIFEST).get("weights_version")
             if version is not None:
-                self.checkpoints[version] = file.parent
+                self.checkpoints[version] = saved
         if not self.checkpoints:
             raise UserError(
                 f"run={str(folder)!r} must hold a checkpoint: its settings and weights sample "
                 "again what is stored. Train with --checkpoint-at-end or --checkpoint-freq."
             )
         newest = self.checkpoints[max(self.checkpoints)]
-        self.config = saved_config(fetched(str(newest)))
+        self.config = saved_config(local_copy(newest))
         _check_sampled_here(self.config)
         self.held_out = self.config.get_evaluation_config_object() or self.config
 
@@ -361,7 +361,7 @@ class _Sampling:
     def _sample(self, version: int, alike: list[_Piece]) -> list[Ended]:
         """Samples these pieces with the weights of a version."""
         if version in self._trial.checkpoints:
-            folder = fetched(str(self._trial.checkpoints[version]))
+            folder = local_copy(self._trial.checkpoints[version])
             check(folder)
             self._policy.build().load_pretrained(folder / MODEL_IN_CHECKPOINT)
         engine = self._policy.open_engine(version)

@@ -218,9 +218,9 @@ class EngineProcess:
 
     def _forget(self, number: int, future: Future) -> None:
         with self._lock:
-            self._futures.pop(number, None)
+            is_wanted = self._futures.pop(number, None) is not None
         self._on_tokens.pop(number, None)
-        if future.cancelled():
+        if is_wanted:  # it was cancelled, or settled on this side, as of a scoring that is aborted
             with contextlib.suppress(RuntimeError):  # the process has ended, and the row with it
                 self._send("cancel", number)
 
@@ -310,7 +310,10 @@ class EngineProcess:
                 on_tokens = self._on_tokens.get(number)
                 if on_tokens is not None:  # else nobody waits for them any more
                     on_tokens(what)
-            elif (future := self._futures.get(number)) is not None:
+                continue
+            with self._lock:
+                future = self._futures.pop(number, None)
+            if future is not None:
                 settle(future, what)
 
 

@@ -238,9 +238,10 @@ def _administration(service: Service, guards: Guards) -> APIRouter:
             "in_flight": service.settings.in_flight,
         }
 
-    @router.post("/update_weights")
+    @router.post("/update_weights", responses=documented(409))
     async def update_weights(body: UpdateRequest) -> dict[str, Any]:
         async with updating:
+            await service.check_takes_weights()
             newest = service.weights.newest
             epoch = newest.epoch if body.epoch is None else body.epoch
             version = newest.version + 1 if body.version is None else body.version

@@ -164,14 +164,15 @@ def read_params(
 
 
 def check_tokens(token_ids: Sequence[int], limits: Limits, field: str) -> None:
-    """Raises ApiError for ids that the model has no embedding for."""
-    largest = max(token_ids, default=0)
-    if largest >= limits.vocab_size:
-        raise ApiError(
-            400,
-            f"{field}={largest} must be below {limits.vocab_size}: the model has so many tokens.",
-            param=field,
-        )
+    """Raises ApiError for ids that the model has no embedding for. Of a large request it is called
+    beside the event loop."""
+    for least_or_most in (min, max):
+        token = least_or_most(token_ids, default=0)
+        if not 0 <= token < limits.vocab_size:
+            raise ApiError(
+                400, f"{field}={token} must be at least 0 and below {limits.vocab_size}: the model "
+                "has so many tokens.", param=field,
+            )  # fmt: skip
 
 
 def read_lengths(

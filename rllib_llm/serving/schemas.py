@@ -28,13 +28,23 @@ MAX_MESSAGES, MAX_TOOLS, MAX_FIELDS = 2**14, 2**10, 256
 MAX_PARTS = 2**14  # of all messages, and calls of tools
 MAX_CHOICES, MAX_STOPS, MAX_LIKELIEST, MAX_PROMPTS = 128, 16, 20, 256
 
-Token = Annotated[int, Field(ge=0, lt=2**31)]
+# Bounds of an element would take twice the time of a large list, in the event loop:
+# `jobs.check_tokens` has them.
+Token = Annotated[int, Field(json_schema_extra={"minimum": 0, "exclusiveMaximum": 2**31})]
 Tokens = Annotated[list[Token], Field(fail_fast=True)]  # one error, and not one for each element
 TokenIds = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
 Text = Annotated[str, Field(min_length=1)]
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Mapped = Annotated[dict[str, Any], Field(max_length=MAX_FIELDS)]
+
+
+def _few_fields(given: Any) -> Any:
+    """Rejects very many fields first: each unknown one is an error of its own, or is copied."""
+    if isinstance(given, dict) and len(given) > MAX_FIELDS:
+        raise ValueError(f"it has more than {MAX_FIELDS} fields")
+    return given
 
 
 def _few_biases(given: Any) -> Any:
@@ -45,13 +55,11 @@ def _few_biases(given: Any) -> Any:
 
 
 def _few_parts(given: Any) -> Any:
-    """Rejects messages of too many parts and calls in all: each is validated in the event loop."""
+    """Rejects messages of too many fields, or of too many parts and calls in all: each is validated
+    in the event loop."""
     if isinstance(given, list):
-        inner = (
-            each.get(name)
-            for each in given if isinstance(each, dict)
-            for name in ("content", "tool_calls", "output")
-        )  # fmt: skip
+        items = [_few_fields(each) for each in given if isinstance(each, dict)]
+        inner = (each.get(name) for each in items for name in ("content", "tool_calls", "output"))
         if sum(len(each) for each in inner if isinstance(each, list)) > MAX_PARTS:
             raise ValueError(f"it has more than {MAX_PARTS} parts and calls")
     return given
@@ -75,10 +83,7 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _has_few_fields(cls, given: Any) -> Any:
-        """Rejects bodies with very many fields, since each unknown one is an error of its own."""
-        if isinstance(given, dict) and len(given) > MAX_FIELDS:
-            raise ValueError(f"it has more than {MAX_FIELDS} fields")
-        return given
+        return _few_fields(given)
 
 
 class Open(BaseModel):
@@ -158,7 +163,7 @@ class OpenAIFields(SamplingFields):
     # Taken, without an effect.
     user: str | None = None
     store: bool | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Mapped | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -170,14 +175,14 @@ class FunctionSpec(Open):
 
     name: Text
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Mapped | None = None
 
 
 class Tool(Strict):
     """A tool that the model may call."""
 
     type: Literal["function"]
-    function: FunctionSpec
+    function: Annotated[FunctionSpec, BeforeValidator(_few_fields)]
 
 
 class TextPart(Strict):
@@ -191,7 +196,7 @@ class FunctionCall(Open):
     """The function of a call, and its arguments as JSON in a text or as an object."""
 
     name: Text
-    arguments: str | dict[str, Any] | None = None
+    arguments: str | Mapped | None = None
 
 
 class MessageToolCall(Open):
@@ -235,7 +240,7 @@ class JsonSchema(Strict):
 
     name: str
     description: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: Mapped | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
@@ -260,7 +265,7 @@ class ChatRequest(OpenAIFields):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Mapped | None = None
 
 
 class CompletionRequest(OpenAIFields):
@@ -393,7 +398,7 @@ class ResponseTool(Strict):
     type: Literal["function"]
     name: Text
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Mapped | None = None
     strict: bool | None = None
 
 
@@ -410,7 +415,7 @@ class TextFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: Mapped | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
@@ -441,12 +446,12 @@ class ResponseRequest(Sampling):
     stream: bool | None = None
     include: Annotated[list[str], Field(fail_fast=True)] | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LIKELIEST)
-    metadata: dict[str, Any] | None = None
+    metadata: Mapped | None = None
     # Taken, without an effect.
     store: bool | None = None
     user: str | None = None
     truncation: Literal["disabled"] | None = None
-    reasoning: dict[str, Any] | None = None
+    reasoning: Mapped | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -533,7 +538,8 @@ def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
     told = {
         400: "A field is wrong, and named.", 401: "The key is missing or wrong.",
         403: "The administration is off.", 404: "There is no such model or session.",
-        408: "The request was sent too slowly.", 409: "The weights did not come in time.",
+        408: "The request was sent too slowly.",
+        409: "The weights did not come in time, or cannot be loaded now.",
         413: "The request is too large.", 429: "Too many requests or tokens, or the queue is full.",
         503: "The server starts or stops, or its engine has ended.",
         504: "The answer took too long.",

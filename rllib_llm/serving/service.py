@@ -208,6 +208,22 @@ class Service:
         )
         return loaded
 
+    async def check_takes_weights(self) -> None:
+        """Raises ApiError, 409, where `load` would wait for completions that a pause holds up."""
+        if not self.host.is_paused or self.settings.in_flight != "finish":
+            return
+        counts = (await self.counts()).by_version
+        held = {self.weights.of(serial).label: number for serial, number in counts.items()
+                if number and serial != self.weights.newest.serial}  # fmt: skip
+        if held:
+            (label, number), *_ = held.items()
+            raise ApiError(
+                409, f"Weights {self.weights.newest.label} must be the last that are loaded while "
+                f"the server is paused: {number} completions of {label} have to end first, since "
+                "in_flight='finish' holds two versions. POST /resume, or /abort_requests.",
+                code="paused",
+            )  # fmt: skip
+
     # --- requests ----------------------------------------------------------------------------
 
     def check_open(self) -> None:

@@ -67,7 +67,7 @@ def token_router(service: Service, completer: Completer, guards: Guards) -> APIR
     @router.post("/detokenize", responses=documented(401, 404))
     async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any]:
         context = await service.context_of(request, body.model)
-        check_tokens(body.tokens, service.limits, "tokens")
+        await context.beside_loop(check_tokens, body.tokens, service.limits, "tokens")
         text = await context.beside_loop(service.tokenizer.decode, body.tokens)
         return {"prompt": text}
 
@@ -95,7 +95,7 @@ async def _generate(
 ) -> AsyncIterator[Event]:
     """Events of /inference/v1/generate."""
     fields = body.sampling_params
-    check_tokens(body.token_ids, service.limits, "token_ids")
+    await context.beside_loop(check_tokens, body.token_ids, service.limits, "token_ids")
     if body.output_mode == "text" and fields.skip_special_tokens is False:
         raise ApiError(
             400, "sampling_params.skip_special_tokens=false must come without output_mode='text': "

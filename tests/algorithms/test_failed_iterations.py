@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from rllib_llm.checkpoints.folder import check, checkpoints_in
+from rllib_llm.checkpoints.folder import check
 from rllib_llm.cli.main import app
 from rllib_llm.runs.results import StageResult
+from rllib_llm.shared.run_layout import RunFolder
 from tests.algorithms import tiny_runs as tiny
 from tests.cli.said import said
 
@@ -64,7 +65,9 @@ def test_a_run_goes_on_from_the_iteration_before(experiment, tmp_path, max_failu
     assert "the judge is out" in text
     assert f"This goes on from iteration {FAILS_AT - 1} of a:" in text
     (trial,) = (tmp_path / "run" / "a").glob("GRPO_*")
-    (saved,) = checkpoints_in(trial)  # started again from it, it failed again with nothing new
+    (saved,) = RunFolder(
+        trial
+    ).checkpoints()  # started again from it, it failed again with nothing new
     assert check(saved)["training_iteration"] == FAILS_AT - 1
 
     (tmp_path / "out").unlink()

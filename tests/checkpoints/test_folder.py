@@ -12,6 +12,7 @@ import pytest
 
 from rllib_llm.checkpoints import folder as folders
 from rllib_llm.checkpoints.folder import MANIFEST, CheckpointError
+from rllib_llm.shared.errors import UserError
 
 
 def save(target: Path, text: str = "new", iteration: int = 3) -> Path:
@@ -122,7 +123,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_or_unknown_checkpoint_is_refused_with_what_is_wrong(tmp_path, damage):
-    target = save(tmp_path / "c")
+    target = save(tmp_path / "checkpoint_000000")
     damage(target)
     with pytest.raises(CheckpointError) as refused:
         folders.check(target)
@@ -174,3 +175,35 @@ def test_of_a_run_the_last_stage_that_saved_is_meant(tmp_path):
     save(tmp_path / "grpo" / "two" / "checkpoint_000000")
     with pytest.raises(CheckpointError, match="must be one trial: it holds 2.*one, .*two"):
         folders.newest_usable(tmp_path)
+
+
+def test_a_folder_of_several_runs_is_told_as_such_and_names_them(tmp_path):
+    """It was said to be a checkpoint whose saving had been interrupted."""
+    for run in ("b", "a"):
+        save(tmp_path / run / "sft" / "trial" / "checkpoint_000000")
+        (tmp_path / run / "run.json").write_text("{}")
+    (tmp_path / "empty" / "sft" / "trial").mkdir(parents=True)
+    with pytest.raises(CheckpointError) as refused:
+        folders.newest_usable(tmp_path)
+    told = str(refused.value)
+    assert f"checkpoint={str(tmp_path)!r} must be a checkpoint, or the folder of a trial" in told
+    assert told.endswith(f"a folder of 2 of them. Name one of {tmp_path / 'a'}, {tmp_path / 'b'}.")
+    with pytest.raises(UserError, match="must hold a model: .* Name one of .*a, .*b"):
+        folders.find_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(("file", "what"), [
+    ("run.json", "no checkpoint was saved in it yet"),
+    ("sft/trial/result.json", "no checkpoint was saved in it yet"),
+    ("trial/result.json", "no checkpoint was saved in it yet"),
+    ("notes.txt", "it holds nothing that a run has saved. `rllib train` prints the checkpoints"),
+])  # fmt: skip
+@pytest.mark.parametrize("url", [False, True])
+def test_a_folder_without_any_checkpoint_says_what_it_is(tmp_path, file, what, url):
+    root = tmp_path / "results"
+    (root / file).parent.mkdir(parents=True)
+    (root / file).write_text("{}")
+    given = root.as_uri() if url else str(root)
+    with pytest.raises(CheckpointError, match=what) as refused:
+        folders.newest_usable(given)
+    assert "interrupted" not in str(refused.value)

@@ -148,6 +148,29 @@ def test_a_stage_that_saved_nothing_begins_again_with_what_is_asked_for_now(run,
     stage = StageResult.load(tmp_path / "results" / "run" / "a")
     assert stage.metrics["objective/scores"] == 6.0  # 2 iterations of lr = 3
     assert len(list(stage.folder.glob("Counter_*"))) == 1  # nothing of the one before is left
+    kept = tmp_path / "results" / "run" / "replaced" / "a_1"
+    assert f"Its files so far are in '{kept}'" in said(result.output)
+    assert len(list(kept.glob("Counter_*/error.txt"))) == 1
+
+
+@pytest.mark.slow  # two runs of two trials
+def test_of_several_trials_those_that_saved_nothing_begin_again_and_are_named(run, tmp_path):
+    search = {"a": {
+        **TWO_STAGES["first"], "stop": {"training_iteration": 3},
+        "config": {"fail_at": {"grid_search": [None, 2]}},
+    }}  # fmt: skip
+    assert run(search).exit_code == 1
+    stage = tmp_path / "results" / "run" / "a"
+    (failed,) = (file.parent for file in stage.glob("Counter_*/error.txt"))
+    result = run(search, "--resume")
+    assert result.exit_code == 1  # it fails again
+    text = said(result.output)
+    assert f"{failed.name} begins again: no checkpoint of it had been saved." in text
+    kept = stage.parent / "replaced" / "a_1"
+    assert f"Its files so far are in '{kept}'" in text
+    assert [each.name for each in kept.iterdir()] == [failed.name]
+    assert [len(read_results(each)) for each in (kept / failed.name, failed)] == [1, 1]
+    assert len((failed / "samples.jsonl").read_text().splitlines()) == 1  # of this start alone
 
 
 def test_restore_starts_from_a_checkpoint(run, tmp_path):

@@ -12,7 +12,8 @@ from ray.tune.utils.callback import _create_default_callbacks
 
 import rllib_llm
 from rllib_llm.runs import default_callbacks
-from rllib_llm.runs.results import RESULTS, read_json_lines
+from rllib_llm.runs.results import read_json_lines
+from rllib_llm.shared.run_layout import RESULTS
 from tests.runs.tiny_trainables import Counter
 
 

@@ -14,7 +14,8 @@ import pyarrow.fs
 import pytest
 
 from rllib_llm.runs.callbacks import ResultLog
-from rllib_llm.runs.results import RESULTS, read_json_lines
+from rllib_llm.runs.results import read_json_lines
+from rllib_llm.shared.run_layout import RESULTS
 from rllib_llm.shared.storage import keep_json_rows
 
 

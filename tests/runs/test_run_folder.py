@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rllib_llm.checkpoints.folder import RUN_RECORD
 from rllib_llm.runs.experiments import Experiment
 from rllib_llm.runs.results import StageResult
-from rllib_llm.runs.run_folder import check_continues, new_folder, resumed_folder
+from rllib_llm.runs.run_folder import check_continues, new_folder, resumed_folder, set_aside
 from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.run_layout import RUN_RECORD, RunFolder
 from rllib_llm.shared.storage import UrlPath
 
 FILE, OTHER = "/a/x.yaml", "/b/x.yaml"
@@ -134,3 +134,31 @@ def test_an_ended_stage_goes_no_further_once_a_later_one_has_begun(tmp_path):
     (folder / "ppo" / "trial" / "checkpoint_000000").mkdir(parents=True)
     with pytest.raises(UserError, match=r"sft.stop=.*9.* must be .*5.*: ppo has begun"):
         check_continues(folder, longer)
+
+
+def test_what_begins_again_is_kept_where_no_command_takes_it_for_a_part_of_the_run(tmp_path):
+    stage = tmp_path / "run" / "sft"
+    for name in ("one", "two"):
+        (stage / name / "rollouts").mkdir(parents=True)
+        (stage / name / "result.json").write_text("{}")
+        (stage / name / "rollouts" / ".store.json").write_text("{}")
+    (stage / "nothing").mkdir()
+    kept = tmp_path / "run" / "replaced"
+    assert set_aside(stage, [stage / "one", stage / "nothing"]) == (
+        f" Its files so far are in {str(kept / 'sft_1')!r}."
+    )
+    assert (kept / "sft_1" / "one" / "result.json").is_file()
+    assert [path.name for path in stage.iterdir()] == ["two"]
+    assert set_aside(stage, [stage]) == f" Its files so far are in {str(kept / 'sft_2')!r}."
+    assert (kept / "sft_2" / "two" / "result.json").is_file() and not stage.exists()
+    found = RunFolder(tmp_path / "run")
+    assert not found.in_trials("result.json") and not found.in_trials("rollouts/.store.json")
+    stage.mkdir()
+    assert set_aside(stage, [stage]) == "" and not stage.exists()
+
+
+def test_what_begins_again_at_a_url_is_said_to_be_removed(tmp_path):
+    (tmp_path / "sft" / "one").mkdir(parents=True)
+    stage = UrlPath((tmp_path / "sft").as_uri())
+    assert set_aside(stage, [stage]) == f" Removed: {stage}."
+    assert not (tmp_path / "sft").exists()

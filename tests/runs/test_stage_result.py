@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT
 from rllib_llm.runs.experiments import Experiment
 from rllib_llm.runs.results import (
@@ -20,6 +22,18 @@ def test_the_best_trial_is_told_by_the_experiments_metric_or_the_algorithms():
     assert best_trial(Experiment("a", "PPOPtx", metric="x", mode="min"), flats) == 1
     assert best_trial(Experiment("a", "SFT"), [{"eval/loss": 2.0}, {"eval/loss": 1.0}]) == 1
     assert best_trial(Experiment("a", "SFT"), [{}, {}]) == 0
+
+
+@pytest.mark.parametrize(("held_out", "best"), [
+    ({"eval/scores": 2.0}, 1), ({"eval/accuracy": 0.6}, 1), ({"eval/loss": 2.0}, 0),
+    ({"evaluation/env_runners/episode_return_mean": 2.0}, 1),
+])  # fmt: skip
+def test_held_out_results_rank_trials_before_training_scores(held_out, best):
+    """The first trial scores higher on what it learnt from; held out, `best` does."""
+    (name, value), *_ = held_out.items()
+    flats = [{"objective/scores": 9.0, name: value / 2}, {"objective/scores": 1.0, name: value}]
+    assert best_trial(Experiment("a", "GRPO"), flats) == best
+    assert best_trial(Experiment("a", "GRPO", metric="objective/scores"), flats) == 0
 
 
 def test_trials_are_called_by_what_differs():

@@ -11,6 +11,7 @@ import threading
 import pytest
 import torch
 
+from rllib_llm.engines.engine_loop import settle
 from rllib_llm.engines.hot_swap import VersionGoneError
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Noise, Row
@@ -127,6 +128,16 @@ def test_it_samples_what_a_thread_does(process, thread):
     scores = [host.score(texts, 2, None).result(DEADLINE_S) for host in (process, thread)]
     told = [[(one.logprobs, one.ranks, one.likeliest) for one in each] for each in scores]
     assert told[0] == told[1] and [len(one[0]) for one in told[0]] == [3, 1]
+
+
+def test_a_scoring_that_ends_on_the_server_s_side_leaves_the_engine(process):
+    """As one that is aborted while the server is paused: it held up the weights that came next."""
+    process.pause()
+    scoring = process.score([[1, 40], [1, 41]], 0, None)
+    assert process.count().result(DEADLINE_S).by_version == {0: 2}
+    settle(scoring, ValueError("aborted"))
+    until(lambda: process.count().result(DEADLINE_S).by_version == {0: 0})
+    process.resume()
 
 
 def test_a_row_that_nobody_waits_for_leaves_and_an_aborted_one_says_what_there_is(process):

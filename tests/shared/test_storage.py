@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rllib_llm.checkpoints.folder import CheckpointError, check, fetched, write_manifest
+from rllib_llm.checkpoints.folder import CheckpointError, check, newest_usable, write_manifest
 from rllib_llm.data.rollout_store import RolloutStore
 from rllib_llm.data.rollouts import open_rollouts, query, rollout_folders
 from rllib_llm.data.sources import load_rows
@@ -112,14 +112,14 @@ def test_the_newest_usable_checkpoint_of_a_trial_is_fetched(root, tmp_path):
     checkpoint(trial / "checkpoint_000002", "broken", damaged=True)
     upload(tmp_path / "run", root / "run")
     for given in (root / "run", root / "run" / "trial_1"):
-        copy = fetched(str(given))
+        copy = newest_usable(str(given))
         assert (copy / "weights.bin").read_text() == "whole"
         assert check(copy)["training_iteration"] == 1
-    assert fetched(str(trial)) == trial
+    assert newest_usable(str(trial)) == trial / "checkpoint_000001"
     checkpoint(tmp_path / "run" / "trial_2" / "checkpoint_000000", "other")
     upload(tmp_path / "run", root / "run")
     with pytest.raises(CheckpointError, match="must be one trial: it holds 2"):
-        fetched(str(root / "run"))
+        newest_usable(str(root / "run"))
 
 
 def test_rollouts_by_url(root):
