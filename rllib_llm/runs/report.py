@@ -36,7 +36,6 @@ def report(
 
     Args:
         results: what the stages left behind, in order.
-        folder: of the run.
     """
     for result in results:
         trial = result.best_trial_folder

@@ -14,12 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pyarrow.fs import LocalFileSystem
-
 from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT, make_readable
 from rllib_llm.runs.experiments import Experiment
 from rllib_llm.shared.run_layout import RESULTS, STAGE_RECORD
-from rllib_llm.shared.storage import Place, UrlPath, local_copy, placed, replace_text, upload
+from rllib_llm.shared.storage import (
+    Place,
+    UrlPath,
+    local_copy,
+    place_in,
+    placed,
+    replace_text,
+    upload,
+)
 
 
 def flatten(result: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -56,8 +62,8 @@ def local_folder(trial: Any) -> Path | None:
     storage = getattr(trial, "storage", None)
     if storage is None:
         return None
-    is_local = isinstance(storage.storage_filesystem, LocalFileSystem)
-    return Path(storage.trial_fs_path if is_local else storage.trial_working_directory)
+    folder = place_in(storage.storage_filesystem, storage.trial_fs_path)
+    return folder if isinstance(folder, Path) else Path(storage.trial_working_directory)
 
 
 def other_trials_checkpoint(trial: Any) -> Path | None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import shutil
 import signal
 import threading
@@ -20,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pyarrow.fs import FileSelector, FileSystem, FileType, LocalFileSystem, copy_files
+from pyarrow.fs import copy_files
 from ray.tune import Callback, Checkpoint
 from ray.tune.experiment import Trial
 from ray.tune.result import SHOULD_CHECKPOINT, TIME_TOTAL_S, TRAINING_ITERATION
@@ -30,7 +29,8 @@ from rllib_llm.overseer.oversight import STOP_RUN
 from rllib_llm.runs.metrics import is_held_out
 from rllib_llm.runs.results import HELD_OUT, flatten, number
 from rllib_llm.shared.ray_compat import own_ray_has_ended, training_result
-from rllib_llm.shared.storage import BestEffort
+from rllib_llm.shared.run_layout import RunFolder
+from rllib_llm.shared.storage import BestEffort, Place, place_in, read_json, remove
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class KeepBestCheckpoint(Callback):
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
     ) -> None:
         record = self._record(flatten(result), "")
-        if record is not None and _is_better(record, self._best.get(trial.trial_id)):
+        if record is not None and _is_better(record, self._best.get(trial.trial_id, {})):
             result[SHOULD_CHECKPOINT] = True
 
     def on_checkpoint(
@@ -116,10 +116,10 @@ class KeepBestCheckpoint(Callback):
         if record is None:
             return
         # Only now: a trial that dies while it saves is asked again.
-        if _is_better(record, self._best.get(trial.trial_id)):
+        if _is_better(record, self._best.get(trial.trial_id, {})):
             self._best[trial.trial_id] = record
         with self._copy.writing():
-            _keep(checkpoint.filesystem, checkpoint.path, record)
+            _keep(place_in(checkpoint.filesystem, checkpoint.path), record)
 
     def _record(self, result: Mapping[str, Any], name: str) -> dict[str, Any] | None:
         """The recorded value of a checkpoint: the first of the rules' results measured in this
@@ -134,37 +134,27 @@ class KeepBestCheckpoint(Callback):
         return None
 
 
-def _keep(filesystem: FileSystem, source: str, record: Mapping[str, Any]) -> None:
+def _keep(source: Place, record: Mapping[str, Any]) -> None:
     """Keeps the checkpoint at `source` if it is the best. On storage that is not a disk files are
     copied, the record last, so that without it there is no best checkpoint."""
-    folder = source.rpartition("/")[0]
-    target, file = f"{folder}/{BEST_CHECKPOINT}", f"{folder}/{RECORD}"
-    here, has_target, has_record = (
-        info.type != FileType.NotFound for info in filesystem.get_file_info([source, target, file])
-    )
-    before = _read(filesystem, file) if has_target and has_record else None
-    if not here or not _is_better(record, before):
+    target, file = source.parent / BEST_CHECKPOINT, source.parent / RECORD
+    before = read_json(file) if target.is_dir() else {}
+    if not source.is_dir() or not _is_better(record, before):
         return
-    if isinstance(filesystem, LocalFileSystem):
-        _link(Path(source), Path(target))
+    if isinstance(source, Path):
+        _link(source, source.parent / BEST_CHECKPOINT)
     else:
-        if has_record:
-            filesystem.delete_file(file)
-        if has_target:
-            filesystem.delete_dir(target)
-        filesystem.create_dir(target, recursive=True)
-        copy_files(source, target, filesystem, filesystem)
-    with filesystem.open_output_stream(file) as stream:
-        stream.write(json.dumps(record, indent=1).encode())
+        file.unlink(missing_ok=True)
+        if target.is_dir():
+            remove(target)
+        target.mkdir()
+        path = f"{source.parent.path}/{BEST_CHECKPOINT}"
+        copy_files(source.path, path, source.filesystem, source.filesystem)
+    file.write_text(json.dumps(record, indent=1), encoding="utf-8")
 
 
-def _read(filesystem: FileSystem, file: str) -> dict[str, Any]:
-    with filesystem.open_input_stream(file) as stream:
-        return json.loads(stream.read())
-
-
-def _is_better(record: Mapping[str, Any], before: Mapping[str, Any] | None) -> bool:
-    if before is None or before["metric"] != record["metric"]:
+def _is_better(record: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    if before.get("metric") != record["metric"]:
         return True
     gain = record["value"] - before["value"]
     return gain > 0 if record["mode"] == "max" else gain < 0
@@ -197,33 +187,19 @@ class UseFailureCheckpoints(Callback):
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Gives the trial the newest checkpoint in its folder, if that is of its last result."""
         filesystem = trial.storage.storage_filesystem
-        newest = _newest(filesystem, trial.storage.trial_fs_path)
-        known = None if trial.checkpoint is None else trial.checkpoint.path
-        if newest is None or newest == known or not trial.has_reported_at_least_once:
+        folder = place_in(filesystem, trial.storage.trial_fs_path)
+        newest = next(iter(RunFolder(folder).checkpoints()), None)
+        if newest is None or not trial.has_reported_at_least_once:
             return
-        manifest = _manifest(filesystem, newest)
+        path = f"{trial.storage.trial_fs_path}/{newest.name}"
+        is_known = trial.checkpoint is not None and trial.checkpoint.path == path
         # A sum of measured times: no other state of this trial has the same.
-        if manifest.get(TIME_TOTAL_S) == trial.last_result.get(TIME_TOTAL_S):
-            checkpoint = Checkpoint(newest, filesystem)
+        time_of_it = read_json(newest / MANIFEST).get(TIME_TOTAL_S)
+        if not is_known and time_of_it == trial.last_result.get(TIME_TOTAL_S):
+            checkpoint = Checkpoint(path, filesystem)
             trial.on_checkpoint(training_result(checkpoint, dict(trial.last_result)))
 
     on_trial_error = on_trial_recover
-
-
-def _newest(filesystem: FileSystem, folder: str) -> str | None:
-    """The path of a trial's newest checkpoint, usable or not."""
-    infos = filesystem.get_file_info(FileSelector(folder, allow_not_found=True))
-    names = {info.path: re.fullmatch(r"checkpoint_(\d+)", info.base_name) for info in infos}
-    known = {path: int(name[1]) for path, name in names.items() if name}
-    return max(known, key=known.__getitem__, default=None)
-
-
-def _manifest(filesystem: FileSystem, checkpoint: str) -> dict[str, Any]:
-    """A checkpoint's manifest; empty if saving it was interrupted."""
-    try:
-        return _read(filesystem, f"{checkpoint}/{MANIFEST}")
-    except (FileNotFoundError, ValueError):
-        return {}
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)

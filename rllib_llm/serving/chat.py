@@ -31,9 +31,6 @@ _NOT_VARIABLES = frozenset(
 class Chats:
     """A cache of chat formats by tools and settings of requests. A format in use, as in sessions,
     is never evicted.
-
-    Args:
-        tokenizer: of the model.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -168,9 +165,6 @@ def assistant_message(
     be read, is text and not a call.
 
     Args:
-        chat_format: of the chat.
-        token_ids: of the turn.
-        prompt: that it answers.
         finish_reason: why it ended.
         call_ids: the id of each call by its number.
         syntax: of its calls, where it is another than the format's.
@@ -230,8 +224,6 @@ def call_grammar(
     """llguidance's grammar of a turn that calls a tool, in the model's own syntax.
 
     Args:
-        chat_format: of the chat.
-        tools: that there are.
         choice: "required" or the tool that has to be called.
         one_call: whether there is one call at most.
 

@@ -73,6 +73,7 @@ class Replica:
     async def __serve_build_asgi_app__(self) -> Any:
         """For Ray Serve: the application, once the replica is made."""
         from rllib_llm.serving.http_server import make_app
+        from rllib_llm.serving.weight_sources import follow
 
         await self._service.start()
         self._source = follow(self._service)
@@ -91,29 +92,11 @@ class Replica:
         self._service.host.check_open()
 
 
-def follow(service: Any) -> Any:
-    """Follows the run that the service's settings name; None where they name none."""
-    settings = service.settings
-    if settings.weights_name is None:
-        return None
-    from rllib_llm.checkpoints.folder import find_model
-    from rllib_llm.serving.weights import AdapterMerger, RunSource
-    from rllib_llm.weights.coordinator import CoordinatorClient
-
-    merger = None
-    if settings.lora is not None:
-        merger = AdapterMerger(find_model(settings.model), settings)
-    source = RunSource(service, CoordinatorClient(settings.weights_name), merger)
-    source.start()
-    return source
-
-
 def uses_haproxy(settings: ServeSettings, *, starts_ray: bool = True) -> bool:
     """Whether Ray Serve runs behind HAProxy: by Ray's environment variable if set, else if there
     are keys (it listens on all addresses of the machine) and Ray has not started yet.
 
     Args:
-        settings: of the server.
         starts_ray: whether this process starts Ray, and so says what its environment is.
 
     Raises:

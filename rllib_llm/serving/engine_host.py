@@ -50,7 +50,6 @@ class ModelFacts:
         """Those of a causal LM of transformers.
 
         Args:
-            model: the model.
             eos_token_ids: all ids that end its completions.
         """
         config = model.config.get_text_config(decoder=True)
@@ -138,7 +137,6 @@ class ThreadHost:
 
     Args:
         model: causal LM of transformers, which this owns.
-        settings: of the server.
         eos_token_ids: all ids that end a completion.
         tokenizer: of the model, for guided answers; None: there are none.
         after_step: called in the engine's thread when what has come of a step was handed on.

@@ -155,7 +155,6 @@ class EngineProcess:
     """See `EngineHost`. Results come in the event loop that `listen` is called in.
 
     Args:
-        settings: of the server.
         source: of the model, as `load_causal_lm` takes it.
 
     Raises:
@@ -340,8 +339,6 @@ class EngineWorker:
 
     Args:
         connection: to the server.
-        settings: of the server.
-        source: of the model.
     """
 
     def __init__(self, connection: Connection, settings: ServeSettings, source: str) -> None:
@@ -381,9 +378,12 @@ class EngineWorker:
             self._send([(number, _portable(error)) for number, *_ in sent])
             return
         for (number, *_), future in zip(sent, futures, strict=True):
-            self._futures[number] = future
-            future.add_done_callback(partial(self._note_end, number))
+            self._expect(number, future)
         self._flush()  # what had ended before it was looked after
+
+    def _expect(self, number: int, future: Future[Any]) -> None:
+        self._futures[number] = future
+        future.add_done_callback(partial(self._note_end, number))
 
     def call(self, number: int, name: str, *arguments: Any) -> None:
         """Calls a method of the host and sends the result of its future, if it returns one."""
@@ -395,11 +395,9 @@ class EngineWorker:
         except Exception as error:  # noqa: BLE001  (the border of the process: the server has it)
             self._send([(number, _portable(error))])
             return
-        if future is None:
-            return
-        self._futures[number] = future
-        future.add_done_callback(partial(self._note_end, number))
-        future.add_done_callback(lambda _: self._flush())  # in whichever thread it comes
+        if future is not None:
+            self._expect(number, future)
+            future.add_done_callback(lambda _: self._flush())  # in whichever thread it comes
 
     def _load(self, number: int, file: str, serial: int) -> None:
         result: Any

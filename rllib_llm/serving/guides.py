@@ -70,7 +70,6 @@ class Grammars:
         The future raises GrammarError for one that llguidance does not take.
 
         Args:
-            grammar: of llguidance.
             pin: a number of the caller's; the grammar is kept until `release` is called with it.
 
         Raises:

@@ -55,7 +55,8 @@ from rllib_llm.serving.service import Service
 from rllib_llm.serving.sessions import Rules, Session
 from rllib_llm.serving.settings import ServeSettings
 from rllib_llm.serving.training_routes import session_router, token_router
-from rllib_llm.serving.weights import Weights, load_folder
+from rllib_llm.serving.weight_sources import load_folder
+from rllib_llm.serving.weights import Weights
 from rllib_llm.shared.errors import nearest
 
 logger = logging.getLogger(__name__)
@@ -85,7 +86,6 @@ def make_app(
     """The application. Its lifespan starts the service, and drains it at the end.
 
     Args:
-        service: that answers.
         clients: who may ask; None: as the service's settings say.
         names_requests: whether answers have `x-request-id`; Ray Serve gives it by itself, and a
             client's own as it came, also where it is no word and the log has another one.
@@ -268,7 +268,6 @@ class HttpServer(uvicorn.Server):
     up to `drain_s`, and closes.
 
     Args:
-        service: that answers.
         clients: who may ask; None: as the service's settings say.
         given: an open socket to listen on; None: one of the settings' host and port.
         ends_with_engine: whether it ends, with `engine_has_ended`, when the engine does: whatever
@@ -508,12 +507,8 @@ def open_agent_server(
 
     Args:
         engine: samples, and is closed with the server.
-        tokenizer: of its model.
-        stop_token_ids: of the policy.
         max_rows: turns at the same time.
         max_tokens: of a prompt and its turn; None: what the model reads.
-        max_seconds: of a turn.
-        name: of the caller.
     """
     settings = ServeSettings.model_validate(
         {

@@ -261,8 +261,6 @@ class Completer:
         """The job with a grammar.
 
         Args:
-            job: of the request.
-            grammar: of llguidance.
             field: of the request that asks for it.
             within: the part of the field that says it, where it is one.
         """
@@ -419,9 +417,6 @@ def _whole_response(
     """A response.
 
     Args:
-        body, context: of the request.
-        status: of the response.
-        output: its items.
         completion: the chat completion, or a chunk of it, that says who sampled.
         incomplete: why it is.
     """

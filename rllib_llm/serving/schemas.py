@@ -152,22 +152,27 @@ class SamplingFields(Sampling):
     max_tokens: int | None = Field(None, ge=0, lt=2**31)
 
 
-class OpenAIFields(SamplingFields):
-    """Fields of both completion endpoints."""
+class OfAll(Strict):
+    """Fields of OpenAI's endpoints."""
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    return_token_ids: bool | None = None
-    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LIKELIEST)
-    # Taken, without an effect.
+    # Taken, without an effect; /v1/responses tells the metadata again.
     user: str | None = None
     store: bool | None = None
     metadata: Mapped | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
+
+
+class OpenAIFields(SamplingFields, OfAll):
+    """Fields of both completion endpoints."""
+
+    return_token_ids: bool | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LIKELIEST)
+    prompt_cache_retention: str | None = None  # taken, without an effect
 
 
 class FunctionSpec(Open):
@@ -426,7 +431,7 @@ class TextSettings(Strict):
     verbosity: str | None = None
 
 
-class ResponseRequest(Sampling):
+class ResponseRequest(Sampling, OfAll):
     """POST /v1/responses: the fields that a server without stored responses supports, and vLLM's
     sampling settings."""
 
@@ -437,26 +442,17 @@ class ResponseRequest(Sampling):
         ]
     )  # fmt: skip
     instructions: str | None = None
-    model: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
     tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseToolName | None = None
     parallel_tool_calls: bool | None = None
     text: TextSettings | None = None
-    stream: bool | None = None
     include: Annotated[list[str], Field(fail_fast=True)] | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LIKELIEST)
-    metadata: Mapped | None = None
     # Taken, without an effect.
-    store: bool | None = None
-    user: str | None = None
     truncation: Literal["disabled"] | None = None
     reasoning: Mapped | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     background: Annotated[Literal[False], BeforeValidator(_no_number)] | None = None
-    stream_options: StreamOptions | None = None
 
 
 # --- errors --------------------------------------------------------------------------------------
@@ -490,7 +486,6 @@ class ApiError(Exception):
     """An answer that is an error.
 
     Args:
-        status: of HTTP.
         message: what is wrong and what to do.
         param, code: see `ErrorDetail`; the code of a 400 that names a field is "invalid_value".
         headers: further ones, such as Retry-After.

@@ -233,11 +233,7 @@ _GivenByAdmin = Annotated[
 
 
 class Guards:
-    """The dependencies of routes.
-
-    Args:
-        clients: who may ask.
-    """
+    """The dependencies of routes."""
 
     def __init__(self, clients: Clients) -> None:
         async def of_clients(request: Request, given: _Given) -> None:
@@ -271,9 +267,6 @@ class Gate:
     """The ASGI application that stands before another one.
 
     Args:
-        app: the other.
-        settings: of the server.
-        clients: who may ask.
         names_requests: whether answers name their request (`x-request-id`).
     """
 

@@ -1,18 +1,24 @@
 """The policy behind a server: its engine in a thread, its weights, and what asks of them.
 
-requests ─▶ RunningJob ─▶ EngineHost ─▶ tokens ─▶ Choice ─▶ pieces
+requests ─▶ RunningJob ─▶ EngineHost ─▶ tokens ─▶ Mailbox ─▶ Choice ─▶ pieces
 weights  ─▶ load ─▶ EngineHost ─▶ LiveWeights
+
+The engine's thread puts tokens into the mailbox, which wakes the event loop once for a step. What
+comes in the event loop itself, as of an engine in another process, is there at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import logging
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -21,17 +27,14 @@ import anyio
 import torch
 from fastapi import Request, Response
 
-from rllib_llm.data.decoding import TokenTexts
+from rllib_llm.data.decoding import TextStream, TokenTexts
+from rllib_llm.engines.engine_loop import settle
+from rllib_llm.engines.hot_swap import VersionGoneError
+from rllib_llm.engines.protocol import Ended, GuideError, Tokens
+from rllib_llm.engines.torch_engine import Scores
 from rllib_llm.serving.engine_host import Counts, EngineHost
 from rllib_llm.serving.guides import BusyError, no_good
-from rllib_llm.serving.jobs import (
-    ENGINE_ENDED,
-    Job,
-    Limits,
-    Mailbox,
-    RunningJob,
-    deadline_passed,
-)
+from rllib_llm.serving.jobs import Job, Limits
 from rllib_llm.serving.metrics import Metrics
 from rllib_llm.serving.schemas import ApiError
 from rllib_llm.serving.security import Client
@@ -39,9 +42,11 @@ from rllib_llm.serving.sessions import Sessions
 from rllib_llm.serving.settings import ServeSettings
 from rllib_llm.serving.streams import (
     GONE,
+    Choice,
     ClientGoneError,
     Event,
     EventStream,
+    Piece,
     encoded,
     encoded_in_parts,
     while_there,
@@ -56,6 +61,7 @@ _SMALL_BYTES = 2**14  # of a request that is read in the event loop
 _ALIVE_SECONDS = 10.0  # a step with long prompts may take some
 _GRAMMAR_SECONDS = 10.0
 _MOST_RETRY_SECONDS = 30
+ENGINE_ENDED = "The server's engine has ended with an error, which its log shows."
 SHUTTING_DOWN = "The server is about to stop and takes no more requests."
 
 
@@ -101,14 +107,236 @@ class RequestContext:
         return await self.service.beside_loop(self.size > _SMALL_BYTES, work, *arguments)
 
 
+class Mailbox:
+    """Calls from any thread, made in an event loop in their order. Made in that loop."""
+
+    def __init__(self, events: asyncio.AbstractEventLoop) -> None:
+        self._events = events
+        self._thread = threading.get_ident()
+        self._calls: deque[tuple[Callable[..., None], tuple]] = deque()
+        self._is_woken = False
+
+    def post(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Schedules `call` in the loop; runs it at once in the loop's own thread, unless others are
+        queued."""
+        if threading.get_ident() == self._thread and not self._calls:
+            call(*arguments)
+            return
+        self._calls.append((call, arguments))
+        if not self._is_woken:
+            self._is_woken = True
+            self._events.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._is_woken = False
+        while self._calls:
+            call, arguments = self._calls.popleft()
+            call(*arguments)
+
+
+def deadline_passed(seconds: float) -> ApiError:
+    """The answer to a request that takes too long."""
+    return ApiError(
+        504, f"The request took longer than {seconds:g} s, the server's limit.",
+        code="deadline_exceeded",
+    )  # fmt: skip
+
+
+class RunningJob:
+    """A job in the engine. `async for i, piece in job` yields the pieces of completion i, whose
+    prompt is number i // n; the last piece of each has a finish_reason.
+
+    Args:
+        job: what is asked.
+    """
+
+    def __init__(self, service: Service, request_id: str, job: Job) -> None:
+        self.request_id, self.job = request_id, job
+        self._host, self._mailbox = service.host, service.mailbox
+        self._weights, self._tokenizer = service.weights, service.tokenizer
+        self._settings = service.settings
+        self._watch = service.metrics.watch(sum(map(len, job.prompts)))
+        rows = job.rows()
+        self.num_left = job.num_rows
+        num_choices = len(job.prompts) * job.n
+        self.choices = [self._choice(job.prompts[i // job.n]) for i in range(num_choices)]
+        self.on_piece: Callable[[Piece], None] | None = None
+        self._serials: dict[int, None] = {}  # of the weights that have sampled, in their order
+        self._texts: dict[int, str] = {}  # for the log, if it is to have them
+        self._events: deque[tuple[int, Tokens | Ended | BaseException]] = deque()
+        self._arrived = asyncio.Event()
+        self._rows_left = len(rows)
+        self._futures = self._host.submit_all(
+            [replace(each, on_tokens=self._teller(i)) for i, each in enumerate(rows)], job.grammar
+        )
+        for i, future in enumerate(self._futures):
+            future.add_done_callback(self._ender(i))
+        self._scoring: Future[list[Scores]] | None = None
+        if job.prompt_logprobs is not None:
+            self._scoring = self._host.score(job.prompts, job.prompt_logprobs, job.version)
+        seconds = self._settings.deadline_s
+        self._deadline = anyio.current_time() + seconds
+        self._timer = asyncio.get_running_loop().call_later(
+            seconds, self._put, -1, deadline_passed(seconds)
+        )
+
+    def _teller(self, i: int) -> Callable[[Tokens], None]:
+        return lambda tokens: self._mailbox.post(self._put, i, tokens)
+
+    def _ender(self, i: int) -> Callable[[Future], None]:
+        def tell(future: Future) -> None:
+            if not future.cancelled():
+                self._mailbox.post(self._put, i, future.exception() or future.result())
+
+        return tell
+
+    def _put(self, i: int, event: Tokens | Ended | BaseException) -> None:
+        self._events.append((i, event))
+        self._arrived.set()
+
+    async def _next_event(self) -> tuple[int, Tokens | Ended]:
+        while not self._events:
+            if not self._rows_left:
+                raise StopAsyncIteration
+            self._arrived.clear()
+            await self._arrived.wait()
+        i, event = self._events.popleft()
+        if isinstance(event, BaseException):
+            raise event
+        self._rows_left -= isinstance(event, Ended)
+        return i, event
+
+    def _more(self, i: int) -> Tokens | None:
+        """Tokens of row `i` that have come behind the event before, if any: a reader that is slower
+        than the engine takes more at a time."""
+        of_row, event = self._events[0] if self._events else (None, None)
+        if of_row != i or not isinstance(event, Tokens):
+            return None
+        self._events.popleft()
+        return event
+
+    def _choice(self, prompt: list[int]) -> Choice:
+        job = self.job
+        before = prompt[-8:] if job.continues_text else ()
+        least = job.params.min_new_tokens
+        text = TextStream(self._tokenizer, before, job.stops, job.keeps_stop, least)
+        return Choice(text, job.params.stop_token_ids, job.eos_token_ids)
+
+    async def scores(self) -> list[Scores]:
+        """The scores of each prompt.
+
+        Raises:
+            ApiError: the deadline has passed, or the engine refuses or has ended.
+        """
+        assert self._scoring is not None, "they were not asked for"
+        try:
+            with anyio.fail_after(self._deadline - anyio.current_time()):
+                found = await asyncio.wrap_future(self._scoring)
+        except TimeoutError:
+            raise deadline_passed(self._settings.deadline_s) from None
+        except (ValueError, RuntimeError) as error:
+            raise self._refusal(error) from error
+        self.num_left -= len(found)
+        return found
+
+    def __aiter__(self) -> RunningJob:
+        return self
+
+    async def __anext__(self) -> tuple[int, Piece]:
+        while True:
+            try:
+                i, event = await self._next_event()
+            except (ValueError, RuntimeError) as error:
+                raise self._refusal(error) from error
+            choice = self.choices[i]
+            if choice.is_done:
+                continue
+            piece = choice.end(event) if isinstance(event, Ended) else choice.tokens(event)
+            while not choice.is_done and (more := self._more(i)) is not None:
+                piece.add(choice.tokens(more))
+            self._watch.tokens(i, len(piece.token_ids))
+            for serial in piece.versions:
+                self._serials.setdefault(serial)
+            if self.on_piece is not None:
+                self.on_piece(piece)
+            if self._settings.log_prompts:
+                self._texts[i] = self._texts.get(i, "") + piece.text
+            if choice.is_done:
+                self._leave(i, piece)
+            return i, piece
+
+    def _leave(self, i: int, piece: Piece) -> None:
+        if self._futures[i].cancel():
+            self._rows_left -= 1
+        self.num_left -= 1
+        self._watch.finished(i, piece.finish_reason or "")
+
+    def _refusal(self, error: ValueError | RuntimeError) -> ApiError:
+        """The answer where the engine refuses a row, or has ended."""
+        if isinstance(error, VersionGoneError):  # it went between the request and the step
+            return self._weights.gone("the version that was asked for")
+        if isinstance(error, GuideError):
+            return ApiError(
+                400, "response_format must be one that can be followed to the end: what was "
+                f"sampled could not be ({error}). Simplify it, or ask a model whose tokens can "
+                "write it.", param="response_format",
+                code="grammar_failed",
+            )  # fmt: skip
+        if isinstance(error, RuntimeError):
+            return ApiError(503, ENGINE_ENDED, code="engine_ended")
+        return ApiError(400, str(error))
+
+    async def collect(self) -> list[Piece]:
+        """All of each completion."""
+        finish = None if self.job.samples else "length"
+        whole = [Piece(finish_reason=finish) for _ in self.choices]
+        async for i, piece in self:
+            whole[i].add(piece)
+        return whole
+
+    @property
+    def weights(self) -> list[Weights]:
+        """Those that have sampled, in their order; where nothing was sampled yet, those that were
+        asked for, or the newest."""
+        found = [self._weights.of(serial) for serial in self._serials]
+        if not found and self.job.version is not None:
+            return [self._weights.of(self.job.version)]
+        return found or [self._weights.newest]
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """Tokens that were sampled and belong to the answer."""
+        return sum(choice.num_tokens for choice in self.choices)
+
+    def abort(self) -> None:
+        """Ends it with what there is; without scores of its prompts there is no answer."""
+        for future in self._futures:
+            self._host.abort(future)
+        if self._scoring is not None:
+            message = "The request was aborted before its prompts were scored. Send it again."
+            settle(self._scoring, ApiError(503, message, code="aborted"))
+
+    def close(self) -> None:
+        """Aborts its rows in the engine."""
+        self._timer.cancel()
+        for future in self._futures:
+            future.cancel()
+        if self._scoring is not None:
+            self._scoring.cancel()
+        if self._settings.log_prompts:
+            decode = self._tokenizer.decode
+            told = {"prompts": [decode(ids) for ids in self.job.prompts], "texts": self._texts}
+            logger.info(json.dumps({"request_id": self.request_id, **told}))
+        self._watch.close()
+        self.num_left = 0
+
+
 class Service:
     """Samples for requests. Made in any thread; `start` and all that follows are for the event
     loop's, but `load`.
 
     Args:
         host: the engine; closed with this.
-        tokenizer: of the model.
-        settings: of the server.
         source: where the first weights come from, to be told.
         serial: of the first weights, as the engine stamps them on tokens.
         clock: seconds.
@@ -185,7 +413,6 @@ class Service:
         Args:
             weights: under the names of the policy's state, or of the model's.
             epoch, version: the publisher's. A lower version of a later epoch is welcome.
-            source: where they come from, to be told.
 
         Raises:
             ValueError: they are those of another model.

@@ -184,7 +184,6 @@ class Session:
         """Stores the sampled turn; None removes the turn, since it is incomplete.
 
         Args:
-            conversation: that the turn belongs to.
             piece: all of the completion.
             versions: of the weights that sampled each token, the publisher's.
             told: the message that the client was sent.
@@ -264,11 +263,6 @@ class Sessions:
 
     def begin(self, session_id: str, owner: bytes = b"", rules: Rules | None = None) -> Session:
         """The session of this id, made if there is none.
-
-        Args:
-            session_id: of the session.
-            owner: the key that asks.
-            rules: of a new session.
 
         Raises:
             ApiError: 404, it is another key's; 400, the id is too long; 429, see `_make_room`.

@@ -47,7 +47,6 @@ class Choice:
     them, so both give the same text.
 
     Args:
-        text: of the completion.
         stop_token_ids: of the row; the text of one that ends it is left out.
         eos_token_ids: those of them that the model ends with anyway.
     """

@@ -13,9 +13,8 @@ from rllib_llm.conversations.chat_format import ChatFormat
 from rllib_llm.data.decoding import TextStream
 from rllib_llm.engines.torch_engine import Scores
 from rllib_llm.serving import chat
-from rllib_llm.serving.jobs import RunningJob
 from rllib_llm.serving.schemas import ChatRequest, CompletionRequest, GenerateRequest
-from rllib_llm.serving.service import Service
+from rllib_llm.serving.service import RunningJob, Service
 from rllib_llm.serving.streams import Piece
 
 _LOWEST = -9999.0  # JSON has no -inf
@@ -120,7 +119,6 @@ class View:
     set before anything is shown. `on_piece` is told what comes.
 
     Args:
-        service: that answers.
         names: of the answer; see `openai_names`.
     """
 
@@ -183,9 +181,6 @@ class ChatView(View):
     before, nobody knows what is a call.
 
     Args:
-        service: that answers.
-        body: the request.
-        request_id: of the request.
         chat_format: how the chat is written.
         prompt: its token ids.
     """

@@ -14,7 +14,7 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
@@ -87,11 +87,7 @@ class UrlPath:
 
     def __truediv__(self, name: str | os.PathLike) -> UrlPath:
         inner = PurePosixPath(os.fspath(name))
-        found = self._beside(f"{self._url}/{inner}")
-        if self._opened is not None:
-            filesystem, path = self._opened
-            found._opened = (filesystem, f"{path}/{inner}")
-        return found
+        return self._at(f"{self._url}/{inner}", lambda path: f"{path}/{inner}")
 
     def __reduce__(self) -> Any:
         return UrlPath, (str(self),)
@@ -102,10 +98,15 @@ class UrlPath:
 
     @property
     def parent(self) -> UrlPath:
-        return self._beside(self._url.rpartition("/")[0])
+        return self._at(self._url.rpartition("/")[0], lambda path: path.rpartition("/")[0])
 
-    def _beside(self, url: str) -> UrlPath:
-        return UrlPath(f"{url}?{self._query}" if self._query else url)
+    def _at(self, url: str, path_of: Callable[[str], str]) -> UrlPath:
+        """Another one of the same file system."""
+        found = UrlPath(f"{url}?{self._query}" if self._query else url)
+        if self._opened is not None:
+            filesystem, path = self._opened
+            found._opened = (filesystem, path_of(path))
+        return found
 
     @property
     def filesystem(self) -> pyarrow.fs.FileSystem:
@@ -197,6 +198,15 @@ def placed(path: str, folder: Place) -> Place:
         return Path(path)
     inner = PurePosixPath(path).relative_to(folder.path)
     return folder / inner if inner.parts else folder
+
+
+def place_in(filesystem: pyarrow.fs.FileSystem, path: str) -> Place:
+    """The file or folder at `path` of a file system, as Tune names it."""
+    if isinstance(filesystem, LocalFileSystem):
+        return Path(path)
+    found = UrlPath(f"{filesystem.type_name}://{path}")
+    found._opened = (filesystem, path)
+    return found
 
 
 def inner_path(path: Place, folder: Place) -> PurePath:

@@ -11,10 +11,9 @@ import torch
 from rllib_llm.modules.lora import add_adapters, is_adapter
 from rllib_llm.modules.pretrained import load_causal_lm
 from rllib_llm.modules.quantization import quantize
-from rllib_llm.serving.deployment import follow
 from rllib_llm.serving.http_server import open_service
 from rllib_llm.serving.settings import ServeSettings, read_settings
-from rllib_llm.serving.weights import AdapterMerger
+from rllib_llm.serving.weight_sources import AdapterMerger, follow
 from rllib_llm.shared.errors import UserError
 from tests import tiny_models
 from tests.algorithms import tiny_runs

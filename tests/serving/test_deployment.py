@@ -24,7 +24,7 @@ from rllib_llm.cli.main import app
 from rllib_llm.serving import deployment
 from rllib_llm.serving.deployment import check_port
 from rllib_llm.serving.settings import ServeSettings
-from rllib_llm.serving.weights import RunSource
+from rllib_llm.serving.weight_sources import RunSource
 from rllib_llm.shared.errors import UserError
 from rllib_llm.weights.coordinator import CoordinatorClient
 from rllib_llm.weights.publisher import BackgroundPublisher

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rllib_llm.serving.weights import RunSource
+from rllib_llm.serving.weight_sources import RunSource
 from rllib_llm.weights.coordinator import PublishedWeights
 from rllib_llm.weights.flat_buffer import pack
 from rllib_llm.weights.receiver import WeightsReceiver

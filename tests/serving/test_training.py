@@ -8,7 +8,7 @@ import pytest
 
 from rllib_llm.serving.http_server import open_service
 from rllib_llm.serving.settings import ServeSettings
-from rllib_llm.serving.weights import RunSource
+from rllib_llm.serving.weight_sources import RunSource
 from rllib_llm.weights.coordinator import CoordinatorClient
 from tests.algorithms import tiny_runs as tiny
 from tests.serving.tiny_server import DEADLINE_S, running
