@@ -47,9 +47,9 @@ class NoRolloutsError(ValueError):
     """A folder without rollouts."""
 
 
-def is_rollout_folder(folder: str | Path) -> bool:
-    """Whether `folder` is the `rollouts` folder of a run."""
-    return (Path(folder) / STORE_FILE).is_file()
+def is_rollout_folder(folder: str | Place) -> bool:
+    """Whether `folder` is the `rollouts` folder of a trial."""
+    return (place(folder) / STORE_FILE).is_file()
 
 
 def rollout_folders(run: str | Path | UrlPath) -> list[Place]:
@@ -66,7 +66,7 @@ def rollout_folders(run: str | Path | UrlPath) -> list[Place]:
         beside = [path.name for path in root.parent.glob("*") if path.is_dir()]
         hint = did_you_mean(root.name, beside, otherwise="Check the path.")
         raise NoRolloutsError(f"run={str(run)!r} must be a folder: there is none. {hint}")
-    if (root / STORE_FILE).is_file():
+    if is_rollout_folder(root):
         return [root]
     stores = RunFolder(root).in_trials(f"{ROLLOUTS}/{STORE_FILE}")
     found = sorted((file.parent for file in stores), key=str)

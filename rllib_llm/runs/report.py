@@ -11,7 +11,8 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from rllib_llm.data.rollout_store import ROLLOUTS, STORE_FILE
+from rllib_llm.data.rollout_store import ROLLOUTS
+from rllib_llm.data.rollouts import is_rollout_folder
 from rllib_llm.rollouts.recorder import SAMPLES_FILE
 from rllib_llm.runs.doctor.model_rules import is_causal
 from rllib_llm.runs.experiments import Experiment
@@ -26,7 +27,7 @@ from rllib_llm.runs.results import (
     read_results,
 )
 from rllib_llm.runs.signs import signs
-from rllib_llm.shared.storage import Place, UrlPath, inner_path, read_json
+from rllib_llm.shared.storage import Place, UrlPath, read_json
 
 
 def report(
@@ -125,13 +126,14 @@ def _places(results: list[StageResult], folder: Place) -> list[Text]:
             "checkpoint": result.checkpoint,
             "curves and report": result.folder / PAGE_FILE,
             "sampled texts": samples if samples.is_file() else None,
-            "rollouts": rollouts if (rollouts / STORE_FILE).is_file() else None,
+            "rollouts": rollouts if is_rollout_folder(rollouts) else None,
             "logs (TensorBoard, JSON, CSV)": trial,
         }
         known = [(what, path) for what, path in places.items() if path is not None]
         for index, (what, path) in enumerate(known):
             name = "" if index else result.name
-            rows.append((name, what, str(inner_path(path, folder))))
+            inner = path.relative_to(folder)  # type: ignore[arg-type]  # both are in one storage
+            rows.append((name, what, str(inner)))
     widths = [max(len(row[column]) for row in rows) + 2 for column in (0, 1)]
     return [
         Text.assemble(" ", (name.ljust(widths[0]), "cyan"), what.ljust(widths[1]), path)
@@ -144,7 +146,12 @@ def _next_commands(results: list[StageResult], folder: Place, console: Console) 
     policies = [result.model for result in results if result.model and _generates(result.model)]
     if policies:
         commands.append(("talk to the model", f"{rllib_command()} generate {_shown(policies[-1])}"))
-    stored = [result.folder for result in results if _stores(result)]
+    # Where rollouts were kept, and weights that sampled some of them.
+    stored = [
+        each.folder
+        for each in results
+        if each.checkpoint and is_rollout_folder(each.best_trial_folder / ROLLOUTS)
+    ]
     if stored:
         commands.append(
             ("sample stored completions anew", f"{rllib_command()} verify {_shown(stored[-1])}")
@@ -177,11 +184,6 @@ def _shown(path: Place) -> Place:
         return path
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
-
-
-def _stores(result: StageResult) -> bool:
-    """Whether a stage's rollouts were kept, and weights that sampled some of them."""
-    return bool(result.checkpoint) and (result.best_trial_folder / ROLLOUTS / STORE_FILE).is_file()
 
 
 def _generates(model: Place) -> bool:

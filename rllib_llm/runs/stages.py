@@ -233,10 +233,12 @@ AGAIN = "begins again: no checkpoint of it had been saved."
 
 
 def _begins_again(trial: Any, further: bool) -> bool:
-    """Whether a trial of a resumed stage has results that its next start replaces; `further`: those
-    that have ended go on as well."""
-    has_ended = (trial.metrics or {}).get("done") and trial.error is None
-    return bool(trial.metrics) and trial.checkpoint is None and (further or not has_ended)
+    """Whether a trial of a resumed stage has begun, and its next start replaces what it left;
+    `further`: those that have ended go on as well."""
+    metrics = trial.metrics or {}
+    has_begun = trial.error is not None or metrics.get("training_iteration")
+    goes_on = further or trial.error is not None or not metrics.get("done")
+    return bool(has_begun) and trial.checkpoint is None and goes_on
 
 
 def _can_resume(folder: Place) -> bool:

@@ -1,4 +1,4 @@
-"""What a request asks of the engine, and the limits of that.
+"""Requests as jobs of the engine, and the limits of what they may ask.
 
 fields of a request ── make_job ──▶ Job ──▶ rows of the engine
 """

@@ -152,9 +152,7 @@ class RunningJob:
 
     def __init__(self, service: Service, request_id: str, job: Job) -> None:
         self.request_id, self.job = request_id, job
-        self._host, self._mailbox = service.host, service.mailbox
-        self._weights, self._tokenizer = service.weights, service.tokenizer
-        self._settings = service.settings
+        self._service, self._settings = service, service.settings
         self._watch = service.metrics.watch(sum(map(len, job.prompts)))
         rows = job.rows()
         self.num_left = job.num_rows
@@ -166,14 +164,14 @@ class RunningJob:
         self._events: deque[tuple[int, Tokens | Ended | BaseException]] = deque()
         self._arrived = asyncio.Event()
         self._rows_left = len(rows)
-        self._futures = self._host.submit_all(
+        self._futures = self._service.host.submit_all(
             [replace(each, on_tokens=self._teller(i)) for i, each in enumerate(rows)], job.grammar
         )
         for i, future in enumerate(self._futures):
             future.add_done_callback(self._ender(i))
         self._scoring: Future[list[Scores]] | None = None
         if job.prompt_logprobs is not None:
-            self._scoring = self._host.score(job.prompts, job.prompt_logprobs, job.version)
+            self._scoring = self._service.host.score(job.prompts, job.prompt_logprobs, job.version)
         seconds = self._settings.deadline_s
         self._deadline = anyio.current_time() + seconds
         self._timer = asyncio.get_running_loop().call_later(
@@ -181,12 +179,12 @@ class RunningJob:
         )
 
     def _teller(self, i: int) -> Callable[[Tokens], None]:
-        return lambda tokens: self._mailbox.post(self._put, i, tokens)
+        return lambda tokens: self._service.mailbox.post(self._put, i, tokens)
 
     def _ender(self, i: int) -> Callable[[Future], None]:
         def tell(future: Future) -> None:
             if not future.cancelled():
-                self._mailbox.post(self._put, i, future.exception() or future.result())
+                self._service.mailbox.post(self._put, i, future.exception() or future.result())
 
         return tell
 
@@ -219,7 +217,7 @@ class RunningJob:
         job = self.job
         before = prompt[-8:] if job.continues_text else ()
         least = job.params.min_new_tokens
-        text = TextStream(self._tokenizer, before, job.stops, job.keeps_stop, least)
+        text = TextStream(self._service.tokenizer, before, job.stops, job.keeps_stop, least)
         return Choice(text, job.params.stop_token_ids, job.eos_token_ids)
 
     async def scores(self) -> list[Scores]:
@@ -274,7 +272,7 @@ class RunningJob:
     def _refusal(self, error: ValueError | RuntimeError) -> ApiError:
         """The answer where the engine refuses a row, or has ended."""
         if isinstance(error, VersionGoneError):  # it went between the request and the step
-            return self._weights.gone("the version that was asked for")
+            return self._service.weights.gone("the version that was asked for")
         if isinstance(error, GuideError):
             return ApiError(
                 400, "response_format must be one that can be followed to the end: what was "
@@ -298,10 +296,10 @@ class RunningJob:
     def weights(self) -> list[Weights]:
         """Those that have sampled, in their order; where nothing was sampled yet, those that were
         asked for, or the newest."""
-        found = [self._weights.of(serial) for serial in self._serials]
+        found = [self._service.weights.of(serial) for serial in self._serials]
         if not found and self.job.version is not None:
-            return [self._weights.of(self.job.version)]
-        return found or [self._weights.newest]
+            return [self._service.weights.of(self.job.version)]
+        return found or [self._service.weights.newest]
 
     @property
     def num_completion_tokens(self) -> int:
@@ -311,7 +309,7 @@ class RunningJob:
     def abort(self) -> None:
         """Ends it with what there is; without scores of its prompts there is no answer."""
         for future in self._futures:
-            self._host.abort(future)
+            self._service.host.abort(future)
         if self._scoring is not None:
             message = "The request was aborted before its prompts were scored. Send it again."
             settle(self._scoring, ApiError(503, message, code="aborted"))
@@ -324,7 +322,7 @@ class RunningJob:
         if self._scoring is not None:
             self._scoring.cancel()
         if self._settings.log_prompts:
-            decode = self._tokenizer.decode
+            decode = self._service.tokenizer.decode
             told = {"prompts": [decode(ids) for ids in self.job.prompts], "texts": self._texts}
             logger.info(json.dumps({"request_id": self.request_id, **told}))
         self._watch.close()

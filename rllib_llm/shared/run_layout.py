@@ -28,12 +28,12 @@ class RunFolder:
     folder: Place
 
     def in_trials(self, entry: str) -> list[Place]:
-        """What has this name, or fits this pattern, in a trial, in the trials of a stage, or in
-        those of a run."""
+        """Returns entries of this name or pattern in a trial, in the trials of a stage, or in those
+        of a run."""
         return [path for above in ("", "*/", "*/*/") for path in self.folder.glob(above + entry)]
 
     def in_stages(self, entry: str) -> list[Place]:
-        """What has this name in a stage, or in the stages of a run."""
+        """Returns entries of this name in a stage, or in the stages of a run."""
         return [path for above in ("", "*/") for path in self.folder.glob(above + entry)]
 
     def checkpoints(self) -> list[Place]:

@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path, PurePath, PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pyarrow.fs
@@ -127,8 +127,9 @@ class UrlPath:
         """Whether it lies in `folder`."""
         return isinstance(folder, UrlPath) and PurePosixPath(self._url).is_relative_to(folder._url)
 
-    def relative_to(self, folder: UrlPath) -> PurePosixPath:
-        """Its path from `folder` on."""
+    def relative_to(self, folder: Place) -> PurePosixPath:
+        """Its path from `folder` on, which lies in the same storage."""
+        assert isinstance(folder, UrlPath), "it contains this"
         return PurePosixPath(self._url).relative_to(PurePosixPath(folder._url))
 
     def _info(self) -> FileInfo:
@@ -209,20 +210,8 @@ def place_in(filesystem: pyarrow.fs.FileSystem, path: str) -> Place:
     return found
 
 
-def inner_path(path: Place, folder: Place) -> PurePath:
-    """The path of what lies in `folder` from there on."""
-    if isinstance(path, UrlPath):
-        assert isinstance(folder, UrlPath), "both lie in one storage"
-        return path.relative_to(folder)
-    return path.relative_to(str(folder))
-
-
-def upload(folder: Path, target: Place) -> None:
+def upload(folder: Path, target: UrlPath) -> None:
     """Copies the contents of a local `folder` to `target`, replacing it."""
-    if isinstance(target, Path):
-        shutil.rmtree(target, ignore_errors=True)
-        shutil.copytree(folder, target)
-        return
     filesystem, path = target.filesystem, target.path
     if target.is_dir():
         filesystem.delete_dir_contents(path)

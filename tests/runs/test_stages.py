@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rllib_llm.runs.stages import _product, last_saved
+from rllib_llm.runs.stages import _begins_again, _product, last_saved
 from rllib_llm.shared.errors import UserError
 
 
@@ -27,3 +27,17 @@ def test_what_an_algorithm_does_not_make_is_no_text_none():
     assert _product(products, "b.model", "c.config.model") == "/x"
     with pytest.raises(UserError, match=r"c.config.model: \$\{a.model\} must .* leaves no model"):
         _product(products, "a.model", "c.config.model")
+
+
+@pytest.mark.parametrize(("metrics", "error", "checkpoint", "begins", "further"), [
+    ({"trial_id": "a"}, None, None, False, False),  # it has not begun
+    ({"training_iteration": 2}, None, None, True, True),
+    ({"training_iteration": 2}, None, "saved", False, False),
+    ({"trial_id": "a"}, ValueError(), None, True, True),  # in its first iteration
+    ({"training_iteration": 2, "done": True}, None, None, False, True),
+    ({"training_iteration": 2, "done": True}, ValueError(), None, True, True),
+])  # fmt: skip
+def test_trials_of_a_resumed_stage_that_begin_again(metrics, error, checkpoint, begins, further):
+    trial = SimpleNamespace(metrics=metrics, error=error, checkpoint=checkpoint)
+    assert _begins_again(trial, further=False) == begins
+    assert _begins_again(trial, further=True) == further
