@@ -290,7 +290,12 @@ REPLAY = Section.of("replay", Replay)
 def check_streaming(config: Any) -> None:
     """Raises ValueError for impossible streaming settings, or off-policy data without a
     correction."""
-    Filters(config.filters or ())
+    require(
+        "reward_spread" not in Filters(config.filters or ()).names or config.num_completions > 1,
+        "num_completions", config.num_completions, "at least 2 with the filter 'reward_spread'",
+        "one score has no spread, so every group would be rejected",
+        "Set num_completions: 8, say, or leave the filter out",
+    )  # fmt: skip
     require(
         config.window == 1 or config.schedule == "free" or not config.streams,
         "window", config.window, "1 with schedule='lockstep'",

@@ -128,9 +128,10 @@ def leave_out_cudnn_attention() -> None:
 
 
 def use_onednn(model: nn.Module) -> None:
-    """Makes the plain linear layers of `model` use oneDNN."""
+    """Makes the plain linear layers of `model` use oneDNN; quantised weights keep their own
+    products."""
     for part in model.modules():
-        if type(part) is nn.Linear:
+        if type(part) is nn.Linear and type(part.weight) is nn.Parameter:
             part.__class__ = OneDNNLinear
 
 

@@ -116,6 +116,11 @@ class Filters:
     def __init__(self, settings: Sequence[str | Mapping[str, Any]]) -> None:
         self._filters = [_open(each) for each in settings]
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Their names, or dotted paths."""
+        return tuple(name for name, _ in self._filters)
+
     def reason(self, batch: JudgedBatch) -> str:
         """Why the group, all rows of `batch`, is not to be learnt from; "" where it is.
 

@@ -116,6 +116,10 @@ def test_a_section_that_is_no_mapping_is_told_as_one():
             "that of a whole conversation is written `conversation: {max_tokens: ...}`.",
         ),
         ({"filters": ["reward_spred"]}, "Did you mean 'reward_spread'?"),
+        (
+            {"filters": ["reward_spread"], "num_completions": 1},
+            "Set num_completions: 8, say, or leave the filter out.",
+        ),
         ({"generate_function": "my_code.py:answer"}, "Write 'my_code:answer'."),
         ({"prompts": {"data": 5}}, "Write `data: prompts.jsonl`."),
         ({"policies": ["a"]}, "One policy is trained; leave it out."),

@@ -24,11 +24,13 @@ from rllib_llm.modules.precision import (
     products_of,
     use_onednn,
 )
+from rllib_llm.modules.quantization import quantize
 from rllib_llm.shared import columns
 from tests.algorithms import tiny_runs
 from tests.learners import tiny_learners as tiny
 from tests.modules.test_logprobs import batch
 from tests.modules.tiny_models import tiny_model
+from tests.tiny_models import llama
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN"
@@ -175,3 +177,14 @@ def test_an_engine_reads_texts_in_few_sizes(family):
     found = score_text(model, text, 1)
     assert sizes == [32] and len(found.ranks) == len(text) - 1
     assert found.logprobs == pytest.approx(scores.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("quantization, backend", [("int8", "torchao"), ("int8", "bitsandbytes")])
+def test_quantised_weights_keep_their_own_products(quantization, backend):
+    """torchao's linear layers are torch's, with a weight of another class."""
+    model, ids = quantize(llama(), quantization, backend=backend), torch.tensor([[1, 5, 6, 7]])
+    expected = model(ids).logits
+    use_onednn(model)
+    assert not isinstance(model.model.layers[0].mlp.up_proj, OneDNNLinear)
+    # The head is not quantised; its products round otherwise.
+    torch.testing.assert_close(model(ids).logits, expected, rtol=1e-5, atol=1e-5)
