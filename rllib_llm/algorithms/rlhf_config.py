@@ -213,7 +213,7 @@ class RLHFConfig(LanguageModelConfig):
         check_streaming(self)
         require(
             self.env is not None, "env", self.env, "an environment's name or class",
-            "prompts and rewards come from it", "Set env: rllib_llm/RLHF-v0, say",
+            "prompts and rewards come from it", "Give prompts and rewards, or set env",
         )  # fmt: skip
         overlay = self.evaluation_config
         if isinstance(overlay, Mapping) and overlay and not has_complaints():

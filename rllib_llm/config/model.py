@@ -211,7 +211,7 @@ class Optimiser(Settings):
         unit="optimiser steps",
         least=0,
         trl="warmup_steps",
-        also="num_warmup_steps lr_warmup_steps warmup_ratio",
+        also="num_warmup_steps lr_warmup_steps",
     )
     lr_num_updates: int | None = setting(
         None,

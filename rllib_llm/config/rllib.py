@@ -222,6 +222,8 @@ INSTEAD = {
     "max_tokens": "'max_new_tokens' is the length of a completion; that of a whole conversation is "
     "written `conversation: {max_tokens: ...}`",
     # What others set in their config, and what it is part of here.
+    "warmup_ratio": "'lr_num_warmup_updates' counts optimiser steps: write that share of all "
+    "that the run takes",
     "num_train_epochs": "A run ends by its results: stop={'epoch': 3}",
     "total_episodes": "A run ends by its results: stop={'episode': 10000}",
     "max_steps": "A run ends by its results: stop={'training_iteration': 100}",

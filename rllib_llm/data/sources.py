@@ -214,6 +214,11 @@ def _locate(text: str, options: dict[str, Any], name: str) -> list[Path] | str |
     if path.is_file():
         return [path]
     if path.is_dir():
+        holds_model = any(path.glob("*.safetensors")) or (path / "tokenizer.json").is_file()
+        require(
+            not holds_model, name, text, "be a folder of data", "it holds a model or a tokenizer",
+            "Name the folder or file of the rows", DataSourceError,
+        )  # fmt: skip
         return str(path)
     if any(character in text for character in "*?["):
         matches = sorted(glob.glob(str(path), recursive=True))
@@ -265,7 +270,10 @@ def _read_hugging_face(text: str, options: dict[str, Any], name: str) -> Rows:
             loaded = datasets.load_dataset(
                 text, options.get("name"), revision=options.get("revision")
             )
-    except (OSError, ValueError, IndexError, HfHubHTTPError, HFValidationError) as error:
+    except (
+        OSError, ValueError, IndexError, HfHubHTTPError, HFValidationError,
+        datasets.exceptions.DatasetGenerationError,
+    ) as error:  # fmt: skip
         looked = f"there is no such file or folder (looked in {str(Path.cwd())!r})"
         found = "the folder is there" if Path(text).is_dir() else looked
         raise DataSourceError(

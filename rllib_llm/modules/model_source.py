@@ -41,6 +41,7 @@ FIRST_DELAY_S = 1.0
 RETRY_BUDGET_S = 20.0
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_WEIGHT_FILES = (".gguf", ".safetensors", ".ckpt")
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[.:][A-Za-z_]\w*")
 _POLICY_FOLDER = os.path.join("learner_group", "learner", "rl_module", "default_policy")
 _TRANSIENT_ERRNO = {errno.EIO, errno.EAGAIN, errno.EINTR, errno.ESTALE, errno.ETIMEDOUT}
@@ -77,12 +78,17 @@ def source_kind(model: str | os.PathLike, *, name: str = "model") -> tuple[str, 
         return FOLDER, value
     if os.path.exists(value):
         raise ModelSourceError(model, "it is a file", "Name the folder that holds it", name=name)
+    if value.endswith(_WEIGHT_FILES):
+        why = "there is no such file, and a model is a folder with weights and config.json"
+        raise ModelSourceError(model, why, "Name the folder; GGUF is not read", name=name)
     if _DOTTED.fullmatch(value):
         return DOTTED, value
     if not _HUB_ID.fullmatch(value):
         raise ModelSourceError(
             model,
-            f"there is no such folder (looked in {os.getcwd()!r})",
+            f"there is no folder {value!r}"
+            if os.path.isabs(value)
+            else f"there is no such folder (looked in {os.getcwd()!r})",
             did_you_mean_folder(value)
             or "Check the path"
             + ("" if os.path.isabs(value) else "; write it absolute if the run starts elsewhere"),

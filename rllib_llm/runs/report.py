@@ -106,6 +106,10 @@ def _criteria(result: StageResult, experiment: Experiment, console: Console) -> 
         ok = value is not None and value >= least
         met = met and ok
         shown = "missing" if value is None else f"{value:.4g}"
+        made = number(result.metrics.get("eval/iteration"))
+        done = result.metrics.get("training_iteration", 0)
+        if value is not None and key.startswith("eval/") and made is not None and made < done:
+            shown += f" (of iteration {made:.0f} of {done:.0f})"
         color, word = ("green", "passed") if ok else ("red", "not passed")
         console.print(
             f"[{color}]{word}[/{color}]  {result.name}: {key} = {shown}, "

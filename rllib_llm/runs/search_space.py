@@ -184,7 +184,9 @@ def _arguments(experiment: Experiment, key: str, target: Any) -> dict[str, Any]:
     allowed = list(inspect.signature(target.__init__).parameters)[1:]
     for name in arguments:
         if name not in allowed:
-            raise unknown_key(f"{experiment.name}.{key}", name, allowed)
+            whole = [each for each in allowed if each.startswith(f"{name}_")]
+            remedy = f"Did you mean {whole[0]!r}?" if whole else ""
+            raise unknown_key(f"{experiment.name}.{key}", name, allowed, remedy)
         if name in ("metric", "mode") and experiment.metric:
             raise UserError(
                 name=f"{experiment.name}.{key}.{name}", value=arguments[name],

@@ -115,6 +115,7 @@ def test_a_section_that_is_no_mapping_is_told_as_one():
             {"max_tokens": 9},
             "that of a whole conversation is written `conversation: {max_tokens: ...}`.",
         ),
+        ({"warmup_ratio": 0.1}, "write that share of all that the run takes."),
         ({"filters": ["reward_spred"]}, "Did you mean 'reward_spread'?"),
         (
             {"filters": ["reward_spread"], "num_completions": 1},

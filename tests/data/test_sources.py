@@ -68,6 +68,20 @@ def test_hugging_face_folders(tmp_path):
     assert list(load_rows(datasets.Dataset.from_list(ROWS))) == ROWS
 
 
+def test_a_folder_that_holds_a_model_is_told_before_it_is_read(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    for ask in (check_source, load_rows):
+        with pytest.raises(DataSourceError, match="be a folder of data: it holds a model or a tok"):
+            ask(str(tmp_path))
+
+
+def test_a_folder_whose_files_do_not_belong_together_is_told(tmp_path):
+    (tmp_path / "a.json").write_text('[{"a": 1}]')
+    (tmp_path / "b.json").write_text('[{"b": {"c": "text"}}]')
+    with pytest.raises(DataSourceError, match="the folder is there, and reading it as a data set"):
+        load_rows(str(tmp_path))
+
+
 def test_functions_lists_and_strings():
     path = f"{__name__}:rows_of_a_function"
     assert list(load_rows(path)) == rows_of_a_function()

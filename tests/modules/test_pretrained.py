@@ -183,8 +183,9 @@ def test_generation_config_is_optional(folder, judge_folder):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("/no/such/folder", "there is no such folder.*Check the path"),
-        ("~/no such folder", "there is no such folder"),
+        ("/no/such/folder", "there is no folder '/no/such/folder'. Check the path"),
+        ("~/no such folder", f"there is no folder '{Path.home()}/no such folder'"),
+        ("model.gguf", "there is no such file, .* Name the folder; GGUF is not read"),
         ("", "it is empty"),
         (None, "it is a NoneType"),
         (3, "it is a int"),

@@ -112,6 +112,10 @@ def test_a_stage_that_others_use_must_save_a_checkpoint():
             {"scheduler": "asha", "metric": "x", "scheduler_config": {"max_tt": 3}},
             r"a\.scheduler_config: unknown key 'max_tt'.*'max_t'",
         ),
+        (
+            {"scheduler": "asha", "metric": "x", "scheduler_config": {"grace": 2}},
+            r"unknown key 'grace'\. Did you mean 'grace_period'",
+        ),
     ],
 )
 def test_what_cannot_run_is_refused(settings: dict, message: str):

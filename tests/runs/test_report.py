@@ -104,6 +104,13 @@ def test_pass_criteria_decide(tmp_path, criteria: dict, passed: bool, message: s
     assert message in text
 
 
+def test_a_criterion_of_an_older_evaluation_says_of_which_iteration(tmp_path):
+    result = finished_stage(tmp_path, [0.5, 2.25], "LlamaForCausalLM")
+    result.metrics |= {"eval/scores": 0.5, "eval/iteration": 0.0, "training_iteration": 2.0}
+    _, text = reported(result, tmp_path, **{"eval/scores": 1.0})
+    assert "not passed rl: eval/scores = 0.5 (of iteration 0 of 2), at least 1 wanted" in text
+
+
 def test_the_report_says_what_to_look_at(tmp_path):
     result = finished_stage(tmp_path, [1.0, 1.0, 1.0], "LlamaForCausalLM")
     file = result.best_trial_folder / "result.json"

@@ -280,12 +280,17 @@ def named_function(spec: RewardFunction | str | Mapping[str, Any]) -> Any:
         spec = {"function": spec}
     unknown = [key for key in spec if key not in _SPEC_KEYS]
     if unknown or "function" not in spec:
+        weighs = len(spec) == 1 and isinstance(spec[unknown[0]], int | float) if unknown else False
         raise RewardError(
             name="reward_functions",
             value=dict(spec),
             rule="have 'function' and may have 'weight', 'name', 'kwargs', 'timeout_s'",
             reason="unknown " + repr(unknown) if unknown else "no function",
-            remedy=suggestion(str(unknown[0]), _SPEC_KEYS) if unknown else "Name one",
+            remedy=f"Write [{{function: {unknown[0]}, weight: {spec[unknown[0]]}}}]"
+            if weighs
+            else suggestion(str(unknown[0]), _SPEC_KEYS)
+            if unknown
+            else "Name one",
         )
     function = spec["function"]
     if isinstance(function, str):

@@ -77,7 +77,8 @@ def examine(
     if folder is not None:
         try:
             check_writable(folder)
-            plan.check_disk(experiments, folder, free=machine.disk_bytes)
+            if not any(finding.severity == "error" for finding in found):
+                plan.check_disk(experiments, folder, free=machine.disk_bytes)
         except ValueError as error:
             found += Finding.from_errors(error, "disk")
     return distinct(found)

@@ -575,3 +575,8 @@ def test_a_late_answer_names_the_limit_and_no_class_of_ours():
     with pytest.warns(UserWarning, match="left out: no answer within timeout_s=0.05. First"):
         out = RewardSum({"function": some, "timeout_s": 0.05})(batch_of("late", "b"))
     assert out.reasons == ("some: no answer within timeout_s=0.05", "")
+
+
+def test_a_function_with_its_weight_beside_it_is_told_how_to_write_both():
+    with pytest.raises(RewardError, match=r"Write \[{function: my\.length, weight: 0\.5}\]"):
+        RewardSum([{"my.length": 0.5}])
