@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from rllib_llm.algorithms.places import Reservation
 
 
+CHECKING = "Checking {} before anything starts ..."
+
+
 class TrainGroup(typer.core.TyperGroup):
     """`rllib train x.yaml` means `rllib train file x.yaml`."""
 
@@ -110,13 +113,14 @@ def train(
         return
     prepare(options.verbose, options.imports)
     with user_errors(options.verbose):
-        from rllib_llm.runs.results import short_name
-
         if not algo:
             raise UserError(
                 "--algo is missing: it names the algorithm. Write --algo PPOPtx --env "
                 "rllib_llm/Reviews-v0, or run a file: rllib train file FILE."
             )
+        told_to_wait(CHECKING.format(algo))
+        from rllib_llm.runs.results import short_name
+
         spec = {"run": algo, "env": env, "config": parse_mapping(config, "--config")}
         name = short_name(algo).lower()
         experiments = load({name: spec}, COMMAND_LINE, tuple(options.overrides or ()))
@@ -137,6 +141,7 @@ def run_file(file: Path, options: RunOptions) -> None:
     """Run the experiments of the YAML file in order, and report."""
     prepare(options.verbose, options.imports)
     with user_errors(options.verbose):
+        told_to_wait(CHECKING.format(file.stem))
         experiments, errors = load_file(file, options.overrides)
         if errors:
             raise together([*errors, *_further_errors(experiments, options)])
@@ -215,7 +220,6 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions, sourc
 
         experiments = with_options(experiments, options)
         with shown_warnings() as told:
-            told_to_wait(f"Checking {name} before anything starts ...")
             reserved = before_a_run(experiments)
         _check_gpus(reserved, options)
         root = storage_root(options.storage_path, experiments)
