@@ -126,14 +126,9 @@ def _serve_here(settings: Any, ray_address: str | None) -> None:
 
 
 def _serve_on_ray(settings: Any, ray_address: str | None) -> None:
-    from rllib_llm.checkpoints.folder import find_model
-    from rllib_llm.modules.model_source import source_kind
     from rllib_llm.serving import deployment
-    from rllib_llm.shared.storage import is_url
 
     deployment.prepare(settings, starts_ray=ray_address is None)
-    if ray_address is None and "RAY_ADDRESS" not in os.environ and not is_url(settings.model):
-        source_kind(find_model(settings.model))  # on a cluster it may lie elsewhere
     import ray
 
     if ray_address is not None:

@@ -159,8 +159,14 @@ class Default:
 
 @cached
 def _method(config_class: ConfigClass, section: str) -> Callable[..., Any]:
-    def method(self, *args: Any, **settings: Any):
-        return self.set_section(section, args, settings)
+    def method(*args: Any, **settings: Any):
+        if not args or not isinstance(args[0], config_class):
+            name = config_class.__name__
+            raise TypeError(
+                f"{name}.{section}(...) must be called on a config, and {name} is its class. Write "
+                f"{name}().{section}(...)."
+            )
+        return args[0].set_section(section, args[1:], settings)
 
     method.__name__ = section
     method.__qualname__ = f"{config_class.__name__}.{section}"

@@ -22,6 +22,7 @@ from urllib.request import ProxyHandler, build_opener
 from rllib_llm.serving.security import read_clients
 from rllib_llm.serving.settings import LOOPBACK, ServeSettings, read_settings, url_of
 from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.storage import is_url
 
 COMPLETIONS = "completions"
 POLICY = f"{__name__}:by_completions"
@@ -314,13 +315,14 @@ def prepare(settings: ServeSettings, *, starts_ray: bool = True) -> None:
     workers of normal priority. Call it before Ray starts and before Ray Serve is imported.
 
     Raises:
-        UserError: see `check_exposure` and `uses_haproxy`.
+        UserError: see `check_exposure` and `uses_haproxy`; no such model here.
     """
     has_keys = bool(read_clients(settings).clients)
     settings.check_exposure(has_keys)
     os.environ[HAPROXY] = "1" if uses_haproxy(settings, starts_ray=starts_ray) else "0"
     if starts_ray:
-        if "RAY_ADDRESS" not in os.environ:  # on a cluster Serve may listen there already
+        is_here = "RAY_ADDRESS" not in os.environ
+        if is_here:  # on a cluster Serve may listen there already
             check_port(settings)
         os.environ.setdefault(NICENESS, "0")
         seconds = math.ceil(max(settings.slow_request_s, settings.slow_reader_s))
@@ -329,6 +331,11 @@ def prepare(settings: ServeSettings, *, starts_ray: bool = True) -> None:
             os.environ.update(limited_heads(settings.slow_request_s))
         for name in HAPROXY_PORTS:  # by default those of every other HAProxy of this machine
             os.environ.setdefault(name, str(_free_port()))
+        if is_here and not is_url(settings.model):  # on a cluster it may lie elsewhere
+            from rllib_llm.checkpoints.folder import find_model
+            from rllib_llm.modules.model_source import source_kind
+
+            source_kind(find_model(settings.model))
 
 
 def limited_heads(seconds: float) -> dict[str, str]:

@@ -455,3 +455,8 @@ def test_an_attribute_that_is_not_there_is_told_with_what_resembles_it(config, n
     assert str(error.value).startswith(start + said)
     assert not hasattr(config(), name)
     assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
+
+
+def test_a_section_that_is_called_on_the_class_says_what_to_write():
+    with pytest.raises(TypeError, match=r"Write GRPOConfig\(\)\.language_model\(\.\.\.\)"):
+        GRPOConfig.language_model(model="folder")

@@ -274,13 +274,17 @@ def test_a_server_s_url_can_be_asked(host, url):
 
 
 def test_a_folder_that_is_not_there_is_told_before_ray_starts(monkeypatch, tmp_path):
-    monkeypatch.setattr(deployment, "prepare", lambda *_, **__: None)
-    monkeypatch.setattr(deployment, "start", None)  # of Ray
+    monkeypatch.setattr(deployment, "HAPROXY_PORTS", ())
+    monkeypatch.setattr("ray.init", None)
+    monkeypatch.setattr(deployment, "_check_room", None)
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     for folder in (tmp_path / "nothing", tmp_path):
         result = CliRunner().invoke(app, ["serve", str(folder)])
         assert result.exit_code == 2 and "must" in said(result.output)
         assert str(folder) in said(result.output)
+        with pytest.raises(UserError, match=f"'{folder}' must"):
+            deployment.serve(str(folder), port=free_port())
 
 
 def test_a_port_in_use_is_told_before_a_model_is_loaded():

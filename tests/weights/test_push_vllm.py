@@ -91,10 +91,14 @@ def assert_answers_by(address: str, the_model) -> None:
 @pytest.mark.parametrize("pause_mode", ["wait", "keep", "abort"])
 def test_a_real_vllm_answers_by_what_was_pushed_last(server, tmp_path, pause_mode):
     entry = {"server": "vllm", "base_url": f"{server}/v1", "pause_mode": pause_mode}
-    push = WeightsPush(open_servers([entry]), tmp_path / "pushed")
+    trained = model(0)
+    push = WeightsPush(
+        open_servers([entry]), tmp_path / "pushed", lambda folder: trained.save_pretrained(folder)
+    )
     try:
         for version, seed in ((1, 1), (2, 2), (3, 0)):
-            push.push(model(seed).save_pretrained, 5, version)
+            trained = model(seed)
+            push.push(5, version)
             assert_answers_by(server, model(seed))
             assert httpx.get(f"{server}/weight_info").json()["weight_version"] == f"5.{version}"
             assert httpx.get(f"{server}/is_paused").json() == {"is_paused": False}
