@@ -20,6 +20,19 @@ ALGORITHMS: dict[str, str] = {
 }
 
 
+# What are settings of an algorithm here, by the letters of their names.
+VARIANTS = {
+    "kto": "run: DPO` with `loss_type: kto",
+    "ipo": "run: DPO` with `loss_type: ipo",
+    "simpo": "run: DPO` with `loss_type: sigmoid_norm` and `reference_free: true",
+    "drgrpo": "run: GRPO` with `loss_reduction: dr_grpo` and `scale_by_std: false",
+    "gspo": "run: GRPO` with `policy_loss: gspo",
+    "cispo": "run: GRPO` with `policy_loss: cispo",
+    "dapo": "run: GRPO` with `loss_reduction: token_mean`, `clip_param_high: 0.28` and `filters: "
+    "[reward_spread]",
+}
+
+
 class UnknownAlgorithmError(SettingError):
     """A name that neither this package nor RLlib knows."""
 
@@ -39,12 +52,15 @@ def get_algorithm_class(name: str) -> Any:
     if name in RLLIB_ALGORITHMS:
         return rllib_algorithm_class(name)
     known = (*RLLIB_ALGORITHMS, *ALGORITHMS)
+    variant = VARIANTS.get("".join(filter(str.isalpha, name.lower())))
     raise UnknownAlgorithmError(
         name="run",
         value=name,
         rule=f"be one of {list(ALGORITHMS)}, an algorithm of RLlib, or a dotted path",
         reason="it is none of these",
-        remedy=did_you_mean(name, known, 2, cutoff=0.4, otherwise="Check the spelling"),
+        remedy=f"Write `{variant}`"
+        if variant
+        else did_you_mean(name, known, 2, cutoff=0.4, otherwise="Check the spelling"),
     )
 
 

@@ -99,9 +99,8 @@ def _findings(
         for each in errors:
             yield from Finding.from_errors(each, "file")
     root = storage_root(storage_path, experiments)
-    folder = root if isinstance(root, Path) else None
-    machine = Machine.here(folder or Path.cwd())
-    found = examine(experiments, machine, folder=folder, is_here=ray_address is None)
+    machine = Machine.here(root if isinstance(root, Path) else Path.cwd())
+    found = examine(experiments, machine, folder=root, is_here=ray_address is None)
     try:
         check_address(ray_address)
     except UserError as error:

@@ -50,8 +50,7 @@ class LanguageModel(StartingPoint):
         "the dtype of the trained weights",
         note="In bfloat16, optimiser steps below about 1e-3 of a weight are lost.",
         also="torch_dtype model_dtype",
-        reason="float16 holds nothing below 6e-8, where gradients vanish, and losses are not "
-        "scaled here",
+        reason="no other is trained here (in float16 gradients below 6e-8 vanish)",
         remedy="Use 'float32' with mixed_precision='bf16', or 'bfloat16'",
     )
     mixed_precision: Literal["bf16", "auto"] | None = setting(
@@ -63,7 +62,7 @@ class LanguageModel(StartingPoint):
         'in `dtype`. "auto": "bf16" if the learners\' hardware supports it, else None; '
         "decided at the start of a run, logged, and stored in checkpoints.",
         also="autocast_dtype bf16 fp16 precision",
-        reason="float16 needs scaled losses, which are not built in",
+        reason="no other is built in (float16 would need scaled losses)",
         remedy="Use 'bf16' or 'auto'",
     )
     float32_products: str = setting(

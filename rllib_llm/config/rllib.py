@@ -244,6 +244,8 @@ INSTEAD = {
     "fp16": "Losses are not scaled for float16: use mixed_precision='bf16'",
     "tokenizer": "It comes with the model; another is set in env_config: {tokenizer: ...}",
     "use_vllm": "It is engine='vllm' here",
+    "fit": "A run is ray.tune.Tuner(NAME, param_space=config).fit()",
+    "train": "Make the algorithm first: config.build_algo().train()",
     "importance_sampling_level": "The ratio of the loss is chosen by policy_loss ('gspo' has the "
     "completion's); of the weights that correct older data it is called 'off_policy_level' here",
 }

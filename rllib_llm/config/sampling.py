@@ -308,7 +308,7 @@ def check_sampling(config: Any) -> None:
     )  # fmt: skip
     size = config.minibatch_size
     require(
-        size is None or size <= config.train_batch_size_per_learner, "minibatch_size", size,
+        size is None or not 0 < config.train_batch_size_per_learner < size, "minibatch_size", size,
         f"at most train_batch_size_per_learner={config.train_batch_size_per_learner}",
         "a mini-batch is a part of the batch", "Lower it, or set None for the whole batch",
     )  # fmt: skip

@@ -119,6 +119,8 @@ def _of_language(keys: Iterable[str]) -> list[str]:
 
 def _moved_out(config: AlgorithmConfig, key: str) -> str:
     """The remedy for a name that an experiment has beside its config."""
+    if key == "env":  # of an algorithm that trains on rows
+        return f"{type(config).__name__.removesuffix('Config')} has no environment: leave it out."
     others = other_names(type(config)) if isinstance(config, TabledConfig) else {}
     or_else = f" Or did you mean {others[key].name!r}?" if key in others else ""
     return f"{key} stands beside config:, not in it.{or_else}"

@@ -160,13 +160,10 @@ class Default:
 @cached
 def _method(config_class: ConfigClass, section: str) -> Callable[..., Any]:
     def method(*args: Any, **settings: Any):
-        if not args or not isinstance(args[0], config_class):
-            name = config_class.__name__
-            raise TypeError(
-                f"{name}.{section}(...) must be called on a config, and {name} is its class. Write "
-                f"{name}().{section}(...)."
-            )
-        return args[0].set_section(section, args[1:], settings)
+        if not args or not isinstance(args[0], AlgorithmConfig):
+            made = f"{config_class.__name__}()"
+            raise TypeError(f"{section} is a method of a config: write {made}.{section}(...).")
+        return cast(Any, args[0]).set_section(section, args[1:], settings)
 
     method.__name__ = section
     method.__qualname__ = f"{config_class.__name__}.{section}"

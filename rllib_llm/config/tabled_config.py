@@ -168,10 +168,13 @@ class TabledConfig(AlgorithmConfig):
 
     def __new__(cls, *args: Any, **kwargs: Any):
         """Refuses settings as arguments, and names the method that takes them."""
-        if args and isinstance(args[0], str):
+        if args and not inspect.isclass(args[0]) and args[0] is not None:
+            remedy = "Write {}().update_from_dict({{...}})"
+            if isinstance(args[0], str):
+                remedy = "For a model write {}().language_model(model={!r})"
             raise SettingError(
                 f"{cls.__name__}({args[0]!r}) takes no settings",
-                remedy=f"For a model write {cls.__name__}().language_model(model={args[0]!r})",
+                remedy=remedy.format(cls.__name__, args[0]),
             )
         taken = inspect.signature(cls.__init__).parameters
         if unknown := [name for name in kwargs if name not in taken]:

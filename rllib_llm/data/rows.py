@@ -175,13 +175,14 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-def require_columns(rows: Rows, names: Iterable[str]) -> None:
-    """Raises `DataSourceError`, naming the columns there are, where one of `names` is absent."""
+def require_columns(rows: Rows, names: Iterable[str], setting: str = "column") -> None:
+    """Raises `DataSourceError`, naming the columns there are, where one of `names`, which `setting`
+    gives, is absent."""
     for name in names:
         if name in rows.columns:
             continue
         raise DataSourceError(
-            name="column",
+            name=setting,
             value=name,
             rule=f"be a column of {rows.description}",
             reason=f"it has {rows.columns}",

@@ -5,7 +5,6 @@ Prompts, SFT texts, preference pairs and pretraining text all come through `load
 
 from __future__ import annotations
 
-import functools
 import glob
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 from rllib_llm.data.files import SUFFIXES, missing_file, read_file, rows_of
 from rllib_llm.data.rollouts import is_rollout_folder, load_rollouts
 from rllib_llm.data.rows import DataSourceError, Rows, concatenated
-from rllib_llm.shared.dotted import import_dotted, looks_dotted
+from rllib_llm.shared.dotted import import_dotted, looks_dotted, raised
 from rllib_llm.shared.errors import require, together, unknown_key
 from rllib_llm.shared.storage import local_copy
 
@@ -254,7 +253,20 @@ def _bound(
             reason=error,
             remedy="Correct them",
         ) from error
-    return functools.partial(function, **kwargs)
+
+    def call() -> Any:
+        try:
+            rows = function(**kwargs)
+            return list(rows) if inspect.isgenerator(rows) else rows
+        except DataSourceError:
+            raise
+        except Exception as error:
+            raise DataSourceError(
+                name=name, value=text, rule="return rows", reason=raised(error, function),
+                remedy="Correct the function",
+            ) from error  # fmt: skip
+
+    return call
 
 
 def _read_hugging_face(text: str, options: dict[str, Any], name: str) -> Rows:

@@ -291,7 +291,7 @@ def _choose_column(rows: Rows, prompt_column: str | None) -> str:
     if prompt_column is not None:
         if prompt_column == SHAREGPT and SHAREGPT not in rows.columns and MESSAGES in rows.columns:
             prompt_column = MESSAGES  # as `load_rows` names it
-        require_columns(rows, [prompt_column])
+        require_columns(rows, [prompt_column], "env_config.prompt_column")
         return prompt_column
     for column in ("prompt", MESSAGES):
         if column in rows.columns:

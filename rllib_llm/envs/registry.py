@@ -108,8 +108,19 @@ def check_name(env: Any) -> None:
         raise _unknown(env)
 
 
+def check_arguments(env: str, env_config: Mapping[str, Any]) -> None:
+    """Raises UnknownEnvError where `make` could not call `env` with these settings."""
+    made = creator(env)
+    if isinstance(made, functools.partial) and made.func is _make_from_keywords:
+        _keywords(made.args[0], {**dict.fromkeys(SAMPLER_SETTINGS), **env_config})
+
+
 def _make_from_keywords(env: Callable[..., Any], env_config: dict[str, Any]) -> Any:
-    """`env(**env_config)` without those settings of the sampler that `env` does not take."""
+    return env(**_keywords(env, env_config))
+
+
+def _keywords(env: Callable[..., Any], env_config: Mapping[str, Any]) -> dict[str, Any]:
+    """`env_config` without those settings of the sampler that `env` does not take."""
     parameters = inspect.signature(env).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     own = {*parameters} | (
@@ -124,7 +135,7 @@ def _make_from_keywords(env: Callable[..., Any], env_config: dict[str, Any]) -> 
             reason=f"{error}; it has {list(given) or 'none'}",
             remedy="Name an environment or its creator, and set its arguments in env_config",
         ) from error  # fmt: skip
-    return env(**given)
+    return given
 
 
 def default_settings(env_id: str) -> dict[str, Any]:

@@ -6,7 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateSyntaxError
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from rllib_llm.modules.model_source import (
     DOTTED,
@@ -59,14 +61,19 @@ def read_chat_template(given: str) -> str:
     """The text of a chat template (Jinja): `given` itself, or the contents of the file it names.
 
     Raises:
-        ValueError: there is no such file, or no Jinja in it.
+        ValueError: there is no such file, or no valid Jinja in it.
     """
-    if "{%" in given or "{{" in given:
-        return given
-    file = Path(given).expanduser()
-    text = file.read_text(encoding="utf-8") if file.is_file() else ""
-    if "{%" not in text and "{{" not in text:
-        found = "it holds no Jinja" if file.is_file() else "there is no such file"
+    text, found = given, ""
+    if "{%" not in given and "{{" not in given:
+        file = Path(given).expanduser()
+        text = file.read_text(encoding="utf-8") if file.is_file() else ""
+        if "{%" not in text and "{{" not in text:
+            found = "it holds no Jinja" if file.is_file() else "there is no such file"
+    try:
+        render_jinja_template([], chat_template=text)
+    except TemplateSyntaxError as error:
+        found = f"line {error.lineno}: {error.message}"
+    if found:
         raise SettingError(
             name="chat_template",
             value=given,

@@ -158,7 +158,7 @@ def _open(setting: str | Mapping[str, Any]) -> tuple[str, Filter]:
             name="filters",
             value=setting,
             rule=f"be among {sorted(FILTERS)} or a function's dotted path",
-            reason="it names nothing else",
+            reason="it is neither",
             remedy=did_you_mean(str(name), FILTERS, otherwise="Write 'reward_spread'"),
         )
     return str(name), functools.partial(found, **arguments) if arguments else found

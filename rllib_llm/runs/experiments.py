@@ -164,7 +164,11 @@ def _of_item(row: Setting, name: Any, value: Any, where: str) -> list[UserError]
         ]  # fmt: skip
     if row.name not in ("stop", "pass_criteria"):
         return []
-    limit = dataclasses.replace(row, name=name, type=float, remedy=f"Write `{name}: 100`")
+    remedy = f"Write `{name}: 100`"
+    if isinstance(value, Mapping) and len(value) == 1:
+        ((inner, inner_value),) = value.items()
+        remedy = f"Write `{name}/{inner}: {inner_value}`"
+    limit = dataclasses.replace(row, name=name, type=float, remedy=remedy)
     error = limit.error(value, place=f"{where}.{row.name}")
     return [] if error is None else [_of_user(error)]
 

@@ -242,6 +242,8 @@ def _meant_counter(key: str, is_known: bool) -> str:
     near = difflib.get_close_matches(key, USUAL_COUNTERS if is_known else COUNTERS, 1, cutoff=0.85)
     if key in COUNTERS or is_known and not near:
         return ""
+    if "reward" in key:
+        return "The mean reward is 'objective/scores'."
     return f"Did you mean {near[0]!r}?" if near else f"Count by {' or '.join(COUNTERS[:2])}."
 
 
@@ -309,8 +311,8 @@ def check_env(config: Any, algo_class: type) -> None:
     from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
     from rllib_llm.envs.registry import (
         ENVIRONMENTS,
+        check_arguments,
         check_batched,
-        creator,
         default_settings,
         register_user_env,
     )
@@ -331,7 +333,7 @@ def check_env(config: Any, algo_class: type) -> None:
 
         with_defaults(config.env_config, default_settings(env), env_id=env)
     elif issubclass(algo_class, LanguageModelAlgorithm):
-        creator(env)
+        check_arguments(env, config.env_config)
         check_batched(env)
     elif not register_user_env(env):
         _check_stock_env(env)

@@ -95,7 +95,7 @@ def _from_range(name: str, arguments: Any, where: str) -> Any:
         return sampler(**given)
     except ValueError as error:
         raise UserError(
-            f"{where}.{name}={arguments!r} cannot be sampled: {error}. {usage}."
+            f"{where}.{name}={arguments!r} cannot be sampled: {str(error).rstrip('.')}. {usage}."
         ) from error
 
 

@@ -76,8 +76,7 @@ def import_dotted(path: str, *, name: str = "path") -> Any:
             name=name,
             value=path,
             rule="name a module that can be imported",
-            reason=f"its code raises {type(error).__name__} ({_line(error)}): "
-            f"{error.msg if isinstance(error, SyntaxError) else error}",
+            reason=raised(error),
             remedy="Correct the module, or install what it needs",
         ) from error
     if module is None:
@@ -109,13 +108,17 @@ def _exits(error: SystemExit, name: str, path: str) -> DottedPathError:
     )
 
 
-def _line(error: Exception) -> str:
-    """File and line where the code of a module failed."""
+def raised(error: Exception, function: Any = None) -> str:
+    """Returns a clause on what the user's code has raised, with the line: the last one in the file
+    of `function`, where it is given, else the last one."""
     if isinstance(error, SyntaxError):
-        return f"{error.filename}:{error.lineno}"
+        return f"its code raises SyntaxError ({error.filename}:{error.lineno}): {error.msg}"
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith("<frozen importlib")]
-    return f"{own[-1].filename}:{own[-1].lineno}"
+    file = getattr(getattr(function, "__code__", None), "co_filename", None)
+    line = next((frame for frame in reversed(own) if frame.filename == file), own[-1])
+    place = f"{line.filename}:{line.lineno}"
+    return f"its code raises {type(error).__name__} ({place}): {error}"
 
 
 def _import_module(module_path: str) -> Any:

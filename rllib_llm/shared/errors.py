@@ -139,7 +139,7 @@ def ended(text: str) -> str:
 
 def shown(value: Any) -> str:
     """A readable `repr` of a value; a summary of models and long lists."""
-    text = repr(value)
+    text = re.sub(r" at 0x[0-9a-f]+>", ">", repr(value))
     if len(text) <= MAX_SHOWN and "\n" not in text:
         return text
     if isinstance(value, str | list | tuple | Mapping):

@@ -163,7 +163,9 @@ class Setting:
             reason = "RLlib takes -1 as 'not given' and would use the default"
             remedy = "Write -1.000001, which means the same here"
         except ValidationError:
-            if space := self._search_space(value):
+            if is_search_space(value):
+                remedy = "Give the config to ray.tune.Tuner, which draws the value of each trial"
+            elif space := self._search_space(value):
                 remedy = (
                     f"For a search space write `{self.in_section}: {{{space}: [...]}}`, in Python "
                     f"tune.{space}(...)"
@@ -181,7 +183,9 @@ class Setting:
             ):
                 remedy = f"Write it without quotes: `{self.name}: {value.strip()}`"
             elif not self.remedy and isinstance(value, str):
-                near = nearest(value, map(str, self.choices), 1)
+                names = [*map(str, self.choices)]
+                begun = [n for n in names if n.startswith(value) or value.startswith(n)]
+                near = nearest(value, names, 1) or begun
                 remedy = f"Did you mean {near[0]!r}?" if near else remedy
         return SettingError(
             name=".".join(filter(None, path)),
@@ -378,6 +382,13 @@ def _strict(kind: Any, least: float | None, above: float | None, most: float | N
     if origin in (list, tuple):  # one stands for the other; YAML has lists alone
         return Annotated[kind, Field(strict=False), _only(list, tuple)]
     return kind
+
+
+def is_search_space(value: Any) -> bool:
+    """Whether it is one of Tune's, from which each trial gets a value of its own."""
+    from ray.tune.search.sample import Domain
+
+    return isinstance(value, Domain) or (isinstance(value, Mapping) and "grid_search" in value)
 
 
 def plain(value: Any) -> Any:

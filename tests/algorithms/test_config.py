@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 
 import pytest
@@ -17,6 +18,7 @@ from rllib_llm.algorithms.reinforce_pp import ReinforcePPConfig
 from rllib_llm.algorithms.rlhf_config import RLHFConfig
 from rllib_llm.algorithms.sft import SFTConfig
 from rllib_llm.algorithms.supervised import Supervised, SupervisedConfig
+from rllib_llm.config.schema import allowed_keys
 from rllib_llm.data.texts import TextSource
 from rllib_llm.learners.supervised_learners import SFTLearner
 from rllib_llm.modules.rl_modules import CausalLMModule
@@ -395,3 +397,13 @@ def test_names_of_peers_may_be_a_tuple():
 
     row = Section.of("training", Own).settings[0]
     assert row.also == ("kl_beta", "b") and row.trl == ("beta",)
+
+
+@pytest.mark.parametrize("name", ["KTO", "IPO", "SimPO", "Dr.GRPO", "GSPO", "CISPO", "DAPO"])
+def test_a_variant_is_told_as_the_settings_that_it_is(name):
+    with pytest.raises(ValueError, match="Write `run: ") as raised:
+        get_algorithm_class(name)
+    lines = re.findall(r"`([^`]+)`", raised.value.remedy)
+    run, *settings = [yaml.safe_load(line) for line in lines]
+    given = {key: value for each in settings for key, value in each.items()}
+    assert allowed_keys(get_algorithm_class(run["run"]).get_default_config()) >= given.keys()

@@ -97,6 +97,8 @@ def test_a_section_that_is_no_mapping_is_told_as_one():
     [
         ({"lr": "fast"}, "and `{grid_search: [...]}` tries several."),
         ({"clip_param": "wide"}, "Write 0.2, its default."),
+        ({"train_batch_size_per_learner": 0, "minibatch_size": 16}, "Write 64, its default."),
+        ({"attn_implementation": "flash"}, "Did you mean 'flash_attention_2'?"),
         ({"micro_batch_tokens": "all"}, "Write 16384, or None with micro_batch_size."),
         ({"evaluation_config": "greedy"}, "Write {explore: true}."),
         ({"num_env_runners": "two"}, "Write 0, its default."),
@@ -184,3 +186,8 @@ def test_a_function_that_generates_is_named_in_yaml():
 def test_mistakes_in_python_name_what_to_write(mistake, said):
     with pytest.raises((ValueError, TypeError), match=said):
         mistake()
+
+
+def test_an_environment_beside_the_config_of_rows_is_told_as_one():
+    with pytest.raises(ValueError, match="unknown key 'env'. SFT has no environment: leave it out"):
+        build_config(SFT, {"env": "rllib_llm/RLHF-v0"}, "a.config", beside=["env"])

@@ -170,7 +170,9 @@ def test_each_unknown_key_is_a_complaint_of_its_own_with_a_remedy_of_its_own():
 def test_a_search_space_that_is_none_is_told_how_it_is_written(value):
     with pytest.raises(ValueError, match=r"For a search space write `lr: \{loguniform: \[...\]\}`"):
         GRPOConfig().training(lr=value).check_table()
-    with pytest.raises(ValueError, match="Write a number such as"):  # Tune has not drawn from it
+    with pytest.raises(
+        ValueError, match="Give the config to ray.tune.Tuner"
+    ):  # which has not drawn
         GRPOConfig().training(lr={"grid_search": [1e-6]}).check_table()
     with pytest.raises(ValueError, match="Write 'ppo', its default"):  # no name of a space here
         GRPOConfig().training(policy_loss="uniform").check_table()
@@ -457,6 +459,30 @@ def test_an_attribute_that_is_not_there_is_told_with_what_resembles_it(config, n
     assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
 
 
-def test_a_section_that_is_called_on_the_class_says_what_to_write():
-    with pytest.raises(TypeError, match=r"Write GRPOConfig\(\)\.language_model\(\.\.\.\)"):
-        GRPOConfig.language_model(model="folder")
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (
+            lambda: GRPOConfig({"lr": 1}),
+            r"takes no settings. Write GRPOConfig\(\).update_from_dict",
+        ),
+        (lambda: GRPOConfig.environment("a"), r"write GRPOConfig\(\).environment\(...\)"),
+        (lambda: GRPOConfig.environment(env="a"), r"write GRPOConfig\(\).environment\(...\)"),
+        (
+            lambda: GRPOConfig().train(),
+            r"Make the algorithm first: config.build_algo\(\).train\(\)",
+        ),
+        (lambda: GRPOConfig().fit(), r"ray.tune.Tuner\(NAME, param_space=config\).fit\(\)"),
+    ],
+)
+def test_a_call_of_something_else_than_a_config_is_told_what_to_write(call, said):
+    with pytest.raises((SettingError, TypeError, AttributeError), match=said):
+        call()
+
+
+@pytest.mark.parametrize("space", [tune.choice([1e-5, 1e-4]), tune.grid_search([1e-5, 1e-4])])
+def test_a_search_space_in_one_algorithm_is_told_who_takes_it(space):
+    config = GRPOConfig().language_model(model="a.b").training(lr=space)
+    with pytest.raises(SettingError, match="ray.tune.Tuner, which draws") as raised:
+        config.validate()
+    assert " at 0x" not in str(raised.value)

@@ -150,3 +150,14 @@ def test_a_dotted_path_becomes_a_name_that_rllib_knows():
 def test_a_path_into_a_module_that_is_not_there_says_so(path):
     with pytest.raises(ValueError, match="there is no module 'vowel'"):
         make(path)
+
+
+def test_arguments_that_no_setting_gives_are_missed_before_a_run():
+    def create(words, split, seed=0):
+        return word_env()
+
+    path = f"{word_env.__module__}:{word_env.__name__}"
+    registry.check_arguments(path, {})
+    with pytest.raises(UnknownEnvError, match="missing a required argument: 'words'"):
+        registry.check_arguments(create, {})
+    registry.check_arguments(create, {"words": 3})  # the sampler adds `split`

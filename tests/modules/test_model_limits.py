@@ -86,3 +86,12 @@ def test_a_chat_template_is_a_text_or_a_file(tmp_path):
     file.write_text("no template")
     with pytest.raises(ValueError, match="it holds no Jinja"):
         read_chat_template(str(file))
+
+
+def test_a_chat_template_that_jinja_cannot_read_is_refused():
+    with pytest.raises(
+        ValueError, match="chat_template='{% for m in messages %}' must .*: line 1: "
+    ):
+        read_chat_template("{% for m in messages %}")
+    masked = "{% generation %}{{ messages }}{% endgeneration %}"  # transformers' own tag
+    assert read_chat_template(masked) == masked

@@ -25,6 +25,19 @@ def takes_no_completions(prompts):
     return [0.0 for _ in prompts]
 
 
+def constant(completions):
+    return [0.0 for _ in completions]
+
+
+def raises():
+    raise OSError("gone")
+
+
+def yields_and_raises():
+    yield "1+1=2"
+    raise OSError("gone")
+
+
 def sft(data, **training):
     return SFTConfig().language_model(model=tiny.MODEL).training(data=data, **training)
 
@@ -58,10 +71,14 @@ def test_what_is_right_passes():
      r"'needs_an_answer' must find its arguments \['answer'\] among the columns"),
     (grpo(reward_functions={"function": f"{JUDGES}.judge_model.JudgeModel",
                             "kwargs": {"base_url": "http://h/v1", "model": "m"}}),
-     rf"reward_functions='{JUDGES}.judge_model.JudgeModel' must score completions: .*JudgeServer"),
+     rf"rewards.functions='{JUDGES}.judge_model.JudgeModel' must score completions: .*JudgeServer"),
     (grpo(reward_functions=f"{JUDGES}.no_such.MathVerify"),
      rf"It is '{JUDGES}.remote_rewards.MathVerify'"),
     (grpo(reward_functions=takes_no_completions), "takes_no_completions.*completions"),
+    (grpo(reward_functions=[constant, constant]), r"names \['constant', 'constant'\] repeat"),
+    (grpo(reward_functions={"fn": "a.b"}), r"rewards.functions={'fn': 'a.b'} must have 'function'"),
+    (grpo(prompts=f"{__name__}.raises"), r"must return rows: .*test_check_data.py:\d+\): gone"),
+    (sft(f"{__name__}.yields_and_raises"), r"its code raises OSError .*: gone. Correct"),
     (grpo(eval_fraction=0.99, eval_prompts=None), "must leave prompts to train on"),
     (grpo(prompts=[{"prompt": CHATS[0]["messages"]}]), "the tokenizer has no chat template"),
     (grpo(max_prompt_len=3, prompt_overflow="error"), r"row \d: prompt must have at most"),

@@ -214,6 +214,8 @@ def test_variables_may_refer_to_each_other_and_to_the_folder(tmp_path):
         ("time_budget_s: 1h", "Write `time_budget_s: 3600`."),
         ("scheduler: [asha]", "Write `scheduler: asha`."),
         ("stop: 3", "Write `stop: {name: value}`."),
+        ("stop: {objective: {scores: 0.5}}", "Write `objective/scores: 0.5`."),
+        ("mode: maximize", "Did you mean 'max'?"),
         ("stop: {training_iteration: three}", "Write `training_iteration: 100`."),
         ("stop: {training_iteration: '10'}", "Write it without quotes: `training_iteration: 10`."),
         ("pass_criteria: {x: '-1e-5'}", "Write it without quotes: `x: -1e-5`."),

@@ -282,7 +282,7 @@ def named_function(spec: RewardFunction | str | Mapping[str, Any]) -> Any:
     if unknown or "function" not in spec:
         weighs = len(spec) == 1 and isinstance(spec[unknown[0]], int | float) if unknown else False
         raise RewardError(
-            name="reward_functions",
+            name="rewards.functions",
             value=dict(spec),
             rule="have 'function' and may have 'weight', 'name', 'kwargs', 'timeout_s'",
             reason="unknown " + repr(unknown) if unknown else "no function",
@@ -294,21 +294,31 @@ def named_function(spec: RewardFunction | str | Mapping[str, Any]) -> Any:
         )
     function = spec["function"]
     if isinstance(function, str):
-        function = import_dotted(function, name="reward_functions")
+        function = import_dotted(function, name="rewards.functions")
     require(
-        callable(function), "reward_functions", spec["function"],
+        callable(function), "rewards.functions", spec["function"],
         "be a callable or the dotted path of one", f"it is {type(function).__name__}",
         "Point it at a function", RewardError,
     )  # fmt: skip
     made = function if inspect.isclass(function) else type(function)
     require(
         getattr(made, "__call__", None) is not Judge.__call__,  # noqa: B004
-        "reward_functions", f"{made.__module__}.{made.__name__}", "score completions",
+        "rewards.functions", f"{made.__module__}.{made.__name__}", "score completions",
         "this class only asks a judge: judges build on it, and it has no __call__",
         "Name one that scores, such as JudgeServer or RubricJudge of "
         "rllib_llm.envs.judges.llm_judges, or give yours a __call__", RewardError,
     )  # fmt: skip
     return function
+
+
+def check_names(names: Sequence[str], functions: Any) -> None:
+    """Raises RewardError where there is no function, or two have one of the `names`."""
+    require(
+        0 < len(names) == len({*names}), "rewards.functions", functions,
+        "be one or more functions with names of their own",
+        f"the names {[*names]} repeat" if names else "there is none",
+        "Give each a 'function' and a 'name'", RewardError,
+    )  # fmt: skip
 
 
 def required_column(columns: Mapping[str, Any], setting: str, name: str) -> Sequence[Any]:

@@ -22,6 +22,7 @@ from rllib_llm.envs.judges.reward_functions import (
     RewardError,
     RewardTerm,
     as_number,
+    check_names,
 )
 from rllib_llm.shared.dotted import as_list
 from rllib_llm.shared.errors import ended, require
@@ -78,12 +79,7 @@ class RewardSum:
             f if isinstance(f, RewardTerm) else RewardTerm.from_spec(f) for f in as_list(functions)
         ]
         names = [term.name for term in self.terms]
-        require(
-            0 < len(names) == len({*names}), "reward_functions", functions,
-            "be one or more functions with names of their own",
-            f"the names {names} repeat" if names else "there is none",
-            "Give each a 'function' and a 'name'", RewardError,
-        )  # fmt: skip
+        check_names(names, functions)
         self.num_failed = dict.fromkeys(names, 0)
         self._warned: set[str] = set()
         self._lock = threading.Lock()

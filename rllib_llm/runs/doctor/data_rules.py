@@ -176,8 +176,9 @@ def _check_evaluations(config: Any, where: str) -> None:
 def _check_functions(functions: Any, prompts: Any) -> None:
     """Check the signatures of reward functions, and that their arguments are columns of the prompts
     where these are read. Classes are not instantiated: they may load a model."""
-    from rllib_llm.envs.judges.reward_functions import RewardTerm, named_function
+    from rllib_llm.envs.judges.reward_functions import RewardTerm, check_names, named_function
 
+    names = []
     first = prompts[:NUM_ROWS] if isinstance(prompts, Rows) else []
     columns = {name for row in first for name in row}
     for spec in as_list(functions):
@@ -185,8 +186,12 @@ def _check_functions(functions: Any, prompts: Any) -> None:
             if inspect.isclass(named_function(spec)):
                 continue
             term = RewardTerm.from_spec(spec)
+            names.append(term.name)
             if columns:
                 term.check_columns(columns - PROMPT_COLUMNS)
+    if names:
+        with noted():
+            check_names(names, functions)
 
 
 def is_here(model: Any) -> bool:

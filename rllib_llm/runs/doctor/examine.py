@@ -31,6 +31,7 @@ from rllib_llm.runs.doctor.stage import Finding, Stage, distinct
 from rllib_llm.runs.experiments import Experiment, StandIn, model_of, with_stand_ins
 from rllib_llm.runs.run_folder import check_writable
 from rllib_llm.shared.errors import SettingError, all_complaints
+from rllib_llm.shared.storage import Place
 
 # Which area a setting's complaint belongs to; the others are "settings".
 AREAS = {
@@ -55,7 +56,7 @@ def examine(
     experiments: list[Experiment],
     machine: Machine,
     *,
-    folder: Path | None = None,
+    folder: Place | None = None,
     is_here: bool = True,
 ) -> list[Finding]:
     """Findings about the machine and the experiments, errors first, without loading a model.

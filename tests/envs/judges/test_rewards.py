@@ -430,7 +430,7 @@ def test_wrong_settings(functions, message):
 
 
 def test_a_dotted_path_that_names_nothing():
-    with pytest.raises(DottedPathError, match="reward_functions=.*Did you mean 'length'"):
+    with pytest.raises(DottedPathError, match="rewards.functions=.*Did you mean 'length'"):
         RewardSum(f"{__name__}:lenth")
 
 
