@@ -32,7 +32,7 @@ from rllib_llm.runs.results import (
 from rllib_llm.runs.run_folder import read_environment
 from rllib_llm.runs.signs import signs
 from rllib_llm.shared.errors import UserError
-from rllib_llm.shared.run_layout import RESULTS, RunFolder
+from rllib_llm.shared.run_layout import RESULTS, SETTINGS_FILE, RunFolder
 from rllib_llm.shared.storage import Place, place, read_json, replace_text
 
 
@@ -222,7 +222,6 @@ def _pairs(folder: Place) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-SETTINGS_FILE = "params.json"  # Tune's
 MAX_ROWS = 2000  # on one page; spread over the run
 DIGITS = 4
 TOKEN_COLUMNS = ("completion_ids", "logprobs", "ref_logprobs", "advantages")

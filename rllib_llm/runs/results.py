@@ -16,13 +16,14 @@ from typing import Any
 
 from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT, make_readable
 from rllib_llm.runs.experiments import Experiment
-from rllib_llm.shared.run_layout import RESULTS, STAGE_RECORD
+from rllib_llm.shared.run_layout import RESULTS, SETTINGS_FILE, STAGE_RECORD
 from rllib_llm.shared.storage import (
     Place,
     UrlPath,
     local_copy,
     place_in,
     placed,
+    read_json,
     replace_text,
     upload,
 )
@@ -236,7 +237,13 @@ def collect_result(experiment: Experiment, folder: Place, trials: Sequence[Any])
         algorithm=short_name(experiment.run),
         folder=folder,
         trial_folders=trial_folders,
-        labels=trial_labels([trial.config or {} for trial in trials]),
+        # A result's config leaves out what is as by default.
+        labels=trial_labels(
+            [
+                read_json(trial_folder / SETTINGS_FILE) or trial.config or {}
+                for trial, trial_folder in zip(trials, trial_folders, strict=True)
+            ]
+        ),
         best=best,
         model=models[best],
         checkpoint=checkpoints[best],

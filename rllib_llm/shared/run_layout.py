@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from rllib_llm.shared.storage import Place, read_json
 
 RUN_RECORD, STAGE_RECORD = "run.json", "stage.json"
-RESULTS = "result.json"  # Tune's
+RESULTS, SETTINGS_FILE = "result.json", "params.json"  # Tune's
 REPLACED = "replaced"
 CHECKPOINTS = "checkpoint_*"
 

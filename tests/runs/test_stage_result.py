@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,6 +11,7 @@ from rllib_llm.runs.experiments import Experiment
 from rllib_llm.runs.results import (
     StageResult,
     best_trial,
+    collect_result,
     export_model,
     setting,
     trial_labels,
@@ -42,6 +45,20 @@ def test_trials_are_called_by_what_differs():
     assert trial_labels([{"a": {"b": 1}}, {"a": {"b": 2}}]) == ["b=1", "b=2"]
     assert trial_labels([{"a": 1}, {"a": 1}]) == ["trial 1", "trial 2"]
     assert setting("env_config/lr", 0.123456) == "lr=0.1235"
+
+
+def test_a_setting_that_was_drawn_as_by_default_is_told(tmp_path):
+    """The config of a result has only what differs from defaults; Tune's file has all that was
+    drawn."""
+    trials = []
+    for index, temperature in enumerate((0.7, 1.0)):
+        folder = tmp_path / f"trial{index}"
+        folder.mkdir()
+        (folder / "params.json").write_text(json.dumps({"temperature": temperature}))
+        config = {"temperature": temperature} if temperature != 1.0 else {}
+        trials.append(SimpleNamespace(metrics={}, path=str(folder), checkpoint=None, config=config))
+    result = collect_result(Experiment("a", "GRPO"), tmp_path, trials)
+    assert result.labels == ["temperature=0.7", "temperature=1"]
 
 
 def test_a_stages_record_comes_back_as_it_was(tmp_path):
