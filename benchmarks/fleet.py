@@ -44,6 +44,7 @@ import math
 import random
 import statistics
 import tempfile
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -91,6 +92,7 @@ class Pool:
 
     def __init__(self, fleet: Fleet, num_samplers: int) -> None:
         self._fleet, self.actors, self.faults = fleet, self, Faults()
+        self.lock = threading.RLock()
         self.workers, self.num_samplers = list(range(num_samplers)), num_samplers
         self.died: dict[int, float] = {}  # seconds, by worker
         self._down: set[int] = set()  # as far as the driver knows

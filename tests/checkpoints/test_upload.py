@@ -8,10 +8,12 @@ import pytest
 from rllib_llm.checkpoints.algorithm import upload_checkpoint
 from rllib_llm.checkpoints.folder import MANIFEST, CheckpointError, check, write_manifest
 
+NAME = "checkpoint_000001"
+
 
 def test_an_upload_that_fails_leaves_no_mixture_of_two_checkpoints(tmp_path):
     bucket = pyarrow.fs.SubTreeFileSystem(str(tmp_path), pyarrow.fs.LocalFileSystem())
-    target = tmp_path / "saved"
+    target = tmp_path / NAME
     for number in (1, 2, 3):
         made = tmp_path / f"made{number}"
         made.mkdir()
@@ -22,12 +24,12 @@ def test_an_upload_that_fails_leaves_no_mixture_of_two_checkpoints(tmp_path):
             (target / "b").unlink()
             (target / "b").mkdir()  # no file can be written there
             with pytest.raises(OSError):
-                upload_checkpoint(made, "saved", bucket)
+                upload_checkpoint(made, NAME, bucket)
             assert not (target / MANIFEST).exists()
             with pytest.raises(CheckpointError, match="written last"):
                 check(target)
             (target / "b").rmdir()
         else:
-            upload_checkpoint(made, "saved", bucket)
+            upload_checkpoint(made, NAME, bucket)
             assert check(target)["files"].keys() == {"a", "b"}
             assert (target / "a").read_text() == f"{number}"

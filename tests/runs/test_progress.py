@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from pyarrow.fs import LocalFileSystem
 from ray.tune.utils.log import Verbosity, has_verbosity, set_verbosity
 
 from rllib_llm.algorithms.grpo import GRPO
@@ -28,7 +29,8 @@ def ours(name: str, cls: type = GRPO, **params: object) -> SimpleNamespace:
     return SimpleNamespace(
         **vars(trial(name, **params)), trainable_name=cls.__name__, get_trainable_cls=lambda: cls,
         storage=SimpleNamespace(
-            experiment_fs_path="/runs/a", storage_filesystem=None, trial_working_directory="/none"
+            experiment_fs_path="/runs/a", trial_fs_path="/none", trial_working_directory="/none",
+            storage_filesystem=LocalFileSystem(),
         ),
     )  # fmt: skip
 
