@@ -75,7 +75,7 @@ def test_stages_run_in_order_each_with_what_the_earlier_one_made(run, tmp_path):
     text = said(result.output)
     assert "number 1" in text and "number 3" in text  # before and after
     assert "passed second: objective/scores = 6, at least 5.5 wanted" in text
-    assert "not passed second: eval/scores = 3, at least 9 wanted" in text
+    assert "not passed second: eval/scores = 3 (of iteration 2 of 3), at least 9 wanted" in text
     assert f"Everything is in {folder}" in text
     assert f"rllib generate {second.model}" in text
     assert f"rllib evaluate {second.checkpoint}" in text
