@@ -222,10 +222,14 @@ class TorchEngine:
                 "would sample from random ones. Call load(weights, version) first."
             )
         check_rows(rows, [*self._rows, *(each.id for each in self._left)], self.version)
+        alike: dict[SamplingParams, list[Row]] = {}  # the config is read once for each
         for row in rows:
-            prompt_len = len(row.token_ids) - row.num_sampled
-            check_positions(self.model.config, prompt_len, row.params)
-            check_tokens(self.model.config, row.token_ids, row.params)
+            alike.setdefault(row.params, []).append(row)
+        for params, group in alike.items():
+            longest = max(len(row.token_ids) - row.num_sampled for row in group)
+            check_positions(self.model.config, longest, params)
+            ends = [end for row in group for end in (min(row.token_ids), max(row.token_ids))]
+            check_tokens(self.model.config, ends, params)
         noises = {
             row.id: uniform_noise(
                 row.noise.seed, [row.noise.row], row.params.max_new_tokens, row.noise.turn

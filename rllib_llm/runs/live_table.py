@@ -25,6 +25,7 @@ from rllib_llm.runs.results import (
     flatten,
     local_folder,
     number,
+    older_evaluation,
     other_trials_checkpoint,
     read_results,
     setting,
@@ -346,10 +347,9 @@ def _iteration(row: TrialRow) -> str:
 
 
 def _cell(result: Mapping[str, Any], metric: Metric) -> str:
-    value, made = number(result.get(metric.key)), number(result.get("eval/iteration"))
+    value, made = number(result.get(metric.key)), older_evaluation(result, metric.key)
     text = "" if value is None else metric.text(value)
-    is_older = made is not None and made < result.get("training_iteration", 0)
-    return f"{text} (at {made:.0f})" if text and is_older and metric.key[:5] == "eval/" else text
+    return f"{text} (at {made:.0f})" if text and made is not None else text
 
 
 def _clock(seconds: float) -> str:

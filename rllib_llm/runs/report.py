@@ -23,6 +23,7 @@ from rllib_llm.runs.results import (
     as_shown,
     before_and_after,
     number,
+    older_evaluation,
     read_json_lines,
     read_results,
 )
@@ -106,9 +107,9 @@ def _criteria(result: StageResult, experiment: Experiment, console: Console) -> 
         ok = value is not None and value >= least
         met = met and ok
         shown = "missing" if value is None else f"{value:.4g}"
-        made = number(result.metrics.get("eval/iteration"))
-        done = result.metrics.get("training_iteration", 0)
-        if value is not None and key.startswith("eval/") and made is not None and made < done:
+        made = older_evaluation(result.metrics, key)
+        if value is not None and made is not None:
+            done = result.metrics["training_iteration"]
             shown += f" (of iteration {made:.0f} of {done:.0f})"
         color, word = ("green", "passed") if ok else ("red", "not passed")
         console.print(

@@ -51,6 +51,15 @@ def number(value: Any) -> float | None:
     return result if math.isfinite(result) else None
 
 
+def older_evaluation(result: Mapping[str, Any], key: str) -> float | None:
+    """Return the iteration whose evaluation gave the held-out result `key`, where others followed
+    it; else None."""
+    made = number(result.get("eval/iteration"))
+    if made is None or not key.startswith("eval/"):
+        return None
+    return made if made < result.get("training_iteration", 0) else None
+
+
 def setting(key: str, value: Any) -> str:
     """Return "name=value", short: the last part of the key, floats to four digits."""
     text = f"{value:.4g}" if isinstance(value, float) else str(value)

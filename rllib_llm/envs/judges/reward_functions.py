@@ -280,17 +280,18 @@ def named_function(spec: RewardFunction | str | Mapping[str, Any]) -> Any:
         spec = {"function": spec}
     unknown = [key for key in spec if key not in _SPEC_KEYS]
     if unknown or "function" not in spec:
-        weighs = len(spec) == 1 and isinstance(spec[unknown[0]], int | float) if unknown else False
+        reason, remedy = "no function", "Name one"
+        if unknown:
+            first, *_ = unknown
+            reason, remedy = f"unknown {unknown!r}", suggestion(str(first), _SPEC_KEYS)
+            if len(spec) == 1 and isinstance(spec[first], int | float):
+                remedy = f"Write [{{function: {first}, weight: {spec[first]}}}]"
         raise RewardError(
             name="rewards.functions",
             value=dict(spec),
             rule="have 'function' and may have 'weight', 'name', 'kwargs', 'timeout_s'",
-            reason="unknown " + repr(unknown) if unknown else "no function",
-            remedy=f"Write [{{function: {unknown[0]}, weight: {spec[unknown[0]]}}}]"
-            if weighs
-            else suggestion(str(unknown[0]), _SPEC_KEYS)
-            if unknown
-            else "Name one",
+            reason=reason,
+            remedy=remedy,
         )
     function = spec["function"]
     if isinstance(function, str):
