@@ -57,6 +57,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="SEED",
         help="round matrix products otherwise wherever they are cut otherwise; see tests/shaker.py",
     )
+    parser.addoption(
+        "--part",
+        default="1/1",
+        metavar="I/N",
+        help="of the chosen tests the I-th, the I+N-th, ...: N such runs are a whole one",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -66,9 +72,19 @@ def pytest_configure(config: pytest.Config) -> None:
         shake_process(seed)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Iterator[None]:
     rank = {name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: rank.get(item.nodeid.partition("::")[0], len(rank)))
+    yield  # to -m and -k: a part is of what they choose
+    first, step = map(int, config.getoption("--part").split("/"))
+    if not 1 <= first <= step:
+        raise pytest.UsageError(f"--part {first}/{step}: the first number is 1 to {step}")
+    chosen = items[first - 1 :: step]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+    items[:] = chosen
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -43,6 +43,7 @@ def test_they_share_libraries_and_draw_other_ids_and_numbers():
         assert len(set(drawn)) == 3
 
 
+@pytest.mark.slow
 def test_other_variables_have_another_server_which_holds_nothing_of_ours():
     own = Told.options(runtime_env={"env_vars": {"A_WORD": "a word"}}).remote()
     told = ray.get([own.it_is.remote(), Told.remote().it_is.remote()])

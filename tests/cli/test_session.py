@@ -131,6 +131,7 @@ def test_a_server_that_is_no_ray_is_no_cluster():
             check_address(address, seconds=1.0)
 
 
+@pytest.mark.slow  # a Ray of its own
 def test_a_token_that_is_missing_is_told(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))  # where Ray looks for one
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
@@ -144,6 +145,7 @@ def test_a_running_cluster_answers(ray_session):
     check_address(ray.get_runtime_context().gcs_address, seconds=120.0)
 
 
+@pytest.mark.slow  # Ray is imported in a process of its own
 def test_the_time_ray_takes_to_be_imported_is_not_the_cluster_s(ray_session, tmp_path, monkeypatch):
     # As on a busy machine: a process needs six seconds before it asks.
     (tmp_path / "sitecustomize.py").write_text("import time\ntime.sleep(6)\n")

@@ -127,6 +127,7 @@ def test_a_failed_run_says_why_and_resume_goes_on(run, tmp_path):
     assert len(list(folder.glob("second/Counter_*"))) == 1  # the same trial
 
 
+@pytest.mark.slow
 def test_resume_begins_a_stage_that_was_killed_before_tune_noted_anything(run, tmp_path):
     stage = tmp_path / "results" / "run" / "first"
     stage.mkdir(parents=True)

@@ -74,6 +74,7 @@ def validated(make, row, value):
     return config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", MADE)
 def test_a_value_is_taken_or_refused_with_all_fields(algorithm):
     make = MADE[algorithm]

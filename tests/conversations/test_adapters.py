@@ -415,6 +415,7 @@ def test_what_holds_the_answer_is_worth_a_part_of_it_or_nothing(gym, scores):
         scores(tasks, answers, scoring="exakt")
 
 
+@pytest.mark.slow
 def test_what_a_model_writes_is_not_run_where_it_is_scored(gym, scores, tmp_path):
     """Data sets that evaluate answers, by `eval` and through sympy."""
     evaluating = [

@@ -91,6 +91,7 @@ def program(tmp_path, text):
     return {"command": sys.executable, "args": [str(script)]}
 
 
+@pytest.mark.slow
 def test_a_server_that_never_answers_is_given_up_and_ended(served, tmp_path):
     with pytest.raises(ToolError, match="must be reachable: it did not answer within 5 s"):
         served(program(tmp_path, MUTE), connect_s=5)

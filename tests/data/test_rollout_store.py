@@ -232,6 +232,7 @@ def names_in(folder) -> list[str]:
     return sorted(file.name for file in folder.glob("*.parquet"))
 
 
+@pytest.mark.slow
 def test_files_are_merged_by_32_and_those_again_and_no_row_is_lost(tmp_path):
     store = RolloutStore(tmp_path)
     write_iterations(store, range(1, 1027))

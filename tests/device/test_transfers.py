@@ -105,6 +105,7 @@ def test_groups_that_stream_leave_the_device_together(gpu):
     assert {t.site for t in found if t.site.startswith(of_groups)} == {OF_COLUMNS}
 
 
+@pytest.mark.slow
 def test_more_rows_and_more_tokens_are_no_more_transfers_in_the_learner(gpu):
     """The number of passes decides, not what is in them."""
 

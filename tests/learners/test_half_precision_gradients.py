@@ -163,6 +163,7 @@ def errors(name, precision):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [0, 1], ids=["first step", "later step"])
 @pytest.mark.parametrize("name", CASES)
 def test_the_gradient_is_as_near_to_float64_as_the_published_loss_under_autocast(name, step):

@@ -77,6 +77,7 @@ def test_a_server_whose_weights_cannot_be_loaded_is_not_ready_until_they_are(run
     assert run.service.loaded == [1, 2] and run.source.error is None
 
 
+@pytest.mark.slow
 def test_a_follower_that_died_is_begun_anew(run):
     """Its thread ends with any error that does not pass by itself, such as an export's own."""
     run.source.start()
