@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -52,6 +53,10 @@ def run(tmp_path, ray_session):
         file = tmp_path / "x.yaml"
         file.write_text(yaml.safe_dump(experiments, sort_keys=False), encoding="utf-8")
         storage = ["--storage-path", str(tmp_path / "results"), "--experiment-name", "run"]
+        # Ray gathers what runs write by the second in which they begin and the experiment's name:
+        # trials of the test before came into this one's folder.
+        session = Path(ray._private.worker.global_worker.node.get_session_dir_path())
+        shutil.rmtree(session / "artifacts", ignore_errors=True)
         return CliRunner().invoke(app, ["train", "file", str(file), *storage, *arguments])
 
     return run_file
