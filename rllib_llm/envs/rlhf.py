@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from rllib_llm.data.sources import Source
@@ -156,8 +157,21 @@ def with_defaults(
         if isinstance(given, Mapping):
             _check_keys(given, _model_settings(key), f"env_config[{key!r}]")
             check_quantization(given.get("quantization", "none"), given.get("backend", "auto"))
+            _check_device(f"env_config[{key!r}]['device']", given.get("device", "cpu"))
+    _check_device("env_config['device']", settings.get("device", "cpu"))
     check_quantization(env_config.get("frozen_quantization", "none"), "auto")
     return settings
+
+
+def _check_device(name: str, value: Any) -> None:
+    """Raises SettingError where torch knows no such device; whether it is there, a run tells."""
+    try:
+        torch.device(value)
+    except (RuntimeError, TypeError):
+        raise SettingError(
+            name=name, value=value, rule="be a device", reason="torch knows no such one",
+            remedy="Write cpu, cuda or cuda:1, or leave it out",
+        ) from None  # fmt: skip
 
 
 def _check_keys(

@@ -157,6 +157,13 @@ def test_eval_prompts_alone_are_enough_for_evaluation(files):
             r"env_config\['reference'\]: unknown key 'modle'. Did you mean 'model'",
         ),
         ({"reference": {"quantization": "int4"}}, ValueError, "quantization='int4' must be one of"),
+        (
+            {"reference": {"device": "gpu"}},
+            ValueError,
+            r"env_config\['reference'\]\['device'\]='gpu' must be a device",
+        ),
+        ({"reward_model": {"model": "m", "device": [0]}}, ValueError, r"=\[0\] must be a device"),
+        ({"device": "cudaa"}, ValueError, r"env_config\['device'\]='cudaa' must be a device"),
         ({"reference": 3}, SettingError, "reference=3 must be a dictionary, text or None"),
         ({"split": "eval"}, PromptError, "split='eval' must have prompts of its own"),
         ({"prompts": ["text only"]}, RewardError, r"'shouting' must find its arguments \['label'"),
