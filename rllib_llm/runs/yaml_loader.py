@@ -34,7 +34,14 @@ from typing import Any
 import yaml
 
 import rllib_llm
-from rllib_llm.runs.experiments import KEYS, Experiment, algorithm_class, references, substitute
+from rllib_llm.runs.experiments import (
+    KEYS,
+    Experiment,
+    algorithm_class,
+    no_text,
+    references,
+    substitute,
+)
 from rllib_llm.shared.errors import SettingError, UserError, closest, nearest, together
 from rllib_llm.shared.setting import LISTS, SAMPLERS
 from rllib_llm.shared.strict_yaml import read_text, yaml_error
@@ -498,3 +505,6 @@ def _check_spec(name: Any, spec: Any, source: str) -> None:
             f"{source}: {name}={spec!r} must be a mapping with run, env, stop, config: it is an "
             "experiment. Indent its settings below its name."
         )
+    for key in spec:
+        if not isinstance(key, str):
+            raise no_text(key, name)

@@ -60,6 +60,7 @@ def test_references_are_filled_inside_and_as_whole_values():
         ("a: {run: SFT, checkpoint_config: 3}", "a.checkpoint_config=3 must be a dictionary"),
         ("a: {run: SFT, num_samples: true}", "a.num_samples=True must be a whole number"),
         ("a: {run: SFT, stop: {3: 4}}", "the name 3 must be text: YAML reads it as int."),
+        ("a: {run: SFT, 3: 4}", "a: the name 3 must be text: YAML reads it as int."),
         ("a: {run: SFT, storage_path: 3}", "a.storage_path=3 must be text"),
         ("a: {run: SFT, time_budget_s: 0}", "a.time_budget_s=0 must be a number above 0"),
         ("a: {run: SFT, max_concurrent_trials: -1}", "a.max_concurrent_trials=-1 must be"),
