@@ -37,7 +37,12 @@ def to_tune(value: Any, where: str) -> Any:
             return _from_list(name, arguments, where)
         if name in SAMPLERS:
             return _from_range(name, arguments, where)
-    return {key: to_tune(item, f"{where}.{key}") for key, item in value.items()}
+    return _entries(value, where)
+
+
+def _entries(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return `values`, which are no search space whatever they are called, each `to_tune`."""
+    return {key: to_tune(item, f"{where}.{key}") for key, item in values.items()}
 
 
 def examples(config: dict[str, Any], limit: int = 64) -> list[dict[str, Any]]:
@@ -180,7 +185,7 @@ def _choice(experiment: Experiment, key: str, known: dict[str, Any]) -> str:
 def _arguments(experiment: Experiment, key: str, target: Any) -> dict[str, Any]:
     if inspect.isfunction(target):  # Tune imports some of them late, through a function
         target = target()
-    arguments = to_tune(getattr(experiment, key), f"{experiment.name}.{key}")
+    arguments = _entries(getattr(experiment, key), f"{experiment.name}.{key}")
     allowed = list(inspect.signature(target.__init__).parameters)[1:]
     for name in arguments:
         if name not in allowed:
@@ -265,7 +270,7 @@ def search_space(experiment: Experiment) -> dict[str, Any]:
     planned = planned_iterations(experiment.stop, defaults, config)
     if planned is not None and hasattr(defaults, "planned_iterations"):
         config.setdefault("planned_iterations", planned)
-    return {**_mutated(experiment), **to_tune(config, f"{experiment.name}.config")}
+    return {**_mutated(experiment), **_entries(config, f"{experiment.name}.config")}
 
 
 def planned_iterations(
@@ -303,4 +308,4 @@ def _mutated(experiment: Experiment) -> dict[str, Any]:
         key: {"choice": space} if isinstance(space, list) else space
         for key, space in mutations.items()
     }
-    return to_tune(spaces, where)
+    return _entries(spaces, where)

@@ -68,6 +68,11 @@ def test_a_stage_that_others_use_must_save_a_checkpoint():
     ("settings", "message"),
     [
         ({"config": {"lrr": 1}}, r"a\.config: unknown key 'lrr'.*'lr'"),
+        ({"config": {"uniform": [0, 1]}}, r"a\.config: unknown key 'uniform'"),
+        (
+            {"scheduler": "asha", "metric": "x", "scheduler_config": {"uniform": [0, 1]}},
+            r"a\.scheduler_config: unknown key 'uniform'",
+        ),
         ({"restore": "/nowhere"}, r"a\.restore='/nowhere' must be a checkpoint folder"),
         ({"scheduler": "ashha"}, r"a\.scheduler='ashha'.*Did you mean 'asha'"),
         ({"scheduler": "asha"}, r"a\.metric must be set"),
