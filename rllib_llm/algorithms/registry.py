@@ -45,7 +45,7 @@ def get_algorithm_class(name: str) -> Any:
     """
     if name in ALGORITHMS:
         return import_dotted(ALGORITHMS[name])
-    if looks_dotted(name):
+    if ":" in name or looks_dotted(name):
         return import_dotted(name, name="run")
     from ray.rllib.algorithms.registry import ALGORITHMS as RLLIB_ALGORITHMS
 

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from rllib_llm.cli.options import RunOptions, takes
-from rllib_llm.cli.session import user_errors
+from rllib_llm.cli.session import prepare, user_errors
 from rllib_llm.cli.train import run_file
 from rllib_llm.runs.yaml_loader import examples_folder
 from rllib_llm.shared.errors import UserError, suggestion
@@ -102,7 +102,9 @@ def description(file: Path) -> str:
 
 
 def show_config(
-    algo: Annotated[str, typer.Argument(help="Algorithm: PPOPtx, SFT, GRPO, ...")],
+    algo: Annotated[
+        str, typer.Argument(help="Algorithm: PPOPtx, SFT, GRPO, ..., or a dotted path to a class.")
+    ],
     search: Annotated[
         str, typer.Option("--filter", "-f", help="Only those with this text in them.")
     ] = "",
@@ -111,6 +113,7 @@ def show_config(
     ] = False,
 ) -> None:
     """List an algorithm's settings: what each may be, its default, and when it has an effect."""
+    prepare()  # an algorithm of one's own is in this folder
     with user_errors():
         from rllib_llm.config.sections import settings_of
 

@@ -44,7 +44,9 @@ class Checkpoints(Settings):
     checkpoint_score_attribute: str | None = setting(
         None, "the result by which checkpoints are kept"
     )
-    checkpoint_score_order: Literal["max", "min"] = setting("max", "which way that result improves")
+    checkpoint_score_order: Literal["max", "min"] = setting(
+        "max", "which way that result improves: max or min"
+    )
 
 
 class Experiment(Settings):
@@ -67,7 +69,7 @@ class Experiment(Settings):
         1, "how often the search space is sampled", least=1, remedy="Write `num_samples: 4`"
     )
     checkpoint_config: dict[str, Any] = setting(
-        {}, "when checkpoints are saved; one at the end unless it says otherwise"
+        {}, "when checkpoints are saved: by default from time to time and at the end"
     )
     storage_path: str | None = setting(None, "where results go, unless --storage-path says it")
     restore: str | None = setting(None, "the checkpoint from which the trials start")
@@ -83,7 +85,7 @@ class Experiment(Settings):
         None, "the result that search and schedulers improve, and by which `${name.model}` is the "
         "best of several trials'", remedy="Write `metric: objective/scores`",
     )  # fmt: skip
-    mode: Literal["max", "min"] | None = setting(None, "which way the metric improves")
+    mode: Literal["max", "min"] | None = setting(None, "which way the metric improves: max or min")
     scheduler: str | None = setting(
         None, "a Tune scheduler's name: asha, pbt, ...", remedy="Write `scheduler: asha`"
     )

@@ -87,7 +87,13 @@ def import_dotted(path: str, *, name: str = "path") -> Any:
             reason=f"there is no module {module_path or package_of(path)!r}",
             remedy=f"Write {path.replace('.py:', ':')!r}"
             if ".py:" in path
-            else _moved(path) or "Install it, or put its folder on PYTHONPATH",
+            else _moved(path)
+            or did_you_mean(
+                package_of(path),
+                [file.stem for file in Path.cwd().glob("*.py")],
+                cutoff=0.8,
+                otherwise="Install it, or put its folder on PYTHONPATH",
+            ),
         )
     return _walk(module, module_path, rest, path, name)
 

@@ -23,6 +23,7 @@ from rllib_llm.data.texts import TextSource
 from rllib_llm.learners.supervised_learners import SFTLearner
 from rllib_llm.modules.rl_modules import CausalLMModule
 from rllib_llm.rollouts.env_runner import RLHFEnvRunner
+from rllib_llm.shared.dotted import DottedPathError
 from rllib_llm.shared.errors import SettingError
 from rllib_llm.shared.messages import VERBOSE
 from rllib_llm.shared.setting import Section, Settings, setting
@@ -300,6 +301,11 @@ def test_an_algorithm_in_other_letters_is_suggested():
     with pytest.raises(UnknownAlgorithmError) as caught:
         get_algorithm_class("grpo")
     assert caught.value.remedy == "Did you mean 'GRPO' or 'PPO'?"
+
+
+def test_an_algorithm_whose_module_is_not_there_is_blamed_for_it():
+    with pytest.raises(DottedPathError, match="run='no_such:Mine' .* no module 'no_such'"):
+        get_algorithm_class("no_such:Mine")
 
 
 def text_source(data, **settings):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -53,3 +54,19 @@ def test_algorithms_without_a_table_are_told():
     assert result.exit_code == 2
     assert "must be an algorithm of this package" in said(result.output)
     assert "PPOPtx" in said(config("PPOPtxx").output)
+
+
+def test_an_algorithm_of_one_s_own_in_this_folder(tmp_path, monkeypatch):
+    (tmp_path / "own_algorithm.py").write_text(
+        "from rllib_llm.algorithms.grpo import GRPO, GRPOConfig\n"
+        "class OwnConfig(GRPOConfig):\n"
+        "    pass\n"
+        "class Own(GRPO):\n"
+        "    config_class = OwnConfig\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("PYTHONPATH", "")  # which the command changes, as sys.path
+    result = config("own_algorithm:Own", "--filter", "num_completions")
+    assert result.exit_code == 0, result.output
+    assert "num_completions 8" in said(result.output)

@@ -134,3 +134,12 @@ def test_only_importable_packages_look_dotted():
     assert looks_dotted("json.loads") and looks_dotted("rllib_llm.shared.dotted:import_dotted")
     for other in ("imdb", "org/name", "file.jsonl", "./a.b", "no_such_package.thing"):
         assert not looks_dotted(other)
+
+
+def test_a_module_of_this_folder_with_nearly_that_name_is_suggested(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DottedPathError, match="no module 'myrewards'. Did you mean 'my_rewards'"):
+        import_dotted("myrewards.brevity")
+    with pytest.raises(DottedPathError, match="no module 'elsewhere'. Install it"):
+        import_dotted("elsewhere.brevity")

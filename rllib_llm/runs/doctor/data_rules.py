@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rllib_llm.data.encoding import encode_ended, encode_text
 from rllib_llm.data.rows import DataSourceError, Rows
 from rllib_llm.modules.model_source import num_positions
 from rllib_llm.runs.doctor.stage import (
@@ -498,20 +499,40 @@ def _texts(stage: Stage, rows: Rows) -> Iterator[Finding]:
         if same:
             yield Finding(
                 "data.same_pair", "warning", f"{same} of {len(rows)} pairs have equal answers",
-                "nothing can be preferred", "Remove them.",
+                "they are left out, for nothing can be preferred", "Remove or correct them.",
             )  # fmt: skip
     for column in ("text", "completion", "chosen"):
         if column in rows.columns:
             texts = [row[column] for row in rows if isinstance(row[column], str)]
             yield from _blank(f"data.{column}", texts)
-    yield from _cut_texts(stage, rows)
+    if is_here(stage.config.pretrained_model):
+        tokenizer = stage.config.load_tokenizer()
+        yield from _cut_texts(stage.config, tokenizer, rows)
+        yield from _merged_spaces(tokenizer, rows)
 
 
-def _cut_texts(stage: Stage, rows: Rows) -> Iterator[Finding]:
-    config = stage.config
-    if not is_here(config.pretrained_model):
-        return
-    tokenizer, limit = config.load_tokenizer(), config.longest_text()
+def _merged_spaces(tokenizer: Any, rows: Rows) -> Iterator[Finding]:
+    """Findings about prompts whose last space becomes part of the answer's first token."""
+    for row in rows[:NUM_ENCODED]:
+        prompt, answer = row.get("prompt"), row.get("completion") or row.get("chosen")
+        if not (isinstance(prompt, str) and isinstance(answer, str) and prompt != prompt.rstrip()):
+            continue
+        alone = encode_text(tokenizer, prompt)
+        if encode_ended(tokenizer, prompt, answer)[0][: len(alone)] != alone:
+            yield Finding(
+                "data.space", "warning",
+                f"the prompt {prompt!r} ends with white space, which becomes part of the answer's "
+                f"first token before {answer[:20]!r}",
+                "a prompt that is sampled from ends with a token of its own there, after which "
+                "the model has learnt nothing",
+                "Let prompts end without it, here and where they are sampled from, and answers "
+                "begin with it.",
+            )  # fmt: skip
+            return
+
+
+def _cut_texts(config: Any, tokenizer: Any, rows: Rows) -> Iterator[Finding]:
+    limit = config.longest_text()
     texts = [text for row in rows[:NUM_ENCODED] if (text := _whole_text(row))]
     lengths = [len(tokenizer(text)["input_ids"]) for text in texts]
     num_cut = sum(length > limit for length in lengths)

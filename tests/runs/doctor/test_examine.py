@@ -21,7 +21,13 @@ from rllib_llm.runs.yaml_loader import load, parse
 from rllib_llm.shared.errors import UserError
 from tests.runs.doctor import set_ups
 from tests.runs.doctor.set_ups import HERE, MACHINE, SUMS, conversations, grpo, supervised
-from tests.tiny_models import byte_tokenizer, llama, llama_classifier, save
+from tests.tiny_models import (
+    byte_tokenizer,
+    llama,
+    llama_classifier,
+    save,
+    sentencepiece_tokenizer,
+)
 
 CHAT = [{"role": "user", "content": "1"}]
 
@@ -538,6 +544,23 @@ def test_advice_on_cut_prompts_is_within_what_the_model_reads(folders):
     env = {"prompts": prompts, "max_prompt_len": 8}
     (cut,) = (f for f in found(grpo(model=folders["sound"], env=env)) if f.id == "data.cut")
     assert "599" not in cut.remedy and "max_new_tokens" in cut.remedy
+
+
+def test_a_space_at_the_end_of_prompts_that_joins_the_answer_is_told(tmp_path):
+    """Of " cat" the tokenizer makes one token, so training never reads the space by itself."""
+    tokenizer = sentencepiece_tokenizer()
+    model = save(tmp_path, llama(vocab_size=len(tokenizer)), tokenizer)
+
+    def told(prompt: str, answer: str) -> list[str]:
+        rows = [{"prompt": f"{n} {prompt}", "completion": answer} for n in range(4)]
+        findings = found(supervised("SFT", model=model, data=rows))
+        return [finding.found for finding in findings if finding.id == "data.space"]
+
+    assert told("the ", "cat") == [
+        "the prompt '0 the ' ends with white space, which becomes part of the answer's first "
+        "token before 'cat'"
+    ]
+    assert not told("the", " cat") and not told("the ", "+")
 
 
 def test_a_value_out_of_range_is_told_once():
