@@ -2,11 +2,12 @@
 
 Under Tune an algorithm's class is one that Ray derives from ours. Pickled as it is, it names all of
 our methods, and a version in which one of them is gone could not read it. So the class is written
-by its name; of checkpoints of earlier versions, what is gone is passed over.
+by its name; methods that earlier versions pickled and that are gone are skipped.
 
 A config names models, data and functions as its user gave them, and its checkpoints note the folder
-that they were relative to. What is not found in the present folder is looked for there: a run that
-was moved with its files, and a checkpoint that is read from elsewhere, both find them.
+that they were relative to. A path that is not found in the present folder is looked for in that
+one, so a run that was moved with its files finds them, and so does a checkpoint read from
+elsewhere.
 """
 
 from __future__ import annotations
@@ -246,7 +247,7 @@ class WholeCheckpoints(Algorithm):
         written."""
 
     def go_on_from(self, about: dict[str, Any]) -> None:
-        """Called with a checkpoint's manifest before its state is read."""
+        """Receives a checkpoint's manifest before its state is read."""
 
     def save_to_path(
         self, path=None, *, state=None, filesystem=None, use_msgpack: bool = False

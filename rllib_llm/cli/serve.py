@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -96,7 +97,7 @@ def _named(pairs: Any) -> dict[str, Any]:
 
 
 def _serve_here(settings: Any, ray_address: str | None) -> None:
-    from rllib_llm.serving.deployment import check_port
+    from rllib_llm.serving.deployment import check_model, check_port
     from rllib_llm.serving.http_server import HttpServer, open_service, show_log
     from rllib_llm.serving.security import read_clients
     from rllib_llm.serving.weight_sources import follow
@@ -105,6 +106,7 @@ def _serve_here(settings: Any, ray_address: str | None) -> None:
     clients = read_clients(settings)
     settings.check_exposure(bool(clients.clients))
     check_port(settings)
+    check_model(settings)
     if settings.weights_name is not None:
         import ray
 
@@ -127,10 +129,12 @@ def _serve_here(settings: Any, ray_address: str | None) -> None:
 
 def _serve_on_ray(settings: Any, ray_address: str | None) -> None:
     from rllib_llm.serving import deployment
+    from rllib_llm.shared.ray_compat import stop_listening
 
     deployment.prepare(settings, starts_ray=ray_address is None)
-    import ray
+    import ray.serve
 
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # after the import, which sets it
     if ray_address is not None:
         check_address(ray_address)
     if address := ray_address or _in_place_of_a_dead_cluster():
@@ -142,6 +146,7 @@ def _serve_on_ray(settings: Any, ray_address: str | None) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
     ended.wait()
+    stop_listening()  # calls that Ray Serve makes for its own end are no errors of the user
     server.close()
     if ray_address is None:
         ray.shutdown()

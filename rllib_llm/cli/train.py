@@ -230,7 +230,7 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions, sourc
         run = (root, name, options.experiment_name, source, experiments)
         folder = resumed_folder(*run) if options.resume else new_folder(*run)
     from rllib_llm.runs.report import report
-    from rllib_llm.runs.stages import StageFailed, StageInterrupted, run_stages
+    from rllib_llm.runs.stages import StageFailed, StageInterrupted, StateCutShort, run_stages
     from rllib_llm.shared.ray_compat import own_ray_has_ended
 
     try:
@@ -255,7 +255,9 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions, sourc
         place = f" from {error.goes_on_from}" if isinstance(error, StageFailed) else ""
         going_on = f"This goes on{place}:\n  {resume_command(folder, options)}"
         with contextlib.suppress(OSError):  # the storage may be what failed
-            if not _saved(experiments, folder):
+            if isinstance(error, StateCutShort):
+                going_on = ""
+            elif not _saved(experiments, folder):
                 going_on = "Nothing was saved: once the cause is mended, start anew."
         show(f"{_explained(error, folder)}\n{going_on}", title="training failed")
         raise typer.Exit(1) from None

@@ -2,7 +2,7 @@
 
     put ─▶ bounded queue ─▶ writer thread: table ─▶ temporary file, fsync, rename
 
-`put` waits while the queue is full: what is put is written, or the run ends. The rows of one
+`put` waits while the queue is full: every row is written, or the run ends. The rows of one
 iteration become one file, which is written when the next iteration's rows come, when the queue has
 been empty for a second, when it is large, and by `flush`, which a checkpoint calls. So a
 checkpoint's state is the number of files: what is found beyond it when a run goes on was sampled

@@ -16,7 +16,11 @@ from rllib_llm.envs.bandit import BanditEnv
 from rllib_llm.envs.judges.rewards import RewardSum, RewardTerm
 from rllib_llm.envs.prompts import PromptSource
 from rllib_llm.envs.settings import CONVERSATION_ENV, ENV_SETTINGS, Conversation
-from rllib_llm.modules.model_source import check_reference_vocabulary, num_embeddings
+from rllib_llm.modules.model_source import (
+    check_reference_vocabulary,
+    num_embeddings,
+    vocabulary_difference,
+)
 from rllib_llm.modules.quantization import check_quantization
 from rllib_llm.modules.tokenizer import load_tokenizer, read_chat_template
 from rllib_llm.shared.dotted import as_list
@@ -194,7 +198,10 @@ def _of_another(key: str, known: Collection[str]) -> str:
     if key in DEFAULTS:
         return "The environment has its own prompts and rewards. Leave it out, or `env`."
     if key in _OF_TURNS:
-        return f"Leave `env` out, or write `env: {CONVERSATION_ENV}`, which has turns."
+        return (
+            "The environment that `env` names has no turns. Leave `conversation` out, or `env`: "
+            f"{CONVERSATION_ENV}, which has turns, is taken then."
+        )
     return ""
 
 
@@ -210,7 +217,11 @@ def _model_settings(key: str) -> set[str]:
 
 
 def policy_tokenizer(settings: Mapping[str, Any]) -> PreTrainedTokenizerBase:
-    """The tokenizer that `settings["tokenizer"]`, else `settings["model"]`, names."""
+    """The tokenizer that `settings["tokenizer"]`, else `settings["model"]`, names.
+
+    Raises:
+        EnvConfigError: neither is set, or the model reads the tokenizer's ids as other tokens.
+    """
     chosen = settings["tokenizer"] if settings["tokenizer"] is not None else settings["model"]
     require(
         chosen is not None, "env_config", ..., "have 'model' (or 'tokenizer')",
@@ -218,13 +229,20 @@ def policy_tokenizer(settings: Mapping[str, Any]) -> PreTrainedTokenizerBase:
         "Set it to the policy's folder, hub id or dotted path (rllib env check: --model)",
         EnvConfigError,
     )  # fmt: skip
-    if isinstance(chosen, PreTrainedTokenizerBase):
-        if settings["chat_template"] is None:
-            return chosen
-        chosen = copy.copy(chosen)
-        chosen.chat_template = read_chat_template(settings["chat_template"])
-        return chosen
-    return load_tokenizer(chosen, chat_template=settings["chat_template"])
+    if not isinstance(chosen, PreTrainedTokenizerBase):
+        tokenizer = load_tokenizer(chosen, chat_template=settings["chat_template"])
+    elif settings["chat_template"] is None:
+        tokenizer = chosen
+    else:
+        tokenizer = copy.copy(chosen)
+        tokenizer.chat_template = read_chat_template(settings["chat_template"])
+    if settings["tokenizer"] is not None and settings["model"] is not None:
+        difference = vocabulary_difference(settings["model"], tokenizer, "the model's")
+        require(
+            not difference, "env_config.tokenizer", chosen, "have the vocabulary of the model",
+            difference, "Leave it out to take the model's own", EnvConfigError,
+        )  # fmt: skip
+    return tokenizer
 
 
 def _as_model_settings(given: Mapping[str, Any] | str) -> dict[str, Any]:
@@ -246,7 +264,7 @@ def check_reference(
         model is not None, "env_config['reference']", settings["reference"], "name a model",
         "there is no 'model' of the policy either", "Set reference.model", EnvConfigError,
     )  # fmt: skip
-    if model != settings["model"] or settings["tokenizer"] is not None:
+    if model != settings["model"]:
         check_reference_vocabulary(model, tokenizer)
     return {"model": model, **chosen}
 

@@ -315,14 +315,14 @@ class HuggingFaceModule(TorchRLModule):
 
 
 def _has_train_mode(part: nn.Module) -> bool:
-    """Whether it does something in train mode that training here is to have."""
+    """Whether a part has a train mode that training here uses."""
     return isinstance(part, nn.modules.dropout._DropoutNd | GradientCheckpointingLayer) or getattr(
         part, "gradient_checkpointing", False
     )
 
 
 def _tied_names(own: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Name -> another name of the same tensor, both ways, for tensors that are tied."""
+    """The names of tied tensors: each name -> the other name of the same tensor."""
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
     for name, tensor in own.items():

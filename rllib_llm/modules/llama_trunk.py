@@ -2,9 +2,9 @@
 
 Autograd keeps every intermediate of a norm, an activation and a product, and reads and writes each
 of them. Here gradients are written by hand: norms and activation are computed again in the backward
-pass, in place where nobody else looks, and in the last layer only the tokens whose state is wanted
-go through the second half. Results and gradients are those of transformers' modules up to
-round-off.
+pass, in place where no other code reads them, and in the last layer only the tokens
+whose state is wanted go through the second half. Results and gradients are those of transformers'
+modules up to round-off.
 
 Layers take tokens [tokens, features], float32 or bfloat16. In bfloat16 norms and their gradients
 are computed in float32 and rounded once; what goes between layers is bfloat16.
@@ -55,7 +55,7 @@ def is_read_whole(trunk: nn.Module) -> bool:
 
 
 def is_plain_tensor(tensor: torch.Tensor) -> bool:
-    """Whether it is neither quantised nor sharded."""
+    """Whether a tensor is neither quantised nor sharded."""
     return type(tensor) in PLAIN_TENSORS
 
 

@@ -200,6 +200,12 @@ def _explain(
     error: Exception, model: str, kind: str, attempt: int, transient: bool, offline: bool
 ) -> tuple[str, str]:
     """(reason, remedy) of a failure that is final."""
+    if kind == FOLDER and "backend tokenizer" in str(error):
+        held = ", ".join(sorted(os.listdir(model))[:6])
+        return (
+            f"the folder has no tokenizer (it holds {held})",
+            "Save the tokenizer of the model there, too, with its save_pretrained",
+        )
     if kind == FOLDER:
         return (
             f"the folder cannot be loaded ({_first_line(error)})",
@@ -298,31 +304,31 @@ def text_config(model: str | os.PathLike) -> Any:
 def check_reference_vocabulary(
     reference: str | os.PathLike, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Raises ValueError where a reference would read an id of the policy's `tokenizer` as another
-    token, or has no embedding for it.
+    """Raises ValueError where a reference reads the policy's `tokenizer` otherwise; see
+    `vocabulary_difference`."""
+    if difference := vocabulary_difference(reference, tokenizer, "its"):
+        raise SettingError(
+            name=f"reference.model={str(reference)!r}",
+            rule="have the vocabulary of the policy",
+            reason=f"{difference}, and a KL between them would be of nothing",
+            remedy="Name the model that training starts from, or leave reference out",
+        )
 
-    A reference without a tokenizer of its own is asked for the number of its embeddings alone.
+
+def vocabulary_difference(
+    model: str | os.PathLike, tokenizer: PreTrainedTokenizerBase, whose: str
+) -> str:
+    """The first id of `tokenizer` that `model` reads as another token, or has no embedding for, as
+    a clause about `whose` token it is; "" without one.
+
+    A model without a tokenizer of its own is asked for the number of its embeddings alone.
     """
-    name, remedy = f"reference.model={str(reference)!r}", "Name the model that training starts from"
-    vocabulary = tokenizer.get_vocab()
-    own = _tokens_by_id(reference)
+    vocabulary, own = tokenizer.get_vocab(), _tokens_by_id(model)
     for i, token in sorted((i, token) for token, i in vocabulary.items()):
         if own.get(i, token) != token:
-            raise SettingError(
-                name=name,
-                rule="have the vocabulary of the policy",
-                reason=f"its token {i} is {own[i]!r}, the policy's {token!r}, and a KL between "
-                "them would be of nothing",
-                remedy=f"{remedy}, or leave reference out",
-            )
-    rows, largest = num_embeddings(reference), max(vocabulary.values())
-    if largest >= rows:
-        raise SettingError(
-            name=name,
-            rule="have an embedding for each of the policy's tokens",
-            reason=f"it has {rows} rows and the policy's largest id is {largest}",
-            remedy=f"{remedy}, or leave reference out",
-        )
+            return f"{whose} token {i} is {own[i]!r}, not {token!r}"
+    rows, largest = num_embeddings(model), max(vocabulary.values())
+    return f"{whose} largest id is {rows - 1}, not {largest}" if largest >= rows else ""
 
 
 def _tokens_by_id(model: str | os.PathLike) -> dict[int, str]:

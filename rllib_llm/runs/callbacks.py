@@ -15,6 +15,7 @@ import errno
 import json
 import logging
 import os
+import pickle
 import re
 import time
 from collections import defaultdict
@@ -217,6 +218,10 @@ class KilledForMemory(RuntimeError):
     processes used it and which settings to lower."""
 
 
+class ErrorCutShort(RuntimeError):
+    """A trial failed, and the reason could not be written to its folder, as on a full disk."""
+
+
 def fit(
     tuner: Any,
     restored: Callable[[], Any],
@@ -234,11 +239,17 @@ def fit(
 
     Raises:
         KilledForMemory: once more than `max_failures` times.
+        ErrorCutShort: a trial failed, and Tune cannot read why.
     """
     num_killed, before = 0, saved()
     while True:
         try:
             return tuner.fit()
+        except (EOFError, pickle.UnpicklingError):
+            full = os.strerror(errno.ENOSPC)
+            raise ErrorCutShort(
+                f"a trial failed, and the reason could not be written to its folder: {full}"
+            ) from None
         except RuntimeError as error:
             if not isinstance(error.__cause__, OutOfMemoryError):
                 raise

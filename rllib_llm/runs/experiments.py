@@ -189,12 +189,14 @@ def _unknown(section: Section, key: str, where: str) -> UserError:
     """The error for unknown keys."""
     from rllib_llm.algorithms.language_model_config import LanguageModelConfig
 
-    hint = ""
+    hint, known = "", [row.name for row in section.settings]
+    if section is EXPERIMENT:
+        known.remove("name")
     if section is EXPERIMENT and key in MOVED:
         hint = f"It is {MOVED[key]!r} here."
     elif section is EXPERIMENT and LanguageModelConfig.algorithms_with(key):
         hint = "It is the algorithm's: write it below `config:`."
-    return unknown_key(where, key, [row.name for row in section.settings], hint)
+    return unknown_key(where, key, known, hint)
 
 
 def algorithm_class(name: str, where: str) -> type[Trainable]:

@@ -76,6 +76,7 @@ PAGE_FILE = "report.html"
 TEMPLATE = Path(__file__).parent / "page"
 MAX_PAIRS = 50
 MAX_POINTS = 1000  # of a curve
+# Left out where they would hold only zeros, as the staleness of a synchronous run.
 EXTRA_PANELS = (
     Panel("Completion length", "tokens", "train/output_length", "eval/output_length"),
     Panel("Staleness", "updates", "train/staleness"),
@@ -85,8 +86,6 @@ EXTRA_PANELS = (
     Panel("Learning rate", "last optimiser step", "lr"),
     Panel("Sampled tokens", "per second", "throughput/tokens_per_s"),
 )
-# Left out where nothing else happened: a synchronous run has no staleness.
-NOT_WHERE_ZERO = ("train/staleness", "train/num_invalid")
 
 
 @dataclass(frozen=True)
@@ -194,14 +193,13 @@ def panels(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for panel in (*known, *part_panels(results), *EXTRA_PANELS):
         xs, ys = series(results, x_key, panel.key)
-        if panel.key in NOT_WHERE_ZERO and not any(ys):
-            continue
         curves = [{"name": "training", "x": _thin(xs), "y": _thin(ys)}] if ys else []
         if panel.eval_key:
             xs, ys = fresh_series(results, x_key, panel.eval_key)
             if ys:
                 curves.append({"name": "held out", "x": _thin(xs), "y": _thin(ys)})
-        if curves:
+        is_flat = panel in EXTRA_PANELS and not any(any(curve["y"]) for curve in curves)
+        if curves and not is_flat:
             found.append({
                 "title": panel.title, "unit": panel.unit, "x_title": x_title, "curves": curves,
             })  # fmt: skip

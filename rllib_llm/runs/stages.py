@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import pickle
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,10 +12,11 @@ from rich.console import Console
 
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
 from rllib_llm.checkpoints.algorithm import restore_source
+from rllib_llm.checkpoints.folder import newest_usable
 from rllib_llm.config.schema import resolve_classes
 from rllib_llm.data.rollout_store import ROLLOUTS
 from rllib_llm.runs import default_callbacks
-from rllib_llm.runs.callbacks import KilledForMemory, NewTerms, fit
+from rllib_llm.runs.callbacks import ErrorCutShort, KilledForMemory, NewTerms, fit
 from rllib_llm.runs.experiments import Experiment, algorithm_class, fill
 from rllib_llm.runs.live_table import LiveTable
 from rllib_llm.runs.plan import INTERVAL, check_experiment, checkpoint_settings
@@ -36,6 +39,10 @@ class StageFailed(RuntimeError):
         """`goes_on_from`: where --resume would continue."""
         super().__init__(message)
         self.goes_on_from = goes_on_from
+
+
+class StateCutShort(UserError):
+    """A run cannot be resumed, since Tune's record of it is damaged."""
 
 
 class StageInterrupted(RuntimeError):
@@ -134,7 +141,7 @@ def run_stage(
 
         if goes_on:
             tuner = _restored_tuner(experiment, folder, callbacks, further=finished)
-            trials = list(tuner.get_results())
+            trials = _results_of(tuner, folder)
             console.print(f"{experiment.name} goes on from {last_saved(trials)}.", highlight=False)
             anew = [placed(one.path, folder) for one in trials if _begins_again(one, finished)]
             if anew:
@@ -154,7 +161,7 @@ def run_stage(
             )
         except KeyboardInterrupt:
             raise StageInterrupted(f"{experiment.name} was stopped at once.") from None
-        except KilledForMemory as error:
+        except (KilledForMemory, ErrorCutShort) as error:
             saved = RunFolder(folder).in_trials(CHECKPOINTS)
             goes_on_from = "the last checkpoint" if saved else "the beginning"
             raise StageFailed(f"{experiment.name}: {error}", goes_on_from) from None
@@ -266,6 +273,24 @@ def _restored_tuner(
     if further:
         resume_finished(tuner)
     return tuner
+
+
+def _results_of(tuner: Any, folder: Place) -> list[Any]:
+    """Return the results of a restored Tuner.
+
+    Raises:
+        StateCutShort: Tune cannot read them.
+    """
+    try:
+        return list(tuner.get_results())
+    except (RuntimeError, EOFError, pickle.UnpicklingError):
+        remedy = "Start anew"
+        with contextlib.suppress(ValueError):
+            remedy = f"Start a new run, with `restore: {newest_usable(folder)}` in {folder.name}"
+        raise StateCutShort(
+            name=f"{folder.name}: Tune's record of the run", rule="be whole",
+            reason="its file was cut short, as by a full disk", remedy=remedy,
+        ) from None  # fmt: skip
 
 
 def _param_space(experiment: Experiment) -> dict[str, Any]:

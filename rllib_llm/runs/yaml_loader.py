@@ -42,7 +42,14 @@ from rllib_llm.runs.experiments import (
     references,
     substitute,
 )
-from rllib_llm.shared.errors import SettingError, UserError, closest, nearest, together
+from rllib_llm.shared.errors import (
+    SettingError,
+    UserError,
+    closest,
+    nearest,
+    together,
+    unknown_key,
+)
 from rllib_llm.shared.setting import LISTS, SAMPLERS
 from rllib_llm.shared.strict_yaml import read_text, yaml_error
 
@@ -508,3 +515,5 @@ def _check_spec(name: Any, spec: Any, source: str) -> None:
     for key in spec:
         if not isinstance(key, str):
             raise no_text(key, name)
+    if "name" in spec:
+        raise unknown_key(name, "name", (), "An experiment is called by the key that it is below.")

@@ -189,7 +189,7 @@ def start(settings: ServeSettings) -> Server:
     from ray import serve
 
     if not ray.is_initialized():
-        ray.init(log_to_driver=False)
+        ray.init(log_to_driver=False, logging_level=logging.ERROR)
     has_keys = bool(read_clients(settings).clients)
     _check_others(has_keys)
     _check_room(settings)
@@ -331,11 +331,22 @@ def prepare(settings: ServeSettings, *, starts_ray: bool = True) -> None:
             os.environ.update(limited_heads(settings.slow_request_s))
         for name in HAPROXY_PORTS:  # by default those of every other HAProxy of this machine
             os.environ.setdefault(name, str(_free_port()))
-        if is_here and not is_url(settings.model):  # on a cluster it may lie elsewhere
-            from rllib_llm.checkpoints.folder import find_model
-            from rllib_llm.modules.model_source import source_kind
+        if is_here:  # on a cluster it may lie elsewhere
+            check_model(settings)
 
-            source_kind(find_model(settings.model))
+
+def check_model(settings: ServeSettings) -> None:
+    """Raises ModelSourceError where there is no model, or none with a tokenizer, before weights are
+    loaded; a hub is asked for its tokenizer."""
+    if is_url(settings.model):
+        return
+    from rllib_llm.checkpoints.folder import find_model
+    from rllib_llm.modules.model_source import DOTTED, source_kind
+    from rllib_llm.modules.tokenizer import load_tokenizer
+
+    model = find_model(settings.model)
+    if source_kind(model)[0] != DOTTED:
+        load_tokenizer(model)
 
 
 def limited_heads(seconds: float) -> dict[str, str]:

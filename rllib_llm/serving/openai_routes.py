@@ -150,7 +150,7 @@ class Completer:
         return self._chats.format(tools, body.chat_template_kwargs)
 
     def prompt_of(self, body: ChatRequest) -> tuple[ChatFormat, list[int]]:
-        """How a chat is written, and its token ids."""
+        """The format of a chat, and its token ids."""
         chat_format = self.format_of(body)
         return chat_format, chat.prompt_ids(chat_format, body.messages, self._service.limits)
 

@@ -1,10 +1,11 @@
-"""The policy behind a server: its engine in a thread, its weights, and what asks of them.
+"""The policy behind a server: its engine in a thread, its weights, and the requests for them.
 
 requests ─▶ RunningJob ─▶ EngineHost ─▶ tokens ─▶ Mailbox ─▶ Choice ─▶ pieces
 weights  ─▶ load ─▶ EngineHost ─▶ LiveWeights
 
-The engine's thread puts tokens into the mailbox, which wakes the event loop once for a step. What
-comes in the event loop itself, as of an engine in another process, is there at once.
+The engine's thread puts tokens into the mailbox, which wakes the event loop once for a step. Tokens
+that arrive in the event loop itself, such as those of an engine in another process, need no
+wake-up.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class RequestContext:
 
 
 class Mailbox:
-    """Calls from any thread, made in an event loop in their order. Made in that loop."""
+    """Runs calls from any thread in an event loop, in their order. Create it in that loop."""
 
     def __init__(self, events: asyncio.AbstractEventLoop) -> None:
         self._events = events
@@ -205,8 +206,8 @@ class RunningJob:
         return i, event
 
     def _more(self, i: int) -> Tokens | None:
-        """Tokens of row `i` that have come behind the event before, if any: a reader that is slower
-        than the engine takes more at a time."""
+        """Tokens of row `i` that have arrived since its last event: a reader slower than the engine
+        takes several at once."""
         of_row, event = self._events[0] if self._events else (None, None)
         if of_row != i or not isinstance(event, Tokens):
             return None
@@ -307,7 +308,7 @@ class RunningJob:
         return sum(choice.num_tokens for choice in self.choices)
 
     def abort(self) -> None:
-        """Ends it with what there is; without scores of its prompts there is no answer."""
+        """Ends the job with the partial output; without scores of its prompts it has no answer."""
         for future in self._futures:
             self._service.host.abort(future)
         if self._scoring is not None:
@@ -564,9 +565,9 @@ class Service:
             )
 
     def _retry_seconds(self) -> int:
-        """Until half of the queue has begun, if completions go on to end as fast as they have since
-        the engine is full. Clients that all come back each second take a third of the server's
-        time."""
+        """Seconds until half of the queue has begun, at the rate at which completions have ended
+        since the engine is full. Clients that all come back each second take a third of the
+        server's time."""
         if self._full_since is None or not self._num_ended:
             return 1
         interval = (self._clock() - self._full_since) / self._num_ended
@@ -574,8 +575,8 @@ class Service:
         return min(max(1, seconds), _MOST_RETRY_SECONDS)
 
     def _count_ended(self, num_rows: int) -> None:
-        """Counts completions that have ended, as long as others take their places: else how fast
-        they end is how fast they are asked for."""
+        """Counts completions that have ended while others wait for their places: without a queue
+        their rate would be that of the requests."""
         if self.num_rows < self.settings.max_rows:
             self._full_since, self._num_ended = None, 0
         elif self._full_since is None:

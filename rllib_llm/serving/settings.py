@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -224,8 +225,40 @@ def read_settings(
         if first["type"] == "extra_forbidden":
             raise unknown_key("", name, ServeSettings.model_fields) from error
         is_secret = "key" in name and not name.endswith("_file")
-        value = "" if is_secret or first["type"] == "missing" else f"={str(first['input'])!r}"
-        raise UserError(f"{name}{value} must be corrected: {problem}.") from error
+        is_shown = not is_secret and first["type"] != "missing"
+        field = ServeSettings.model_fields[str(first["loc"][0])]
+        default = None if field.is_required() else field.get_default(call_default_factory=True)
+        raise UserError(
+            name=name, value=first["input"] if is_shown else ..., rule=_rule(problem),
+            reason=str(field.description).rstrip("."),
+            remedy="Leave it out" if default is None else f"Write {default!r}, its default",
+        ) from error  # fmt: skip
+
+
+_WORDS = {
+    "valid integer": "whole number",
+    "valid number": "number",
+    "a valid string": "text",
+    "a valid boolean": "true or false",
+    "valid dictionary": "mapping",
+    "valid list": "list",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+    "greater than": "above",
+    "less than": "below",
+}
+
+
+def _rule(problem: str) -> str:
+    """A setting's rule in plain words, from the message of pydantic."""
+    if problem == "Field required":
+        return "be given"
+    if not problem.startswith("Input should be "):
+        return f"be corrected, {problem[:1].lower()}{problem[1:]}"
+    wanted = re.sub(r", (unable|got|but) .*", "", problem.removeprefix("Input should be "))
+    for words, plain in _WORDS.items():
+        wanted = wanted.replace(words, plain)
+    return f"be {wanted}"
 
 
 def _from_file(file: Path | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Things named by dotted path, and modules that a user named with `--import`."""
+"""Objects named by dotted path, and the modules of `--import`."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class DottedPathError(SettingError):
 
 
 def as_list(given: Any) -> list[Any]:
-    """Several things that a user named (in a list or tuple), one, or none (None, an empty text or
-    mapping), as a list."""
+    """A setting's values as a list: of a list or tuple its entries, of None, "" and {} none, else
+    the value alone."""
     if isinstance(given, (list, tuple)):
         return list(given)
     return [] if given is None or (isinstance(given, (str, Mapping)) and not given) else [given]
 
 
 def package_of(path: str) -> str:
-    """The first package of a dotted path; "" for what has not the form of one."""
+    """The first package of a dotted path; "" for other texts."""
     is_path = _DOTTED.fullmatch(path) and re.search("[.:]", path)
     return re.split("[.:]", path, maxsplit=1)[0] if is_path else ""
 
@@ -167,8 +167,8 @@ def _walk(module: Any, module_path: str, rest: list[str], path: str, name: str) 
 
 
 def _moved(path: str) -> str:
-    """The remedy for what this package has elsewhere, in one place; "" for all else. Modules are
-    read, not imported."""
+    """A remedy with the new place of a name that exactly one other module of this package defines;
+    else "". Modules are read, not imported."""
     package, name = __name__.partition(".")[0], re.split("[.:]", path)[-1]
     if package_of(path) != package:
         return ""
@@ -195,7 +195,7 @@ HOOK = "rllib_llm.shared.dotted.import_named"
 
 
 def name_imports(modules: Sequence[str]) -> None:
-    """Import the modules, here and, from now on, in processes that are started from here.
+    """Imports the modules in this process, and in all processes that it starts later.
 
     Raises:
         ModuleNotFoundError: saying which.

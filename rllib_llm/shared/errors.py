@@ -151,6 +151,9 @@ def unknown_key(
     where: str, key: str, allowed: Iterable[str], hint: str = "", kind: Any = UserError
 ) -> Any:
     """Return the error for a key that is not in `allowed`, naming the nearest valid ones."""
+    allowed, name = list(allowed), re.split(r"[\s{\[]", str(key))[0]
+    if name != key and name in allowed:  # `stop {a: 1}`
+        hint = f"Write a colon and a space after {name!r}."
     return kind(
         f"unknown key {key!r}", name=str(key), remedy=hint or suggestion(str(key), allowed),
         where=where, unknown=True,

@@ -78,6 +78,15 @@ def current_cluster() -> str | None:
     return read_ray_address() or None
 
 
+def stop_listening() -> None:
+    """Ends what prints errors of the cluster in this process, a moment before `ray.shutdown()`
+    does: what is cut off by the end of others is printed as errors, too."""
+    from ray._private.worker import global_worker
+
+    global_worker.threads_stopped.set()
+    global_worker.gcs_error_subscriber.close()
+
+
 def own_ray_has_ended() -> bool:
     """Whether the cluster that this process has started is gone, as after a signal to the whole
     group of processes."""
@@ -239,7 +248,8 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     *_names("ray", put="value _owner _tensor_transport"),
     *_names("ray.actor:ActorHandle", "_actor_id"),
     *_names("ray._private.utils", read_ray_address="temp_dir"),
-    *_names("ray._private.worker", "_global_node"),
+    *_names("ray._private.worker", "_global_node", "global_worker"),
+    *_names("ray._private.worker:Worker", "threads_stopped"),
     *_names("ray._private.node:Node", dead_processes="self"),
     *_names(
         "ray._private.state",

@@ -46,11 +46,11 @@ class Away(RuntimeError):
 
 
 class Late(TimeoutError):
-    """It is there, and gave no answer in the time that it had."""
+    """A remote service or process runs, and gave no answer by its deadline."""
 
 
 class OutageError(Away):
-    """It has been away longer than it is waited for."""
+    """A remote service has been unavailable for longer than callers wait."""
 
 
 def backoff_seconds(

@@ -65,19 +65,19 @@ class Condition:
 def when(
     name: str, text: str, holds: Callable[[Any], bool], remedy: str = "Remove it", why: str = ""
 ) -> Condition:
-    """The condition that the value of one setting `holds`; `text` says it, `why` follows the value
-    where it does not."""
+    """The condition that `holds(value)` is true of one setting; `text` describes it, and `why`
+    follows the value in the warning where it is false."""
     otherwise = f"with {name}={{config.{name}!r}}{why}"
     return Condition(f"{name} {text}", lambda c: holds(getattr(c, name)), otherwise, remedy)
 
 
 def never(why: str) -> Condition:
-    """A setting of RLlib's has no effect, and is known only so as to be warned of."""
+    """The condition of RLlib's settings that never have an effect and are listed for a warning."""
     return Condition("never", lambda config: False, why, never=True)
 
 
 def is_set(value: Any) -> bool:
-    """Whether it is not None."""
+    """Whether a setting has a value."""
     return value is not None
 
 
@@ -176,12 +176,11 @@ class Setting:
                 value_rule = "below 2**63"
             elif isinstance(value, str) and not value.strip("\0 \t\n"):
                 value_rule = "more than a blank"
-            elif (
-                isinstance(value, str)
-                and (meant := _number(value)) is not None
-                and self.error(meant, config) is None
-            ):
-                remedy = f"Write it without quotes: `{self.name}: {value.strip()}`"
+            elif isinstance(value, str) and (meant := self._meant(value, config)):
+                how = "without quotes" if meant == value.strip() else "as YAML has numbers"
+                remedy = f"Write it {how}: `{self.name}: {meant}`"
+            elif isinstance(value, bool) and {int, float} & {*_alternatives(self.type)}:
+                remedy += "; YAML reads `yes` and `on` as True, `no` and `off` as False"
             elif not self.remedy and isinstance(value, str):
                 names = [*map(str, self.choices)]
                 begun = [n for n in names if n.startswith(value) or value.startswith(n)]
@@ -194,6 +193,15 @@ class Setting:
             reason=reason,
             remedy=remedy,
         )
+
+    def _meant(self, text: str, config: Any) -> str:
+        """The allowed number that a text is, or would be with a point for its comma or without
+        commas; "" of anything else."""
+        for meant in (text.strip(), text.strip().replace(",", "."), text.strip().replace(",", "")):
+            number = _number(meant)
+            if number is not None and self.error(number, config) is None:
+                return meant
+        return ""
 
     def _search_space(self, value: Any) -> str:
         """The search space of Tune's that a refused text or mapping resembles, or ""."""
@@ -385,7 +393,7 @@ def _strict(kind: Any, least: float | None, above: float | None, most: float | N
 
 
 def is_search_space(value: Any) -> bool:
-    """Whether it is one of Tune's, from which each trial gets a value of its own."""
+    """Whether a value is a search space of Tune's, from which each trial draws its own."""
     from ray.tune.search.sample import Domain
 
     return isinstance(value, Domain) or (isinstance(value, Mapping) and "grid_search" in value)
@@ -397,7 +405,7 @@ def plain(value: Any) -> Any:
 
 
 def _only(*kinds: type) -> BeforeValidator:
-    """Refuses what is none of these, before pydantic converts it."""
+    """A validator that refuses values of other types before pydantic converts them."""
 
     def check(value: Any) -> Any:
         if not isinstance(value, kinds):

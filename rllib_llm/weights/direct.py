@@ -57,7 +57,7 @@ def has_nixl() -> bool:
 
 class DirectTransport:
     """See `Transport`. Puts snapshots of tensors into buffers that stay registered: as many as
-    there are snapshots at a time that somebody refers to.
+    snapshots are in use at a time.
 
     A buffer of its own for each snapshot would be taken from NIXL again after it. Readers then
     connect anew, and what they were connected by stays open: a socket on both sides per read.
@@ -97,7 +97,7 @@ class DirectTransport:
         yield self._get(ticket.ref)
 
     def _free_memory(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        """Memory that no snapshot refers to, [num_bytes] uint8, as a tensor that nobody has yet."""
+        """Memory that no snapshot uses, as a new tensor, [num_bytes] uint8."""
         for buffer in self._buffers:
             fits = (buffer.memory.nbytes, buffer.memory.device) == (num_bytes, device)
             if fits and buffer.is_free:
@@ -161,8 +161,7 @@ class CudaMemory:
     arguments: tuple[Any, ...]
 
     def attach(self) -> torch.Tensor:
-        """That memory, [num_bytes] uint8, in another process of the node than the one that
-        allocated it.
+        """The memory, [num_bytes] uint8, opened in another process of the node.
 
         Raises:
             DeviceWeightsError: it cannot be had.

@@ -132,6 +132,20 @@ def test_a_failed_run_says_why_and_resume_goes_on(run, tmp_path):
     assert len(list(folder.glob("second/Counter_*"))) == 1  # the same trial
 
 
+@pytest.mark.slow  # trials in processes of their own
+def test_a_run_whose_state_a_full_disk_cut_short_is_not_resumed_in_a_traceback(run, tmp_path):
+    failing = {"a": {**TWO_STAGES["first"], "config": {"fail_at": 2}}}
+    failing["a"]["checkpoint_config"] = {"checkpoint_frequency": 1}
+    assert run(failing).exit_code == 1
+    for file in (tmp_path / "results" / "run" / "a").glob("experiment_state-*.json"):
+        file.write_bytes(file.read_bytes()[:3645])
+    result = run(failing, "--resume")
+    assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
+    text = said(result.output)
+    assert "Tune's record of the run must be whole: its file was cut short" in text
+    assert "Start anew." in text and "--resume" not in text  # its checkpoints are no algorithm's
+
+
 @pytest.mark.slow
 def test_resume_begins_a_stage_that_was_killed_before_tune_noted_anything(run, tmp_path):
     stage = tmp_path / "results" / "run" / "first"

@@ -127,19 +127,29 @@ def test_all_unknown_keys_are_told_at_once_in_python_dicts_and_yaml():
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "remedy"),
+    ("name", "text", "told"),
     [
-        ("train_batch_size_per_learner", "16", "`train_batch_size_per_learner: 16`"),
-        ("lr", "1e-4", "`lr: 1e-4`"),
-        ("temperature", "0.5", "`temperature: 0.5`"),
+        ("ptx_batch_size", "16", "without quotes: `ptx_batch_size: 16`"),
+        ("lr", "1e-4", "without quotes: `lr: 1e-4`"),
+        ("temperature", "0.5", "without quotes: `temperature: 0.5`"),
+        ("lr", "1,5e-4", "as YAML has numbers: `lr: 1.5e-4`"),
+        ("temperature", "0,5", "as YAML has numbers: `temperature: 0.5`"),
+        ("max_new_tokens", "1,024", "as YAML has numbers: `max_new_tokens: 1024`"),
     ],
 )
-def test_a_number_in_quotes_is_answered_without_them(name, text, remedy):
+def test_a_number_that_yaml_reads_as_text_is_answered_with_one(name, text, told):
     wrong = {"model": tiny.MODEL, name: text}
     with all_complaints() as found:
         examine_experiment(Experiment("a", "PPOPtx", config=wrong))
     remedies = [error.remedy for error in found if error.name == name]
-    assert remedies == [f"Write it without quotes: {remedy}"]
+    assert remedies == [f"Write it {told}"]
+
+
+def test_a_yes_in_the_place_of_a_number_is_told_to_be_true():
+    with all_complaints() as found:
+        examine_experiment(Experiment("a", "PPOPtx", config={"max_new_tokens": True}))
+    (remedy,) = [error.remedy for error in found if error.name == "max_new_tokens"]
+    assert remedy.endswith("YAML reads `yes` and `on` as True, `no` and `off` as False")
 
 
 def test_each_unknown_key_is_a_complaint_of_its_own_with_a_remedy_of_its_own():

@@ -134,7 +134,7 @@ def test_eval_prompts_alone_are_enough_for_evaluation(files):
             EnvConfigError,
             "of rllib_llm/RLHF-v0: unknown key 'promts'. Did you mean 'prom",
         ),
-        ({"max_turns": 2}, EnvConfigError, "Leave `env` out, or write `env: rllib_llm/Conv"),
+        ({"max_turns": 2}, EnvConfigError, "names has no turns. Leave `conversation` out, or"),
         ({"prompts": None}, EnvConfigError, "prompts must have data: there is nothing"),
         ({"reward_functions": None}, EnvConfigError, "rewards must have a model or functions"),
         ({"model": None}, EnvConfigError, "must have 'model' \\(or 'tokenizer'\\)"),
@@ -254,6 +254,14 @@ def test_a_reference_of_another_vocabulary_is_refused_at_build(files):
     settings = {"model": MODEL, "prompts": str(files / "prompts.txt"), "reward_functions": SHOUTING}
     with pytest.raises(ValueError, match="must have the vocabulary of the policy"):
         rlhf.create({**settings, "reference": "rllib_llm.examples.arithmetic.build_model"})
+
+
+@pytest.mark.parametrize("reference", [None, {}])
+def test_a_tokenizer_of_another_model_is_itself_blamed(files, reference):
+    settings = {"model": MODEL, "prompts": str(files / "prompts.txt"), "reward_functions": SHOUTING}
+    other = "rllib_llm.examples.arithmetic.build_model"
+    with pytest.raises(EnvConfigError, match="^env_config.tokenizer=.* the model's token 0 is "):
+        rlhf.create({**settings, "reference": reference, "tokenizer": other})
 
 
 def test_a_template_replaces_that_of_a_given_tokenizer():

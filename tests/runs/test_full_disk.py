@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pickle
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from pyarrow.fs import LocalFileSystem
 
-from rllib_llm.runs.callbacks import ResultLog, _append_whole
+from rllib_llm.runs.callbacks import ErrorCutShort, ResultLog, _append_whole, fit
 from rllib_llm.runs.trial_checkpoints import KeepBestCheckpoint
 from rllib_llm.shared.messages import ACTIVITY_FILE, MESSAGES_FILE, Message, MessageLog
 from rllib_llm.shared.storage import BestEffort
@@ -94,3 +95,14 @@ def test_another_error_is_no_full_disk():
         warnings.simplefilter("error")
         with BestEffort("x").writing():
             raise ZeroDivisionError
+
+
+def test_a_trial_s_error_that_was_cut_short_is_told_as_a_full_disk():
+    """Tune reads what ended a trial from its folder, after the run."""
+
+    class Tuner:
+        def fit(self):
+            return pickle.loads(b"")
+
+    with pytest.raises(ErrorCutShort, match=os.strerror(errno.ENOSPC)):
+        fit(Tuner(), Tuner, max_failures=0, tell=print)

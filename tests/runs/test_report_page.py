@@ -200,6 +200,12 @@ def test_the_report_shows_what_the_job_is_judged_by():
     assert "policy/entropy_avg" in keys
 
 
+def test_a_report_draws_no_panel_of_zeros_but_those_of_rewards():
+    names = ("objective/scores", "policy/clipfrac_avg", "train/staleness", "lr")
+    results = [{"episode": i, **dict.fromkeys(names, 0.0), "lr": 1e-5} for i in (1, 2)]
+    assert [panel["title"] for panel in panels(results)] == ["Reward", "Learning rate"]
+
+
 def test_results_of_rllib_s_own_algorithms_have_curves():
     results = [
         {"num_env_steps_sampled_lifetime": 10.0 * i, "env_runners/episode_return_mean": float(i)}

@@ -221,6 +221,8 @@ def test_variables_may_refer_to_each_other_and_to_the_folder(tmp_path):
         ("stop: {training_iteration: '10'}", "Write it without quotes: `training_iteration: 10`."),
         ("pass_criteria: {x: '-1e-5'}", "Write it without quotes: `x: -1e-5`."),
         ("stop: {x: 'nan'}", "Write `x: 100`."),  # YAML's own nan is another
+        ("stop {training_iteration: 2}", "Write a colon and a space after 'stop'."),
+        ("name: other", "An experiment is called by the key that it is below."),
     ],
 )
 def test_what_stands_wrong_beside_run_is_told_with_what_to_write(line, remedy):

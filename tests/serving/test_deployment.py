@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ import httpx
 import openai
 import psutil
 import pytest
+import ray
 from ray.serve.config import AutoscalingConfig
 from typer.testing import CliRunner
 
@@ -251,10 +253,20 @@ def test_the_command_ends_when_its_engine_does(folder):
         process.kill()
 
 
+@pytest.mark.parametrize("local", [(), ("--local",)])
+def test_a_folder_without_a_tokenizer_is_refused_before_anything_starts(folder, local, tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(Path(folder) / name, tmp_path)
+    result = CliRunner().invoke(app, ["serve", str(tmp_path), "--port", str(free_port()), *local])
+    assert result.exit_code == 2
+    assert "the folder has no tokenizer (it holds config.json, model" in said(result.output)
+    assert "Loading" not in result.output and not ray.is_initialized()
+
+
 def test_the_command_refuses_in_words(folder):
     for arguments, expected in (
         (("--local", "--host", "0.0.0.0"), "host='0.0.0.0' must be one of"),
-        (("--set", "max_rows=none"), "max_rows='none' must be corrected"),
+        (("--set", "max_rows=none"), "max_rows='none' must be a whole number"),
         (("--set", "colour=red"), "unknown key 'colour'"),
         (("--set", "api_keys=k"), "--set=api_keys=... must be left out"),
         (("--set", "admin-key=k"), "--set=admin_key=... must be left out"),

@@ -3,8 +3,8 @@
     question ─▶ once in a batch ─▶ in the cache? ─▶ budget left? ─▶ server ─▶ read ─▶ verdict
                                                           └─ no ─▶ Invalid ◀─ nothing usable
 
-What a judge does not say is `Invalid`, with the reason, and never a score. Only what could be read
-is kept. A `SchemaJudge` asks for JSON of one schema, and reads it.
+A missing verdict is `Invalid`, with the reason, and never a score. Only readable replies are
+cached. A `SchemaJudge` asks for JSON of one schema, and reads it.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class ReplyCache:
 
 
 class RequestBudget:
-    """How many requests may still be sent.
+    """The number of requests that may still be sent.
 
     Args:
         most: of them; None: as many as it takes.

@@ -328,10 +328,14 @@ def _hub_refuses(hub_id: str, kind: str) -> Exception | None:
 
 @functools.cache  # the points of a grid share their models
 def _check_tokenizer(folder: str, name: str) -> None:
+    from rllib_llm.modules.model_source import ModelSourceError
     from rllib_llm.modules.tokenizer import load_tokenizer
 
     try:
         load_tokenizer(folder)
+    except ModelSourceError as error:
+        error.name = name
+        raise
     except ValueError as error:
         raise in_place(error, name) from error
 
