@@ -525,7 +525,7 @@ def _merged_spaces(tokenizer: Any, rows: Rows) -> Iterator[Finding]:
         if encode_ended(tokenizer, prompt, answer)[0][: len(alone)] != alone:
             yield Finding(
                 "data.space", "warning",
-                f"the prompt {prompt!r} ends with white space, which becomes part of the answer's "
+                f"a prompt's end {prompt[-20:]!r} is white space that becomes part of the answer's "
                 f"first token before {answer[:20]!r}",
                 "a prompt that is sampled from ends with a token of its own there, after which "
                 "the model has learnt nothing",

@@ -552,13 +552,13 @@ def test_a_space_at_the_end_of_prompts_that_joins_the_answer_is_told(tmp_path):
     model = save(tmp_path, llama(vocab_size=len(tokenizer)), tokenizer)
 
     def told(prompt: str, answer: str) -> list[str]:
-        rows = [{"prompt": f"{n} {prompt}", "completion": answer} for n in range(4)]
+        rows = [{"prompt": f"{n} the cat at the {prompt}", "completion": answer} for n in range(4)]
         findings = found(supervised("SFT", model=model, data=rows))
         return [finding.found for finding in findings if finding.id == "data.space"]
 
     assert told("the ", "cat") == [
-        "the prompt '0 the ' ends with white space, which becomes part of the answer's first "
-        "token before 'cat'"
+        "a prompt's end ' the cat at the the ' is white space that becomes part of the answer's "
+        "first token before 'cat'"
     ]
     assert not told("the", " cat") and not told("the ", "+")
 
