@@ -16,7 +16,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jinja2.exceptions import TemplateError
@@ -239,8 +239,13 @@ def as_turns(prompt: Any, answer: Any) -> tuple[Messages, int]:
     )
 
 
-def check_messages(messages: Sequence[Any]) -> None:
-    """Raises DataSourceError where one is no message with a role."""
+def check_messages(messages: Iterable[Any]) -> None:
+    """Raises DataSourceError where they are no list, or one is no message with a role."""
+    if not isinstance(messages, Iterable):
+        raise DataSourceError(
+            name="messages", value=messages, rule="be a list", reason="it is a conversation",
+            remedy="Write [{role: user, content: ...}, ...], or rename the column",
+        )  # fmt: skip
     for message in messages:
         if not isinstance(message, Mapping) or "role" not in message:
             raise DataSourceError(
@@ -280,6 +285,7 @@ def encode_chat(
         DataSourceError: no assistant turn, or a template that does not show where one is.
     """
     check_messages(messages)
+    messages = list(messages)
     own = [
         i for i, message in enumerate(messages)
         if i >= num_prompt_turns and message["role"] == "assistant"

@@ -175,7 +175,7 @@ class TextSource(BatchSource):
             asked, sampled = list(row["prompt_ids"]), list(row["completion_ids"])
             return asked + sampled, [False] * len(asked) + list(row["loss_mask"])
         if row.get("messages") is not None:
-            return encode_chat(self._tokenizer, list(row["messages"]), tools=row.get("tools"))
+            return encode_chat(self._tokenizer, row["messages"], tools=row.get("tools"))
         prompt, completion = row.get("prompt"), row.get("completion")
         if prompt is not None and completion is not None:
             if isinstance(prompt, list) or isinstance(completion, list):

@@ -298,6 +298,10 @@ def _choose_column(rows: Rows, prompt_column: str | None) -> str:
             return column
     if len(rows.columns) == 1:
         return rows.columns[0]
+    require(
+        rows.columns, "prompts", rows.description, "have a column with the prompts",
+        "it has none", "Write rows such as {prompt: ...}", PromptError,
+    )  # fmt: skip
     raise PromptError(
         name="prompts.column",
         rule="be set",

@@ -192,6 +192,7 @@ def test_an_unknown_loss_on_is_refused(tokenizer):
         ({"prompt": 1, "completion": "2"}, "it is int"),
         ({"messages": [{"speaker": "human", "says": "x"}]}, "must have 'role' and 'content'"),
         ({"messages": "hello"}, "must have 'role' and 'content'"),
+        ({"messages": 7}, "messages=7 must be a list"),
     ],
 )
 def test_rows_that_are_no_text_are_named(row, message):

@@ -87,6 +87,8 @@ def test_the_prompt_column_is_chosen_or_named():
     ]
     with pytest.raises(PromptError, match=r"no column 'prompt' but \['question', 'label'\]"):
         PromptSource([{"question": "a", "label": 1}])
+    with pytest.raises(PromptError, match="must have a column with the prompts: it has none"):
+        PromptSource([{}, {}])
     with pytest.raises(DataSourceError, match="column='qestion' must be .*'question'"):
         PromptSource([{"question": "a", "label": 1}], prompt_column="qestion")
 
