@@ -98,15 +98,17 @@ def _named(pairs: Any) -> dict[str, Any]:
 
 def _serve_here(settings: Any, ray_address: str | None) -> None:
     from rllib_llm.serving.deployment import check_model, check_port
-    from rllib_llm.serving.http_server import HttpServer, open_service, show_log
     from rllib_llm.serving.security import read_clients
-    from rllib_llm.serving.weight_sources import follow
-    from rllib_llm.shared.process import forget_startup
 
     clients = read_clients(settings)
     settings.check_exposure(bool(clients.clients))
     check_port(settings)
     check_model(settings)
+    # After what may be refused: these import torch and transformers for seconds.
+    from rllib_llm.serving.http_server import HttpServer, open_service, show_log
+    from rllib_llm.serving.weight_sources import follow
+    from rllib_llm.shared.process import forget_startup
+
     if settings.weights_name is not None:
         import ray
 
