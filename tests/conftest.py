@@ -82,9 +82,9 @@ def pytest_collection_modifyitems(
     first, step = map(int, config.getoption("--part").split("/"))
     if not 1 <= first <= step:
         raise pytest.UsageError(f"--part {first}/{step}: the first number is 1 to {step}")
-    chosen = items[first - 1 :: step]
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
-    items[:] = chosen
+    others = [item for place, item in enumerate(items) if place % step != first - 1]
+    config.hook.pytest_deselected(items=others)
+    items[:] = items[first - 1 :: step]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -189,9 +189,7 @@ def _unknown(section: Section, key: str, where: str) -> UserError:
     """The error for unknown keys."""
     from rllib_llm.algorithms.language_model_config import LanguageModelConfig
 
-    hint, known = "", [row.name for row in section.settings]
-    if section is EXPERIMENT:
-        known.remove("name")
+    hint, known = "", KEYS if section is EXPERIMENT else [row.name for row in section.settings]
     if section is EXPERIMENT and key in MOVED:
         hint = f"It is {MOVED[key]!r} here."
     elif section is EXPERIMENT and LanguageModelConfig.algorithms_with(key):
