@@ -18,11 +18,14 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerBase
 
 from rllib_llm.conversations.json_values import broken_up
 from rllib_llm.conversations.tool_calls import (
@@ -31,7 +34,7 @@ from rllib_llm.conversations.tool_calls import (
     parse_reply,
     syntax_of,
 )
-from rllib_llm.data.encoding import common_prefix_len, render_chat
+from rllib_llm.data.encoding import apply_template, common_prefix_len, render_chat
 from rllib_llm.data.turn_ends import MARKER, example_calls, find_turn_ends, special_texts
 from rllib_llm.shared.errors import SettingError, require
 
@@ -39,6 +42,12 @@ Message = Mapping[str, Any]
 Messages = list[dict[str, Any]]
 HISTORIES = ("fork", "keep")
 AUTO = "auto"
+# What settings of a template may not say: a template is a program, and the others are ours.
+NOT_VARIABLES = (
+    frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+    | frozenset(inspect.signature(apply_template).parameters)
+    | {"generation_prompt"}
+)
 _THOUGHTS, _THOUGHTS_END = "<think>", "</think>"
 _HALF_MARK = re.compile(r"(?:[<\[][^<>\[\]]*)?\Z")  # at the end of a text
 
@@ -114,6 +123,12 @@ class ChatFormat:
         self._schemas = {each["name"]: each.get("parameters") or {} for each in functions}
         self.history = history
         self._settings = dict(template_settings or {})
+        taken = sorted(NOT_VARIABLES.intersection(self._settings))
+        require(
+            not taken, "template_settings", self._settings,
+            "hold variables of the chat template alone", f"{taken} are set by its caller",
+            "Leave them out; the template itself is set by chat_template", ChatFormatError,
+        )  # fmt: skip
         # For examples the name that is hardest to read.
         self.example_tool = min(
             self.tool_names, key=lambda name: (name.isidentifier(), name), default=None
@@ -240,14 +255,15 @@ class ChatFormat:
         `suffix`."""
         rendered = self.render([*before, turn, *new], generation_prompt=True)
         end = self.ends.calls if turn.get("tool_calls") else self.ends.text
-        until_turn = self.render([*before, turn])
         if not turn.get("tool_calls"):  # a turn that no template changes shows where it ends
             plain = {"role": "assistant", "content": MARKER}
             shown = self.render([*before, plain, *new], generation_prompt=True)
             behind = self.ends.behind(shown, shown[: shown.rfind(MARKER) + len(MARKER)])
             if MARKER in shown and behind is not None and rendered.endswith("".join(behind)):
                 return self._behind_turn(*behind, last_id)
-        told = self._upto_end(rendered, end, until_turn.count(end))
+        ended, here = (self.render(said).count(end) for said in (before, [*before, turn]))
+        # What begins the next turn may be what ends this one.
+        told = self._upto_end(rendered, end, here + (here == ended))
         return self._behind_turn(end, rendered[len(told) :], last_id)
 
     def bridge(
@@ -274,12 +290,11 @@ class ChatFormat:
     def _upto_end(self, text: str, end: str, count: int) -> str:
         """The text up to the end of its `count`-th turn."""
         parts = text.split(end, count)
-        if len(parts) <= count or not count:
+        if len(parts) <= count:
             raise ChatFormatError(
                 name="a turn",
                 rule=f"end with {end!r} wherever it stands",
-                reason=f"the chat template wrote {text.count(end)} such ends in place of "
-                f"{max(count, 1)}",
+                reason=f"the chat template wrote {text.count(end)} such ends in place of {count}",
                 remedy="Give a template that renders turns alike",
             )
         return text[: len(text) - len(parts[-1])]

@@ -17,7 +17,7 @@ import itertools
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from jinja2.exceptions import TemplateError
 
@@ -247,11 +247,24 @@ def check_messages(messages: Iterable[Any]) -> None:
             remedy="Write [{role: user, content: ...}, ...], or rename the column",
         )  # fmt: skip
     for message in messages:
-        if not isinstance(message, Mapping) or "role" not in message:
+        if not is_message(message):
             raise DataSourceError(
                 name=f"the message {str(message)[:60]!r}", rule="have 'role' and 'content'",
-                reason="chat templates read these", remedy="Rename its keys",
+                reason="chat templates read these",
+                remedy="Rename its keys, and write calls as [{function: {name: ...}}]",
             )  # fmt: skip
+
+
+def is_message(given: Any) -> TypeGuard[Mapping[str, Any]]:
+    """Whether it is a message: it names its role, and what calls it makes are objects."""
+    if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
+        return False
+    calls = given.get("tool_calls") or ()
+    is_list = isinstance(calls, Sequence) and not isinstance(calls, str)
+    return is_list and all(
+        isinstance(call, Mapping) and isinstance(call.get("function", call), Mapping)
+        for call in calls
+    )
 
 
 def _turn(role: str, content: Any) -> dict[str, Any]:

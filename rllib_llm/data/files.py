@@ -256,5 +256,10 @@ def rows_of(values: Any, description: str, name: str) -> Rows:
                 f"{name}={description} must give dicts or strings: row {number} is "
                 f"{type(value).__name__} {str(value)[:80]!r}. Make each row a dict of columns."
             )
+        if nameless := [key for key in value if not isinstance(key, str)]:
+            raise DataSourceError(
+                f"{name}={description} must name columns by texts: row {number} has "
+                f"{nameless[0]!r}. Rename the column."
+            )
         rows.append(dict(value))
     return Rows(rows, description)

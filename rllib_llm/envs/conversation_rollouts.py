@@ -19,6 +19,7 @@ import torch
 
 from rllib_llm.conversations.chat_format import Message, Messages
 from rllib_llm.conversations.conversation import Conversation, Rollout, training_columns
+from rllib_llm.conversations.json_values import copied
 from rllib_llm.conversations.tool_calls import ParsedReply, ToolCall
 from rllib_llm.engines.protocol import Ended
 from rllib_llm.envs.actions import Judgement
@@ -81,20 +82,11 @@ def new_attempts(
     for place, row in enumerate(rows):
         for copy in range(num_completions):
             group = first_position + place
-            task = _copied({"prompt": row.prompt, **row.columns})
+            task = copied({"prompt": row.prompt, **row.columns})
             conversation = Conversation(env.format_of(task), task=task)
             row_id = group * num_completions + copy
             attempts.append(Rollout(conversation, group, row_id, row.index))
     return attempts
-
-
-def _copied(value: Any) -> Any:
-    """A deep copy of dicts and lists, so that rollouts of one task do not share state."""
-    if isinstance(value, dict):
-        return {key: _copied(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_copied(each) for each in value]
-    return value
 
 
 async def run_side_by_side(

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from rllib_llm.data.encoding import (
     check_text,
     encode_text,
+    is_message,
     keep_end,
     num_before_answer,
     render_chat,
@@ -315,8 +316,7 @@ def _check_messages(prompt: Any, index: int, source: PromptSource) -> None:
     messages = prompt if isinstance(prompt, list) else [None]
     # A turn of tool calls may have no content, or one that Arrow's nulls went with.
     if not messages or not all(
-        isinstance(m, Mapping) and "role" in m and m.keys() & {"content", "tool_calls"}
-        for m in messages
+        is_message(m) and m.keys() & {"content", "tool_calls"} for m in messages
     ):
         raise PromptError(
             f"{source.prompt_column}={prompt!r} (row {index} of {source.description}) must be text "

@@ -35,7 +35,7 @@ from transformers.utils.chat_template_utils import (
     TypeHintParsingException,
 )
 
-from rllib_llm.conversations.json_values import objection
+from rllib_llm.conversations.json_values import copied, objection
 from rllib_llm.conversations.tool_calls import ToolCall
 from rllib_llm.data.files import text_of
 from rllib_llm.envs.sandbox import Contained, Sandbox, missing_layers
@@ -50,6 +50,7 @@ _STATUS_MESSAGES = {
     "truncated": "the call was cut off before its end",
     "invalid_json": "the call is not valid JSON",
     "missing_name": "the call does not name a tool",
+    "unknown_tool": "the call names no tool, but an empty text",
     "invalid_arguments": "its arguments cannot be read",
     "too_many_calls": "a turn may hold no more calls; make this one in your next turn",
 }
@@ -184,7 +185,7 @@ class Toolbox:
         limit = min(own_limit, math.inf if timeout_s is None else timeout_s)
         assert asked.arguments is not None, "a complete call has arguments"
         try:
-            result = await within(limit, tool.run(asked.arguments))
+            result = await within(limit, tool.run(copied(asked.arguments)))
             text, failure = self._shortened(as_text(result)), ""
         except Exception as error:  # noqa: BLE001  (of a user's tool: the policy is told)
             failure = _failure_of(error)

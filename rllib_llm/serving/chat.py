@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import json
 import secrets
 import string
@@ -12,20 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
-from transformers import PreTrainedTokenizerBase
-
-from rllib_llm.conversations.chat_format import ChatFormat, ChatFormatError
+from rllib_llm.conversations.chat_format import NOT_VARIABLES, ChatFormat, ChatFormatError
 from rllib_llm.conversations.json_values import is_json
-from rllib_llm.data.encoding import render_chat
 from rllib_llm.serving.guides import with_single_spaces
 from rllib_llm.serving.jobs import Limits
 from rllib_llm.serving.schemas import ApiError, Message, NamedTool, Tool
 
 _MAX_FORMATS = 64
-# What `chat_template_kwargs` may not say: a template is a program, and the others are the server's.
-_NOT_VARIABLES = frozenset(
-    inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
-) | frozenset(inspect.signature(render_chat).parameters)
 
 
 class Chats:
@@ -71,7 +63,7 @@ class Chats:
 def check_variables(settings: Mapping[str, Any]) -> None:
     """Raises ApiError for template settings that are more than variables of a template."""
     for name in settings:
-        if name in _NOT_VARIABLES:
+        if name in NOT_VARIABLES:
             raise ApiError(
                 400, f"chat_template_kwargs.{name} must be left out: the server says what it is. "
                 "Give variables of the model's chat template alone.",

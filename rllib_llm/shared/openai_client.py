@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, thread
 from functools import partial
 from typing import Any, TypeVar
 
+from rllib_llm.shared.errors import suggestion
 from rllib_llm.shared.remote import Away, Outage, backoff_seconds
 
 logger = logging.getLogger(__name__)
@@ -74,13 +75,15 @@ class OpenAIClient:
         max_delay_s: float = 30.0,
         outage_s: float = 0.0,
         outage_setting: str = "outage_s",
+        **unknown: Any,
     ) -> None:
-        self._arguments = {name: value for name, value in locals().items() if name != "self"}
+        given = {name: value for name, value in locals().items() if name not in ("self", "unknown")}
+        self._arguments = given
         try:
             import httpx
         except ImportError as error:
             raise ImportError(f"{MISSING} ({error})") from error
-        _check(base_url, timeout_s, max_attempts, max_concurrency)
+        _check(given, unknown)
         self._outage = Outage(base_url, outage_s, setting=outage_setting)
         key = os.environ.get(api_key_env, "")
         self.base_url = base_url.rstrip("/")
@@ -217,17 +220,30 @@ def _retry_after_s(headers: Any, pause_s: float, longest_s: float) -> float:
         return pause_s
 
 
-def _check(base_url: Any, timeout_s: float, max_attempts: int, max_concurrency: int) -> None:
+_LEAST = {"max_attempts": 1, "max_concurrency": 1, "first_delay_s": 0, "max_delay_s": 0,
+          "outage_s": 0}  # fmt: skip
+
+
+def _check(given: Mapping[str, Any], unknown: Mapping[str, Any]) -> None:
+    for name in unknown:
+        raise ValueError(
+            f"{name}={unknown[name]!r} must be a setting of the client: it has none of this name. "
+            f"{suggestion(name, given.keys() - {'outage_setting'})}"
+        )
+    base_url, timeout_s = given["base_url"], given["timeout_s"]
     if not isinstance(base_url, str) or not base_url.startswith(("http://", "https://")):
         raise ValueError(
             f"base_url={base_url!r} must start with http:// or https://: it is where the server "
             "answers. Write it up to the version, such as http://localhost:8000/v1."
         )
-    limits = {"max_attempts": max_attempts, "max_concurrency": max_concurrency}
-    for name, value in limits.items():
-        if value < 1:
-            raise ValueError(f"{name}={value!r} must be at least 1: it counts. Use 1 for one.")
-    if timeout_s <= 0:
+    for name, least in _LEAST.items():
+        kinds = int if least else (int, float)
+        if not isinstance(given[name], kinds) or not given[name] >= least:
+            raise ValueError(
+                f"{name}={given[name]!r} must be at least {least}: it counts"
+                f"{'' if least else ' seconds'}. Write a number, such as {max(1, least)}."
+            )
+    if not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
         raise ValueError(
             f"timeout_s={timeout_s!r} must be above 0: seconds that an attempt may take. Raise it."
         )

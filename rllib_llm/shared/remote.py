@@ -249,12 +249,15 @@ async def harmless(awaitable: Awaitable[Any]) -> Any:
         ExitedError: it raised what is no `Exception`, and would end the loop, or all that waits
             for it; a cancellation from outside alone stays one.
     """
+    task = asyncio.current_task()
     try:
         return await awaitable
-    except (Exception, GeneratorExit):
+    except Exception:
         raise
     except BaseException as error:
-        asked_to_end = getattr(asyncio.current_task(), "cancelling", lambda: 1)  # from Python 3.11
+        if isinstance(error, GeneratorExit) and asyncio.current_task() is not task:
+            raise  # the loop has ended, and nobody runs this any more
+        asked_to_end = getattr(task, "cancelling", lambda: 1)  # from Python 3.11
         if isinstance(error, asyncio.CancelledError) and asked_to_end():
             raise
         raise ExitedError(told(error)) from error

@@ -176,6 +176,8 @@ class Setting:
                 value_rule = "below 2**63"
             elif isinstance(value, str) and not value.strip("\0 \t\n"):
                 value_rule = "more than a blank"
+            elif isinstance(value, dict) and dict in _alternatives(self.type):
+                value_rule = "a dictionary whose keys are texts"
             elif isinstance(value, str) and (meant := self._meant(value, config)):
                 how = "without quotes" if meant == value.strip() else "as YAML has numbers"
                 remedy = f"Write it {how}: `{self.name}: {meant}`"
@@ -385,8 +387,8 @@ def _strict(kind: Any, least: float | None, above: float | None, most: float | N
         return Annotated[str, AfterValidator(_text)]
     if kind is Any:
         return Annotated[Any, BeforeValidator(_object)]
-    if origin is dict:  # its contents are checked by its readers
-        return Annotated[dict, Field(strict=False)]
+    if origin is dict:  # its values are checked by its readers
+        return Annotated[dict, Field(strict=False), AfterValidator(_named)]
     if origin in (list, tuple):  # one stands for the other; YAML has lists alone
         return Annotated[kind, Field(strict=False), _only(list, tuple)]
     return kind
@@ -418,6 +420,12 @@ def _only(*kinds: type) -> BeforeValidator:
 def _text(value: str) -> str:
     if not value.strip("\0 \t\n"):
         raise ValueError("blank")
+    return value
+
+
+def _named(value: dict) -> dict:
+    if not all(isinstance(key, str) for key in value):
+        raise ValueError("without names")
     return value
 
 

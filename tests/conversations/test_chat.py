@@ -92,6 +92,23 @@ def test_a_player_that_is_away_is_waited_for():
     assert judged.columns[columns.VALID].tolist() == [True]
 
 
+@pytest.mark.parametrize(
+    ("client", "message"),
+    [
+        ({"timeout": 3}, "timeout=3 must be a setting of the client.*Did you mean 'timeout_s'"),
+        ({"timeout_s": "3"}, "timeout_s='3' must be above 0"),
+        ({"max_attempts": None}, "max_attempts=None must be at least 1"),
+        ({"outage_s": "long"}, "outage_s='long' must be at least 0"),
+        ({3: 1}, "client_settings={3: 1} must be a dictionary whose keys are texts"),
+    ],
+)
+def test_wrong_settings_of_the_client_are_refused_by_name(client, message):
+    """They were TypeErrors."""
+    address = {"base_url": "http://localhost/v1", "model_name": "player"}
+    with pytest.raises(ValueError, match=message):
+        ChatEnv(settings(**address, client_settings=client))
+
+
 def test_a_player_has_a_name_and_an_address():
     with pytest.raises(EnvConfigError, match="model_name"):
         ChatEnv(settings(base_url="http://localhost/v1"))

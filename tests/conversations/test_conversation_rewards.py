@@ -8,6 +8,7 @@ import pytest
 
 from rllib_llm.envs.conversation import ConversationEnv, Response
 from rllib_llm.envs.judges.reward_functions import shown_message
+from rllib_llm.envs.prompts import PromptError
 from rllib_llm.shared import columns
 from tests.conversations.scripted import add, roll, settings
 from tests.conversations.templates import family_tokenizer
@@ -168,3 +169,23 @@ def test_an_answer_in_json_is_no_call_without_tools(make):
     attempts, _, _ = roll(env, '{"name": "Ann", "age": 3}', num_prompts=1, num_completions=1)
     assert attempts[0].conversation.reply.tool_calls == ()
     assert attempts[0].conversation.reply.content == '{"name": "Ann", "age": 3}'
+
+
+@pytest.mark.parametrize(
+    "message",
+    [{"role": 3, "content": "x"}, {"role": "user", "content": "x", "tool_calls": 3},
+     {"role": "user", "content": "x", "tool_calls": [3]}],
+)  # fmt: skip
+def test_a_prompt_that_is_no_chat_is_refused_as_data(make, message):
+    """Every conversation failed with a TypeError, and the environment was blamed."""
+    env = make(Asks, prompts=[{"prompt": [message]}])
+    with pytest.raises(PromptError, match="row 0 of a list of rows.*must be text or a list of"):
+        env.tasks.rows(0, 1)
+
+
+def test_calls_are_shown_in_either_of_their_forms():
+    """Data sets write them with and without 'function' around them; the latter was a KeyError."""
+    function = {"name": "add", "arguments": {"a": 1}}
+    for call in (function, {"type": "function", "function": function}):
+        shown = shown_message({"role": "assistant", "content": None, "tool_calls": [call]})
+        assert shown == "[assistant]  add({'a': 1})"

@@ -359,7 +359,7 @@ class RaisesInStops(Patient):
 
 @pytest.mark.parametrize(
     "error",
-    [SystemExit(1), KeyboardInterrupt(), asyncio.CancelledError(), Stopped()],
+    [SystemExit(1), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit(), Stopped()],
     ids=lambda error: type(error).__name__,
 )
 def test_what_is_no_exception_ends_no_other_rollout(make, error):
@@ -373,6 +373,73 @@ def test_what_is_no_exception_ends_no_other_rollout(make, error):
     with pytest.warns(UserWarning, match=f"the first with {type(error).__name__}"):
         _, judged, _ = roll(env, lambda row: ADD_CALL if row == 0 else "Yes.")
     assert judged.columns[columns.VALID].tolist() == [False, True, True, True]
+
+
+def note(items: list[dict]) -> str:
+    """Notes things.
+
+    Args:
+        items: what.
+    """
+    items[0].clear()
+    items.append({"more": True})
+    return "noted"
+
+
+NOTE = '<tool_call>\n{"name": "note", "arguments": {"items": [{"a": 1}]}}\n</tool_call>'
+
+
+def test_a_tool_that_changes_its_arguments_changes_nothing_that_was_said(make):
+    """The stored call, and with it every later prompt that writes it again, was another one than
+    the policy's."""
+    env = make(tools=[note], reward_functions=right)
+    attempts, _, _ = roll(env, NOTE, "Done.", num_prompts=1, num_completions=1)
+    call, result = attempts[0].conversation.messages[1:3]
+    assert call["tool_calls"][0]["function"]["arguments"] == {"items": [{"a": 1}]}
+    assert result["content"] == "noted"
+
+
+def changes_all(completions, prompts, deep, answer):
+    for chat in (*completions, *prompts):
+        for message in chat:
+            for call in message.get("tool_calls") or ():
+                call["function"]["arguments"].clear()
+            message["content"] = "changed"
+        chat.clear()
+    for each in deep:
+        each["list"].pop()
+        each["tuple"][0].clear()
+        each["set"].clear()
+    return [1.0] * len(completions)
+
+
+def test_a_reward_function_that_changes_what_it_is_given_changes_it_for_nobody(make):
+    """The next function judged another conversation, which was stored as well; what it popped from
+    a row was missing for the row's other rollouts."""
+    row = {"prompt": "1 + 2?", "answer": "3"}
+    seen = []
+
+    def looks(completions, prompts, deep, **columns):
+        seen.extend(zip(prompts, completions, map(str, deep), strict=True))
+        return [0.0] * len(completions)
+
+    deep = {"list": [1], "tuple": ([2],), "set": {3}}
+    env = make(tools=[note], reward_functions=[changes_all, looks], prompts=[{**row, "deep": deep}])
+    attempts, judged, _ = roll(env, NOTE, "Done.", num_prompts=1)
+    assert judged.columns[columns.SCORES].tolist() == [1, 1]
+    for attempt, (prompt, said, held) in zip(attempts, seen, strict=True):
+        assert [*prompt, *said] == attempt.conversation.messages
+        assert [m["content"] for m in said] == ["", "noted", "Done."]
+        assert held == str({"list": [1], "tuple": ([2],), "set": {3}})
+    assert deep == {"list": [1], "tuple": ([2],), "set": {3}}
+
+
+def test_a_call_of_a_tool_without_a_name_is_answered_in_words(make):
+    env = make(tools=[add], reward_functions=right)
+    call = ADD_CALL.replace('"add"', '""')
+    attempts, _, _ = roll(env, call, "Done.", num_prompts=1, num_completions=1)
+    said = attempts[0].conversation.messages[2]["content"]
+    assert said == "Error: the call names no tool, but an empty text."
 
 
 def test_half_characters_are_no_text_anywhere(make):
@@ -500,6 +567,9 @@ def test_a_tool_knows_which_conversation_called_it(make):
         ({"tool_errors": "ignore"}, "env_config.tool_errors='ignore' must be"),
         ({"max_turn": 3}, "unknown key 'max_turn'. Did you mean 'max_turns'"),
         ({"prompts": None}, "prompts must have data: there is nothing"),
+        ({"template_settings": {1: 2}}, "template_settings={1: 2} must be a dictionary whose keys"),
+        ({"template_settings": {"tools": []}}, r"variables of the chat template alone: .'tools'."),
+        ({"template_settings": {"tokenize": True}}, "must hold variables of the chat template"),
     ],
 )
 def test_settings_are_checked(make, changes, message):

@@ -190,6 +190,25 @@ def test_a_turn_that_the_generation_prompt_does_not_begin_is_proven_with_tools(s
     assert by_name["turns after tool calls"] == "forks"
 
 
+def test_a_turn_that_the_next_one_s_beginning_ends_is_kept():
+    """GLM 4.7 with `history="keep"` was refused: one end of a turn was written "in place of 1"."""
+    tokenizer = tokenizer_for(*OPENERS["glm4.7"])
+    chat_format = ChatFormat(tokenizer, tools=[ADD], history="keep")
+    found = {finding.dialogue: finding.outcome for finding in prove(chat_format)}
+    assert found["tool calls"] == found["turns after tool calls"] == "keeps"
+    call = "So.</think>\n<tool_call>add\n<arg_key>text</arg_key>\n<arg_value>7</arg_value>\n" \
+           "</tool_call><|observation|>"  # fmt: skip
+    conversation = Conversation(chat_format)
+    conversation.append_messages([{"role": "user", "content": "x"}])
+    for answer in ("8", "9"):
+        conversation.append_sampled(ids := chat_format.encode(call), [0.0] * len(ids))
+        result = {"role": "tool", "name": "add", "tool_call_id": "call00000", "content": answer}
+        conversation.append_messages([result])
+    results = "\n<tool_response>8</tool_response><|assistant|>\n<think>"
+    kept = f"{call}{results}{call}{results.replace('8', '9')}"
+    assert tokenizer.decode(conversation.token_ids).endswith(kept)
+
+
 @pytest.mark.parametrize("shape", OPENERS)
 def test_a_fork_is_what_the_template_writes_of_all_that_was_said(shape):
     """Calls and words arrive whole, whatever the generation prompt opened."""

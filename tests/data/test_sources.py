@@ -183,6 +183,12 @@ def test_broken_files_are_refused_with_their_line(tmp_path):
         load_rows(empty)
 
 
+def test_columns_have_texts_as_names():
+    """Reward functions failed on all rows: "keywords must be strings"."""
+    with pytest.raises(DataSourceError, match=r"name columns by texts: row 1 has 3\. Rename"):
+        load_rows([{"prompt": "x"}, {"prompt": "x", 3: 1}])
+
+
 def test_a_function_that_is_not_there_or_gives_no_rows():
     with pytest.raises(DottedPathError, match="Did you mean 'rows_of_a_function'"):
         load_rows(f"{__name__}:rows_of_a_functoin", name="prompts")

@@ -192,6 +192,8 @@ def test_an_unknown_loss_on_is_refused(tokenizer):
         ({"prompt": 1, "completion": "2"}, "it is int"),
         ({"messages": [{"speaker": "human", "says": "x"}]}, "must have 'role' and 'content'"),
         ({"messages": "hello"}, "must have 'role' and 'content'"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": 3}]}, "and write calls as"),
+        ({"messages": [{"role": 3, "content": "x"}]}, "must have 'role' and 'content'"),
         ({"messages": 7}, "messages=7 must be a list"),
     ],
 )

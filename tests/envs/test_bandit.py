@@ -148,6 +148,38 @@ def test_failed_rows_are_marked():
     assert rewards.tolist() == [1, 0] and infos["valid"].tolist() == [True, False]
 
 
+def test_a_reward_function_changes_neither_the_data_nor_the_tokens():
+    """A row that a function had changed was changed in all later epochs, and its tokens were
+    trained on."""
+    rows = [{"prompt": "the cat", "label": [1, 2]}, {"prompt": "red", "label": [3, 4]}]
+
+    def pops(completions, label, completion_ids):
+        for ids in completion_ids:
+            ids.clear()
+        return [float(each.pop()) for each in label]
+
+    def erases(prompt_ids, prompt_mask, completion_ids, completion_mask):
+        prompt_ids.zero_()
+        completion_mask.zero_()
+        return completion_ids.zero_().sum(-1).float()
+
+    erases.wants_tokens = True
+
+    def counts(completions, completion_ids):
+        return [10.0 * len(ids) for ids in completion_ids]
+
+    env = word_env(
+        prompts=PromptSource(rows, shuffle=False), rewards=RewardSum([pops, erases, counts])
+    )
+    for position in (0, 2):
+        env.reset(options={"position": position, "num_prompts": 2, "num_completions": 2})
+        actions = answer(env, "big", "dog ran", "a", "a")
+        given = {name: column.clone() for name, column in actions.items()}
+        _, rewards, _, _, _ = env.step(actions)
+        assert rewards.tolist() == [22, 32, 24, 24]  # EOS is a token
+        assert all(torch.equal(given[name], actions[name]) for name in given)
+
+
 def test_a_completion_of_eos_alone_has_no_text():
     env = word_env(return_texts=True, prompts=PromptSource(["red"]), num_envs=1)
     env.reset()

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
+from rllib_llm.conversations.json_values import copied
 from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.errors import SettingError, require, suggestion
 from rllib_llm.shared.messages import raised
@@ -214,11 +215,10 @@ class RewardTerm:
         return cls(function, spec.get("weight", 1.0), name, timeout_s)
 
     def call(self, batch: RewardBatch) -> Any:
-        """Calls the function with `batch`; returns an awaitable if it is async."""
+        """Calls the function with copies of what the batch holds, which it may change; returns an
+        awaitable if it is async."""
         if self.wants_tokens:
-            return self.function(
-                batch.prompt_ids, batch.prompt_mask, batch.completion_ids, batch.completion_mask
-            )
+            return self.function(*(getattr(batch, name).clone() for name in _TOKENS))
         given: dict[str, Any] = {
             **batch.columns,
             "prompts": batch.prompts,
@@ -236,7 +236,7 @@ class RewardTerm:
                 given["prompts"], given["completions"] = begun, said
             elif batch.context_messages is not None:
                 given["messages"] = batch.context_messages
-        taken = {k: list(v) for k, v in given.items() if self._names.takes(k)}
+        taken = {k: copied([*v]) for k, v in given.items() if self._names.takes(k)}
         if _STATE in self._names.named:
             from transformers import TrainerState  # takes seconds, and few ask for it
 
@@ -350,8 +350,8 @@ def transcript(chat: Sequence[Mapping[str, Any]]) -> str:
 
 def shown_message(message: Mapping[str, Any]) -> str:
     """A message as one line: role, text and tool calls."""
-    calls = [call["function"] for call in message.get("tool_calls") or ()]
-    called = "".join(f" {call['name']}({call['arguments']})" for call in calls)
+    calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
+    called = "".join(f" {call.get('name')}({call.get('arguments')})" for call in calls)
     return f"[{message['role']}] {_words(message)}{called}"
 
 
