@@ -143,10 +143,10 @@ def _serve_on_ray(settings: Any, ray_address: str | None) -> None:
         ray.init(address=address, log_to_driver=False)
     told_to_wait(f"Loading {settings.model} on Ray Serve ...")
     server = deployment.start(settings)
-    _told(settings, settings.port)
     ended = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT):  # before anybody is told whom to end
         signal.signal(number, lambda *_: ended.set())
+    _told(settings, settings.port)
     ended.wait()
     stop_listening()  # calls that Ray Serve makes for its own end are no errors of the user
     server.close()

@@ -15,7 +15,7 @@ from rllib_llm.conversations.chat_format import NOT_VARIABLES, ChatFormat, ChatF
 from rllib_llm.conversations.json_values import is_json
 from rllib_llm.serving.guides import with_single_spaces
 from rllib_llm.serving.jobs import Limits
-from rllib_llm.serving.schemas import ApiError, Message, NamedTool, Tool
+from rllib_llm.serving.schemas import MAX_TOLD, ApiError, Message, NamedTool, Tool
 
 _MAX_FORMATS = 64
 
@@ -227,8 +227,8 @@ def call_grammar(
     if not callable_:
         known = [each.function.name for each in tools]
         raise ApiError(
-            400, f"tool_choice={named or choice!r} must name one of the tools {known}.",
-            param="tool_choice",
+            400, f"tool_choice={(named or str(choice))[:MAX_TOLD]!r} must name one of the tools "
+            f"{known}.", param="tool_choice",
         )  # fmt: skip
     syntax = forced_syntax(chat_format)
     calls, rules = [], []

@@ -31,9 +31,10 @@ from rllib_llm.shared.errors import SettingWarning
 _MANY_POSITIONS = 2**20  # of a model that says no number
 # Of several prompts in one step, during which all other requests wait: on a GPU, on a processor.
 _PREFILL_TOKENS, _PREFILL_TOKENS_OF_CPU = 2**13, 2**10
-# The engine's thread hardly lets go of the interpreter: with Python's 5 ms whatever else its
-# process does, such as taking a request in, would wait so long behind each of its own waits.
-_SWITCH_SECONDS = 0.0005
+# A thread of the engine, or one that reads a large request, hardly lets go of the interpreter: with
+# Python's 5 ms whatever else its process does, such as taking a request in, would wait so long
+# behind each of its own waits.
+SWITCH_SECONDS = 0.0005
 
 
 @dataclass(frozen=True)
@@ -222,7 +223,7 @@ def open_thread(
 ) -> ThreadHost:
     """A host in this process, which is a server's, with the model that `source` names; see
     `ThreadHost`. Its float32 products on a processor are by the library that is faster there."""
-    sys.setswitchinterval(_SWITCH_SECONDS)
+    sys.setswitchinterval(SWITCH_SECONDS)
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
     model = load_causal_lm(source, dtype=settings.dtype, device=settings.chosen_device())

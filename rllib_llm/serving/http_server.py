@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import sys
 import threading
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -31,7 +32,13 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from rllib_llm.checkpoints.folder import find_model
 from rllib_llm.engines.torch_engine import TorchEngine
-from rllib_llm.serving.engine_host import EngineHost, ThreadHost, open_thread, served_tokenizer
+from rllib_llm.serving.engine_host import (
+    SWITCH_SECONDS,
+    EngineHost,
+    ThreadHost,
+    open_thread,
+    served_tokenizer,
+)
 from rllib_llm.serving.engine_process import EngineProcess
 from rllib_llm.serving.metrics import set_gauges
 from rllib_llm.serving.openai_routes import Completer, openai_router
@@ -155,9 +162,6 @@ def _add_health(app: FastAPI, service: Service) -> None:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
 
-_LONGEST_LOOKED_UP = 100  # characters of a path, of which the nearest is named
-
-
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def of_ours(request: Request, error: ApiError) -> JSONResponse:
@@ -172,7 +176,7 @@ def _add_errors(app: FastAPI) -> None:
     async def of_http(request: Request, error: HTTPException) -> JSONResponse:
         path = request.url.path
         message = f"{request.method} {path}: {error.detail}."
-        if error.status_code == 404 and len(path) <= _LONGEST_LOOKED_UP:
+        if error.status_code == 404:
             asked = path.removeprefix(request.scope.get("root_path", ""))
             near = nearest(asked, app.openapi()["paths"], 1, 0.8)
             message += "".join(f" Did you mean {one}?" for one in near)
@@ -416,6 +420,7 @@ def open_service(settings: ServeSettings) -> Service:
         UserError: the folder holds no model.
         ModelSourceError: nothing can be loaded from it.
     """
+    sys.setswitchinterval(SWITCH_SECONDS)
     source = find_model(settings.model)
     tokenizer = served_tokenizer(source, settings.chat_template)
     host: EngineHost

@@ -78,7 +78,8 @@ def openai_router(service: Service, completer: Completer, guards: Guards) -> API
     @router.post("/responses", response_model=None, responses=STREAMED)
     async def responses(body: ResponseRequest, request: Request) -> Response:
         context = await service.context_of(request, body.model)
-        chunks = _renamed(completer.chat(chat_request(body), context))
+        asked = await context.beside_loop(chat_request, body)
+        chunks = _renamed(completer.chat(asked, context))
         events = _response_events(body, context, chunks)
         if not body.stream:
             events = _last_response(events)
@@ -187,9 +188,10 @@ class Completer:
             version=context.version, conversation=conversation,
         )  # fmt: skip
         if view.is_forced:
-            job = self._with_grammar(job, self._forced_call(body, view.format), "tool_choice")
+            grammar = await context.beside_loop(self._forced_call, body, view.format)
+            job = self._with_grammar(job, grammar, "tool_choice")
         else:
-            job = self._guided(body, job)
+            job = await context.beside_loop(self._guided, body, job)
         async for event in self.run(job, context, view, body.stream, body.stream_options):
             yield event
 
@@ -222,7 +224,7 @@ class Completer:
             prompt_logprobs=scored, version=context.version, continues_text=True,
             samples=body.max_tokens != 0,
         )  # fmt: skip
-        job = self._guided(body, job)
+        job = await context.beside_loop(self._guided, body, job)
         view = await context.beside_loop(TextView, service, body, context.request_id, prompts)
         async for event in self.run(job, context, view, body.stream, body.stream_options):
             yield event
@@ -449,7 +451,7 @@ def _whole_response(
         if not used
         else {
             "input_tokens": used["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": 0},
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
             "output_tokens": used["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": used["total_tokens"],

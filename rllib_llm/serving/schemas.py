@@ -25,7 +25,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 MAX_BIASES = MAX_STOP_TOKENS = 1024
 MAX_MESSAGES, MAX_TOOLS, MAX_FIELDS = 2**14, 2**10, 256
-MAX_PARTS = 2**14  # of all messages, and calls of tools
+MAX_DECODED = 2**18  # tokens, which hold the interpreter for 60 ms
 MAX_CHOICES, MAX_STOPS, MAX_LIKELIEST, MAX_PROMPTS = 128, 16, 20, 256
 
 # Bounds of an element would take twice the time of a large list, in the event loop:
@@ -54,14 +54,10 @@ def _few_biases(given: Any) -> Any:
     return given
 
 
-def _few_parts(given: Any) -> Any:
-    """Rejects messages of too many fields, or of too many parts and calls in all: each is validated
-    in the event loop."""
-    if isinstance(given, list):
-        items = [_few_fields(each) for each in given if isinstance(each, dict)]
-        inner = (each.get(name) for each in items for name in ("content", "tool_calls", "output"))
-        if sum(len(each) for each in inner if isinstance(each, list)) > MAX_PARTS:
-            raise ValueError(f"it has more than {MAX_PARTS} parts and calls")
+def _few_fields_each(given: Any) -> Any:
+    """Rejects messages of very many fields first."""
+    for each in given if isinstance(given, list) else ():
+        _few_fields(each)
     return given
 
 
@@ -223,7 +219,7 @@ class Message(Open):
 
 
 Messages = Annotated[
-    list[Message], Field(max_length=MAX_MESSAGES, fail_fast=True), BeforeValidator(_few_parts)
+    list[Message], Field(max_length=MAX_MESSAGES, fail_fast=True), BeforeValidator(_few_fields_each)
 ]
 
 
@@ -333,7 +329,7 @@ class DetokenizeRequest(Strict):
     """POST /detokenize"""
 
     model: str | None = None
-    tokens: Tokens
+    tokens: Annotated[Tokens, Field(max_length=MAX_DECODED)]
 
 
 class RewardRequest(Strict):
@@ -438,7 +434,7 @@ class ResponseRequest(Sampling, OfAll):
     input: (
         str | Annotated[
             list[MessageItem | CallItem | CallOutputItem | ReasoningItem],
-            Field(max_length=MAX_MESSAGES, fail_fast=True), BeforeValidator(_few_parts),
+            Field(max_length=MAX_MESSAGES, fail_fast=True), BeforeValidator(_few_fields_each),
         ]
     )  # fmt: skip
     instructions: str | None = None
@@ -457,6 +453,8 @@ class ResponseRequest(Sampling, OfAll):
 
 # --- errors --------------------------------------------------------------------------------------
 
+MAX_TOLD = 100  # characters of a value or a name that came
+_MAX_MESSAGE = 2**12
 # Of pydantic's error locations: branches of a union, which are no fields.
 _BRANCHES = {"str", "int", "float", "bool"}
 _KINDS = {
@@ -503,6 +501,8 @@ class ApiError(Exception):
         super().__init__(message)
         if code is None and status == 400 and param is not None:
             code = "invalid_value"
+        if len(message) > _MAX_MESSAGE:  # what came may be in it
+            message = f"{message[:_MAX_MESSAGE]} ..."
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = dict(headers or {})
 
@@ -573,11 +573,11 @@ def field_error(errors: Sequence[Any], content_type: str, path: str) -> ApiError
     for part in where:
         if isinstance(part, str) and (part in _BRANCHES or "[" in part):
             break
-        named.append(str(part))
+        named.append(str(part)[:MAX_TOLD])
     name = ".".join(named)
     if first["type"] == "extra_forbidden":
         if named[-1] in NEUTRAL_VALUES:
-            value = repr(first["input"])[:100]
+            value = repr(first["input"])[:MAX_TOLD]
             return ApiError(
                 400, f"{name}={value} is not supported here. Leave it out.", param=name,
                 code="unsupported_parameter",
@@ -592,5 +592,5 @@ def field_error(errors: Sequence[Any], content_type: str, path: str) -> ApiError
             400, f"{name} must be given.", param=name, code="missing_required_parameter"
         )
     is_short = isinstance(first["input"], str | int | float | None)
-    value = f"={repr(first['input'])[:100]}" if is_short else ""
+    value = f"={repr(first['input'])[:MAX_TOLD]}" if is_short else ""
     return ApiError(400, f"{name}{value} must be corrected: {first['msg']}.", param=name)

@@ -368,19 +368,33 @@ def _request_id(given: bytes | None) -> str:
     return text if _REQUEST_ID.match(text) else f"req-{uuid.uuid4().hex}"
 
 
+MAX_PARTS = 2**15
+"""Objects and lists of a request: reading, copying and validating them takes the event loop, and
+each pass of Python's garbage collector over them stops all threads."""
+# The end is left out where it is missing: looking for it from each quote would be quadratic.
+_TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
+
+
+def _has_many_parts(body: bytes) -> bool:
+    return body.count(b"[") + body.count(b"{") > MAX_PARTS
+
+
 class _JsonRequest(Request):
     """Parses its body as pydantic does, several times faster than Python's `json`."""
 
     async def json(self) -> Any:
-        """The body. Halves of characters, other encodings than UTF-8 and more than 200 levels of
-        nesting, on which what walks it would fail, are errors.
+        """The body. Halves of characters, other encodings than UTF-8, more than 200 levels of
+        nesting, on which what walks it would fail, and very many objects and lists are errors.
 
         Raises:
             HTTPException: 400, it is no such JSON.
         """
+        body = await self.body()
+        if _has_many_parts(body) and _has_many_parts(_TEXT.sub(b"", body)):
+            raise HTTPException(400, f"the request must have at most {MAX_PARTS} objects and lists")
         try:
             # A cache of strings doubles the time of many different keys.
-            return from_json(await self.body(), cache_strings="none")
+            return from_json(body, cache_strings="none")
         except ValueError as error:
             raise HTTPException(400, f"the request must be JSON in UTF-8: {error}") from error
 

@@ -52,26 +52,31 @@ def token_router(service: Service, completer: Completer, guards: Guards) -> APIR
         context.request_id = body.request_id or context.request_id
         return await context.answer(_generate(service, completer, body, context), body.stream)
 
-    @router.post("/tokenize", responses=documented(401, 404))
-    async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
+    @router.post("/tokenize", response_model=None, responses=documented(401, 404))
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         context = await service.context_of(request, body.model)
-        tokens = await context.beside_loop(_tokens_of, service, completer, body)
-        texts = [service.texts.of(token)[0] for token in tokens]
-        return {
-            "count": len(tokens),
-            "max_model_len": service.limits.max_model_len,
-            "tokens": tokens,
-            "token_strs": texts if body.return_token_strs else None,
-        }
+        return await context.told(_tokenized, service, completer, body)
 
-    @router.post("/detokenize", responses=documented(401, 404))
-    async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any]:
+    @router.post("/detokenize", response_model=None, responses=documented(401, 404))
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         context = await service.context_of(request, body.model)
-        await context.beside_loop(check_tokens, body.tokens, service.limits, "tokens")
-        text = await context.beside_loop(service.tokenizer.decode, body.tokens)
-        return {"prompt": text}
+        return await context.told(_detokenized, service, body)
 
     return router
+
+
+def _tokenized(service: Service, completer: Completer, body: TokenizeRequest) -> dict[str, Any]:
+    tokens = _tokens_of(service, completer, body)
+    texts = [service.texts.of(token)[0] for token in tokens] if body.return_token_strs else None
+    return {
+        "count": len(tokens), "max_model_len": service.limits.max_model_len, "tokens": tokens,
+        "token_strs": texts,
+    }  # fmt: skip
+
+
+def _detokenized(service: Service, body: DetokenizeRequest) -> dict[str, Any]:
+    check_tokens(body.tokens, service.limits, "tokens")
+    return {"prompt": service.tokenizer.decode(body.tokens)}
 
 
 def _tokens_of(service: Service, completer: Completer, body: TokenizeRequest) -> list[int]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import anyio
 import torch
 
-from rllib_llm.serving.schemas import ApiError
+from rllib_llm.serving.schemas import MAX_TOLD, ApiError
 
 MODEL_GONE = "model_not_found"
 _MAX_REMEMBERED = 10_000
@@ -100,8 +100,8 @@ class LiveWeights:
         live = [self.name, *(self.id_of(weights) for weights in self._live)]
         return ApiError(
             404,
-            f"model={model!r} must be one of {live}: this server has no other. `{self.name}` is "
-            "always the newest.",
+            f"model={model[:MAX_TOLD]!r} must be one of {live}: this server has no other. "
+            f"`{self.name}` is always the newest.",
             param="model",
             code=MODEL_GONE,
         )

@@ -179,8 +179,14 @@ def together(errors: Sequence[Broken]) -> Broken:
     return first
 
 
+_LONGEST_NAME = 255  # of a file
+
+
 def nearest(name: str, allowed: Iterable[str], num: int = 3, cutoff: float = 0.6) -> list[str]:
-    """Return up to `num` of `allowed` that look like `name`, whatever the case, the best first."""
+    """Return up to `num` of `allowed` that look like `name`, whatever the case, the best first;
+    none for what is too long for a name, which would take long."""
+    if len(name) > _LONGEST_NAME:
+        return []
     by_lower = {candidate.lower(): candidate for candidate in sorted(set(allowed))}
     close = difflib.get_close_matches(name.lower(), by_lower, n=num, cutoff=cutoff)
     return [by_lower[match] for match in close]

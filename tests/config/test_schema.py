@@ -70,6 +70,7 @@ def test_our_settings_are_allowed_keys():
 
 def test_the_nearest_names_whatever_the_case():
     assert nearest("PTX_Coef", ["ptx_coeff", "lr", "gamma"])[0] == "ptx_coeff"
+    assert nearest("a" * 300, ["a" * 300]) == [], "no name: among megabytes it would take long"
     assert suggestion("zzz", ["a", "b"]) == "Allowed: a, b."
     assert suggestion("zzz", map(str, range(99))) == "Nothing similar is known."
 

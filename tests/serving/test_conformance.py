@@ -277,6 +277,7 @@ def test_a_response_is_the_chat_s_answer_in_other_words(client):
     messages = [{"role": "system", "content": "Be short."}, *CHAT]
     chat = client.chat.completions.create(**knobs, messages=messages, max_tokens=12)
     assert made.output_text == chat.choices[0].message.content
+    assert type(made).model_validate(made.model_dump()) == made, "no field is missing"
     assert made.status == "incomplete" and made.incomplete_details.reason == "max_output_tokens"
     assert made.usage.output_tokens == chat.usage.completion_tokens == 12
     items = [{"role": "system", "content": "Be short."}, {"role": "user", "content": [

@@ -300,6 +300,30 @@ def test_a_folder_that_is_not_there_is_told_before_ray_starts(monkeypatch, tmp_p
             deployment.serve(str(folder), port=free_port())
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_who_ends_the_server_as_soon_as_it_is_announced_ends_it(number, monkeypatch):
+    closed = []
+
+    class Started:
+        def close(self) -> None:
+            closed.append(self)
+
+    monkeypatch.setattr(deployment, "prepare", lambda settings, **_: None)
+    monkeypatch.setattr(deployment, "start", lambda settings: Started())
+    monkeypatch.setattr("rllib_llm.shared.ray_compat.stop_listening", lambda: None)
+    monkeypatch.setattr("ray.shutdown", lambda: None)
+    monkeypatch.setattr("rllib_llm.cli.serve._in_place_of_a_dead_cluster", lambda: None)
+    monkeypatch.setattr("rllib_llm.cli.serve._told", lambda *_: os.kill(os.getpid(), number))
+    before = {each: signal.signal(each, signal.default_int_handler)
+              for each in (signal.SIGINT, signal.SIGTERM)}  # fmt: skip
+    try:
+        result = CliRunner().invoke(app, ["serve", "m"])
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    assert result.exit_code == 0 and len(closed) == 1, result.output
+
+
 def test_a_port_in_use_is_told_before_a_model_is_loaded():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
