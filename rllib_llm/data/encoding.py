@@ -331,6 +331,7 @@ def encode_judged_chat(
         if trimmed.endswith(end):
             text = trimmed if finished else trimmed.removesuffix(end)
             break
+    check_text(text)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

@@ -40,6 +40,7 @@ from rllib_llm.envs.tools import MCPServers, Toolbox
 from rllib_llm.modules.model_source import num_embeddings, num_positions
 from rllib_llm.shared.dotted import as_list
 from rllib_llm.shared.errors import UserError, require
+from rllib_llm.shared.messages import told
 from rllib_llm.shared.openai_client import JUDGE_OUTAGE_S, OpenAIClient
 from rllib_llm.shared.remote import Away, EventLoop
 from rllib_llm.shared.setting import Settings, setting
@@ -306,6 +307,8 @@ class ChatEnv(ConversationEnv):
             "Set it to what GET /v1/models lists", EnvConfigError,
         )  # fmt: skip
         self._client  # noqa: B018  (a wrong address is refused before anything is sampled)
+        (first,) = self.tasks.rows(0, 1)
+        self._told_to_player({"prompt": first.prompt, **first.columns})
 
     @functools.cached_property
     def _client(self) -> OpenAIClient:
@@ -329,13 +332,27 @@ class ChatEnv(ConversationEnv):
         last = self.settings["last_words"]
         return Response(words, done=last is not None and last in words)
 
+    def _told_to_player(self, task: Mapping[str, Any]) -> Messages:
+        """The player's system message, where there is one.
+
+        Raises:
+            EnvConfigError: it names what the task has not.
+        """
+        system = self.settings["system_of_player"]
+        if system is None:
+            return []
+        try:
+            return [{"role": "system", "content": system.format(**task)}]
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise EnvConfigError(
+                f"system_of_player={system!r} must name columns of the task in braces, one of "
+                f"{sorted(task)}: it raises {told(error)}. Write a brace itself as {{{{ or }}}}."
+            ) from error
+
     def _seen_by_player(self, conversation: Conversation) -> Messages:
         """The conversation from the other player's side, without the policy's tool calls and
         results."""
-        system = self.settings["system_of_player"]
-        messages: Messages = []
-        if system is not None:
-            messages.append({"role": "system", "content": system.format(**conversation.task)})
+        messages = self._told_to_player(conversation.task)
         for message in conversation.messages:
             if message["role"] in _EXCHANGED and message["content"]:
                 said = {"role": _EXCHANGED[message["role"]], "content": message["content"]}

@@ -109,6 +109,16 @@ def test_wrong_settings_of_the_client_are_refused_by_name(client, message):
         ChatEnv(settings(**address, client_settings=client))
 
 
+@pytest.mark.parametrize("system", ["It is {nope}.", "Say {", "Say {}.", "It is {answer.nope}."])
+def test_a_system_message_that_names_no_column_is_refused_before_sampling(system):
+    """Every conversation failed with "KeyError: 'nope'", and that ended the run."""
+    address = {"base_url": "http://localhost/v1", "model_name": "player"}
+    with pytest.raises(
+        EnvConfigError, match=r"must name columns of the task .* .'answer', 'prompt'"
+    ):
+        ChatEnv(settings(**address, system_of_player=system))
+
+
 def test_a_player_has_a_name_and_an_address():
     with pytest.raises(EnvConfigError, match="model_name"):
         ChatEnv(settings(base_url="http://localhost/v1"))

@@ -119,3 +119,10 @@ def test_as_turns():
     assert as_turns([system, USER], "yo") == ([system, USER, YO], 2)
     assert as_turns("hi", [system, USER, YO]) == ([system, USER, YO], 2)
     assert as_turns(None, CHAT) == (CHAT, 3)
+
+
+def test_a_chat_with_half_a_character_is_refused_as_data():
+    """Training a reward model on it ended in the tokenizer's TypeError."""
+    half = [USER, {"role": "assistant", "content": "\ud800"}]
+    with pytest.raises(DataSourceError, match="be text that UTF-8 can write.*half of a character"):
+        encode_judged_chat(tokenizer_with(LAST_THINKS), half)
