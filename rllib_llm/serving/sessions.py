@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
@@ -209,12 +210,18 @@ class Session:
         """Rewards the turn that was sampled last.
 
         Raises:
-            ApiError: 400, there is none.
+            ApiError: 400, there is none, or the sum is no number.
         """
+        total = (self.reward or 0.0) + reward
+        if not math.isfinite(total):
+            raise ApiError(
+                400, f"reward={reward} must leave a finite sum of the session's rewards.",
+                param="reward",
+            )  # fmt: skip
         for conversation in reversed(self.conversations):
             if conversation.num_turns:
                 conversation.add_reward(reward)
-                self.reward = (self.reward or 0.0) + reward
+                self.reward = total
                 return
         raise ApiError(
             400, "reward must follow an answer: the session has none yet.", param="reward",

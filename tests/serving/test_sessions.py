@@ -56,6 +56,17 @@ def test_a_conversation_is_one_row_of_the_tokens_that_were_sampled():
     session_of(talk)
 
 
+def test_rewards_whose_sum_is_no_number_are_refused_and_change_nothing():
+    async def talk(http) -> None:
+        await say(http, CHAT)
+        for reward, told in ((1.5e308, 200), (1.5e308, 400), (-1e308, 200)):
+            answer = await http.post("/sessions/s/reward", json={"reward": reward})
+            assert answer.status_code == told, answer.text
+        assert answer.json()["reward"] == 1.5e308 - 1e308
+
+    session_of(talk)
+
+
 def test_another_history_is_another_row_and_an_earlier_turn_can_be_gone_back_to():
     async def talk(http) -> None:
         turns = [(await say(http, CHAT))["choices"][0]]
