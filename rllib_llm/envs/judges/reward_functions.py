@@ -202,7 +202,16 @@ class RewardTerm:
                 remedy="Correct them",
             ) from error
         if inspect.isclass(function):
-            function = function(**kwargs)
+            try:
+                function = function(**kwargs)
+            except TypeError as error:
+                raise RewardError(
+                    name=f"kwargs of reward function {name!r}",
+                    value=kwargs,
+                    rule="be values that it takes",
+                    reason=raised(error),
+                    remedy="Correct them",
+                ) from error
         elif kwargs:
             function = functools.partial(function, **kwargs)
         timeout_s = spec.get("timeout_s")

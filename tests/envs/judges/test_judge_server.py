@@ -132,3 +132,10 @@ def test_a_refusal_is_raised_with_what_the_server_said():
 def test_bounds_the_wrong_way_round_are_said():
     with pytest.raises(ValueError, match="low=1.0 must be below high=0.0"):
         JudgeServer("http://localhost/v1", "judge", low=1.0, high=0.0)
+
+
+def test_wrong_values_of_a_judge_are_told_with_its_name():
+    """They were TypeErrors that named neither the judge nor its settings."""
+    kwargs = {"base_url": "http://localhost/v1", "model": "x", "low": "a"}
+    with pytest.raises(RewardError, match=r"kwargs of reward function 'JudgeServer'=.*it takes"):
+        RewardSum([{"function": JudgeServer, "kwargs": kwargs}])
