@@ -34,7 +34,7 @@ _PUBLIC = {
     "default_callbacks": "rllib_llm.runs",
     "serve": "rllib_llm.serving.deployment",
 }
-__all__ = [*_PUBLIC, "__version__"]
+__all__ = [*(name for name in _PUBLIC if name != "serve"), "__version__"]  # that is of an extra
 
 
 def __getattr__(name: str) -> Any:
@@ -45,7 +45,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*_PUBLIC, "__version__"])
 
 
 check_ray()

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from rllib_llm.shared.errors import UserError
-from rllib_llm.shared.run_layout import RESULTS, RUN_RECORD, RunFolder
+from rllib_llm.shared.run_layout import CHECKPOINTS, RESULTS, RUN_RECORD, RunFolder, name_one
 from rllib_llm.shared.storage import (
     Place,
     folder_like,
@@ -47,7 +47,6 @@ OTHERS = "Choose another checkpoint; given the trial's folder, the newest usable
 PRINTED = "`rllib train` prints the checkpoints and models it wrote."
 # Entries of RLlib's checkpoints, whole or not.
 PARTS = ("class_and_ctor_args.pkl", "metadata.json", "learner_group")
-MAX_NAMED = 8
 
 
 class CheckpointError(ValueError):
@@ -253,7 +252,7 @@ def _no_checkpoint(folder: Place) -> CheckpointError:
         )
     found = RunFolder(folder)
     is_of_run = (folder / RUN_RECORD).is_file() or found.in_trials(RESULTS)
-    inner = found.with_checkpoints()
+    inner = found.holding(CHECKPOINTS)
     what = "it holds nothing that a run has saved"
     if inner:
         what = f"it is a folder of {len(inner)} of them"
@@ -261,7 +260,7 @@ def _no_checkpoint(folder: Place) -> CheckpointError:
         what = "no checkpoint was saved in it yet, which is done every few minutes and at the end"
     return CheckpointError(
         f"checkpoint={str(folder)!r} must be a checkpoint, or the folder of a trial, a stage or a "
-        f"run with one: {what}. {_one_of(inner) or PRINTED}"
+        f"run with one: {what}. {name_one(inner) or PRINTED}"
     )
 
 
@@ -270,14 +269,6 @@ def _is_of_checkpoint(folder: Place) -> bool:
     is_called = re.fullmatch(r"(best_)?checkpoint(_\d+)?", folder.name)
     marks = (folder.parent / MANIFEST, *(folder / part for part in PARTS))
     return bool(is_called) or any(mark.exists() for mark in marks)
-
-
-def _one_of(folders: Sequence[Place]) -> str:
-    """Advice to name one of these folders; "" for none."""
-    if not folders:
-        return ""
-    more = f" or {len(folders) - MAX_NAMED} more" if len(folders) > MAX_NAMED else ""
-    return f"Name one of {', '.join(map(str, folders[:MAX_NAMED]))}{more}."
 
 
 def _damaged(folder: Path, rule: str, reason: str) -> CheckpointError:
@@ -324,7 +315,7 @@ def find_model(given: str) -> str:
             return str(local_copy(candidate))
     found = _checkpoints_below(folder)
     if folder.exists() and not (found or (folder / MODEL_IN_CHECKPOINT).is_dir()):
-        inner = _one_of(RunFolder(folder).with_checkpoints())
+        inner = name_one(RunFolder(folder).holding(CHECKPOINTS))
         raise UserError(
             f"checkpoint={given!r} must hold a model: there is no config.json in it, nor in "
             f"{MODEL_IN_CHECKPOINT} or model below it. "

@@ -18,7 +18,7 @@ PENALISED = when(
 ADAPTIVE = when("ref_kl_target", "is set", is_set, "Set a target", ": the coefficient is fixed")
 # The mean of grad log pi over pi's own tokens is 0, and k1's gradient is no more than that.
 MOVES = Condition(
-    "it is not k1 in the loss, whose gradient has mean 0 without ref_kl_unbiased",
+    "it is not k1 in the loss, which also needs ref_kl_unbiased",
     lambda c: c.ref_kl_in == "reward" or c.ref_kl_estimator != "k1" or c.ref_kl_unbiased
     or not c.ref_kl_coeff,
     "as k1 in the loss without ref_kl_unbiased: the mean of its gradient is 0",

@@ -25,9 +25,13 @@ from rllib_llm.data.rollout_store import (
 )
 from rllib_llm.data.rows import DataSourceError, Rows
 from rllib_llm.shared.errors import did_you_mean, require
-from rllib_llm.shared.run_layout import RunFolder
+from rllib_llm.shared.run_layout import RunFolder, name_one
 from rllib_llm.shared.storage import Place, UrlPath, place
 
+OTHERWISE = (
+    "Check the path, and that store_rollouts is on; stages such as SFT, RewardModel and DPO "
+    "sample none."
+)
 IN_ORDER = ("iteration", "position", "sample", "row")
 # What a later stage learns from, unless its condition speaks of these itself.
 LEARNABLE_SQL = "status IN ('trained', 'rejected') AND valid"
@@ -71,10 +75,10 @@ def rollout_folders(run: str | Path | UrlPath) -> list[Place]:
     stores = RunFolder(root).in_trials(f"{ROLLOUTS}/{STORE_FILE}")
     found = sorted((file.parent for file in stores), key=str)
     if not found:
+        inside = name_one(RunFolder(root).holding(f"{ROLLOUTS}/{STORE_FILE}"))
         raise NoRolloutsError(
             f"run={str(run)!r} must be the folder of a run, stage or trial that kept its rollouts: "
-            "there are none in it. Check the path, and that store_rollouts is on; stages such as "
-            "SFT, RewardModel and DPO sample none."
+            f"there are none in it. {inside or OTHERWISE}"
         )
     return found
 

@@ -48,7 +48,7 @@ class EngineFailed(RuntimeError):
 
 _LARGEST = float(torch.finfo(torch.float32).max)
 _TOOL_FAILED = ("error", "timeout")  # of the tool; other failures are the policy's mistakes
-_COUNTED = ("num_tool_calls", "tool_failures", "tool_timeouts", "tool_seconds", "sample_seconds")
+_OF_TOOLS = ("num_tool_calls", "tool_failures", "tool_timeouts", "tool_seconds")
 
 
 def run_rollouts(
@@ -139,9 +139,11 @@ class _Player:
     async def converse(self) -> None:
         """Plays the conversation."""
         env, conversation = self.env, self.conversation
-        self.attempt.counts.update(dict.fromkeys(_COUNTED, 0.0))
+        self.attempt.counts["sample_seconds"] = 0.0
         conversation.append_messages(as_messages(await call(env.start, conversation)))
         self.toolbox = env.toolbox_of(conversation)
+        if self.toolbox.tools:
+            self.attempt.counts.update(dict.fromkeys(_OF_TOOLS, 0.0))
         while await self._sample():
             response = await self._answer()
             if response.reward is not None:

@@ -47,7 +47,7 @@ _SHOWN = 200  # characters of an error
 _ALARMS = ("SIGALRM", "setitimer", "alarm")
 _NO_SIGNALS = "signal only works in main thread"
 _STATUS_MESSAGES = {
-    "truncated": "the call was cut off before its end",
+    "truncated": "the call has no end: nothing closes it",
     "invalid_json": "the call is not valid JSON",
     "missing_name": "the call does not name a tool",
     "unknown_tool": "the call names no tool, but an empty text",

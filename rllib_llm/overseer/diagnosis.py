@@ -149,5 +149,7 @@ def diagnose(seconds: Mapping[str, float], has_samplers: bool = False) -> Diagno
     # In the words of the phases, which `rllib status` lists with their shares.
     least = by_owner[bound] / 10
     most = " and ".join(phase for phase in phases if seconds.get(phase, 0.0) >= least)
-    text = f"{bound}-bound: most time goes into {most}; to change it, {remedy}"
+    most_time = 2 * by_owner[bound] > total + seconds.get(BETWEEN, 0.0)
+    part = "most time" if most_time else "the largest part of what can be changed"
+    text = f"{bound}-bound: {part} goes into {most}; to change it, {remedy}"
     return Diagnosis(bound, share, text)

@@ -40,11 +40,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rllib_llm.overseer.diagnosis import diagnose
 from rllib_llm.shared.errors import UserError
 from rllib_llm.shared.remote import NAMESPACE
-from rllib_llm.shared.run_layout import RunFolder
+from rllib_llm.shared.run_layout import RunFolder, name_one
 from rllib_llm.shared.storage import read_json
 
 NAMES = ("pause", "resume", "scale", "checkpoint", "stop")
 WAITING, DONE, REFUSED = "waiting", "done", "refused"
+OTHERWISE = (
+    "Start the run with `--set overseer=true` and name its folder as `rllib train` shows it; if it "
+    "has only just begun, wait for its first iteration."
+)
 LOST = "lost"  # the overseer that knew of it has ended
 
 
@@ -462,10 +466,9 @@ def find_run(folder: str | Path) -> Run:
     files = [file for file in found if isinstance(file, Path)]  # an overseer is on this machine
     files.sort(key=lambda file: file.stat().st_mtime)
     if not files:
+        inside = name_one(RunFolder(root).holding(ADDRESS_FILE))
         raise UserError(
             f"run={str(root)!r} must be the folder of a run with `overseer: true` in its config: "
-            "no overseer has left its address there. Start the run with `--set overseer=true` and "
-            "name its folder as `rllib train` shows it; if it has only just begun, wait for its "
-            "first iteration."
+            f"no overseer has left its address there. {inside or OTHERWISE}"
         )
     return Run(files[-1].resolve())

@@ -243,18 +243,19 @@ class Rollouts:
                 cause = f"The last: {ending.cause}"
             return BrokenSamplerError(
                 f"{number} groups in a row got no score, and at most {ending.limit} may: update "
-                f"{self._step} gets no full batch. {cause}"
+                f"{self._step} has too few completions to train on. {cause}"
             )
         if ending.kind == "failed":
             return SamplingError(
                 f"{number} groups in a row failed, and at most {ending.limit} may: update "
-                f"{self._step} gets no full batch ({counts}).{self._last_failure}"
+                f"{self._step} has too few completions to train on ({counts}).{self._last_failure}"
             )
         cause = f" The last without a score: {ending.cause}" if ending.cause else ""
         return FilteredOutError(
             f"{number} groups in a row were rejected, and at most {ending.limit} may "
-            f"(max_resampling batches): update {self._step} gets no full batch ({counts}). "
-            f"Give easier or harder prompts, loosen filters, or raise max_resampling.{cause}"
+            f"(max_resampling batches): update {self._step} has too few completions to train "
+            f"on ({counts}). Give easier or harder prompts, loosen filters, or raise "
+            f"max_resampling.{cause}"
         )
 
     def metrics(self) -> dict[str, dict[str, float]]:

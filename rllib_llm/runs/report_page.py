@@ -32,7 +32,7 @@ from rllib_llm.runs.results import (
 from rllib_llm.runs.run_folder import read_environment
 from rllib_llm.runs.signs import signs
 from rllib_llm.shared.errors import UserError
-from rllib_llm.shared.run_layout import RESULTS, SETTINGS_FILE, RunFolder
+from rllib_llm.shared.run_layout import RESULTS, SETTINGS_FILE, RunFolder, name_one
 from rllib_llm.shared.storage import Place, place, read_json, replace_text
 
 
@@ -109,9 +109,10 @@ def find_trials(folder: str | Place) -> list[PageTrial]:
     begun = {file: at for file in found if (at := _begun(file)) is not None}
     files = sorted(begun, key=begun.__getitem__)
     if not files:
+        inside = name_one(RunFolder(root).holding(RESULTS))
         raise UserError(
-            f"run={str(root)!r} must be the folder of a run with results: there is none of "
-            f"{RESULTS} in it. Name the folder that `rllib train` shows, after an iteration."
+            f"run={str(root)!r} must be the folder of a run with results: it holds no {RESULTS}. "
+            f"{inside or 'Name the folder that `rllib train` shows, after an iteration.'}"
         )
     stages = [file.parent.parent for file in files]
     trials = []

@@ -136,6 +136,18 @@ def flat_groups(rows: Rows) -> str:
     )
 
 
+def no_tool_calls(rows: Rows) -> str:
+    """Conversations with tools in which none is called."""
+    calls = _last(rows, "env/num_tool_calls")
+    if not calls or max(calls) > 0.0:
+        return ""
+    return (
+        "no conversation calls a tool, so the policy cannot learn how. Look at texts in "
+        "samples.jsonl; train it with SFT on a few calls first, with the same tools, and check "
+        "that tool_syntax is its own."
+    )
+
+
 def overfitted_judge(rows: Rows) -> str:
     """A reward model that orders held-out pairs worse than chance, and no better than before, while
     it fits its own."""
@@ -264,6 +276,7 @@ def reward_drop(rows: Rows) -> str:
 RULES: Mapping[str, Callable[[Rows], str]] = {
     "constant rewards": constant_rewards,
     "flat groups": flat_groups,
+    "no tool calls": no_tool_calls,
     "overfitted judge": overfitted_judge,
     "entropy collapse": entropy_collapse,
     "KL explosion": kl_explosion,

@@ -165,8 +165,8 @@ class Verification:
         if not any(each.logprob_errors for each in self.completions):
             return same
         median, worst = map(_told_bits, self.bits())
-        known = "" if any(each.differences for each in self.completions) else ", which is round-off"
-        return f"{same}; log-probs agree to {median} in the median, {worst} at worst{known}"
+        known = "" if any(each.differences for each in self.completions) else ": round-off"
+        return f"{same}; half of the log-probs agree to {median}, all to {worst}{known}"
 
 
 def verify(run: str | Path, num_samples: int = 16, seed: int = 0) -> list[Verification]:

@@ -11,6 +11,7 @@ Commands take any of these folders. A `Tuner` in Python writes stages without a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rllib_llm.shared.storage import Place, read_json
@@ -19,6 +20,7 @@ RUN_RECORD, STAGE_RECORD = "run.json", "stage.json"
 RESULTS, SETTINGS_FILE = "result.json", "params.json"  # Tune's
 REPLACED = "replaced"
 CHECKPOINTS = "checkpoint_*"
+MAX_NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,17 @@ class RunFolder:
         order = [stage["name"] for stage in stages if stage["name"] in begun]
         return [trial for trial in trials if trial.parent.name in order[-1:]] or trials
 
-    def with_checkpoints(self) -> list[Place]:
-        """The folders in this one that are runs or stages with checkpoints, by their names."""
+    def holding(self, entry: str) -> list[Place]:
+        """The folders in this one that are runs or stages with such an entry, by their names."""
+        if not self.folder.is_dir():
+            return []
         inner = (path for path in self.folder.iterdir() if path.is_dir())
-        return sorted((one for one in inner if RunFolder(one).in_trials(CHECKPOINTS)), key=str)
+        return sorted((one for one in inner if RunFolder(one).in_trials(entry)), key=str)
+
+
+def name_one(folders: Sequence[Place]) -> str:
+    """Advice to name one of these folders; "" for none."""
+    if not folders:
+        return ""
+    more = f" or {len(folders) - MAX_NAMED} more" if len(folders) > MAX_NAMED else ""
+    return f"Name one of {', '.join(map(str, folders[:MAX_NAMED]))}{more}."

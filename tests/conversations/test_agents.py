@@ -131,7 +131,7 @@ def test_a_plain_function_with_the_plain_client_does():
 @pytest.mark.parametrize(
     ("result", "why"),
     [
-        ("3", "the agent gave the reward '3', which must be a number: it is a text"),
+        ("3", "the agent gave the reward '3', which must be a number: text is no number"),
         (float("nan"), "the agent gave the reward nan, which must be a finite number"),
         (1e39, "the agent gave the reward 1e+39, which must be a finite number of float32"),
         ({"reward": 1.0, "note": "x"}, "the agent gave the metric 'note' 'x', which must be"),

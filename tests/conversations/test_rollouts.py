@@ -154,7 +154,9 @@ def test_a_truncated_tool_call_is_never_run(make):
     # Ended by the policy, but not closed: it is told so, and nothing is run.
     _, _, policy = roll(env, call, "Well.")
     assert not ran
-    assert "Error: the call was cut off before its end." in env.tokenizer.decode(policy.seen[-1][2])
+    assert "Error: the call has no end: nothing closes it." in env.tokenizer.decode(
+        policy.seen[-1][2]
+    )
 
 
 def test_tokens_of_a_conversation_are_bounded(make):

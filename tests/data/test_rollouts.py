@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 
 import pytest
@@ -136,6 +137,13 @@ def test_a_run_holds_the_rollouts_of_its_trials(folder, tmp_path):
     assert rollout_folders(folder.parent / "checkpoint_000003") == [folder]
     with pytest.raises(NoRolloutsError, match="kept its rollouts"):
         rollout_folders(tmp_path)
+
+
+def test_a_folder_of_runs_is_answered_with_the_run(folder, tmp_path):
+    run = tmp_path / "results" / "run"
+    shutil.copytree(folder.parent, run / "stage" / "trial")
+    with pytest.raises(NoRolloutsError, match=rf"there are none in it. Name one of {run}\."):
+        rollout_folders(tmp_path / "results")
 
 
 def test_a_misspelt_run_is_answered_with_the_nearest(tmp_path):

@@ -72,6 +72,12 @@ def test_a_diagnosis_has_the_words_of_the_phases_that_it_adds_up():
     assert found.text.startswith(f"sampler-bound: {words}")
 
 
+def test_the_largest_part_is_not_called_most_of_the_time():
+    seconds = {diagnosis.LEARNING: 25.0, diagnosis.FOR_COMPLETIONS: 21.0, diagnosis.BETWEEN: 27.0}
+    text = diagnose(seconds).text
+    assert text.startswith("learner-bound: the largest part of what can be changed goes into learn")
+
+
 def test_nothing_is_said_of_nothing():
     assert diagnose({diagnosis.STARTING: 5.0}).bound == ""
     found = diagnose({diagnosis.STARTING: 12.0, diagnosis.LEARNING: 3.0})

@@ -229,7 +229,10 @@ def test_an_exception_in_a_sampler_is_raised_with_its_place_when_it_is_no_single
         sample(group)
     message = str(caught.value)
     # Nothing stands before the cause, which may be an environment, that blames a reward function.
-    assert "gets no full batch. The last: reward function 'no_judge' must judge" in message
+    assert (
+        "has too few completions to train on. The last: reward function 'no_judge' must judge"
+        in message
+    )
     # The error explains itself: the line of the user's own code, not the way there.
     assert "KeyError: 'no such judge', raised in test_asked_workers.py:" in message
     assert "prompt '" in message and "completion '" in message

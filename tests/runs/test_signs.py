@@ -40,6 +40,12 @@ def test_flat_groups_are_seen_where_prompts_differ():
     assert names == ["constant rewards"]
 
 
+def test_conversations_that_call_no_tool_are_seen():
+    results = rows(env__num_tool_calls=[0.1, 0.0, 0.0, 0.0, 0.0])
+    assert found(results) == [("no tool calls", 4)]
+    assert found(rows(env__num_tool_calls=[0.0, 0.0, 0.1, 0.0, 0.0])) == []
+
+
 def test_a_judge_that_learns_by_heart_is_seen():
     losses = {"loss__reward_model": [0.7, 0.6, 0.5, 0.4, 0.3]}
     # Evaluations after iterations 0, 2 and 4, each reported until the next.
@@ -83,7 +89,7 @@ def test_the_newest_result_shows_its_signs_and_only_what_rules_read_is_kept():
     assert latest_signs(results[:2]) == [] and latest_signs([]) == []
     config = {"config/num_learners": 2}
     assert kept({**results[0], **config, "config/model": "m"}) == {**results[0], **config}
-    assert len(RULES) == 8
+    assert len(RULES) == 9
 
 
 def test_a_trial_without_cores_is_told():

@@ -373,7 +373,7 @@ def as_number(value: Any) -> float:
     """The float of a number, infinity of one too large; raises TypeError or ValueError for other
     values, also for the text of a number: mostly it is somebody's completion."""
     if isinstance(value, (str, bytes)):
-        raise TypeError("it is a text")
+        raise TypeError("text is no number")
     try:
         return float(value)
     except OverflowError:

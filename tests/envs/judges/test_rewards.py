@@ -202,8 +202,8 @@ def test_failing_everywhere_is_an_error_with_the_first_traceback():
         (torch.ones(2, 1), r"must have shape \[2\].* it has \[2, 1\]"),
         (None, "returned NoneType"),
         (1.0, "returned float"),
-        (["12", "7"], r"must be 2 numbers .*it is a text"),  # the completions themselves
-        (["good", "bad"], "it is a text"),
+        (["12", "7"], r"must be 2 numbers .*text is no number"),  # the completions themselves
+        (["good", "bad"], "text is no number"),
         ([1.0, [None]], "must be 2 numbers"),
         (([1.0, 2.0], {"metric": [1.0]}), r"metric 'metric' of reward function 'wrong'"),
     ],
