@@ -88,8 +88,10 @@ def _print_trials(result: StageResult, best: list[dict[str, Any]], console: Cons
             for i, folder in enumerate(result.trial_folders)]  # fmt: skip
     last = [rows[-1] if rows else {} for rows in read]
     shown = columns(last)
-    _heading(f"{result.name}: all trials at their end", console)
-    table = Table("trial")
+    _heading(f"{result.name}: last result of each trial", console)
+    reached = {row["training_iteration"] for row in last if "training_iteration" in row}
+    fewer = "Trials with fewer iterations were ended earlier, by the scheduler or a stop criterion."
+    table = Table("trial", caption=fewer if len(reached) > 1 else None, caption_justify="left")
     for heading in ("iteration", *(metric.title for metric in shown)):
         table.add_column(heading, justify="right")
     for label, row in zip(result.labels, last, strict=True):

@@ -177,6 +177,17 @@ def test_the_results_of_each_trial_are_read_once(tmp_path, monkeypatch):
     )
     assert "best of 2 trials: lr=2" in text
     assert "lr=1 2 20 1.000" in text and "lr=2 2 20 2.250" in text, text
+    assert "were ended earlier" not in text
+
+
+def test_trials_that_were_ended_earlier_are_told_of(tmp_path):
+    best = finished_stage(tmp_path, [0.5, 1.5, 2.25], "LlamaForCausalLM")
+    other = finished_stage(tmp_path / "second", [0.5], "LlamaForCausalLM")
+    folders = [other.best_trial_folder, best.best_trial_folder]
+    both = replace(best, trial_folders=folders, labels=["lr=1", "lr=2"], best=1)
+    text = reported(both, tmp_path)[1]
+    assert "lr=1 1 10 0.500" in text and "lr=2 3 30 2.250" in text, text
+    assert "Trials with fewer iterations were ended earlier" in text
 
 
 def test_an_offline_run_of_wandb_is_named(tmp_path):
