@@ -145,7 +145,7 @@ def _problems(section: Section, given: Mapping[str, Any], where: str) -> list[Us
         if key not in rows:
             found.append(_unknown(section, key, where))
         elif (error := rows[key].error(value, place=where)) is not None:
-            if isinstance(rows[key].default, dict):
+            if isinstance(rows[key].default, dict) and not isinstance(value, dict):
                 error.remedy = f"Write `{key}: {{name: value}}`"
             found.append(_of_user(error))
         elif key == "checkpoint_config":
@@ -157,8 +157,6 @@ def _problems(section: Section, given: Mapping[str, Any], where: str) -> list[Us
 
 def _of_item(row: Setting, name: Any, value: Any, where: str) -> list[UserError]:
     """Errors of an entry of a mapping; limits of results are numbers."""
-    if not isinstance(name, str):
-        return [no_text(name, f"{where}.{row.name}")]
     if row.name not in ("stop", "pass_criteria"):
         return []
     remedy = f"Write `{name}: 100`"
@@ -168,14 +166,6 @@ def _of_item(row: Setting, name: Any, value: Any, where: str) -> list[UserError]
     limit = dataclasses.replace(row, name=name, type=float, remedy=remedy)
     error = limit.error(value, place=f"{where}.{row.name}")
     return [] if error is None else [_of_user(error)]
-
-
-def no_text(key: Any, where: str) -> UserError:
-    """Return the error for a key that YAML reads as something else than text."""
-    return UserError(
-        where=where, name=f"the name {key!r}", rule="be text",
-        reason=f"YAML reads it as {type(key).__name__}", remedy="Put it in quotes",
-    )  # fmt: skip
 
 
 def _of_user(error: SettingError) -> UserError:

@@ -38,7 +38,6 @@ from rllib_llm.runs.experiments import (
     KEYS,
     Experiment,
     algorithm_class,
-    no_text,
     references,
     substitute,
 )
@@ -514,6 +513,9 @@ def _check_spec(name: Any, spec: Any, source: str) -> None:
         )
     for key in spec:
         if not isinstance(key, str):
-            raise no_text(key, name)
+            raise UserError(
+                where=name, name=f"the name {key!r}", rule="be text",
+                reason=f"YAML reads it as {type(key).__name__}", remedy="Put it in quotes",
+            )  # fmt: skip
     if "name" in spec:
         raise unknown_key(name, "name", (), "An experiment is called by the key that it is below.")

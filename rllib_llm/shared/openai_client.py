@@ -236,6 +236,11 @@ def _check(given: Mapping[str, Any], unknown: Mapping[str, Any]) -> None:
             f"base_url={base_url!r} must start with http:// or https://: it is where the server "
             "answers. Write it up to the version, such as http://localhost:8000/v1."
         )
+    if not isinstance(given["api_key_env"], str):
+        raise ValueError(
+            f"api_key_env={given['api_key_env']!r} must be text: it names a variable of the "
+            "environment. Leave it out where no key is wanted."
+        )
     for name, least in _LEAST.items():
         kinds = int if least else (int, float)
         if not isinstance(given[name], kinds) or not given[name] >= least:

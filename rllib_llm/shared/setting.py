@@ -176,8 +176,10 @@ class Setting:
                 value_rule = "below 2**63"
             elif isinstance(value, str) and not value.strip("\0 \t\n"):
                 value_rule = "more than a blank"
-            elif isinstance(value, dict) and dict in _alternatives(self.type):
+            elif nameless := _no_texts(value):
                 value_rule = "a dictionary whose keys are texts"
+                remedy = f"Put {nameless[0]!r} in quotes: YAML reads it as "
+                remedy += type(nameless[0]).__name__
             elif isinstance(value, str) and (meant := self._meant(value, config)):
                 how = "without quotes" if meant == value.strip() else "as YAML has numbers"
                 remedy = f"Write it {how}: `{self.name}: {meant}`"
@@ -423,8 +425,13 @@ def _text(value: str) -> str:
     return value
 
 
+def _no_texts(value: Any) -> list[Any]:
+    """The keys of a dictionary that are no texts."""
+    return [key for key in value if not isinstance(key, str)] if isinstance(value, dict) else []
+
+
 def _named(value: dict) -> dict:
-    if not all(isinstance(key, str) for key in value):
+    if _no_texts(value):
         raise ValueError("without names")
     return value
 

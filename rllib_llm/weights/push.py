@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from rllib_llm.shared.errors import SettingError, require
+from rllib_llm.shared.errors import in_place, require
 from rllib_llm.shared.openai_client import OpenAIClient, server_root
 
 SERVERS = ("vllm", "sglang", "rllib_llm")
@@ -135,8 +135,8 @@ def open_servers(entries: Sequence[Mapping[str, Any]]) -> list[PushedServer]:
     }  # fmt: skip
     servers = []
     for i, entry in enumerate(entries):
-        given = dict(entry) if isinstance(entry, Mapping) else {}
-        kind = kinds.get(given.pop("server", ""))
+        given = {str(k): v for k, v in entry.items()} if isinstance(entry, Mapping) else {}
+        kind = kinds.get(str(given.pop("server", "")))
         require(
             kind is not None and isinstance(given.get("base_url"), str), f"weights_push[{i}]",
             entry, f"be a mapping with `server`, one of {SERVERS}, and `base_url`",
@@ -145,15 +145,8 @@ def open_servers(entries: Sequence[Mapping[str, Any]]) -> list[PushedServer]:
         assert kind is not None
         try:
             servers.append(kind(**given))
-        except TypeError as error:
-            raise SettingError(
-                name=f"weights_push[{i}]",
-                value=entry,
-                rule="have settings that it knows",
-                reason=error,
-                remedy="Beside `server` and `base_url` there are those of the client, such as "
-                "timeout_s",
-            ) from error
+        except ValueError as error:
+            raise in_place(error, f"weights_push[{i}]") from error
     return servers
 
 

@@ -59,7 +59,10 @@ def test_references_are_filled_inside_and_as_whole_values():
         ("a: {run: SFT, checkpoint_config: {checkpoint_frequency: -2}}", "number of at least 0"),
         ("a: {run: SFT, checkpoint_config: 3}", "a.checkpoint_config=3 must be a dictionary"),
         ("a: {run: SFT, num_samples: true}", "a.num_samples=True must be a whole number"),
-        ("a: {run: SFT, stop: {3: 4}}", "the name 3 must be text: YAML reads it as int."),
+        (
+            "a: {run: SFT, stop: {3: 4}}",
+            "keys are texts: it is the results at which a trial ends. Put 3 in",
+        ),
         ("a: {run: SFT, 3: 4}", "a: the name 3 must be text: YAML reads it as int."),
         ("a: {run: SFT, storage_path: 3}", "a.storage_path=3 must be text"),
         ("a: {run: SFT, time_budget_s: 0}", "a.time_budget_s=0 must be a number above 0"),

@@ -192,9 +192,17 @@ def test_our_own_server_of_another_cluster_takes_them(tmp_path, monkeypatch):
         ({"server": "tgi", "base_url": "http://h"}, "must be a mapping with `server`, one of"),
         ({"server": "vllm"}, "and `base_url`"),
         ("http://h", "must be a mapping"),
-        ({"server": "vllm", "base_url": "http://h", "colour": 1}, "settings that it knows"),
-        ({"server": "vllm", "base_url": "http://h", "pause_mode": "x"}, "pause_mode='x' must be"),
+        (
+            {"server": "vllm", "base_url": "http://h", "colour": 1},
+            r"weights_push\[0\].*colour=1 must be a",
+        ),
+        (
+            {"server": "vllm", "base_url": "http://h", "pause_mode": "x"},
+            r"weights_push\[0\].*pause_mode='x' must be",
+        ),
         ({"server": "vllm", "base_url": "http://h", "method": "x"}, "method='x' must be one of"),
+        ({"server": ["vllm"], "base_url": "http://h"}, "must be a mapping with `server`, one of"),
+        ({"server": "vllm", "base_url": "http://h", "api_key_env": 3}, "api_key_env=3 must be"),
     ],
 )
 def test_an_entry_that_names_no_server_is_refused(entry, problem):
