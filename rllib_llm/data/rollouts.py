@@ -28,7 +28,7 @@ from rllib_llm.shared.errors import did_you_mean, require
 from rllib_llm.shared.run_layout import RunFolder, name_one
 from rllib_llm.shared.storage import Place, UrlPath, place
 
-OTHERWISE = (
+_OTHERWISE = (
     "Check the path, and that store_rollouts is on; stages such as SFT, RewardModel and DPO "
     "sample none."
 )
@@ -78,7 +78,7 @@ def rollout_folders(run: str | Path | UrlPath) -> list[Place]:
         inside = name_one(RunFolder(root).holding(f"{ROLLOUTS}/{STORE_FILE}"))
         raise NoRolloutsError(
             f"run={str(run)!r} must be the folder of a run, stage or trial that kept its rollouts: "
-            f"there are none in it. {inside or OTHERWISE}"
+            f"there are none in it. {inside or _OTHERWISE}"
         )
     return found
 

@@ -307,8 +307,8 @@ class ChatEnv(ConversationEnv):
             "Set it to what GET /v1/models lists", EnvConfigError,
         )  # fmt: skip
         self._client  # noqa: B018  (a wrong address is refused before anything is sampled)
-        (first,) = self.tasks.rows(0, 1)
-        self._told_to_player({"prompt": first.prompt, **first.columns})
+        if self.settings["system_of_player"] is not None:
+            self._told_to_player(self.tasks.rows(0, 1)[0].task())
 
     @functools.cached_property
     def _client(self) -> OpenAIClient:

@@ -82,7 +82,7 @@ def new_attempts(
     for place, row in enumerate(rows):
         for copy in range(num_completions):
             group = first_position + place
-            task = copied({"prompt": row.prompt, **row.columns})
+            task = copied(row.task())
             conversation = Conversation(env.format_of(task), task=task)
             row_id = group * num_completions + copy
             attempts.append(Rollout(conversation, group, row_id, row.index))

@@ -51,6 +51,10 @@ class PromptRow:
     prompt: Any  # str, or list of {"role", "content"}
     columns: Mapping[str, Any]
 
+    def task(self) -> dict[str, Any]:
+        """Prompt and columns by name, as conversations have them."""
+        return {"prompt": self.prompt, **self.columns}
+
 
 class PromptSource:
     """Prompts of a data set in a fixed, endless order, addressed by position.

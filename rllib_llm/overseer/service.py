@@ -45,11 +45,11 @@ from rllib_llm.shared.storage import read_json
 
 NAMES = ("pause", "resume", "scale", "checkpoint", "stop")
 WAITING, DONE, REFUSED = "waiting", "done", "refused"
-OTHERWISE = (
+LOST = "lost"  # the overseer that knew of it has ended
+_OTHERWISE = (
     "Start the run with `--set overseer=true` and name its folder as `rllib train` shows it; if it "
     "has only just begun, wait for its first iteration."
 )
-LOST = "lost"  # the overseer that knew of it has ended
 
 
 class CommandError(ValueError):
@@ -469,6 +469,6 @@ def find_run(folder: str | Path) -> Run:
         inside = name_one(RunFolder(root).holding(ADDRESS_FILE))
         raise UserError(
             f"run={str(root)!r} must be the folder of a run with `overseer: true` in its config: "
-            f"no overseer has left its address there. {inside or OTHERWISE}"
+            f"no overseer has left its address there. {inside or _OTHERWISE}"
         )
     return Run(files[-1].resolve())

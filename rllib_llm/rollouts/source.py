@@ -233,6 +233,7 @@ class Rollouts:
     def _ended(self, ending: Ending) -> SamplingError:
         counts = ", ".join(f"{count} {reason}" for reason, count in ending.counts.items())
         number = sum(ending.counts.values())
+        lacking = f"update {self._step} has too few completions to train on"
         if ending.kind == "unjudged":
             # A cause says itself what to correct: the environment, or a reward function.
             cause = (
@@ -242,20 +243,19 @@ class Rollouts:
             if ending.cause:
                 cause = f"The last: {ending.cause}"
             return BrokenSamplerError(
-                f"{number} groups in a row got no score, and at most {ending.limit} may: update "
-                f"{self._step} has too few completions to train on. {cause}"
+                f"{number} groups in a row got no score, and at most {ending.limit} may: "
+                f"{lacking}. {cause}"
             )
         if ending.kind == "failed":
             return SamplingError(
-                f"{number} groups in a row failed, and at most {ending.limit} may: update "
-                f"{self._step} has too few completions to train on ({counts}).{self._last_failure}"
+                f"{number} groups in a row failed, and at most {ending.limit} may: "
+                f"{lacking} ({counts}).{self._last_failure}"
             )
         cause = f" The last without a score: {ending.cause}" if ending.cause else ""
         return FilteredOutError(
             f"{number} groups in a row were rejected, and at most {ending.limit} may "
-            f"(max_resampling batches): update {self._step} has too few completions to train "
-            f"on ({counts}). Give easier or harder prompts, loosen filters, or raise "
-            f"max_resampling.{cause}"
+            f"(max_resampling batches): {lacking} ({counts}). Give easier or harder prompts, "
+            f"loosen filters, or raise max_resampling.{cause}"
         )
 
     def metrics(self) -> dict[str, dict[str, float]]:

@@ -139,7 +139,7 @@ def flat_groups(rows: Rows) -> str:
 def no_tool_calls(rows: Rows) -> str:
     """Conversations with tools in which none is called."""
     calls = _last(rows, "env/num_tool_calls")
-    if not calls or max(calls) > 0.0:
+    if not calls or any(calls):
         return ""
     return (
         "no conversation calls a tool, so the policy cannot learn how. Look at texts in "

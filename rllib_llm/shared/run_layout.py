@@ -20,7 +20,7 @@ RUN_RECORD, STAGE_RECORD = "run.json", "stage.json"
 RESULTS, SETTINGS_FILE = "result.json", "params.json"  # Tune's
 REPLACED = "replaced"
 CHECKPOINTS = "checkpoint_*"
-MAX_NAMED = 8
+_MAX_NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -69,5 +69,5 @@ def name_one(folders: Sequence[Place]) -> str:
     """Advice to name one of these folders; "" for none."""
     if not folders:
         return ""
-    more = f" or {len(folders) - MAX_NAMED} more" if len(folders) > MAX_NAMED else ""
-    return f"Name one of {', '.join(map(str, folders[:MAX_NAMED]))}{more}."
+    more = f" or {len(folders) - _MAX_NAMED} more" if len(folders) > _MAX_NAMED else ""
+    return f"Name one of {', '.join(map(str, folders[:_MAX_NAMED]))}{more}."

@@ -176,7 +176,7 @@ class Setting:
                 value_rule = "below 2**63"
             elif isinstance(value, str) and not value.strip("\0 \t\n"):
                 value_rule = "more than a blank"
-            elif nameless := _no_texts(value):
+            elif (nameless := _no_texts(value)) and self._is_dictionary:
                 value_rule = "a dictionary whose keys are texts"
                 remedy = f"Put {nameless[0]!r} in quotes: YAML reads it as "
                 remedy += type(nameless[0]).__name__
@@ -197,6 +197,10 @@ class Setting:
             reason=reason,
             remedy=remedy,
         )
+
+    @property
+    def _is_dictionary(self) -> bool:
+        return any(dict in (kind, typing.get_origin(kind)) for kind in _alternatives(self.type))
 
     def _meant(self, text: str, config: Any) -> str:
         """The allowed number that a text is, or would be with a point for its comma or without

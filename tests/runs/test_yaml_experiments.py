@@ -59,6 +59,7 @@ def test_references_are_filled_inside_and_as_whole_values():
         ("a: {run: SFT, checkpoint_config: {checkpoint_frequency: -2}}", "number of at least 0"),
         ("a: {run: SFT, checkpoint_config: 3}", "a.checkpoint_config=3 must be a dictionary"),
         ("a: {run: SFT, num_samples: true}", "a.num_samples=True must be a whole number"),
+        ("a: {run: SFT, num_samples: {3: 4}}", "a.num_samples={3: 4} must be a whole number"),
         (
             "a: {run: SFT, stop: {3: 4}}",
             "keys are texts: it is the results at which a trial ends. Put 3 in",

@@ -187,6 +187,13 @@ class RewardTerm:
         own_name = getattr(inner, "__name__", type(inner).__name__)
         name = str(spec.get("name") or getattr(inner, "name", None) or own_name)
         kwargs = spec.get("kwargs") or {}
+
+        def refused(rule: str, reason: Any) -> RewardError:
+            return RewardError(
+                name=f"kwargs of reward function {name!r}", value=kwargs, rule=rule, reason=reason,
+                remedy="Correct them",
+            )  # fmt: skip
+
         try:
             signature = inspect.signature(function)
             if inspect.isclass(function):
@@ -194,24 +201,12 @@ class RewardTerm:
             else:
                 signature.bind_partial(**kwargs)
         except (TypeError, ValueError) as error:
-            raise RewardError(
-                name=f"kwargs of reward function {name!r}",
-                value=kwargs,
-                rule="be its arguments by name",
-                reason=error,
-                remedy="Correct them",
-            ) from error
+            raise refused("be its arguments by name", error) from error
         if inspect.isclass(function):
             try:
                 function = function(**kwargs)
             except TypeError as error:
-                raise RewardError(
-                    name=f"kwargs of reward function {name!r}",
-                    value=kwargs,
-                    rule="be values that it takes",
-                    reason=raised(error),
-                    remedy="Correct them",
-                ) from error
+                raise refused("be values that it takes", raised(error)) from error
         elif kwargs:
             function = functools.partial(function, **kwargs)
         timeout_s = spec.get("timeout_s")
