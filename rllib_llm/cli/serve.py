@@ -22,9 +22,6 @@ from rllib_llm.cli.session import (
     told_to_wait,
     user_errors,
 )
-from rllib_llm.shared.errors import UserError
-
-_SECRETS = ("api_keys", "admin_key")
 
 
 def serve(
@@ -82,16 +79,13 @@ def serve(
 
 def _named(pairs: Any) -> dict[str, Any]:
     from rllib_llm.runs.yaml_loader import parse
+    from rllib_llm.serving.settings import check_without_keys
 
     found = {}
     for pair in pairs:
         name, _, value = pair.partition("=")
         name = name.strip().replace("-", "_")
-        if name in _SECRETS:
-            raise UserError(
-                f"--set={name}=... must be left out: any user can read command lines. Set "
-                f"RLLIB_SERVE_{name.upper()} in the environment, or {name}_file."
-            )
+        check_without_keys({name: value}, "--set=", "any user can read command lines")
         found[name] = parse(value, f"--set {name}")
     return found
 

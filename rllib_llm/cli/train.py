@@ -212,6 +212,7 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions, sourc
         from rllib_llm.runs.doctor.examine import before_a_run
         from rllib_llm.runs.plan import check_disk, check_resources
         from rllib_llm.runs.run_folder import (
+            alone_in,
             check_writable,
             new_folder,
             resumed_folder,
@@ -239,6 +240,7 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions, sourc
         weights_bytes = weights_in_store(experiments, needed_cpus)
         with contextlib.ExitStack() as stack:
             with user_errors(options.verbose):
+                stack.enter_context(alone_in(folder))
                 session = ray_session(options, needed_cpus, weights_bytes)
                 nodes = stack.enter_context(session)
                 for reservation in reserved:

@@ -157,6 +157,7 @@ def check_others(config: Any) -> None:
         "the server finds the run's weights by it", "Set weights_name='my-run'",
     )  # fmt: skip
     # Here, since few runs need it.
-    from rllib_llm.serving.settings import read_settings
+    from rllib_llm.serving.settings import check_without_keys, read_settings
 
+    check_without_keys(config.serve, "serve.", "a run's settings are written to its files")
     read_settings({"model": config.given_model(), **config.serve})

@@ -6,6 +6,8 @@ run continues what was started: a setting that Tune keeps from the start may not
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import itertools
 import json
 import os
@@ -16,7 +18,7 @@ import subprocess
 import tempfile
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -117,9 +119,37 @@ def resumed_folder(
             )
     else:
         folder = _newest(root, name, source)
-    check_continues(folder, experiments)
-    write_record(folder, _recorded(folder).get("source", source), experiments)
+    with alone_in(folder):
+        check_continues(folder, experiments)
+        write_record(folder, _recorded(folder).get("source", source), experiments)
     return folder
+
+
+@contextlib.contextmanager
+def alone_in(folder: Place) -> Iterator[None]:
+    """Keeps other processes of this machine from writing to a run's folder in the block. Has no
+    effect at a URL, and where the file system knows no locks.
+
+    Raises:
+        UserError: another one does.
+    """
+    if isinstance(folder, UrlPath):
+        yield
+        return
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"--resume: {str(folder)!r} must be of a run that has ended: a process still "
+                "writes to it, and two would be mixed. Wait, or end it with Ctrl-C where it runs."
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        os.close(opened)  # which ends the lock
 
 
 def _newest(root: Place, name: str, source: str) -> Place:

@@ -20,7 +20,13 @@ from typing import Any
 from urllib.request import ProxyHandler, build_opener
 
 from rllib_llm.serving.security import read_clients
-from rllib_llm.serving.settings import LOOPBACK, ServeSettings, read_settings, url_of
+from rllib_llm.serving.settings import (
+    LOOPBACK,
+    ServeSettings,
+    check_without_keys,
+    read_settings,
+    url_of,
+)
 from rllib_llm.shared.errors import UserError
 from rllib_llm.shared.storage import is_url
 
@@ -67,7 +73,10 @@ class Replica:
         from rllib_llm.serving.http_server import open_service, show_log
 
         show_log()
-        self._settings = ServeSettings.model_validate(dict(settings))
+        # Serve's own YAML may set another number of replicas than the settings.
+        least = max(int(settings.get("replicas", 1)), _most_replicas())
+        self._settings = read_settings({**settings, "replicas": least}, environment={})
+        self._clients = read_clients(self._settings)
         self._service = open_service(self._settings)
         self._source: Any = None
 
@@ -78,7 +87,7 @@ class Replica:
 
         await self._service.start()
         self._source = follow(self._service)
-        return make_app(self._service, read_clients(self._settings), names_requests=False)
+        return make_app(self._service, self._clients, names_requests=False)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """For Ray Serve's autoscaler: completions under way or waiting."""
@@ -91,6 +100,15 @@ class Replica:
             RuntimeError: it has.
         """
         self._service.host.check_open()
+
+
+def _most_replicas() -> int:
+    """The number of replicas that Ray Serve may start of this one's deployment."""
+    from ray.serve import get_replica_context
+
+    config = get_replica_context()._deployment_config
+    scaling = config.autoscaling_config
+    return config.num_replicas if scaling is None else scaling.max_replicas
 
 
 def uses_haproxy(settings: ServeSettings, *, starts_ray: bool = True) -> bool:
@@ -150,7 +168,12 @@ def build(settings: ServeSettings) -> Any:
 
 def application(arguments: Mapping[str, Any]) -> Any:
     """For Serve's YAML: `import_path: rllib_llm.serving.deployment:application` with the settings
-    under `args`."""
+    under `args`.
+
+    Raises:
+        UserError: a wrong setting; keys themselves, which Ray Serve would write to its logs.
+    """
+    check_without_keys(arguments, "args.", "Ray Serve writes them to its logs")
     settings = read_settings(arguments)
     uses_haproxy(settings)
     return build(settings)

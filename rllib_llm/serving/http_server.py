@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 from starlette.types import ASGIApp
@@ -154,12 +154,12 @@ def _add_health(app: FastAPI, service: Service) -> None:
         await service.counts()
         return {"status": "ready"}
 
-    @app.get("/metrics", response_class=Response)
-    async def metrics() -> Response:
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> PlainTextResponse:
         if service.is_ready:
             with contextlib.suppress(ApiError):  # the engine has ended, which /readyz says
                 set_gauges(service.metrics, await service.counts(), service.weights)
-        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
 
 def _add_errors(app: FastAPI) -> None:
@@ -199,7 +199,8 @@ def _methods(request: Request) -> list[str]:
         scope = {**request.scope, "method": method}
         return any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
 
-    return [method for method in ("DELETE", "GET", "POST") if takes(method)]
+    found = [method for method in ("DELETE", "GET", "POST") if takes(method)]
+    return [*found, "HEAD"] if "GET" in found else found  # which the gate turns into GET
 
 
 def _administration(service: Service, guards: Guards) -> APIRouter:

@@ -36,7 +36,7 @@ from rllib_llm.serving.schemas import (
     StreamOptions,
     documented,
 )
-from rllib_llm.serving.security import Guards, JsonRoute
+from rllib_llm.serving.security import OF_CLIENTS, Guards, JsonRoute
 from rllib_llm.serving.service import RequestContext, Service
 from rllib_llm.serving.streams import Event
 from rllib_llm.serving.views import ChatView, TextView, View
@@ -44,23 +44,24 @@ from rllib_llm.serving.weights import MODEL_GONE
 
 _COMPLETION_TOKENS = 16  # OpenAI's default
 _SMALL_TOKENS = 2**10  # of an answer whose JSON is made in the event loop
-SAMPLING_ERRORS = documented(401, 404, 409, 429, 503, 504)
 # Of routes that take `stream`.
 STREAMED: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {}}},
-    **SAMPLING_ERRORS,
+    **documented(404, 409, 503, 504),
 }
 
 
 def openai_router(service: Service, completer: Completer, guards: Guards) -> APIRouter:
     """The routes."""
-    router = APIRouter(route_class=JsonRoute, prefix="/v1", dependencies=[guards.client])
+    router = APIRouter(
+        route_class=JsonRoute, prefix="/v1", dependencies=[guards.client], responses=OF_CLIENTS
+    )
 
-    @router.get("/models", responses=documented(401))
+    @router.get("/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": model_cards(service)}
 
-    @router.get("/models/{model:path}", responses=documented(401, 404))
+    @router.get("/models/{model:path}", responses=documented(404))
     async def model(model: str) -> dict[str, Any]:
         service.weights.named(model)
         return next(card for card in model_cards(service) if card["id"] == model)

@@ -556,11 +556,14 @@ _REQUESTS: dict[str, type[BaseModel]] = {
     "/chat/completions": ChatRequest, "/completions": CompletionRequest,
     "/responses": ResponseRequest, "/generate": GenerateRequest,
 }  # fmt: skip
+_NESTED: dict[str, type[BaseModel]] = {
+    "sampling_params": GenerateParams, "stream_options": StreamOptions,
+    "response_format": ResponseFormat,
+}  # fmt: skip
 
 
 def field_error(errors: Sequence[Any], content_type: str, path: str) -> ApiError:
     """pydantic's error as a response that names the field; `path`: of the route."""
-    known = next((m.model_fields for end, m in _REQUESTS.items() if path.endswith(end)), ())
     first = errors[0]
     where = [part for part in first["loc"] if part != "body"]
     if not where:
@@ -582,9 +585,14 @@ def field_error(errors: Sequence[Any], content_type: str, path: str) -> ApiError
                 400, f"{name}={value} is not supported here. Leave it out.", param=name,
                 code="unsupported_parameter",
             )  # fmt: skip
+        if named[1:]:
+            model = _NESTED.get(named[-2])
+        else:
+            model = next((each for end, each in _REQUESTS.items() if path.endswith(end)), None)
+        known = () if model is None else model.model_fields
         return ApiError(
             400, f"{name} is no field of this request. "
-            f"{did_you_mean(name, known, otherwise='Leave it out.')}", param=name,
+            f"{did_you_mean(named[-1], known, otherwise='Leave it out.')}", param=name,
             code="unknown_parameter",
         )  # fmt: skip
     if first["type"] == "missing":

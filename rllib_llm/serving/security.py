@@ -29,7 +29,7 @@ from pydantic_core import from_json
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rllib_llm.serving.schemas import ApiError
+from rllib_llm.serving.schemas import ApiError, documented
 from rllib_llm.serving.settings import ONE_REPLICA, RATES, ServeSettings
 from rllib_llm.shared.errors import UserError
 from rllib_llm.shared.strict_yaml import read_text
@@ -232,6 +232,10 @@ _GivenByAdmin = Annotated[
 ]
 
 
+OF_CLIENTS = documented(401, 429)
+"""The errors of routes that want a client's key."""
+
+
 class Guards:
     """The dependencies of routes."""
 
@@ -286,6 +290,9 @@ class Gate:
         key = _bearer(headers.get(b"authorization", b""))
         client = self._clients.of(key)
         state |= {"request_id": request_id, "key": key, "client": client}
+        method = scope["method"]
+        if method == "HEAD":  # answered as GET, whose body the HTTP server leaves out
+            scope = {**scope, "method": "GET"}
         name = [(b"x-request-id", request_id.encode())] if self._names_requests else []
         answer = _Answer(send, name)
         start = time.perf_counter()
@@ -300,7 +307,7 @@ class Gate:
         finally:
             if logger.isEnabledFor(logging.INFO):
                 told = {
-                    "request_id": request_id, "method": scope["method"], "path": scope["path"],
+                    "request_id": request_id, "method": method, "path": scope["path"],
                     "status": answer.status, "client": _who(scope),
                     "seconds": round(time.perf_counter() - start, 4),
                 }  # fmt: skip
@@ -336,9 +343,11 @@ class Gate:
 
 
 def _too_large(most: int) -> ApiError:
+    """The answer to a body above the limit. The connection stays open, and what still comes is
+    thrown away: a client that is cut off while it sends never reads why."""
     return ApiError(
         413, f"The request must have at most {most} bytes, which is the server's limit.",
-        code="request_too_large", headers={"Connection": "close"},
+        code="request_too_large",
     )  # fmt: skip
 
 

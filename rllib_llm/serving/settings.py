@@ -23,6 +23,7 @@ from rllib_llm.shared.errors import UserError, unknown_key
 from rllib_llm.shared.strict_yaml import fault, read_text
 
 ENVIRONMENT_PREFIX = "RLLIB_SERVE_"
+_SECRETS = ("api_keys", "admin_key")
 RATES = ("requests_per_minute", "tokens_per_minute")
 ONE_REPLICA = (
     "must come with one replica: it would hold for that which a request happens to reach, since "
@@ -195,6 +196,21 @@ class ServeSettings(BaseModel):
 def url_of(host: str, port: int) -> str:
     """The URL of a server; an IPv6 address stands in brackets there."""
     return f"http://[{host}]:{port}" if ":" in host and host[0] != "[" else f"http://{host}:{port}"
+
+
+def check_without_keys(given: Mapping[str, Any], where: str, reason: str) -> None:
+    """Raises UserError for keys themselves among settings that others can read.
+
+    Args:
+        where: what stands before a setting's name.
+        reason: who can read them.
+    """
+    for name in _SECRETS:
+        if given.get(name) is not None:
+            raise UserError(
+                f"{where}{name}=... must be left out: {reason}. Set "
+                f"{ENVIRONMENT_PREFIX}{name.upper()} in the environment, or {name}_file."
+            )
 
 
 def read_settings(

@@ -19,7 +19,6 @@ from rllib_llm.serving.jobs import (
     read_lengths,
 )
 from rllib_llm.serving.openai_routes import (
-    SAMPLING_ERRORS,
     STREAMED,
     Completer,
     model_cards,
@@ -33,7 +32,7 @@ from rllib_llm.serving.schemas import (
     TokenizeRequest,
     documented,
 )
-from rllib_llm.serving.security import Client, Guards, JsonRoute
+from rllib_llm.serving.security import OF_CLIENTS, Client, Guards, JsonRoute
 from rllib_llm.serving.service import RequestContext, Service
 from rllib_llm.serving.sessions import Session
 from rllib_llm.serving.streams import Event, Piece
@@ -44,20 +43,20 @@ _SMALL_SESSION = 2**13  # tokens of one that is shown by the event loop itself
 
 def token_router(service: Service, completer: Completer, guards: Guards) -> APIRouter:
     """The routes."""
-    router = APIRouter(route_class=JsonRoute, dependencies=[guards.client])
+    router = APIRouter(route_class=JsonRoute, dependencies=[guards.client], responses=OF_CLIENTS)
 
-    @router.post("/inference/v1/generate", response_model=None, responses=SAMPLING_ERRORS)
+    @router.post("/inference/v1/generate", response_model=None, responses=STREAMED)
     async def generate(body: GenerateRequest, request: Request) -> Response:
         context = await service.context_of(request, body.model)
         context.request_id = body.request_id or context.request_id
         return await context.answer(_generate(service, completer, body, context), body.stream)
 
-    @router.post("/tokenize", response_model=None, responses=documented(401, 404))
+    @router.post("/tokenize", response_model=None, responses=documented(404, 409, 503))
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         context = await service.context_of(request, body.model)
         return await context.told(_tokenized, service, completer, body)
 
-    @router.post("/detokenize", response_model=None, responses=documented(401, 404))
+    @router.post("/detokenize", response_model=None, responses=documented(404, 409, 503))
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         context = await service.context_of(request, body.model)
         return await context.told(_detokenized, service, body)
@@ -143,7 +142,7 @@ def session_router(service: Service, completer: Completer, guards: Guards) -> AP
 
     router = APIRouter(
         prefix="/sessions", dependencies=[guards.client, Depends(has_one_replica)],
-        route_class=JsonRoute, responses=documented(401, 404, 429),
+        route_class=JsonRoute, responses=OF_CLIENTS | documented(404),
     )  # fmt: skip
     sessions = service.sessions
 

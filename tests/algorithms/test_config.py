@@ -120,6 +120,8 @@ WRONG = [
      "num_env_runners=0 must be above 0 with weights_transport='nixl'"),
     ("ppo", {"weights_transport": "nixl", "num_env_runners": 1, "engine": "vllm"},
      "engine='vllm' must be 'torch' with weights_transport='nixl'"),
+    ("ppo", {"weights_name": "run", "serve": {"api_keys": "k"}},
+     r"serve.api_keys=... must be left out: a run's settings are written to its files"),
     ("ppo", {**ON_ONE_GPU, "num_gpus_per_learner": 0}, "num_gpus_per_learner=0 must be above 0"),
     ("ppo", {**ON_ONE_GPU, "num_gpus_per_env_runner": 0}, "num_gpus_per_env_runner=0 must be abo"),
     ("ppo", {**ON_ONE_GPU, "weights_checksum": True}, "weights_checksum=True must be False with"),

@@ -10,7 +10,13 @@ import pytest
 
 from rllib_llm.runs.experiments import Experiment
 from rllib_llm.runs.results import StageResult
-from rllib_llm.runs.run_folder import check_continues, new_folder, resumed_folder, set_aside
+from rllib_llm.runs.run_folder import (
+    alone_in,
+    check_continues,
+    new_folder,
+    resumed_folder,
+    set_aside,
+)
 from rllib_llm.shared.errors import UserError
 from rllib_llm.shared.run_layout import RUN_RECORD, RunFolder
 from rllib_llm.shared.storage import UrlPath
@@ -92,6 +98,17 @@ def test_the_newest_run_of_the_same_file_is_resumed_not_of_another_of_its_name(t
     # The user's word counts: the file may have been moved.
     named = resumed_folder(tmp_path, "x", "x_2026-01-03_00-00-00", FILE, [sft()])
     assert json.loads((named / RUN_RECORD).read_text())["source"] == OTHER
+
+
+def test_a_run_that_still_runs_is_not_resumed_beside_itself(tmp_path):
+    """Two would write the same checkpoints."""
+    folder = new_folder(tmp_path, "x", "run", FILE, [sft()])
+    longer = sft(stop={"training_iteration": 9})
+    with alone_in(folder), pytest.raises(UserError, match="must be of a run that has ended"):
+        resumed_folder(tmp_path, "x", "run", FILE, [longer])
+    recorded = json.loads((folder / RUN_RECORD).read_text())["experiments"]
+    assert recorded[0]["stop"] == {"training_iteration": 5}, "it is the other's"
+    resumed_folder(tmp_path, "x", "run", FILE, [longer])
 
 
 def test_a_setting_that_would_not_take_effect_is_refused_by_name(tmp_path):

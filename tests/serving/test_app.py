@@ -180,7 +180,26 @@ def test_a_path_that_is_not_there_and_a_method_that_is_none(tiny):
     refused = httpx.get(f"{tiny[0]}/v1/completions")
     assert (refused.status_code, refused.headers["Allow"]) == (405, "POST")
     refused = httpx.put(f"{tiny[0]}/sessions/one")
-    assert (refused.status_code, refused.headers["Allow"]) == (405, "DELETE, GET")
+    assert (refused.status_code, refused.headers["Allow"]) == (405, "DELETE, GET, HEAD")
+
+
+@pytest.mark.parametrize("path", ["/", "/healthz", "/readyz", "/metrics", "/v1/models",
+                                  "/openapi.json", "/nothing"])  # fmt: skip
+def test_head_is_answered_as_get_without_the_body(tiny, path):
+    head, got = httpx.head(f"{tiny[0]}{path}"), httpx.get(f"{tiny[0]}{path}")
+    assert (head.status_code, head.content) == (got.status_code, b"")
+    assert head.headers["Content-Type"] == got.headers["Content-Type"]
+
+
+def test_unknown_fields_are_corrected_from_where_they_stand(tiny):
+    for params, told in (
+        ({"temprature": 1}, "sampling_params.temprature is no field of this request. Did you mean "
+                            "'temperature'?"),
+        ({"priority": 1}, "sampling_params.priority is no field of this request. Leave it out."),
+    ):  # fmt: skip
+        body = {"token_ids": [1], "sampling_params": params}
+        refused = httpx.post(f"{tiny[0]}/inference/v1/generate", json=body)
+        assert (refused.status_code, refused.json()["error"]["message"]) == (400, told)
 
 
 @pytest.mark.parametrize("value", [0, 0.0, 1, True, "false"])

@@ -277,6 +277,13 @@ def test_the_command_refuses_in_words(folder):
         assert expected in said(result.output)
 
 
+@pytest.mark.parametrize("name", ["api_keys", "admin_key"])
+def test_keys_are_no_arguments_of_serve_s_yaml_since_ray_serve_logs_those(folder, name):
+    with pytest.raises(UserError, match=f"args.{name}=... must be left out") as caught:
+        deployment.application({"model": folder, name: "secret"})
+    assert "secret" not in str(caught.value)
+
+
 @pytest.mark.parametrize(("host", "url"), [
     ("::1", "http://[::1]:8001"), ("0.0.0.0", "http://127.0.0.1:8001"),
     ("localhost", "http://localhost:8001"),

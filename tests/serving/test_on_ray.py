@@ -19,6 +19,7 @@ from ray import serve
 
 import rllib_llm
 from rllib_llm.serving import deployment
+from rllib_llm.serving.settings import ServeSettings
 from rllib_llm.shared.errors import UserError
 from tests import tiny_models
 from tests.algorithms import tiny_runs
@@ -147,6 +148,21 @@ def test_replicas_are_added_for_completions_that_wait_and_taken_away(folder):
             stop.set()
             thread.join(DEADLINE_S)
         until(lambda: num_running() == 1)
+
+
+def test_replicas_count_that_ray_serve_is_told_of_elsewhere(folder):
+    """As `deployments: [{name: server, num_replicas: 2}]` of Serve's own YAML does."""
+    own = serve.deployment(name="server", num_replicas=2, ray_actor_options={"num_cpus": 0.5})(
+        serve.ingress(None)(deployment.Replica)
+    )
+    settings = ServeSettings(model=folder, api_keys="k", admin_key="root")
+    try:
+        with pytest.raises(RuntimeError):
+            serve.run(own.bind(settings.for_replica()), name="twice", route_prefix="/twice")
+        told = serve.status().applications["twice"].deployments["server"].message
+        assert "UserError: admin_key must come with one replica" in told
+    finally:
+        serve.delete("twice")
 
 
 def test_a_server_without_room_says_so(folder):

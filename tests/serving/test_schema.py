@@ -64,17 +64,37 @@ def ask_at_random(
 
 
 def test_streams_are_described(tiny):
-    described = httpx.get(f"{tiny[0]}/openapi.json").json()["paths"]
+    whole = httpx.get(f"{tiny[0]}/openapi.json").json()
+    described = whole["paths"]
     streamed = {
         path
         for path, methods in described.items()
         for operation in methods.values()
         if "text/event-stream" in operation["responses"]["200"].get("content", {})
     }
+    taking = [f"schemas/{name}'" for name, schema in whole["components"]["schemas"].items()
+              if "stream" in schema.get("properties", {})]  # fmt: skip
     assert streamed == {
-        "/v1/chat/completions", "/v1/completions", "/v1/responses",
-        "/sessions/{session_id}/v1/chat/completions",
-    }  # fmt: skip
+        path
+        for path, methods in described.items()
+        for operation in methods.values()
+        if any(name in str(operation.get("requestBody")) for name in taking)
+    }
+    assert "/inference/v1/generate" in streamed
+
+
+def test_what_every_route_may_answer_is_described(tiny):
+    """A client's rate may be used up on each route that wants its key; one that samples or encodes
+    may have to wait for weights."""
+    described = httpx.get(f"{tiny[0]}/openapi.json").json()["paths"]
+    assert list(described["/metrics"]["get"]["responses"]["200"]["content"]) == ["text/plain"]
+    for path, methods in described.items():
+        for operation in methods.values():
+            told = set(operation["responses"])
+            if operation.get("security") == [{"key": []}]:
+                assert {"401", "429"} <= told, path
+            if path in ASKED[:-1]:
+                assert {"404", "409", "503"} <= told, path
 
 
 @pytest.mark.parametrize("path", ASKED)
