@@ -114,6 +114,16 @@ class FunctionTool:
                 "run beside it, many at once. Leave the limit to tool_timeout_s."
             )
 
+    def objection(self, arguments: Mapping[str, Any]) -> str:
+        """Why these arguments do not suit it; "" where they do."""
+        reason = objection(self.schema["function"].get("parameters") or {}, arguments)
+        if not reason:  # its schema may take what it does not
+            try:
+                inspect.signature(self.function).bind(**arguments)
+            except TypeError as error:
+                return str(error)
+        return reason
+
     async def run(self, arguments: Mapping[str, Any]) -> Any:
         """The function's result for these arguments."""
         return await call(self.function, **arguments)
@@ -200,12 +210,10 @@ class Toolbox:
         if asked.status != "ok":
             return _STATUS_MESSAGES.get(asked.status, asked.status)
         tool, arguments = self.tools[asked.name], dict(asked.arguments or {})
-        reason = objection(tool.schema["function"].get("parameters") or {}, arguments)
-        if not reason and isinstance(tool, FunctionTool):  # its schema may take what it does not
-            try:
-                inspect.signature(tool.function).bind(**arguments)
-            except TypeError as error:
-                reason = str(error)
+        if isinstance(tool, FunctionTool):
+            reason = tool.objection(arguments)
+        else:
+            reason = objection(tool.schema["function"].get("parameters") or {}, arguments)
         return reason and f"arguments of {asked.name!r}: {reason:.{_SHOWN}}"
 
     def _shortened(self, text: str) -> str:
@@ -472,6 +480,7 @@ class _Server:
         self._client: Any = None
         self._error = ""
         self._keeper: asyncio.Task | None = None
+        self._holding: asyncio.Task | None = None
         self._outage = Outage(
             f"mcp_servers={address!r}",
             meanwhile="Rollouts that call it are not valid until it is back.",
@@ -511,6 +520,8 @@ class _Server:
         """Ends the connection."""
         if self._keeper is not None:
             await ended(self._keeper, _CLOSE_SECONDS + 1)
+        if self._holding is not None:  # a keeper that was about to end it waits no more
+            await asyncio.wait({self._holding}, timeout=_CLOSE_SECONDS)
 
     async def _connected(self) -> Any:
         if self._client is None:
@@ -540,7 +551,7 @@ class _Server:
         while True:
             opened: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
             self._lost = asyncio.Event()
-            holding = asyncio.ensure_future(self._hold(opened))
+            self._holding = asyncio.ensure_future(self._hold(opened))
             late = f"it did not answer within {self._connect_s:g} s"
             failed: Exception | None = None
             try:
@@ -554,7 +565,7 @@ class _Server:
             finally:
                 self._client = None
                 self._here.clear()
-                await ended(holding, _CLOSE_SECONDS)
+                await ended(self._holding, _CLOSE_SECONDS)
             if failed is not None and not first.done():
                 first.set_exception(failed)
                 return

@@ -52,7 +52,10 @@ def is_library(file: str) -> bool:
 
 
 def told(error: BaseException) -> str:
-    """An exception as text: its class and words, or the words alone if it is of this package."""
+    """An exception as text: its class and words, or the words alone if it is of this package; of an
+    `ExceptionGroup` those of its first."""
+    if any(kind.__name__ == "BaseExceptionGroup" for kind in type(error).__mro__):
+        return told(error.exceptions[0])  # type: ignore[attr-defined]  # Python 3.10 has none
     try:
         text = str(error).encode(errors="backslashreplace").decode()  # of half characters
     except Exception:  # noqa: BLE001  (of a user's class)

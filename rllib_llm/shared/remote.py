@@ -136,8 +136,15 @@ class EventLoop:
 
     def __init__(self, name: str = "conversations") -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                return self._loop.run_forever()
+            except (SystemExit, KeyboardInterrupt):  # of a task that a user's code has begun
+                continue  # who awaits that task gets it, too
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """The coroutine's result; an interruption here cancels it."""

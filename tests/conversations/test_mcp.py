@@ -38,6 +38,13 @@ server.run("stdio")
 """
 
 MUTE = "import os, time; open(__file__ + '.pid', 'w').write(str(os.getpid())); time.sleep(600)"
+REFUSES = """
+import json, sys
+for line in sys.stdin:
+    if (asked := json.loads(line)).get("id") is not None:
+        error = {"code": -32600, "message": "not today"}
+        print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "error": error}), flush=True)
+"""
 FRAIL = """
 import asyncio, os, sys, time
 from mcp.server import MCPServer
@@ -52,6 +59,9 @@ async def add(a: int, b: int) -> str:
         os._exit(1)
     if a == 8:
         await asyncio.sleep(60)
+    if a == 6:
+        os.close(1)
+        time.sleep(600)
     if a == 7:
         time.sleep(60)  # and nothing else is answered meanwhile
     return str(a + b)
@@ -79,10 +89,14 @@ def served(tmp_path):
 
         return calls, tools
 
+    def close():
+        while opened:
+            loop.run(opened.pop().close())
+        loop.close()
+
+    serve.close = close
     yield serve
-    for servers in opened:
-        loop.run(servers.close())
-    loop.close()
+    close()
 
 
 def program(tmp_path, text):
@@ -99,7 +113,21 @@ def test_a_server_that_never_answers_is_given_up_and_ended(served, tmp_path):
         os.kill(int((tmp_path / "server.py.pid").read_text()), 0)
 
 
-NOTED = "import os; open(__file__ + '.pid', 'w').write(str(os.getpid()))\n" + SERVER
+PID = "import os; open(__file__ + '.pid', 'w').write(str(os.getpid()))\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("raise SystemExit(3)", "MCPError: Connection closed"), (REFUSES, "MCPError: not today")],
+    ids=["ends", "refuses"],
+)
+def test_why_a_server_cannot_be_reached_is_told(served, tmp_path, text, said):
+    """It was "ExceptionGroup: unhandled errors in a TaskGroup (1 sub-exception)"."""
+    with pytest.raises(ToolError, match=f"must be reachable: {said}"):
+        served(program(tmp_path, text))
+
+
+NOTED = PID + SERVER
 
 
 def is_alive(tmp_path):
@@ -145,6 +173,15 @@ def test_a_server_that_dies_is_started_again(served, tmp_path, caplog):
     assert (again.text, again.failure) == ("3", "")
     assert "Rollouts that call it are not valid until it is back." in caplog.text
     assert "is back after" in caplog.text
+
+
+@pytest.mark.slow  # as above
+def test_a_server_whose_connection_was_just_lost_is_ended(served, tmp_path):
+    """It stayed behind: the connection was not yet closed when the loop ended."""
+    calls, _ = served(program(tmp_path, PID + FRAIL))
+    assert calls(6)[0].failure == "unavailable"
+    served.close()
+    assert not is_alive(tmp_path)
 
 
 @pytest.mark.slow  # as above

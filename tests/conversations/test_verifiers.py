@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 
 import pytest
@@ -144,10 +145,46 @@ def test_settings_of_the_task_set_and_how_many_tasks(make):
 
 
 @pytest.mark.parametrize(
+    ("name", "arguments", "text"),
+    [
+        ("model", {"point": {"x": 1}}, "3"),
+        ("model", {"point": '{"x": 1, "y": 4}'}, "5"),
+        ("year", {"day": "2020-01-02", "plus": "1"}, "2021"),
+        ("year", {"day": "2020-01-02", "other": 1}, "2020"),
+        ("pair", {}, "a\nb"),
+        ("point", {}, '{\n  "x": 1,\n  "y": 2\n}'),
+        ("year", {"day": "soon"}, "Error: arguments of 'year': ValidationError: 1 valid.* date"),
+    ],
+)
+def test_calls_are_read_and_results_written_as_by_verifiers(make, name, arguments, text):
+    """As by the server of a toolset and the harness `null`. A model or a date came as JSON, and a
+    list went back as JSON."""
+    env = make(
+        taskset=f"{HERE}:Kits", reward_functions=lambda completions: [1.0], tool_errors="invalid"
+    )
+    attempts, judged, _ = roll(
+        env, plain_call(name, **arguments), "Done.", num_prompts=1, num_completions=1
+    )
+    (result,) = (m["content"] for m in attempts[0].conversation.messages if m["role"] == "tool")
+    assert re.match(text, result, re.DOTALL) if text.startswith("Error") else result == text
+    assert judged.columns[columns.VALID].tolist() == [True]  # a wrong call is the policy's doing
+
+
+def test_tasks_that_nothing_rewards_are_refused(make):
+    """They were worth 0 each."""
+    with pytest.raises(
+        EnvConfigError, match="nothing said what any of these conversations is worth"
+    ):
+        roll(make(taskset=f"{HERE}:Kits"), "Done.", num_prompts=1)
+
+
+@pytest.mark.parametrize(
     ("changes", "why"),
     [
         ({"taskset": f"{HERE}:Boxed"}, "it runs in a container"),
         ({"taskset": f"{HERE}:Running"}, r"\['ran'\] want a runtime"),
+        ({"taskset": f"{HERE}:Skilled"}, r"\['skills'\] are of the box in which an agent runs"),
+        ({"taskset": f"{HERE}:Keyed"}, r"\['runtime_env'\] want a runtime"),
         ({"taskset": f"{HERE}:Endless"}, "num_tasks=None must be a number for Endless"),
         ({"taskset": f"{HERE}:Guarded"}, r"@vf.intercept of \['guard'\] rewrites"),
         ({"taskset": f"{HERE}:Watched"}, r"@vf.stop of \['long'\] looks at requests or resp"),

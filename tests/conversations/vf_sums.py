@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import re
 from difflib import SequenceMatcher
 
+import pydantic
 import verifiers.v1 as vf
 
 
@@ -287,3 +289,63 @@ class DynamicTask(vf.Task[vf.TaskData]):
 class Dynamics(vf.Taskset[DynamicTask, vf.TasksetConfig]):
     def load(self):
         yield DynamicTask(vf.TaskData(prompt="x"))
+
+
+# --- tools whose arguments and results are no plain JSON -----------------------------------------
+
+
+class Point(pydantic.BaseModel):
+    x: int
+    y: int = 2
+
+
+class Kit(vf.Toolset[vf.ToolsetConfig, vf.State]):
+    TOOL_PREFIX = None
+
+    @vf.tool
+    async def model(self, point: Point) -> str:
+        """Adds the parts of a point."""
+        return str(point.x + point.y)
+
+    @vf.tool
+    def year(self, day: datetime.date, plus: int = 0) -> int:
+        """Says the year of a day."""
+        return day.year + plus
+
+    @vf.tool
+    async def pair(self) -> list[str]:
+        """Gives two."""
+        return ["a", "b"]
+
+    @vf.tool
+    async def point(self) -> Point:
+        """Gives a point."""
+        return Point(x=1)
+
+
+class KitTask(vf.Task[vf.TaskData]):
+    """Without a reward."""
+
+    @classmethod
+    def toolsets(cls, config) -> list[vf.Toolset]:
+        return [Kit(vf.ToolsetConfig())]
+
+
+class Kits(vf.Taskset[KitTask, vf.TasksetConfig]):
+    def load(self):
+        yield KitTask(vf.TaskData(prompt="x"))
+
+
+class Skilled(vf.Taskset[vf.Task, vf.TasksetConfig]):
+    def load(self):
+        yield vf.Task(vf.TaskData(prompt="x", skills=["rows/skills"]))
+
+
+class KeyedTask(vf.Task[vf.TaskData]):
+    def runtime_env(self):
+        return {"KEY": "1"}
+
+
+class Keyed(vf.Taskset[KeyedTask, vf.TasksetConfig]):
+    def load(self):
+        yield KeyedTask(vf.TaskData(prompt="x"))

@@ -10,7 +10,17 @@ import time
 import pytest
 
 from rllib_llm.shared import remote
-from rllib_llm.shared.remote import Away, Late, Outage, OutageError, backoff_seconds, within
+from rllib_llm.shared.remote import (
+    Away,
+    EventLoop,
+    ExitedError,
+    Late,
+    Outage,
+    OutageError,
+    backoff_seconds,
+    harmless,
+    within,
+)
 
 
 def test_an_outage_is_told_at_once_where_something_depends_on_it(caplog):
@@ -111,3 +121,21 @@ def test_a_limit_cancels_passes_on_and_is_told_apart():
         await asyncio.wait_for(ends.wait(), 5)
 
     asyncio.run(checks())
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=repr)
+def test_a_task_that_exits_ends_neither_the_loop_nor_who_waits(error):
+    """Of a task that a user's coroutine begins, asyncio raises it in the loop as well: the loop's
+    thread ended, and whoever waited for it hung."""
+
+    async def exits():
+        raise error
+
+    async def gathers():
+        await asyncio.gather(exits(), asyncio.sleep(0))
+
+    loop = EventLoop()
+    with pytest.raises(ExitedError, match=type(error).__name__):
+        loop.submit(harmless(gathers())).result(timeout=60)
+    assert loop.submit(asyncio.sleep(0, "still there")).result(timeout=60) == "still there"
+    loop.close()

@@ -29,7 +29,8 @@ from rllib_llm.envs.settings import declared
 from rllib_llm.envs.tools import FunctionTool, tool_schema
 from rllib_llm.shared.dotted import import_dotted, looks_dotted
 from rllib_llm.shared.errors import require
-from rllib_llm.shared.remote import call
+from rllib_llm.shared.messages import told
+from rllib_llm.shared.remote import Away, call
 from rllib_llm.shared.setting import Settings, setting
 
 
@@ -119,7 +120,9 @@ def _as_vf(message: Message) -> Any:
 
 _TRACE = "trace"  # under which a conversation's state holds verifiers' record of it
 _TOOLSETS = "toolsets"
-_HOOKS = ("setup", "finalize", "stage_verifier")  # of a task; verifiers gives them a runtime
+# Of a task; verifiers gives the first three a runtime, and the last one's variables to it.
+_HOOKS = ("setup", "finalize", "stage_verifier", "runtime_env")
+_OF_BOX = ("agent_user", "skills", "artifacts")  # of a task's data
 
 
 class TaskSet(Settings):
@@ -220,7 +223,7 @@ class VerifiersEnv(ConversationEnv):
                 return True
         return False
 
-    async def score(self, conversation: Conversation) -> float:
+    async def score(self, conversation: Conversation) -> float | None:
         task, trace = self._record(conversation)
         trace.stop(self._ending(conversation))
         await task.score(trace)
@@ -229,7 +232,7 @@ class VerifiersEnv(ConversationEnv):
             raise RuntimeError(f"the rewards {unscored} of {type(task).__name__} gave no number")
         numbers = {name: value for name, value in trace.metrics.items() if value is not None}
         conversation.metrics.update({name: float(value) for name, value in numbers.items()})
-        return float(trace.reward)
+        return float(trace.reward) if trace.rewards else None
 
     def _ending(self, conversation: Conversation) -> str:
         """Why a conversation ended that no `@vf.stop` has stopped, in verifiers' words."""
@@ -294,8 +297,11 @@ def _check_task(task: Any) -> None:
     scoring += [judge.score for judge in task.plugged_judges()]
     wants = [getattr(f, "__name__", str(f)) for f in scoring if _requires_runtime(f)]
     reason = ""
+    of_box = [name for name in _OF_BOX if getattr(task.data, name)]
     if task.NEEDS_CONTAINER or task.data.image is not None:
         reason = "it runs in a container"
+    elif of_box:
+        reason = f"{of_box} are of the box in which an agent runs"
     elif rewriting:
         reason = f"@vf.intercept of {rewriting} rewrites what is said; what is learnt was sampled"
     elif stops:
@@ -395,6 +401,25 @@ class _VerifiersTool(FunctionTool):
         served = Tool.from_function(method, name=own, description=description)
         self.schema = tool_schema(self.name, description, served.parameters)
         self.function = method  # each conversation has its own: `tools_of`
+        self._served = served.fn_metadata
+
+    def objection(self, arguments: Mapping[str, Any]) -> str:
+        try:
+            self._served.validate_arguments(dict(arguments))
+        except Exception as error:  # noqa: BLE001  (of a user's validators)
+            return told(error)
+        return ""
+
+    async def run(self, arguments: Mapping[str, Any]) -> Any:
+        """The result as verifiers' harness `null` writes it; the method gets what its type hints
+        name, such as models and dates."""
+        from verifiers.v1.harnesses.utils.mcp import mcp_content_to_chat_content
+
+        result = await super().run(self._served.validate_arguments(dict(arguments)))
+        said = mcp_content_to_chat_content(self._served.convert_result(result).content)
+        if not isinstance(said, str):  # nothing that the policy did
+            raise Away(f"tool {self.name!r} must give texts: the policy reads no images")
+        return said
 
 
 def _tools_of(toolsets: Sequence[Any]) -> list[_VerifiersTool]:
