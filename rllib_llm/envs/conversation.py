@@ -47,6 +47,8 @@ from rllib_llm.shared.setting import Settings, setting
 
 # What a bandit needs and a conversation does not.
 _OF_BANDITS = ("max_prompt_len", "prompt_overflow", "kl_coeff", "vocab_size")
+# What reward functions get of a conversation beside its task's columns.
+_OF_CONVERSATIONS = ("messages", "conversations", "environments")
 DEFAULTS = {name: row for name, row in ENV_SETTINGS.items() if name not in _OF_BANDITS}
 
 
@@ -163,6 +165,8 @@ class ConversationEnv:
         self.tasks = self._make_tasks()
         terms = reward_terms(self.settings, self.tokenizer)
         self.rewards = RewardSum(terms) if terms else None
+        if self.rewards is not None:
+            self.rewards.check_columns({*self.tasks.rows(0, 1)[0].columns, *_OF_CONVERSATIONS})
         self.reference = frozen_reference(self.settings, self.tokenizer)
         self.num_envs = int(self.settings["num_envs"])
         # Updates of the policy so far, and in all, 0: not known; for reward functions that ask.

@@ -20,9 +20,11 @@ import inspect
 import itertools
 import logging
 import math
+import queue
 import random
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
@@ -179,16 +181,52 @@ async def call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> An
         ExitedError: see `harmless`. Callers that go on after the function's errors count on it,
             also those that give it no time limit (`within`).
     """
-    is_coroutine = inspect.iscoroutinefunction(function)
-    work = partial(function, *args, **kwargs)
-    result = work() if is_coroutine else await _in_thread(work)
+    return await _called(partial(function, *args, **kwargs), _begin_thread)
+
+
+class OneThread:
+    """A thread in which functions are called one after the other, for objects that only the thread
+    may use which made them, such as connections of SQLite. It ends with the last reference to this
+    object. A call that nobody waits for any more keeps its thread, and later ones get another.
+    """
+
+    def __init__(self) -> None:
+        self._open()
+
+    async def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """As `call`, but in this thread."""
+        try:
+            return await _called(partial(function, *args, **kwargs), self._works.put)
+        except asyncio.CancelledError:
+            self._open()
+            raise
+
+    def _open(self) -> None:
+        self._works: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        _begin_thread(partial(_do_all, self._works))
+        weakref.finalize(self, self._works.put, None)
+
+
+def _do_all(works: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (work := works.get()) is not None:
+        work()
+
+
+def _begin_thread(work: Callable[[], None]) -> None:
+    threading.Thread(target=work, name="conversation-call", daemon=True).start()
+
+
+async def _called(work: partial, begin: Callable[[Callable[[], None]], None]) -> Any:
+    is_coroutine = inspect.iscoroutinefunction(work.func)
+    result = work() if is_coroutine else await _in_thread(work, begin)
     return await harmless(result) if inspect.isawaitable(result) else result
 
 
-async def _in_thread(function: Callable[[], Any]) -> Any:
-    """The result of a function in a thread of its own. One that nobody waits for any more cannot be
-    ended; it goes on behind the scenes, and holds up neither the loop nor the end of the process.
-    """
+async def _in_thread(
+    function: Callable[[], Any], begin: Callable[[Callable[[], None]], None]
+) -> Any:
+    """The result of a function in a thread. One that nobody waits for any more cannot be ended; it
+    goes on behind the scenes, and holds up neither the loop nor the end of the process."""
     loop = asyncio.get_running_loop()
     waiting: asyncio.Future[Any] = loop.create_future()
 
@@ -211,7 +249,7 @@ async def _in_thread(function: Callable[[], Any]) -> Any:
         with contextlib.suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(settle, result, error)
 
-    threading.Thread(target=work, name="conversation-call", daemon=True).start()
+    begin(work)
     return await waiting
 
 

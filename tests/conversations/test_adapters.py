@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib.util
 import pickle
 import signal
+import sqlite3
+import threading
 import time
 
 import datasets
@@ -14,7 +17,7 @@ import pytest
 import torch
 
 from rllib_llm.envs.adapters.trl import TRLEnv
-from rllib_llm.envs.judges.rewards import Invalid, UnjudgedError
+from rllib_llm.envs.judges.rewards import Invalid, RewardError, UnjudgedError
 from rllib_llm.envs.rlhf import EnvConfigError
 from rllib_llm.envs.sandbox import WorkerPool
 from rllib_llm.envs.tools import ToolError
@@ -144,23 +147,11 @@ class Ledger:
         return 2 * number
 
     @classmethod
-    def triple(cls, number: int) -> int:
-        """
-        Triples a number.
+    def beginning_at(cls, start):  # another way to make one: no tool to TRL 1.16
+        return cls(start)
 
-        Args:
-            number: What to triple.
-        """
-        return 3 * number
-
-    @functools.lru_cache  # noqa: B019  (a method that TRL takes for one)
-    def quadruple(self, number: int) -> int:
-        """
-        Quadruples a number.
-
-        Args:
-            number: What to quadruple.
-        """
+    @functools.lru_cache  # noqa: B019  (no function to TRL, either)
+    def quadruple(self, number):
         return 4 * number
 
     async def get_reward(self) -> float:
@@ -184,14 +175,109 @@ FACTORIES = {
 def test_an_environment_that_owns_its_data_and_its_calls_in_order(make, kind):
     """TRL's first example has no data set; the calls of a turn are made in their order."""
     env = make(prompts=None, environment_factory=FACTORIES[kind], num_tasks=10)
-    others = [calls(4, tool=tool) for tool in ("double", "triple", "quadruple")]
-    attempts, judged, policy = roll(env, calls(0, 1, 2, 3, 4), "".join(others), "Done.")
+    assert {*env.toolbox.tools} == {"push", "double"}
+    double = calls(4, tool="double")
+    attempts, judged, policy = roll(env, calls(0, 1, 2, 3, 4), double, "Done.")
     assert judged.columns[columns.SCORES].tolist() == [1.0] * 4
     assert len(env.tasks) == 10
     begun = env.tokenizer.decode(policy.seen[0][2])
     assert ("Begin at 3." if kind == "partial" else "Begin at 0.") in begun
     said = [m["content"] for m in attempts[0].conversation.messages if m["role"] == "tool"]
-    assert said == [*(f"{{'entries': {n}}}" for n in range(1, 6)), "8", "12", "16"]  # as TRL has it
+    assert said == [*(f"{{'entries': {n}}}" for n in range(1, 6)), "8"]  # as TRL has it
+
+
+class Shelf:
+    """Holds what only the thread may use that made it."""
+
+    def __init__(self):
+        self.connection = sqlite3.connect(":memory:")
+
+    def reset(self, **row):
+        self.connection.execute("create table books (number int)")
+
+    def push(self, number: int) -> str:
+        """
+        Adds a book.
+
+        Args:
+            number: of the book.
+        """
+        self.connection.execute("insert into books values (?)", (number,))
+        return str(self.connection.execute("select sum(number) from books").fetchone()[0])
+
+    def get_reward(self):
+        return float(self.connection.execute("select count(*) from books").fetchone()[0])
+
+
+def num_calling():
+    return sum(thread.name == "conversation-call" for thread in threading.enumerate())
+
+
+def test_an_environment_lives_in_one_thread(make):
+    """Each call had a thread of its own, and SQLite refuses those that did not make a connection:
+    the policy was told so as if it had done something."""
+    env = make(prompts=None, environment_factory=Shelf)
+    before = num_calling()
+    attempts, judged, _ = roll(env, calls(1, 2), calls(4), "Done.")
+    assert judged.columns[columns.SCORES].tolist() == [3.0] * 4
+    said = [m["content"] for m in attempts[0].conversation.messages if m["role"] == "tool"]
+    assert said == ["1", "3", "7"]
+    del attempts, judged
+    gc.collect()
+    for _ in range(1000):
+        if num_calling() <= before:
+            break
+        time.sleep(0.01)
+    assert num_calling() <= before  # with its conversation the thread ends
+
+
+def test_a_call_that_is_late_holds_up_none_of_the_next(make):
+    env = make(prompts=None, environment_factory=Patient, tool_timeout_s=0.2)
+    attempts, _, _ = roll(env, calls(9), calls(2), "Done.", num_prompts=1, num_completions=1)
+    said = [m["content"] for m in attempts[0].conversation.messages if m["role"] == "tool"]
+    assert said == ["Error: no answer within 0.2 s", "2"]
+
+
+class Patient:
+    """Hangs at nine until it is let go."""
+
+    def __init__(self):
+        self.goes_on = threading.Event()
+
+    def reset(self, **row):
+        return "Begin."
+
+    def push(self, number: int) -> str:
+        """
+        Pushes.
+
+        Args:
+            number: what.
+        """
+        if number == 9:
+            self.goes_on.wait(60)
+        self.goes_on.set()
+        return str(number)
+
+    def get_reward(self):
+        return 1.0
+
+
+@pytest.mark.parametrize("most", [-1, 2.5])
+def test_the_name_that_was_given_is_told(make, most):
+    """-1 was called a wrong max_turns."""
+    with pytest.raises(SettingError, match=f"max_tool_calling_iterations={most} must be"):
+        make(max_tool_calling_iterations=most)
+
+
+def logs(completions, log_metric, **columns):
+    """A reward function that cannot do without what TRL gives it to log with."""
+
+
+def test_a_reward_function_that_wants_what_there_is_not_is_refused_at_start(make):
+    """It failed when the first conversations were over."""
+    with pytest.raises(RewardError, match=r"arguments \['log_metric'\] among the columns"):
+        make(reward_functions=logs)
 
 
 def test_rows_choose_among_environments(make):

@@ -24,12 +24,13 @@ from rllib_llm.envs.rlhf import EnvConfigError
 from rllib_llm.envs.settings import declared
 from rllib_llm.envs.tools import FunctionTool, Toolbox, as_tool
 from rllib_llm.shared.dotted import import_dotted
-from rllib_llm.shared.remote import Away, call
+from rllib_llm.shared.remote import Away, OneThread
 from rllib_llm.shared.setting import Settings, setting
 
 _NO_TOOLS = ("reset", "get_reward")
 _PROMPTS = ("prompt", "messages")
 _ENVIRONMENT = "environment"  # of a row: which one; of a conversation's state: its own
+_THREAD = "thread"  # of a conversation's state: the one in which its environment lives
 _ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _EMPTY = {"role": "user", "content": ""}
 
@@ -53,7 +54,8 @@ class TRLEnv(ConversationEnv):
 
     def __init__(self, env_config: Mapping[str, Any] | None = None) -> None:
         given = dict(env_config or {})
-        if isinstance(most := given.get("max_tool_calling_iterations"), int):
+        most = given.get("max_tool_calling_iterations")
+        if isinstance(most, int) and most >= 0:
             given.setdefault("max_turns", most + 1)
         super().__init__(given)
 
@@ -96,7 +98,9 @@ class TRLEnv(ConversationEnv):
 
     def tools_of(self, conversation: Conversation) -> Sequence[Callable[..., Any]]:
         environment = conversation.state.get(_ENVIRONMENT)
-        return () if environment is None else _methods(environment)
+        if environment is None:
+            return ()
+        return [_called_in(conversation.state[_THREAD], each) for each in _methods(environment)]
 
     def toolbox_of(self, conversation: Conversation) -> Toolbox:
         box = self._toolboxes.get(self._name_of(conversation.task), self.toolbox)
@@ -127,8 +131,9 @@ class TRLEnv(ConversationEnv):
         factory = self.factories.get(self._name_of(conversation.task))
         if factory is None:
             return messages
-        environment = conversation.state[_ENVIRONMENT] = factory()
-        said = await call(environment.reset, **self._row_of(conversation.task))
+        thread = conversation.state[_THREAD] = OneThread()
+        environment = conversation.state[_ENVIRONMENT] = await thread.call(factory)
+        said = await thread.call(environment.reset, **self._row_of(conversation.task))
         if said is not None:
             before = messages[-1]["content"]
             before = before if isinstance(before, str) else _text_of(before, "a prompt")
@@ -147,7 +152,7 @@ class TRLEnv(ConversationEnv):
     async def score(self, conversation: Conversation) -> float | None:
         environment = conversation.state.get(_ENVIRONMENT)
         get_reward = getattr(environment, "get_reward", None)
-        return None if get_reward is None else await call(get_reward)
+        return None if get_reward is None else await conversation.state[_THREAD].call(get_reward)
 
 
 class PromptedRows(MadeRows):
@@ -204,15 +209,20 @@ def _wanted_by(factory: Any) -> list[str]:
 
 
 def _methods(environment: Any) -> list[Callable[..., Any]]:
-    """The tools of an environment: public methods, static ones and those of the class, too. They
-    are looked for in the class: a property of the object would be computed."""
-    kind = type(environment)
-    members = {name: getattr(kind, name) for name in dir(kind) if name not in _NO_TOOLS}
-    return [
-        getattr(environment, name)
-        for name, member in members.items()
-        if not name.startswith("_") and callable(member) and hasattr(member, "__get__")
-    ]
+    """The tools of an environment as TRL finds them: public methods, static ones, too, but none of
+    the class, such as other ways to make it. They are looked for in the class: a property of the
+    object would be computed."""
+    found = inspect.getmembers(type(environment), inspect.isfunction)
+    names = [name for name, _ in found if name not in _NO_TOOLS and not name.startswith("_")]
+    return [getattr(environment, name) for name in names]
+
+
+def _called_in(thread: OneThread, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    async def called(**arguments: Any) -> Any:
+        return await thread.call(method, **arguments)
+
+    return called
 
 
 def _is_part(given: Any) -> bool:
