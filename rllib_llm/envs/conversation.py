@@ -179,6 +179,8 @@ class ConversationEnv:
         token: spaces.Discrete = spaces.Discrete(int(vocab_size))
         self.single_observation_space = Repeated(token, int(self.max_tokens or 2**20))
         self.single_action_space = self.single_observation_space
+        if type(self).start is ConversationEnv.start:
+            self._check_first_prompt()
 
     # --- what a subclass says ----------------------------------------------------------------
 
@@ -246,6 +248,12 @@ class ConversationEnv:
         """How conversations with these tools are written, as far as it is proven."""
         chat_format, self.findings = proven_format(self.settings, self.tokenizer, toolbox)
         return chat_format
+
+    def _check_first_prompt(self) -> None:
+        """Raises ChatFormatError where the chat template refuses the first task's messages."""
+        task = self.tasks.rows(0, 1)[0].task()
+        chat_format = self.format_of(task)
+        chat_format.prompt_ids(self.first_messages(Conversation(chat_format, task=task)))
 
     def _make_tasks(self) -> PromptSource:
         settings, rows = self.settings, self.rows()

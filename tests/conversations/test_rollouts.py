@@ -352,6 +352,12 @@ class RaisesInLoop:
         raise self.error
 
 
+def test_a_template_that_refuses_the_first_prompt_is_told_before_anything_is_sampled(make):
+    """Gemma's knows no system message; every rollout failed."""
+    with pytest.raises(ChatFormatError, match=r"\['system', 'user'\] must be what the chat"):
+        make(tokenizer=family_tokenizer("gemma"), system="Be brief.")
+
+
 class RaisesInStops(Patient):
     """Raises a tool's error where it is asked whether a conversation is over, too."""
 

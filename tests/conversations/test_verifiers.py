@@ -9,9 +9,11 @@ import time
 
 import pytest
 
+from rllib_llm.conversations.chat_format import ChatFormatError
 from rllib_llm.envs.rlhf import EnvConfigError
 from rllib_llm.shared import columns
 from tests.conversations.scripted import roll, settings
+from tests.conversations.templates import family_tokenizer
 
 pytest.importorskip("verifiers", reason="verifiers pins openai below 3: see the guide")
 
@@ -168,6 +170,11 @@ def test_calls_are_read_and_results_written_as_by_verifiers(make, name, argument
     (result,) = (m["content"] for m in attempts[0].conversation.messages if m["role"] == "tool")
     assert re.match(text, result, re.DOTALL) if text.startswith("Error") else result == text
     assert judged.columns[columns.VALID].tolist() == [True]  # a wrong call is the policy's doing
+
+
+def test_a_template_without_system_messages_is_refused_before_anything_is_sampled(make):
+    with pytest.raises(ChatFormatError, match=r"\['system', 'user'\] must be what the chat"):
+        make(taskset=f"{HERE}:Systems", tokenizer=family_tokenizer("gemma"))
 
 
 def test_tasks_that_nothing_rewards_are_refused(make):

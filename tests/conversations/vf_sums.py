@@ -349,3 +349,8 @@ class KeyedTask(vf.Task[vf.TaskData]):
 class Keyed(vf.Taskset[KeyedTask, vf.TasksetConfig]):
     def load(self):
         yield KeyedTask(vf.TaskData(prompt="x"))
+
+
+class Systems(vf.Taskset[vf.Task, vf.TasksetConfig]):
+    def load(self):
+        yield vf.Task(vf.TaskData(prompt="x", system_prompt="Be brief."))

@@ -65,6 +65,9 @@ class AgentEnv(ConversationEnv):
         super()._open()
         self.agent  # noqa: B018  (what cannot be called is refused before anything is sampled)
 
+    def _check_first_prompt(self) -> None:
+        """The agent writes it."""
+
     @functools.cached_property
     def agent(self) -> Callable[..., Any]:
         """The callable that plays an episode, given the address and the task.

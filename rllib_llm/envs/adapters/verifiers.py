@@ -142,6 +142,10 @@ class VerifiersEnv(ConversationEnv):
 
     defaults: ClassVar[Mapping[str, Any]] = declared(TaskSet)
 
+    def _open(self) -> None:
+        super()._open()
+        self._check_first_prompt()
+
     @functools.cached_property
     def taskset(self) -> Any:
         """The `vf.Taskset`."""

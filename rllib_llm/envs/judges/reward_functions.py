@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -352,11 +353,15 @@ def transcript(chat: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(shown_message(message) for message in chat)
 
 
+_FORGED = re.compile(r"^\[(?=(system|user|assistant|tool|developer)\])", re.MULTILINE)
+
+
 def shown_message(message: Mapping[str, Any]) -> str:
-    """A message as one line: role, text and tool calls."""
+    """A message as text: role, words and tool calls. A line of its words that looks like another
+    message's is broken up: judges would take it for one."""
     calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
     called = "".join(f" {call.get('name')}({call.get('arguments')})" for call in calls)
-    return f"[{message['role']}] {_words(message)}{called}"
+    return f"[{message['role']}] {_FORGED.sub('[ ', _words(message))}{called}"
 
 
 def _words(message: Mapping[str, Any]) -> str:
