@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -77,6 +78,7 @@ class JudgeServer(JudgeModel):
             )
         super().__init__(base_url, model, **judge)
         self._template, self._system = template, system
+        self.needed_columns = [("template", name) for name in _names_in(template)]
         self._pattern = None if pattern is None else re.compile(pattern)
         self._low, self._high = low, high
 
@@ -122,6 +124,25 @@ class JudgeServer(JudgeModel):
         if not self._low <= score <= self._high:
             raise _no_score(reply, f"give a score from {self._low} to {self._high}")
         return score
+
+
+def _names_in(template: str) -> list[str]:
+    """The columns that a template names.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    try:
+        fields = [
+            field for _, field, _, _ in string.Formatter().parse(template) if field is not None
+        ]
+    except ValueError as error:
+        raise ValueError(
+            f"template={template!r} must name columns in braces: {error}. Write a brace itself as "
+            "{{ or }}."
+        ) from error
+    names = [re.split(r"[.[]", field)[0] for field in fields]
+    return [name for name in names if name not in ("prompt", "completion")]
 
 
 def stated_score(said: str, low: float, high: float) -> float | None:
@@ -210,6 +231,8 @@ class RubricJudge(SchemaJudge):
         grade = {"type": "integer", "minimum": 0, "maximum": scale}
         super().__init__(base_url, model, dict.fromkeys(names, grade), **judge)
         self._scale, self._reference_column = scale, reference_column
+        if reference_column is not None:
+            self.needed_columns = [("reference_column", reference_column)]
 
     async def __call__(
         self, prompts: Sequence[str], completions: Sequence[str], **columns: Any
@@ -259,6 +282,7 @@ class ReferenceJudge(SchemaJudge):
     ) -> None:
         super().__init__(base_url, model, {_CORRECT: {"type": "boolean"}}, **judge)
         self._reference_column = reference_column
+        self.needed_columns = [("reference_column", reference_column)]
 
     async def __call__(
         self, prompts: Sequence[str], completions: Sequence[str], **columns: Any
@@ -319,6 +343,8 @@ class PairwiseJudge(SchemaJudge):
         winner = {"type": "string", "enum": list(_POINTS)}
         super().__init__(base_url, model, {_BETTER: winner}, **judge)
         self._against, self._num_opponents = against, num_opponents
+        if against != GROUP:
+            self.needed_columns = [("against", against)]
 
     async def __call__(
         self, prompts: Sequence[str], completions: Sequence[str], **columns: Any

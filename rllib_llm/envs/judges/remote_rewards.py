@@ -178,6 +178,7 @@ class Verifier(Judge):
     def __init__(self, function: str, columns: Sequence[str] = (), **pool: Any) -> None:
         self._pool = WorkerPool(function, **pool)
         self._columns = tuple(columns)
+        self.needed_columns = [("columns", name) for name in columns]
 
     def __call__(self, completions: Sequence[str], **columns: Any) -> list[Any]:
         """The function's result for each completion; `Invalid` if it failed or timed out."""
@@ -215,6 +216,7 @@ class MathVerify(Verifier):
             raise ImportError(MISSING)
         super().__init__(f"{Path(__file__).with_name('math_check.py')}:check", **pool)
         self._answer_column = answer_column
+        self.needed_columns = [("answer_column", answer_column)]
 
     def __call__(self, completions: Sequence[str], **columns: Any) -> list[Any]:
         """1.0 or 0.0 for each completion, `Invalid` where it could not be found out.

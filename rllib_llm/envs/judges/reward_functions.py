@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args, get_type_hints
 
 import torch
 
@@ -21,6 +21,7 @@ from rllib_llm.conversations.json_values import copied
 from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.errors import SettingError, require, suggestion
 from rllib_llm.shared.messages import raised
+from rllib_llm.shared.setting import OF_EXPERIMENT, Setting
 
 RewardFunction = Callable[..., Any]
 """A plain function, or a `Judge`."""
@@ -117,6 +118,8 @@ class Judge(Protocol):
     wants_transcripts: bool = False
     timeout_s: float | None = None
     """Of a batch; None: its requests have deadlines, and waits for outages, of their own."""
+    needed_columns: Sequence[tuple[str, str]] = ()
+    """(its setting, the data set's column that this names)."""
 
     def __call__(self, *args: Any, **columns: Any) -> Any:
         """A number for each completion, `Invalid` where it could not be judged, None where it is
@@ -204,6 +207,7 @@ class RewardTerm:
         except (TypeError, ValueError) as error:
             raise refused("be its arguments by name", error) from error
         if inspect.isclass(function):
+            _check_arguments(function, kwargs, f"kwargs of reward function {name!r}")
             try:
                 function = function(**kwargs)
             except TypeError as error:
@@ -265,6 +269,8 @@ class RewardTerm:
                 "reward functions get the prompts or completions under it",
                 "Rename the column of the data set", RewardError,
             )  # fmt: skip
+        for setting, column in _attribute(self.function, "needed_columns", ()):
+            required_column(dict.fromkeys(columns), setting, column)
         missing = sorted(self._names.required - {*columns, *_RESERVED, _STATE})
         require(
             not missing, f"reward function {self.name!r}", ...,
@@ -315,6 +321,29 @@ def named_function(spec: RewardFunction | str | Mapping[str, Any]) -> Any:
         "rllib_llm.envs.judges.llm_judges, or give yours a __call__", RewardError,
     )  # fmt: skip
     return function
+
+
+_CHECKED = (int, float, str, bool, type(None))
+_SHOWN = 40  # characters of a default
+
+
+def _check_arguments(kind: type, kwargs: Mapping[str, Any], place: str) -> None:
+    """Raises SettingError for a number, text or switch of this package's judges that is none."""
+    for made in kind.__mro__:
+        if "__init__" not in vars(made) or not made.__module__.startswith("rllib_llm."):
+            continue
+        hints = get_type_hints(made.__init__)
+        for name, parameter in inspect.signature(made.__init__).parameters.items():
+            hint, default = hints.get(name), parameter.default
+            if name in kwargs and {*(get_args(hint) or [hint])} <= {*_CHECKED}:
+                is_long = isinstance(default, str) and len(default) > _SHOWN
+                row = Setting(
+                    name=name, type=hint, default=default, place=OF_EXPERIMENT,
+                    meaning=f"an argument of {made.__name__}",
+                    remedy="Correct it" if default is parameter.empty or is_long else "",
+                )  # fmt: skip
+                if error := row.error(kwargs[name], place=place):
+                    raise error
 
 
 def check_names(names: Sequence[str], functions: Any) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import torch
 
-from rllib_llm.envs.judges.llm_judges import JudgeServer
+from rllib_llm.envs.judges.llm_judges import JudgeServer, RubricJudge
 from rllib_llm.envs.judges.rewards import Invalid, RewardBatch, RewardError, RewardSum
 from rllib_llm.shared.openai_client import RequestRefusedError
 from tests.scripted_server import serving
@@ -136,6 +136,6 @@ def test_bounds_the_wrong_way_round_are_said():
 
 def test_wrong_values_of_a_judge_are_told_with_its_name():
     """They were TypeErrors that named neither the judge nor its settings."""
-    kwargs = {"base_url": "http://localhost/v1", "model": "x", "low": "a"}
-    with pytest.raises(RewardError, match=r"kwargs of reward function 'JudgeServer'=.*it takes"):
-        RewardSum([{"function": JudgeServer, "kwargs": kwargs}])
+    kwargs = {"base_url": "http://localhost/v1", "model": "x", "criteria": "a"}
+    with pytest.raises(RewardError, match=r"kwargs of reward function 'RubricJudge'=.*it takes"):
+        RewardSum([{"function": RubricJudge, "kwargs": kwargs}])

@@ -13,8 +13,9 @@ import pytest
 
 from rllib_llm.envs.judges.judge_model import UnreadableReply, tagged
 from rllib_llm.envs.judges.llm_judges import JudgeServer, PairwiseJudge, ReferenceJudge, RubricJudge
-from rllib_llm.envs.judges.reward_functions import Invalid
+from rllib_llm.envs.judges.reward_functions import Invalid, RewardTerm
 from rllib_llm.envs.judges.rewards import RewardSum
+from rllib_llm.shared.errors import SettingError
 from tests.envs.judges.test_judge_server import reply, rows
 from tests.scripted_server import serving
 
@@ -304,3 +305,52 @@ def test_a_budget_in_a_file_is_that_of_all_replicas_and_goes_on_where_a_run_is_r
     assert len(server.requests) == 3 == spent.stat().st_size
     with pytest.raises(ValueError, match="must come with max_requests"):
         RubricJudge(server.base_url, "j", criteria=CRITERIA, budget_file=str(spent))
+
+
+JUDGES = "rllib_llm.envs.judges."
+ASKED = {"base_url": "http://localhost:1/v1", "model": "judge"}
+RUBRIC = {"criteria": [{"name": "right", "description": "It is right."}]}
+
+
+@pytest.mark.parametrize(
+    ("judge", "kwargs", "said"),
+    [
+        ("JudgeServer", {"max_tokens": "a"}, "max_tokens='a' must be a whole number: it is an arg"),
+        ("JudgeServer", {"template": 3}, "template=3 must be text: .* Correct it"),
+        ("JudgeServer", {"low": "1"}, "low='1' must be a number: .* Write it without quotes"),
+        ("JudgeServer", {"model": 3}, "model=3 must be text"),
+        ("RubricJudge", {**RUBRIC, "scale": 2.5}, "scale=2.5 must be a whole number: .* Write 5"),
+        ("ReferenceJudge", {"use_schema": "no"}, "use_schema='no' must be True or False"),
+        ("PairwiseJudge", {"num_opponents": 1.5}, "num_opponents=1.5 must be a whole .* or None"),
+    ],
+)
+def test_values_of_another_kind_are_told_when_a_judge_is_made(judge, kwargs, said):
+    """They failed at the first question, or at the server."""
+    spec = {"function": f"{JUDGES}llm_judges.{judge}", "kwargs": {**ASKED, **kwargs}}
+    with pytest.raises(SettingError, match=f"kwargs of reward function '{judge}'.{said}"):
+        RewardTerm.from_spec(spec)
+
+
+def test_a_template_that_cannot_be_read_is_told_when_a_judge_is_made():
+    with pytest.raises(ValueError, match="template='{' must name columns in braces: Single '{'"):
+        JudgeServer(**ASKED, template="{")
+
+
+@pytest.mark.parametrize(
+    ("judge", "kwargs", "setting"),
+    [
+        ("llm_judges.JudgeServer", {**ASKED, "template": "{prompt} {{}} {other[0]}"}, "template"),
+        ("llm_judges.RubricJudge", {**ASKED, **RUBRIC, "reference_column": "other"}, "reference_c"),
+        ("llm_judges.ReferenceJudge", {**ASKED, "reference_column": "other"}, "reference_column"),
+        ("llm_judges.PairwiseJudge", {**ASKED, "against": "other"}, "against"),
+        ("remote_rewards.Verifier", {"function": "math:sqrt", "columns": ["other"]}, "columns"),
+    ],
+)
+def test_columns_that_a_judge_names_are_looked_for_before_anything_is_sampled(
+    judge, kwargs, setting
+):
+    """They were looked for when a batch was judged."""
+    term = RewardTerm.from_spec({"function": JUDGES + judge, "kwargs": kwargs})
+    term.check_columns({"answer", "other"})
+    with pytest.raises(SettingError, match=f"{setting}.*='other' must be a column of the data set"):
+        term.check_columns({"answer"})
