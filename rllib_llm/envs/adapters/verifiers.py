@@ -420,7 +420,8 @@ class _VerifiersTool(FunctionTool):
         from verifiers.v1.harnesses.utils.mcp import mcp_content_to_chat_content
 
         result = await super().run(self._served.validate_arguments(dict(arguments)))
-        said = mcp_content_to_chat_content(self._served.convert_result(result).content)
+        given: Any = self._served.convert_result(result)
+        said = mcp_content_to_chat_content(given.content)
         if not isinstance(said, str):  # nothing that the policy did
             raise Away(f"tool {self.name!r} must give texts: the policy reads no images")
         return said

@@ -330,10 +330,11 @@ _SHOWN = 40  # characters of a default
 def _check_arguments(kind: type, kwargs: Mapping[str, Any], place: str) -> None:
     """Raises SettingError for a number, text or switch of this package's judges that is none."""
     for made in kind.__mro__:
-        if "__init__" not in vars(made) or not made.__module__.startswith("rllib_llm."):
+        begin = vars(made).get("__init__")
+        if begin is None or not made.__module__.startswith("rllib_llm."):
             continue
-        hints = get_type_hints(made.__init__)
-        for name, parameter in inspect.signature(made.__init__).parameters.items():
+        hints = get_type_hints(begin)
+        for name, parameter in inspect.signature(begin).parameters.items():
             hint, default = hints.get(name), parameter.default
             if name in kwargs and {*(get_args(hint) or [hint])} <= {*_CHECKED}:
                 is_long = isinstance(default, str) and len(default) > _SHOWN
