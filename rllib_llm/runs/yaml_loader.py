@@ -492,10 +492,12 @@ def _known(ref: str, where: str, *, values: Mapping[str, Any], names: list[str],
         )
         raise UserError(f"{where}: ${{{ref}}} refers to nothing in this file. {hint}")
     if names.index(name) >= index:
-        problem = "itself" if name == names[index] else "a later experiment"
+        problem, remedy = "a later experiment", f"Move {name!r} above {names[index]!r}"
+        if name == names[index]:
+            problem, remedy = "itself", "Name another, above it"
         raise UserError(
             f"{where}: ${{{ref}}} refers to {problem}: experiments run in the order of the file "
-            f"({', '.join(names)}). Move {name!r} above {names[index]!r}."
+            f"({', '.join(names)}). {remedy}."
         )
     return f"${{{ref}}}"
 

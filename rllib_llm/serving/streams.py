@@ -210,6 +210,7 @@ class EventStream(Response):
         self._names, self._ends = names, ends
         self._is_sending = self._has_started = False
         self._since = 0.0  # when sending, or being idle, began
+        self._num_sent = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._send, self._since = send, anyio.current_time()
@@ -259,10 +260,13 @@ class EventStream(Response):
         name = b""
         if self._names and isinstance(event, dict):
             name = b"event: " + str(event["type"]).encode() + b"\n"
+        self._num_sent += 1
         await self._body(name + b"data: " + encoded(event) + b"\n\n")
 
     async def _error(self, body: dict[str, Any]) -> None:
-        await self._data({"type": "error", **body["error"]} if self._names else body)
+        if self._names:  # flat, as OpenAI documents it, and nested, which its clients raise
+            body |= {**body["error"], "type": "error", "sequence_number": self._num_sent}
+        await self._data(body)
 
     async def _body(self, body: bytes, more: bool = True) -> None:
         await self._out({"type": "http.response.body", "body": body, "more_body": more})

@@ -97,7 +97,7 @@ def test_stages_in_the_wrong_order_are_refused_before_anything_runs():
 @pytest.mark.parametrize(
     ("reference", "message"),
     [
-        ("b.model", "refers to itself"),
+        ("b.model", "refers to itself: .* Name another, above it."),
         ("sfd.model", r"refers to nothing in this file\. Known here: a\.model"),
         ("a.weights", r"must be \$\{a\.model\}, \$\{a\.checkpoint\} or \$\{a\.rollouts\}"),
         ("vars.x", r"refers to nothing in this file"),

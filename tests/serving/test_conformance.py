@@ -11,7 +11,9 @@ import openai
 import pytest
 
 from rllib_llm.serving.http_server import HttpServer
+from rllib_llm.serving.schemas import ApiError
 from rllib_llm.serving.settings import ServeSettings
+from rllib_llm.serving.streams import EventStream
 from rllib_llm.shared.errors import UserError
 from tests.serving.tiny_server import DEADLINE_S, NAME, asgi_client, service, tokenizer
 
@@ -361,6 +363,33 @@ def test_errors_of_responses_name_their_own_fields(tiny, body, name, stream):
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, name)
     assert error["message"].startswith(name)
+
+
+def test_an_error_in_the_midst_of_a_response_s_stream_is_one_to_openai_s_client():
+    async def events():
+        yield {"type": "response.created", "sequence_number": 0, "response": {}}
+        raise ApiError(503, "The engine has ended.", code="engine_ended")
+
+    sent = []
+
+    async def send(message) -> None:
+        sent.append(message.get("body", b""))
+
+    async def receive() -> None:
+        await asyncio.Event().wait()
+
+    asyncio.run(EventStream(events(), 30.0, names=True, ends=b"")({}, receive, send))
+    body, kind = b"".join(sent), {"content-type": "text/event-stream"}
+    told = json.loads(body.rpartition(b"data: ")[2])
+    error = openai.types.responses.ResponseErrorEvent.model_validate(told, strict=True)
+    assert (error.type, error.sequence_number, error.code) == ("error", 1, "engine_ended")
+    answer = httpx.MockTransport(lambda request: httpx.Response(200, content=body, headers=kind))
+    with openai.OpenAI(api_key="none", http_client=httpx.Client(transport=answer)) as client:
+        read = client.responses.create(model=NAME, input="a", stream=True)
+        assert next(read).type == "response.created"
+        with pytest.raises(openai.APIError, match="The engine has ended") as caught:
+            next(read)
+    assert caught.value.code == "engine_ended"
 
 
 def test_a_response_that_was_aborted_is_not_complete():
