@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import pickle
 import re
 import socket
 import time
@@ -35,6 +36,11 @@ ALLOWED = (
     "path 'package.module.function' to a function returning (model, tokenizer)"
 )
 OFFLINE = "it is not in the local cache and HF_HUB_OFFLINE is set"
+# Of files that are missing, cut short or hold something else: RuntimeError, EOFError,
+# UnpicklingError and TypeError are of weights in torch's own format.
+_FAILURES = (
+    OSError, ValueError, SafetensorError, RuntimeError, EOFError, TypeError, pickle.UnpicklingError
+)  # fmt: skip
 NUM_ATTEMPTS = 3
 FIRST_DELAY_S = 1.0
 # The hub client has retries of its own; past this time further ones only keep the user waiting.
@@ -181,7 +187,9 @@ def load_with_retries(
             return load()
         except ModelSourceError:
             raise
-        except (OSError, ValueError, SafetensorError) as error:
+        except torch.OutOfMemoryError:
+            raise
+        except _FAILURES as error:
             transient = not offline and _is_transient(error)
             waited = time.monotonic() - start
             if not transient or attempt == NUM_ATTEMPTS or waited > RETRY_BUDGET_S:
@@ -207,8 +215,11 @@ def _explain(
             "Save the tokenizer of the model there, too, with its save_pretrained",
         )
     if kind == FOLDER:
+        # The first line of torch's own recommends to run what the file holds.
+        is_pickle = isinstance(error, pickle.UnpicklingError)
+        told = "its weights are no pickle of tensors alone" if is_pickle else _first_line(error)
         return (
-            f"the folder cannot be loaded ({_first_line(error)})",
+            f"the folder cannot be loaded ({told})",
             "Save model and tokenizer there again with save_pretrained",
         )
     if transient or offline:
@@ -253,7 +264,7 @@ def _is_transient(error: BaseException) -> bool:
 
 def _first_line(error: BaseException) -> str:
     text = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {text}".rstrip(".:")
+    return f"{type(error).__name__}: {text}".rstrip(".: ")
 
 
 def num_embeddings(model: str | os.PathLike) -> int:

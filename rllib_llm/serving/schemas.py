@@ -524,8 +524,9 @@ class ApiError(Exception):
 
 
 def failed() -> ApiError:
-    """The answer where the fault is the server's."""
-    return ApiError(500, "The server failed; its log says how.")
+    """The answer where the fault is the server's. uvicorn closes the connection behind it."""
+    headers = {"Connection": "close"}
+    return ApiError(500, "The server failed; its log says how.", headers=headers)
 
 
 def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:

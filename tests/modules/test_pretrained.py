@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import warnings
 from pathlib import Path
 
@@ -247,6 +248,23 @@ def test_broken_folders(folder):
     write(json.dumps(config))
     (Path(folder) / "model.safetensors").write_text("cut off")
     with pytest.raises(ModelSourceError, match="SafetensorError"):
+        load_causal_lm(folder)
+
+
+def test_broken_weights_in_torch_s_own_format_are_of_the_folder_too(folder):
+    weights = Path(folder) / "pytorch_model.bin"
+    (Path(folder) / "model.safetensors").unlink()
+    torch.save(tiny.llama().state_dict(), weights)
+    whole = weights.read_bytes()
+    for written in (b"", whole[: len(whole) // 2], whole[:100]):
+        weights.write_bytes(written)
+        with pytest.raises(ModelSourceError, match="folder cannot be loaded"):
+            load_causal_lm(folder)
+    weights.write_bytes(pickle.dumps(print))
+    with pytest.raises(ModelSourceError, match=r"\(its weights are no pickle of tensors alone\)"):
+        load_causal_lm(folder)
+    torch.save([1], weights)
+    with pytest.raises(ModelSourceError, match=r"folder cannot be loaded \(TypeError"):
         load_causal_lm(folder)
 
 
