@@ -11,6 +11,7 @@ of processor.
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 from collections.abc import Callable, Mapping
@@ -159,15 +160,24 @@ class LanguageModelConfig(TabledConfig):
     def get_default_learner_class(self) -> type:
         return self._named("learner_path", "a Learner")
 
-    def build_algo(self, *args: Any, **kwargs: Any) -> Any:
-        """As RLlib's, which would take the settings alone of a config of another class."""
+    def build_algo(self, *args: Any, use_copy: bool = True, **kwargs: Any) -> Any:
+        """As RLlib's, which would take the settings alone of a config of another class, and end in
+        a RecursionError where rows are nested deeper than Python copies them."""
         of_algorithm = type(self._algorithm().get_default_config())
         require(
             isinstance(self, of_algorithm), f"{type(self).__name__}.algo_class", self.algo_class,
             f"an algorithm of this class of configs, and not of {of_algorithm.__name__}",
             "it would take the settings alone", f"Set config_class = {type(self).__name__} in it",
         )  # fmt: skip
-        return super().build_algo(*args, **kwargs)
+        try:
+            config = copy.deepcopy(self) if use_copy else self
+        except RecursionError as error:
+            raise SettingError(
+                name=type(self).__name__, rule="hold values that Python can copy",
+                reason="something in it, such as a row of prompts or data, is nested too deep",
+                remedy="Write the rows to a file and name that",
+            ) from error  # fmt: skip
+        return super(LanguageModelConfig, config).build_algo(*args, use_copy=False, **kwargs)
 
     def _algorithm(self) -> Any:
         return given(

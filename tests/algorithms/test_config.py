@@ -185,6 +185,16 @@ def test_the_settings_used_in_these_tests_are_right(name):
     assert config.algo_class.get_default_config().__class__ is type(config)
 
 
+def test_rows_that_python_cannot_copy_are_refused():
+    """They ended in Ray's RecursionError, which names nothing."""
+    deep = "x"
+    for _ in range(700):
+        deep = [deep]
+    config = tiny.grpo().environment(env_config={"prompts": [{"prompt": "1+2=", "deep": deep}]})
+    with pytest.raises(SettingError, match="GRPOConfig must hold values that Python can copy"):
+        config.build_algo()
+
+
 def test_rlhf_needs_an_environment():
     with pytest.raises(ValueError, match=r"env=None must be an environment's name or class"):
         PPOPtxConfig().language_model(model=tiny.MODEL).validate()
