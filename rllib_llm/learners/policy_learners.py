@@ -44,10 +44,10 @@ class GroupLearner(RLHFLearner):
         )  # fmt: skip
         rows = RolloutRows.of_batch(batch)
         valid = valid & rows.is_first  # a forked conversation counts once in its group
-        # KL is taken into the score before the baseline.
-        scores = scores - self.reward_kl_coeff * rows.total(kl.sum(dim=1))
-        advantages = rows.spread(self.row_advantages(scores, groups, valid))
+        # Before the KL is taken into the score: its round-off would tell equal scores apart.
         flat, share = zero_variance_rows(scores, groups, valid)
+        scores = scores - self.reward_kl_coeff * rows.total(kl.sum(dim=1))  # before the baseline
+        advantages = rows.spread(self.row_advantages(scores, groups, valid))
         self.means.add("train/zero_variance_groups", share / self.world_size, 1)
         if self.config.drop_zero_variance_groups:
             batch[columns.LOSS_MASK] = mask = mask & ~flat.unsqueeze(1)

@@ -138,7 +138,8 @@ def zero_variance_rows(
     """True for each row of a group whose valid scores are all equal, bool [batch]; and the share of
     these groups among all, float32 [].
 
-    Such a group teaches nothing: its advantages are 0. So does one with fewer than two valid rows.
+    Scores of such a group teach nothing: their advantages are 0. Nor do those of one with fewer
+    than two valid rows.
     """
     table = _GroupTable.lay_out(scores, groups, valid)
     largest, smallest = table.extremes()

@@ -130,9 +130,9 @@ def flat_groups(rows: Rows) -> str:
     if not flat or min(flat) < 1.0 or constant_rewards(rows):
         return ""
     return (
-        "all completions of a prompt get the same reward, in every group, so all advantages are 0. "
-        "Look at num_completions and temperature (more completions, more variety), and whether the "
-        "prompts are all too easy or all too hard."
+        "all completions of a prompt get the same reward, in every group, so they teach "
+        "nothing. Look at num_completions and temperature (more completions, more variety), and "
+        "whether the prompts are all too easy or all too hard."
     )
 
 

@@ -288,6 +288,17 @@ def test_epochs_stop_when_the_policy_has_moved_too_far():
     assert steps(None) == 4
 
 
+def test_groups_of_equal_scores_are_found_where_the_kl_is_part_of_the_score():
+    learner = tiny.build(rloo(drop_zero_variance_groups=True, ref_kl_coeff=0.1))
+    batch = tiny.judged(learner)
+    batch[columns.SCORES] = torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0, 2.0])
+    reference = batch[columns.REF_LOGPROBS].clone()
+    batch[columns.REF_LOGPROBS] = reference + 0.1 * torch.arange(6.0).unsqueeze(1)
+    prepared = learner.prepare(batch)
+    assert prepared[columns.LOSS_MASK].sum(1).tolist() == [0, 0, 0, 4, 2, 5]
+    assert learner.means.pop()["train/zero_variance_groups"] == pytest.approx(0.5)
+
+
 def test_lengths_count_groups_that_the_loss_drops():
     learner = tiny.build(rloo(drop_zero_variance_groups=True, ref_kl_coeff=0.0))
     batch = tiny.judged(learner)
