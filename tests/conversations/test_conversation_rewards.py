@@ -178,9 +178,8 @@ def test_an_answer_in_json_is_no_call_without_tools(make):
 )  # fmt: skip
 def test_a_prompt_that_is_no_chat_is_refused_as_data(make, message):
     """Every conversation failed with a TypeError, and the environment was blamed."""
-    env = make(Asks, prompts=[{"prompt": [message]}])
     with pytest.raises(PromptError, match="row 0 of a list of rows.*must be text or a list of"):
-        env.tasks.rows(0, 1)
+        make(Asks, prompts=[{"prompt": [message]}]).tasks.rows(0, 1)
 
 
 def test_calls_are_shown_in_either_of_their_forms():
