@@ -90,12 +90,12 @@ def test_an_environment_of_trl_as_it_is(make):
     # The first two guess 3 of 3 at once; the others 3, then 4 of 4.
     assert judged.columns[columns.SCORES].tolist() == pytest.approx([1.1, 1.1, 0.7, 0.7])
     assert judged.components["score"].tolist() == [1, 1, 0.5, 0.5]
-    first = next(ids for row, turn, ids in policy.seen if (row, turn) == (0, 0))
-    asked = env.tokenizer.decode(first)  # whose environment is ready first, asks first
-    assert "Guess. You have 2 tries.<|im_end|>" in asked and '"name": "guess"' in asked
+    # Whose environment is ready first, asks first.
+    seen = {(row, turn): env.tokenizer.decode(ids) for row, turn, ids in policy.seen}
+    assert "Guess. You have 2 tries.<|im_end|>" in seen[0, 0] and '"name": "guess"' in seen[0, 0]
     said = [m["content"] for m in attempts[2].conversation.messages if m["role"] == "tool"]
     assert said == ["higher", "right"]
-    assert "Go. You have 9 tries." in env.tokenizer.decode(policy.seen[-1][2])
+    assert "Go. You have 9 tries." in seen[2, 2]
 
 
 def test_tools_of_trl_as_they_are(make):
