@@ -250,6 +250,7 @@ def _administration(service: Service, guards: Guards) -> APIRouter:
             newest = service.weights.newest
             epoch = newest.epoch if body.epoch is None else body.epoch
             version = newest.version + 1 if body.version is None else body.version
+            service.weights.check_new(epoch, version)
             try:
                 loaded = await asyncio.to_thread(load_folder, service, body.path, epoch, version)
             except (ValueError, OSError) as error:

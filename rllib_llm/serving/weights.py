@@ -95,6 +95,18 @@ class LiveWeights:
                 return weights
         raise self.gone(model)
 
+    def check_new(self, epoch: int, version: int) -> None:
+        """Raises ApiError, 409, where a live version has these numbers: two would have one name."""
+        for weights in self._live:
+            if (weights.epoch, weights.version) == (epoch, version):
+                raise ApiError(
+                    409,
+                    f"version={version} must be one that is not in use: {self.id_of(weights)} was "
+                    f"loaded from {weights.source}. Leave it out for the next one.",
+                    param="version",
+                    code="weight_version_in_use",
+                )
+
     def gone(self, model: str) -> ApiError:
         """The answer where a model's weights are not here."""
         live = [self.name, *(self.id_of(weights) for weights in self._live)]

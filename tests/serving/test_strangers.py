@@ -473,6 +473,27 @@ def test_scoring_can_be_aborted_while_the_server_is_paused(max_tokens):
     asked(ask, admin_key="root", in_flight="recompute")
 
 
+def test_two_weights_cannot_have_one_version(tmp_path):
+    for seed in (1, 2):
+        model(seed).save_pretrained(tmp_path / str(seed))
+
+    async def ask(http, made) -> None:
+        async def update(path, **numbers):
+            json = {"path": path, **numbers}
+            return await http.post("/update_weights", json=json, headers=bearer("root"))
+
+        assert (await update("1", version=5)).json()["version"] == 5
+        for taken in ({"version": 5}, {"version": 0, "epoch": 0}):
+            refused = await update("2", **taken)
+            error = refused.json()["error"]
+            assert (refused.status_code, error["code"]) == (409, "weight_version_in_use")
+            assert f"version={taken['version']} must be one that is not in use" in error["message"]
+        assert (await update("2", version=5, epoch=1)).json()["epoch"] == 1
+        assert (await update("1")).json()["version"] == 6
+
+    asked(ask, admin_key="root", update_weights_folder=tmp_path)
+
+
 @pytest.mark.parametrize("scores", [False, True])
 def test_weights_that_a_pause_would_hold_up_are_refused(scores, tmp_path):
     """With in_flight="finish" the third version waited for completions that nobody resumed."""
