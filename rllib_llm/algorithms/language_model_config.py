@@ -160,7 +160,7 @@ class LanguageModelConfig(TabledConfig):
     def get_default_learner_class(self) -> type:
         return self._named("learner_path", "a Learner")
 
-    def build_algo(self, *args: Any, use_copy: bool = True, **kwargs: Any) -> Any:
+    def build_algo(self, env: Any = None, use_copy: bool = True) -> Any:
         """As RLlib's, which would take the settings alone of a config of another class, and end in
         a RecursionError where rows are nested deeper than Python copies them."""
         of_algorithm = type(self._algorithm().get_default_config())
@@ -177,7 +177,7 @@ class LanguageModelConfig(TabledConfig):
                 reason="something in it, such as a row of prompts or data, is nested too deep",
                 remedy="Write the rows to a file and name that",
             ) from error  # fmt: skip
-        return super(LanguageModelConfig, config).build_algo(*args, use_copy=False, **kwargs)
+        return super(LanguageModelConfig, config).build_algo(env, use_copy=False)
 
     def _algorithm(self) -> Any:
         return given(

@@ -71,10 +71,11 @@ class Replica:
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         from rllib_llm.serving.http_server import open_service, show_log
+        from rllib_llm.shared.ray_compat import most_replicas
 
         show_log()
         # Serve's own YAML may set another number of replicas than the settings.
-        least = max(int(settings.get("replicas", 1)), _most_replicas())
+        least = max(int(settings.get("replicas", 1)), most_replicas())
         self._settings = read_settings({**settings, "replicas": least}, environment={})
         self._clients = read_clients(self._settings)
         self._service = open_service(self._settings)
@@ -100,15 +101,6 @@ class Replica:
             RuntimeError: it has.
         """
         self._service.host.check_open()
-
-
-def _most_replicas() -> int:
-    """The number of replicas that Ray Serve may start of this one's deployment."""
-    from ray.serve import get_replica_context
-
-    config = get_replica_context()._deployment_config
-    scaling = config.autoscaling_config
-    return config.num_replicas if scaling is None else scaling.max_replicas
 
 
 def uses_haproxy(settings: ServeSettings, *, starts_ray: bool = True) -> bool:

@@ -265,7 +265,8 @@ class EventStream(Response):
 
     async def _error(self, body: dict[str, Any]) -> None:
         if self._names:  # flat, as OpenAI documents it, and nested, which its clients raise
-            body |= {**body["error"], "type": "error", "sequence_number": self._num_sent}
+            flat = {**body["error"], "type": "error", "sequence_number": self._num_sent}
+            body = {**body, **flat}
         await self._data(body)
 
     async def _body(self, body: bytes, more: bool = True) -> None:

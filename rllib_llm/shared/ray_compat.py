@@ -197,6 +197,15 @@ def set_wandb_key(key: str | None) -> None:
     _set_api_key(None, key)
 
 
+def most_replicas() -> int:
+    """The number of replicas that Ray Serve may start of the deployment whose replica this is."""
+    from ray.serve import get_replica_context
+
+    config = get_replica_context()._deployment_config
+    scaling = config.autoscaling_config
+    return config.num_replicas if scaling is None else scaling.max_replicas
+
+
 # --- names, and whether they are there -----------------------------------------------------------
 
 
@@ -230,8 +239,8 @@ class PrivateName:
         return None
 
     def _is_assigned(self, owner: Any) -> bool:
-        """Whether the owner has it, or a method of this class gives it to its instances."""
-        if hasattr(owner, self.name):
+        """Whether the owner has it, or this class gives it to its instances."""
+        if hasattr(owner, self.name) or self.name in getattr(owner, "__annotations__", ()):
             return True
         assigned = rf"self\.{self.name}\b\s*(:[^=\n]*)?=[^=]"
         return inspect.isclass(owner) and bool(re.search(assigned, inspect.getsource(owner)))
@@ -341,6 +350,12 @@ WANDB_NAMES: tuple[PrivateName, ...] = (
     *_names(
         "ray.air.integrations.wandb:_WandbLoggingActor", "_wandb", _handle_result="self result"
     ),
+)
+
+
+# Looked up only where Ray Serve, an extra of Ray's, is used.
+SERVE_NAMES: tuple[PrivateName, ...] = (
+    *_names("ray.serve.context:ReplicaContext", "_deployment_config"),
 )
 
 

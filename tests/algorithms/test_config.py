@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import traceback
 
 import pytest
 import yaml
+from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 
 from rllib_llm.algorithms.ppo_ptx import PPOPtxConfig
 from rllib_llm.algorithms.registry import (
@@ -193,6 +195,15 @@ def test_rows_that_python_cannot_copy_are_refused():
     config = tiny.grpo().environment(env_config={"prompts": [{"prompt": "1+2=", "deep": deep}]})
     with pytest.raises(SettingError, match="GRPOConfig must hold values that Python can copy"):
         config.build_algo()
+
+
+def test_an_algorithm_is_built_by_the_arguments_of_rllib():
+    """`use_copy` by place was a TypeError."""
+    ours, theirs = (inspect.signature(each.build_algo) for each in (RLHFConfig, AlgorithmConfig))
+    assert [*ours.parameters] == [*theirs.parameters]
+    algorithm = tiny.grpo().build_algo(None, False)
+    assert algorithm.config.num_completions == 3
+    algorithm.stop()
 
 
 def test_rlhf_needs_an_environment():

@@ -19,6 +19,7 @@ from ray import tune
 from rllib_llm.shared import ray_compat
 from rllib_llm.shared.ray_compat import (
     PRIVATE_NAMES,
+    SERVE_NAMES,
     WANDB_NAMES,
     PrivateName,
     check_ray,
@@ -27,13 +28,15 @@ from rllib_llm.shared.ray_compat import (
 )
 
 PACKAGE = Path(ray_compat.__file__).parents[1]
-NAMES = PRIVATE_NAMES + WANDB_NAMES
+NAMES = PRIVATE_NAMES + WANDB_NAMES + SERVE_NAMES
 
 
 @pytest.mark.parametrize("name", NAMES, ids=lambda name: f"{name.owner}.{name.name}")
 def test_the_installed_ray_has_it_with_these_parameters(name):
     if name in WANDB_NAMES:
         pytest.importorskip("wandb")
+    if name in SERVE_NAMES:
+        pytest.importorskip("ray.serve")
     assert name.problem() is None
 
 
