@@ -26,6 +26,12 @@ class ScriptedPolicy:
         self.env, self.turns = env, turns
         self.seen = []  # (row, turn, token ids) of each completion asked for
 
+    def asked(self, row=0, turn=0):
+        """Returns the text that a completion was asked for with, whoever asked first."""
+        found = [ids for of, at, ids in self.seen if (of, at) == (row, turn)]
+        assert len(found) == 1, f"{len(found)} completions of row {row}, turn {turn}"
+        return self.env.tokenizer.decode(found[0])
+
     async def complete(self, token_ids, room, row, turn):
         self.seen.append((row, turn, list(token_ids)))
         text = self.turns[min(turn, len(self.turns) - 1)]

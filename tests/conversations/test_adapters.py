@@ -90,12 +90,11 @@ def test_an_environment_of_trl_as_it_is(make):
     # The first two guess 3 of 3 at once; the others 3, then 4 of 4.
     assert judged.columns[columns.SCORES].tolist() == pytest.approx([1.1, 1.1, 0.7, 0.7])
     assert judged.components["score"].tolist() == [1, 1, 0.5, 0.5]
-    # Whose environment is ready first, asks first.
-    seen = {(row, turn): env.tokenizer.decode(ids) for row, turn, ids in policy.seen}
-    assert "Guess. You have 2 tries.<|im_end|>" in seen[0, 0] and '"name": "guess"' in seen[0, 0]
+    asked = policy.asked()
+    assert "Guess. You have 2 tries.<|im_end|>" in asked and '"name": "guess"' in asked
     said = [m["content"] for m in attempts[2].conversation.messages if m["role"] == "tool"]
     assert said == ["higher", "right"]
-    assert "Go. You have 9 tries." in seen[2, 2]
+    assert "Go. You have 9 tries." in policy.asked(2, 2)
 
 
 def test_tools_of_trl_as_they_are(make):
@@ -181,7 +180,7 @@ def test_an_environment_that_owns_its_data_and_its_calls_in_order(make, kind):
     attempts, judged, policy = roll(env, calls(0, 1, 2, 3, 4), double, "Done.")
     assert judged.columns[columns.SCORES].tolist() == [1.0] * 4
     assert len(env.tasks) == 10
-    begun = env.tokenizer.decode(policy.seen[0][2])
+    begun = policy.asked()
     assert ("Begin at 3." if kind == "partial" else "Begin at 0.") in begun
     said = [m["content"] for m in attempts[0].conversation.messages if m["role"] == "tool"]
     assert said == [*(f"{{'entries': {n}}}" for n in range(1, 6)), "8"]  # as TRL has it
@@ -315,7 +314,7 @@ def test_a_data_set_that_only_routes(make):
     env = make(prompts=rows, environment_factory={"strict": Strict})
     _, judged, policy = roll(env, "Done.")
     assert judged.columns[columns.SCORES].tolist() == [1.0, 1.0, 0.0, 0.0]
-    assert "user\nSay 3.<|im_end|>" in env.tokenizer.decode(policy.seen[0][2])
+    assert "user\nSay 3.<|im_end|>" in policy.asked()
 
 
 def test_reset_gets_the_columns_of_the_data_set_alone(make):

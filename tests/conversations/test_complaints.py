@@ -61,7 +61,7 @@ def test_no_answer_stands_twice():
     attempts, _, policy = roll(env, "One.", "Two.", "Three.", num_prompts=1, num_completions=1)
     text = env.tokenizer.decode(attempts[0].conversation.token_ids)
     assert [text.count(word) for word in ("One.", "Two.", "Three.")] == [1, 1, 1]
-    assert env.tokenizer.decode(policy.seen[-1][2]).count("One.") == 1
+    assert policy.asked(0, 2).count("One.") == 1
     env.close()
 
 

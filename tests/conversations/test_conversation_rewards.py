@@ -161,7 +161,7 @@ def test_more_calls_than_the_template_writes_are_told_and_not_invalid(make):
     env = make(tokenizer=tokenizer, tools=[add], reward_functions=zero)
     attempts, judged, policy = roll(env, f"{call}; {call}", "3", num_prompts=1, num_completions=1)
     assert not attempts[0].invalid and judged.columns[columns.VALID].all()
-    assert "make this one in your next turn" in tokenizer.decode(policy.seen[-1][2])
+    assert "make this one in your next turn" in policy.asked(0, 1)
 
 
 def test_an_answer_in_json_is_no_call_without_tools(make):

@@ -52,7 +52,7 @@ def test_a_tool_is_called_and_its_result_read(make):
     env = make(tools=[add], reward_functions=right)
     attempts, judged, policy = roll(env, ADD_CALL, "It is 3.")
     assert [a.conversation.num_turns for a in attempts] == [2] * 4
-    said = env.tokenizer.decode(policy.seen[-1][2])
+    said = policy.asked(3, 1)
     assert "<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n" in said
     # Only the first task's answer is 3.
     assert judged.columns[columns.SCORES].tolist() == [1, 1, 0, 0]
@@ -154,9 +154,7 @@ def test_a_truncated_tool_call_is_never_run(make):
     # Ended by the policy, but not closed: it is told so, and nothing is run.
     _, _, policy = roll(env, call, "Well.")
     assert not ran
-    assert "Error: the call has no end: nothing closes it." in env.tokenizer.decode(
-        policy.seen[-1][2]
-    )
+    assert "Error: the call has no end: nothing closes it." in policy.asked(3, 1)
 
 
 def test_tokens_of_a_conversation_are_bounded(make):
@@ -376,7 +374,7 @@ def test_what_is_no_exception_ends_no_other_rollout(make, error):
     tool = RaisesInLoop(error)
     _, judged, policy = roll(make(tools=[tool], reward_functions=right), ADD_CALL, "It is 3.")
     assert judged.columns[columns.VALID].all()
-    assert f"Error: {type(error).__name__}" in policy.env.tokenizer.decode(policy.seen[-1][2])
+    assert f"Error: {type(error).__name__}" in policy.asked(3, 1)
     env = make(RaisesInStops, tools=[tool])
     with pytest.warns(UserWarning, match=f"the first with {type(error).__name__}"):
         _, judged, _ = roll(env, lambda row: ADD_CALL if row == 0 else "Yes.")

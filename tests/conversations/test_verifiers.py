@@ -44,7 +44,7 @@ def make():
 def test_prompts_tools_rewards_and_metrics_are_the_task_set_s(make):
     env = make()
     attempts, judged, policy = roll(env, call(1, 1), "2")
-    asked = env.tokenizer.decode(policy.seen[0][2])
+    asked = policy.asked()
     assert "Add.<|im_end|>" in asked and "1+1?<|im_end|>" in asked and '"sums_add"' in asked
     schema = env.toolbox.tools["sums_add"].schema["function"]
     assert schema["description"] == "Adds two numbers."
@@ -137,7 +137,7 @@ def test_a_prompt_of_several_messages_is_in_the_record_as_it_was_given(make):
     assert [node.message.role for node in nodes] == ["user", "assistant", "tool", "assistant"]
     assert [node.sampled for node in nodes] == [False, False, False, True]
     assert [call.arguments for call in nodes[1].message.tool_calls] == ['{"a": 1}']
-    assert "None" not in env.tokenizer.decode(policy.seen[-1][2])
+    assert "None" not in policy.asked(3)
 
 
 def test_settings_of_the_task_set_and_how_many_tasks(make):
