@@ -17,10 +17,9 @@ import typer
 import rllib_llm
 from rllib_llm.algorithms.registry import ALGORITHMS, get_algorithm_class
 from rllib_llm.cli.main import app
-from rllib_llm.config.environment import CONVERSATION, PROMPTS, REWARDS
 from rllib_llm.config.sections import settings_of
 from rllib_llm.envs.registry import default_settings, env_ids
-from rllib_llm.envs.settings import ENV_SETTINGS
+from rllib_llm.envs.settings import CONVERSATION, ENV_SETTINGS, PROMPTS, REWARDS
 from rllib_llm.runs.experiments import CHECKPOINTS, EXPERIMENT
 from rllib_llm.runs.metrics import GROUPS
 from rllib_llm.shared.setting import Setting

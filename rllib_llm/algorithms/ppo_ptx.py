@@ -2,11 +2,46 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rllib_llm.algorithms.rlhf import RLHF
 from rllib_llm.algorithms.rlhf_config import RLHFConfig
 from rllib_llm.config.checks import require
-from rllib_llm.config.supervised import PTX
-from rllib_llm.shared.setting import Section
+from rllib_llm.shared.setting import Section, Settings, setting
+
+
+class Ptx(Settings):
+    """The pretraining loss."""
+
+    ptx_coeff: float = setting(
+        0.0,
+        "γ, the weight of the mean cross-entropy of pretraining tokens",
+        note="InstructGPT: 27.8 against a loss summed differently; here 0.05 to 1 is a start. "
+        "0: only measured.",
+        least=0,
+        also="ptx_coef ptx_loss_coef gamma_ptx",
+    )
+    ptx_data: Any = setting(
+        None,
+        "a file, data set, hub id or dotted path of pretraining texts",
+        note="None: no pretraining loss.",
+        also="pretrain_data pretraining_data",
+    )
+    ptx_eval_data: Any = setting(
+        None,
+        "held-out pretraining texts in the same form",
+        note="Every evaluation reports their loss as eval/ptx_loss, in nats per token. None: "
+        "not measured.",
+    )
+    ptx_batch_size: int = setting(
+        8, "the pretraining texts per optimiser step and learner", unit="texts", least=1
+    )
+    ptx_max_length: int = setting(
+        128, "how much of each pretraining text is kept", unit="tokens", least=2
+    )
+
+
+PTX = Section.of("training", Ptx)
 
 
 class PPOPtxConfig(RLHFConfig):

@@ -4,13 +4,34 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from rllib_llm.algorithms.supervised import Supervised, SupervisedConfig
 from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT
-from rllib_llm.config.supervised import REWARD_MODEL
 from rllib_llm.data.preferences import PairSource
 from rllib_llm.data.texts import TextSource
-from rllib_llm.shared.setting import Section
+from rllib_llm.shared.setting import Section, Settings, setting
+
+
+class Scores(Settings):
+    """The scores."""
+
+    center_rewards_coeff: float = setting(
+        0.0,
+        "the weight of the squared scores, which keeps their mean near 0",
+        note='Eisenstein et al. 2023, "Helping or Herding?"; 0: off, 0.01 is usual.',
+        least=0,
+        trl="center_rewards_coefficient",
+    )
+    normalization_data: Any = setting(
+        None,
+        "reference texts on which scores are normalised to mean 0 and standard deviation 1",
+        note="In the same form as SFT data, usually the policy's samples before training; each "
+        "is truncated to `max_length` tokens, EOS included. None: the held-out pairs.",
+    )
+
+
+REWARD_MODEL = Section.of("training", Scores)
 
 
 class RewardModelConfig(SupervisedConfig):

@@ -12,7 +12,6 @@ from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from rllib_llm.algorithms.evaluation import check_eval_envs, evaluate_held_out
 from rllib_llm.algorithms.language_model_config import LanguageModelConfig
 from rllib_llm.config.checks import require, warn_of_idle_overlay
-from rllib_llm.config.environment import CONVERSATION, PROMPTS, REWARDS
 from rllib_llm.config.loss import LOSS, REFERENCE, check_loss, check_reference
 from rllib_llm.config.model import SAMPLER_FAULTS
 from rllib_llm.config.rllib import COMMON, ONLINE
@@ -35,6 +34,7 @@ from rllib_llm.config.streaming import (
 from rllib_llm.config.tabled_config import flattened
 from rllib_llm.config.weights import WEIGHTS, check_others, check_transport
 from rllib_llm.envs.registry import check_name
+from rllib_llm.envs.settings import CONVERSATION, PROMPTS, REWARDS
 from rllib_llm.rollouts.schedule import ServingSettings, StreamRules
 from rllib_llm.shared.errors import has_complaints
 from rllib_llm.shared.setting import Section

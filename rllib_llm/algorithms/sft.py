@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import Any
+from typing import Any, Literal
 
 from rllib_llm.algorithms.supervised import Supervised, SupervisedConfig
-from rllib_llm.config.supervised import LOSS_ON
 from rllib_llm.data.texts import BatchSource, TextSource
-from rllib_llm.shared.setting import Section
+from rllib_llm.shared.setting import Section, Settings, setting
+
+
+class LossOn(Settings):
+    """The loss."""
+
+    loss_on: Literal["completion", "all"] = setting(
+        "completion",
+        "the tokens in the loss",
+        note='"completion": without prompts and user turns; "all": every token.',
+        trl="completion_only_loss assistant_only_loss",
+    )
+
+
+LOSS_ON = Section.of("training", LossOn)
 
 
 class SFTConfig(SupervisedConfig):

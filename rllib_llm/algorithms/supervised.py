@@ -18,14 +18,50 @@ from ray.rllib.utils.spaces.repeated import Repeated
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
 from rllib_llm.algorithms.language_model_config import LanguageModelConfig
 from rllib_llm.config.checks import given, require
-from rllib_llm.config.supervised import SUPERVISED
 from rllib_llm.data.texts import BatchSource
 from rllib_llm.overseer.diagnosis import EVALUATING, LEARNING
 from rllib_llm.shared.errors import noted
-from rllib_llm.shared.setting import Section
+from rllib_llm.shared.setting import Section, Settings, setting
 
 PIPELINE_STATE = "rllib_llm"
 EVALUATION_BATCH = 64  # rows scored at once
+
+
+class DataSet(Settings):
+    """The data set."""
+
+    data: Any = setting(
+        None,
+        "a file (JSONL, Parquet, text), a data-set folder, a hub id, or the dotted "
+        "path of a function returning rows",
+        note="Or {path: ..., split: ..., limit: ..., kwargs: ...}.",
+        trl="train_dataset",
+        also="dataset dataset_name train_data train_file",
+    )
+    eval_data: Any = setting(
+        None,
+        "held-out rows in the same form",
+        note="None: no evaluation.",
+        trl="eval_dataset",
+        also="validation_data eval_file",
+    )
+    max_length: int = setting(
+        256,
+        "how much of each text is kept",
+        unit="tokens",
+        least=2,
+        also="max_seq_length max_seq_len model_max_length",
+        reason="every token but the first is predicted",
+        remedy="Write 256, or the tokens of your longest text",
+    )
+    shuffle: bool = setting(
+        True,
+        "whether rows are drawn in a seeded random order, new in every epoch",
+        trl="shuffle_dataset",
+    )
+
+
+SUPERVISED = Section.of("training", DataSet)
 
 
 class SupervisedConfig(LanguageModelConfig):
