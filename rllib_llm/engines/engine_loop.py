@@ -23,6 +23,7 @@ from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import (
     Ended,
     Engine,
+    EngineEndedError,
     GuideError,
     InFlight,
     Noise,
@@ -94,7 +95,7 @@ class EngineLoop:
             seed, row, turn: name the randomness, as `protocol.Noise`.
 
         Raises:
-            RuntimeError: the loop is closed, or has ended with an error.
+            EngineEndedError: the loop is closed, or has ended with an error.
         """
         asked = Row(
             None, token_ids, params, num_sampled, Noise(seed, row, turn),
@@ -172,22 +173,32 @@ class EngineLoop:
         self.do(lambda: self._engine.load(weights, version, in_flight)).result()
 
     def check_open(self) -> None:
-        """Raises RuntimeError if it is closed, or has ended with an error."""
+        """Raises EngineEndedError if it is closed, or has ended with an error."""
         if self._is_closing:
-            raise RuntimeError(_CLOSED) from self._error
+            raise EngineEndedError(_CLOSED) from self._error
 
     def pause(self) -> None:
-        """Pauses sampling; requests are queued."""
+        """Pauses sampling; requests are queued.
+
+        Raises:
+            EngineEndedError: see `check_open`.
+        """
+        self.check_open()
         self.is_paused = True
 
     def resume(self) -> None:
-        """Resumes sampling."""
+        """Resumes sampling.
+
+        Raises:
+            EngineEndedError: see `check_open`.
+        """
+        self.check_open()
         with self._turn:
             self.is_paused = False
             self._turn.notify()
 
     def close(self) -> None:
-        """Ends the thread and closes the engine; completions under way get a RuntimeError."""
+        """Ends the thread and closes the engine; completions under way get an EngineEndedError."""
         with self._turn:
             self._is_closing = True
             self._turn.notify()
@@ -199,7 +210,7 @@ class EngineLoop:
         with self._turn:
             self._waiting.discard(future)
         if future.cancelled():
-            with contextlib.suppress(RuntimeError):  # the loop has ended, and the row with it
+            with contextlib.suppress(EngineEndedError):  # the loop has ended, and the row with it
                 self._post(lambda: self._abort([row_id]))
 
     def _post(self, task: Callable[[], None], *futures: Future) -> None:
@@ -214,7 +225,7 @@ class EngineLoop:
     # --- the thread --------------------------------------------------------------------------
 
     def _run(self) -> None:
-        error: BaseException = RuntimeError("EngineLoop was closed before the completion ended.")
+        error: BaseException = EngineEndedError("EngineLoop was closed before this had ended.")
         try:
             while self._handed_over():
                 ended = self._engine.step()

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 
 from rllib_llm.engines.engine_loop import EngineLoop, settle
-from rllib_llm.engines.protocol import Ended, InFlight, Row, Tokens
+from rllib_llm.engines.protocol import Ended, EngineEndedError, InFlight, Row, Tokens
 from rllib_llm.engines.torch_engine import Scores, TorchEngine
 
 
@@ -221,11 +221,11 @@ class LaneEngine:
 
     def close(self) -> None:
         if self._waiting is not None:
-            self._waiting.set_exception(RuntimeError("The engine was closed."))
+            self._waiting.set_exception(EngineEndedError("The engine was closed."))
         for lane in self._lanes:
             lane.close()
             for scoring in self._scorings[lane]:
-                settle(scoring.done, RuntimeError("The engine was closed."))
+                settle(scoring.done, EngineEndedError("The engine was closed."))
 
 
 class LaneLoader:

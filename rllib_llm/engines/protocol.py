@@ -56,6 +56,10 @@ InFlight = Literal["finish", "recompute", "keep"]
 """What becomes of the rows in an engine when it is given weights, see `Engine.load`."""
 
 
+class EngineEndedError(RuntimeError):
+    """The engine is closed, or has ended with an error."""
+
+
 class GuideError(ValueError):
     """A guide that could not follow a completion to its end, which is no answer then."""
 

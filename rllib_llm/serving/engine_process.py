@@ -41,7 +41,7 @@ from typing import Any
 import torch
 
 from rllib_llm.engines.engine_loop import settle
-from rllib_llm.engines.protocol import Ended, Row, Tokens
+from rllib_llm.engines.protocol import Ended, EngineEndedError, Row, Tokens
 from rllib_llm.engines.torch_engine import Scores
 from rllib_llm.serving.engine_host import Counts, ModelFacts, open_thread
 from rllib_llm.serving.settings import ENVIRONMENT_PREFIX, ServeSettings
@@ -181,7 +181,7 @@ class EngineProcess:
                 waiting.send_bytes(pickled((keyless, source)))
                 facts = pickle.loads(waiting.recv_bytes())
         except (EOFError, OSError):
-            raise RuntimeError(_ENDED) from None
+            raise EngineEndedError(_ENDED) from None
         if isinstance(facts, Exception):
             self._process.wait()
             raise facts
@@ -220,7 +220,9 @@ class EngineProcess:
             is_wanted = self._futures.pop(number, None) is not None
         self._on_tokens.pop(number, None)
         if is_wanted:  # it was cancelled, or settled on this side, as of a scoring that is aborted
-            with contextlib.suppress(RuntimeError):  # the process has ended, and the row with it
+            with contextlib.suppress(
+                EngineEndedError
+            ):  # the process has ended, and the row with it
                 self._send("cancel", number)
 
     def abort(self, future: Future[Ended]) -> None:
@@ -235,7 +237,7 @@ class EngineProcess:
         return self._call("compile", grammar, pin)
 
     def release(self, pin: int) -> None:
-        with contextlib.suppress(RuntimeError):  # it has ended, and holds nothing
+        with contextlib.suppress(EngineEndedError):  # it has ended, and holds nothing
             self._send("call", 0, "release", pin)
 
     def score(
@@ -254,12 +256,12 @@ class EngineProcess:
             return self._call("load", file, serial).result()
 
     def pause(self) -> None:
-        self.is_paused = True
         self._send("call", 0, "pause")
+        self.is_paused = True
 
     def resume(self) -> None:
-        self.is_paused = False
         self._send("call", 0, "resume")
+        self.is_paused = False
 
     def _call(self, name: str, *arguments: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -268,7 +270,7 @@ class EngineProcess:
 
     def check_open(self) -> None:
         if self._is_closed:
-            raise RuntimeError(_ENDED)
+            raise EngineEndedError(_ENDED)
 
     def close(self) -> None:
         """Its process notices that this end is closed, and ends."""
@@ -288,7 +290,7 @@ class EngineProcess:
         try:
             self._channel.send(message)
         except OSError as error:
-            raise RuntimeError(_ENDED) from error
+            raise EngineEndedError(_ENDED) from error
 
     def _end(self) -> None:
         """Fails all pending calls, since the process has ended."""
@@ -300,7 +302,7 @@ class EngineProcess:
                 self._process.wait(_CODE_SECONDS)
             logger.error("The engine's process has ended (exit code %s).", self._process.poll())
         for future in left:
-            settle(future, RuntimeError(_ENDED))
+            settle(future, EngineEndedError(_ENDED))
 
     def _take(self, events: Events) -> None:
         """Passes on the results of a step."""

@@ -31,6 +31,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from rllib_llm.checkpoints.folder import find_model
+from rllib_llm.engines.protocol import EngineEndedError
 from rllib_llm.engines.torch_engine import TorchEngine
 from rllib_llm.serving.engine_host import (
     SWITCH_SECONDS,
@@ -58,7 +59,7 @@ from rllib_llm.serving.security import (
     read_clients,
     with_cors,
 )
-from rllib_llm.serving.service import Service
+from rllib_llm.serving.service import Service, engine_ended
 from rllib_llm.serving.sessions import Rules, Session
 from rllib_llm.serving.settings import ServeSettings
 from rllib_llm.serving.training_routes import session_router, token_router
@@ -167,6 +168,10 @@ def _add_errors(app: FastAPI) -> None:
     async def of_ours(request: Request, error: ApiError) -> JSONResponse:
         return error.response()
 
+    @app.exception_handler(EngineEndedError)
+    async def of_the_engine(request: Request, error: EngineEndedError) -> JSONResponse:
+        return engine_ended().response()
+
     @app.exception_handler(RequestValidationError)
     async def of_fields(request: Request, error: RequestValidationError) -> JSONResponse:
         kind = request.headers.get("content-type", "")
@@ -206,7 +211,7 @@ def _methods(request: Request) -> list[str]:
 def _administration(service: Service, guards: Guards) -> APIRouter:
     """Routes that want the administration's key."""
     router = APIRouter(
-        dependencies=[guards.admin], responses=documented(401, 403), tags=["administration"],
+        dependencies=[guards.admin], responses=documented(401, 403, 503), tags=["administration"],
         route_class=JsonRoute,
     )  # fmt: skip
     updating = asyncio.Lock()  # each takes the version behind the newest
@@ -228,11 +233,7 @@ def _administration(service: Service, guards: Guards) -> APIRouter:
     @router.post("/abort_requests")
     @router.post("/inference/v1/abort_requests")
     async def abort_requests(body: AbortRequest | None = None) -> dict[str, Any]:
-        wanted = None if body is None else body.request_ids
-        jobs = [job for job in service.jobs.values() if wanted is None or job.request_id in wanted]
-        for job in jobs:
-            job.abort()
-        return {"aborted": [job.request_id for job in jobs]}
+        return {"aborted": service.abort(None if body is None else body.request_ids)}
 
     @router.get("/weight_info")
     async def weight_info() -> dict[str, Any]:
@@ -316,7 +317,7 @@ class HttpServer(uvicorn.Server):
             return False
         try:
             self._service.host.check_open()
-        except RuntimeError:
+        except EngineEndedError:
             self.engine_has_ended = True
             logger.critical("The engine has ended with an error, and the server with it.")
         return self.engine_has_ended
@@ -327,8 +328,9 @@ class HttpServer(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, behind the drain."""
-        await self._service.drain(self._service.settings.drain_s)
+        """As uvicorn's, behind the drain; what is under way then is aborted."""
+        if not await self._service.drain(self._service.settings.drain_s):
+            self._service.abort()
         await super().shutdown(sockets)
 
     def serve_here(self) -> None:

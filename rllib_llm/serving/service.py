@@ -18,9 +18,9 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -31,7 +31,7 @@ from fastapi import Request, Response
 from rllib_llm.data.decoding import TextStream, TokenTexts
 from rllib_llm.engines.engine_loop import settle
 from rllib_llm.engines.hot_swap import VersionGoneError
-from rllib_llm.engines.protocol import Ended, GuideError, Tokens
+from rllib_llm.engines.protocol import Ended, EngineEndedError, GuideError, Tokens
 from rllib_llm.engines.torch_engine import Scores
 from rllib_llm.serving.engine_host import Counts, EngineHost
 from rllib_llm.serving.guides import BusyError, no_good
@@ -62,7 +62,6 @@ _SMALL_BYTES = 2**14  # of a request that is read in the event loop
 _ALIVE_SECONDS = 10.0  # a step with long prompts may take some
 _GRAMMAR_SECONDS = 10.0
 _MOST_RETRY_SECONDS = 30
-ENGINE_ENDED = "The server's engine has ended with an error, which its log shows."
 SHUTTING_DOWN = "The server is about to stop and takes no more requests."
 
 
@@ -140,6 +139,12 @@ class Mailbox:
             call(*arguments)
 
 
+def engine_ended() -> ApiError:
+    """The answer where the engine is gone."""
+    message = "The server's engine has ended with an error, which its log shows."
+    return ApiError(503, message, code="engine_ended")
+
+
 def deadline_passed(seconds: float) -> ApiError:
     """The answer to a request that takes too long."""
     return ApiError(
@@ -205,8 +210,10 @@ class RunningJob:
             self._arrived.clear()
             await self._arrived.wait()
         i, event = self._events.popleft()
-        if isinstance(event, BaseException):
+        if isinstance(event, ApiError):
             raise event
+        if isinstance(event, BaseException):
+            raise self._refusal(event) from event
         self._rows_left -= isinstance(event, Ended)
         return i, event
 
@@ -248,10 +255,7 @@ class RunningJob:
 
     async def __anext__(self) -> tuple[int, Piece]:
         while True:
-            try:
-                i, event = await self._next_event()
-            except (ValueError, RuntimeError) as error:
-                raise self._refusal(error) from error
+            i, event = await self._next_event()
             choice = self.choices[i]
             if choice.is_done:
                 continue
@@ -275,7 +279,7 @@ class RunningJob:
         self.num_left -= 1
         self._watch.finished(i, piece.finish_reason or "")
 
-    def _refusal(self, error: ValueError | RuntimeError) -> ApiError:
+    def _refusal(self, error: BaseException) -> ApiError:
         """The answer where the engine refuses a row, or has ended."""
         if isinstance(error, VersionGoneError):  # it went between the request and the step
             return self._service.weights.gone("the version that was asked for")
@@ -286,9 +290,7 @@ class RunningJob:
                 "write it.", param="response_format",
                 code="grammar_failed",
             )  # fmt: skip
-        if isinstance(error, RuntimeError):
-            return ApiError(503, ENGINE_ENDED, code="engine_ended")
-        return ApiError(400, str(error))
+        return ApiError(400, str(error)) if isinstance(error, ValueError) else engine_ended()
 
     async def collect(self) -> list[Piece]:
         """All of each completion."""
@@ -401,6 +403,18 @@ class Service:
             await asyncio.sleep(0.02)
         return not self.jobs
 
+    def abort(self, request_ids: Sequence[str] | None = None) -> list[str]:
+        """Aborts requests, None: all, which are answered with their partial output; returns those
+        that were under way."""
+        jobs = [
+            job for job in self.jobs.values()
+            if request_ids is None or job.request_id in request_ids
+        ]  # fmt: skip
+        for job in jobs:
+            with suppress(EngineEndedError):  # it has ended them
+                job.abort()
+        return [job.request_id for job in jobs]
+
     def close(self) -> None:
         """Ends the engine, and requests that are under way with it."""
         self.is_ready = False
@@ -458,14 +472,11 @@ class Service:
     # --- requests ----------------------------------------------------------------------------
 
     def check_open(self) -> None:
-        """Raises ApiError where no request can be taken now."""
+        """Raises ApiError or EngineEndedError where no request can be taken now."""
         if not self.is_ready or self.is_draining:
             message = SHUTTING_DOWN if self.is_draining else self.why_not_ready
             raise ApiError(503, message, code="unavailable", headers={"Retry-After": "1"})
-        try:
-            self.host.check_open()
-        except RuntimeError as error:
-            raise ApiError(503, ENGINE_ENDED, code="engine_ended") from error
+        self.host.check_open()
 
     async def context_of(self, request: Request, model: str | None) -> RequestContext:
         """The context of a request, once the weights are there that it asks for.
@@ -509,8 +520,8 @@ class Service:
                 503, f"The server's engine has not answered in {_ALIVE_SECONDS:g} s.",
                 code="engine_silent",
             ) from None  # fmt: skip
-        except RuntimeError as error:
-            raise ApiError(503, ENGINE_ENDED, code="engine_ended") from error
+        except Exception as error:  # whatever its step has raised
+            raise engine_ended() from error
 
     @asynccontextmanager
     async def guided(self, job: Job) -> AsyncIterator[None]:
@@ -547,8 +558,6 @@ class Service:
                 429, f"{field} cannot be compiled now: {error}. Try again later.", param=field,
                 code="server_overloaded", headers={"Retry-After": "1"},
             ) from error  # fmt: skip
-        except RuntimeError as error:
-            raise ApiError(503, ENGINE_ENDED, code="engine_ended") from error
 
     def _admit(self, job: Job) -> None:
         """Raises ApiError where there is no place for a job: 429, or 400 where there never is."""

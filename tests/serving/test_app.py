@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -432,6 +433,18 @@ def test_the_refused_are_told_to_wait_until_half_of_the_queue_has_begun(sizes, s
             assert [(await each).status_code for each in left] == [200] * len(left)
 
     asyncio.run(asyncio.wait_for(ask(), DEADLINE_S))
+
+
+def test_a_stream_that_outlasts_the_drain_is_ended_and_not_cut_off():
+    made = service(drain_s=0.1)
+    with ThreadPoolExecutor() as pool, httpx.Client(timeout=DEADLINE_S) as http:
+        with running(made) as address:
+            made.host.pause()
+            asked = {**ASKED, "stream": True}
+            stream = pool.submit(http.post, f"{address}/v1/completions", json=asked)
+            until(lambda: made.jobs)
+        *_, last = lines_of(stream.result(DEADLINE_S))
+    assert last["choices"][0]["finish_reason"] == "abort"
 
 
 def test_a_request_has_a_deadline_and_a_drained_server_takes_no_more():

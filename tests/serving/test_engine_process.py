@@ -177,7 +177,7 @@ def test_what_it_refuses_is_raised_here(process):
 
 
 def test_weights_are_handed_over_and_its_end_is_noticed(process, thread, events, caplog):
-    made = Service(process, tokenizer(), settings(), source="here")
+    made = Service(process, tokenizer(), settings(admin_key="root"), source="here")
     asked = {"model": NAME, "prompt": [1, 40, 41], "max_tokens": 8, "seed": 1}
 
     async def ask() -> None:
@@ -201,6 +201,10 @@ def test_weights_are_handed_over_and_its_end_is_noticed(process, thread, events,
             assert (await http.post("/v1/completions", json=asked)).status_code == 503
             assert (await http.get("/readyz")).status_code == 503
             assert (await http.get("/metrics")).status_code == 200
+            root = {"Authorization": "Bearer root"}
+            for path in ("/pause", "/resume"):
+                ended = await http.post(path, headers=root)
+                assert (ended.status_code, ended.json()["error"]["code"]) == (503, "engine_ended")
             with pytest.raises(RuntimeError, match="process must be alive"):
                 made.host.check_open()
 

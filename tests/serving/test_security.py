@@ -148,6 +148,20 @@ def test_the_administration_has_a_key_of_its_own_and_is_off_without(tmp_path):
     asked(on, api_keys="k", admin_key="root", update_weights_folder=tmp_path)
 
 
+def test_the_administration_says_that_the_engine_has_ended(tmp_path):
+    async def ended(http, made) -> None:
+        root = {"headers": bearer("root")}
+        model(1).save_pretrained(tmp_path / "model")
+        made.host.close()
+        for path, body in (("pause", {}), ("resume", {}), ("update_weights", {"path": "model"})):
+            answer = await http.post(f"/{path}", json=body, **root)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_ended")
+        assert (await http.get("/is_paused", **root)).json() == {"is_paused": False}
+        assert (await http.post("/abort_requests", json={}, **root)).json() == {"aborted": []}
+
+    asked(ended, api_keys="k", admin_key="root", update_weights_folder=tmp_path)
+
+
 def test_other_addresses_than_this_machine_s_need_keys():
     with pytest.raises(UserError, match="host='0.0.0.0' must be one of"):
         settings(host="0.0.0.0").check_exposure(has_keys=False)
