@@ -214,6 +214,7 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions, sourc
         from rllib_llm.runs.run_folder import (
             alone_in,
             check_writable,
+            continue_run,
             new_folder,
             resumed_folder,
             storage_root,
@@ -228,19 +229,21 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions, sourc
             check_writable(root)
             check_disk(experiments, root)
         logger_of = _loggers(options, len(experiments))
-        run = (root, name, options.experiment_name, source, experiments)
-        folder = resumed_folder(*run) if options.resume else new_folder(*run)
+        run = (root, name, options.experiment_name, source)
+        folder = resumed_folder(*run) if options.resume else new_folder(*run, experiments)
     from rllib_llm.runs.report import report
     from rllib_llm.runs.stages import StageFailed, StageInterrupted, StateCutShort, run_stages
     from rllib_llm.shared.ray_compat import own_ray_has_ended
 
     try:
-        told_to_wait(f"Starting Ray; results go to {folder} ...")
         needed_cpus = max([1.0, *(reservation.totals.get("CPU", 0) for reservation in reserved)])
         weights_bytes = weights_in_store(experiments, needed_cpus)
         with contextlib.ExitStack() as stack:
             with user_errors(options.verbose):
                 stack.enter_context(alone_in(folder))
+                if options.resume:
+                    continue_run(folder, source, experiments)
+                told_to_wait(f"Starting Ray; results go to {folder} ...")
                 session = ray_session(options, needed_cpus, weights_bytes)
                 nodes = stack.enter_context(session)
                 for reservation in reserved:

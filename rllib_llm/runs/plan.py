@@ -409,6 +409,11 @@ def check_disk(experiments: list[Experiment], folder: Place, free: int | None = 
         )
 
 
+def num_trials(experiment: Experiment) -> int:
+    """Return how many trials the experiment's search has in all."""
+    return experiment.num_samples * len(examples(search_space(experiment)))
+
+
 def _num_checkpoints(experiment: Experiment) -> int:
     """Return how many checkpoints the experiment's trials keep at least, together."""
     space = search_space(experiment)
@@ -417,8 +422,7 @@ def _num_checkpoints(experiment: Experiment) -> int:
     iterations = planned_iterations(experiment.stop, defaults, space) or 0
     frequency = settings.checkpoint_frequency
     made = 1 + (iterations // frequency if frequency else 0)
-    num_trials = experiment.num_samples * len(examples(space))
-    return num_trials * min(made, settings.num_to_keep or made)
+    return num_trials(experiment) * min(made, settings.num_to_keep or made)
 
 
 def _folder_bytes(model: Any) -> int:

@@ -201,8 +201,7 @@ class StageResult:
         same = self.stop is None or self.stop == experiment.stop
         if same or not experiment.stop or experiment.scheduler:
             return False
-        done = self.metrics
-        return not any(done.get(key, 0.0) >= limit for key, limit in experiment.stop.items())
+        return not is_reached(experiment.stop, self.metrics)
 
     def save(self) -> None:
         """Write the record, the mark of a finished stage. Its paths are relative to its folder."""
@@ -225,6 +224,12 @@ class StageResult:
             record[key] = folder / record[key] if record[key] else None
         record["trial_folders"] = [folder / path for path in record["trial_folders"]]
         return cls(folder=folder, **record)
+
+
+def is_reached(stop: Mapping[str, Any], flat: Mapping[str, Any]) -> bool:
+    """Whether a trial with this flat result is at its end."""
+    values = {key: number(flat.get(key)) for key in stop}
+    return any(value is not None and value >= stop[key] for key, value in values.items())
 
 
 def collect_result(experiment: Experiment, folder: Place, trials: Sequence[Any]) -> StageResult:

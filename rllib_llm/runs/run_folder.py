@@ -102,27 +102,31 @@ def _claim_url(folder: UrlPath) -> bool:
     return is_alone
 
 
-def resumed_folder(
-    root: Place, name: str, chosen: str | None, source: str, experiments: Sequence[Experiment]
-) -> Place:
+def resumed_folder(root: Place, name: str, chosen: str | None, source: str) -> Place:
     """Return the folder of the run to continue: the chosen one, else the newest of this source.
 
     Raises:
-        UserError: there is none, or what it would continue with is not what it began with.
+        UserError: there is none.
     """
-    if chosen:
-        folder = root / chosen
-        if not folder.is_dir():
-            raise UserError(
-                f"--resume: {str(folder)!r} must exist: it is the run to continue. "
-                "Check --storage-path and --experiment-name."
-            )
-    else:
-        folder = _newest(root, name, source)
-    with alone_in(folder):
-        check_continues(folder, experiments)
-        write_record(folder, _recorded(folder).get("source", source), experiments)
+    if not chosen:
+        return _newest(root, name, source)
+    folder = root / chosen
+    if not folder.is_dir():
+        raise UserError(
+            f"--resume: {str(folder)!r} must exist: it is the run to continue. "
+            "Check --storage-path and --experiment-name."
+        )
     return folder
+
+
+def continue_run(folder: Place, source: str, experiments: Sequence[Experiment]) -> None:
+    """Check and record the experiments with which a run continues. Call it within `alone_in`.
+
+    Raises:
+        UserError: they are not what it began with.
+    """
+    check_continues(folder, experiments)
+    write_record(folder, _recorded(folder).get("source", source), experiments)
 
 
 @contextlib.contextmanager

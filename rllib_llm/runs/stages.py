@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import pickle
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -19,12 +21,12 @@ from rllib_llm.runs import default_callbacks
 from rllib_llm.runs.callbacks import ErrorCutShort, KilledForMemory, NewTerms, fit
 from rllib_llm.runs.experiments import Experiment, algorithm_class, fill
 from rllib_llm.runs.live_table import LiveTable
-from rllib_llm.runs.plan import INTERVAL, check_experiment, checkpoint_settings
+from rllib_llm.runs.plan import INTERVAL, check_experiment, checkpoint_settings, num_trials
 from rllib_llm.runs.report_page import PAGE_FILE, find_trials, write_page
-from rllib_llm.runs.results import StageResult, collect_result, short_name
+from rllib_llm.runs.results import StageResult, collect_result, flatten, is_reached, short_name
 from rllib_llm.runs.run_folder import has_saved, set_aside, write_environment
 from rllib_llm.runs.search_space import make_scheduler, make_searcher, search_space
-from rllib_llm.runs.trial_checkpoints import SaveOnStop
+from rllib_llm.runs.trial_checkpoints import SaveOnStop, note_saved
 from rllib_llm.shared.errors import UserError
 from rllib_llm.shared.messages import failure_text
 from rllib_llm.shared.ray_compat import replace_callbacks, resume_finished, tuner_from_checkpoint
@@ -141,7 +143,11 @@ def run_stage(
 
         if goes_on:
             tuner = _restored_tuner(experiment, folder, callbacks, further=finished)
-            trials = _results_of(tuner, folder)
+            trials = list(tuner.get_results())
+            if ended := _at_their_end(experiment, trials):
+                text = f"{experiment.name} is at its stop already, at {last_saved(trials)}."
+                console.print(text, highlight=False)
+                return _finished(experiment, folder, ended)
             console.print(f"{experiment.name} goes on from {last_saved(trials)}.", highlight=False)
             anew = [placed(one.path, folder) for one in trials if _begins_again(one, finished)]
             if anew:
@@ -172,6 +178,11 @@ def run_stage(
     if grid.num_errors:
         goes_on_from = last_saved(trials, of=f" of {experiment.name}")
         raise StageFailed(_failure_text(experiment.name, trials), goes_on_from)
+    return _finished(experiment, folder, trials)
+
+
+def _finished(experiment: Experiment, folder: Place, trials: list[Any]) -> StageResult:
+    """The stage's result, with its record and page written."""
     result = collect_result(experiment, folder, trials)
     write_page({experiment.name: find_trials(folder)}, folder / PAGE_FILE)
     return result
@@ -248,6 +259,19 @@ def _begins_again(trial: Any, further: bool) -> bool:
     return bool(has_begun) and trial.checkpoint is None and goes_on
 
 
+def _at_their_end(experiment: Experiment, trials: list[Any]) -> list[Any]:
+    """The trials of a resumed stage with the results of their last checkpoints, where all of them
+    are at the experiment's stop; else none. Tune would compute one more iteration of each."""
+    ended = []
+    for trial in trials:
+        kept = {saved.path: metrics for saved, metrics in trial.best_checkpoints or []}
+        metrics = kept.get(trial.checkpoint.path) if trial.checkpoint else None
+        if metrics is None or not is_reached(experiment.stop, flatten(metrics)):
+            return []
+        ended.append(dataclasses.replace(trial, metrics=metrics))
+    return ended if len(ended) == num_trials(experiment) else []
+
+
 def _can_resume(folder: Place) -> bool:
     """Whether a Tune run got as far as noting its state in `folder`."""
     from ray import tune
@@ -258,32 +282,26 @@ def _can_resume(folder: Place) -> bool:
 def _restored_tuner(
     experiment: Experiment, folder: Place, callbacks: list[Any], further: bool
 ) -> Any:
-    """`further`: trials that have ended go on as well."""
-    from ray import tune
+    """Return a Tuner that goes on from the trials' newest checkpoints.
 
-    tuner = tune.Tuner.restore(
-        str(folder),
-        algorithm_class(experiment.run, experiment.name),
-        param_space=_param_space(experiment),
-        resume_unfinished=True,
-        resume_errored=True,
-    )
-    # The pickled callbacks of the first run belong to a terminal that is gone.
-    replace_callbacks(tuner, callbacks)
-    if further:
-        resume_finished(tuner)
-    return tuner
-
-
-def _results_of(tuner: Any, folder: Place) -> list[Any]:
-    """Return the results of a restored Tuner.
+    Args:
+        further: trials that have ended go on as well.
 
     Raises:
-        StateCutShort: Tune cannot read them.
+        StateCutShort: Tune cannot read its record.
     """
+    from ray import tune
+
     try:
-        return list(tuner.get_results())
-    except (RuntimeError, EOFError, pickle.UnpicklingError):
+        note_saved(folder)
+        tuner = tune.Tuner.restore(
+            str(folder),
+            algorithm_class(experiment.run, experiment.name),
+            param_space=_param_space(experiment),
+            resume_unfinished=True,
+            resume_errored=True,
+        )
+    except (json.JSONDecodeError, EOFError, pickle.UnpicklingError):
         remedy = "Start anew"
         with contextlib.suppress(ValueError):
             remedy = f"Start a new run, with `restore: {newest_usable(folder)}` in {folder.name}"
@@ -291,6 +309,11 @@ def _results_of(tuner: Any, folder: Place) -> list[Any]:
             name=f"{folder.name}: Tune's record of the run", rule="be whole",
             reason="its file was cut short, as by a full disk", remedy=remedy,
         ) from None  # fmt: skip
+    # The pickled callbacks of the first run belong to a terminal that is gone.
+    replace_callbacks(tuner, callbacks)
+    if further:
+        resume_finished(tuner)
+    return tuner
 
 
 def _param_space(experiment: Experiment) -> dict[str, Any]:

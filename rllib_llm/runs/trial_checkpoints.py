@@ -24,13 +24,26 @@ from ray.tune import Callback, Checkpoint
 from ray.tune.experiment import Trial
 from ray.tune.result import SHOULD_CHECKPOINT, TIME_TOTAL_S, TRAINING_ITERATION
 
-from rllib_llm.checkpoints.folder import MANIFEST
+from rllib_llm.checkpoints.folder import MANIFEST, CheckpointError, check
 from rllib_llm.overseer.oversight import STOP_RUN
 from rllib_llm.runs.metrics import is_held_out
-from rllib_llm.runs.results import HELD_OUT, flatten, number
-from rllib_llm.shared.ray_compat import own_ray_has_ended, training_result
-from rllib_llm.shared.run_layout import RunFolder
-from rllib_llm.shared.storage import BestEffort, Place, place_in, read_json, remove
+from rllib_llm.runs.results import HELD_OUT, flatten, number, read_json_lines
+from rllib_llm.shared.ray_compat import (
+    own_ray_has_ended,
+    record_with_checkpoints,
+    training_result,
+    trial_of_record,
+)
+from rllib_llm.shared.run_layout import RESULTS, RunFolder
+from rllib_llm.shared.storage import (
+    BestEffort,
+    Place,
+    local_copy,
+    place_in,
+    read_json,
+    remove,
+    replace_text,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -200,6 +213,67 @@ class UseFailureCheckpoints(Callback):
             trial.on_checkpoint(training_result(checkpoint, dict(trial.last_result)))
 
     on_trial_error = on_trial_recover
+
+
+def note_saved(stage: Place) -> None:
+    """Brings Tune's record of a stage up to what lies in the folders of its trials.
+
+    Tune writes the record every ten seconds or more. A run that was killed has perhaps saved
+    checkpoints since, and deleted those that the record names: it could not be resumed, or would
+    write under names that are taken, of which the older entry is deleted with the newer folder.
+
+    Raises:
+        ValueError, EOFError, UnpicklingError: the record is cut short.
+    """
+    file = max(stage.glob("experiment_state-*.json"), key=lambda path: path.name)
+    record = json.loads(file.read_text(encoding="utf-8"))
+    before = record["trial_data"]
+    record["trial_data"] = [_up_to_date(stage, states) for states in before]
+    if record["trial_data"] != before:
+        replace_text(file, json.dumps(record))
+
+
+def _up_to_date(stage: Place, states: list[str]) -> list[str]:
+    """The entry of a trial in Tune's record; as it is where nothing of ours lies in its folder."""
+    trial = trial_of_record(states)
+    own, index = trial.storage.trial_fs_path, trial.storage.current_checkpoint_index
+    manager = trial.run_metadata.checkpoint_manager
+    latest = manager.latest_checkpoint_result
+    if latest is not None and str(Path(latest.checkpoint.path).parent) != own:
+        return states  # it goes on from another trial's
+    known = {Path(one.checkpoint.path).name: one for one in manager.best_checkpoint_results}
+    found = RunFolder(stage / Path(own).name).checkpoints()
+    while found and found[0].name not in known and not _is_usable(found[0]):
+        found.pop(0)  # saving it was interrupted
+    if not found:
+        return states
+    number = int(found[0].name.partition("_")[2])
+    if known.keys() == {path.name for path in found} and index >= number:
+        return states
+    results = []
+    for path in reversed(found):
+        about = read_json(path / MANIFEST)
+        if path.name in known:
+            results.append(known[path.name])
+        elif about:
+            checkpoint = Checkpoint(f"{own}/{path.name}", trial.storage.storage_filesystem)
+            results.append(training_result(checkpoint, _result_of(path.parent, about)))
+    return record_with_checkpoints(trial, results, number)
+
+
+def _is_usable(checkpoint: Place) -> bool:
+    try:
+        check(local_copy(checkpoint))
+    except CheckpointError:
+        return False
+    return True
+
+
+def _result_of(trial: Place, about: Mapping[str, Any]) -> dict[str, Any]:
+    """The result that a checkpoint with this manifest was saved with, as far as it is known."""
+    of_it = {key: about[key] for key in (TRAINING_ITERATION, TIME_TOTAL_S)}
+    rows = read_json_lines(trial / RESULTS)
+    return next((row for row in rows if all(row.get(key) == of_it[key] for key in of_it)), of_it)
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)

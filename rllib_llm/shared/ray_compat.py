@@ -10,12 +10,13 @@ says which are gone or take other arguments.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -179,6 +180,38 @@ def training_result(checkpoint: Any, metrics: dict[str, Any]) -> Any:
     return _TrainingResult(checkpoint, metrics)
 
 
+def trial_of_record(states: Sequence[str]) -> Any:
+    """The `Trial` of an entry in Tune's record of a run."""
+    from ray.tune.experiment import Trial
+
+    trial = Trial.from_json_state(states[0], stub=True)
+    trial.restore_run_metadata(states[1])
+    return trial
+
+
+def record_with_checkpoints(trial: Any, results: Iterable[Any], number: int) -> list[str]:
+    """The entry of a trial in Tune's record, once it has these checkpoints.
+
+    Args:
+        results: of `training_result`, the oldest first.
+        number: in the name of the last.
+    """
+    from ray.train._internal.checkpoint_manager import _CheckpointManager
+
+    config = trial.run_metadata.checkpoint_manager.checkpoint_config
+    # It would delete those that are too many, and the run may be to keep more than before.
+    manager = _CheckpointManager(dataclasses.replace(config, num_to_keep=None))
+    for result in results:
+        manager.register_checkpoint(result)
+    manager._checkpoint_config = config
+    trial.run_metadata.checkpoint_manager = manager
+    trial.storage.current_checkpoint_index = number
+    trial.stub = False  # as it was until it was read
+    trial.run_metadata.invalidate_cache()
+    trial.invalidate_json_state()
+    return list(trial.get_json_state())
+
+
 def wandb_logging_actor() -> Any:
     """The class of the process that logs a trial to W&B."""
     from ray.air.integrations.wandb import _WandbLoggingActor
@@ -316,6 +349,11 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "ray.rllib.utils.checkpoints:Checkpointable",
         _check_component="self name components not_components",
         _get_subcomponents="self name components",
+    ),
+    *_names(
+        "ray.train._internal.checkpoint_manager:_CheckpointManager",
+        "_checkpoint_config",
+        register_checkpoint="self checkpoint_result",
     ),
     *_names("ray.train._internal.session", _TrainingResult="checkpoint metrics"),
     *_names("ray.tune.registry", "ENV_CREATOR", "TRAINABLE_CLASS", "_global_registry"),

@@ -24,7 +24,9 @@ from rllib_llm.cli.main import app
 from rllib_llm.cli.options import RunOptions, laid_over
 from rllib_llm.cli.train import resume_command
 from rllib_llm.runs.results import StageResult, read_results
+from rllib_llm.runs.run_folder import alone_in
 from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.run_layout import RUN_RECORD
 from tests.algorithms import tiny_runs as tiny
 from tests.cli.said import said
 from tests.runs.tiny_trainables import COUNTER, Counter
@@ -137,13 +139,17 @@ def test_a_run_whose_state_a_full_disk_cut_short_is_not_resumed_in_a_traceback(r
     failing = {"a": {**TWO_STAGES["first"], "config": {"fail_at": 2}}}
     failing["a"]["checkpoint_config"] = {"checkpoint_frequency": 1}
     assert run(failing).exit_code == 1
-    for file in (tmp_path / "results" / "run" / "a").glob("experiment_state-*.json"):
-        file.write_bytes(file.read_bytes()[:3645])
-    result = run(failing, "--resume")
-    assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
-    text = said(result.output)
-    assert "Tune's record of the run must be whole: its file was cut short" in text
-    assert "Start anew." in text and "--resume" not in text  # its checkpoints are no algorithm's
+    stage = tmp_path / "results" / "run" / "a"
+    for file in (*stage.glob("experiment_state-*.json"), stage / "tuner.pkl"):
+        whole = file.read_bytes()
+        file.write_bytes(whole[: len(whole) // 2])
+        result = run(failing, "--resume")
+        assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
+        text = said(result.output)
+        assert "Tune's record of the run must be whole: its file was cut short" in text
+        # Its checkpoints are no algorithm's.
+        assert "Start anew." in text and "--resume" not in text
+        file.write_bytes(whole)
 
 
 @pytest.mark.slow
@@ -259,6 +265,33 @@ def test_a_run_that_is_resumed_goes_by_what_is_asked_for_now(run, tmp_path):
         stage = StageResult.load(tmp_path / "results" / "run" / "a")
         assert stage.metrics["training_iteration"] == done
         assert stage.metrics["iterations_since_restore"] == 3
+
+
+@pytest.mark.slow  # a run
+def test_a_run_that_is_past_a_lower_stop_ends_without_another_iteration(run, tmp_path):
+    failing = {"a": {**TWO_STAGES["first"], "config": {"fail_at": 5, "model": "org/base"}}}
+    failing["a"]["stop"] = {"training_iteration": 9}
+    assert run(failing, "--checkpoint-freq", "2").exit_code == 1
+    result = run(failing, "--resume", "--stop", "{training_iteration: 3}")
+    assert result.exit_code == 0, result.output
+    assert "a is at its stop already, at iteration 4." in said(result.output)
+    stage = StageResult.load(tmp_path / "results" / "run" / "a")
+    assert stage.metrics["training_iteration"] == 4 and stage.stop == {"training_iteration": 3}
+    assert (stage.model / "config.json").is_file()
+    assert [row["training_iteration"] for row in read_results(stage.best_trial_folder)] == [
+        1, 2, 3, 4,
+    ]  # fmt: skip
+
+
+def test_a_run_that_still_runs_is_not_resumed_beside_itself(run, tmp_path):
+    """Two would write the same checkpoints."""
+    folder = tmp_path / "results" / "run"
+    folder.mkdir(parents=True)
+    (folder / RUN_RECORD).write_text("{}")
+    with alone_in(folder):
+        result = run(TWO_STAGES, "--resume")
+    assert result.exit_code == 2 and "must be of a run that has ended" in said(result.output)
+    assert (folder / RUN_RECORD).read_text() == "{}", "it is the other's"
 
 
 @pytest.mark.skipif(

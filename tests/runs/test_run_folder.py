@@ -11,8 +11,8 @@ import pytest
 from rllib_llm.runs.experiments import Experiment
 from rllib_llm.runs.results import StageResult
 from rllib_llm.runs.run_folder import (
-    alone_in,
     check_continues,
+    continue_run,
     new_folder,
     resumed_folder,
     set_aside,
@@ -31,6 +31,12 @@ def sft(**changes) -> Experiment:
 
 def ppo(**changes) -> Experiment:
     return Experiment("ppo", **{"run": "PPOPtx", "config": {"model": "${sft.model}"}, **changes})
+
+
+def resumed(root, name, chosen, source, experiments):
+    folder = resumed_folder(root, name, chosen, source)
+    continue_run(folder, source, experiments)
+    return folder
 
 
 def test_two_runs_that_start_in_one_second_have_folders_of_their_own(tmp_path, monkeypatch):
@@ -67,7 +73,7 @@ def test_two_runs_that_start_in_one_second_at_a_url_do_not_share_a_folder(
         assert json.loads((folder / RUN_RECORD).read_text())["source"] == f"/{number}.yaml"
         assert [each.name for each in folder.iterdir()] == [RUN_RECORD]
         assert folder.name.startswith("x_2026-01-01_00-00-00")
-        found = resumed_folder(root, "x", None, f"/{number}.yaml", [sft()])
+        found = resumed(root, "x", None, f"/{number}.yaml", [sft()])
         assert found.name == folder.name
 
 
@@ -86,53 +92,42 @@ def test_the_newest_run_of_the_same_file_is_resumed_not_of_another_of_its_name(t
         ("x_2_2026-01-04_00-00-00", FILE),
     ):
         new_folder(tmp_path, "x", name, source, [sft()])  # fmt: skip
-    found = resumed_folder(tmp_path, "x", None, FILE, [sft()])
+    found = resumed(tmp_path, "x", None, FILE, [sft()])
     assert found.name == "x_2026-01-02_00-00-00"
     with pytest.raises(UserError, match=r"no run of /c/x.yaml lies in .* is of /b/x.yaml"):
-        resumed_folder(tmp_path, "x", None, "/c/x.yaml", [sft()])
+        resumed(tmp_path, "x", None, "/c/x.yaml", [sft()])
     with pytest.raises(UserError, match="no run of 'y' lies in"):
-        resumed_folder(tmp_path, "y", None, "/y.yaml", [sft()])
+        resumed(tmp_path, "y", None, "/y.yaml", [sft()])
     new_folder(tmp_path, "z", "mine", "/z.yaml", [sft()])
     with pytest.raises(UserError, match="names of yours: mine. Name one with --experiment-name"):
-        resumed_folder(tmp_path, "z", None, "/z.yaml", [sft()])
+        resumed(tmp_path, "z", None, "/z.yaml", [sft()])
     # The user's word counts: the file may have been moved.
-    named = resumed_folder(tmp_path, "x", "x_2026-01-03_00-00-00", FILE, [sft()])
+    named = resumed(tmp_path, "x", "x_2026-01-03_00-00-00", FILE, [sft()])
     assert json.loads((named / RUN_RECORD).read_text())["source"] == OTHER
-
-
-def test_a_run_that_still_runs_is_not_resumed_beside_itself(tmp_path):
-    """Two would write the same checkpoints."""
-    folder = new_folder(tmp_path, "x", "run", FILE, [sft()])
-    longer = sft(stop={"training_iteration": 9})
-    with alone_in(folder), pytest.raises(UserError, match="must be of a run that has ended"):
-        resumed_folder(tmp_path, "x", "run", FILE, [longer])
-    recorded = json.loads((folder / RUN_RECORD).read_text())["experiments"]
-    assert recorded[0]["stop"] == {"training_iteration": 5}, "it is the other's"
-    resumed_folder(tmp_path, "x", "run", FILE, [longer])
 
 
 def test_a_setting_that_would_not_take_effect_is_refused_by_name(tmp_path):
     folder = new_folder(tmp_path, "x", "run", FILE, [sft(), ppo()])
     (folder / "sft").mkdir()  # nothing was saved: it begins again, with what is asked for now
-    resumed_folder(tmp_path, "x", "run", FILE, [sft(config={"lr": 3e-3}), ppo()])
-    resumed_folder(tmp_path, "x", "run", FILE, [sft(), ppo()])
+    resumed(tmp_path, "x", "run", FILE, [sft(config={"lr": 3e-3}), ppo()])
+    resumed(tmp_path, "x", "run", FILE, [sft(), ppo()])
     (folder / "sft" / "trial" / "checkpoint_000000").mkdir(parents=True)
     changed = sft(config={"lr": 2e-3, "optimiser": {"grad_clip": 2.0}}, num_samples=3)
     with pytest.raises(UserError) as caught:
-        resumed_folder(tmp_path, "x", "run", FILE, [changed, ppo()])
+        resumed(tmp_path, "x", "run", FILE, [changed, ppo()])
     text = str(caught.value)
     assert "sft.config.lr=0.002 must be 0.001, with which it began" in text
     assert "sft.config.optimiser.grad_clip=2.0 must be 1.0" in text
     assert "sft.num_samples=3 must be 1" in text
     with pytest.raises(UserError, match="sft is not among the experiments: it has begun"):
-        resumed_folder(tmp_path, "x", "run", FILE, [ppo(config={})])
+        resumed(tmp_path, "x", "run", FILE, [ppo(config={})])
 
 
 def test_what_has_not_begun_and_what_a_resumed_run_takes_anew_may_change(tmp_path):
     folder = new_folder(tmp_path, "x", "run", FILE, [sft(), ppo()])
     (folder / "sft" / "trial" / "checkpoint_000000").mkdir(parents=True)
     more = sft(stop={"training_iteration": 9}, max_failures=2, pass_criteria={"eval/loss": 0})
-    resumed_folder(tmp_path, "x", "run", FILE, [more, ppo(config={"lr": 1.0})])
+    resumed(tmp_path, "x", "run", FILE, [more, ppo(config={"lr": 1.0})])
     # What was asked for last is what the next start is compared with.
     recorded = json.loads((folder / RUN_RECORD).read_text())["experiments"]
     assert recorded[0]["stop"] == {"training_iteration": 9}

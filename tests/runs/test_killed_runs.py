@@ -1,0 +1,106 @@
+"""A run that was killed goes on from what lies in its trials' folders: Tune's record of them is of
+some seconds before."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from ray.train._internal.storage import StorageContext
+from ray.tune import Checkpoint, CheckpointConfig, PlacementGroupFactory
+from ray.tune.experiment import Trial
+
+from rllib_llm.checkpoints.folder import write_manifest
+from rllib_llm.runs.trial_checkpoints import note_saved
+from rllib_llm.shared.ray_compat import training_result, trial_of_record
+
+
+@pytest.fixture
+def stage(tmp_path) -> Path:
+    return tmp_path / "stage"
+
+
+def save(trial: Path, number: int) -> None:
+    """A checkpoint of iteration `number + 1`, after 10 seconds for each."""
+    folder = trial / f"checkpoint_{number:06d}"
+    folder.mkdir(parents=True)
+    (folder / "weights").write_text(f"{number}")
+    write_manifest(folder, {"training_iteration": number + 1, "time_total_s": 10.0 * (number + 1)})
+
+
+def record(stage: Path, numbers: list[int], own: str = "t") -> None:
+    """Tune's record of a trial "t" with these checkpoints, which lie in the folder `own`."""
+    storage = StorageContext(str(stage.parent), stage.name, trial_dir_name="t")
+    trial = Trial("counter", stub=True, storage=storage)
+    trial.placement_group_factory = PlacementGroupFactory([{"CPU": 1}])
+    trial.run_metadata.checkpoint_manager._checkpoint_config = CheckpointConfig(num_to_keep=3)
+    for number in numbers:
+        checkpoint = Checkpoint.from_directory(str(stage / own / f"checkpoint_{number:06d}"))
+        trial.on_checkpoint(training_result(checkpoint, {"training_iteration": number + 1}))
+    states = {"trial_data": [trial.get_json_state()], "stats": {"start_time": 1}}
+    (stage / "experiment_state-2026-01-01_00-00-00.json").write_text(json.dumps(states))
+
+
+def known(stage: Path) -> tuple[list[tuple[str, dict]], int]:
+    """The checkpoints in the record with their results, the last of which a trial goes on from, and
+    the number of the newest name."""
+    (file,) = stage.glob("experiment_state-*.json")
+    written = json.loads(file.read_text())
+    assert written["stats"] == {"start_time": 1}
+    trial = trial_of_record(written["trial_data"][0])
+    manager = trial.run_metadata.checkpoint_manager
+    assert manager.checkpoint_config == CheckpointConfig(num_to_keep=3)
+    kept = [(Path(one.checkpoint.path).name, one.metrics) for one in manager._checkpoint_results]
+    assert not kept or trial.checkpoint.path == str(stage / "t" / kept[-1][0])
+    return kept, trial.storage.current_checkpoint_index
+
+
+def test_checkpoints_that_the_record_does_not_know_are_gone_on_from(stage):
+    record(stage, [0, 1])
+    for number in (2, 3, 4):  # the first two are deleted already
+        save(stage / "t", number)
+    row = {"training_iteration": 4, "time_total_s": 40.0, "env_runners": {"reward": 0.5}}
+    (stage / "t" / "result.json").write_text(json.dumps(row) + "\n")
+    unfinished = stage / "t" / "checkpoint_000005"
+    unfinished.mkdir()
+    (unfinished / "weights").write_text("5")
+    note_saved(stage)
+    assert known(stage) == (
+        [
+            ("checkpoint_000002", {"training_iteration": 3, "time_total_s": 30.0}),
+            ("checkpoint_000003", row),
+            ("checkpoint_000004", {"training_iteration": 5, "time_total_s": 50.0}),
+        ],
+        4,  # the next is the one that was not finished
+    )
+
+
+def test_a_damaged_one_is_not_gone_on_from(stage):
+    record(stage, [0])
+    save(stage / "t", 0)
+    save(stage / "t", 1)
+    (stage / "t" / "checkpoint_000001" / "weights").write_text("cut off")
+    note_saved(stage)
+    assert known(stage) == ([("checkpoint_000000", {"training_iteration": 1})], 0)
+
+
+def test_names_are_not_taken_twice(stage):
+    """As where Tune counts fewer than there are: an older one of the same name is deleted later,
+    and with it the newer one's folder."""
+    record(stage, [3])
+    assert known(stage)[1] == 0
+    save(stage / "t", 3)
+    note_saved(stage)
+    assert known(stage) == ([("checkpoint_000003", {"training_iteration": 4})], 3)
+
+
+def test_a_record_that_is_right_stays_as_it_is(stage):
+    for own in ("t", "other"):  # a trial of population-based training goes on from another's
+        record(stage, [0, 1], own)
+        save(stage / own, 0)
+        save(stage / own, 1)
+        (file,) = stage.glob("experiment_state-*.json")
+        before = file.read_text()
+        note_saved(stage)
+        assert file.read_text() == before
