@@ -122,12 +122,12 @@ def newest_usable(folder: str | Place) -> Path:
 def _first_usable(candidates: Sequence[Place]) -> Path:
     errors: list[CheckpointError] = []
     for candidate in candidates:
+        copy = local_copy(candidate)
         try:
-            copy = local_copy(candidate)
             check(copy)
             return copy
-        except CheckpointError as error:
-            errors.append(error)
+        except CheckpointError as error:  # of the copy, which nobody has asked for
+            errors.append(CheckpointError(str(error).replace(str(copy), str(candidate))))
     raise errors[0]
 
 

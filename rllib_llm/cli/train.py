@@ -331,7 +331,7 @@ def resume_command(folder: Place, options: RunOptions) -> str:
     words = [word for word in words if word != "--resume"]
     if options.experiment_name is None:
         words += ["--experiment-name", folder.name]
-    return shlex.join([rllib_command(), *words, "--resume"])
+    return f"{rllib_command()} {shlex.join([*words, '--resume'])}"
 
 
 def without_option(words: Sequence[str], option: str) -> list[str]:

@@ -41,7 +41,7 @@ from rllib_llm.overseer.diagnosis import diagnose
 from rllib_llm.shared.errors import UserError
 from rllib_llm.shared.remote import NAMESPACE
 from rllib_llm.shared.run_layout import RunFolder, name_one
-from rllib_llm.shared.storage import read_json
+from rllib_llm.shared.storage import place, read_json
 
 NAMES = ("pause", "resume", "scale", "checkpoint", "stop")
 WAITING, DONE, REFUSED = "waiting", "done", "refused"
@@ -461,7 +461,7 @@ def find_run(folder: str | Path) -> Run:
     Raises:
         UserError: no run was overseen there.
     """
-    root = Path(folder).expanduser()
+    root = place(folder)
     found = RunFolder(root).in_stages(ADDRESS_FILE)
     files = [file for file in found if isinstance(file, Path)]  # an overseer is on this machine
     files.sort(key=lambda file: file.stat().st_mtime)

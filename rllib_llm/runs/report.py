@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -28,7 +30,7 @@ from rllib_llm.runs.results import (
     read_results,
 )
 from rllib_llm.runs.signs import signs
-from rllib_llm.shared.storage import Place, UrlPath, read_json
+from rllib_llm.shared.storage import Place, read_json
 
 
 def report(
@@ -174,7 +176,8 @@ def _next_commands(results: list[StageResult], folder: Place, console: Console) 
         commands.append(("upload to Weights & Biases", f"wandb sync {_shown(folder)}/{offline}"))
     _heading("Next", console)
     for purpose, command in commands:
-        console.print(f"  [dim]# {purpose}[/dim]\n  {command}", highlight=False, soft_wrap=True)
+        text = f"  [dim]# {purpose}[/dim]\n  {escape(command)}"
+        console.print(text, highlight=False, soft_wrap=True)
 
 
 def rllib_command() -> str:
@@ -182,15 +185,14 @@ def rllib_command() -> str:
     called = Path(sys.argv[0])
     if called.name not in ("rllib", "rllib-llm") or shutil.which(called.name):
         return "rllib"
-    return str(_shown(called))
+    return _shown(called)
 
 
-def _shown(path: Place) -> Place:
-    """Return `path` relative to the current folder, where it lies below it."""
-    if isinstance(path, UrlPath):
-        return path
-    here = Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path
+def _shown(path: Place) -> str:
+    """Return `path` as a word of a shell, relative to the current folder where it lies below it."""
+    if isinstance(path, Path) and path.is_relative_to(here := Path.cwd()):
+        path = path.relative_to(here)
+    return shlex.quote(str(path))
 
 
 def _generates(model: Place) -> bool:

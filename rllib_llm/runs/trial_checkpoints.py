@@ -225,7 +225,7 @@ def note_saved(stage: Place) -> None:
     Raises:
         ValueError, EOFError, UnpicklingError: the record is cut short.
     """
-    file = max(stage.glob("experiment_state-*.json"), key=lambda path: path.name)
+    file = sorted(stage.glob("experiment_state-*.json"), key=str)[-1]
     record = json.loads(file.read_text(encoding="utf-8"))
     before = record["trial_data"]
     record["trial_data"] = [_up_to_date(stage, states) for states in before]

@@ -6,9 +6,35 @@ import pyarrow.fs
 import pytest
 
 from rllib_llm.checkpoints.algorithm import upload_checkpoint
-from rllib_llm.checkpoints.folder import MANIFEST, CheckpointError, check, write_manifest
+from rllib_llm.checkpoints.folder import (
+    MANIFEST,
+    CheckpointError,
+    check,
+    newest_usable,
+    write_manifest,
+)
+from rllib_llm.shared.storage import CACHE, UrlPath, upload
+from tests.s3_server import bucket
 
 NAME = "checkpoint_000001"
+
+
+def test_a_damaged_one_is_told_by_its_url(tmp_path, monkeypatch):
+    monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
+    made = tmp_path / "made"
+    made.mkdir()
+    (made / "a").write_text("1")
+    write_manifest(made, {})
+    with bucket() as url:
+        target = UrlPath(url) / NAME
+        upload(made, target)
+        assert check(newest_usable(target))["files"].keys() == {"a"}
+        (target / "a").unlink()
+        with pytest.raises(CheckpointError) as told:
+            newest_usable(target)
+    assert str(told.value).startswith(
+        f"checkpoint={str(target)!r} must hold a: the file is missing"
+    )
 
 
 def test_an_upload_that_fails_leaves_no_mixture_of_two_checkpoints(tmp_path):

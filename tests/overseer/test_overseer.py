@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import stat
 import threading
 import time
@@ -118,6 +119,12 @@ def test_a_run_is_found_by_its_folder_and_tells_what_it_does(served):
     assert command["state"] == "waiting"
     with pytest.raises(UserError, match="command='explode'"):
         run.tell("explode")
+
+
+def test_a_run_at_a_url_is_told_by_its_url(tmp_path):
+    url = f"file://{tmp_path}/run"
+    with pytest.raises(UserError, match=re.escape(f"run={url!r} must be the folder of a run")):
+        find_run(url)
 
 
 def test_a_command_that_its_overseer_forgot_is_lost(served):

@@ -78,6 +78,12 @@ def test_what_was_stored_is_to_be_sampled_anew(tmp_path):
     assert f"rllib verify {result.folder}" in reported(result, tmp_path)[1]
 
 
+def test_the_next_commands_are_words_of_a_shell(tmp_path):
+    stage = finished_stage(tmp_path / "my [run]", [1.0], "GPT2LMHeadModel")
+    _, text = reported(stage, tmp_path / "my [run]")
+    assert f"rllib generate '{stage.model}'" in text
+
+
 def test_a_reward_model_is_not_offered_for_conversation(tmp_path):
     result = finished_stage(tmp_path, [0.5, 1.0], "LlamaForSequenceClassification")
     assert "rllib generate" not in reported(result, tmp_path)[1]
