@@ -14,8 +14,9 @@ from typing import Any
 from rllib_llm.data.files import SUFFIXES, missing_file, read_file, rows_of
 from rllib_llm.data.rollouts import is_rollout_folder, load_rollouts
 from rllib_llm.data.rows import DataSourceError, Rows, concatenated
-from rllib_llm.shared.dotted import import_dotted, looks_dotted, raised
+from rllib_llm.shared.dotted import import_dotted, looks_dotted
 from rllib_llm.shared.errors import require, together, unknown_key
+from rllib_llm.shared.messages import blamed_on
 from rllib_llm.shared.storage import local_copy
 
 Source = str | Path | Mapping[str, Any] | Iterable[Any] | Callable[..., Any]
@@ -255,16 +256,9 @@ def _bound(
         ) from error
 
     def call() -> Any:
-        try:
+        with blamed_on(name, text, "return rows", DataSourceError):
             rows = function(**kwargs)
             return list(rows) if inspect.isgenerator(rows) else rows
-        except DataSourceError:
-            raise
-        except Exception as error:
-            raise DataSourceError(
-                name=name, value=text, rule="return rows", reason=raised(error, function),
-                remedy="Correct the function",
-            ) from error  # fmt: skip
 
     return call
 

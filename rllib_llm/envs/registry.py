@@ -16,6 +16,7 @@ import gymnasium
 
 from rllib_llm.shared.dotted import import_dotted, looks_dotted, package_of
 from rllib_llm.shared.errors import SettingError, nearest
+from rllib_llm.shared.messages import blamed_on
 from rllib_llm.shared.ray_compat import registered_env
 
 ENVIRONMENTS: dict[str, str] = {
@@ -64,8 +65,13 @@ def make(env: str | Callable[..., Any], env_config: Mapping[str, Any] | None = N
 
     Raises:
         UnknownEnvError: with the nearest names.
+        SettingError: the code of another environment than this package's raised.
     """
-    return creator(env)(dict(env_config or {}))
+    created, settings = creator(env), dict(env_config or {})
+    if isinstance(env, str) and env in ENVIRONMENTS:
+        return created(settings)
+    with blamed_on("env", env, "make an environment"):
+        return created(settings)
 
 
 def creator(env: str | Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:

@@ -24,8 +24,9 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
-from rllib_llm.shared.dotted import import_dotted, raised
+from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.messages import raised
 from rllib_llm.shared.storage import folder_like, is_url, local_copy
 
 logger = logging.getLogger(__name__)
@@ -158,7 +159,7 @@ def build_from_dotted(path: str) -> tuple[Any, Any]:
         try:
             built = function()
         except Exception as error:
-            raise ModelSourceError(path, raised(error, function), "Correct the function") from error
+            raise ModelSourceError(path, raised(error), "Correct the function") from error
     is_pair = isinstance(built, (tuple, list)) and len(built) == 2
     if not is_pair or not isinstance(built[0], torch.nn.Module):
         got = [type(part).__name__ for part in built] if is_pair else type(built).__name__

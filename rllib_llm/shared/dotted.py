@@ -76,7 +76,7 @@ def import_dotted(path: str, *, name: str = "path") -> Any:
             name=name,
             value=path,
             rule="name a module that can be imported",
-            reason=raised(error),
+            reason=_raised(error),
             remedy="Correct the module, or install what it needs",
         ) from error
     if module is None:
@@ -114,15 +114,12 @@ def _exits(error: SystemExit, name: str, path: str) -> DottedPathError:
     )
 
 
-def raised(error: Exception, function: Any = None) -> str:
-    """Returns a clause on what the user's code has raised, with the line: the last one in the file
-    of `function`, where it is given, else the last one."""
+def _raised(error: Exception) -> str:
+    """A clause on what a module has raised, with the file and line."""
     if isinstance(error, SyntaxError):
         return f"its code raises SyntaxError ({error.filename}:{error.lineno}): {error.msg}"
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith("<frozen importlib")]
-    file = getattr(getattr(function, "__code__", None), "co_filename", None)
-    line = next((frame for frame in reversed(own) if frame.filename == file), own[-1])
+    line = [frame for frame in frames if not frame.filename.startswith("<frozen importlib")][-1]
     place = f"{line.filename}:{line.lineno}"
     return f"its code raises {type(error).__name__} ({place}): {error}"
 

@@ -17,6 +17,7 @@ that users cannot act on, in scripts and in Ray's workers alike; `RLLIB_LLM_VERB
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -26,12 +27,13 @@ import sysconfig
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, TextIO
 
+from rllib_llm.shared.errors import SettingError
 from rllib_llm.shared.storage import BestEffort, new_lines, replace_text
 
 VERBOSE = "RLLIB_LLM_VERBOSE"
@@ -82,6 +84,23 @@ def raised(error: BaseException) -> str:
     own = [frame for frame in frames if not is_library(frame.filename)]
     frame = (own or list(frames))[-1]
     return f"{what}, raised in {Path(frame.filename).name}:{frame.lineno} ({frame.name})"
+
+
+@contextlib.contextmanager
+def blamed_on(
+    name: str, value: Any, rule: str, kind: type[SettingError] = SettingError,
+    remedy: str = "Correct its code",
+) -> Iterator[None]:  # fmt: skip
+    """Runs a user's code, which the setting `name` gave, and turns what it raises into an error of
+    `kind` that says so, and what must hold: `rule`. Errors of this package explain themselves."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if _is_own(error):
+            raise
+        raise kind(
+            name=name, value=value, rule=rule, reason=raised(error), remedy=remedy
+        ) from error
 
 
 def explains_itself(error: BaseException) -> bool:

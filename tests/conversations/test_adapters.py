@@ -431,6 +431,20 @@ def test_an_environment_that_wants_arguments_is_refused_by_name(make):
     make(environment_factory=functools.partial(Board, 3))
 
 
+@pytest.mark.parametrize("error", [RuntimeError("no licence"), SystemExit(3)], ids=repr)
+def test_a_factory_that_raises_is_told_with_its_setting(make, error):
+    """It was a raw traceback, and SystemExit ended the process."""
+
+    def board():
+        raise error
+
+    with pytest.raises(EnvConfigError) as caught:
+        make(environment_factory=board)
+    assert caught.value.name == "env_config['environment_factory']"
+    told = f"{type(error).__name__}: {error}, raised in test_adapters.py:"
+    assert caught.value.reason.startswith(told) and caught.value.__cause__ is error
+
+
 def test_task_sets_of_verifiers_want_verifiers():
     from rllib_llm.envs.adapters.verifiers import VerifiersEnv
 

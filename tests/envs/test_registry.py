@@ -11,6 +11,7 @@ from rllib_llm.envs import registry
 from rllib_llm.envs.bandit import BanditEnv
 from rllib_llm.envs.registry import UnknownEnvError, env_ids, make, register_envs
 from rllib_llm.shared.dotted import DottedPathError
+from rllib_llm.shared.errors import SettingError
 from tests.envs.tiny_envs import word_env
 
 ARITHMETIC = "rllib_llm/Arithmetic-v0"
@@ -144,6 +145,22 @@ def test_a_dotted_path_becomes_a_name_that_rllib_knows():
     assert not registry.register_user_env("org/name")
     with pytest.raises(DottedPathError, match="Did you mean 'ConfigEnv'"):
         registry.register_user_env(f"{__name__}:ConfgEnv")
+
+
+class BrokenEnv:
+    def __init__(self, config):
+        raise KeyError("SERVICE")
+
+
+def test_an_environment_whose_code_raises_is_told_with_its_setting():
+    """It was a raw traceback."""
+    register_env("broken", BrokenEnv)
+    for env in ("broken", f"{__name__}:BrokenEnv", BrokenEnv):
+        with pytest.raises(SettingError, match="^env=.* make an environment: KeyError: 'SERV") as e:
+            make(env)
+        assert isinstance(e.value.__cause__, KeyError)
+    with pytest.raises(SettingError, match="^env_config.seed='x' must be"):
+        make(ARITHMETIC, {"seed": "x"})  # of this package: it says which setting is wrong
 
 
 @pytest.mark.parametrize("path", ["vowel:create", "vowel.VowelEnv"])

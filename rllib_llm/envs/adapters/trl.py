@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from rllib_llm.conversations.chat_format import ChatFormat, Message
 from rllib_llm.conversations.conversation import Conversation
@@ -24,6 +24,7 @@ from rllib_llm.envs.rlhf import EnvConfigError
 from rllib_llm.envs.settings import declared
 from rllib_llm.envs.tools import FunctionTool, Toolbox, as_tool
 from rllib_llm.shared.dotted import import_dotted
+from rllib_llm.shared.messages import blamed_on
 from rllib_llm.shared.remote import Away, OneThread
 from rllib_llm.shared.setting import Settings, setting
 
@@ -68,7 +69,7 @@ class TRLEnv(ConversationEnv):
         self._formats = {name: self._make_format(box) for name, box in self._toolboxes.items()}
 
     @functools.cached_property
-    def factories(self) -> dict[str, Callable[[], Any]]:
+    def factories(self) -> dict[str, _Factory]:
         """The factories of environments by the name that rows choose; that of all rows under ""."""
         given = self.settings["environment_factory"]
         named = given if isinstance(given, Mapping) else {} if given is None else {"": given}
@@ -88,7 +89,7 @@ class TRLEnv(ConversationEnv):
 
     def _tools_with(self, name: str) -> list[Any]:
         """The general tools, and the tools of an environment."""
-        own = _methods(self.factories[name]()) if name in self.factories else []
+        own = _methods(self.factories[name].first) if name in self.factories else []
         given = map(as_tool, super().tools())
         general = [_TRLTool(t.function) if type(t) is FunctionTool else t for t in given]
         return [*general, *map(_TRLTool, own)]
@@ -132,7 +133,7 @@ class TRLEnv(ConversationEnv):
         if factory is None:
             return messages
         thread = conversation.state[_THREAD] = OneThread()
-        environment = conversation.state[_ENVIRONMENT] = await thread.call(factory)
+        environment = conversation.state[_ENVIRONMENT] = await thread.call(factory.make)
         said = await thread.call(environment.reset, **self._row_of(conversation.task))
         if said is not None:
             before = messages[-1]["content"]
@@ -182,21 +183,30 @@ class _TRLTool(FunctionTool):
             raise Away(str(error)) from error
 
 
-def _factory(given: Any) -> Callable[[], Any]:
+class _Factory(NamedTuple):
+    make: Callable[[], Any]
+    first: Any  # of what it makes, whose methods are the tools of all
+
+
+def _factory(given: Any) -> _Factory:
     """The factory of an environment, which must make objects that can be reset."""
     factory = import_dotted(given, name="environment_factory") if isinstance(given, str) else given
-    name = f"env_config['environment_factory']={given!r}"
+    setting = "env_config['environment_factory']"
+    name, first = f"{setting}={given!r}", None
     if wanted := _wanted_by(factory):
         raise EnvConfigError(
             f"{name} must be callable without arguments, as in TRL: it wants {wanted}. Give "
             "functools.partial(...), or a function that makes the environment."
         )
-    if not callable(factory) or not callable(getattr(type(factory()), "reset", None)):
+    if callable(factory):
+        with blamed_on(setting, given, "make an environment", EnvConfigError):
+            first = factory()
+    if not callable(getattr(type(first), "reset", None)):
         raise EnvConfigError(
             f"{name} must make objects with reset(**row): each conversation has one of its own. "
             "Give a class or a function that makes one."
         )
-    return factory
+    return _Factory(factory, first)
 
 
 def _wanted_by(factory: Any) -> list[str]:
