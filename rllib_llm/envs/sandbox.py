@@ -32,6 +32,7 @@ from typing import Any
 
 from rllib_llm.envs.judges.reward_functions import Invalid
 from rllib_llm.envs.sandbox_program import remove
+from rllib_llm.shared.arguments import Count, Seconds, checked
 from rllib_llm.shared.messages import told
 from rllib_llm.shared.remote import Away, ExitedError, Late, no_answer
 
@@ -47,6 +48,7 @@ class WorkerError(Away):
     """A worker that cannot be started."""
 
 
+@checked
 @dataclass(frozen=True)
 class Sandbox:
     """The limits of a sandboxed process.
@@ -58,11 +60,11 @@ class Sandbox:
     keeps, beside those of language and time zone. writable: folders, beside one of its own.
     """
 
-    memory_mb: int | None = 4096
-    num_processes: int = 256
-    num_files: int = 256
-    file_mb: int = 64
-    cpu_s: int | None = None
+    memory_mb: Count | None = 4096
+    num_processes: Count = 256
+    num_files: Count = 256
+    file_mb: Count = 64
+    cpu_s: Count | None = None
     network: bool = False
     namespaces: bool = True
     environment: Sequence[str] = ()
@@ -244,6 +246,7 @@ def missing_layers() -> tuple[str, ...]:
     return missing
 
 
+@checked
 class WorkerPool:
     """Contained processes that call one function.
 
@@ -259,23 +262,19 @@ class WorkerPool:
         limits: fields of `Sandbox`.
 
     Raises:
-        ValueError: a limit that is none.
+        SettingError: a limit that is none.
     """
 
     def __init__(
         self,
         function: str,
         *,
-        num_workers: int = 2,
-        deadline_s: float = 10.0,
-        start_s: float = 120.0,
+        num_workers: Count = 2,
+        deadline_s: Seconds = 10.0,
+        start_s: Seconds = 120.0,
         isolated: bool = False,
         **limits: Any,
     ) -> None:
-        bounds = {"num_workers": num_workers, "deadline_s": deadline_s, "start_s": start_s}
-        for name, value in bounds.items():
-            if not value > 0:
-                raise ValueError(f"{name}={value!r} must be above 0: it is a limit. Raise it.")
         self._deadline_s, self._start_s, self._function = deadline_s, start_s, function
         module, _, name = function.rpartition(":")
         path = f"{os.path.abspath(module)}:{name}" if module.endswith(".py") else function

@@ -39,8 +39,10 @@ from rllib_llm.conversations.json_values import copied, objection
 from rllib_llm.conversations.tool_calls import ToolCall
 from rllib_llm.data.files import text_of
 from rllib_llm.envs.sandbox import Contained, Sandbox, missing_layers
+from rllib_llm.shared.arguments import Count, Seconds, checked
 from rllib_llm.shared.dotted import import_dotted
-from rllib_llm.shared.messages import told
+from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.messages import blamed_on, told
 from rllib_llm.shared.remote import Away, Late, Outage, backoff_seconds, call, ended, within
 
 _SHOWN = 200  # characters of an error
@@ -56,7 +58,7 @@ _STATUS_MESSAGES = {
 }
 
 
-class ToolError(ValueError):
+class ToolError(SettingError):
     """A function that cannot be a tool, or a wrong setting of tools."""
 
 
@@ -238,7 +240,8 @@ def as_tool(given: Any) -> Tool:
     if isinstance(given, str):
         given = import_dotted(given, name="tools")
     if inspect.isclass(given):
-        given = given()
+        with blamed_on("tools", given, "be made without arguments", ToolError):
+            given = given()
     if all(hasattr(given, name) for name in ("name", "schema", "run")):
         return given
     if not callable(given):
@@ -284,6 +287,7 @@ def _names_in(code: CodeType | None) -> set[str]:
     return set(code.co_names).union(*within)
 
 
+@checked
 class PythonTool:
     """A tool `python(code)`: a program in a sandbox with limits of time, memory, files and output,
     and no network.
@@ -299,8 +303,8 @@ class PythonTool:
     """
 
     def __init__(
-        self, *, timeout_s: float = 5.0, memory_mb: int = 512, max_output: int = 20_000,
-        name: str = "python", max_processes: int | None = None, **sandbox: Any,
+        self, *, timeout_s: Seconds = 5.0, memory_mb: Count = 512, max_output: Count = 20_000,
+        name: str = "python", max_processes: Count | None = None, **sandbox: Any,
     ) -> None:  # fmt: skip
         self.timeout_s, self.max_output, self.name = timeout_s, max_output, name
         limits = {"num_files": 64, "file_mb": 16, "num_processes": 64, **sandbox}
@@ -338,6 +342,7 @@ _K1, _B = 1.2, 0.75  # Robertson & Zaragoza 2009, section 3: usual values
 _SUFFIXES = (".txt", ".md")
 
 
+@checked
 class SearchTool:
     """A tool `search(query)` over passages, the paragraphs of the texts in a folder, ranked as BM25
     does.
@@ -354,8 +359,8 @@ class SearchTool:
     """
 
     def __init__(
-        self, folder: str | Path | Mapping[str, str], *, num_results: int = 3,
-        max_chars: int = 500, name: str = "search",
+        self, folder: str | Path | Mapping[str, str], *, num_results: Count = 3,
+        max_chars: Count = 500, name: str = "search",
     ) -> None:  # fmt: skip
         texts = folder.items() if isinstance(folder, Mapping) else _texts_in(Path(folder))
         self.passages = [

@@ -17,7 +17,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, thread
 from functools import partial
 from typing import Any, TypeVar
 
-from rllib_llm.shared.errors import suggestion
+from rllib_llm.shared.arguments import Count, Pause, Seconds, checked
+from rllib_llm.shared.errors import require
 from rllib_llm.shared.remote import Away, Outage, backoff_seconds
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class RequestRefusedError(ValueError):
     """The server refuses the request itself (wrong key, unknown model): asking again is no use."""
 
 
+@checked
 class OpenAIClient:
     """Sends JSON to one server, concurrently, with retries.
 
@@ -60,7 +62,7 @@ class OpenAIClient:
 
     Raises:
         ImportError: httpx is not installed.
-        ValueError: a setting out of range.
+        SettingError: a setting out of range.
     """
 
     def __init__(
@@ -68,22 +70,24 @@ class OpenAIClient:
         base_url: str,
         *,
         api_key_env: str = "OPENAI_API_KEY",
-        timeout_s: float = 120.0,
-        max_attempts: int = 5,
-        max_concurrency: int = 32,
-        first_delay_s: float = 0.5,
-        max_delay_s: float = 30.0,
-        outage_s: float = 0.0,
+        timeout_s: Seconds = 120.0,
+        max_attempts: Count = 5,
+        max_concurrency: Count = 32,
+        first_delay_s: Pause = 0.5,
+        max_delay_s: Pause = 30.0,
+        outage_s: Pause = 0.0,
         outage_setting: str = "outage_s",
-        **unknown: Any,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "unknown")}
-        self._arguments = given
+        self._arguments = {name: value for name, value in locals().items() if name != "self"}
         try:
             import httpx
         except ImportError as error:
             raise ImportError(f"{MISSING} ({error})") from error
-        _check(given, unknown)
+        require(
+            base_url.startswith(("http://", "https://")), "base_url", base_url,
+            "start with http:// or https://", "it is where the server answers",
+            "Write it up to the version, such as http://localhost:8000/v1",
+        )  # fmt: skip
         self._outage = Outage(base_url, outage_s, setting=outage_setting)
         key = os.environ.get(api_key_env, "")
         self.base_url = base_url.rstrip("/")
@@ -218,37 +222,3 @@ def _retry_after_s(headers: Any, pause_s: float, longest_s: float) -> float:
         return min(longest_s, max(0.0, float(headers["retry-after"])))
     except (KeyError, ValueError):  # absent, or a date
         return pause_s
-
-
-_LEAST = {"max_attempts": 1, "max_concurrency": 1, "first_delay_s": 0, "max_delay_s": 0,
-          "outage_s": 0}  # fmt: skip
-
-
-def _check(given: Mapping[str, Any], unknown: Mapping[str, Any]) -> None:
-    for name in unknown:
-        raise ValueError(
-            f"{name}={unknown[name]!r} must be a setting of the client: it has none of this name. "
-            f"{suggestion(name, given.keys() - {'outage_setting'})}"
-        )
-    base_url, timeout_s = given["base_url"], given["timeout_s"]
-    if not isinstance(base_url, str) or not base_url.startswith(("http://", "https://")):
-        raise ValueError(
-            f"base_url={base_url!r} must start with http:// or https://: it is where the server "
-            "answers. Write it up to the version, such as http://localhost:8000/v1."
-        )
-    if not isinstance(given["api_key_env"], str):
-        raise ValueError(
-            f"api_key_env={given['api_key_env']!r} must be text: it names a variable of the "
-            "environment. Leave it out where no key is wanted."
-        )
-    for name, least in _LEAST.items():
-        kinds = int if least else (int, float)
-        if not isinstance(given[name], kinds) or not given[name] >= least:
-            raise ValueError(
-                f"{name}={given[name]!r} must be at least {least}: it counts"
-                f"{'' if least else ' seconds'}. Write a number, such as {max(1, least)}."
-            )
-    if not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
-        raise ValueError(
-            f"timeout_s={timeout_s!r} must be above 0: seconds that an attempt may take. Raise it."
-        )

@@ -183,7 +183,7 @@ class Setting:
             elif isinstance(value, str) and (meant := self._meant(value, config)):
                 how = "without quotes" if meant == value.strip() else "as YAML has numbers"
                 remedy = f"Write it {how}: `{self.name}: {meant}`"
-            elif isinstance(value, bool) and {int, float} & {*_alternatives(self.type)}:
+            elif isinstance(value, bool) and {int, float} & {*alternatives(self.type)}:
                 remedy += "; YAML reads `yes` and `on` as True, `no` and `off` as False"
             elif not self.remedy and isinstance(value, str):
                 names = [*map(str, self.choices)]
@@ -200,7 +200,7 @@ class Setting:
 
     @property
     def _is_dictionary(self) -> bool:
-        return any(dict in (kind, typing.get_origin(kind)) for kind in _alternatives(self.type))
+        return any(dict in (kind, typing.get_origin(kind)) for kind in alternatives(self.type))
 
     def _meant(self, text: str, config: Any) -> str:
         """The allowed number that a text is, or would be with a point for its comma or without
@@ -216,7 +216,7 @@ class Setting:
         text = f"{next(iter(value), '')}:" if isinstance(value, Mapping) else value
         is_text = isinstance(text, str)
         call = re.match(r"\W*(?:ray\.)?(?:tune\.)?(\w+)\s*([(:]?)", text) if is_text else None
-        if call is None or not (call[2] or {int, float} & {*_alternatives(self.type)}):
+        if call is None or not (call[2] or {int, float} & {*alternatives(self.type)}):
             return ""
         near = next(iter(nearest(call[1], (*SAMPLERS, *LISTS), cutoff=0.7)), "")
         return "" if near == call[1] and isinstance(value, Mapping) else near  # it is one
@@ -235,7 +235,7 @@ class Setting:
                 return f"{'None or ' if self.is_optional else ''}{self.choices[0]!r}"
             own = " or a dotted path" if self.or_dotted else ""
             return f"one of {(*self.choices, None) if self.is_optional else self.choices}{own}"
-        words = [self._rule_of(kind) for kind in _alternatives(self.type)]
+        words = [self._rule_of(kind) for kind in alternatives(self.type)]
         return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
     def _rule_of(self, kind: Any) -> str:
@@ -264,13 +264,13 @@ class Setting:
     @property
     def is_optional(self) -> bool:
         """Whether None is allowed."""
-        return type(None) in _alternatives(self.type)
+        return type(None) in alternatives(self.type)
 
     @property
     def type_name(self) -> str:
         """The type as Python writes it."""
         kinds = [repr(choice) for choice in self.choices]
-        kinds = kinds or [_name_of(kind) for kind in _alternatives(self.type)]
+        kinds = kinds or [_name_of(kind) for kind in alternatives(self.type)]
         if self.or_dotted:
             kinds.append("str")
         if self.choices and self.is_optional:
@@ -354,17 +354,22 @@ class Section:
 
 
 def _row(name: str, field: Any, row: Mapping[str, Any]) -> Setting:
-    kind, choices = field.annotation, ()
-    known = [member for member in _alternatives(kind) if member is not type(None)]
-    if all(typing.get_origin(member) is Literal for member in known):
-        choices = tuple(choice for member in known for choice in typing.get_args(member))
+    kind = field.annotation
     return Setting(
         name=name,
         type=kind,
         default=field.default,
         meaning=field.description,
-        **{"choices": choices, **row, **field.json_schema_extra},
+        **{"choices": choices_of(kind), **row, **field.json_schema_extra},
     )
+
+
+def choices_of(kind: Any) -> tuple[Any, ...]:
+    """The values that a type names, None aside; () of one that does not."""
+    known = [member for member in alternatives(kind) if member is not type(None)]
+    if all(typing.get_origin(member) is Literal for member in known):
+        return tuple(choice for member in known for choice in typing.get_args(member))
+    return ()
 
 
 @functools.cache
@@ -375,9 +380,9 @@ def _adapter(
     """The strict validator of a value: no text is a number, no number a bool."""
     if choices:
         members: list[Any] = [Literal[choices]]
-        members += [None] if type(None) in _alternatives(kind) else []
+        members += [None] if type(None) in alternatives(kind) else []
     else:
-        members = [_strict(member, least, above, most) for member in _alternatives(kind)]
+        members = [_strict(member, least, above, most) for member in alternatives(kind)]
     union: Any = Union[tuple(members)]  # noqa: UP007  (of a list)
     return TypeAdapter(union, config=ConfigDict(strict=True, arbitrary_types_allowed=True))
 
@@ -459,7 +464,7 @@ _KIND_WORDS: Mapping[Any, str] = types.MappingProxyType({
 })  # fmt: skip
 
 
-def _alternatives(kind: Any) -> tuple[Any, ...]:
+def alternatives(kind: Any) -> tuple[Any, ...]:
     """The members of a union, None last; a type that is no union is the only one."""
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
         return tuple(sorted(typing.get_args(kind), key=lambda member: member is type(None)))

@@ -191,5 +191,5 @@ def test_every_prompt_is_looked_at_where_long_ones_are_refused():
     encoder = PromptEncoder(word_tokenizer(), 4, "error")
     encoder.encode(source.rows(0, 12))
     with pytest.raises(PromptError, match="row 12: prompt must have at most max_prompt_len=4"):
-        encoder.check_all(source)
+        encoder.check(source.all_rows())
     assert encoder.longest(source) == len(word_tokenizer()("a b c d e")["input_ids"])

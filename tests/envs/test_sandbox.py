@@ -16,6 +16,7 @@ from rllib_llm.envs import sandbox_program
 from rllib_llm.envs.judges.remote_rewards import Verifier
 from rllib_llm.envs.judges.rewards import Invalid, RewardSum
 from rllib_llm.envs.sandbox import Contained, Sandbox, WorkerError, WorkerPool
+from rllib_llm.shared.errors import SettingError
 from tests.envs.judges.test_judge_server import rows
 
 FILE = str(Path(__file__).with_name("worker_functions.py"))
@@ -349,8 +350,21 @@ def test_a_function_that_is_not_there_is_named():
     assert pool._workers.queue == [None]
     with pytest.raises(WorkerError):  # at once: a batch is asked about row by row then
         pool.map(calls("1"))
-    with pytest.raises(ValueError, match="deadline_s=0 must be above 0"):
-        WorkerPool("a:b", deadline_s=0)
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        ({"deadline_s": 0}, "deadline_s=0 must be a number above 0"),
+        ({"num_workers": "2"}, "num_workers='2' must be a whole number"),
+        ({"memory_mb": 0}, "memory_mb=0 must be a whole number of at least 1 or None"),
+        ({"num_file": 3}, "num_file=3 must be an argument of Sandbox: .*mean 'num_files'"),
+    ],
+)
+def test_limits_that_are_none_are_told_when_a_pool_is_made(limits, said):
+    """Some were TypeErrors, some failed in the first worker."""
+    with pytest.raises(SettingError, match=f"^{said}"):
+        WorkerPool("a:b", **limits)
 
 
 def test_a_verifier_is_a_reward_function():

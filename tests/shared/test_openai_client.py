@@ -109,9 +109,9 @@ def test_the_key_comes_from_the_environment(monkeypatch):
     ("settings", "said"),
     [
         ({"base_url": "localhost:8000"}, "base_url='localhost:8000' must start with http"),
-        ({"max_attempts": 0}, "max_attempts=0 must be at least 1"),
-        ({"max_concurrency": 0}, "max_concurrency=0 must be at least 1"),
-        ({"timeout_s": 0}, "timeout_s=0 must be above 0"),
+        ({"max_attempts": 0}, "max_attempts=0 must be a whole number of at least 1"),
+        ({"max_concurrency": 0}, "max_concurrency=0 must be a whole number of at least 1"),
+        ({"timeout_s": 0}, "timeout_s=0 must be a number above 0"),
     ],
 )
 def test_wrong_settings_are_said(settings, said):

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import jsonschema
 
 from rllib_llm.envs.judges.reward_functions import Invalid, Judge
+from rllib_llm.shared.arguments import Count, Pause, checked
 from rllib_llm.shared.openai_client import JUDGE_OUTAGE_S, OpenAIClient, ServerError
 
 Read = TypeVar("Read")
@@ -93,15 +94,10 @@ class RequestBudget:
             None: this object counts for itself.
 
     Raises:
-        ValueError: a budget below 1, or a file without one.
+        ValueError: a file without a budget.
     """
 
     def __init__(self, most: int | None, file: str | os.PathLike | None = None) -> None:
-        if most is not None and most < 1:
-            raise ValueError(
-                f"max_requests={most!r} must be at least 1, or None: it is what the judge may be "
-                "asked. Raise it."
-            )
         if most is None and file is not None:
             raise ValueError(
                 f"budget_file={str(file)!r} must come with max_requests: nothing is counted "
@@ -124,6 +120,7 @@ class RequestBudget:
         return self._most is None or place <= self._most
 
 
+@checked
 class JudgeModel(Judge):
     """A chat model on a server with OpenAI's interface, as a judge of texts.
 
@@ -138,7 +135,7 @@ class JudgeModel(Judge):
         client: further arguments of `OpenAIClient`.
 
     Raises:
-        ValueError: a budget below 1.
+        SettingError: a wrong value.
     """
 
     wants_texts = wants_transcripts = True
@@ -148,12 +145,12 @@ class JudgeModel(Judge):
         base_url: str,
         model: str,
         *,
-        max_tokens: int = 512,
-        temperature: float = 0.0,
+        max_tokens: Count = 512,
+        temperature: Pause = 0.0,
         cache_folder: str | None = None,
-        max_requests: int | None = None,
+        max_requests: Count | None = None,
         budget_file: str | None = None,
-        judge_outage_s: float = JUDGE_OUTAGE_S,
+        judge_outage_s: Pause = JUDGE_OUTAGE_S,
         **client: Any,
     ) -> None:
         self._budget = RequestBudget(max_requests, budget_file)
@@ -255,6 +252,7 @@ SYSTEM = (
 )
 
 
+@checked
 class SchemaJudge(JudgeModel):
     """A judge model whose verdicts are JSON of one schema: a short reasoning, then `properties`.
 

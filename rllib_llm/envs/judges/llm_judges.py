@@ -27,6 +27,8 @@ from rllib_llm.envs.judges.judge_model import (
     without_thoughts,
 )
 from rllib_llm.envs.judges.reward_functions import Invalid, required_column
+from rllib_llm.shared.arguments import Count, checked
+from rllib_llm.shared.messages import blamed_on
 
 _NUMBER = r"(?<![\w.])(?<!\d,)[-+]?\d+(?:\.\d+)?(?![\w]|[.,]\d)"  # "7,5" is not read
 _NAMED_SCORE = re.compile(
@@ -41,6 +43,7 @@ TEMPLATE = (
 )
 
 
+@checked
 class JudgeServer(JudgeModel):
     """Scores completions with the number that a chat model replies.
 
@@ -79,7 +82,8 @@ class JudgeServer(JudgeModel):
         super().__init__(base_url, model, **judge)
         self._template, self._system = template, system
         self.needed_columns = [("template", name) for name in _names_in(template)]
-        self._pattern = None if pattern is None else re.compile(pattern)
+        with blamed_on("pattern", pattern, "be a regular expression", remedy="Correct it"):
+            self._pattern = None if pattern is None else re.compile(pattern)
         self._low, self._high = low, high
 
     async def __call__(
@@ -190,6 +194,7 @@ class Criterion:
     weight: float = 1.0
 
 
+@checked
 class RubricJudge(SchemaJudge):
     """Scores by weighted criteria: sum(weight * grade / scale) / sum(weights above 0).
 
@@ -206,7 +211,7 @@ class RubricJudge(SchemaJudge):
         judge: further arguments of `SchemaJudge` and `JudgeModel`.
 
     Raises:
-        ValueError: no criterion of a weight above 0, names that repeat, a scale below 1.
+        ValueError: no criterion of a weight above 0, names that repeat.
     """
 
     def __init__(
@@ -215,18 +220,19 @@ class RubricJudge(SchemaJudge):
         model: str,
         *,
         criteria: Sequence[Mapping[str, Any] | Criterion],
-        scale: int = 5,
+        scale: Count = 5,
         reference_column: str | None = None,
         **judge: Any,
     ) -> None:
-        self._criteria = [c if isinstance(c, Criterion) else Criterion(**c) for c in criteria]
-        names = [criterion.name for criterion in self._criteria]
-        self._most = sum(max(criterion.weight, 0.0) for criterion in self._criteria)
-        if len({*names, REASONING}) <= len(names) or self._most <= 0 or scale < 1:
+        rule = "be of {name, description, weight}"
+        with blamed_on("criteria", criteria, rule, remedy="Correct them"):
+            self._criteria = [c if isinstance(c, Criterion) else Criterion(**c) for c in criteria]
+            names = [criterion.name for criterion in self._criteria]
+            self._most = sum(max(criterion.weight, 0.0) for criterion in self._criteria)
+        if len({*names, REASONING}) <= len(names) or self._most <= 0:
             raise ValueError(
-                f"criteria={names!r}, scale={scale!r} must have names of their own other than "
-                f"{REASONING!r}, one weight above 0 at least, and grades from 0 to 1 or more: the "
-                "score is their weighted mean. Correct them."
+                f"criteria={names!r} must have names of their own other than {REASONING!r}, and "
+                "one weight above 0 at least: the score is their weighted mean. Correct them."
             )
         grade = {"type": "integer", "minimum": 0, "maximum": scale}
         super().__init__(base_url, model, dict.fromkeys(names, grade), **judge)
@@ -268,6 +274,7 @@ class RubricJudge(SchemaJudge):
         return total / (self._scale * self._most)
 
 
+@checked
 class ReferenceJudge(SchemaJudge):
     """1 if the judge finds that the completion agrees with the reference, else 0.
 
@@ -311,6 +318,7 @@ Pair = tuple[str, str, str]
 """(prompt, the answer that gets the points, the other one)"""
 
 
+@checked
 class PairwiseJudge(SchemaJudge):
     """Share of comparisons that a completion wins, ties counting half: 0 to 1.
 
@@ -332,14 +340,9 @@ class PairwiseJudge(SchemaJudge):
         model: str,
         *,
         against: str = GROUP,
-        num_opponents: int | None = None,
+        num_opponents: Count | None = None,
         **judge: Any,
     ) -> None:
-        if num_opponents is not None and num_opponents < 1:
-            raise ValueError(
-                f"num_opponents={num_opponents!r} must be at least 1, or None for all: a "
-                "completion's score is how many it beats. Raise it."
-            )
         winner = {"type": "string", "enum": list(_POINTS)}
         super().__init__(base_url, model, {_BETTER: winner}, **judge)
         self._against, self._num_opponents = against, num_opponents

@@ -19,19 +19,20 @@ import importlib.util
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rllib_llm.conversations.json_values import as_json
 from rllib_llm.envs.judges.reward_functions import Invalid, Judge, required_column
 from rllib_llm.envs.sandbox import WorkerPool
+from rllib_llm.shared.arguments import Count, Pause, checked
 from rllib_llm.shared.openai_client import JUDGE_OUTAGE_S, OpenAIClient, ServerError
 
-SHAPES = ("openrlhf", "slime", "rllib")
 TOKEN_ENV = "RLLIB_REWARD_TOKEN"
 _NOT_SENT = ("completion_ids", "trainer_state")
 _OBJECTS = ("conversations", "environments")  # of conversations; of a data set they are values
 
 
+@checked
 class RemoteReward(Judge):
     """A reward function that a service computes.
 
@@ -46,7 +47,7 @@ class RemoteReward(Judge):
         client: further arguments of `OpenAIClient`.
 
     Raises:
-        ValueError: an unknown shape, an empty batch.
+        SettingError: a wrong value.
     """
 
     wants_texts = True
@@ -55,20 +56,15 @@ class RemoteReward(Judge):
         self,
         url: str,
         *,
-        shape: str = "rllib",
+        shape: Literal["openrlhf", "slime", "rllib"] = "rllib",
         label_column: str = "answer",
         reward_key: str = "score",
-        batch_size: int = 32,
+        batch_size: Count = 32,
         token_env: str = TOKEN_ENV,
-        max_concurrency: int = 8,
-        judge_outage_s: float = JUDGE_OUTAGE_S,
+        max_concurrency: Count = 8,
+        judge_outage_s: Pause = JUDGE_OUTAGE_S,
         **client: Any,
     ) -> None:
-        if shape not in SHAPES or batch_size < 1:
-            raise ValueError(
-                f"shape={shape!r}, batch_size={batch_size!r} must be one of {SHAPES}, and at least "
-                "1: they say what the service is sent. Correct them."
-            )
         base, _, self._path = url.rpartition("/")
         self._client = OpenAIClient(
             base, api_key_env=token_env, max_concurrency=max_concurrency,
@@ -158,6 +154,7 @@ def _score(found: Any, reason: str) -> float | Invalid:
     return score if math.isfinite(score) else Invalid(f"the reward service's score is {score}")
 
 
+@checked
 class Verifier(Judge):
     """A function of one completion as a reward function, in processes with hard deadlines, without
     network, and with files that it cannot change.
@@ -197,6 +194,7 @@ MISSING = (
 )
 
 
+@checked
 class MathVerify(Verifier):
     """1 where a completion's answer equals the data set's, mathematically; 0 where it does not.
 

@@ -13,15 +13,14 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, get_args, get_type_hints
+from typing import Any, Protocol
 
 import torch
 
 from rllib_llm.conversations.json_values import copied
 from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.errors import SettingError, require, suggestion
-from rllib_llm.shared.messages import raised
-from rllib_llm.shared.setting import OF_EXPERIMENT, Setting
+from rllib_llm.shared.messages import blamed_on, raised
 
 RewardFunction = Callable[..., Any]
 """A plain function, or a `Judge`."""
@@ -207,11 +206,12 @@ class RewardTerm:
         except (TypeError, ValueError) as error:
             raise refused("be its arguments by name", error) from error
         if inspect.isclass(function):
-            _check_arguments(function, kwargs, f"kwargs of reward function {name!r}")
+            place = f"kwargs of reward function {name!r}"
             try:
-                function = function(**kwargs)
-            except TypeError as error:
-                raise refused("be values that it takes", raised(error)) from error
+                with blamed_on(place, kwargs, "be values that it takes", RewardError):
+                    function = function(**kwargs)
+            except SettingError as error:
+                raise error if error.name == place else error.at(place) from error.__cause__
         elif kwargs:
             function = functools.partial(function, **kwargs)
         timeout_s = spec.get("timeout_s")
@@ -321,30 +321,6 @@ def named_function(spec: RewardFunction | str | Mapping[str, Any]) -> Any:
         "rllib_llm.envs.judges.llm_judges, or give yours a __call__", RewardError,
     )  # fmt: skip
     return function
-
-
-_CHECKED = (int, float, str, bool, type(None))
-_SHOWN = 40  # characters of a default
-
-
-def _check_arguments(kind: type, kwargs: Mapping[str, Any], place: str) -> None:
-    """Raises SettingError for a number, text or switch of this package's judges that is none."""
-    for made in kind.__mro__:
-        begin = vars(made).get("__init__")
-        if begin is None or not made.__module__.startswith("rllib_llm."):
-            continue
-        hints = get_type_hints(begin)
-        for name, parameter in inspect.signature(begin).parameters.items():
-            hint, default = hints.get(name), parameter.default
-            if name in kwargs and {*(get_args(hint) or [hint])} <= {*_CHECKED}:
-                is_long = isinstance(default, str) and len(default) > _SHOWN
-                row = Setting(
-                    name=name, type=hint, default=default, place=OF_EXPERIMENT,
-                    meaning=f"an argument of {made.__name__}",
-                    remedy="Correct it" if default is parameter.empty or is_long else "",
-                )  # fmt: skip
-                if error := row.error(kwargs[name], place=place):
-                    raise error
 
 
 def check_names(names: Sequence[str], functions: Any) -> None:

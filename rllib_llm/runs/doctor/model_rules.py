@@ -150,12 +150,6 @@ def turn_rules(stage: Stage, *, makes_tools: bool = True) -> Iterator[Finding]:
             yield from _first_prompts(stage, chat_format)
     except ValueError as error:
         yield from Finding.from_errors(error, area)
-    except (Exception, SystemExit) as error:  # noqa: BLE001  (the user's class; told in its place)
-        yield Finding(
-            "model.tools", "error", f"a tool raised {type(error).__name__}: {error}",
-            "tools are made to see whether the chat template writes them",
-            "Look at its __init__, or make what it needs when it is called.",
-        )  # fmt: skip
 
 
 def _first_prompts(stage: Stage, chat_format: ChatFormat) -> Iterator[Finding]:

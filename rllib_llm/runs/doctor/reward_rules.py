@@ -40,13 +40,6 @@ def reward_rules(stage: Stage) -> Iterator[Finding]:
         except ValueError as error:
             yield from Finding.from_errors(error, "rewards")
             continue
-        except (Exception, SystemExit) as error:  # noqa: BLE001  (the user's class; told in its place)
-            name = spec.get("function") if isinstance(spec, Mapping) else spec
-            yield Finding(
-                "rewards.unmade", "error", f"{name} raised {type(error).__name__}: {error}",
-                "it is made from its kwargs", "Look at its __init__, and at kwargs.",
-            )  # fmt: skip
-            continue
         if term.is_async:
             continue  # a server's; its answers are waited for together
         start = time.perf_counter()

@@ -11,6 +11,7 @@ from json import JSONDecoder
 
 import pytest
 
+from rllib_llm.envs.judges import llm_judges
 from rllib_llm.envs.judges.judge_model import UnreadableReply, tagged
 from rllib_llm.envs.judges.llm_judges import JudgeServer, PairwiseJudge, ReferenceJudge, RubricJudge
 from rllib_llm.envs.judges.reward_functions import Invalid, RewardTerm
@@ -84,7 +85,6 @@ def test_grades_of_a_judge_that_was_shown_a_good_answer():
         {"criteria": [CRITERIA[0], CRITERIA[0]]},
         {"criteria": [{"name": "reasoning", "description": "x"}]},
         {"criteria": [{**CRITERIA[0], "weight": -1.0}]},
-        {"criteria": CRITERIA, "scale": 0},
     ],
 )
 def test_rubrics_that_give_no_score_are_refused(settings):
@@ -290,7 +290,7 @@ def test_beyond_its_budget_a_judge_is_not_asked(tmp_path):
         assert math.isnan(grades["grade_right"][2])
         assert call(judge, ["4"])[0] == [0.75]  # what is known costs nothing
     assert len(server.requests) == 2
-    with pytest.raises(ValueError, match="max_requests=0 must be at least 1"):
+    with pytest.raises(ValueError, match="max_requests=0 must be a whole number of at least 1"):
         RubricJudge("http://localhost/v1", "judge", criteria=CRITERIA, max_requests=0)
 
 
@@ -315,11 +315,11 @@ RUBRIC = {"criteria": [{"name": "right", "description": "It is right."}]}
 @pytest.mark.parametrize(
     ("judge", "kwargs", "said"),
     [
-        ("JudgeServer", {"max_tokens": "a"}, "max_tokens='a' must be a whole number: it is an arg"),
+        ("JudgeServer", {"max_tokens": "a"}, "max_tokens='a' must be a whole number of at least"),
         ("JudgeServer", {"template": 3}, "template=3 must be text: .* Correct it"),
         ("JudgeServer", {"low": "1"}, "low='1' must be a number: .* Write it without quotes"),
         ("JudgeServer", {"model": 3}, "model=3 must be text"),
-        ("RubricJudge", {**RUBRIC, "scale": 2.5}, "scale=2.5 must be a whole number: .* Write 5"),
+        ("RubricJudge", {**RUBRIC, "scale": 2.5}, "scale=2.5 must be a whole number .* Write 5"),
         ("ReferenceJudge", {"use_schema": "no"}, "use_schema='no' must be True or False"),
         ("PairwiseJudge", {"num_opponents": 1.5}, "num_opponents=1.5 must be a whole .* or None"),
     ],
@@ -327,8 +327,29 @@ RUBRIC = {"criteria": [{"name": "right", "description": "It is right."}]}
 def test_values_of_another_kind_are_told_when_a_judge_is_made(judge, kwargs, said):
     """They failed at the first question, or at the server."""
     spec = {"function": f"{JUDGES}llm_judges.{judge}", "kwargs": {**ASKED, **kwargs}}
-    with pytest.raises(SettingError, match=f"kwargs of reward function '{judge}'.{said}"):
+    with pytest.raises(SettingError, match=f"kwargs of reward function '{judge}': {said}"):
         RewardTerm.from_spec(spec)
+    with pytest.raises(SettingError, match=f"^{said}"):
+        getattr(llm_judges, judge)(**{**ASKED, **kwargs})
+
+
+@pytest.mark.parametrize(
+    ("judge", "kwargs", "said"),
+    [
+        (JudgeServer, {"max_concurrency": 0}, "max_concurrency=0 must be a whole number of at l"),
+        (JudgeServer, {"max_tokens": 0}, "max_tokens=0 must be a whole number of at least 1"),
+        (JudgeServer, {"temperature": -1}, "temperature=-1 must be a number of at least 0"),
+        (JudgeServer, {"timeout": 3}, "timeout=3 must be an argument of OpenAIClient.*'timeout_s'"),
+        (JudgeServer, {"pattern": "("}, r"pattern='\(' must be a regular expression: error: miss"),
+        (RubricJudge, {**RUBRIC, "scale": 0}, "scale=0 must be a whole number of at least 1"),
+        (RubricJudge, {"criteria": "a"}, "criteria='a' must be of {name, description, weight}: "),
+        (RubricJudge, {"criteria": [{"nam": "a"}]}, "criteria=.*unexpected keyword argument 'nam'"),
+        (PairwiseJudge, {"num_opponents": 0}, "num_opponents=0 must be a whole number of at least"),
+    ],
+)
+def test_values_out_of_range_are_told_when_a_judge_is_made_in_python(judge, kwargs, said):
+    with pytest.raises(SettingError, match=f"^{said}"):
+        judge(**{**ASKED, **kwargs})
 
 
 def test_a_template_that_cannot_be_read_is_told_when_a_judge_is_made():

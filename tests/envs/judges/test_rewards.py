@@ -46,6 +46,14 @@ def count(completions, letter="a"):
     return torch.tensor([completion.count(letter) for completion in completions])
 
 
+class Unlicensed:
+    def __init__(self):
+        raise RuntimeError("no licence")
+
+    def __call__(self, completions):
+        return [0.0 for _ in completions]
+
+
 class Matches:
     """A function object with state, as a class given by dotted path."""
 
@@ -407,6 +415,10 @@ def test_a_coroutine_function_that_blocks_its_loop_holds_up_nobody(monkeypatch):
 @pytest.mark.parametrize(
     ("functions", "message"),
     [
+        (
+            [Unlicensed],
+            "'Unlicensed'={} must be .*RuntimeError: no licence, raised in test",
+        ),
         ([{"function": length, "weight": NAN}], "weight of reward .*=nan must be"),
         ([{"function": length, "weight": None}], "weight of reward .*=None must be"),
         ([{"function": length, "kwargs": [1]}], r"kwargs of reward .*=\[1\] must be"),

@@ -97,9 +97,6 @@ DATA = {
     ),
     "data.data": lambda: supervised("SFT", data=[{"question": "?"}]),
     "rewards.fails": lambda: grpo(env={"reward_functions": f"{HERE}.raises"}),
-    "rewards.unmade": lambda: grpo(
-        env={"reward_functions": {"function": f"{HERE}.Unmade", "name": "unmade"}}
-    ),
     "rewards.infinite": lambda: grpo(env={"reward_functions": f"{HERE}.infinite"}),
     "rewards.constant": lambda: grpo(env={"reward_functions": f"{HERE}.constant"}),
     "rewards.slow": lambda: grpo(
@@ -374,13 +371,19 @@ def test_a_template_that_writes_no_tools_is_told():
     )  # fmt: skip
 
 
+def test_a_judge_that_cannot_be_made_is_told():
+    spec = {"function": f"{HERE}.Unmade", "name": "unmade"}
+    (finding,) = found(grpo(env={"reward_functions": spec}))
+    assert finding.id == "rewards.unfit" and "OSError: no folder, raised in set_u" in finding.reason
+
+
 def test_a_tool_that_cannot_be_made_here_is_told_by_the_doctor_and_stops_no_run():
     experiment = conversations(
         "rllib_llm/Conversation-v0", prompts=SUMS, reward_functions=f"{HERE}.says_something",
         tools=[f"{HERE}.NeedsAService"],
     )  # fmt: skip
     (finding,) = found(experiment)
-    assert finding.id == "model.tools" and "a tool raised KeyError: 'SERVICE'" in finding.found
+    assert finding.id == "tools.tools" and "KeyError: 'SERVICE', raised in" in finding.reason
     before_a_run([experiment])
 
 
