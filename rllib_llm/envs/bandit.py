@@ -77,7 +77,8 @@ class BanditEnv(VectorEnv):
             max_completion_len=max_completion_len, temperature=temperature,
         )  # fmt: skip
         check_parts(tokenizer, kl_coeff, reference)
-        rewards.check_columns(prompts.row(int(prompts.indices(0, 1)[0])).columns)
+        (first,) = prompts.rows(0, 1)
+        rewards.check_columns(first.columns)
         self.tokenizer = tokenizer
         self.prompts = prompts
         self.rewards = rewards
@@ -93,7 +94,7 @@ class BanditEnv(VectorEnv):
         # Updates of the policy so far, and in all, 0: not known; for reward functions that ask.
         self.global_step, self.max_steps = 0, 0
         self._encoder = PromptEncoder(tokenizer, max_prompt_len, prompt_overflow)
-        self._encoder.check_all(prompts)
+        self._encoder.check(prompts.all_rows() if prompt_overflow == "error" else [first])
         self._rows: list[PromptRow] = []
         self._texts: list[str] = []
         self._observation: dict[str, torch.Tensor] = {}

@@ -25,7 +25,7 @@ from rllib_llm.conversations.chat_format import ChatFormat, Message, Messages
 from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.conversations.proof import Proof, prove, require_tools
 from rllib_llm.envs.judges.rewards import RewardSum
-from rllib_llm.envs.prompts import PromptSource
+from rllib_llm.envs.prompts import PromptRow, PromptSource
 from rllib_llm.envs.rlhf import (
     EnvConfigError,
     check_prompts,
@@ -141,6 +141,8 @@ class ConversationEnv:
     """
 
     defaults: ClassVar[Mapping[str, Any]] = {}
+    starts_with_prompt: ClassVar[bool] = False
+    """Whether a `start` of its own returns `first_messages`, which are then checked at first."""
 
     def __init__(self, env_config: Mapping[str, Any] | None = None) -> None:
         name = f"{type(self).__module__}.{type(self).__qualname__}"
@@ -165,8 +167,6 @@ class ConversationEnv:
         self.tasks = self._make_tasks()
         terms = reward_terms(self.settings, self.tokenizer)
         self.rewards = RewardSum(terms) if terms else None
-        if self.rewards is not None:
-            self.rewards.check_columns({*self.tasks.rows(0, 1)[0].columns, *_OF_CONVERSATIONS})
         self.reference = frozen_reference(self.settings, self.tokenizer)
         self.num_envs = int(self.settings["num_envs"])
         # Updates of the policy so far, and in all, 0: not known; for reward functions that ask.
@@ -179,8 +179,7 @@ class ConversationEnv:
         token: spaces.Discrete = spaces.Discrete(int(vocab_size))
         self.single_observation_space = Repeated(token, int(self.max_tokens or 2**20))
         self.single_action_space = self.single_observation_space
-        if type(self).start is ConversationEnv.start:
-            self._check_first_prompt()
+        self._check_task(self.tasks.rows(0, 1)[0])
 
     # --- what a subclass says ----------------------------------------------------------------
 
@@ -249,11 +248,15 @@ class ConversationEnv:
         chat_format, self.findings = proven_format(self.settings, self.tokenizer, toolbox)
         return chat_format
 
-    def _check_first_prompt(self) -> None:
-        """Raises ChatFormatError where the chat template refuses the first task's messages."""
-        task = self.tasks.rows(0, 1)[0].task()
-        chat_format = self.format_of(task)
-        chat_format.prompt_ids(self.first_messages(Conversation(chat_format, task=task)))
+    def _check_task(self, row: PromptRow) -> None:
+        """Raises what the first task's columns and messages are refused with: RewardError by reward
+        functions, ChatFormatError by the chat template."""
+        if self.rewards is not None:
+            self.rewards.check_columns({*row.columns, *_OF_CONVERSATIONS})
+        if self.starts_with_prompt or type(self).start is ConversationEnv.start:
+            task = row.task()
+            chat_format = self.format_of(task)
+            chat_format.prompt_ids(self.first_messages(Conversation(chat_format, task=task)))
 
     def _make_tasks(self) -> PromptSource:
         settings, rows = self.settings, self.rows()
@@ -319,8 +322,10 @@ class ChatEnv(ConversationEnv):
             "Set it to what GET /v1/models lists", EnvConfigError,
         )  # fmt: skip
         self._client  # noqa: B018  (a wrong address is refused before anything is sampled)
-        if self.settings["system_of_player"] is not None:
-            self._told_to_player(self.tasks.rows(0, 1)[0].task())
+
+    def _check_task(self, row: PromptRow) -> None:
+        super()._check_task(row)
+        self._told_to_player(row.task())
 
     @functools.cached_property
     def _client(self) -> OpenAIClient:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -202,15 +202,11 @@ class PromptEncoder:
         """Tokens of the longest prompt of `source`, before any is cut."""
         return max(len(self._tokenize(row)[0]) for row in source.all_rows())
 
-    def check_all(self, source: PromptSource) -> None:
-        """Raises PromptError for a prompt of `source` that is too long, where such are refused, and
-        DataSourceError where the tokenizer cannot write the first (chats without a template)."""
-        rows = source.all_rows()
-        if self.overflow == "error":
-            for row in rows:
-                self._encode_row(row)
-        else:
-            self._tokenize(next(rows))
+    def check(self, rows: Iterable[PromptRow]) -> None:
+        """Raises PromptError for a prompt that is too long, where such are refused, and
+        DataSourceError for one that the tokenizer cannot write (chats without a template)."""
+        for row in rows:
+            (self._encode_row if self.overflow == "error" else self._tokenize)(row)
 
     def _encode_once(self, row: PromptRow) -> tuple[list[int], str]:
         if row.index not in self._cache:

@@ -201,8 +201,9 @@ def test_tasks_that_nothing_rewards_are_refused(make):
             "must have the same tools in all tasks.*'CountTask': .'hundreds",
         ),
         ({"taskset": f"{HERE}:Dynamics"}, r"toolset Dynamic must be .*register\(\) offers tools"),
+        ({"taskset": f"{HERE}:Raising"}, "taskset=.* must yield tasks: KeyError: 'row', raised in"),
         ({"taskset": "no_such_taskset"}, "taskset='no_such_taskset'.* must be a vf.Taskset"),
-        ({"taskset_config": {"mots": 3}}, "taskset_config={'mots': 3} must be"),
+        ({"taskset_config": {"mots": 3}}, "with the settings taskset_config={'mots': 3}: "),
     ],
 )
 def test_what_cannot_be_done_in_this_process_is_refused(make, changes, why):

@@ -76,6 +76,11 @@ class RuntimeTask(vf.Task[vf.TaskData]):
         return 1.0
 
 
+class Raising(vf.Taskset[vf.Task, vf.TasksetConfig]):
+    def load(self):
+        raise KeyError("row")
+
+
 class Running(vf.Taskset[RuntimeTask, vf.TasksetConfig]):
     def load(self):
         yield RuntimeTask(vf.TaskData(prompt="x"))

@@ -19,9 +19,9 @@ import functools
 import importlib.util
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
-from rllib_llm.conversations.conversation import Rollout
+from rllib_llm.conversations.conversation import Conversation, Rollout
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.conversation_rollouts import (
     EngineFailed,
@@ -65,8 +65,8 @@ class AgentEnv(ConversationEnv):
         super()._open()
         self.agent  # noqa: B018  (what cannot be called is refused before anything is sampled)
 
-    def _check_first_prompt(self) -> None:
-        """The agent writes it."""
+    def start(self, conversation: Conversation) -> NoReturn:
+        raise AssertionError("an agent's conversations are begun by the agent")
 
     @functools.cached_property
     def agent(self) -> Callable[..., Any]:

@@ -29,7 +29,7 @@ from rllib_llm.envs.settings import declared
 from rllib_llm.envs.tools import FunctionTool, tool_schema
 from rllib_llm.shared.dotted import import_dotted, looks_dotted
 from rllib_llm.shared.errors import require
-from rllib_llm.shared.messages import told
+from rllib_llm.shared.messages import blamed_on, told
 from rllib_llm.shared.remote import Away, call
 from rllib_llm.shared.setting import Settings, setting
 
@@ -141,10 +141,7 @@ class VerifiersEnv(ConversationEnv):
     """One `vf.Task` and one `vf.Trace` for each conversation."""
 
     defaults: ClassVar[Mapping[str, Any]] = declared(TaskSet)
-
-    def _open(self) -> None:
-        super()._open()
-        self._check_first_prompt()
+    starts_with_prompt = True
 
     @functools.cached_property
     def taskset(self) -> Any:
@@ -154,9 +151,10 @@ class VerifiersEnv(ConversationEnv):
     @functools.cached_property
     def shared_toolsets(self) -> list[Any]:
         """Those of the task set, which all conversations use."""
-        toolsets = _checked(type(self.taskset).toolsets(self.taskset.config))
-        for toolset in toolsets:
-            self.events.run(toolset.setup())
+        with blamed_on("taskset", self.settings["taskset"], "set its toolsets up", EnvConfigError):
+            toolsets = _checked(type(self.taskset).toolsets(self.taskset.config))
+            for toolset in toolsets:
+                self.events.run(toolset.setup())
         return toolsets
 
     @functools.cached_property
@@ -168,7 +166,8 @@ class VerifiersEnv(ConversationEnv):
                 f"num_tasks=None must be a number for {type(self.taskset).__name__}: its tasks "
                 "never end. Set it."
             )
-        tasks = list(itertools.islice(iter(self.taskset), count))
+        with blamed_on("taskset", self.settings["taskset"], "yield tasks", EnvConfigError):
+            tasks = list(itertools.islice(iter(self.taskset), count))
         if not tasks:
             raise EnvConfigError(
                 f"taskset={self.settings['taskset']!r} must have tasks: it yields none. Look at "
@@ -268,7 +267,11 @@ def _open_taskset(given: Any, config: Mapping[str, Any]) -> Any:
     from verifiers.v1.utils.generic import concrete_type
     from verifiers.v1.utils.loaders import environment_class, taskset_class
 
-    try:
+    with blamed_on(
+        "taskset", given, f"be a vf.Taskset with the settings taskset_config={dict(config)!r}",
+        EnvConfigError,
+        "Give an installed package's name or a class's dotted path, and its settings",
+    ):  # fmt: skip
         is_path = isinstance(given, str) and (":" in given or looks_dotted(given))
         kind = import_dotted(given, name="taskset") if is_path else given
         if isinstance(kind, str):
@@ -277,11 +280,6 @@ def _open_taskset(given: Any, config: Mapping[str, Any]) -> Any:
                 raise TypeError("it has a vf.Env of its own, which is not a task set's doing")
         config_type = concrete_type(kind, vf.TasksetConfig) or vf.TasksetConfig
         return kind(config_type(**config))
-    except (AttributeError, ModuleNotFoundError, TypeError, ValueError) as error:
-        raise EnvConfigError(
-            f"taskset={given!r}, taskset_config={dict(config)!r} must be a vf.Taskset and its "
-            f"settings: {error}. Give an installed package's name or a class's dotted path."
-        ) from error
 
 
 def _check_task(task: Any) -> None:

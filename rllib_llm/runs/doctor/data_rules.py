@@ -132,7 +132,8 @@ def _check_prompts(config: Any, where: str) -> None:
                 settings, prompts, settings["eval_prompts"], settings["prompt_column"]
             )
             encoder.encode(source.rows(0, min(NUM_ROWS, len(source))))
-            encoder.check_all(source)
+            if encoder.overflow == "error":
+                encoder.check(source.all_rows())
             if positions and settings["max_prompt_len"] + config.max_new_tokens > positions:
                 longest = encoder.longest(source)
     except ValueError as error:
