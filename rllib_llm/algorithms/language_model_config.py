@@ -169,14 +169,8 @@ class LanguageModelConfig(TabledConfig):
             f"an algorithm of this class of configs, and not of {of_algorithm.__name__}",
             "it would take the settings alone", f"Set config_class = {type(self).__name__} in it",
         )  # fmt: skip
-        try:
+        with self.copies():
             config = copy.deepcopy(self) if use_copy else self
-        except RecursionError as error:
-            raise SettingError(
-                name=type(self).__name__, rule="hold values that Python can copy",
-                reason="something in it, such as a row of prompts or data, is nested too deep",
-                remedy="Write the rows to a file and name that",
-            ) from error  # fmt: skip
         return super(LanguageModelConfig, config).build_algo(env, use_copy=False)
 
     def _algorithm(self) -> Any:

@@ -3,9 +3,11 @@ unknown ones."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import inspect
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -272,13 +274,27 @@ class TabledConfig(AlgorithmConfig):
     def to_dict(self) -> dict[str, Any]:
         """As RLlib's, without defaults, so that Tune, which takes a config as this dict, prints,
         logs and stores only what was set, as for YAML files."""
-        settings = super().to_dict()
+        with self.copies():
+            settings = super().to_dict()
         untouched = AlgorithmConfig.to_dict(type(self)())
         return {
             key: value
             for key, value in settings.items()
             if key not in untouched or not same(value, untouched[key])
         }
+
+    @contextlib.contextmanager
+    def copies(self) -> Iterator[None]:
+        """Turns the RecursionError of a copy of the settings into an error that names the one which
+        is nested deeper than Python copies."""
+        try:
+            yield
+        except RecursionError as error:
+            raise SettingError(
+                name=_not_copied(vars(self)), rule="hold values that Python can copy",
+                reason="something in it, such as a row, is nested too deep",
+                remedy="Write the rows to a file and name that",
+            ) from error  # fmt: skip
 
     def given_model(self) -> str:
         """`model`, which must be set.
@@ -495,3 +511,13 @@ def refuse_inert(config: TabledConfig) -> None:
                 remedy=INSTEAD.get(name, "Leave it out"),
             )
         )
+
+
+def _not_copied(values: Mapping[str, Any]) -> str:
+    """The path of the first value that is nested too deep to be copied."""
+    for name, value in values.items():
+        try:
+            copy.deepcopy(value)
+        except RecursionError:
+            return f"{name}.{_not_copied(value)}" if name == IN_ENV else name
+    return "config"

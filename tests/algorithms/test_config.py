@@ -8,6 +8,7 @@ import traceback
 
 import pytest
 import yaml
+from ray import tune
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 
 from rllib_llm.algorithms.ppo_ptx import PPOPtxConfig
@@ -193,8 +194,9 @@ def test_rows_that_python_cannot_copy_are_refused():
     for _ in range(700):
         deep = [deep]
     config = tiny.grpo().environment(env_config={"prompts": [{"prompt": "1+2=", "deep": deep}]})
-    with pytest.raises(SettingError, match="GRPOConfig must hold values that Python can copy"):
-        config.build_algo()
+    for end in (config.build_algo, lambda: tune.Tuner("GRPO", param_space=config)):
+        with pytest.raises(SettingError, match="^env_config.prompts must hold values that Python"):
+            end()
 
 
 def test_an_algorithm_is_built_by_the_arguments_of_rllib():
