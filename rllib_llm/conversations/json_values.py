@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 from jsonschema import Draft202012Validator, ValidationError
 from jsonschema.validators import extend
+from pydantic_core import SchemaError, SchemaValidator, core_schema
 
 _HALVES = re.compile("[\ud800-\udfff]")  # of characters, which JSON can name
 _MOST_LEVELS = 64  # of objects and lists in arguments, which templates and tools walk by recursion
@@ -18,22 +20,54 @@ _FLAT = (int, str, float)  # most parts of lists, as of token ids
 _LARGEST = 10**4300  # of integers: Python reads and writes no more digits
 
 
-def _or_null(keyword: str) -> Callable[..., Iterator[Any]]:
-    """A keyword of JSON Schema that lets null pass where the schema is also `nullable`."""
+def _unless(passes: Callable[[Any, Any], bool], keyword: str) -> Callable[..., Iterator[Any]]:
+    """A keyword of JSON Schema that lets a value pass where `passes(value, schema)`."""
     check = Draft202012Validator.VALIDATORS[keyword]
 
     def checked(validator: Any, wanted: Any, value: Any, schema: Any) -> Iterator[Any]:
-        if value is not None or not schema.get("nullable"):
+        if not passes(value, schema):
             yield from check(validator, wanted, value, schema) or ()
 
     return checked
 
 
-# transformers writes `X | None` as X that is `nullable`, a word of OpenAPI's. A `pattern` is left
-# to the tool: ^(a+)+$ takes Python for ever on what a policy may write, and all others wait for it.
+def _is_null(value: Any, schema: Any) -> bool:
+    """Whether it is null as transformers allows it: `X | None` is X that is `nullable`, a word of
+    OpenAPI's."""
+    return value is None and bool(schema.get("nullable"))
+
+
+def _has_patterns(value: Any, schema: Any) -> bool:
+    """Whether names are told apart by patterns, with which Python may take for ever. They are left
+    to the tool."""
+    return "patternProperties" in schema
+
+
+@functools.lru_cache(1024)
+def _expression(pattern: str) -> SchemaValidator | None:
+    """Rust's regular expression, whose search takes linear time: ^(a+)+$ takes Python for ever on
+    what a policy may write. None: it has what Rust's have not, such as looking ahead."""
+    try:
+        return SchemaValidator(core_schema.str_schema(pattern=pattern, regex_engine="rust-regex"))
+    except SchemaError:
+        return None
+
+
+def _pattern(validator: Any, pattern: str, value: Any, schema: Any) -> Iterator[ValidationError]:
+    expression = _expression(pattern) if isinstance(value, str) else None
+    if expression is not None and not expression.isinstance_python(value):
+        yield ValidationError(f"{value!r} does not match {pattern!r}")
+
+
 Arguments = extend(
     Draft202012Validator,
-    {"pattern": lambda *_: (), **{word: _or_null(word) for word in ("type", "enum")}},
+    {
+        "pattern": _pattern,
+        **{word: _unless(_is_null, word) for word in ("type", "enum")},
+        "patternProperties": _unless(_has_patterns, "patternProperties"),
+        "additionalProperties": _unless(_has_patterns, "additionalProperties"),
+        "unevaluatedProperties": lambda *_: (),  # in parts of the schema there may be patterns, too
+    },
 )
 
 

@@ -64,10 +64,9 @@ class Served:
 
 @pytest.mark.parametrize(
     "kind",
-    [{"type": "string", "pattern": r"^\p{L}+$"}, {"type": "string", "pattern": "^(a+)+$"},
+    [{"type": "string", "pattern": r"^\p{L}+$"}, {"type": "string", "pattern": "^(?!a)"},
      {"$ref": "https://example.org/word"}, {"type": "word"}, {"enum": 3}],
-    ids=["JavaScript's regular expression", "one that may take for ever", "another site", "no type",
-         "no list"],
+    ids=["letters of JavaScript", "one that looks ahead", "another site", "no type", "no list"],
 )  # fmt: skip
 def test_a_schema_that_cannot_be_checked_refuses_no_call(kind):
     """Such a call made its rollout invalid, or the policy was told that it was to blame."""
@@ -77,6 +76,37 @@ def test_a_schema_that_cannot_be_checked_refuses_no_call(kind):
     text = "<tool_call><function=find><parameter=word>tree</parameter></function></tool_call>"
     (call,) = parse_reply(text, syntax="xml", tools=schemas).tool_calls
     assert (call.status, call.arguments) == ("ok", {"word": "tree"})
+
+
+@pytest.mark.parametrize(
+    ("pattern", "word", "fits"),
+    [
+        ("^(a+)+$", "a" * 1000, True),
+        ("^(a+)+$", "a" * 1000 + "!", False),  # Python's takes 2^1000 steps
+        (r"^\d{3}-\d{4}$", "555-0199", True),
+        (r"^\d{3}-\d{4}$", "555-019", False),
+        ("ree", "tree", True),  # it may stand anywhere
+        ("^tree$", "tree\n", False),
+    ],
+)
+def test_a_pattern_is_checked_in_time(pattern, word, fits):
+    """Patterns were left to the tool."""
+    kind = {"type": "string", "pattern": pattern}
+    result = asyncio.run(
+        Toolbox([Served(word=kind)]).run(ToolCall("find", {"word": word}, "", "ok"))
+    )
+    assert result.failure == ("" if fits else "invalid_arguments")
+    assert fits or result.text.startswith("Error: arguments of 'find': ")
+
+
+@pytest.mark.parametrize("others", ["additionalProperties", "unevaluatedProperties"])
+def test_patterns_of_names_hold_up_nobody(others):
+    """All rollouts waited for as long as Python looked for one in what the policy wrote."""
+    found = Served()
+    parameters = found.schema["function"]["parameters"]
+    parameters.update({"patternProperties": {"^(a+)+$": {"type": "integer"}}, others: False})
+    asked = ToolCall("find", {"word": "tree", "a" * 1000 + "!": 1}, "", "ok")
+    assert asyncio.run(Toolbox([found]).run(asked)).text == "tree"
 
 
 def times_out():
@@ -270,6 +300,16 @@ def test_one_tool_counts_as_a_list_of_one(one):
 
 def test_no_tools_are_an_empty_list():
     assert as_list(None) == as_list("") == as_list(()) == []
+
+
+class NeedsAService:
+    def __init__(self):
+        raise KeyError("SERVICE")
+
+
+def test_a_class_of_tools_that_raises_is_told_with_its_setting():
+    with pytest.raises(ToolError, match="tools=.*NeedsAService.* arguments: KeyError: 'SERVICE'"):
+        Toolbox([NeedsAService])
 
 
 def test_functions_that_can_be_no_tools_are_refused():
