@@ -96,7 +96,7 @@ setup(
             "reasoning-gym>=0.1.25",
             'renderers>=0.1.12; python_version >= "3.11"',
             "ruff>=0.9",
-            "schemathesis>=4.32",
+            'schemathesis>=4.32; python_version >= "3.11"',
         ],
     },
     entry_points={

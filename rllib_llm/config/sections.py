@@ -202,7 +202,8 @@ def signature(config_class: ConfigClass, section: str) -> inspect.Signature:
             kind = by_rllib[name].kind
         annotation: Any = row.type
         if row.choices:
-            annotation = Literal[(*row.choices, *((None,) if row.is_optional else ()))]
+            values: Any = (*row.choices, None) if row.is_optional else row.choices
+            annotation = Literal[values]
         parameters.append(
             inspect.Parameter(
                 name,
