@@ -321,26 +321,31 @@ class SamplerEnd:
 
 
 class SimulatedLedger(Ledger):
-    """On the world's clock; while the driver waits, things happen."""
+    """On the world's clock; while the driver waits, things happen.
 
-    def __init__(self, rules, clock):
+    Args:
+        raised: positions of the groups for which a judge raised so far.
+    """
+
+    def __init__(self, rules, clock, raised):
         super().__init__(rules, keeps_rejected=True, clock=clock)
+        self._raised = raised
 
     actor = None
 
     def call(self, name, *args):
-        held = self._not_concerned(*args) if name == "fail" else {}
+        held = self._not_concerned(args[0]) if name == "fail" else {}
         answer = super().call(name, *args)
         for entry, lease in held.items():
             assert entry.lease == lease, f"group {entry.position} fails with its neighbour"
         return answer
 
-    def _not_concerned(self, lease, failure, positions=None):
-        """Groups of a lease that a failure leaves in it."""
+    def _not_concerned(self, lease):
+        """Groups of a lease that no judge raised for, which a failure leaves in it."""
         return {
             entry: lease for entry in self.table
             if entry.lease == lease and entry.state == "leased"
-            and positions is not None and entry.position not in positions
+            and entry.position not in self._raised
         }  # fmt: skip
 
 
@@ -455,7 +460,8 @@ class World:
         self.fates = fates or Fates()
         self.troubles, self.in_flight = troubles, in_flight
         self.failed_judging: Counter = Counter()
-        self.ledger = SimulatedLedger(rules, self.clock)
+        self.raised: set[int] = set()
+        self.ledger = SimulatedLedger(rules, self.clock, self.raised)
         self.source = Rollouts(
             self.ledger, self, rules, recorder=self.fates, publish_again=None,
             tell=lambda num_groups: None,
@@ -499,6 +505,7 @@ class World:
             if self.troubles and self.failed_judging[position] < 2 and self.random.random() < 0.2:
                 self.troubles -= 1
                 self.failed_judging[position] += 1
+                self.raised |= set(range(request.position, request.position + request.num_prompts))
                 raise OSError("no network")
 
     # --- workers, as the source sees them --------------------------------------------------
