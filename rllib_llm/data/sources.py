@@ -5,6 +5,7 @@ Prompts, SFT texts, preference pairs and pretraining text all come through `load
 
 from __future__ import annotations
 
+import functools
 import glob
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -64,7 +65,8 @@ def load_rows(source: Source | None, *, name: str = "data") -> Rows:
         DataSourceError: nothing there, unknown format, a broken line (numbered), or no rows.
     """
     source, options = _with_options(source, name)
-    rows = _read(source, options, name)
+    with blamed_on(name, source, "give rows", DataSourceError, "Correct the data, or its function"):
+        rows = _read(source, options, name)
     if options.get("columns"):
         rows = rows.renamed(options["columns"])
     if "limit" in options:
@@ -255,12 +257,7 @@ def _bound(
             remedy="Correct them",
         ) from error
 
-    def call() -> Any:
-        with blamed_on(name, text, "return rows", DataSourceError):
-            rows = function(**kwargs)
-            return list(rows) if inspect.isgenerator(rows) else rows
-
-    return call
+    return functools.partial(function, **kwargs)
 
 
 def _read_hugging_face(text: str, options: dict[str, Any], name: str) -> Rows:

@@ -265,3 +265,24 @@ def test_a_split_of_a_file_is_refused(tmp_path):
         with pytest.raises(DataSourceError, match="'split'.='test' must be left out.*has no"):
             read({"path": path, "split": "test"})
     assert len(load_rows({"path": path, "split": None})) == len(ROWS)
+
+
+def _broken():
+    yield {"prompt": "a"}
+    raise KeyError("row")
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (_broken(), "KeyError: 'row', raised in test_sources.py:"),
+        (map((1).__truediv__, [0]), "ZeroDivisionError: division by zero"),
+        (pandas.DataFrame({"prompt": ["a", "b"], "x": [1, "s"]}), "ArrowInvalid: .*column x with"),
+        (pandas.Series(["a", "b"]), "ArrowInvalid: .*non-struct type"),
+    ],
+    ids=["a generator", "an iterator", "a column of two kinds", "a series"],
+)
+def test_rows_whose_code_raises_are_told_with_their_setting(source, reason):
+    """These were raw tracebacks; a function's were told."""
+    with pytest.raises(DataSourceError, match=f"^prompts=<.*> must give rows: {reason}"):
+        load_rows(source, name="prompts")

@@ -77,7 +77,7 @@ def test_what_is_right_passes():
     (grpo(reward_functions=takes_no_completions), "takes_no_completions.*completions"),
     (grpo(reward_functions=[constant, constant]), r"names \['constant', 'constant'\] repeat"),
     (grpo(reward_functions={"fn": "a.b"}), r"rewards.functions={'fn': 'a.b'} must have 'function'"),
-    (grpo(prompts=f"{__name__}.raises"), r"must return rows: OSError: gone, raised in .*py:\d+"),
+    (grpo(prompts=f"{__name__}.raises"), r"must give rows: OSError: gone, raised in .*py:\d+"),
     (sft(f"{__name__}.yields_and_raises"), r"rows: OSError: gone, .*\(yields_and_raises\)"),
     (grpo(eval_fraction=0.99, eval_prompts=None), "must leave prompts to train on"),
     (grpo(prompts=[{"prompt": CHATS[0]["messages"]}]), "the tokenizer has no chat template"),
