@@ -30,10 +30,6 @@ from types import CodeType
 from typing import Any, Protocol
 
 from transformers.utils import get_json_schema
-from transformers.utils.chat_template_utils import (
-    DocstringParsingException,
-    TypeHintParsingException,
-)
 
 from rllib_llm.conversations.json_values import copied, objection
 from rllib_llm.conversations.tool_calls import ToolCall
@@ -41,7 +37,7 @@ from rllib_llm.data.files import text_of
 from rllib_llm.envs.sandbox import Contained, Sandbox, missing_layers
 from rllib_llm.shared.arguments import Count, Seconds, checked
 from rllib_llm.shared.dotted import import_dotted
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.errors import SettingError, require
 from rllib_llm.shared.messages import blamed_on, told
 from rllib_llm.shared.remote import Away, Late, Outage, backoff_seconds, call, ended, within
 
@@ -96,7 +92,7 @@ class FunctionTool:
     def __init__(self, function: Callable[..., Any]) -> None:
         try:
             self.schema: Mapping[str, Any] = get_json_schema(function)
-        except (DocstringParsingException, TypeHintParsingException) as error:
+        except Exception as error:  # noqa: BLE001  (also of a hint that names nothing)
             raise ToolError(
                 f"tool {getattr(function, '__name__', function)!r} must have type hints and a "
                 f"Google-style docstring with Args: the model is told from them what to call. "
@@ -109,6 +105,11 @@ class FunctionTool:
             raise ToolError(
                 f"tool {self.name!r} must take {nameless[0].name!r} by name: a call names its "
                 "arguments. Leave '/' out, and take a list instead of '*'."
+            )
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise ToolError(
+                f"tool {self.name!r} must return its result: it yields, and the policy would read "
+                "the generator's address. Return a list or a text."
             )
         if alarm := _alarm_in(function):
             raise ToolError(
@@ -243,6 +244,14 @@ def as_tool(given: Any) -> Tool:
         with blamed_on("tools", given, "be made without arguments", ToolError):
             given = given()
     if all(hasattr(given, name) for name in ("name", "schema", "run")):
+        schema = given.schema if isinstance(given.schema, Mapping) else {}
+        described = schema.get("function")
+        require(
+            isinstance(described, Mapping) and described.get("name") == given.name, "tools", given,
+            f"have a schema {{'type': 'function', 'function': {{'name': {given.name!r}, ...}}}}",
+            f"it has {given.schema!r}, from which the policy learns what to call",
+            "Make it with rllib_llm.envs.tools.tool_schema", ToolError,
+        )  # fmt: skip
         return given
     if not callable(given):
         raise ToolError(

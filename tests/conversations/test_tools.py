@@ -302,6 +302,34 @@ def test_no_tools_are_an_empty_list():
     assert as_list(None) == as_list("") == as_list(()) == []
 
 
+def nowhere(x: NoSuch):  # noqa: F821
+    """Looks.
+
+    Args:
+        x: what
+    """
+
+
+def yields(x: int):
+    """Counts.
+
+    Args:
+        x: how far
+    """
+    yield from range(x)
+
+
+@pytest.mark.parametrize(
+    "schema", [None, {}, {"function": None}, {"type": "function", "function": {"name": "seek"}}]
+)
+def test_a_tool_object_whose_schema_names_another_is_refused(schema):
+    """Its calls failed by KeyErrors, or as those of a tool that is not there."""
+    found = Served()
+    found.schema = schema
+    with pytest.raises(ToolError, match="tools=.* must have a schema .*'name': 'find'"):
+        Toolbox([found])
+
+
 class NeedsAService:
     def __init__(self):
         raise KeyError("SERVICE")
@@ -317,6 +345,10 @@ def test_functions_that_can_be_no_tools_are_refused():
         Toolbox([nameless])
     with pytest.raises(ToolError, match="tool 'untyped' must have type hints and a Google-style"):
         Toolbox([untyped])
+    with pytest.raises(ToolError, match="tool 'nowhere' must have type hints .*'NoSuch'"):
+        Toolbox([nowhere])
+    with pytest.raises(ToolError, match="tool 'yields' must return its result: it yields"):
+        Toolbox([yields])
     with pytest.raises(ToolError, match="must have names of their own"):
         Toolbox([calculator, calculator])
     with pytest.raises(ToolError, match="must be functions, their dotted paths"):
