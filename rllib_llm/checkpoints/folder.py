@@ -250,18 +250,20 @@ def _no_checkpoint(folder: Place) -> CheckpointError:
             f"checkpoint={str(folder)!r} must hold {MANIFEST}, which is written last: it does not, "
             f"so it was not made by rllib_llm, or saving it was interrupted. {OTHERS}."
         )
-    found = RunFolder(folder)
-    is_of_run = (folder / RUN_RECORD).is_file() or found.in_trials(RESULTS)
-    inner = found.holding(CHECKPOINTS)
+    inner = RunFolder(folder).holding(CHECKPOINTS)
     what = "it holds nothing that a run has saved"
     if inner:
         what = f"it is a folder of {len(inner)} of them"
-    elif is_of_run:
+    elif _is_of_run(folder):
         what = "no checkpoint was saved in it yet, which is done every few minutes and at the end"
     return CheckpointError(
         f"checkpoint={str(folder)!r} must be a checkpoint, or the folder of a trial, a stage or a "
         f"run with one: {what}. {name_one(inner) or PRINTED}"
     )
+
+
+def _is_of_run(folder: Place) -> bool:
+    return (folder / RUN_RECORD).is_file() or bool(RunFolder(folder).in_trials(RESULTS))
 
 
 def _is_of_checkpoint(folder: Place) -> bool:
@@ -315,6 +317,8 @@ def find_model(given: str) -> str:
             return str(local_copy(candidate))
     found = _checkpoints_below(folder)
     if folder.exists() and not (found or (folder / MODEL_IN_CHECKPOINT).is_dir()):
+        if _is_of_run(folder):
+            raise _no_checkpoint(folder)
         inner = name_one(RunFolder(folder).holding(CHECKPOINTS))
         raise UserError(
             f"checkpoint={given!r} must hold a model: there is no config.json in it, nor in "

@@ -225,7 +225,8 @@ def note_saved(stage: Place) -> None:
     Raises:
         ValueError, EOFError, UnpicklingError: the record is cut short.
     """
-    file = sorted(stage.glob("experiment_state-*.json"), key=str)[-1]
+    files: list[Place] = [*stage.glob("experiment_state-*.json")]
+    file = max(files, key=lambda path: path.name)
     record = json.loads(file.read_text(encoding="utf-8"))
     before = record["trial_data"]
     record["trial_data"] = [_up_to_date(stage, states) for states in before]

@@ -207,3 +207,6 @@ def test_a_folder_without_any_checkpoint_says_what_it_is(tmp_path, file, what, u
     with pytest.raises(CheckpointError, match=what) as refused:
         folders.newest_usable(given)
     assert "interrupted" not in str(refused.value)
+    if file != "notes.txt":  # a run that is to be served, or talked to, says so as well
+        with pytest.raises(CheckpointError, match=what):
+            folders.find_model(given)
