@@ -220,9 +220,7 @@ class EngineProcess:
             is_wanted = self._futures.pop(number, None) is not None
         self._on_tokens.pop(number, None)
         if is_wanted:  # it was cancelled, or settled on this side, as of a scoring that is aborted
-            with contextlib.suppress(
-                EngineEndedError
-            ):  # the process has ended, and the row with it
+            with contextlib.suppress(EngineEndedError):  # its row has ended with the process
                 self._send("cancel", number)
 
     def abort(self, future: Future[Ended]) -> None:
