@@ -289,9 +289,9 @@ def test_rows_choose_among_environments(make):
     env = make(prompts=rows, environment_factory={"guess": Guess, "ledger": Ledger})
     attempts, judged, policy = roll(env, lambda row: call(3) if row < 2 else calls(2, 1), "Done.")
     assert judged.columns[columns.SCORES].tolist() == [1.0, 1.0, 0.0, 0.0]
-    first = {row: env.tokenizer.decode(ids) for row, turn, ids in policy.seen if turn == 0}
-    assert '"name": "guess"' in first[0] and '"name": "push"' not in first[0]
-    assert '"name": "push"' in first[2] and '"name": "guess"' not in first[2]
+    guess, ledger = policy.asked(0), policy.asked(2)
+    assert '"name": "guess"' in guess and '"name": "push"' not in guess
+    assert '"name": "push"' in ledger and '"name": "guess"' not in ledger
     with pytest.raises(EnvConfigError, match="environment='chess' of a row must be one of"):
         roll(make(prompts=[{"prompt": "x", "environment": "chess"}],
                   environment_factory={"guess": Guess}), "x", num_prompts=1)  # fmt: skip
