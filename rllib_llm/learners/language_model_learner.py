@@ -45,6 +45,7 @@ from rllib_llm.learners.sharding import clip_gradients_, gradient_norm, sum_grad
 from rllib_llm.learners.shared_passes import Batch, SharedPasses, seeded_dropout
 from rllib_llm.numerics.learning_rate import learning_rate_factor
 from rllib_llm.shared.messages import Listener, Message
+from rllib_llm.shared.process import keep_freed_memory
 from rllib_llm.weights.transport import WeightsExporter
 
 STATE_KEY = "rllib_llm"  # our share of the learner's state
@@ -72,6 +73,8 @@ class LanguageModelLearner(SharedPasses):
 
     def _build(self) -> None:
         super().build()
+        if torch.device(self._device).type == "cpu":
+            keep_freed_memory()
         # Where a seed is set RLlib has torch compute deterministically, which then also fills all
         # memory that it hands out before it is written: a twentieth of the time, and no number.
         torch.utils.deterministic.fill_uninitialized_memory = False

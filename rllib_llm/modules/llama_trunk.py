@@ -258,14 +258,11 @@ def _product_gradients(
     product_grad: Tensor, gates: Tensor, ups: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """silu(gates) * ups, and the gradients of gates, over `product_grad`, and of ups."""
-    product, ups_grad = torch.empty_like(gates), torch.empty_like(ups)
-    for rows in _blocks(gates):
-        gate, up, grad = gates[rows], ups[rows], product_grad[rows]
-        activated = F.silu(gate)
-        torch.mul(activated, up, out=product[rows])
-        torch.mul(activated, grad, out=ups_grad[rows])
-        torch.ops.aten.silu_backward(grad.mul_(up), gate, grad_input=grad)
-    return product, product_grad, ups_grad
+    activated = F.silu(gates)
+    product, ups_grad = activated * ups, activated.mul_(product_grad)
+    activated_grad = product_grad.mul_(ups)
+    gates_grad = torch.ops.aten.silu_backward(activated_grad, gates, grad_input=activated_grad)
+    return product, gates_grad, ups_grad
 
 
 def _exact(tensor: Tensor) -> torch.dtype:
@@ -297,34 +294,17 @@ def _norm_gradients(
 
     residual_grad: added to that of the inputs.
     """
-    dtype, exact = inputs.dtype, _exact(inputs)
-    if dtype == exact:
-        return _exact_norm_gradients(grad, inputs, scale, weight, residual_grad)
-    features = inputs.shape[-1]
-    input_grad = torch.empty_like(inputs)
-    weight, weight_grad = weight.to(exact), scale.new_zeros(features)
+    exact, features = _exact(inputs), inputs.shape[-1]
+    input_grad, weight_grad = torch.empty_like(inputs), scale.new_zeros(features)
+    along, weight = scale.pow(3).div_(-features), weight.to(exact)
     for rows in _blocks(inputs):
-        residual = None if residual_grad is None else residual_grad[rows].to(exact)
-        input_grad[rows], part = _exact_norm_gradients(
-            grad[rows].to(exact), inputs[rows].to(exact), scale[rows], weight, residual
-        )
-        weight_grad += part
-    return input_grad, weight_grad.to(dtype)
-
-
-def _exact_norm_gradients(
-    grad: Tensor, inputs: Tensor, scale: Tensor, weight: Tensor, residual_grad: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    features = inputs.shape[-1]
-    products = grad * inputs
-    weight_grad = scale.flatten() @ products.reshape(-1, features)
-    along = (products.reshape(-1, features) @ weight).view(scale.shape)
-    along = along.mul_(scale.pow(3)).div_(-features)
-    input_grad = torch.mul(grad, weight, out=products).mul_(scale)
-    input_grad.addcmul_(inputs, along)
-    if residual_grad is not None:
-        input_grad.add_(residual_grad)
-    return input_grad, weight_grad
+        own, upstream, factor = inputs[rows].to(exact), grad[rows].to(exact), scale[rows]
+        products = upstream * own
+        weight_grad.addmv_(products.view(-1, features).t(), factor.flatten())
+        slopes = (products.view(-1, features) @ weight).view(factor.shape).mul_(along[rows])
+        block = torch.mul(upstream, weight, out=products).mul_(factor).addcmul_(own, slopes)
+        input_grad[rows] = block if residual_grad is None else block.add_(residual_grad[rows])
+    return input_grad, weight_grad.to(inputs.dtype)
 
 
 def _blocks(tensor: Tensor) -> Iterator[slice]:

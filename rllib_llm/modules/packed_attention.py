@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -202,8 +202,9 @@ class HeadRows:
 
     queries [rows * heads * q] and keys [rows * heads * k]: places in [tokens * heads] and
     [tokens * key heads]. unused: places in `queries` that stand for no token, or None. mask
-    [rows, 1, q, k] or None, as the block's; seen [rows or 1, k, q]: the same, transposed. prompts
-    [rows]: see `AttentionBlock`.
+    [rows, 1, q, k] or None, as the block's; seen [rows or 1, 1, k, q]: the same, transposed.
+    prompts [rows]: see `AttentionBlock`. own_queries and own_keys [own tokens * heads]: where the
+    block's own tokens stand in `queries` and `keys`, for each of the heads.
     """
 
     rows: int
@@ -215,17 +216,18 @@ class HeadRows:
     mask: Tensor | None
     seen: Tensor
     prompts: Tensor | None
+    own_queries: Tensor
+    own_keys: Tensor
 
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """An `AttentionLayout` for so many heads; `places` [tokens * heads] is where each token's own
-    query stands in those of all blocks, one block behind another."""
+    """An `AttentionLayout` for so many heads; the blocks' own tokens, one block behind another, are
+    all tokens in their order."""
 
     heads: int
     key_heads: int
     blocks: tuple[HeadRows, ...]
-    places: Tensor
 
 
 def reads_half(layout: AttentionLayout, dtype: torch.dtype, device: torch.device) -> bool:
@@ -238,38 +240,41 @@ def reads_half(layout: AttentionLayout, dtype: torch.dtype, device: torch.device
 def lay_out_heads(layout: AttentionLayout, heads: int, key_heads: int) -> HeadLayout:
     """`layout` for `heads` of queries, of which several may share one of `key_heads`."""
     head = torch.arange(heads).unsqueeze(1)
-    used = torch.zeros(sum(block.queries.numel() for block in layout.blocks), dtype=torch.bool)
-    used[layout.places] = True
-    blocks, places, start = [], [], 0
+    blocks, start = [], 0
     for block in layout.blocks:
-        rows, q = block.queries.shape
-        is_used = used[start : start + rows * q].view(rows, 1, q).expand(-1, heads, -1)
-        blocks.append(_head_rows(block, head, key_heads, is_used))
-        place = torch.arange(rows * heads * q).view(rows, heads, q).transpose(1, 2)
-        places.append(start * heads + place.reshape(rows * q, heads))
-        start += rows * q
-    return HeadLayout(heads, key_heads, tuple(blocks), torch.cat(places)[layout.places].flatten())
+        end = start + block.queries.numel()
+        own = layout.places[(layout.places >= start) & (layout.places < end)] - start
+        blocks.append(_head_rows(block, head, key_heads, own))
+        start = end
+    return HeadLayout(heads, key_heads, tuple(blocks))
 
 
-def _head_rows(block: AttentionBlock, head: Tensor, key_heads: int, is_used: Tensor) -> HeadRows:
+def _head_rows(block: AttentionBlock, head: Tensor, key_heads: int, own: Tensor) -> HeadRows:
+    """own [own tokens]: their places in the block's flattened queries."""
     rows, q = block.queries.shape
     k = block.keys.shape[1]
     heads = len(head)
     mask = None if block.mask is None else block.mask.to(torch.bfloat16)
     if mask is None:
         past = torch.ones(q, k, dtype=torch.bool).tril()
-        seen = torch.zeros(1, q, k, dtype=torch.bfloat16).masked_fill_(~past, -torch.inf)
+        seen = torch.zeros(1, 1, q, k, dtype=torch.bfloat16).masked_fill_(~past, -torch.inf)
     else:
-        seen = mask.squeeze(1)
-    unused = (~is_used).flatten().nonzero().squeeze(1)
+        seen = mask
+    row = (own // q).unsqueeze(1) * heads + head.squeeze(1)
+    at = (own % q).unsqueeze(1)
+    own_queries = (row * q + at).flatten()
+    unused = torch.ones(rows * heads * q, dtype=torch.bool)
+    unused[own_queries] = False
     return HeadRows(
         rows, q, k,
         queries=(block.queries.unsqueeze(1) * heads + head).flatten(),
         keys=(block.keys.unsqueeze(1) * key_heads + head // (heads // key_heads)).flatten(),
-        unused=unused if len(unused) else None,
+        unused=unused.nonzero().squeeze(1) if len(own) < rows * q else None,
         mask=mask,
-        seen=seen.transpose(1, 2).contiguous(),
+        seen=seen.transpose(2, 3).contiguous(),
         prompts=block.prompts,
+        own_queries=own_queries,
+        own_keys=own_queries if q == k else (row * k + (k - q) + at).flatten(),
     )  # fmt: skip
 
 
@@ -301,7 +306,7 @@ class _HalfAttention(torch.autograd.Function):
             )
             parts.append(attended.reshape(-1, head_dim))
             sums.append(log_sum.flatten())
-        attended = _joined(parts).index_select(0, layout.places)
+        attended = _of_tokens(parts, [block.own_queries for block in layout.blocks])
         ctx.save_for_backward(*tables, attended, *sums)
         ctx.layout, ctx.scale = layout, scale
         return attended.view(len(query), -1)
@@ -313,19 +318,18 @@ class _HalfAttention(torch.autograd.Function):
         layout, scale = ctx.layout, ctx.scale
         head_dim = query.shape[-1]
         grad = grad.reshape(-1, head_dim)
-        mean = (grad.float() * attended).sum(dim=-1)
-        keys, values = (_with_ones(table) for table in (key, value))
-        grads = _with_columns(grad, -mean)
+        mean = grad.float().mul_(attended.float()).sum(dim=1)
         found: list[tuple[Tensor, Tensor, Tensor]] = []
         for block, log_sum in zip(layout.blocks, sums, strict=True):
-            own = query.index_select(0, block.queries)
+            own, grads = (table.index_select(0, block.queries) for table in (query, grad))
             queries = _with_columns(own, log_sum / -scale)
             if block.unused is not None:  # what is there belongs to no token, and p is to be 0
                 queries.select(1, head_dim).index_fill_(0, block.unused, -torch.inf)
+            keys = key.index_select(0, block.keys)
             inputs = (
-                queries, own, keys.index_select(0, block.keys), key.index_select(0, block.keys),
-                values.index_select(0, block.keys), grads.index_select(0, block.queries),
-                grad.index_select(0, block.queries),
+                queries, own, _with_ones(keys), keys,
+                _with_ones(value.index_select(0, block.keys)),
+                _with_columns(grads, mean.index_select(0, block.queries).neg_()), grads,
             )  # fmt: skip
             rows = block.rows * layout.heads
             found.append(
@@ -336,11 +340,13 @@ class _HalfAttention(torch.autograd.Function):
                     scale,
                 )
             )
-        query_grad = _joined([part[0].flatten(0, 1) for part in found])
+        of_queries, of_keys, of_values = zip(*found, strict=True)
         return (
-            _of_tokens(query_grad, layout, layout.heads, scale),
-            _of_tokens(_own(layout, [part[1] for part in found]), layout, layout.key_heads, scale),
-            _of_tokens(_own(layout, [part[2] for part in found]), layout, layout.key_heads, 1.0),
+            _of_tokens(of_queries, [block.own_queries for block in layout.blocks]).view(
+                -1, layout.heads, head_dim
+            ),
+            _of_shared(layout, of_keys),
+            _of_shared(layout, of_values),
             None,
             None,
         )
@@ -366,57 +372,55 @@ def _block_gradients(
     block: HeadRows, heads: int, inputs: list[Tensor], scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries [rows * heads, q, head_dim], keys and values [rows * heads, k, head_dim]
-    from all of them, with their further columns and without; the first two still to be multiplied
-    by `scale`."""
-    num_rows = len(inputs[0])
-    row = torch.arange(num_rows) // heads if len(block.seen) > 1 else None
-    results: list[tuple[Tensor, Tensor, Tensor]] = []
+    from all of them, with their further columns and without."""
+    _, q, _, k, _, _, g = inputs
+    results = torch.empty_like(q), torch.empty_like(k), torch.empty_like(k)
+    # Several rows at a time with all of their heads, or some heads of a row.
     step = max(1, _SCORES_AT_ONCE // (block.q * block.k))
-    for start in range(0, num_rows, step):
+    step = step // heads * heads or max(n for n in range(1, step + 1) if heads % n == 0)
+    for start in range(0, len(q), step):
         part = slice(start, start + step)
         q_more, q, k_more, k, v_more, g_more, g = (tensor[part] for tensor in inputs)
-        seen = block.seen.expand(len(q), -1, -1) if row is None else block.seen[row[part]]
-        weights = torch.baddbmm(seen, k_more, q_more.transpose(1, 2), alpha=scale).exp_()
+        row, end = start // heads, (start + len(q) - 1) // heads + 1
+        seen = block.seen if len(block.seen) == 1 else block.seen[row:end]
+        weights = _scaled_bmm(k_more, q_more.transpose(1, 2), scale)
+        weights.view(end - row, -1, block.k, block.q).add_(seen)
+        weights.exp_()
         slopes = torch.bmm(v_more, g_more.transpose(1, 2)).mul_(weights)
-        results.append(
-            (
-                torch.bmm(slopes.transpose(1, 2), k),
-                torch.bmm(slopes, q),
-                torch.bmm(weights, g),
-            )
-        )
-    of_queries, of_keys, of_values = (_joined(list(parts)) for parts in zip(*results, strict=True))
-    return of_queries, of_keys, of_values
+        of_queries, of_keys, of_values = (result[part] for result in results)
+        _scaled_bmm(slopes.transpose(1, 2), k, scale, of_queries)
+        _scaled_bmm(slopes, q, scale, of_keys)
+        torch.bmm(weights, g, out=of_values)
+    return results
 
 
-def _own(layout: HeadLayout, grads: list[Tensor]) -> Tensor:
-    """Gradients of keys or values, [rows * heads, k, head_dim] of each block, at the places of the
-    queries of the same tokens: what shared prompts got from each row is summed."""
-    prompts, *others = grads
-    if not others:
-        return prompts.flatten(0, 1)
-    (last,), block = others, layout.blocks[1]
-    assert block.prompts is not None
-    num_shared = block.k - block.q
-    shared = last[:, :num_shared].unflatten(0, (block.rows, -1)).float()
-    summed = prompts.unflatten(0, (-1, layout.heads)).float()
-    summed.index_add_(0, block.prompts, shared)
-    return torch.cat(
-        [
-            summed.to(last.dtype).view(-1, last.shape[-1]),
-            last[:, num_shared:].reshape(-1, last.shape[-1]),
-        ]
-    )
+def _scaled_bmm(a: Tensor, b: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
+    """scale a b, rounded once."""
+    unread = a.new_zeros(()).expand(len(a), a.shape[1], b.shape[2])
+    return torch.baddbmm(unread, a, b, beta=0, alpha=scale, out=out)
 
 
-def _of_tokens(grads: Tensor, layout: HeadLayout, heads: int, scale: float) -> Tensor:
-    """[tokens, heads, head_dim] from what stands at the places of all query heads; of a key that
-    several of these share the sum."""
-    taken = grads.index_select(0, layout.places).view(-1, layout.heads, grads.shape[-1])
-    if heads != layout.heads:
-        taken = taken.unflatten(1, (heads, -1)).sum(dim=2)
-    return taken if scale == 1.0 else taken.mul_(scale)
+def _of_tokens(parts: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
+    """[tokens * heads, head_dim] from what the blocks have for their own tokens."""
+    tables = (part.reshape(-1, part.shape[-1]) for part in parts)
+    taken = [table.index_select(0, place) for table, place in zip(tables, places, strict=True)]
+    return taken[0] if len(taken) == 1 else torch.cat(taken)
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _of_shared(layout: HeadLayout, grads: Sequence[Tensor]) -> Tensor:
+    """Gradients [tokens, key heads, head_dim] of keys or values from those at [rows * heads, k] of
+    each block. What shared prompts got from each row is summed; so is what a key got from each of
+    the heads that share it."""
+    parts = list(grads)
+    last = layout.blocks[-1]
+    if last.prompts is not None:
+        prompts, own = parts
+        shared = own[:, : last.k - last.q].unflatten(0, (last.rows, -1)).float()
+        summed = prompts.unflatten(0, (-1, layout.heads)).float()
+        summed.index_add_(0, last.prompts, shared)
+        parts[0] = summed.to(own.dtype)
+    taken = _of_tokens(parts, [block.own_keys for block in layout.blocks])
+    taken = taken.view(-1, layout.heads, taken.shape[-1])
+    if layout.key_heads == layout.heads:
+        return taken
+    return taken.unflatten(1, (layout.key_heads, -1)).sum(dim=2)

@@ -54,7 +54,7 @@ from rllib_llm.rollouts.streamer import Work, stop_streaming
 from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.errors import require
 from rllib_llm.shared.messages import Listener
-from rllib_llm.shared.process import threads_for
+from rllib_llm.shared.process import keep_freed_memory, threads_for
 from rllib_llm.weights.coordinator import PublishedWeights
 from rllib_llm.weights.receiver import WeightsReceiver
 
@@ -95,6 +95,8 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         self.watch.join(Path(folder), part, trial=trial, device=str(self._device))
 
     def _make_parts(self) -> None:
+        if self._device.type == "cpu":
+            keep_freed_memory()
         self.make_env()
         if self.worker_index:  # the local one usually shares the learner's module
             torch.set_num_threads(threads_for(self.config.num_cpus_per_env_runner))

@@ -16,6 +16,7 @@ from rllib_llm.shared.process import (
     StarvedProcesses,
     TimeLimit,
     free_memory,
+    keep_freed_memory,
     thread_delays,
     threads_for,
     usable_cores,
@@ -165,3 +166,35 @@ def test_only_what_is_made_later_is_looked_at_again():
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == ["True", "False", "True"]
+
+
+FAULTS = """
+import resource
+import numpy
+from rllib_llm.shared.process import keep_freed_memory
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    arrays = [numpy.ones(2**17) for _ in range(64)]
+    del arrays
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+print(keep_freed_memory({}))
+faults()
+print(faults())
+"""
+
+
+def test_freed_memory_is_taken_again_without_the_system():
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True
+    )
+    kept, faults = done.stdout.split()
+    if kept == "False":
+        pytest.skip("malloc is not glibc's")
+    assert int(faults) < 1000  # 64 MiB have 16,384 pages, each of which came again before
+
+
+def test_what_the_environment_says_of_malloc_wins():
+    assert not keep_freed_memory({"MALLOC_TRIM_THRESHOLD_": "131072"})
+    assert not keep_freed_memory({"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"})
