@@ -463,6 +463,8 @@ def _add(flat: dict[str, Any], name: str, value: Any, where: str) -> None:
 _ITS_OWN = {"observation_space", "action_space", "policies", "policy_mapping_fn",
             "policies_to_train", "stats_cls_lookup", "algo_class", "in_evaluation", "local_gpu_idx",
             "worker_index", "off_policy_estimation_methods", "input_config"}  # fmt: skip
+# What only RLlib's own updates would read, of its experimental settings.
+_OF_ITS_OPTIMISERS = {"_torch_lr_scheduler_classes", "_torch_grad_scaler_class"}
 _CHANGED_FOR_EVALUATION = {"batch_mode", "rollout_fragment_length", "num_env_runners"}
 
 
@@ -494,7 +496,7 @@ def refuse_inert(config: TabledConfig) -> None:
         name
         for name, value in vars(AlgorithmConfig()).items()
         if name not in skipped
-        and not name.startswith("_")
+        and (not name.startswith("_") or name in _OF_ITS_OPTIMISERS)
         and not (isinstance(value, int) and value == DEPRECATED_VALUE)
         and not same(getattr(config, name), getattr(untouched, name))
     ]

@@ -30,8 +30,12 @@ class Environment(Settings):
     reference: dict | str | None = setting(
         None, "{model, quantization, dtype, device}; without a model, the policy's"
     )
-    frozen_quantization: str = setting("none", "the quantization of frozen models that name none")
-    frozen_products: str = setting("mkl", "what multiplies float32 of frozen models")
+    frozen_quantization: Literal["none", "bf16", "int8", "nf4"] = setting(
+        "none", "the quantization of frozen models that name none"
+    )
+    frozen_products: Literal["mkl", "onednn"] = setting(
+        "mkl", "what multiplies float32 of frozen models"
+    )
     kl_coeff: float = setting(0.0, "the share of the KL in the environment's reward", least=0)
     device: Any = setting("cpu", "the device of what the environment returns")
     return_texts: bool = setting(False, "whether infos have the texts")

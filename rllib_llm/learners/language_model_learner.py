@@ -30,7 +30,7 @@ from rllib_llm.learners.batching import (
     row_lengths,
     take_rows,
 )
-from rllib_llm.learners.learner_group import LEARNER_DONE
+from rllib_llm.learners.learner_group import LEARNER_DONE, CallOrderError
 from rllib_llm.learners.metrics import (
     MEANS,
     MESSAGES,
@@ -188,7 +188,7 @@ class LanguageModelLearner(SharedPasses):
         """
         self._check_is_built()
         if self._accumulated:
-            raise RuntimeError(
+            raise CallOrderError(
                 f"batches={len(self._accumulated)} must be 0: so many have added gradients that no "
                 "step has taken, and an update takes steps of its own. Call optimizer_step() "
                 "before train() or submit()."
@@ -234,10 +234,10 @@ class LanguageModelLearner(SharedPasses):
         """Takes one optimiser step with the gradients added up; results as those of `update`.
 
         Raises:
-            RuntimeError: there are none.
+            CallOrderError: there are none.
         """
         if not self._accumulated:
-            raise RuntimeError(
+            raise CallOrderError(
                 "batches=0 must be at least 1: there is no gradient to take a step with. Call "
                 "forward_backward(batch) first."
             )

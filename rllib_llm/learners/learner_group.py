@@ -36,6 +36,10 @@ class LearnerError(RuntimeError):
     """A learner died or hung; training since the last checkpoint is lost."""
 
 
+class CallOrderError(RuntimeError):
+    """A call that learners refuse before they begin: all do alike, and none waits for another."""
+
+
 class LearnerActors(FaultTolerantActorManager):
     """RLlib's actor manager, which waits for all learners, but ends the wait when one fails: the
     others would wait for its gradients for ever."""
@@ -61,7 +65,8 @@ class LearnerActors(FaultTolerantActorManager):
         Raises:
             LearnerError: one died, one gave no answer within `learner_timeout_s`, or the learners
                 were ended by an earlier error.
-            Exception: what a learner raised; if there are several, they are ended, since the
+            CallOrderError: what was called has to wait for another call.
+            Exception: what else a learner raised; if there are several, they are ended, since the
                 others may wait for it.
         """
         ids = self.actor_ids() if remote_actor_ids is None else remote_actor_ids
@@ -109,9 +114,10 @@ class LearnerActors(FaultTolerantActorManager):
             return ray.get(ref)
         except RayTaskError as error:
             logger.error("Learner %d raised in %s: %s", learner, what, error)
-            if self.num_actors() > 1:
+            cause = error.as_instanceof_cause()
+            if self.num_actors() > 1 and not isinstance(cause, CallOrderError):
                 self.end()
-            raise error.as_instanceof_cause() from None
+            raise cause from None
         except RayError as error:  # it died, could not be started, or lost the answer
             self.end()
             raise LearnerError(f"Learner {learner} died in {what}: {error} {ADVICE}") from error

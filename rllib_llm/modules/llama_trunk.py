@@ -299,17 +299,17 @@ def _norm_gradients(
     along, weight = scale.pow(3).div_(-features), weight.to(exact)
     for rows in _blocks(inputs):
         own, upstream, factor = inputs[rows].to(exact), grad[rows].to(exact), scale[rows]
-        products = upstream * own
-        weight_grad.addmv_(products.view(-1, features).t(), factor.flatten())
-        slopes = (products.view(-1, features) @ weight).view(factor.shape).mul_(along[rows])
-        block = torch.mul(upstream, weight, out=products).mul_(factor).addcmul_(own, slopes)
+        products = (upstream * own).reshape(-1, features)
+        weight_grad.addmv_(products.t(), factor.flatten())
+        slopes = (products @ weight).view(factor.shape).mul_(along[rows])
+        block = torch.mul(upstream, weight).mul_(factor).addcmul_(own, slopes)
         input_grad[rows] = block if residual_grad is None else block.add_(residual_grad[rows])
     return input_grad, weight_grad.to(inputs.dtype)
 
 
 def _blocks(tensor: Tensor) -> Iterator[slice]:
     """Blocks of rows of `tensor` [tokens, ...] that fit a cache, each with its outputs."""
-    rows_per_block = max(1, 2**17 // tensor[0].numel())
+    rows_per_block = max(1, 2**17 * len(tensor) // max(1, tensor.numel()))
     for start in range(0, len(tensor), rows_per_block):
         yield slice(start, start + rows_per_block)
 

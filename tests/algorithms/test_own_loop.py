@@ -76,7 +76,10 @@ def test_a_step_in_three_parts_is_a_step_of_learners_in_processes_of_their_own(
     config.training(train_batch_size_per_learner=size, minibatch_size=size)
     with tiny.built(config) as algorithm:
         for _ in range(3):
-            algorithm.forward_backward(algorithm.next_batch().result())
+            batch = algorithm.next_batch().result()
+            algorithm.forward_backward(batch)
+            with pytest.raises(RuntimeError, match="batches=1 must be 0"):
+                algorithm.submit(batch).result()  # the learners live on
             stepped = algorithm.optimizer_step().result()
             algorithm.publish_weights().result()
         assert stepped[""].keys() >= {"lr", "grad_norm"} and algorithm.position == 12

@@ -88,6 +88,16 @@ def test_settings_of_the_environment_are_checked_as_all_are(name, value, words):
         overlaid.validate()
 
 
+@pytest.mark.parametrize("rows, env", [
+    ({"prompts": ["a"], "reward_functions": [len]}, "rllib_llm/RLHF-v0"),
+    ({"prompts": ["a"], "reward_functions": [len], "max_turns": 2}, "rllib_llm/Conversation-v0"),
+])  # fmt: skip
+def test_prompts_and_rewards_name_their_environment_in_env_config_too(rows, env):
+    config = GRPOConfig().language_model(model=tiny.MODEL).environment(env_config=rows)
+    config.validate()
+    assert config.env == env
+
+
 def test_an_environment_of_ones_own_has_settings_of_its_own():
     config = tiny.grpo().environment(f"{__name__}.MyEnv", env_config={"max_prompt_len": "many"})
     config.validate()
@@ -97,6 +107,8 @@ def test_an_environment_of_ones_own_has_settings_of_its_own():
     ("env_runner_health_probe_timeout_s", 5.0),
     ("env_runner_restore_timeout_s", 5.0),
     ("algorithm_config_overrides_per_module", {"default_policy": {"lr": 1.0}}),
+    ("_torch_lr_scheduler_classes", [object]),
+    ("_torch_grad_scaler_class", object),
 ])  # fmt: skip
 def test_settings_that_act_on_nothing_are_refused(name, value):
     config = tiny.grpo()

@@ -56,6 +56,17 @@ def test_gradients_are_those_of_finite_differences():
     )
 
 
+@pytest.mark.parametrize("shape", [(6, 4, 8), (0, 4, 8)])
+def test_a_norm_takes_a_gradient_that_lies_otherwise(shape):
+    """Attention by torch's plain operations gives [heads, tokens, features], permuted."""
+    inputs, weight = torch.randn(shape, requires_grad=True), torch.randn(8)
+    upstream = torch.randn(shape[1], shape[0], 8).transpose(0, 1)
+    (grad,) = torch.autograd.grad(rms_norm(inputs, weight, EPS), inputs, upstream)
+    norm = LlamaRMSNorm(8, EPS)
+    norm.weight.data = weight
+    torch.testing.assert_close(grad, torch.autograd.grad(norm(inputs), inputs, upstream)[0])
+
+
 def test_each_layer_is_transformers_own():
     config = tiny_model("llama").config
     inputs, norm = torch.randn(7, config.hidden_size), LlamaRMSNorm(config.hidden_size, EPS)

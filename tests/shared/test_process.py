@@ -179,7 +179,7 @@ def faults():
     del arrays
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-print(keep_freed_memory({}))
+print(keep_freed_memory({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "MALLOC_ARENA_MAX": "2"}))
 faults()
 print(faults())
 """
@@ -197,4 +197,4 @@ def test_freed_memory_is_taken_again_without_the_system():
 
 def test_what_the_environment_says_of_malloc_wins():
     assert not keep_freed_memory({"MALLOC_TRIM_THRESHOLD_": "131072"})
-    assert not keep_freed_memory({"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"})
+    assert not keep_freed_memory({"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=131072"})
