@@ -101,6 +101,9 @@ LEFT_OUT = {
     "xlnet": "sees later tokens",
     "xlstm": "its own forward fails at this size: its state has another shape than its layers",
 }
+# In float32, in which the others run (not all can in float64), its log-probs of -13 nats differ by
+# 125 roundings on a processor with AMX, instead of forty.
+IN_FLOAT64 = {"xlm"}
 
 
 def tiny_config(model_type: str) -> Any:
@@ -124,7 +127,8 @@ def tiny_config(model_type: str) -> Any:
 @pytest.mark.parametrize("model_type", sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - {*LEFT_OUT}))
 def test_log_probs_and_gradients_are_the_models_own(model_type):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny_config(model_type)).float().eval()
+    dtype = torch.float64 if model_type in IN_FLOAT64 else torch.float32
+    model = AutoModelForCausalLM.from_config(tiny_config(model_type)).to(dtype).eval()
     with torch.no_grad():
         for parameter in model.parameters():  # spreads logits; zero biases would not show
             parameter.copy_(parameter * 2 + 0.05 * torch.randn_like(parameter))
