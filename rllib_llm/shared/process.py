@@ -224,8 +224,8 @@ def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
     environment does not say otherwise. Returns whether it does.
 
     Passes through a model free tensors and want others of that size. What went back to the system
-    comes again page by page, filled with zeros: of a GRPO iteration of 5 M parameters in bfloat16
-    4 % (virtual machine, Intel Xeon with AMX).
+    comes again page by page, filled with zeros: in a GRPO iteration of 5 M parameters in bfloat16
+    30,000 pages, 3 % of its CPU time in the system (virtual machine, Intel Xeon with AMX).
     """
     tunables = environ.get("GLIBC_TUNABLES", "")
     if any(f"MALLOC_{n.upper()}_" in environ or n in tunables for n in _THRESHOLDS):
