@@ -204,7 +204,7 @@ class RLHFConfig(LanguageModelConfig):
         if self.env is None:  # prompts and rewards name theirs, wherever they are given
             rows = [row for part in (PROMPTS, REWARDS, CONVERSATION) for row in part.settings]
             envs = {row.env for row in rows if row.name in self.env_config}
-            self.env = min(envs, default=None)  # a conversation has prompts and rewards as well
+            self.env = min(envs, default=None)  # as `needed_env` chooses
         super().validate()
         check_loss(self)
         check_reference(self)
