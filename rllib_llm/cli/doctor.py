@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,10 +14,9 @@ from rich.text import Text
 
 from rllib_llm.cli.options import IMPORT_HELP, Overrides, RayOptions
 from rllib_llm.cli.session import check_address, prepare, ray_session, user_errors
-from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.errors import Problem, UserError, ended, problems_of
 
 if TYPE_CHECKING:
-    from rllib_llm.runs.doctor.stage import Finding
     from rllib_llm.runs.experiments import Experiment
 
 COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
@@ -35,7 +34,7 @@ def doctor(
             "with a full forward pass, check the chat template and the rewards of right answers.",
         ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print findings as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the problems as JSON.")] = False,
     start_ray: Annotated[
         bool, typer.Option("--ray/--no-ray", help="Start Ray for a moment. On by default.")
     ] = True,
@@ -67,7 +66,7 @@ def doctor(
         found = list(_findings(file, deep, start_ray, ray_address, storage_path, overrides))
         found = distinct(found)
     if as_json:
-        print(json.dumps([dataclasses.asdict(finding) for finding in found], indent=1))
+        print(json.dumps([_as_json(problem) for problem in found], indent=1))
     else:
         _show(found, Console())
     raise typer.Exit(exit_code(found))
@@ -80,10 +79,9 @@ def _findings(
     ray_address: str | None,
     storage_path: str | None,
     overrides: list[str] | None,
-) -> Iterator[Finding]:
+) -> Iterator[Problem]:
     from rllib_llm.runs.doctor.examine import examine
     from rllib_llm.runs.doctor.machine_rules import Machine, ray_rules
-    from rllib_llm.runs.doctor.stage import Finding
     from rllib_llm.runs.run_folder import storage_root
     from rllib_llm.runs.yaml_loader import load_file
 
@@ -97,16 +95,16 @@ def _findings(
             errors = [broken]
         is_readable = not errors
         for each in errors:
-            yield from Finding.from_errors(each, "file")
+            yield from problems_of(each)
     root = storage_root(storage_path, experiments)
     machine = Machine.here(root if isinstance(root, Path) else Path.cwd())
     found = examine(experiments, machine, folder=root, is_here=ray_address is None)
     try:
         check_address(ray_address)
     except UserError as error:
-        found.append(Finding.from_error(error, "ports").at(""))
+        found += problems_of(error)
     yield from found
-    can_run = is_readable and not any(finding.severity == "error" for finding in found)
+    can_run = is_readable and not any(problem.severity == "error" for problem in found)
     if can_run and ray_address is not None:
         yield from _fits_cluster(experiments, ray_address)
     elif can_run and start_ray:  # which takes seconds
@@ -115,10 +113,9 @@ def _findings(
         yield from _deep(experiments)
 
 
-def _fits_cluster(experiments: list[Experiment], ray_address: str) -> Iterator[Finding]:
+def _fits_cluster(experiments: list[Experiment], ray_address: str) -> Iterator[Problem]:
     """Errors of experiments of which one trial finds no place on the cluster's nodes, or that of a
     cluster which cannot be joined."""
-    from rllib_llm.runs.doctor.stage import Finding
     from rllib_llm.runs.experiments import with_stand_ins
     from rllib_llm.runs.plan import check_experiment, check_resources
 
@@ -126,40 +123,44 @@ def _fits_cluster(experiments: list[Experiment], ray_address: str) -> Iterator[F
         with ray_session(RayOptions(ray_address=ray_address)) as nodes:
             pass
     except ValueError as error:
-        yield from Finding.from_errors(error, "cluster")
+        yield from problems_of(error)
         return
     for experiment in with_stand_ins(experiments):
         try:
             for reservation in check_experiment(experiment):
                 check_resources(reservation, nodes)
         except ValueError as error:
-            yield from Finding.from_errors(error, "cluster", experiment.name)
+            yield from (each.within(experiment.name) for each in problems_of(error))
 
 
-def _deep(experiments: list[Experiment]) -> Iterator[Finding]:
+def _deep(experiments: list[Experiment]) -> Iterator[Problem]:
     from rllib_llm.runs.doctor.examine import deep_rules
-    from rllib_llm.runs.doctor.stage import Finding, make_stage
+    from rllib_llm.runs.doctor.stage import make_stage
     from rllib_llm.runs.experiments import with_stand_ins
 
     for experiment in with_stand_ins(experiments):
         try:
             stage = make_stage(experiment)
             if stage is not None:
-                yield from (finding.at(experiment.name) for finding in deep_rules(stage))
+                yield from (each.within(experiment.name) for each in deep_rules(stage))
         except (ValueError, RuntimeError, OSError) as error:
-            yield from Finding.from_errors(error, "deep", experiment.name)
+            yield from (each.within(experiment.name) for each in problems_of(error))
 
 
-def _show(found: list[Finding], console: Console) -> None:
-    """One paragraph for each finding, the value found first."""
-    for finding in found:
-        head = Text.assemble((finding.severity, COLOURS[finding.severity]), f"  {finding.id}")
-        if finding.where:
-            head.append(f"  ({finding.where})", style="dim")
-        console.print(head)
-        for line in (finding.sentence, finding.remedy):
-            if line:
-                console.print(Text(f"  {line}"), highlight=False)
+def _as_json(problem: Problem) -> dict[str, Any]:
+    """The fields of a problem, the value as Python writes it."""
+    fields = dataclasses.asdict(problem)
+    value = fields.pop("value")
+    return fields if value is ... else {**fields, "value": repr(value)}
+
+
+def _show(found: list[Problem], console: Console) -> None:
+    """One paragraph for each problem."""
+    for problem in found:
+        head = Text.assemble((problem.severity, COLOURS[problem.severity]), f"  {problem.sentence}")
+        console.print(head, highlight=False)
+        if problem.remedy:
+            console.print(Text(f"  {ended(problem.remedy)}"), highlight=False)
     counts = {name: sum(f.severity == name for f in found) for name in ("error", "warning")}
     if not any(counts.values()):
         console.print("[green]No problem found.[/green]")

@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable, Iterator
 from typing import Any, TypeVar
 
 from rllib_llm.config.sections import defaults, rllib_table, same, table
-from rllib_llm.shared.errors import SettingError, SettingWarning, complain, shown
+from rllib_llm.shared.errors import SettingError, SettingWarning, complain, warning
 from rllib_llm.shared.setting import IN_CONFIG
 
 Value = TypeVar("Value")
@@ -37,8 +37,8 @@ def warn_of_no_effect(config: Any) -> None:
     """One warning for every setting that was changed from its default and is not used, and one for
     every range that does not suit the loss that was chosen."""
     changed = _unused(config, defaults(type(config)))
-    for warning in (*_no_effect(config, changed), *_unsuited(config)):
-        warnings.warn(warning, stacklevel=4)
+    for each in (*_no_effect(config, changed), *_unsuited(config)):
+        warnings.warn(each, stacklevel=4)
 
 
 def warn_of_idle_overlay(config: Any, training: Any, names: Container[str]) -> None:
@@ -46,16 +46,18 @@ def warn_of_idle_overlay(config: Any, training: Any, names: Container[str]) -> N
     the evaluation, whose whole config `config` is, and differs from `training`'s, which tells of
     the others."""
     idle = (unused for unused in _unused(config, training) if unused[0] in names)
-    for warning in _no_effect(config, idle, "evaluation_config."):
-        warnings.warn(warning, stacklevel=4)
+    for each in _no_effect(config, idle, "evaluation_config."):
+        warnings.warn(each, stacklevel=4)
 
 
 def _no_effect(
     config: Any, unused: Iterable[tuple[str, str, str]], place: str = ""
 ) -> Iterator[SettingWarning]:
     for name, why, remedy in unused:
-        found = f"{place}{name}={shown(_value(config, name))} has no effect {why}"
-        yield SettingWarning(f"no_effect.{name}", found, "", remedy)
+        value = _value(config, name)
+        yield SettingWarning(
+            warning(f"{place}{name}", "be left out", f"it has no effect {why}", remedy, value)
+        )
 
 
 def _value(config: Any, name: str) -> Any:
@@ -83,17 +85,14 @@ def _unsuited(config: Any) -> Iterator[SettingWarning]:
     """Clip ranges of PPO used with losses whose papers give others."""
     loss, low = getattr(config, "policy_loss", None), getattr(config, "clip_param", 0.0)
     if loss == "gspo" and low >= 0.1:
-        yield SettingWarning(
-            "settings.clip_param",
-            f"clip_param={low!r} hardly ever clips with policy_loss='gspo'",
-            "the ratio of a whole completion is its tokens' geometric mean, which stays near 1",
+        yield SettingWarning(warning(
+            "clip_param", "be smaller with policy_loss='gspo'", "it hardly ever clips: the ratio "
+            "of a whole completion is its tokens' geometric mean, which stays near 1",
             "Zheng et al. 2025 use clip_param=3e-4 and clip_param_high=4e-4 for completions of "
-            "thousands of tokens; about 0.03 suits short ones",
-        )
+            "thousands of tokens; about 0.03 suits short ones", low,
+        ))  # fmt: skip
     if loss == "cispo" and low < 1:
-        yield SettingWarning(
-            "settings.clip_param",
-            f"clip_param={low!r} holds weights from below with policy_loss='cispo'",
-            "its paper does not (MiniMax-M1 2025)",
-            "Use clip_param=1.0, and clip_param_high to bound them from above",
-        )
+        yield SettingWarning(warning(
+            "clip_param", "be 1 with policy_loss='cispo'", "it holds weights from below, which its "
+            "paper does not (MiniMax-M1 2025)", "Bound them from above with clip_param_high", low,
+        ))  # fmt: skip

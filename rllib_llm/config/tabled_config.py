@@ -48,6 +48,7 @@ from rllib_llm.shared.errors import (
     suggestion,
     together,
     unknown_key,
+    warning,
 )
 from rllib_llm.shared.setting import IN_CONFIG, IN_ENV, Section, Setting, plain
 
@@ -474,10 +475,11 @@ def warn_of_strangers(config: TabledConfig) -> None:
     for name in vars(config).keys() - known:
         if not name.startswith("_"):
             error = unknown_settings(type(config), [name], type(config).__name__)
-            found = f"{error.found} was set as an attribute of {error.where} and has no effect"
-            warnings.warn(
-                SettingWarning("no_effect.unknown", found, "", error.remedy), stacklevel=4
-            )
+            found = warning(
+                f"{error.where}.{name}", "be a setting", "it was set as an attribute and has no "
+                "effect", error.remedy,
+            )  # fmt: skip
+            warnings.warn(SettingWarning(found), stacklevel=4)
 
 
 def refuse_inert(config: TabledConfig) -> None:

@@ -7,6 +7,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,15 @@ from rllib_llm.config.schema import build_config
 from rllib_llm.config.sections import sections_of, table
 from rllib_llm.config.tabled_config import TabledConfig
 from rllib_llm.runs.doctor.data_rules import check_data, check_sources, data_settings
-from rllib_llm.runs.doctor.stage import Finding, Stage, distinct, stage_of
-from rllib_llm.runs.experiments import KEYS, Experiment, algorithm_class, model_of, with_stand_ins
+from rllib_llm.runs.doctor.stage import Stage, distinct, stage_of
+from rllib_llm.runs.experiments import (
+    KEYS,
+    Experiment,
+    StandIn,
+    algorithm_class,
+    model_of,
+    with_stand_ins,
+)
 from rllib_llm.runs.metrics import (
     COUNTERS,
     TYPICAL,
@@ -38,12 +46,15 @@ from rllib_llm.runs.search_space import (
     search_space,
 )
 from rllib_llm.shared.errors import (
+    Problem,
     SettingWarning,
     UserError,
     all_complaints,
     complain,
     noted,
+    problems_of,
     suggestion,
+    warning,
 )
 from rllib_llm.shared.setting import IN_ENV
 from rllib_llm.shared.storage import Place
@@ -53,7 +64,7 @@ NUM_TO_KEEP = 2  # by default, beside the best one
 
 
 def check_experiments(
-    experiments: list[Experiment], rules: Callable[[Stage], Iterable[Finding]] = lambda stage: ()
+    experiments: list[Experiment], rules: Callable[[Stage], Iterable[Problem]] = lambda stage: ()
 ) -> list[Reservation]:
     """Validate every experiment; return what one trial of each point of their grids reserves.
 
@@ -61,32 +72,23 @@ def check_experiments(
     stage's own `model` stands in for it: the same architecture and tokenizer.
 
     Args:
-        rules: gives further findings about a stage of ours whose settings are valid. What is no
-            error is warned of.
+        rules: gives further problems of a stage of ours whose settings are valid. What is no error
+            is warned of.
 
     Raises:
         UserError: all that is wrong, with the experiments' names.
     """
     reserved: list[Reservation] = []
-    complaints: list[str] = []
+    problems: list[Problem] = []
     for experiment in with_stand_ins(experiments):
-        try:
-            of_trials, stage = _checked(experiment)
-        except UserError as error:
-            complaints.append(str(error))
-            continue
+        found, of_trials, stage = examine(experiment)
         reserved += of_trials
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            found = [] if stage is None else distinct(rules(stage))
-        for finding in found:
-            text = finding.at(experiment.name).text()
-            if finding.severity == "error":
-                complaints.append(text)
-            else:
-                warnings.warn(text, stacklevel=2)
-    if complaints:
-        raise UserError("\n".join(complaints))
+        if stage is not None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                found += [problem.within(experiment.name) for problem in rules(stage)]
+        problems += found
+    _tell(distinct(problems))
     return reserved
 
 
@@ -97,16 +99,43 @@ def check_experiment(experiment: Experiment) -> list[Reservation]:
     Raises:
         UserError: all that is wrong, a line each, with the experiment's name.
     """
-    return _checked(experiment)[0]
+    found, reserved, _ = examine(experiment)
+    _tell(found)
+    return reserved
 
 
-def _checked(experiment: Experiment) -> tuple[list[Reservation], Stage | None]:
-    with all_complaints() as errors:
-        found = examine_experiment(experiment)
+def _tell(problems: Iterable[Problem]) -> None:
+    """Warns of what is no error; raises UserError where something is."""
+    errors = [str(problem) for problem in problems if problem.severity == "error"]
+    for problem in problems:
+        if problem.severity == "warning":
+            warnings.warn(SettingWarning(problem), stacklevel=3)
     if errors:
-        texts = (_named(as_written(str(e), experiment), experiment.name) for e in errors)
-        raise UserError("\n".join(texts)) from errors[0]
-    return found
+        raise UserError("\n".join(errors))
+
+
+def examine(experiment: Experiment) -> tuple[list[Problem], list[Reservation], Stage | None]:
+    """What is wrong with an experiment. Where nothing is: what there is to warn of, what one trial
+    of each point of its grid reserves, and the stage of the first point, if its algorithm is
+    ours."""
+    name = experiment.name
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", UserWarning)
+        with all_complaints() as errors:
+            _, stage = found = examine_experiment(experiment)
+    if errors:
+        # A stand-in that is wrong is reported for the experiment that names it.
+        is_foreign = isinstance(model_of(experiment.config), StandIn)
+        own = [e for e in errors if not (is_foreign and getattr(e, "subject", "") == "model")]
+        wrong = [problem for error in own for problem in problems_of(error)]
+        return [
+            replace(each, name=as_written(each.name, experiment)).within(name) for each in wrong
+        ], [], None
+    told = [each.message for each in said if issubclass(each.category, UserWarning)]
+    problems = [
+        each.problem if isinstance(each, SettingWarning) else warning(str(each)) for each in told
+    ]
+    return [problem.within(name) for problem in problems], *found
 
 
 def as_written(text: str, experiment: Experiment) -> str:
@@ -132,10 +161,6 @@ def as_written(text: str, experiment: Experiment) -> str:
     text = re.sub(r"\benv_config\.()(\w+)", name, text)
     text = re.sub(r"\benv_config of (\S+ unknown key ')(\w+)", name, text)
     return text if given else re.sub(r"^((?:[\w.]+: )?)env_config: ", r"\1", text)
-
-
-def _named(text: str, name: str) -> str:
-    return text if text.startswith(name) else f"{name}: {text}"
 
 
 def examine_experiment(experiment: Experiment) -> tuple[list[Reservation], Stage | None]:
@@ -198,7 +223,6 @@ def _check_results(experiment: Experiment) -> None:
     end. Code of the user's own may report more than we know: there it is a warning."""
     name, run, is_certain = experiment.name, experiment.run, not _may_report_more(experiment)
     for where, key, use in _named_results(experiment):
-        is_limit = where in ("stop", "pass_criteria")
         known, others = is_reported(key), reporters(key)
         hint = _meant_counter(key, known or not is_certain) if where == "stop" else ""
         if hint:
@@ -225,15 +249,11 @@ def _check_results(experiment: Experiment) -> None:
                 remedy=remedy,
             ))  # fmt: skip
         else:
-            place = f"{where}.{key}" if is_limit else where
-            found = f"{run} reports no {key!r}" if known else f"no result is called {key!r}"
-            warnings.warn(
-                SettingWarning(
-                    "experiment.result", f"{place}: {found}", "unless code of yours reports it, "
-                    "nothing ever happens by it, or, by a metric, the trials end after an "
-                    "iteration", remedy,
-                ), stacklevel=2,
+            found = warning(
+                f"{name}.{where}", rule, "unless code of yours reports it, nothing ever happens by "
+                "it, or, by a metric, the trials end after an iteration", remedy, key,
             )  # fmt: skip
+            warnings.warn(SettingWarning(found), stacklevel=2)
 
 
 def _meant_counter(key: str, is_known: bool) -> str:

@@ -15,9 +15,69 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
 
 MAX_SHOWN = 200  # characters of a value in a message
+
+
+Severity = Literal["error", "warning", "note"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that a user should know of, as data; `str()` is its sentence.
+
+    name: the place as the user wrote it, such as "my-run: top_p", or what there is, as a clause.
+    rule: what follows "must", such as "be at most 1"; "" where no rule is broken.
+    reason, remedy: why, a clause; what to do instead.
+    value: what is there; `...` where the rule is not about a value.
+    severity: "error": it cannot run, or not as it was meant; "warning": somebody should look;
+        "note": a fact worth knowing.
+    """
+
+    name: str
+    rule: str = ""
+    reason: str = ""
+    remedy: str = ""
+    value: Any = ...
+    severity: Severity = "error"
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (self.sentence, ended(self.remedy))))
+
+    @property
+    def sentence(self) -> str:
+        """The problem, without the remedy."""
+        found = self.name if self.value is ... else f"{self.name}={shown(self.value)}"
+        return sentence(found, self.rule, self.reason)
+
+    def within(self, place: str) -> Problem:
+        """The same, its name with the place that it is in, if it does not begin with that."""
+        is_named = not place or self.name.startswith(place)
+        return self if is_named else replace(self, name=f"{place}: {self.name}")
+
+
+def warning(
+    name: str, rule: str = "", reason: str = "", remedy: str = "", value: Any = ...
+) -> Problem:
+    """A problem that somebody should look at."""
+    return Problem(name, rule, reason, remedy, value, "warning")
+
+
+def note(fact: str, remedy: str = "") -> Problem:
+    """A fact worth knowing."""
+    return Problem(fact, remedy=remedy, severity="note")
+
+
+def problems_of(error: BaseException) -> Iterator[Problem]:
+    """The problem of an exception, and those of the others that it has."""
+    if not isinstance(error, SettingError):
+        yield Problem(" ".join(str(error).split()))
+        return
+    yield error.problem
+    for other in error.others:
+        yield from problems_of(other)
 
 
 class SettingError(ValueError):
@@ -50,9 +110,14 @@ class SettingError(ValueError):
         self.where, self.unknown = where, unknown
 
     def __str__(self) -> str:
-        text = " ".join(filter(None, (self.sentence, self.remedy_sentence)))
-        text = f"{self.where}: {text}" if self.where else text
-        return "\n".join([text, *map(str, self.others)])
+        return "\n".join(map(str, (self.problem, *self.others)))
+
+    @property
+    def problem(self) -> Problem:
+        """The error as data, without the others."""
+        name, value = (self.name, self.value) if self.rule else (str(self.args[0]), ...)
+        found = Problem(name, self.rule, self.reason, self.remedy, value)
+        return replace(found, name=f"{self.where}: {name}") if self.where else found
 
     @property
     def found(self) -> str:
@@ -60,16 +125,6 @@ class SettingError(ValueError):
         if not self.rule:
             return str(self.args[0])
         return self.name if self.value is ... else f"{self.name}={shown(self.value)}"
-
-    @property
-    def sentence(self) -> str:
-        """The problem, without the remedy."""
-        return sentence(self.found, self.rule, self.reason)
-
-    @property
-    def remedy_sentence(self) -> str:
-        """The remedy with its full stop."""
-        return ended(self.remedy)
 
     @property
     def setting(self) -> tuple[str, ...]:
@@ -109,21 +164,11 @@ class UserError(SettingError):
 
 
 class SettingWarning(UserWarning):
-    """A warning about a setting that works but not as it seems to, as an object.
+    """A warning about a setting that works but not as it seems to; `problem` has it as data."""
 
-    Attributes:
-        id: area and subject, as the doctor's findings have them: "no_effect.lr_num_updates".
-        found: what there is, a clause.
-        reason: why that matters, a clause; may be empty.
-        remedy: what to do.
-    """
-
-    def __init__(self, id: str, found: str, reason: str = "", remedy: str = ""):
-        super().__init__(id, found, reason, remedy)
-        self.id, self.found, self.reason, self.remedy = id, found, reason, remedy
-
-    def __str__(self) -> str:
-        return " ".join(filter(None, (sentence(self.found, "", self.reason), ended(self.remedy))))
+    def __init__(self, problem: Problem):
+        super().__init__(problem)
+        self.problem = problem
 
 
 def sentence(found: str, rule: str = "", reason: str = "") -> str:

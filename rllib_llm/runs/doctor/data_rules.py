@@ -20,7 +20,6 @@ from rllib_llm.data.rows import DataSourceError, Rows
 from rllib_llm.modules.model_source import num_positions
 from rllib_llm.runs.doctor.stage import (
     MAX_ROWS,
-    Finding,
     Stage,
     can_be_read,
     env_settings,
@@ -29,6 +28,7 @@ from rllib_llm.runs.doctor.stage import (
 from rllib_llm.runs.experiments import StandIn
 from rllib_llm.shared.dotted import as_list
 from rllib_llm.shared.errors import (
+    Problem,
     SettingError,
     SettingWarning,
     all_complaints,
@@ -36,6 +36,7 @@ from rllib_llm.shared.errors import (
     has_complaints,
     in_place,
     noted,
+    warning,
 )
 
 if TYPE_CHECKING:
@@ -294,11 +295,12 @@ def _check_hub(hub_id: str, kind: str, name: str) -> None:
         return
     folder = did_you_mean_folder(hub_id) if kind == "model" else ""
     if not isinstance(answer, RepositoryNotFoundError):
-        found = f"{name}={hub_id!r} is neither here nor in the local cache"
-        reason = f"the hub, which will be asked again, does not answer ({type(answer).__name__})"
-        remedy = f"{folder} Give a folder where there is no network".lstrip()
-        warnings.warn(SettingWarning("hub.no_answer", found, reason, remedy), stacklevel=2)
-        return
+        found = warning(
+            name, "be here or in the local cache",
+            f"the hub, which will be asked again, does not answer ({type(answer).__name__})",
+            f"{folder} Give a folder where there is no network".lstrip(), hub_id,
+        )  # fmt: skip
+        return warnings.warn(SettingWarning(found), stacklevel=2)
     if isinstance(answer, GatedRepoError):
         why, remedy = "access must be asked for", "Ask for it on its page, then run hf auth login"
     else:
@@ -357,8 +359,8 @@ TEXTS = ("prompt", "completion", "text", "messages", "tools", "chosen", "rejecte
 NUM_ENCODED = 256  # rows whose length is measured
 
 
-def data_rules(stage: Stage) -> Iterator[Finding]:
-    """Findings about the rows that a stage learns from and is judged on."""
+def data_rules(stage: Stage) -> Iterator[Problem]:
+    """Problems of the rows that a stage learns from and is judged on."""
     if stage.is_rlhf:
         names, rows = ("prompts", "eval_prompts"), stage.prompts
         held_out = first_rows(stage.env.get("eval_prompts"), "eval_prompts")
@@ -371,14 +373,13 @@ def data_rules(stage: Stage) -> Iterator[Finding]:
     yield from _repeats(names[0], keys)
     if held_out is not None:
         yield from _leak(
-            _keys(stage, held_out), keys, f"rows of {names[1]} are in {names[0]} as well",
-            f"Take them out of {names[0]}.",
+            names[1], _keys(stage, held_out), keys, f"are in {names[0]} as well",
+            f"Take them out of {names[0]}",
         )  # fmt: skip
     elif stage.is_rlhf and stage.env.get("eval_fraction") and len(rows) < MAX_ROWS:
         yield from _leak(
-            *_split(stage, rows, keys),
-            "prompts that eval_fraction holds out repeat one to train on",
-            "Remove repeated rows, or write prompts: {eval_data: ...}.",
+            "eval_fraction", *_split(stage, rows, keys), "that it holds out are in prompts as well",
+            "Remove repeated rows, or write prompts: {eval_data: ...}",
         )  # fmt: skip
     if stage.is_rlhf:
         yield from _prompts(stage, rows)
@@ -410,25 +411,24 @@ def source_of(stage: Stage, rows: Rows, **split: Any) -> PromptSource:
     )
 
 
-def _repeats(name: str, keys: Sequence[str]) -> Iterator[Finding]:
+def _repeats(name: str, keys: Sequence[str]) -> Iterator[Problem]:
     repeated = 1 - len(set(keys)) / len(keys)
     if repeated > MAX_REPEATED:
-        yield Finding(
-            "data.duplicates", "warning", f"{repeated:.0%} of the rows of {name} repeat another",
-            "each counts as often as it stands there, which averages do not show",
-            "Remove them, unless you weigh rows by repeating them.",
+        yield warning(
+            name, "have distinct rows", f"{repeated:.0%} of them repeat another, and each counts "
+            "as often as it stands there", "Remove them, unless you weigh rows by repeating them",
         )  # fmt: skip
 
 
 def _leak(
-    held_out: Sequence[str], trained: Sequence[str], found: str, remedy: str
-) -> Iterator[Finding]:
+    name: str, held_out: Sequence[str], trained: Sequence[str], found: str, remedy: str
+) -> Iterator[Problem]:
     known = set(trained)
     shared = sum(key in known for key in held_out)
     if shared:
-        yield Finding(
-            "data.leak", "warning", f"{shared} of the {len(held_out)} {found}",
-            "their results say what was learnt by heart", remedy,
+        yield warning(
+            name, "share no row with training", f"{shared} of the {len(held_out)} {found}: their "
+            "results say what was learnt by heart", remedy,
         )  # fmt: skip
 
 
@@ -440,16 +440,14 @@ def _split(stage: Stage, rows: Rows, keys: Sequence[str]) -> tuple[list[str], li
     return held_out, [key for index, key in enumerate(keys) if index not in chosen]
 
 
-def _prompts(stage: Stage, rows: Rows) -> Iterator[Finding]:
+def _prompts(stage: Stage, rows: Rows) -> Iterator[Problem]:
     config, env = stage.config, stage.env
     num = len(rows)
     if num < config.num_prompts_per_iteration:
-        yield Finding(
-            "data.few_prompts",
-            "warning",
-            f"prompts has {num} rows, and an iteration samples {config.num_prompts_per_iteration}",
-            "some stand in one batch several times",
-            "Add prompts, or raise num_completions.",
+        yield warning(
+            "prompts", f"have at least the {config.num_prompts_per_iteration} rows of an iteration",
+            f"of {num} rows some stand in one batch several times",
+            "Add prompts, or raise num_completions",
         )
     column = env.get("prompt_column") or next(
         (name for name in ("prompt", "messages") if name in rows.columns), rows.columns[0]
@@ -468,12 +466,10 @@ def _prompts(stage: Stage, rows: Rows) -> Iterator[Finding]:
     looked_at = min(NUM_ENCODED, len(source))
     encoder.encode([source.row(index) for index in range(looked_at)])
     if encoder.num_truncated > MAX_CUT * looked_at:
-        yield Finding(
-            "data.cut", "warning",
-            f"{encoder.num_truncated} of the first {looked_at} prompts have more than "
-            f"max_prompt_len={env['max_prompt_len']} tokens",
-            "they lose their beginning",
-            _longer(encoder.longest(source), config),
+        yield warning(
+            "max_prompt_len", "hold the prompts",
+            f"{encoder.num_truncated} of the first {looked_at} lose their beginning",
+            _longer(encoder.longest(source), config), env["max_prompt_len"],
         )  # fmt: skip
 
 
@@ -489,22 +485,20 @@ def _longer(longest: int, config: Any) -> str:
     )
 
 
-def _texts(stage: Stage, rows: Rows) -> Iterator[Finding]:
+def _texts(stage: Stage, rows: Rows) -> Iterator[Problem]:
     config = stage.config
     if len(rows) < config.total_train_batch_size:
-        yield Finding(
-            "data.few_rows",
-            "warning",
-            f"data has {len(rows)} rows, and a batch {config.total_train_batch_size}",
-            "some stand in one batch several times",
-            f"Lower train_batch_size_per_learner to {len(rows)}, or add rows.",
+        yield warning(
+            "data", f"have at least the {config.total_train_batch_size} rows of a batch",
+            f"of {len(rows)} rows some stand in one batch several times",
+            f"Lower train_batch_size_per_learner to {len(rows)}, or add rows",
         )
     if {"chosen", "rejected"} <= set(rows.columns):
         same = sum(row["chosen"] == row["rejected"] for row in rows)
         if same:
-            yield Finding(
-                "data.same_pair", "warning", f"{same} of {len(rows)} pairs have equal answers",
-                "they are left out, for nothing can be preferred", "Remove or correct them.",
+            yield warning(
+                "data", "have pairs of different answers",
+                f"{same} of {len(rows)} have equal ones and are left out", "Remove or correct them",
             )  # fmt: skip
     for column in ("text", "completion", "chosen"):
         if column in rows.columns:
@@ -516,37 +510,34 @@ def _texts(stage: Stage, rows: Rows) -> Iterator[Finding]:
         yield from _merged_spaces(tokenizer, rows)
 
 
-def _merged_spaces(tokenizer: Any, rows: Rows) -> Iterator[Finding]:
-    """Findings about prompts whose last space becomes part of the answer's first token."""
+def _merged_spaces(tokenizer: Any, rows: Rows) -> Iterator[Problem]:
+    """Problems of prompts whose last space becomes part of the answer's first token."""
     for row in rows[:NUM_ENCODED]:
         prompt, answer = row.get("prompt"), row.get("completion") or row.get("chosen")
         if not (isinstance(prompt, str) and isinstance(answer, str) and prompt != prompt.rstrip()):
             continue
         alone = encode_text(tokenizer, prompt)
         if encode_ended(tokenizer, prompt, answer)[0][: len(alone)] != alone:
-            yield Finding(
-                "data.space", "warning",
-                f"a prompt's end {prompt[-20:]!r} is white space that becomes part of the answer's "
-                f"first token before {answer[:20]!r}",
-                "a prompt that is sampled from ends with a token of its own there, after which "
-                "the model has learnt nothing",
-                "Let prompts end without it, here and where they are sampled from, and answers "
-                "begin with it.",
+            yield warning(
+                "data", "have prompts without white space at the end",
+                f"that of {prompt[-20:]!r} becomes part of the answer's first token before "
+                f"{answer[:20]!r}, and after a prompt that is sampled from, it never does",
+                "Begin the answers with it, here and where prompts are sampled from",
             )  # fmt: skip
             return
 
 
-def _cut_texts(config: Any, tokenizer: Any, rows: Rows) -> Iterator[Finding]:
+def _cut_texts(config: Any, tokenizer: Any, rows: Rows) -> Iterator[Problem]:
     limit = config.longest_text()
     texts = [text for row in rows[:NUM_ENCODED] if (text := _whole_text(row))]
     lengths = [len(tokenizer(text)["input_ids"]) for text in texts]
     num_cut = sum(length > limit for length in lengths)
     if num_cut > MAX_CUT * max(1, len(lengths)):
-        yield Finding(
-            "data.cut", "warning",
-            f"{num_cut} of the first {len(lengths)} rows have more than {limit} tokens",
-            "what is beyond is not learnt from",
-            f"Raise max_length to {max(lengths)} where the model reads so much, or cut them well.",
+        yield warning(
+            "max_length", "hold the rows",
+            f"what is beyond {limit} tokens is not learnt from, in {num_cut} of the first "
+            f"{len(lengths)}",
+            f"Raise it to {max(lengths)} where the model reads so much, or cut them well",
         )  # fmt: skip
 
 
@@ -556,10 +547,9 @@ def _whole_text(row: Any) -> str:
     return " ".join(part for part in parts if isinstance(part, str))
 
 
-def _blank(name: str, texts: Sequence[str]) -> Iterator[Finding]:
+def _blank(name: str, texts: Sequence[str]) -> Iterator[Problem]:
     num = sum(not text.strip() for text in texts)
     if num > MAX_EMPTY * len(texts):
-        yield Finding(
-            "data.empty", "warning", f"{num} of {len(texts)} rows of {name} are empty",
-            "there is nothing to learn from them", "Remove them.",
+        yield warning(
+            name, "have no empty rows", f"{num} of {len(texts)} are", "Remove them"
         )  # fmt: skip

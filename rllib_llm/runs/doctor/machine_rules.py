@@ -23,7 +23,8 @@ from packaging.version import Version
 
 from rllib_llm.algorithms.language_model_config import AUTO
 from rllib_llm.modules.model_source import TruncatedWeightsError, num_parameters
-from rllib_llm.runs.doctor.stage import Finding, Stage
+from rllib_llm.runs.doctor.stage import Stage
+from rllib_llm.shared.errors import Problem, note, warning
 from rllib_llm.shared.process import (
     free_memory,
     multiplies_bfloat16,
@@ -101,8 +102,8 @@ def _gpu_memory() -> tuple[int, ...]:
 SECONDS_TO_ANSWER = 3.0  # of a server
 
 
-def machine_rules(stage: Stage, machine: Machine, *, is_here: bool = True) -> Iterator[Finding]:
-    """Findings about this machine under a stage's settings.
+def machine_rules(stage: Stage, machine: Machine, *, is_here: bool = True) -> Iterator[Problem]:
+    """Problems of this machine under a stage's settings.
 
     Args:
         is_here: Ray will be started on this machine, rather than being a cluster elsewhere.
@@ -114,7 +115,7 @@ def machine_rules(stage: Stage, machine: Machine, *, is_here: bool = True) -> It
     yield from server_rules(stage)
 
 
-def precision_rules(stage: Stage, machine: Machine, *, is_here: bool) -> Iterator[Finding]:
+def precision_rules(stage: Stage, machine: Machine, *, is_here: bool) -> Iterator[Problem]:
     """Types of numbers that this machine is slow at, or that it would be fast at."""
     config = stage.config
     on_gpu = bool(config.num_gpus_per_learner or getattr(config, "num_gpus_per_env_runner", 0))
@@ -123,18 +124,16 @@ def precision_rules(stage: Stage, machine: Machine, *, is_here: bool) -> Iterato
     chosen = {"dtype": config.dtype, "mixed_precision": config.mixed_precision}
     slow = [name for name, value in chosen.items() if value in ("bfloat16", "bf16")]
     if slow and not machine.computes_bfloat16:
-        yield Finding(
-            "devices.bfloat16",
-            "warning",
-            f"{slow[0]}={chosen[slow[0]]!r}",
+        yield warning(
+            slow[0], "be left out",
             "without AMX and AVX512-BF16 it is emulated, several times slower than float32",
-            f"Leave {slow[0]} out, or use a GPU.",
+            "Use a GPU for it", chosen[slow[0]],
         )
     if chosen["mixed_precision"] == AUTO:
         on = machine.computes_bfloat16
-        yield Finding(
-            "devices.precision", "note", f"mixed_precision='auto' is {'bf16' if on else None!r} "
-            f"here: this machine {'multiplies' if on else 'would emulate'} bfloat16.", "", "",
+        yield note(
+            f"mixed_precision='auto' is {'bf16' if on else None!r} here: this machine "
+            f"{'multiplies' if on else 'would emulate'} bfloat16"
         )  # fmt: skip
     quantised = {
         "quantization": config.quantization,
@@ -143,13 +142,10 @@ def precision_rules(stage: Stage, machine: Machine, *, is_here: bool) -> Iterato
     }
     for name, value in quantised.items():
         if value == "nf4" and not machine.gpu_memory:
-            yield Finding(
-                "devices.four_bit",
-                "warning",
-                f"{name}='nf4' on a processor",
-                "on a CPU it is slower than int8 and further from the unquantised model "
-                "(KL 0.3 against 0.004 for a model of 135 M parameters)",
-                f"Set {name}: int8.",
+            yield warning(
+                name, "be int8 on a processor", "nf4 is slower there and further from the "
+                "unquantised model (KL 0.3 against 0.004 for a model of 135 M parameters)",
+                f"Set {name}: int8", value,
             )
 
 
@@ -157,33 +153,27 @@ def _inner(given: Any) -> str:
     return str(given.get("quantization", "none")) if isinstance(given, Mapping) else "none"
 
 
-def place_rules(stage: Stage, machine: Machine) -> Iterator[Finding]:
+def place_rules(stage: Stage, machine: Machine) -> Iterator[Problem]:
     """Processes for which there is no device or no core of their own."""
     config = stage.config
     for name in ("num_gpus_per_learner", "num_gpus_per_env_runner"):
         wanted = float(getattr(config, name, 0) or 0)
         if wanted > len(machine.gpu_memory):
-            yield Finding(
-                "devices.gpus",
-                "error",
-                f"{name}={wanted:g}",
+            yield Problem(
+                name, f"be at most {len(machine.gpu_memory)}",
                 "torch sees so many CUDA devices here",
-                f"Set {name}: 0, look at the driver (nvidia-smi), or give --ray-address.",
-                rule=f"be at most {len(machine.gpu_memory)}",
+                f"Set {name}: 0, look at the driver (nvidia-smi), or give --ray-address", wanted,
             )
     num_busy = 1 + stage.num_samplers + stage.num_learners
     if stage.num_samplers + stage.num_learners > 1 and num_busy > machine.cpus + 1:
-        yield Finding(
-            "ray.processes",
-            "warning",
+        yield warning(
+            "num_env_runners", f"leave a core to each process of {machine.cpus:g}",
             f"{stage.num_samplers} samplers and {stage.num_learners} learners beside the trial "
-            f"share {machine.cpus:g} cores",
-            "processes that take turns wait for each other",
-            "Lower num_env_runners; on one machine 0 or 1 is often fastest.",
+            "take turns", "Lower it; on one machine 0 or 1 is often fastest", stage.num_samplers,
         )
 
 
-def store_rules(stage: Stage, machine: Machine) -> Iterator[Finding]:
+def store_rules(stage: Stage, machine: Machine) -> Iterator[Problem]:
     """Whether published weights fit into Ray's object store."""
     if machine.shm_bytes is None or not stage.num_samplers or stage.config.lora is not None:
         return
@@ -197,17 +187,15 @@ def store_rules(stage: Stage, machine: Machine) -> Iterator[Finding]:
     num_versions = stage.config.weights_keep + 1  # one more while it is published
     weights = num_versions * size * _item_bytes(stage.config)
     if weights > machine.shm_bytes:
-        yield Finding(
-            "ray.object_store",
-            "warning",
-            f"/dev/shm has {machine.shm_bytes / GIB:.2f} GiB free, and {num_versions} versions of "
-            f"the weights take {weights / GIB:.2f} GiB",
-            "Ray keeps what does not fit on disk, which is many times slower",
-            "Enlarge it (docker run --shm-size), use bfloat16 or lora, or num_env_runners: 0.",
+        yield warning(
+            "/dev/shm", f"hold {num_versions} versions of the weights ({weights / GIB:.2f} GiB)",
+            f"it has {machine.shm_bytes / GIB:.2f} GiB free, and Ray keeps the rest on disk, which "
+            "is many times slower",
+            "Enlarge it (docker run --shm-size), use bfloat16 or lora, or num_env_runners: 0",
         )
 
 
-def server_rules(stage: Stage) -> Iterator[Finding]:
+def server_rules(stage: Stage) -> Iterator[Problem]:
     """Servers that judge or generate, and do not answer."""
     for where, url in servers(stage):
         parts = urlsplit(url)
@@ -217,9 +205,9 @@ def server_rules(stage: Stage) -> Iterator[Finding]:
                 raise OSError("it names no host")
             socket.create_connection((parts.hostname, port), SECONDS_TO_ANSWER).close()
         except OSError as error:
-            yield Finding(
-                "ports.server", "error", f"{where}={url!r}",
-                f"{error}", "Start it, or correct the address.", rule="be a server that answers",
+            yield Problem(
+                where, "be a server that answers", str(error), "Start it, or correct the address",
+                url,
             )  # fmt: skip
 
 
@@ -280,8 +268,8 @@ def memory_shares(stage: Stage) -> list[Share]:
     ]
 
 
-def memory_rules(stage: Stage, machine: Machine) -> Iterator[Finding]:
-    """Findings about memory; shares on GPUs are compared with the smallest of them."""
+def memory_rules(stage: Stage, machine: Machine) -> Iterator[Problem]:
+    """Problems of memory; shares on GPUs are compared with the smallest of them."""
     shares = memory_shares(stage)
     total = sum(share.count * share.num_bytes for share in shares)
     if not total or not machine.memory:
@@ -296,12 +284,11 @@ def memory_rules(stage: Stage, machine: Machine) -> Iterator[Finding]:
     else:
         held, have, what = total, machine.memory, "the free memory"
     if held > TIGHT * have:
-        yield Finding(
-            "memory.total", "error" if held > have else "warning",
-            f"{said}: {held / GIB:.1f} GiB before activations, and {what} has {have / GIB:.1f} GiB",
-            "the system kills what does not fit",
+        yield Problem(
+            said, f"fit into {what} ({have / GIB:.1f} GiB)",
+            f"{held / GIB:.1f} GiB are needed before activations",
             "Lower num_env_runners or sampling_batch_size, use lora, dtype bfloat16, a quantised "
-            "reference, or a smaller model.",
+            "reference, or a smaller model", severity="error" if held > have else "warning",
         )  # fmt: skip
 
 
@@ -382,8 +369,8 @@ NEIGHBOURS = (
 
 def installation_rules(
     versions: Mapping[str, str], *, requirements: Mapping[str, Sequence[str]] | None = None
-) -> Iterator[Finding]:
-    """Findings about packages.
+) -> Iterator[Problem]:
+    """Problems of packages.
 
     Args:
         versions: installed, by lower-case name.
@@ -397,10 +384,9 @@ def installation_rules(
     for name, tried in TRIED.items():
         have = versions.get(name)
         if have is not None and Version(have).release[:2] != Version(tried).release[:2]:
-            yield Finding(
-                "installation.untried", "note", f"{name} {have}",
-                f"this package was tried with {tried}, and others may behave otherwise",
-                f"pip install {name}=={tried} where something is odd.", where=name,
+            yield note(
+                f"{name} {have}: this package was tried with {tried}; others may behave otherwise",
+                f"pip install {name}=={tried} where something is odd",
             )  # fmt: skip
 
 
@@ -412,7 +398,7 @@ def _installed_requirements(versions: Mapping[str, str]) -> dict[str, list[str]]
     return found
 
 
-def _requirement(owner: str, text: str, versions: Mapping[str, str]) -> Iterator[Finding]:
+def _requirement(owner: str, text: str, versions: Mapping[str, str]) -> Iterator[Problem]:
     """The problem with one requirement, "name>=1,<2; marker", if any; extras are ignored."""
     try:
         requirement = Requirement(text)
@@ -426,24 +412,21 @@ def _requirement(owner: str, text: str, versions: Mapping[str, str]) -> Iterator
     have = versions.get(name)
     if have is None:
         if owner == "rllib-llm":
-            yield Finding(
-                "installation.missing", "error", f"{name}",
-                f"{owner} requires {requirement.specifier or 'it'}",
-                f"pip install '{text.partition(';')[0].strip()}'.", where=name, rule="be installed",
+            yield Problem(
+                name, "be installed", f"{owner} requires {requirement.specifier or 'it'}",
+                f"pip install '{text.partition(';')[0].strip()}'",
             )  # fmt: skip
         return
     if requirement.specifier.contains(have, prereleases=True):
         return
     ours = owner == "rllib-llm"
-    yield Finding(
-        "installation.version" if ours else "installation.conflict",
-        "error" if ours else "warning",
+    yield Problem(
         f"{name} {have}",
+        f"be {requirement.specifier} for {owner} {versions.get(owner, '')}".rstrip(),
         "its authors ask for it",
         f"pip install '{name}{requirement.specifier}'"
-        + ("." if ours else f", or another version of {owner}."),
-        where=f"{owner}: {name}",
-        rule=f"be {requirement.specifier} for {owner} {versions.get(owner, '')}".rstrip(),
+        + ("" if ours else f", or another version of {owner}"),
+        severity="error" if ours else "warning",
     )
 
 
@@ -451,7 +434,7 @@ SECONDS_TO_START = 60.0
 STORE_BYTES = 80 * 1024**2  # the least that Ray accepts
 
 
-def ray_rules() -> Iterator[Finding]:
+def ray_rules() -> Iterator[Problem]:
     """Starts a small Ray cluster, unless this process has one, and runs a task in it."""
     import ray
 
@@ -466,19 +449,16 @@ def ray_rules() -> Iterator[Finding]:
         answer = ray.get(ray.put("here"), timeout=SECONDS_TO_START)
         seconds = time.monotonic() - begin
         if answer == "here" and started:
-            yield Finding(
-                "ray.start", "note", f"Ray {ray.__version__} starts in {seconds:.1f} s", "", ""
-            )
+            yield note(f"Ray {ray.__version__} starts in {seconds:.1f} s")
     except Exception as error:
         # Where its processes do not come up, Ray raises an Exception of no other class.
         of_ray = type(error) is Exception
         if not of_ray and not isinstance(error, OSError | RuntimeError | ValueError):
             raise
-        yield Finding(
-            "ray.start", "error", f"Ray does not start: {type(error).__name__}: {error}",
-            "samplers and trials need it",
+        yield Problem(
+            "Ray", "start", f"{type(error).__name__}: {error}",
             "Look at /tmp/ray/session_latest/logs, free ports and memory, and stop old sessions "
-            "(ray stop).",
+            "(ray stop)",
         )  # fmt: skip
     finally:
         if started:

@@ -13,8 +13,9 @@ import torch
 from rllib_llm.envs.judges.reward_functions import RewardBatch, RewardTerm
 from rllib_llm.envs.judges.rewards import NOT_FINITE, RewardResult, read_answer
 from rllib_llm.runs.doctor.machine_rules import server_rules
-from rllib_llm.runs.doctor.stage import Finding, Stage
+from rllib_llm.runs.doctor.stage import Stage
 from rllib_llm.shared.dotted import as_list
+from rllib_llm.shared.errors import Problem, problems_of, warning
 from rllib_llm.shared.messages import raised
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ SLOW_SECONDS = 30.0  # of all reward functions in one iteration
 ANSWERS = ("answer", "solution", "completion", "target", "ground_truth", "reference_answer")
 
 
-def reward_rules(stage: Stage) -> Iterator[Finding]:
-    """Findings about a stage's reward functions; judges that need weights are left to --deep."""
+def reward_rules(stage: Stage) -> Iterator[Problem]:
+    """Problems of a stage's reward functions; judges that need weights are left to --deep."""
     given = stage.env.get("reward_functions")
     rows = stage.prompts
     if not given or rows is None or stage.is_conversation or any(server_rules(stage)):
@@ -38,7 +39,7 @@ def reward_rules(stage: Stage) -> Iterator[Finding]:
             term = RewardTerm.from_spec(spec)
             term.check_columns(batch.columns)
         except ValueError as error:
-            yield from Finding.from_errors(error, "rewards")
+            yield from problems_of(error)
             continue
         if term.is_async:
             continue  # a server's; its answers are waited for together
@@ -48,17 +49,16 @@ def reward_rules(stage: Stage) -> Iterator[Finding]:
                 warnings.simplefilter("ignore")
                 answer = term.call(batch)
         except (Exception, SystemExit) as error:  # noqa: BLE001  (the user's code; told in its place)
-            yield Finding(
-                "rewards.fails", "error", f"reward {term.name!r} failed with {raised(error)}",
-                "it is asked about any completion, the empty one too",
-                "Look at the function, and at the columns of the prompts.",
+            yield Problem(
+                f"reward {term.name!r}", "judge any completion, the empty one too", raised(error),
+                "Look at the function, and at the columns of the prompts",
             )  # fmt: skip
             continue
         seconds += time.perf_counter() - start
         try:
             yield from _look(term, read_answer(term, answer, batch), batch)
         except ValueError as error:
-            yield from Finding.from_errors(error, "rewards")
+            yield from problems_of(error)
     yield from _time(stage, seconds)
 
 
@@ -100,26 +100,25 @@ def _answer(columns: Mapping[str, Any]) -> str:
     return next((str(columns[name]) for name in ANSWERS if columns.get(name) is not None), "")
 
 
-def _look(term: RewardTerm, result: RewardResult, batch: RewardBatch) -> Iterator[Finding]:
+def _look(term: RewardTerm, result: RewardResult, batch: RewardBatch) -> Iterator[Problem]:
     texts = [text[:20] for text in batch.completions]
     known = result.values[result.valid & result.values.isfinite()].tolist()
     invalid = (~result.valid).nonzero().flatten().tolist()
     unfit = [texts[i] for i in invalid if result.reasons[i] == NOT_FINITE]
     if unfit or not known:
-        found = f"the score of {unfit} is NaN or infinite"
+        found = f"that of {unfit} is NaN or infinite"
         if not unfit:
             told = [f"{texts[i]!r} is not judged: {result.reasons[i]}" for i in invalid[:1]]
-            found = told[0] if told else f"the score of each of {texts} is None"
-        yield Finding(
-            "rewards.infinite", "warning", f"{term.name}: {found}",
-            "such a completion is not learnt from",
-            "Return a finite number, at least for some of them.",
+            found = told[0] if told else f"that of each of {texts} is None"
+        yield warning(
+            f"reward {term.name!r}", "be a finite number",
+            f"{found}, and such a completion is not learnt from",
+            "Return one, at least for some of them",
         )  # fmt: skip
     elif _tells_nothing(known, batch) and not term.wants_tokens:
-        yield Finding(
-            "rewards.constant", "warning",
-            f"{term.name} gave {known[0]:g} to each of {texts}", "equal rewards teach nothing",
-            "Try it on texts as your model writes them.",
+        yield warning(
+            f"reward {term.name!r}", "differ", f"it is {known[0]:g} for each of {texts}, and equal "
+            "rewards teach nothing", "Try it on texts as your model writes them",
         )  # fmt: skip
 
 
@@ -131,16 +130,14 @@ def _tells_nothing(known: Sequence[float], batch: RewardBatch) -> bool:
     return known[0] != 0 or bool(_answer({n: c[0] for n, c in batch.columns.items()}))
 
 
-def _time(stage: Stage, seconds: float) -> Iterator[Finding]:
+def _time(stage: Stage, seconds: float) -> Iterator[Problem]:
     rows = stage.config.total_train_batch_size / max(1, stage.num_samplers)
     expected = seconds / NUM_ROWS * rows
     if expected > SLOW_SECONDS:
-        yield Finding(
-            "rewards.slow",
-            "warning",
-            f"{seconds:.2f} s for {NUM_ROWS} completions",
-            f"{rows:.0f} completions of each sampler take {expected:.0f} s of every iteration",
-            "Make it async, call a server, or use more samplers.",
+        yield warning(
+            "reward_functions", f"take less than {SLOW_SECONDS:.0f} s of an iteration",
+            f"{NUM_ROWS} completions took {seconds:.2f} s, so the {rows:.0f} of each sampler take "
+            f"{expected:.0f}", "Make them async, call a server, or use more samplers",
         )
 
 

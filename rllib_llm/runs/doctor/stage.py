@@ -1,13 +1,12 @@
-"""The inputs and results of the doctor's rules: an experiment with its settings, and findings."""
+"""What the doctor's rules are about: an experiment with its settings."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rllib_llm.algorithms.language_model_config import LanguageModelConfig
 from rllib_llm.config.schema import build_config
@@ -16,91 +15,22 @@ from rllib_llm.data.sources import is_quick_to_read, load_rows
 from rllib_llm.envs.registry import ENVIRONMENTS, default_settings
 from rllib_llm.runs.experiments import Experiment, StandIn, algorithm_class
 from rllib_llm.runs.search_space import examples, planned_iterations, search_space
-from rllib_llm.shared.errors import SettingError, SettingWarning, ended, sentence
-
-Severity = Literal["error", "warning", "note"]
+from rllib_llm.shared.errors import Problem
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One finding of the doctor.
-
-    id: area and subject, e.g. "settings.temperature": the same wherever the rule is applied.
-    severity: "error": it cannot run, or not as it was meant; "warning": somebody should look;
-        "note": a fact worth knowing.
-    found, reason, remedy: what there is, why that matters, what to do.
-    where: experiment or place it is about, "" for the machine.
-    rule: what follows "must" where what there is breaks a rule, such as "be at most 1".
-    """
-
-    id: str
-    severity: Severity
-    found: str
-    reason: str
-    remedy: str
-    where: str = ""
-    rule: str = ""
-
-    @classmethod
-    def from_errors(cls, error: BaseException, area: str, where: str = "") -> Iterator[Finding]:
-        """The findings of a rule that raises: of its error, and of the others that this one has."""
-        yield cls.from_error(error, area, where)
-        for other in getattr(error, "others", ()):
-            yield from cls.from_errors(other, area, where)
-
-    @classmethod
-    def from_error(cls, error: BaseException, area: str, where: str = "") -> Finding:
-        """The finding of an error alone, without the others that it has."""
-        if not isinstance(error, SettingError):
-            text = " ".join(str(error).split()).removeprefix(f"{where}: ")
-            return cls(f"{area}.unfit", "error", text, "", "", where)
-        named = error.found.removeprefix(f"{where}.").removeprefix("config.")
-        place = error.where.removeprefix(where).lstrip(".: ").removeprefix("config").lstrip(".: ")
-        found = f"{place}: {named}" if place else named
-        subject = "unknown" if error.unknown else error.subject or "unfit"
-        remedy = error.remedy_sentence
-        return cls(f"{area}.{subject}", "error", found, error.reason, remedy, where, error.rule)
-
-    @classmethod
-    def from_warning(cls, warning: Warning | str) -> Finding:
-        """The finding of a rule that warns."""
-        if isinstance(warning, SettingWarning):
-            found, remedy = warning.found, ended(warning.remedy)
-            return cls(warning.id, "warning", found, warning.reason, remedy)
-        return cls("settings.unsuited", "warning", str(warning), "", "")
-
-    def at(self, where: str) -> Finding:
-        """The same, about another place."""
-        return replace(self, where=where)
-
-    @property
-    def sentence(self) -> str:
-        """The problem, without the remedy."""
-        return sentence(self.found, self.rule, self.reason)
-
-    def text(self) -> str:
-        """All of it in one line."""
-        head = f"{self.where}: " if self.where else ""
-        return head + " ".join(filter(None, (self.sentence, self.remedy)))
-
-
-def exit_code(findings: Iterable[Finding]) -> int:
+def exit_code(problems: Iterable[Problem]) -> int:
     """0: nothing to look at, 1: warnings, 2: errors."""
-    severities = {finding.severity for finding in findings}
+    severities = {problem.severity for problem in problems}
     return 2 if "error" in severities else int("warning" in severities)
 
 
-def distinct(findings: Iterable[Finding]) -> list[Finding]:
-    """Each once, errors first; of two about the same setting at the same place the first."""
+def distinct(problems: Iterable[Problem]) -> list[Problem]:
+    """Each broken rule of a name once, errors first."""
+    kept: dict[tuple[str, str], Problem] = {}
+    for problem in problems:
+        kept.setdefault((problem.name, problem.rule), problem)
     order = ("error", "warning", "note")
-    kept: dict[tuple[str, str, str], Finding] = {}
-    for finding in findings:
-        several = finding.id.endswith((".unknown", ".unfit"))
-        place = re.match(r"evaluation_config|eval_envs\.\w+", finding.found)
-        told_by = finding.found if several else place[0] if place else ""
-        key = (finding.id, finding.where, told_by)
-        kept.setdefault(key, finding)
-    return sorted(kept.values(), key=lambda finding: order.index(finding.severity))
+    return sorted(kept.values(), key=lambda problem: order.index(problem.severity))
 
 
 MAX_ROWS = 20_000  # of a data set that are looked at
