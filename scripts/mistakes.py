@@ -38,7 +38,6 @@ MACHINE = Machine(
     disk_bytes=1024 * GIB,
 )  # fmt: skip
 MODEL = "rllib_llm.examples.arithmetic.build_model"
-FOUND_AT_ALL = ("installation", "ray")  # areas that say nothing of the file
 BASE: dict[str, Any] = {
     "run": "GRPO",
     "env": "rllib_llm/RLHF-v0",
@@ -207,14 +206,14 @@ def prepare(folder: Path) -> None:
 def answer_to_file(text: str) -> str:
     """What the doctor says of a file: its errors, or, where there is none, its warnings."""
     try:
-        findings = examine(load(parse(text, "my.yaml"), "my.yaml"), MACHINE)
+        problems = examine(load(parse(text, "my.yaml"), "my.yaml"), MACHINE)
     except ValueError as error:
         return "<br>".join(str(error).splitlines())
     except Exception as error:  # noqa: BLE001  (a traceback to the user: the test finds it)
         return f"{TRACEBACK} {type(error).__name__}: {error}"
-    of_file = [f for f in findings if f.where or not f.id.startswith(FOUND_AT_ALL)]
-    errors = [f.text() for f in of_file if f.severity == "error"]
-    return "<br>".join(errors or [f"warning: {f.text()}" for f in of_file if f.where])
+    errors = [str(problem) for problem in problems if problem.severity == "error"]
+    told = [problem for problem in problems if problem.name.startswith("my-run")]
+    return "<br>".join(errors or [f"{problem.severity}: {problem}" for problem in told])
 
 
 def answer_to_python(call: Callable[[], Any]) -> str:

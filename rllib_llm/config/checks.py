@@ -56,7 +56,7 @@ def _no_effect(
     for name, why, remedy in unused:
         value = _value(config, name)
         yield SettingWarning(
-            warning(f"{place}{name}", "be left out", f"it has no effect {why}", remedy, value)
+            warning(f"{place}{name}", "", f"has no effect {why}", remedy, value)
         )
 
 

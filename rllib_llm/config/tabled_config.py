@@ -476,8 +476,8 @@ def warn_of_strangers(config: TabledConfig) -> None:
         if not name.startswith("_"):
             error = unknown_settings(type(config), [name], type(config).__name__)
             found = warning(
-                f"{error.where}.{name}", "be a setting", "it was set as an attribute and has no "
-                "effect", error.remedy,
+                f"{error.where}.{name}", "be a setting", "set as an attribute it has no effect",
+                error.remedy,
             )  # fmt: skip
             warnings.warn(SettingWarning(found), stacklevel=4)
 

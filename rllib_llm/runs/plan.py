@@ -115,9 +115,8 @@ def _tell(problems: Iterable[Problem]) -> None:
 
 
 def examine(experiment: Experiment) -> tuple[list[Problem], list[Reservation], Stage | None]:
-    """What is wrong with an experiment. Where nothing is: what there is to warn of, what one trial
-    of each point of its grid reserves, and the stage of the first point, if its algorithm is
-    ours."""
+    """Returns the problems of an experiment. Where none is an error: also what one trial of each
+    point of its grid reserves, and the stage of the first point, if its algorithm is ours."""
     name = experiment.name
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", UserWarning)

@@ -30,7 +30,8 @@ class Problem:
 
     name: the place as the user wrote it, such as "my-run: top_p", or what there is, as a clause.
     rule: what follows "must", such as "be at most 1"; "" where no rule is broken.
-    reason, remedy: why, a clause; what to do instead.
+    reason, remedy: why, a clause (of a value that breaks no rule what it does, as "has no effect");
+        what to do instead.
     value: what is there; `...` where the rule is not about a value.
     severity: "error": it cannot run, or not as it was meant; "warning": somebody should look;
         "note": a fact worth knowing.
@@ -49,8 +50,10 @@ class Problem:
     @property
     def sentence(self) -> str:
         """The problem, without the remedy."""
-        found = self.name if self.value is ... else f"{self.name}={shown(self.value)}"
-        return sentence(found, self.rule, self.reason)
+        if self.value is ...:
+            return sentence(self.name, self.rule, self.reason)
+        found = f"{self.name}={shown(self.value)}"
+        return sentence(found, self.rule, self.reason) if self.rule else f"{found} {self.reason}."
 
     def within(self, place: str) -> Problem:
         """The same, its name with the place that it is in, if it does not begin with that."""

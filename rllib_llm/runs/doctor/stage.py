@@ -1,4 +1,4 @@
-"""What the doctor's rules are about: an experiment with its settings."""
+"""The stage that the doctor's rules read: an experiment with its settings."""
 
 from __future__ import annotations
 
