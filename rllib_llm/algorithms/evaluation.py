@@ -144,7 +144,8 @@ def open_eval_envs(algorithm: Any) -> dict[str, tuple[Any, EnvRunnerGroup]]:
     Raises:
         ValueError: settings that cannot be.
     """
-    opened = {}
+    opened: dict[str, tuple[Any, EnvRunnerGroup]] = {}
+    offset = algorithm.config.num_env_runners + algorithm.evaluation_config.num_env_runners
     for name in algorithm.config.eval_envs or {}:
         config = eval_env_config(algorithm.config, name)
         config.validate()
@@ -154,8 +155,9 @@ def open_eval_envs(algorithm: Any) -> dict[str, tuple[Any, EnvRunnerGroup]]:
             local_env_runner=config.create_local_env_runner,
             logdir=algorithm.logdir,
             tune_trial_id=algorithm.trial_id,
-            pg_offset=algorithm.config.num_env_runners,
+            pg_offset=offset,
         )
+        offset += config.num_env_runners
         opened[name] = (config, group)
     return opened
 
