@@ -344,7 +344,7 @@ class RLHF(LanguageModelAlgorithm):
         self._ages: dict[str, float] = {}
         if self.config.off_policy is not None:
             versions = sampled.columns[columns.WEIGHTS_VERSION]
-            mask = sampled.sampled_mask
+            mask = columns.sampled_mask(sampled.columns)
             self._ages = age_metrics(versions, mask, self.weights_version - 1)
 
     def _log(self, sampled: JudgedBatch, seconds: dict[str, float]) -> None:

@@ -102,8 +102,8 @@ class JudgedBatch:
 
     @property
     def sampled_mask(self) -> Column:
-        """[B, T] bool, the tokens that the policy sampled."""
-        return columns.sampled_mask(self.columns)
+        """[B, T] bool, the tokens that the policy sampled, learnt from or not."""
+        return columns.written_mask(self.columns)
 
     @property
     def rollouts(self) -> RolloutRows:
@@ -316,9 +316,9 @@ def unpack(payload: bytes) -> JudgedBatch:
 def judged_groups(batch: JudgedBatch, *, min_valid: int = 1) -> list[JudgedGroup]:
     """All groups of a batch with adjacent rows, without copying. Reads five numbers per row from
     the device at once."""
-    valid, mask = batch.columns[columns.VALID], batch.sampled_mask
+    valid, mask = batch.columns[columns.VALID], columns.sampled_mask(batch.columns)
     versions = batch.columns[columns.WEIGHTS_VERSION]
-    num_tokens = (mask | (versions != NO_VERSION)).sum(dim=1)
+    num_tokens = batch.sampled_mask.sum(dim=1)
     latest = torch.iinfo(versions.dtype).max
     by_row = torch.stack([
         batch.columns[columns.GROUP],
