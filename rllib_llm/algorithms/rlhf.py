@@ -355,7 +355,7 @@ class RLHF(LanguageModelAlgorithm):
         groups["rollout_store"] = self.recorder.metrics()
         groups["weights"] = weights_metrics(self.weights.published, self.weights.metrics(), sampled)
         groups["throughput"] = throughput(sampled, seconds)
-        rate = sampled.num_rows / seconds["iteration"]
+        rate = sampled.num_rollouts / seconds["iteration"]
         self.note(groups, self.position * self.config.num_completions, rate)
         log_as_rllib(self.metrics, sampled, groups["train"]["rewards"])
         if texts_are_due(self.weights_version - 1, self.config.log_samples_every):
