@@ -69,7 +69,9 @@ def pass_metrics(
             remedy=f"Components: {', '.join(sorted(batch.components)) or 'none'}. Name one that is "
             "0 or 1, or leave pass_at out",
         )
-    right, groups, counts = column == 1, batch.columns[columns.GROUP], valid & ~column.isnan()
+    right, counts = column == 1, valid & ~column.isnan()
+    # A prompt that comes again, since there are fewer than an evaluation judges, is the same one.
+    groups = batch.columns.get(columns.PROMPT_INDEX, batch.columns[columns.GROUP])
     found_rates = rates(right, groups, counts, ks)
     if "completion" in batch.texts:
         answers = answers_of(batch, answer_pattern)
@@ -144,7 +146,8 @@ def open_eval_envs(algorithm: Any) -> dict[str, tuple[Any, EnvRunnerGroup]]:
     Raises:
         ValueError: settings that cannot be.
     """
-    opened = {}
+    opened: dict[str, tuple[Any, EnvRunnerGroup]] = {}
+    offset = algorithm.config.num_env_runners + algorithm.evaluation_config.num_env_runners
     for name in algorithm.config.eval_envs or {}:
         config = eval_env_config(algorithm.config, name)
         config.validate()
@@ -154,8 +157,9 @@ def open_eval_envs(algorithm: Any) -> dict[str, tuple[Any, EnvRunnerGroup]]:
             local_env_runner=config.create_local_env_runner,
             logdir=algorithm.logdir,
             tune_trial_id=algorithm.trial_id,
-            pg_offset=algorithm.config.num_env_runners,
+            pg_offset=offset,
         )
+        offset += config.num_env_runners
         opened[name] = (config, group)
     return opened
 
@@ -231,12 +235,12 @@ def evaluate_held_out(algorithm, group: EnvRunnerGroup) -> tuple[dict[str, Any],
     # RLlib's own place and names, reduced as an EnvRunner's results would be.
     rllib_results = MetricsLogger(root=False)
     for name in (NUM_EPISODES, NUM_ENV_STEPS_SAMPLED):
-        rllib_results.log_value(name, batch.num_rows, reduce="sum")
-    rllib_results.log_value(EPISODE_RETURN_MEAN, float(batch.rewards.mean()), window=1)
+        rllib_results.log_value(name, batch.num_rollouts, reduce="sum")
+    rllib_results.log_value(EPISODE_RETURN_MEAN, results["rewards"], window=1)
     algorithm.metrics.aggregate(
         [rllib_results.reduce()], key=(EVALUATION_RESULTS, ENV_RUNNER_RESULTS)
     )
-    return {}, batch.num_rows, batch.num_rows
+    return {}, batch.num_rollouts, batch.num_rollouts
 
 
 def _judged(algorithm, config, group: EnvRunnerGroup) -> JudgedBatch:

@@ -34,7 +34,7 @@ from rllib_llm.algorithms.language_model_config import (
     frozen_with,
     with_decided_precision,
 )
-from rllib_llm.algorithms.places import require_places
+from rllib_llm.algorithms.places import processes, require_places
 from rllib_llm.algorithms.results import HEADLINE, with_headline
 from rllib_llm.checkpoints.algorithm import WholeCheckpoints, in_its_folder
 from rllib_llm.checkpoints.folder import make_readable
@@ -112,16 +112,17 @@ class LanguageModelAlgorithm(WholeCheckpoints):
 
     @classmethod
     def default_resource_request(cls, config: Any) -> PlacementGroupFactory:
-        """As RLlib's, but `num_cpus_for_main_process` decides alone where the learner is in the
-        main process and nobody set its CPUs: RLlib would take a whole one for it at least."""
+        """As RLlib's, with a bundle for every process of ours; `num_cpus_for_main_process` decides
+        alone where the learner is in the main process and nobody set its CPUs: RLlib would take a
+        whole one for it at least."""
         request = super().default_resource_request(config)
         settings = cls.get_default_config().update_from_dict(config)
-        cpus = settings.num_cpus_for_main_process
+        main, cpus = dict(request.bundles[0]), settings.num_cpus_for_main_process
         # 0 would leave a trial without any resource, which Tune cannot place.
-        if settings.num_learners or settings.num_cpus_per_learner != AUTO or not cpus:
-            return request
-        main, *others = request.bundles
-        return PlacementGroupFactory([{**main, "CPU": cpus}, *others], strategy=request.strategy)
+        if not settings.num_learners and settings.num_cpus_per_learner == AUTO and cpus:
+            main["CPU"] = cpus
+        bundles = [main, *processes(settings)]
+        return PlacementGroupFactory(bundles, strategy=request.strategy)
 
     def __init__(self, config: Any = None, env: Any = None, **kwargs: Any):
         settings = self.get_default_config() if config is None else config

@@ -154,6 +154,10 @@ class LanguageModelConfig(TabledConfig):
             config=self.copy(), module_spec=rl_module_spec, placement_group=placement_group
         )
 
+    def sampler_configs(self) -> list[Any]:
+        """The config of each group of samplers, its processes being `num_env_runners`."""
+        return []
+
     def get_default_rl_module_spec(self) -> RLModuleSpec:
         return RLModuleSpec(module_class=self._named("module_path", "an RLModule"))
 

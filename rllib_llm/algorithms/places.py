@@ -51,23 +51,24 @@ def require_places(config: Any) -> None:
 
 
 def processes(config: Any) -> list[dict[str, float]]:
-    """Resources of each process that is started besides the driver's."""
-    sampler = {
-        "CPU": config.num_cpus_per_env_runner,
-        "GPU": config.num_gpus_per_env_runner,
-        **config.custom_resources_per_env_runner,
-    }
+    """Resources of each process that is started besides the driver's, in the order in which the
+    groups of samplers and the learners find their bundles in a trial's placement group."""
     cpus, gpus = config.num_cpus_per_learner, config.num_gpus_per_learner
     learner = {
         "CPU": int(not gpus) if cpus == "auto" else cpus,  # as RLlib's LearnerGroup
         "GPU": gpus,
         **(config.custom_resources_per_learner or {}),
     }
-    num_samplers = 0
-    if config.is_online:
-        # RLlib starts evaluation samplers also where no `evaluation_interval` is set.
-        num_samplers = config.num_env_runners + config.evaluation_num_env_runners
-    return [sampler] * num_samplers + [learner] * config.num_learners
+    samplers = [
+        {
+            "CPU": group.num_cpus_per_env_runner,
+            "GPU": group.num_gpus_per_env_runner,
+            **group.custom_resources_per_env_runner,
+        }
+        for group in config.sampler_configs()
+        for _ in range(group.num_env_runners)
+    ]
+    return samplers + [learner] * config.num_learners
 
 
 def _wait_for_others(bundles: Sequence[Mapping[str, float]]) -> None:

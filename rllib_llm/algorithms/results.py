@@ -67,10 +67,10 @@ def weights_metrics(
 
 
 def throughput(sampled: JudgedBatch, seconds: Mapping[str, float]) -> dict[str, float]:
-    """Sampled tokens and rows per second of "iteration", and the seconds of its parts."""
+    """Sampled tokens and rollouts per second of "iteration", and the seconds of its parts."""
     return {
         "tokens_per_s": int(sampled.sampled_mask.sum()) / seconds["iteration"],
-        "samples_per_s": sampled.num_rows / seconds["iteration"],
+        "samples_per_s": sampled.num_rollouts / seconds["iteration"],
         **{f"{name}_seconds": value for name, value in seconds.items()},
         **sampled.timings,
     }
@@ -78,11 +78,11 @@ def throughput(sampled: JudgedBatch, seconds: Mapping[str, float]) -> dict[str, 
 
 def log_as_rllib(metrics: MetricsLogger, sampled: JudgedBatch, mean_reward: float) -> None:
     """RLlib's own names; an episode is one step long here."""
-    num_rows = sampled.num_rows
+    num_rollouts = sampled.num_rollouts
     for name in (NUM_ENV_STEPS_SAMPLED, NUM_EPISODES):
-        metrics.log_value((ENV_RUNNER_RESULTS, name), num_rows, reduce="sum")
+        metrics.log_value((ENV_RUNNER_RESULTS, name), num_rollouts, reduce="sum")
     for name in (NUM_ENV_STEPS_SAMPLED_LIFETIME, NUM_EPISODES_LIFETIME):
-        metrics.log_value((ENV_RUNNER_RESULTS, name), num_rows, reduce="lifetime_sum")
+        metrics.log_value((ENV_RUNNER_RESULTS, name), num_rollouts, reduce="lifetime_sum")
     metrics.log_value((ENV_RUNNER_RESULTS, EPISODE_RETURN_MEAN), mean_reward, window=1)
 
 

@@ -344,7 +344,7 @@ class RLHF(LanguageModelAlgorithm):
         self._ages: dict[str, float] = {}
         if self.config.off_policy is not None:
             versions = sampled.columns[columns.WEIGHTS_VERSION]
-            mask = sampled.sampled_mask
+            mask = columns.sampled_mask(sampled.columns)
             self._ages = age_metrics(versions, mask, self.weights_version - 1)
 
     def _log(self, sampled: JudgedBatch, seconds: dict[str, float]) -> None:
@@ -355,7 +355,7 @@ class RLHF(LanguageModelAlgorithm):
         groups["rollout_store"] = self.recorder.metrics()
         groups["weights"] = weights_metrics(self.weights.published, self.weights.metrics(), sampled)
         groups["throughput"] = throughput(sampled, seconds)
-        rate = sampled.num_rows / seconds["iteration"]
+        rate = sampled.num_rollouts / seconds["iteration"]
         self.note(groups, self.position * self.config.num_completions, rate)
         log_as_rllib(self.metrics, sampled, groups["train"]["rewards"])
         if texts_are_due(self.weights_version - 1, self.config.log_samples_every):

@@ -9,7 +9,7 @@ from typing import Any
 
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 
-from rllib_llm.algorithms.evaluation import check_eval_envs, evaluate_held_out
+from rllib_llm.algorithms.evaluation import check_eval_envs, eval_env_config, evaluate_held_out
 from rllib_llm.algorithms.language_model_config import LanguageModelConfig
 from rllib_llm.config.checks import require, warn_of_idle_overlay
 from rllib_llm.config.loss import LOSS, REFERENCE, check_loss, check_reference
@@ -104,6 +104,12 @@ class RLHFConfig(LanguageModelConfig):
         if config is not None and not isinstance(self.evaluation_config, AlgorithmConfig):
             config.explore = (self.evaluation_config or {}).get("explore", False)
         return config
+
+    def sampler_configs(self) -> list[Any]:
+        """Of training's samplers, evaluation's and those of `eval_envs`, which RLlib starts also
+        where no `evaluation_interval` is set."""
+        named = [eval_env_config(self, name) for name in self.eval_envs or ()]
+        return [self, self.get_evaluation_config_object(), *named]
 
     @property
     def _model_config_auto_includes(self) -> dict[str, Any]:

@@ -190,7 +190,9 @@ class Completer:
         return chat
 
     def _num_tokens(self, chat: Messages) -> int:
-        text = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        from rllib_llm.data.encoding import render_chat
+
+        text = render_chat(self.tokenizer, chat, generation_prompt=True)
         return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _encode(self, prompts: list[Any]) -> list[list[int]]:

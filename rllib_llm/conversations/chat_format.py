@@ -34,7 +34,7 @@ from rllib_llm.conversations.tool_calls import (
     parse_reply,
     syntax_of,
 )
-from rllib_llm.data.encoding import apply_template, common_prefix_len, render_chat
+from rllib_llm.data.encoding import apply_template, common_prefix_len, content_text, render_chat
 from rllib_llm.data.turn_ends import MARKER, example_calls, find_turn_ends, special_texts
 from rllib_llm.shared.errors import SettingError, require
 
@@ -231,7 +231,7 @@ class ChatFormat:
 
     def _turn_start(self, before: Sequence[Message], asked: str, rendered: str) -> int | None:
         """Where the turn that follows `before` begins."""
-        unasked, last = self.render(before), str(before[-1]["content"]).strip()
+        unasked, last = self.render(before), content_text(before[-1]).strip()
         common = common_prefix_len(asked, rendered)
         if common == len(asked):
             return common

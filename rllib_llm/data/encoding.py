@@ -67,7 +67,7 @@ def apply_template(
         "Set chat_template (a file, or the template itself), take an instruction-tuned model, or "
         "write the rows as text", refused,
     )  # fmt: skip
-    taken = [dict(message) for message in messages]
+    taken = [_as_read(tokenizer, message, refused) for message in messages]
     for message in taken:
         if message.get("tool_calls"):
             message["tool_calls"] = [_with_object(call) for call in message["tool_calls"]]
@@ -82,6 +82,63 @@ def apply_template(
             f"them ({kind}{error}). Correct the messages, or set chat_template to one that takes "
             "them."
         ) from error
+
+
+def content_text(message: Mapping[str, Any]) -> str:
+    """What a message says, also where it is a list of parts, as OpenAI writes it; raises
+    DataSourceError where one is an image or a sound."""
+    return "".join(_texts(message, DataSourceError))
+
+
+def _texts(message: Mapping[str, Any], refused: type[SettingError]) -> list[str]:
+    content = message.get("content")
+    if not isinstance(content, (list, tuple)):
+        return [] if content is None else [str(content)]
+    parts = [part if isinstance(part, Mapping) else {"text": str(part)} for part in content]
+    for part in parts:
+        if part.get("type", "text") != "text" or "text" not in part:
+            raise refused(
+                name=f"a part of a message of the role {message.get('role')!r}",
+                value=str(part)[:60], rule="be of the type 'text'",
+                reason="a language model reads nothing else here",
+                remedy="Drop the row, or describe what the part shows",
+            )  # fmt: skip
+    return [part["text"] or "" for part in parts]
+
+
+def _as_read(
+    tokenizer: Any, message: Mapping[str, Any], refused: type[SettingError]
+) -> dict[str, Any]:
+    """A copy of the message with its content as the template reads it: text, or a list of parts."""
+    content = message.get("content")
+    if not isinstance(content, (str, list)):
+        return dict(message)
+    kinds = _kinds_read(tokenizer, str(tokenizer.chat_template), str(message.get("role")))
+    texts = _texts(message, refused)
+    if "text" in kinds and (isinstance(content, str) or "parts" not in kinds):
+        return {**message, "content": "".join(texts)}
+    return {**message, "content": [{"type": "text", "text": text} for text in texts]}
+
+
+@functools.lru_cache(64)
+def _kinds_read(tokenizer: Any, template: str, role: str) -> tuple[str, ...]:
+    """What a template reads as the content of a message of this role: "text", "parts" or both.
+    `template` is the tokenizer's own, by which a new one is told from an old one."""
+    word = "qqq"
+    before = {"system": (), "user": ()}.get(role, ({"role": "user", "content": "x"},))
+    behind = ({"role": "user", "content": "x"},) if role == "system" else ()
+
+    def written(content: Any) -> str:
+        chat = [*before, {"role": role, "content": content}, *behind]
+        try:
+            return str(tokenizer.apply_chat_template(chat, tokenize=False))
+        except _TEMPLATES_RAISE:
+            return ""
+
+    text, parts = written(word), written([{"type": "text", "text": word}])
+    if word in text:
+        return ("text", "parts") if parts == text else ("text",)
+    return ("parts",) if word in parts and repr(word) not in parts else ("text",)
 
 
 def _with_object(call: Any) -> Any:
@@ -272,7 +329,7 @@ def _turn(role: str, content: Any) -> dict[str, Any]:
 
 
 def _plain(turn: Mapping[str, Any]) -> tuple[str, str]:
-    return str(turn.get("role")), str(turn.get("content")).strip()
+    return str(turn.get("role")), content_text(turn).strip()
 
 
 def num_before_answer(turns: Sequence[Any]) -> int:
@@ -348,7 +405,7 @@ def _span(render: Render, messages: Messages, turn: int, text: str, ends: TurnEn
         return len(before), len(told)
     # Some templates write a last turn in another way, e.g. with its thoughts: what ends it there
     # ends it here as well.
-    said, told = str(messages[turn]["content"]).strip(), told + written
+    said, told = content_text(messages[turn]).strip(), told + written
     closing = told[told.rindex(said) + len(said) :] if said and said in told else None
     start = text.find(said, len(before))
     end = start + len(said)

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rllib_llm.data.encoding import (
     apply_template,
+    content_text,
     encode_judged_chat,
     encode_text,
     keep_end,
@@ -230,7 +231,7 @@ class RewardTextEncoder:
             return self.shorten(list(encoded["input_ids"]))
         text = prompt
         if not isinstance(prompt, str):
-            text = "".join(f"{message['content']}\n\n" for message in prompt)
+            text = "".join(f"{content_text(message)}\n\n" for message in prompt)
         if self.template == PAIR:
             return self._shorten_pair(text, completion)
         # str.replace and not str.format: texts may hold braces.

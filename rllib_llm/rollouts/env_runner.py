@@ -305,11 +305,12 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
 
     def _log_samples(self, batch: JudgedBatch) -> None:
         for name in (NUM_ENV_STEPS_SAMPLED, NUM_EPISODES):
-            self.metrics.log_value(name, batch.num_rows, reduce="sum")
+            self.metrics.log_value(name, batch.num_rollouts, reduce="sum")
         self.metrics.log_value(
-            NUM_ENV_STEPS_SAMPLED_LIFETIME, batch.num_rows, reduce="lifetime_sum"
+            NUM_ENV_STEPS_SAMPLED_LIFETIME, batch.num_rollouts, reduce="lifetime_sum"
         )
-        self.metrics.log_value(EPISODE_RETURN_MEAN, float(batch.rewards.mean()), window=1)
+        rewards = batch.train_metrics()["rewards"]
+        self.metrics.log_value(EPISODE_RETURN_MEAN, rewards, window=1)
 
     def get_metrics(self) -> dict[str, Any]:
         return self.metrics.reduce()

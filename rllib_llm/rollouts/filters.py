@@ -30,10 +30,11 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True)
 class RolloutGroup:
-    """The completions of one prompt that were judged, as a filter sees them.
+    """The rollouts of one prompt that were judged, as a filter sees them.
 
     position: of the prompt. scores: [n] float32. lengths: [n] int64, sampled tokens. finished: [n]
-    bool, ended by a stop token. completions: token ids of each. batch: all that is known of them.
+    bool, ended by a stop token. completions: token ids of each, of one that forked path after path.
+    batch: all that is known of them, a row for each path.
     """
 
     position: int
@@ -48,19 +49,19 @@ Filter: TypeAlias = Callable[[RolloutGroup], tuple[bool, str]]
 
 
 def rollout_group(batch: JudgedBatch) -> RolloutGroup:
-    """The rows of one group that have a score."""
-    held = batch.columns
-    valid = held[columns.VALID]
-    ids, mask = held[columns.COMPLETION_IDS][valid], held[columns.COMPLETION_MASK][valid]
+    """The rollouts of one group that have a score."""
+    held, whole = batch.columns, batch.rollouts
+    valid = held[columns.VALID] & whole.is_first
+    completions: dict[int, tuple[int, ...]] = {}
+    paths = zip(held[columns.COMPLETION_IDS], held[columns.COMPLETION_MASK], strict=True)
+    for owner, (ids, mask) in zip(whole.owners.tolist(), paths, strict=True):
+        completions[owner] = (*completions.get(owner, ()), *ids[mask].tolist())
     return RolloutGroup(
         position=int(held[columns.GROUP][0]),
         scores=held[columns.SCORES][valid].float(),
-        lengths=columns.written_mask(held)[valid].sum(dim=1),
-        finished=held[columns.FINISHED][valid],
-        completions=tuple(
-            tuple(row[:length])
-            for row, length in zip(ids.tolist(), mask.sum(dim=1).tolist(), strict=True)
-        ),
+        lengths=whole.total(batch.sampled_mask.sum(dim=1))[valid],
+        finished=whole.at_end(held[columns.FINISHED])[valid],
+        completions=tuple(completions[i] for i in valid.nonzero().flatten().tolist()),
         batch=batch,
     )
 

@@ -92,6 +92,11 @@ class JudgedBatch:
     def num_rows(self) -> int:
         return len(self.rewards)
 
+    @property
+    def num_rollouts(self) -> int:
+        """Completions, or conversations whatever number of rows each has."""
+        return int(self.rollouts.is_first.sum())
+
     def to(self, device: torch.device | str) -> JudgedBatch:
         """The batch with its tensors on `device`."""
 
@@ -102,8 +107,8 @@ class JudgedBatch:
 
     @property
     def sampled_mask(self) -> Column:
-        """[B, T] bool, the tokens that the policy sampled."""
-        return columns.sampled_mask(self.columns)
+        """[B, T] bool, the tokens that the policy sampled, learnt from or not."""
+        return columns.written_mask(self.columns)
 
     @property
     def rollouts(self) -> RolloutRows:
@@ -122,9 +127,10 @@ class JudgedBatch:
         valid = self.columns[columns.VALID] & self.rollouts.is_first
         means = {"rewards": _mean(self.rewards, valid)}
         for name, column in self.components.items():
-            means[f"{name}_rewards"] = _mean(column.nan_to_num(), valid & ~column.isnan())
+            means[f"{name}_rewards"] = _mean(column, valid & ~column.isnan())
         if columns.PROMPT_TRUNCATED in self.metrics:
-            means["truncated_share"] = float(self.metrics[columns.PROMPT_TRUNCATED].nanmean())
+            cut = self.metrics[columns.PROMPT_TRUNCATED][self.rollouts.is_first]
+            means["truncated_share"] = float(cut.nanmean())
         return means
 
     def mean_version(self) -> float:
@@ -134,14 +140,13 @@ class JudgedBatch:
         return float(versions.sum().double() / mask.sum())
 
     def env_metrics(self) -> dict[str, float]:
-        """Means of the environment's diagnostics, and `distinct`: see `distinct_share`."""
-        valid = self.columns[columns.VALID]
+        """Means of the environment's diagnostics over rollouts, and `distinct`: see
+        `distinct_share`."""
+        first = self.rollouts.is_first
+        valid = self.columns[columns.VALID] & first
         means = {
             name: _mean(
-                column.nan_to_num(),
-                torch.ones_like(valid)
-                if name.endswith(columns.FAILED)
-                else valid & ~column.isnan(),
+                column, (first if name.endswith(columns.FAILED) else valid) & ~column.isnan()
             )
             for name, column in self.metrics.items()
             if name != columns.PROMPT_TRUNCATED
@@ -153,18 +158,20 @@ class JudgedBatch:
         return means
 
     def distinct_share(self, is_greedy: bool = False) -> float:
-        """Different completions over rows. Where sampling `is_greedy`, rows of one prompt cannot
-        differ, and equal ones count once."""
+        """Different completions over rollouts. Where sampling `is_greedy`, those of one prompt
+        cannot differ, and equal ones count once."""
         # What stands behind the end differs with who made the row.
         mask = self.columns[columns.COMPLETION_MASK]
         ids = self.columns[columns.COMPLETION_IDS].where(mask, -1)
         # Sorting rows, as torch.unique does, takes ten times as long.
-        completions = [row.tobytes() for row in ids.cpu().numpy()]
-        num_rows = len(completions)
+        said: dict[int, bytes] = {}
+        for owner, row in zip(self.rollouts.owners.tolist(), ids.cpu().numpy(), strict=True):
+            said[owner] = said.get(owner, b"") + row.tobytes()
+        num_rollouts = len(said)
         if is_greedy and columns.PROMPT_INDEX in self.columns:
             prompts = self.columns[columns.PROMPT_INDEX].tolist()
-            num_rows = len(set(zip(prompts, completions, strict=True)))
-        return len(set(completions)) / max(1, num_rows)
+            num_rollouts = len({(prompts[owner], each) for owner, each in said.items()})
+        return len({*said.values()}) / max(1, num_rollouts)
 
     def weights_metrics(self) -> dict[str, float]:
         """`WeightsReceiver.metrics`, the maximum over samplers, and the oldest version that sampled
@@ -286,7 +293,7 @@ def _stack(parts: list[Column], name: str, filler: int) -> Column:
 
 
 def _mean(column: Column, valid: Column) -> float:
-    return float((column * valid).sum() / valid.sum().clamp(min=1))
+    return float(column.where(valid, 0.0).sum() / valid.sum().clamp(min=1))
 
 
 # --- groups as a ledger holds them ---------------------------------------------------------------
@@ -316,13 +323,13 @@ def unpack(payload: bytes) -> JudgedBatch:
 def judged_groups(batch: JudgedBatch, *, min_valid: int = 1) -> list[JudgedGroup]:
     """All groups of a batch with adjacent rows, without copying. Reads five numbers per row from
     the device at once."""
-    valid, mask = batch.columns[columns.VALID], batch.sampled_mask
+    valid, mask = batch.columns[columns.VALID], columns.sampled_mask(batch.columns)
     versions = batch.columns[columns.WEIGHTS_VERSION]
-    num_tokens = (mask | (versions != NO_VERSION)).sum(dim=1)
+    num_tokens = batch.sampled_mask.sum(dim=1)
     latest = torch.iinfo(versions.dtype).max
     by_row = torch.stack([
         batch.columns[columns.GROUP],
-        valid.long(),
+        (valid & batch.rollouts.is_first).long(),
         num_tokens,
         num_tokens - mask.sum(dim=1).where(valid, 0),
         versions.where(mask, latest).amin(dim=1),

@@ -280,7 +280,8 @@ class Sampler:
 
     def _unjudged(self, generated: UnjudgedBatch, error: UnjudgedError) -> JudgedBatch:
         """Rows that are not valid, with what failed on them, and the cause."""
-        rewards = torch.zeros(len(generated.completions[columns.COMPLETION_IDS]))
+        ids = generated.completions[columns.COMPLETION_IDS]
+        rewards = ids.new_zeros(len(ids), dtype=torch.float32)
         valid = torch.zeros_like(rewards, dtype=torch.bool)
         scores = {columns.SCORES: rewards, columns.VALID: valid}
         failed = failed_metrics(error, rewards)

@@ -88,7 +88,7 @@ def written_mask(batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def sampled_mask(batch: Mapping[str, Tensor]) -> Tensor:
-    """Which completion tokens the policy sampled, [B, T] bool.
+    """Which completion tokens the policy sampled and learns from, [B, T] bool.
 
     The loss mask where there is one, else every token that exists. In a batch that holds texts
     beside completions the loss mask is the texts'.

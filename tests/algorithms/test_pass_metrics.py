@@ -32,6 +32,18 @@ def test_of_a_component():
     assert found["pass@1_low"] <= found["pass@1"] <= found["pass@1_high"]
 
 
+def test_a_prompt_that_comes_again_is_the_same_prompt():
+    """Four prompts, 16 times each, of which the first two always pass. The interval is over four
+    prompts: with a chance of (2/4)^4 = 6 % none or all of those that are drawn pass."""
+    prompts = torch.arange(4).repeat(16)
+    right = (prompts < 2).float()
+    columns_of = {columns.SCORES: right, columns.VALID: torch.ones(64, dtype=torch.bool),
+                  columns.GROUP: torch.arange(64), columns.PROMPT_INDEX: prompts}  # fmt: skip
+    found = pass_metrics(JudgedBatch(columns_of, rewards=right), [1, 16], None)
+    for k in (1, 16):
+        assert [found[f"pass@{k}{end}"] for end in ("", "_low", "_high")] == [0.5, 0.0, 1.0]
+
+
 @pytest.mark.parametrize(
     ("on", "found"), [(None, "which is the score: it has other"), ("x", "there is none")]
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+from ray import tune
 
 from rllib_llm.algorithms import places
 from rllib_llm.algorithms.grpo import GRPO
@@ -118,6 +119,37 @@ def test_all_processes_but_the_driver_s_are_counted():
         assert processes(config) == [sampler] * 5 + [learner] * 2
     assert processes(tiny.sft()) == []
     assert processes(tiny.sft().learners(num_learners=1)) == [{"CPU": 1, "GPU": 0}]
+
+
+def test_further_environments_have_bundles_of_their_own():
+    """Of 2 samplers, 1 of evaluation's, 1 of each of two environments and 1 learner, 6 processes
+    besides the main one; evaluation's samplers have what its config asks for them."""
+    config = tiny.grpo().env_runners(num_env_runners=2).learners(num_learners=1)
+    config.evaluation(evaluation_interval=1, evaluation_num_env_runners=1,
+                      evaluation_config={"num_cpus_per_env_runner": 2})  # fmt: skip
+    config.sampling(eval_envs={"easy": {}, "hard": {"num_cpus_per_env_runner": 3}})
+    cpus = [1, 1, 2, 2, 3, 1]
+    assert [process["CPU"] for process in processes(config)] == cpus
+    request = GRPO.default_resource_request(config)
+    assert [bundle["CPU"] for bundle in request.bundles] == [1, *cpus]
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_samplers_of_further_environments_start_under_tune(tmp_path):
+    """The trial has 4 CPUs, of which each process takes one: the tests' Ray has no more."""
+    config = tiny.grpo(num_epochs=1).evaluation(
+        evaluation_interval=1, evaluation_duration=3, evaluation_num_env_runners=1
+    )
+    config.sampling(eval_envs={"easy": {"evaluation_duration": 3}, "hard": {}})
+    results = tune.Tuner(
+        "GRPO",
+        param_space=config,
+        run_config=tune.RunConfig(
+            stop={"training_iteration": 1}, storage_path=str(tmp_path), verbose=0
+        ),
+    ).fit()
+    assert results.num_errors == 0
+    assert {"scores", "easy/scores", "hard/scores"} <= results[0].metrics["eval"].keys()
 
 
 @pytest.mark.usefixtures("ray_session")

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 from tokenizers import AddedToken
 
-from rllib_llm.data.encoding import as_turns, encode_chat, encode_judged_chat, render_chat
+from rllib_llm.data.encoding import (
+    as_turns,
+    content_text,
+    encode_chat,
+    encode_judged_chat,
+    render_chat,
+)
 from rllib_llm.data.rows import DataSourceError
 from tests.tiny_models import byte_tokenizer
 
@@ -126,3 +132,54 @@ def test_a_chat_with_half_a_character_is_refused_as_data():
     half = [USER, {"role": "assistant", "content": "\ud800"}]
     with pytest.raises(DataSourceError, match="be text that UTF-8 can write.*half of a character"):
         encode_judged_chat(tokenizer_with(LAST_THINKS), half)
+
+
+# As Qwen3's, Llama 3's and Gemma 3's templates take content, and LLaVA's, which reads parts alone.
+TEXT_ONLY = "{% if m.content is string %}{{ m.content }}{% endif %}"
+AS_IT_IS = "{{ m.content | string | trim }}"
+BOTH = (
+    "{% if m.content is string %}{{ m.content | trim }}{% else %}"
+    "{% for p in m.content %}{% if 'image' in p %}<image>{% endif %}{{ p.text | trim }}"
+    "{% endfor %}{% endif %}"
+)
+PARTS_ONLY = (
+    "{% for p in m.content | selectattr('type', 'equalto', 'text') %}{{ p.text }}{% endfor %}"
+)
+
+
+def parts(*texts):
+    return [{"type": "text", "text": text, "image": None} for text in texts]  # null: Arrow's
+
+
+@pytest.mark.parametrize("content", [TEXT_ONLY, AS_IT_IS, BOTH, PARTS_ONLY])
+def test_content_may_be_text_or_parts_whatever_the_template_reads(content):
+    """Both say the same: U, what the user says, A, what the assistant says, and its end."""
+    template = (
+        "{% for m in messages %}<{{ m.role[0] | upper }}>" + content + "</s>{% endfor %}"
+        "{% if add_generation_prompt %}<A>{% endif %}"
+    )
+    tokenizer = tokenizer_with(template)
+    plain = [{"role": "system", "content": "be kind"}, USER, YO]
+    listed = [{**m, "content": parts(m["content"][:1], m["content"][1:])} for m in plain]
+    for chat in (plain, listed):
+        assert render_chat(tokenizer, chat) == "<S>be kind</s><U>hi</s><A>yo</s>"
+        assert learnt(template, chat) == "yo</s>"
+        assert content_text(chat[0]) == "be kind"
+    assert as_turns("hi", listed[1:]) == (listed[1:], 1)
+
+
+def test_parts_stay_parts_where_the_template_reads_them():
+    """This template trims each: transformers writes "ab"."""
+    tokenizer = tokenizer_with("{% for m in messages %}" + BOTH + "{% endfor %}")
+    chat = [{"role": "user", "content": [{"type": "text", "text": t} for t in ("a ", "b")]}]
+    assert render_chat(tokenizer, chat) == "ab"
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == "ab"
+
+
+@pytest.mark.parametrize("part", [
+    {"type": "image"}, {"type": "image_url", "image_url": {"url": "u"}}, {"image": "p.png"},
+])  # fmt: skip
+def test_images_are_refused_by_name(part):
+    chat = [{"role": "user", "content": [*parts("look: "), part]}, YO]
+    with pytest.raises(DataSourceError, match="role 'user'=.*image.*must be of the type 'text'"):
+        learnt(LAST_THINKS, chat)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rllib_llm.rollouts.filters import FilterError, Filters
-from rllib_llm.rollouts.judged_batch import JudgedBatch
+from rllib_llm.rollouts.filters import FilterError, Filters, rollout_group
+from rllib_llm.rollouts.judged_batch import JudgedBatch, judged_groups
 from rllib_llm.shared import columns
 
 
@@ -47,6 +47,23 @@ def test_the_first_filter_that_refuses_says_why():
     assert reason(settings, group([1.0, 2.5], lengths=[4, 5])) == "too_long"
     assert reason(settings, group([1.0, 2.5], lengths=[3, 3])) == "not_distinct"
     assert reason(settings, group([1.0, 2.5], lengths=[3, 4])) == ""
+
+
+def test_a_rollout_of_two_rows_is_one():
+    """The first rollout forked: 4 and 8 tokens; the second has one row of 12. So both have 12."""
+    forked = group([1.0, 1.0, 0.0], lengths=[4, 8, 12])
+    forked.columns[columns.ROW_ID] = torch.tensor([6, 6, 7])
+    forked.columns[columns.ROW_WEIGHT] = torch.tensor([1 / 3, 2 / 3, 1.0])
+    found = rollout_group(forked)
+    assert found.scores.tolist() == [1.0, 0.0] and found.lengths.tolist() == [12, 12]
+    assert found.completions == ((5,) * 12,) * 2
+    assert reason([{"name": "length", "least": 12, "most": 12}], forked) == ""
+    assert reason(["distinct"], forked) == "not_distinct"
+    assert forked.num_rollouts == 2 and forked.distinct_share() == 1.0  # rows told path by path
+    forked.columns[columns.WEIGHTS_VERSION] = torch.zeros(3, 12, dtype=torch.int32)
+    assert judged_groups(forked, min_valid=2)[0].reason == ""
+    forked.columns[columns.VALID][2] = False  # one rollout is left, of two rows
+    assert judged_groups(forked, min_valid=2)[0].reason == "too_few"
 
 
 def sees_everything(each):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -112,6 +113,17 @@ def test_means_are_over_the_rows_that_were_judged():
     assert rows.train_metrics() == {"rewards": 1.5, "correct_rewards": 0.5}
     # Two different completions among three rows.
     assert rows.env_metrics() == {"distinct": pytest.approx(2 / 3)}
+
+
+def test_rows_that_were_not_judged_are_in_no_mean():
+    """Also where their reward is no number; and of a rollout of two rows the first one counts."""
+    rows = batch([[1], [2], [2], [3]], [[4], [4], [7], [5]], valid=[False, True, True, True],
+                 scores=[math.nan, 1.0, 1.0, 5.0])  # fmt: skip
+    rows.columns[columns.ROW_ID] = torch.tensor([0, 1, 1, 2])
+    rows.columns[columns.ROW_WEIGHT] = torch.tensor([1.0, 0.5, 0.5, 1.0])
+    rows.metrics = {"num_turns": torch.tensor([9.0, 4.0, 2.0, 6.0])}
+    assert rows.train_metrics() == {"rewards": 3.0}
+    assert rows.env_metrics() == {"num_turns": 5.0, "distinct": 1.0}  # 4, 4 7, 5
 
 
 def test_a_failure_is_text():

@@ -80,6 +80,13 @@ def test_versions_are_spans_between_what_nobody_sampled():
     ]  # fmt: skip
 
 
+def test_tokens_that_are_not_learnt_from_were_sampled_all_the_same():
+    """`mask_stale_prefix` leaves token 1 of the second row to be learnt from; both were sampled."""
+    made = batch()
+    made.columns[columns.LOSS_MASK][1, 0] = False
+    assert rows(made) == rows(batch())
+
+
 def test_who_and_why():
     first, second = rows(batch(), status="rejected", reason="spread")
     assert (first["position"], first["group"], first["sample"]) == (3, 3, 0)

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rllib_llm.envs.judges.rewards import Invalid
+from rllib_llm.envs.judges.rewards import Invalid, UnjudgedError
 from rllib_llm.rollouts.judged_batch import SampleRequest, concatenate
-from rllib_llm.rollouts.sampler import Sampler, SamplingEnvironment
+from rllib_llm.rollouts.sampler import Sampler, SamplingEnvironment, UnjudgedBatch
 from rllib_llm.shared import columns
 from tests.algorithms import tiny_runs as tiny
 from tests.learners import tiny_learners
@@ -41,6 +41,19 @@ def test_the_batch_has_what_the_environment_said(batch):
     assert batch.columns[columns.GROUP].tolist() == [0] * 6 + [1] * 6
     expected = int(sampled.sum()) / int(mask.sum())
     assert batch.env_metrics()["sampled_share"] == pytest.approx(expected)
+
+
+def test_rows_that_nobody_could_judge_are_where_their_tokens_are(config):
+    """The device "meta" refuses tensors of two devices as a GPU does."""
+    sampler = build_sampler(config).sampler
+    ids = torch.zeros(3, 4, dtype=torch.int64, device="meta")
+    made = {columns.COMPLETION_IDS: ids, columns.COMPLETION_MASK: ids > 0,
+            columns.FINISHED: ids[:, 0] > 0}  # fmt: skip
+    prompts = {columns.PROMPT_IDS: ids, columns.PROMPT_MASK: ids > 0}
+    generated = UnjudgedBatch(SampleRequest(0, 1, 3), 2, prompts, made, 2)
+    batch = sampler._unjudged(generated, UnjudgedError("it failed", name="answered"))
+    tensors = [*batch.columns.values(), *batch.metrics.values(), batch.rewards]
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
 
 
 def test_gradients_are_those_of_the_sampled_tokens(config, batch):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rllib_llm.data.encoding import content_text
 from rllib_llm.envs.judges.reward_functions import RewardBatch, RewardTerm
 from rllib_llm.envs.judges.rewards import NOT_FINITE, RewardResult, read_answer
 from rllib_llm.runs.doctor.machine_rules import server_rules
@@ -89,7 +90,7 @@ def _batch(rows: Sequence[PromptRow], completions: Sequence[str]) -> RewardBatch
         prompt_mask=torch.ones_like(ids, dtype=torch.bool),
         completion_ids=ids,
         completion_mask=torch.ones_like(ids, dtype=torch.bool),
-        prompts=[row.prompt if isinstance(row.prompt, str) else row.prompt[-1]["content"]
+        prompts=[row.prompt if isinstance(row.prompt, str) else content_text(row.prompt[-1])
                  for row in rows],
         completions=completions,
         columns={name: [row.columns.get(name) for row in rows] for name in names},
