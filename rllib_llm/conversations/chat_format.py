@@ -30,6 +30,8 @@ from transformers import PreTrainedTokenizerBase
 from rllib_llm.conversations.json_values import broken_up
 from rllib_llm.conversations.tool_calls import (
     SYNTAXES,
+    THINK,
+    THINK_DEFAULT,
     ParsedReply,
     parse_reply,
     syntax_of,
@@ -48,7 +50,6 @@ NOT_VARIABLES = (
     | frozenset(inspect.signature(apply_template).parameters)
     | {"generation_prompt"}
 )
-_THOUGHTS, _THOUGHTS_END = "<think>", "</think>"
 _HALF_MARK = re.compile(r"(?:[<\[][^<>\[\]]*)?\Z")  # at the end of a text
 
 
@@ -226,8 +227,8 @@ class ChatFormat:
             return None
         told, end = self.ends.split(rendered, start, turn)
         said = told[start:] + (end or self.ends.of(turn))
-        left_out = start < len(asked) and opens_thoughts(asked)
-        return f"{_THOUGHTS_END}\n\n{said}" if left_out and _THOUGHTS_END not in said else said
+        closes = thoughts_end(asked) if start < len(asked) else ""
+        return f"{closes}\n\n{said}" if closes not in said else said
 
     def _turn_start(self, before: Sequence[Message], asked: str, rendered: str) -> int | None:
         """Where the turn that follows `before` begins."""
@@ -351,21 +352,25 @@ class ChatFormat:
                 ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
         )
-        asked = str(self.tokenizer.decode(list(prompt_ids)[-16:])) if prompt_ids else ""
-        return self.read(text, opens_thoughts=opens_thoughts(asked), **how)
+        return self.read(text, thoughts_end=self.thoughts_end(prompt_ids), **how)
+
+    def thoughts_end(self, prompt_ids: Sequence[int]) -> str:
+        """See `thoughts_end`."""
+        return thoughts_end(str(self.tokenizer.decode(list(prompt_ids)[-16:])))
 
     def read(self, text: str, *, syntax: str | None = None, **how: Any) -> ParsedReply:
         """The text of a turn, without its end, taken apart. `syntax`: of tool calls, if not the
-        template's; `how`: `finish`, `first_call` and `opens_thoughts` of `parse_reply`."""
+        template's; `how`: `finish`, `first_call` and `thoughts_end` of `parse_reply`."""
         return parse_reply(
             text, syntax=syntax or self.syntax, tools=self._schemas if self.tools else None,
             max_calls=self.max_calls, reads_calls=self._reads_calls or syntax is not None, **how,
         )  # fmt: skip
 
 
-def opens_thoughts(asked: str) -> bool:
-    """Whether the turn that follows a generation prompt begins within thoughts."""
-    return asked.rstrip().endswith(_THOUGHTS)
+def thoughts_end(asked: str) -> str:
+    """What ends the thoughts that a generation prompt opens; "" where it opens none."""
+    marks, asked = (THINK_DEFAULT, *THINK.values()), asked.rstrip()
+    return next((end for start, end in marks if asked.endswith(start)), "")
 
 
 def _eos(tokenizer: Any) -> list[int]:

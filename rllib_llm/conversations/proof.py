@@ -16,7 +16,7 @@ from rllib_llm.conversations.chat_format import (
     ChatFormat,
     ChatFormatError,
     Messages,
-    opens_thoughts,
+    thoughts_end,
 )
 from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.conversations.tool_calls import ParsedReply
@@ -198,7 +198,7 @@ def _walk(chat_format: ChatFormat, name: str, turns: Messages) -> Proof:
         # The text and not the ids: a small vocabulary may not spell what is said here.
         asked = chat_format.render(turns[:place], generation_prompt=True)
         reply = chat_format.read(
-            said.removesuffix(chat_format.ends.of(turn)), opens_thoughts=opens_thoughts(asked)
+            said.removesuffix(chat_format.ends.of(turn)), thoughts_end=thoughts_end(asked)
         )
         if wrong := _misread(turn, reply):
             return Proof(name, "unreadable", wrong)

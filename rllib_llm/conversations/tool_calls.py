@@ -31,12 +31,12 @@ SYNTAXES = (
 
 _MISTRAL = "[TOOL_CALLS]"
 _PYTHON_TAG = "<|python_tag|>"
-# What stands around thoughts, by the syntax that has marks of its own.
-_THINK = {
+THINK = {
     "gemma4": ("<|channel>thought", "<channel|>"),
     "cohere": ("<|START_THINKING|>", "<|END_THINKING|>"),
 }
-_THINK_DEFAULT = ("<think>", "</think>")
+THINK_DEFAULT = ("<think>", "</think>")
+"""What stands around thoughts, by the syntax that has marks of its own, and of the others."""
 _FUNCTION = re.compile(r"\s*<function=([^>\n]*)>(.*)</function>\s*", re.DOTALL)
 # What ends an argument, and an argument's key and value. It ends where the next one begins, or the
 # call ends: it may quote its own end mark.
@@ -122,7 +122,7 @@ def parse_reply(
     syntax: str,
     finish: str = "stop",
     tools: Collection[str] | Schemas | None = None,
-    opens_thoughts: bool = False,
+    thoughts_end: str = "",
     first_call: int = 0,
     max_calls: int | None = None,
     reads_calls: bool = True,
@@ -135,7 +135,7 @@ def parse_reply(
             lack something, and is `truncated` even where it could be read.
         tools: names that there are, or their parameters' schemas by name, which say what is a text
             where a syntax writes all values as text; None: any.
-        opens_thoughts: whether the generation prompt ended with <think>.
+        thoughts_end: ends the thoughts that the generation prompt opened; "" where it opened none.
         first_call: number of the conversation's first call in this turn, for the ids.
         max_calls: most calls of a turn; later ones are `too_many_calls`.
         reads_calls: whether there can be any; else what looks like one is words.
@@ -145,11 +145,11 @@ def parse_reply(
             f"syntax={syntax!r} must be one of {SYNTAXES}: it says how a tool call is written. "
             "Take the one that the chat template writes."
         )
+    reasoning, said = _split_thoughts(text, thoughts_end, THINK.get(syntax, THINK_DEFAULT))
     if syntax == "harmony":
-        reasoning, content, found = _read_harmony(text, finish == "stop", reads_calls)
+        analysis, content, found = _read_harmony(said, finish == "stop", reads_calls)
+        reasoning = reasoning or analysis
     else:
-        marks = _THINK.get(syntax, _THINK_DEFAULT)
-        reasoning, said = _split_thoughts(text, opens_thoughts, marks)
         schemas = tools if isinstance(tools, Mapping) else {}
         content, found = said, []
         if reads_calls and syntax in _BLOCKS:
@@ -174,16 +174,13 @@ def parse_reply(
     return ParsedReply(content.strip(), reasoning.strip(), tuple(calls), text)
 
 
-def _split_thoughts(
-    text: str, opens_thoughts: bool, marks: tuple[str, str] = _THINK_DEFAULT
-) -> tuple[str, str]:
+def _split_thoughts(text: str, end: str, marks: tuple[str, str]) -> tuple[str, str]:
     """Thoughts, and the text after them. Without an end marker everything is thought."""
-    start, end = marks
-    begins = text.lstrip().startswith(start)
-    if not begins and not opens_thoughts:
+    if text.lstrip().startswith(marks[0]):
+        text, end = text.lstrip()[len(marks[0]) :], marks[1]
+    if not end:
         return "", text
-    body = text.lstrip()[len(start) :] if begins else text
-    thoughts, _, rest = body.partition(end)
+    thoughts, _, rest = text.partition(end)
     return thoughts, rest
 
 

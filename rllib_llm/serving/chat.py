@@ -13,9 +13,8 @@ from weakref import WeakValueDictionary
 
 from rllib_llm.conversations.chat_format import NOT_VARIABLES, ChatFormat, ChatFormatError
 from rllib_llm.conversations.json_values import is_json
-from rllib_llm.serving.guides import with_single_spaces
 from rllib_llm.serving.jobs import Limits
-from rllib_llm.serving.schemas import MAX_TOLD, ApiError, Message, NamedTool, Tool
+from rllib_llm.serving.schemas import ApiError, Message, Tool
 
 _MAX_FORMATS = 64
 
@@ -193,96 +192,3 @@ def new_call_id() -> str:
     """Returns a random id for a tool call: nine letters and digits, as Mistral's templates want
     them. Not made from the request's id, which a client may repeat throughout a conversation."""
     return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(9))
-
-
-# --- calls that have to be made ------------------------------------------------------------------
-
-_NO_SYNTAX = "llama3"  # a call as JSON alone, of a model whose template writes none
-# OpenAI's of a function that names none.
-_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-
-
-def forced_syntax(chat_format: ChatFormat) -> str:
-    """How a call is written that has to be made."""
-    return _NO_SYNTAX if chat_format.syntax == "none" else chat_format.syntax
-
-
-def call_grammar(
-    chat_format: ChatFormat,
-    tools: Sequence[Tool],
-    choice: NamedTool | str,
-    one_call: bool,
-) -> str:
-    """llguidance's grammar of a turn that calls a tool, in the model's own syntax.
-
-    Args:
-        choice: "required" or the tool that has to be called.
-        one_call: whether there is one call at most.
-
-    Raises:
-        ApiError: 400, there is no such tool.
-    """
-    named = choice.function.name if isinstance(choice, NamedTool) else None
-    callable_ = [each.function for each in tools if named in (None, each.function.name)]
-    if not callable_:
-        known = [each.function.name for each in tools]
-        raise ApiError(
-            400, f"tool_choice={(named or str(choice))[:MAX_TOLD]!r} must name one of the tools "
-            f"{known}.", param="tool_choice",
-        )  # fmt: skip
-    syntax = forced_syntax(chat_format)
-    calls, rules = [], []
-    for i, function in enumerate(callable_):
-        calls.append(f"call{i}")
-        rules.append(f"call{i}: {_call_rule(syntax, function)}")
-    mark = _marker(chat_format)
-    if syntax == "mistral":
-        more = "" if one_call else ' ("," call)*'
-        start = f'{mark("[TOOL_CALLS]")} "[" call{more} "]"'
-    elif syntax == "llama3":
-        start = "call" if one_call else 'call (";" call)*'
-    else:
-        start = f'{mark("<tool_call>")} "\\n" call "\\n" {mark("</tool_call>")}'
-        start = start if one_call else f'({start}) ("\\n" {start})*'
-    return "\n".join([f"start: {start}", f"call: {' | '.join(calls)}", *rules])
-
-
-def _call_rule(syntax: str, function: Any) -> str:
-    """A call of one function, as a rule in Lark with JSON Schemas in it."""
-    schema = function.parameters or _NO_PARAMETERS
-    if syntax != "xml":
-        arguments = "parameters" if syntax == "llama3" else "arguments"
-        whole = {
-            "type": "object", "additionalProperties": False, "required": ["name", arguments],
-            # With an id of its own it is where its references, as `#/$defs/x`, are looked up.
-            "properties": {"name": {"const": function.name},
-                           arguments: {"$id": "urn:parameters", **schema}},
-        }  # fmt: skip
-        return _json_rule(whole)
-    properties = schema.get("properties") or {}
-    required = schema.get("required") or ()
-    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    parts = [f'"<function={_quoted(function.name)}>\\n"']
-    for name, value in properties.items():
-        is_text = isinstance(value, dict) and value.get("type") == "string"
-        whole = {**shared, **value} if isinstance(value, dict) else value
-        said = "/[^<]*/" if is_text and "enum" not in value else _json_rule(whole)
-        part = f'"<parameter={_quoted(name)}>\\n" {said} "\\n</parameter>\\n"'
-        parts.append(part if name in required else f"({part})?")
-    return " ".join([*parts, '"</function>"'])
-
-
-def _json_rule(schema: Any) -> str:
-    return f"%json {json.dumps(with_single_spaces(schema))}"
-
-
-def _quoted(text: str) -> str:
-    """A text inside the quotes of a grammar."""
-    return json.dumps(text)[1:-1]
-
-
-def _marker(chat_format: ChatFormat) -> Callable[[str], str]:
-    """How a grammar names a marker of calls: by its number where it is a special token."""
-    special = {str(token): i for i, token in chat_format.tokenizer.added_tokens_decoder.items()
-               if token.special}  # fmt: skip
-    return lambda text: f"<[{special[text]}]>" if text in special else json.dumps(text)

@@ -39,6 +39,7 @@ from rllib_llm.serving.schemas import (
 from rllib_llm.serving.security import OF_CLIENTS, Guards, JsonRoute
 from rllib_llm.serving.service import RequestContext, Service
 from rllib_llm.serving.streams import Event
+from rllib_llm.serving.tool_grammars import behind_thoughts, call_grammar
 from rllib_llm.serving.views import ChatView, TextView, View
 from rllib_llm.serving.weights import MODEL_GONE
 
@@ -193,6 +194,10 @@ class Completer:
             job = self._with_grammar(job, grammar, "tool_choice")
         else:
             job = await context.beside_loop(self._guided, body, job)
+        closes = view.format.thoughts_end(view.prompt) if view.has_tools else ""
+        if job.grammar is not None and closes:
+            grammar = behind_thoughts(job.grammar, closes, view.format)
+            job = dataclasses.replace(job, grammar=grammar)
         async for event in self.run(job, context, view, body.stream, body.stream_options):
             yield event
 
@@ -202,7 +207,7 @@ class Completer:
         assert body.tool_choice is not None, "there is one that forces"
         one_call = body.tool_choice != "required" or body.parallel_tool_calls is False
         with chat.refused_by_template("tools"):
-            grammar = chat.call_grammar(chat_format, body.tools or (), body.tool_choice, one_call)
+            grammar = call_grammar(chat_format, body.tools or (), body.tool_choice, one_call)
         check_length(grammar, "tools")
         return grammar
 

@@ -16,6 +16,7 @@ from rllib_llm.serving import chat
 from rllib_llm.serving.schemas import ChatRequest, CompletionRequest, GenerateRequest
 from rllib_llm.serving.service import RunningJob, Service
 from rllib_llm.serving.streams import Piece
+from rllib_llm.serving.tool_grammars import forced_syntax
 
 _LOWEST = -9999.0  # JSON has no -inf
 
@@ -197,8 +198,8 @@ class ChatView(View):
         super().__init__(service, openai_names(f"chatcmpl-{request_id}", kind))
         self.body, self.format, self.prompt = body, chat_format, prompt
         self.is_forced = body.tool_choice not in (None, "none", "auto")
-        self._has_tools = bool(body.tools) and body.tool_choice != "none"
-        self._syntax = chat.forced_syntax(chat_format) if self.is_forced else None
+        self.has_tools = bool(body.tools) and body.tool_choice != "none"
+        self._syntax = forced_syntax(chat_format) if self.is_forced else None
         self._call_ids: defaultdict[tuple[int, int], str] = defaultdict(chat.new_call_id)
         self._begun: set[int] = set()
         self._held: dict[int, Piece] = {}
@@ -219,7 +220,7 @@ class ChatView(View):
 
     def message(self, i: int, piece: Piece) -> tuple[dict[str, Any], str | None]:
         """The message of choice `i`, and why it ended."""
-        if not self._has_tools or isinstance(piece.stop_reason, str):
+        if not self.has_tools or isinstance(piece.stop_reason, str):
             return {"role": "assistant", "content": piece.text}, piece.finish_reason
         return chat.assistant_message(
             self.format, piece.token_ids, self.prompt, piece.finish_reason,
@@ -234,7 +235,7 @@ class ChatView(View):
         return _ended(piece, finish, logprobs, self.prompt if self.body.return_token_ids else None)
 
     def chunks(self, i: int, piece: Piece) -> list[dict[str, Any]]:
-        if self._has_tools:
+        if self.has_tools:
             held = self._held.setdefault(i, Piece())
             held.add(piece)
             if piece.finish_reason is None:

@@ -301,7 +301,7 @@ def test_calls_inside_thoughts_are_thoughts():
     reply = parsed(f"<think>maybe {WRITTEN['hermes']}</think>No.")
     assert (reply.content, reply.tool_calls) == ("No.", ())
     assert reply.reasoning.startswith("maybe")
-    unended = parsed("still thinking", opens_thoughts=True)
+    unended = parsed("still thinking", thoughts_end="</think>")
     assert (unended.content, unended.reasoning) == ("", "still thinking")
 
 

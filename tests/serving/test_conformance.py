@@ -65,9 +65,12 @@ def test_required_calls_one_of_the_tools(client):
 
 @pytest.mark.parametrize(
     "syntax",
-    ["<|python_tag|>", "[TOOL_CALLS]", "<function=", ""],
-    ids=["llama3", "mistral", "xml", "none"],
-)
+    ["<|python_tag|>", "[TOOL_CALLS]", "<function=", "", "<tool_call>", "<arg_key>",
+     "<|channel|>", "<|tool_call>", "<|tool_call_start|>", "<|START_ACTION|>",
+     "[TOOL_CALLS][ARGS]"],
+    ids=["llama3", "mistral", "xml", "none", "hermes", "glm", "harmony", "gemma4", "pythonic",
+         "cohere", "named mistral"],
+)  # fmt: skip
 def test_calls_are_forced_in_each_syntax(syntax):
     template = (
         "{% if tools %}SYNTAX{% endif %}{% for m in messages %}[{{ m.role }}]{{ m.content }}</s>"
@@ -103,7 +106,10 @@ REFERRING = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("syntax", ["<tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "<function="])
+@pytest.mark.parametrize("syntax", [
+    "<tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "<function=", "<arg_key>", "<|channel|>",
+    "<|tool_call>", "<|tool_call_start|>", "<|START_ACTION|>",
+])  # fmt: skip
 def test_parameters_may_refer_to_their_own_definitions(syntax):
     """As pydantic writes nested models: they were looked for at the root of the call."""
     template = (
