@@ -1,10 +1,11 @@
 """Checkpoint folders on disk, complete or absent, with a manifest.
 
 A folder is a checkpoint once its manifest is in it, which is written last: format version, and
-size and checksum of every file. A folder that is new is written beside its place and renamed into
-it, one that replaces another takes its place by two renames. So a kill, a full disk or a copy that
-ended early (Tune's own, into the trial's folder) leaves either a checkpoint or something that
-`check` refuses, and the previous checkpoint as it was.
+size and checksum of every file. One is written into a hidden folder inside its own and moved out of
+it file by file once it is complete; a move that was killed is ended by the next reader or writer.
+So a kill, a full disk or a copy that ended early (Tune's own, into the trial's folder) leaves
+either a checkpoint or something that `check` refuses, and the previous checkpoint as it was. Files
+that no manifest lists are the user's: they are never moved, replaced or removed.
 
 Checksums are taken from the files, so every byte that was written is read again. Whatever is large
 (weights, the optimiser's moments) is new in each checkpoint: there are no unchanged files to pass
@@ -23,8 +24,9 @@ import json
 import os
 import re
 import shutil
+import tempfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from rllib_llm.shared.run_layout import CHECKPOINTS, RESULTS, RUN_RECORD, RunFol
 from rllib_llm.shared.storage import (
     Place,
     folder_like,
+    is_url,
     local_copy,
     place,
 )
@@ -41,6 +44,8 @@ from rllib_llm.shared.storage import (
 # part is RLlib's DEFAULT_MODULE_ID.
 MODEL_IN_CHECKPOINT = Path("learner_group", "learner", "rl_module", "default_policy")
 MANIFEST = "rllib_llm_checkpoint.json"
+STAGED = f".{MANIFEST}."  # begins the names of folders in a checkpoint's from which it is moved
+COMPLETE = f"{STAGED}complete"
 FORMAT_VERSION = 1
 CHUNK_BYTES = 16 * 1024**2
 OTHERS = "Choose another checkpoint; given the trial's folder, the newest usable one is taken"
@@ -68,14 +73,13 @@ def write_manifest(folder: Path, about: dict[str, Any]) -> None:
 
 
 def make_readable(folder: Path) -> None:
-    """Gives the files in `folder` the usual mode of new files; safetensors creates private ones."""
-    probe = folder / ".mode"
+    """Gives safetensors in `folder`, which are created private, the usual mode of new files."""
+    probe = folder / f"{STAGED}mode"
     probe.touch()
     mode = probe.stat().st_mode & 0o777
     probe.unlink()
-    for path in folder.rglob("*"):
-        if path.is_file():
-            path.chmod(mode)
+    for path in folder.rglob("*.safetensors"):
+        path.chmod(mode)
 
 
 def check(folder: str | Path) -> dict[str, Any]:
@@ -114,8 +118,8 @@ def newest_usable(folder: str | Place) -> Path:
     """
     folder = place(folder)
     found = _checkpoints_below(folder)
-    if not found and folder.is_dir() and not (folder / MANIFEST).is_file():
-        raise _no_checkpoint(folder)  # before all that is at a URL is copied
+    if not found and is_url(folder) and not (folder / MANIFEST).is_file() and folder.is_dir():
+        raise _no_checkpoint(folder)  # before all that is there is copied
     return _first_usable(found or [folder])
 
 
@@ -148,64 +152,61 @@ def written_whole(target: str | Path) -> Iterator[Path]:
     """Gives a folder to write a checkpoint into, its manifest included; `target` becomes it when
     the context ends, and stays as it was when an exception does or the process is killed.
 
-    A `target` that is no checkpoint is written in place: it may be where a disk is mounted, and
-    stays none until it has its manifest. Files beside an older checkpoint's own are kept.
+    Raises:
+        CheckpointError: a file of somebody else lies where one of the checkpoint belongs.
     """
     target = Path(target).resolve()  # of a link the folder, on whatever disk
-    if target.is_dir() and not (target / MANIFEST).is_file():
-        before = set(target.iterdir())
-        try:
-            yield target
-        except BaseException:
-            for path in set(target.iterdir()) - before:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-            raise
-        return
-    partial, previous = _partial(target), _previous(target)
+    is_new = not target.exists()
+    target.mkdir(parents=True, exist_ok=True)
     _recover(target)
-    for leftover in (partial, previous):
+    for leftover in target.glob(f"{STAGED}*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    partial.mkdir(parents=True)
+    partial = Path(tempfile.mkdtemp(prefix=STAGED, dir=target))
     try:
         yield partial
-        read_manifest(partial)
+        _refuse_taken(target, read_manifest(partial)["files"])
+        os.rename(partial, target / COMPLETE)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
+        if is_new:
+            with contextlib.suppress(OSError):  # others have written to it meanwhile
+                target.rmdir()
         raise
-    if target.is_dir():
-        _keep_foreign_files(target, partial)
-        os.rename(target, previous)
-    os.rename(partial, target)
-    shutil.rmtree(previous, ignore_errors=True)
-
-
-def _partial(target: Path) -> Path:
-    return target.with_name(f".{target.name}.partial")
-
-
-def _previous(target: Path) -> Path:
-    return target.with_name(f".{target.name}.previous")
+    _recover(target)
 
 
 def _recover(target: Path) -> None:
-    """Ends an exchange of two checkpoints that was killed between its renames."""
-    if target.exists():
+    """Moves a complete new checkpoint in `target` to its place, or ends doing so after a kill."""
+    complete = target / COMPLETE
+    if not (complete / MANIFEST).is_file():
         return
-    for leftover in (_partial(target), _previous(target)):
-        with contextlib.suppress(CheckpointError):
-            read_manifest(leftover)
-            os.rename(leftover, target)
-            return
+    new = read_manifest(complete)["files"]
+    for name in new:
+        if (complete / name).is_file():  # else it was moved before the kill
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(complete / name, target / name)
+    for name in _own_files(target) - set(new):
+        (target / name).unlink(missing_ok=True)
+    os.replace(complete / MANIFEST, target / MANIFEST)
+    shutil.rmtree(complete, ignore_errors=True)
 
 
-def _keep_foreign_files(old: Path, new: Path) -> None:
-    """Moves files that `old`'s manifest does not list to `new`, unless it has such files."""
-    own = {*read_manifest(old)["files"], MANIFEST}
-    for path in sorted(old.rglob("*")):
-        name = path.relative_to(old)
-        if path.is_file() and str(name) not in own and not (new / name).exists():
-            (new / name).parent.mkdir(parents=True, exist_ok=True)
-            os.rename(path, new / name)
+def _own_files(target: Path) -> set[str]:
+    """The names of the files of the checkpoint `target`; none without a readable manifest."""
+    try:
+        return set(read_manifest(target)["files"])
+    except CheckpointError:
+        return set()
+
+
+def _refuse_taken(target: Path, names: Iterable[str]) -> None:
+    for name in sorted(set(names) - _own_files(target)):
+        above = [target / parent for parent in Path(name).parents]
+        if (target / name).exists() or not all(path.is_dir() for path in above if path.exists()):
+            raise CheckpointError(
+                f"checkpoint={str(target)!r} must have no {name} of your own: a checkpoint writes "
+                "it. Choose another folder, or remove the file."
+            )
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

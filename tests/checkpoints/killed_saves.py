@@ -1,5 +1,6 @@
 """Script: saves a checkpoint over another one, killed before the first line of checkpoint_folder.py
 that this runs, then before the second, and so on. Prints what is found after each kill, as JSON.
+Files of the user's, there before the first save or put there since, must be as they were.
 
     python killed_saves.py PATH_OF_CHECKPOINT_FOLDER_PY TARGET
 
@@ -18,6 +19,7 @@ from pathlib import Path
 
 MODULE, TARGET = sys.argv[1], Path(sys.argv[2])
 FILES = ("a", "sub/b")
+OWN = ("train.py", "notes/today.txt", "sub/mine")  # the last two are added between the saves
 NOT_KILLED = 0
 
 spec = importlib.util.spec_from_file_location("checkpoint_folder", MODULE)
@@ -34,8 +36,16 @@ def save(text: str) -> None:
         folders.write_manifest(folder, {})
 
 
+def put(names: tuple[str, ...]) -> None:
+    for name in names:
+        (TARGET / name).parent.mkdir(parents=True, exist_ok=True)
+        (TARGET / name).touch()
+
+
 def found() -> str:
     """The text of all files of the checkpoint, or what is wrong with it."""
+    if lost := [name for name in OWN if not (TARGET / name).is_file()]:
+        return f"lost {lost}"
     try:
         names = folders.check(TARGET)["files"]
     except folders.CheckpointError as error:
@@ -65,7 +75,9 @@ def main() -> None:
     while code != NOT_KILLED:
         line_number += 1
         shutil.rmtree(TARGET, ignore_errors=True)
+        put(OWN[:1])
         save("old")
+        put(OWN[1:])
         child = os.fork()
         if not child:
             sys.settrace(kill_at(line_number))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rllib_llm.checkpoints import folder as folders
-from rllib_llm.checkpoints.folder import MANIFEST, CheckpointError
+from rllib_llm.checkpoints.folder import COMPLETE, MANIFEST, CheckpointError
 from rllib_llm.shared.errors import UserError
 
 
@@ -48,7 +49,9 @@ def test_a_kill_at_any_line_leaves_the_old_checkpoint_or_the_new_one(tmp_path):
     assert set(afterwards) == {"old", "new"}
     assert afterwards == sorted(afterwards, reverse=True)  # old until a point, then new
     assert len(afterwards) > 30  # lines that were killed at
-    assert [path.name for path in tmp_path.iterdir()] == ["c"]  # the last save cleared up
+    left = {str(path.relative_to(tmp_path / "c")) for path in (tmp_path / "c").rglob("*")}
+    own = {"train.py", "notes", "notes/today.txt", "sub/mine"}
+    assert left == {"a", "sub", "sub/b", MANIFEST, *own}  # the last save cleared up
 
 
 def test_an_exception_leaves_the_old_checkpoint(tmp_path):
@@ -58,7 +61,7 @@ def test_an_exception_leaves_the_old_checkpoint(tmp_path):
         raise OSError("full")
     folders.check(target)
     assert (target / "a").read_text(encoding="utf-8") == "old"
-    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+    assert {path.name for path in target.iterdir()} == {"a", "sub", MANIFEST}
 
 
 def test_a_given_empty_folder_is_filled_or_left_empty(tmp_path):
@@ -90,6 +93,58 @@ def test_what_others_put_beside_a_checkpoint_is_kept(tmp_path):
     assert (target / "notes.txt").read_text(encoding="utf-8") == "mine"
     assert (target / "sub" / "b.txt").read_text(encoding="utf-8") == "mine too"
     folders.check(target)
+
+
+def test_two_saves_into_a_folder_of_ones_own_leave_its_files(tmp_path, monkeypatch):
+    """The second deleted them: the first had listed them as the checkpoint's."""
+    own = {"train.py": "import ray", "data/prompts.jsonl": "{}", ".mode": "mine"}
+    for name, text in own.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "train.py").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    for text in ("old", "new"):
+        save(Path("."), text)
+        assert folders.check(".")["files"].keys() == {"a", "sub/b"}
+        folders.make_readable(Path("."))
+        assert {name: Path(name).read_text() for name in own} == own
+    assert Path("train.py").stat().st_mode & 0o777 == 0o755
+    assert Path("a").read_text() == "new"
+
+
+@pytest.mark.parametrize("name", ["a", "sub", "sub/b/c"])
+def test_a_file_of_ones_own_is_never_replaced(tmp_path, name):
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(CheckpointError, match="must have no (a|sub/b) of your own: a checkpoint"):
+        save(tmp_path)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / name]
+    assert (tmp_path / name).read_text() == "mine"
+
+
+def test_ctrl_c_while_files_are_moved_loses_none(tmp_path, monkeypatch):
+    """Between setting the old ones aside and the exchange, files added since were gone."""
+    target = save(tmp_path / "c", "old")
+    (target / "notes.txt").write_text("mine")
+
+    replace, left = os.replace, []
+
+    def interrupted(source, place):
+        if COMPLETE in str(source) and not left:
+            raise KeyboardInterrupt
+        if COMPLETE in str(source):
+            left.pop()
+        replace(source, place)
+
+    for num_moved in range(3):  # of the two files and the manifest
+        left = [None] * num_moved
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(folders.os, "replace", interrupted)
+            save(target, f"new {num_moved}")
+        assert (target / "notes.txt").read_text() == "mine"
+        folders.check(target)
+        now = {(target / name).read_text() for name in ("a", "sub/b")}
+        assert now == {f"new {num_moved}"}
 
 
 def remove(folder):
