@@ -193,10 +193,11 @@ def add_adapters(model: nn.Module, lora: dict[str, Any], *, seed: int = 0) -> No
         except ValueError as error:
             targets, numbers = settings.target_modules, settings.layers_to_transform
             if numbers is not None and targets <= layers:
+                text = model.config.get_text_config(decoder=True)
                 raise SettingError(
                     name="lora.layers_to_transform",
                     value=numbers,
-                    rule=f"number layers of the model, 0 to {model.config.num_hidden_layers - 1}",
+                    rule=f"number layers of the model, 0 to {text.num_hidden_layers - 1}",
                     reason="adapters cannot be put there",
                     remedy="Leave it out for all of them",
                 ) from error
