@@ -117,6 +117,7 @@ class RLHFConfig(LanguageModelConfig):
             "temperature": self.temperature,
             "critic": self.critic,
             "critic_model": self.critic_model,
+            "off_policy": self.off_policy,
         }
 
     @property

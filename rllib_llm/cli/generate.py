@@ -206,7 +206,8 @@ class Completer:
 
     def _params_for(self, prompt_len: int) -> SamplingParams:
         """Return the sampling settings; a limit that the user left open fits the model."""
-        positions = getattr(self.model.config, "max_position_embeddings", None)
+        text = self.model.config.get_text_config(decoder=True)
+        positions = getattr(text, "max_position_embeddings", None)
         if self.sampling.max_new_tokens is not None or positions is None:
             return self.params
         room = max(1, min(DEFAULT_NEW_TOKENS, positions - prompt_len))

@@ -358,12 +358,6 @@ def check_replay(config: Any) -> None:
         "Set off_policy='decoupled'",
     )  # fmt: skip
     require(
-        config.critic == "none" or config.off_policy == "decoupled", "off_policy",
-        config.off_policy, f"'decoupled' with replay_groups={groups!r} and a critic",
-        "only then are old values computed again, by the critic as it is",
-        "Set off_policy='decoupled'",
-    )  # fmt: skip
-    require(
         capacity is None or capacity >= groups, "replay_capacity", capacity,
         f"at least replay_groups={groups!r}", "they are drawn from it",
         f"Set replay_capacity={groups!r} or more, or None for four batches",

@@ -136,8 +136,8 @@ class RLHFLearner(LanguageModelLearner):
     def _old_policy(self, batch: Batch) -> Batch:
         """Log-probs and values of the policy before the update, each row by one learner.
 
-        They are the sampler's, who had these weights, unless `off_policy` has them recomputed.
-        Remote samplers have no critic. Where one shares the policy's trunk, in half precision its
+        They are the sampler's, who had these weights, unless `off_policy` is set: log-probs are then
+        recomputed where it says so, values always. Remote samplers have no critic. Where one shares the policy's trunk, in half precision its
         pass gives the log-probs too, which `start_update` would ask for.
         """
         module = self.module[DEFAULT_MODULE_ID].unwrapped()
@@ -148,7 +148,7 @@ class RLHFLearner(LanguageModelLearner):
         self._has_own_logprobs = recomputes
         old = {columns.OLD_LOGPROBS: batch[columns.SAMPLER_LOGPROBS]}
         names = {columns.LOGPROBS: columns.OLD_LOGPROBS} if recomputes else {}
-        if has_critic and not recomputes and columns.SAMPLER_VALUES in batch:
+        if fresh and has_critic and not recomputes and columns.SAMPLER_VALUES in batch:
             mask = columns.sampled_mask(batch)
             old[columns.OLD_VALUES] = batch[columns.SAMPLER_VALUES].where(mask, 0.0)
         elif has_critic:

@@ -267,8 +267,9 @@ class HuggingFaceModule(TorchRLModule):
 
     def _name_pad_token(self, model: PreTrainedModel) -> None:
         """The folder's model pads as its tokenizer does, which other tools ask its config."""
-        for config in (model.config, getattr(model, "generation_config", None)):
-            if config is not None and config.pad_token_id is None:
+        text = model.config.get_text_config(decoder=True)
+        for config in (model.config, text, getattr(model, "generation_config", None)):
+            if getattr(config, "pad_token_id", 0) is None:
                 config.pad_token_id = self.tokenizer.pad_token_id
 
     def _adapter_base(self) -> AdapterBase:

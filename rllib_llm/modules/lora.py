@@ -193,10 +193,11 @@ def add_adapters(model: nn.Module, lora: dict[str, Any], *, seed: int = 0) -> No
         except ValueError as error:
             targets, numbers = settings.target_modules, settings.layers_to_transform
             if numbers is not None and targets <= layers:
+                text = model.config.get_text_config(decoder=True)
                 raise SettingError(
                     name="lora.layers_to_transform",
                     value=numbers,
-                    rule=f"number layers of the model, 0 to {model.config.num_hidden_layers - 1}",
+                    rule=f"number layers of the model, 0 to {text.num_hidden_layers - 1}",
                     reason="adapters cannot be put there",
                     remedy="Leave it out for all of them",
                 ) from error
@@ -344,23 +345,38 @@ def merge_into(plain: nn.Module, adapted: nn.Module, tensors: dict[str, torch.Te
     tensors: the adapters by their names in `adapted`.
     """
     from peft import LoraModel
-    from peft.tuners.lora import LoraLayer
 
     _take_quantized_weights(plain, adapted)
     shell = LoraModel(plain, {ADAPTER: copy.deepcopy(adapted.peft_config[ADAPTER])}, ADAPTER)
     own = {name: p for name, p in plain.named_parameters() if is_adapter(name)}
     for name, tensor in own_state(plain, peft_state(adapted, tensors)).items():
         own[name].data = tensor.detach().to(own[name].device, torch.float32)
-    for layer in [part for part in plain.modules() if isinstance(part, LoraLayer)]:
+    _merge(shell)
+
+
+def _merge(shell: Any) -> PreTrainedModel:
+    """The model in peft's `shell`, its adapters merged in float32. A weight that several parts
+    share, and only one has adapted, is shared no longer."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    model = shell.model
+    for layer in [part for part in model.modules() if isinstance(part, BaseTunerLayer)]:
         base = layer.get_base_layer()
-        name = getattr(layer, "parameter_name", "weight")  # experts are several of one module
-        weight = getattr(base, name)
-        if _is_shared(plain, weight):
-            setattr(base, name, nn.Parameter(weight.clone(), requires_grad=False))
-            weight = getattr(base, name)
-            _declare_untied(plain)
-        weight.copy_(weight.float() + layer.get_delta_weight(ADAPTER))
-    shell.unload()
+        for name, weight in list(base.named_parameters(recurse=False)):
+            if _is_shared(model, weight):
+                setattr(base, name, nn.Parameter(weight.detach().clone(), requires_grad=False))
+                _declare_untied(model)
+        own = [(w, w.dtype) for w in base.parameters(recurse=False) if w.is_floating_point()]
+        for weight, _ in own:
+            weight.data = weight.data.float()
+        layer.merge()
+        for weight, dtype in own:
+            weight.data = weight.data.to(dtype)
+    merged = shell.unload()
+    pair = merged.get_input_embeddings(), merged.get_output_embeddings()
+    if None not in pair and pair[0].weight is not pair[1].weight:
+        _declare_untied(merged)  # `modules_to_save` may hold one of them
+    return merged
 
 
 def adapts_tied_weights(model: nn.Module) -> bool:
@@ -474,6 +490,7 @@ def read_base(folder: str | Path) -> AdapterBase:
     return AdapterBase(config["base_model_name_or_path"])
 
 
+@torch.no_grad()
 def load_merged(
     folder: str | Path, load: LoadModel, *, dtype: Any = "float32", device: Any = "cpu"
 ) -> PreTrainedModel:
@@ -482,24 +499,18 @@ def load_merged(
     load: `load_causal_lm`. A base that was quantised during training is quantised and dequantised
     again, so that the result is the policy that was trained, not one near it.
     """
-    folder = Path(folder)
-    base = read_base(folder)
+    from peft import PeftConfig, PeftModel
+
+    base, settings = read_base(folder), PeftConfig.from_pretrained(str(folder))
+    if settings.is_prompt_learning or settings.task_type not in (None, "CAUSAL_LM"):
+        kind = settings.peft_type.value, settings.task_type
+        raise ValueError(f"adapters {kind} cannot be merged into a causal language model")
     plain = load(base.model, dtype=dtype, device=device)
-    adapted = _skeleton(plain, folder, base, load, device)
-    merge_into(plain, adapted, read_adapters(folder, adapted))
-    return plain
-
-
-def _skeleton(
-    plain: PreTrainedModel, folder: Path, base: AdapterBase, load: LoadModel, device: Any
-) -> nn.Module:
-    """A model with the adapters' layers; it has weights only where they are quantised."""
-    from peft import PeftConfig, inject_adapter_in_model
-
-    config = PeftConfig.from_pretrained(str(folder))
-    if base.quantization == "none":
-        with torch.device("meta"):
-            return inject_adapter_in_model(config, type(plain)(plain.config), adapter_name=ADAPTER)
-    network = load(base.model, dtype=base.dtype, device=device)
-    network = quantize(network, base.quantization, device=device).requires_grad_(False)
-    return inject_adapter_in_model(config, network, adapter_name=ADAPTER)
+    if base.quantization != "none":
+        network = load(base.model, dtype=base.dtype, device=device)
+        _take_quantized_weights(plain, quantize(network, base.quantization, device=device))
+    wrapped = PeftModel(plain, settings)
+    report = wrapped.load_adapter(str(folder), ADAPTER, torch_device=str(device))
+    if wrong := [*report.missing_keys, *report.unexpected_keys]:
+        raise ValueError(f"{WEIGHTS} and {CONFIG} do not belong together, first {wrong[0]!r}")
+    return _merge(wrapped.base_model).requires_grad_(True)

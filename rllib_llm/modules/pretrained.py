@@ -78,13 +78,10 @@ def load_causal_lm(
     else:
         if kind == FOLDER and is_adapter_folder(value):
             if quantization_config is not None:
-                raise ModelSourceError(
-                    model,
-                    "it holds adapters, and weights are to be quantised while they are read",
-                    "Merge them first: algorithm.export_model(folder), or load_causal_lm(model)"
-                    ".save_pretrained(folder)",
-                )
-            return load_merged(value, load_causal_lm, dtype=dtype, device=device)
+                raise _not_merged(model, "weights are to be quantised while they are read")
+            return load_with_retries(
+                lambda: load_merged(value, load_causal_lm, dtype=dtype, device=device), value, kind
+            )
         config = model_config(value)
         architectures = config.architectures or []
     if any(name.endswith(_NO_GENERATOR) for name in architectures):
@@ -97,6 +94,14 @@ def load_causal_lm(
         placement = _placement(config, device, quantization_config)
         network = _from_pretrained(AutoModelForCausalLM, value, kind, dtype=dtype, **placement)
     return _finish(network, dtype, device)
+
+
+def _not_merged(model: Any, why: str) -> ModelSourceError:
+    return ModelSourceError(
+        model,
+        f"it holds adapters, and {why}",
+        "Merge them first: load_causal_lm(model).save_pretrained(folder) and the tokenizer's",
+    )
 
 
 def without_weights(model: str | os.PathLike, kind_of: Any = AutoModelForCausalLM) -> nn.Module:
@@ -142,6 +147,8 @@ def load_sequence_classifier(
         network = build_from_dotted(value)[0]
         architectures, config = [type(network).__name__], network.config
     else:
+        if kind == FOLDER and is_adapter_folder(value):
+            raise _not_merged(model, "a sequence classifier is wanted here")
         config = model_config(value)
         architectures = config.architectures or []
     needs_head = bool(architectures) and not any(n.endswith(_CLASSIFIER) for n in architectures)

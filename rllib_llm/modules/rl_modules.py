@@ -30,7 +30,11 @@ from rllib_llm.modules.pretrained import (
     load_sequence_classifier,
     score_head,
 )
-from rllib_llm.modules.sequence_scores import read_score_normalization, sequence_scores
+from rllib_llm.modules.sequence_scores import (
+    drop_score_normalization,
+    read_score_normalization,
+    sequence_scores,
+)
 from rllib_llm.modules.tokenizer import load_tokenizer
 from rllib_llm.modules.trunk import take_apart
 from rllib_llm.shared import columns
@@ -68,6 +72,7 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
     quantization: of the frozen trunk under adapters: "none", "int8" or "nf4".
     mixed_precision: "bf16": the models compute in bfloat16, the value head in float32; None: all
         in `dtype`.
+    off_policy: the correction of older tokens; without one the sampler's values are the old ones.
     gradient_checkpointing: keep only the layers' inputs for the backward pass.
     """
 
@@ -93,6 +98,8 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
         are as exact as those of a forward pass."""
         config = self.model_config
         if not self.has_critic or config["critic"] != "shared" or config["dtype"] != "float32":
+            return None
+        if config.get("off_policy") is not None:  # values of older weights are computed again
             return None
         if self.computing_dtype is not None or take_apart(self.model) is None:
             return None
@@ -281,6 +288,7 @@ class RewardModelModule(HuggingFaceModule):
         self.model = load_sequence_classifier(
             config["pretrained_model"], dtype=config["dtype"], new_head=True, seed=config["seed"]
         )
+        drop_score_normalization(self.model.config)  # of the scores before this training
         self.save_memory(self.model)
         outputs = score_head(self.model).out_features
         if outputs != 1:

@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateSyntaxError
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from rllib_llm.modules.model_source import (
@@ -108,11 +113,9 @@ def eos_token_ids(*sources: Any) -> tuple[int, ...]:
     """
     found: set[int] = set()
     for source in sources:
-        for holder in (
-            source,
-            getattr(source, "config", None),
-            getattr(source, "generation_config", None),
-        ):
+        config = source if isinstance(source, PreTrainedConfig) else getattr(source, "config", None)
+        text = config and config.get_text_config(decoder=True)
+        for holder in (source, config, text, getattr(source, "generation_config", None)):
             ids = getattr(holder, "eos_token_id", None)
             if ids is None:
                 continue

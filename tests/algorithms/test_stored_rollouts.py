@@ -98,8 +98,6 @@ def test_replayed_groups_are_learnt_from_but_kept_and_counted_once(tmp_path):
 
 @pytest.mark.parametrize("config, message", [
     (tiny.grpo().replay(groups=2), "off_policy=None must be set with replay_groups=2"),
-    (tiny.ppo(critic="shared", off_policy="bypass").replay(groups=2),
-     "off_policy='bypass' must be 'decoupled' with replay_groups=2 and a critic"),
     (replaying().replay(capacity=1), "replay_capacity=1 must be at least replay_groups=2"),
     (tiny.grpo(off_policy="decoupled", rejection="k3"), "rejection_upper=None must be a number"),
     (tiny.grpo(off_policy="decoupled", off_policy_lower=3.0),

@@ -133,7 +133,7 @@ def test_the_first_step_takes_the_samplers_log_probs_as_the_old_ones():
     torch.testing.assert_close(again[columns.OLD_VALUES], prepared[columns.OLD_VALUES])
 
 
-def test_values_of_the_sampler_are_the_old_ones_unless_recomputed():
+def test_values_of_the_sampler_are_the_old_ones_unless_its_weights_may_be_older():
     learner = tiny.build(ppo(**ONE_STEP))
     batch = tiny.judged(learner)
     batch[columns.VALID][1] = False
@@ -141,5 +141,13 @@ def test_values_of_the_sampler_are_the_old_ones_unless_recomputed():
     batch[columns.SAMPLER_VALUES] = torch.full(mask.shape, 0.25)
     prepared = learner.prepare(dict(batch))
     assert torch.equal(prepared[columns.OLD_VALUES], 0.25 * mask)
-    again = tiny.build(ppo(**ONE_STEP, **RECOMPUTED)).prepare(dict(batch))
-    assert not again[columns.OLD_VALUES].any()  # the head's own, which start at 0
+    for mode in ("decoupled", "bypass", "decoupled_loglinear"):  # the sampler's may be older
+        off_policy = {"off_policy": mode, "off_policy_weights": None}
+        again = tiny.build(ppo(**ONE_STEP, **off_policy)).prepare(dict(batch))
+        assert not again[columns.OLD_VALUES].any()  # the head's own, which start at 0
+
+
+def test_the_sampler_computes_values_only_where_they_are_the_old_ones():
+    for settings, samples_values in (({}, True), ({"off_policy": "bypass"}, False)):
+        module = tiny.module_of(tiny.build(ppo(critic="shared", **ONE_STEP, **settings)))
+        assert (module._sampling_value_head() is not None) == samples_values

@@ -7,7 +7,15 @@ import math
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from peft import (
+    AutoPeftModelForCausalLM,
+    IA3Config,
+    LoHaConfig,
+    LoraConfig,
+    PeftModel,
+    PromptTuningConfig,
+    get_peft_model,
+)
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rllib_llm.engines.engine import generate
@@ -25,7 +33,12 @@ from rllib_llm.modules.lora import (
     read_adapters,
     save_adapters,
 )
-from rllib_llm.modules.pretrained import load_causal_lm, load_quantized
+from rllib_llm.modules.model_source import ModelSourceError
+from rllib_llm.modules.pretrained import (
+    load_causal_lm,
+    load_quantized,
+    load_sequence_classifier,
+)
 from rllib_llm.modules.rl_modules import CausalLMModule
 from rllib_llm.shared.errors import SettingError
 from tests.modules.tiny_models import tiny_model
@@ -347,3 +360,64 @@ def test_layers_that_the_model_does_not_have_are_refused_with_those_that_it_has(
         SettingError, match=r"^lora\.layers_to_transform=\[99\] must number .* model, 0 to 1:"
     ):
         add_adapters(llama(), {"target_modules": ["q_proj"], "layers_to_transform": [99]})
+
+
+FOREIGN = {
+    "DoRA": lambda: LoraConfig(r=4, use_dora=True, target_modules="all-linear"),
+    "bias of all layers": lambda: LoraConfig(r=4, bias="all", target_modules="all-linear"),
+    "bias of adapted layers": lambda: LoraConfig(r=4, bias="lora_only", target_modules=["c_attn"]),
+    "bias of B": lambda: LoraConfig(r=4, lora_bias=True, target_modules=["c_attn"]),
+    "modules_to_save": lambda: LoraConfig(
+        r=4, target_modules=["c_attn"], modules_to_save=["ln_f", "wte"]
+    ),
+    "trainable tokens": lambda: LoraConfig(
+        r=4, target_modules=["c_attn"], trainable_token_indices=[5, 7]
+    ),
+    "IA3": lambda: IA3Config(target_modules=["c_attn"], feedforward_modules=[]),
+    "LoHa": lambda: LoHaConfig(r=4, target_modules=["q_proj", "v_proj"]),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_adapters_of_any_kind_that_peft_merges_are_loaded_as_peft_computes_them(kind, tmp_path):
+    """The reference: peft's own forward pass beside the unmerged weights."""
+    family = "llama" if kind == "LoHa" else "gpt2"
+    base(family).save_pretrained(tmp_path / "base")
+    wrapped = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base"), FOREIGN[kind]()
+    )
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in wrapped.parameters():
+            if parameter.requires_grad:
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.copy_(parameter + 0.3 * noise)
+    wrapped.eval().save_pretrained(tmp_path / "adapters")
+    base(family).config.save_pretrained(tmp_path / "adapters")
+    assert (logits(wrapped) - logits(base(family))).abs().max() > 0.1
+    loaded = load_causal_lm(tmp_path / "adapters")
+    torch.testing.assert_close(logits(loaded), logits(wrapped), rtol=1e-4, atol=1e-4)
+    assert all(parameter.requires_grad for parameter in loaded.parameters())  # it may be trained
+    loaded.save_pretrained(tmp_path / "merged")
+    again = load_causal_lm(tmp_path / "merged")
+    assert torch.equal(logits(again), logits(loaded))
+
+
+def test_adapters_that_cannot_be_merged_are_refused_by_name(tmp_path):
+    wrapped = get_peft_model(
+        base(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    )
+    wrapped.peft_config["default"].base_model_name_or_path = str(tmp_path)
+    wrapped.save_pretrained(tmp_path / "prompts")
+    base().config.save_pretrained(tmp_path / "prompts")
+    with pytest.raises(ModelSourceError, match="'PROMPT_TUNING', .* cannot be merged"):
+        load_causal_lm(tmp_path / "prompts")
+
+
+def test_a_reward_model_from_adapters_asks_to_merge_them(tmp_path):
+    model, tensors = adapted()
+    base().save_pretrained(tmp_path / "base")
+    save_adapters(model, tensors, tmp_path / "adapters", AdapterBase(str(tmp_path / "base")))
+    with pytest.raises(ModelSourceError, match="holds adapters, .* Merge them first"):
+        load_sequence_classifier(tmp_path / "adapters", new_head=True)

@@ -9,6 +9,7 @@ from transformers import AutoModelForSequenceClassification
 
 from rllib_llm.data.preferences import PairSource
 from rllib_llm.modules.rl_modules import RewardModelModule
+from rllib_llm.modules.sequence_scores import read_score_normalization, write_score_normalization
 from rllib_llm.shared import columns
 from tests.algorithms.tiny_runs import HERE, MODEL, PAIRS, build_model
 from tests.modules.test_causal_lm import SPACE
@@ -67,3 +68,14 @@ def test_a_classifier_with_two_outputs_is_refused(tmp_path):
     folder = save(tmp_path / "two", llama_classifier(num_labels=2), byte_tokenizer())
     with pytest.raises(ValueError, match="has 2 outputs and must have 1"):
         build(folder)
+
+
+def test_mean_and_deviation_of_scores_do_not_outlive_the_training_that_changes_them(tmp_path):
+    """A reward model that is trained on has no scale until it is measured again."""
+    module = build()
+    module.save_pretrained(tmp_path / "first")
+    write_score_normalization(tmp_path / "first", 3.0, 2.0)
+    again = build(tmp_path / "first")
+    again.export_pretrained(tmp_path / "second")
+    assert read_score_normalization(str(tmp_path / "first")) == (3.0, 2.0)
+    assert read_score_normalization(str(tmp_path / "second")) is None
