@@ -16,6 +16,7 @@ import hashlib
 import itertools
 import json
 import re
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
@@ -174,9 +175,8 @@ def check_text(text: Any) -> None:
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
-    """Ids of a text that begins a sequence: a BOS where the tokenizer adds one, never an EOS."""
-    check_text(text)
-    return _without_added_eos(tokenizer, text, list(tokenizer(text)["input_ids"]))
+    """Ids of a text that begins a sequence: one BOS where the tokenizer adds one, never an EOS."""
+    return encode_spans(tokenizer, text, [], add_special_tokens=True)[0]
 
 
 def encode_ended(tokenizer: Any, prompt: str, completion: str) -> tuple[list[int], int]:
@@ -199,24 +199,24 @@ def encode_ended(tokenizer: Any, prompt: str, completion: str) -> tuple[list[int
 def encode_spans(
     tokenizer: Any, text: str, spans: Sequence[Span], *, add_special_tokens: bool
 ) -> tuple[list[int], list[bool]]:
-    """Ids of `text`, without an EOS that the tokenizer adds, and whether each one ends in a span.
+    """Ids of `text`, without an EOS or second BOS that the tokenizer adds, and whether each one
+    ends in a span.
 
     Tokenizers without offsets (those not made with the `tokenizers` library) tell where a span
     begins by the tokens that the text has in common with its beginning alone.
     """
     check_text(text)
-    if tokenizer.is_fast:
+    if tokenizer.is_fast and spans:
         encoded = tokenizer(
             text, add_special_tokens=add_special_tokens, return_offsets_mapping=True
         )
-        ends = [end for _, end in encoded["offset_mapping"]]
-        ids = _without_added_eos(tokenizer, text, list(encoded["input_ids"]))
-        inside = [any(start < end <= stop for start, stop in spans) for end in ends[: len(ids)]]
-        return ids, inside
+        ids, ends = list(encoded["input_ids"]), [end for _, end in encoded["offset_mapping"]]
+        stay = _as_one_text(tokenizer, text, ids) if add_special_tokens else slice(None)
+        return ids[stay], [any(start < end <= stop for start, stop in spans) for end in ends[stay]]
 
     def encode(part: str) -> list[int]:
         ids = list(tokenizer(part, add_special_tokens=add_special_tokens)["input_ids"])
-        return _without_added_eos(tokenizer, part, ids)
+        return ids[_as_one_text(tokenizer, part, ids)] if add_special_tokens else ids
 
     ids = encode(text)
     inside = [False] * len(ids)
@@ -242,11 +242,17 @@ def keep_end(ids: list[int], max_length: int, starts: Collection[int | None]) ->
     return ids[len(ids) - max_length :]
 
 
-def _without_added_eos(tokenizer: Any, text: str, ids: list[int]) -> list[int]:
-    eos = tokenizer.eos_token_id
-    if eos is not None and ids and ids[-1] == eos and not text.endswith(tokenizer.eos_token):
-        return ids[:-1]
-    return ids
+def _as_one_text(tokenizer: Any, text: str, ids: list[int]) -> slice:
+    """Which of the ids of a text stay: not an added EOS, nor an added BOS before the text's own."""
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    has_two = bos is not None and ids[:2] == [bos, bos] and text.startswith(tokenizer.bos_token)
+    if has_two:
+        warnings.warn(
+            f"A text begins with {tokenizer.bos_token}, and the tokenizer adds one: one is kept.",
+            stacklevel=2,
+        )
+    has_end = eos is not None and ids[-1:] == [eos] and not text.endswith(tokenizer.eos_token)
+    return slice(int(has_two), len(ids) - has_end)
 
 
 def vocabulary_hash(tokenizer: Any) -> str:
@@ -378,11 +384,15 @@ def encode_chat(
 
 
 def encode_judged_chat(
-    tokenizer: Any, messages: Sequence[Any], *, finished: bool = True
+    tokenizer: Any,
+    messages: Sequence[Any],
+    *,
+    finished: bool = True,
+    tools: Sequence[Any] | None = None,
 ) -> list[int]:
     """Ids of a conversation up to the token that ends its last turn, as reward models of ours read
     it: a sampled completion has nothing behind that token, and without it when not `finished`."""
-    text = render_chat(tokenizer, messages)
+    text = render_chat(tokenizer, messages, tools=tools)
     trimmed = text.rstrip()
     for end in special_texts(tokenizer):
         if trimmed.endswith(end):

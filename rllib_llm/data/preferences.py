@@ -85,9 +85,7 @@ class PairSource(PreferenceSource):
                 for name in ("chosen", "rejected")
             )
         else:
-            chosen, rejected = (
-                self._tokenize(row.get("prompt"), row[name]) for name in ("chosen", "rejected")
-            )
+            chosen, rejected = (self._tokenize(row, row[name]) for name in ("chosen", "rejected"))
         return self._cut(chosen), self._cut(rejected)
 
     def _cut(self, ids: list[int]) -> list[int]:
@@ -95,9 +93,10 @@ class PairSource(PreferenceSource):
         starts = (self._tokenizer.bos_token_id, self._tokenizer.cls_token_id)
         return keep_end(ids, self._max_length, starts)
 
-    def _tokenize(self, prompt: Any, answer: Any) -> list[int]:
+    def _tokenize(self, row: dict[str, Any], answer: Any) -> list[int]:
+        prompt, tools = row.get("prompt"), row.get("tools")
         if _is_chat(prompt, answer):
-            return encode_judged_chat(self._tokenizer, as_turns(prompt, answer)[0])
+            return encode_judged_chat(self._tokenizer, as_turns(prompt, answer)[0], tools=tools)
         if self._tokenizer.eos_token_id is None:  # an encoder's: it puts its own end
             return list(self._tokenizer((prompt or "") + answer)["input_ids"])
         return encode_ended(self._tokenizer, prompt or "", answer)[0]

@@ -12,6 +12,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import ValidationError
 
 from rllib_llm.conversations.chat_format import ChatFormat
+from rllib_llm.data.encoding import encode_text
 from rllib_llm.serving import chat
 from rllib_llm.serving.guides import check_length, grammar_of
 from rllib_llm.serving.jobs import (
@@ -244,7 +245,7 @@ class Completer:
         for each in given:
             if isinstance(each, str):
                 limits.check_chars(each, "prompt")
-                each = tokenizer(each)["input_ids"]
+                each = encode_text(tokenizer, each)
             prompts.append(list(each))
         for prompt in prompts:
             if not prompt:

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from rllib_llm.conversations.chat_format import ChatFormat
 from rllib_llm.conversations.conversation import Conversation
+from rllib_llm.data.encoding import encode_spans
 from rllib_llm.serving import chat
 from rllib_llm.serving.jobs import (
     check_tokens,
@@ -86,7 +87,7 @@ def _tokens_of(service: Service, completer: Completer, body: TokenizeRequest) ->
     if body.prompt is not None:
         service.limits.check_chars(body.prompt, "prompt")
         special = True if body.add_special_tokens is None else body.add_special_tokens
-        return list(service.tokenizer(body.prompt, add_special_tokens=special)["input_ids"])
+        return encode_spans(service.tokenizer, body.prompt, [], add_special_tokens=special)[0]
     asked = ChatRequest.model_construct(messages=body.messages, tools=body.tools)
     return chat.prompt_ids(
         completer.format_of(asked), body.messages or [], service.limits,

@@ -8,6 +8,7 @@ from rllib_llm.data.encoding import (
     common_prefix_len,
     encode_ended,
     encode_spans,
+    encode_text,
     keep_end,
 )
 from tests.tiny_models import byte_tokenizer, sentencepiece_tokenizer
@@ -21,6 +22,7 @@ class Slow:
     def __init__(self, tokenizer):
         self._tokenizer = tokenizer
         self.eos_token, self.eos_token_id = tokenizer.eos_token, tokenizer.eos_token_id
+        self.bos_token, self.bos_token_id = tokenizer.bos_token, tokenizer.bos_token_id
 
     def __call__(self, text, add_special_tokens=True):
         return self._tokenizer(text, add_special_tokens=add_special_tokens)
@@ -49,6 +51,21 @@ def test_common_prefix_len():
     assert common_prefix_len([1, 2, 3], [1, 2, 4]) == 2
     assert common_prefix_len([1, 2], [1, 2, 4]) == 2
     assert common_prefix_len([], [1]) == 0
+
+
+@pytest.mark.parametrize("kind", [lambda tokenizer: tokenizer, Slow])
+def test_one_bos_whatever_the_text_begins_with(kind):
+    """The tokenizer adds <s>; a rendered chat in a column of texts has it already."""
+    tokenizer = kind(byte_tokenizer())
+    plain = encode_ended(tokenizer, "a", "b")
+    assert plain[0].count(tokenizer.bos_token_id) == 1
+    with pytest.warns(UserWarning, match="begins with <s>, and the tokenizer adds one: one is"):
+        assert encode_ended(tokenizer, "<s>a", "b") == plain
+    with pytest.warns(UserWarning, match="one is kept"):
+        assert encode_text(tokenizer, "<s>a") == encode_text(tokenizer, "a")
+    with pytest.warns(UserWarning, match="one is kept"):
+        ids, inside = encode_spans(tokenizer, "<s>ab", [(4, 5)], add_special_tokens=True)
+    assert inside == [False, False, True] and ids == encode_text(tokenizer, "ab")
 
 
 def test_one_eos_whatever_the_text_ends_with():

@@ -188,3 +188,16 @@ def test_answers_hold_nothing_but_the_assistant():
     rows = [{"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": CHAT[1:2]}]
     with pytest.raises(DataSourceError, match="must answer the same prompt"):
         prompted(rows, tokenizer)
+
+
+@pytest.mark.parametrize("source", PREFERENCES)
+def test_tools_are_announced_to_reward_models_and_policies_alike(source):
+    """As TRL's RewardTrainer does it; the template writes them first."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% if tools %}T:{{ tools[0].name }}{% endif %}" + PLAIN_TEMPLATE
+    row = {"prompt": CHAT[:1], "chosen": [CHAT[1]], "rejected": [CHAT[3]],
+           "tools": [{"name": "add"}]}  # fmt: skip
+    batch = source([row], tokenizer=tokenizer, max_length=64).batch(0, 1)
+    name = "chosen" if source is PairSource else "prompt"
+    (text,) = texts(tokenizer, batch, f"{name}_ids", f"{name}_mask")
+    assert text == ("T:addU:hiA:yo</s>" if source is PairSource else "T:addU:hiA:")

@@ -11,6 +11,7 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import processors
 
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.serving.http_server import open_service
@@ -114,6 +115,27 @@ def test_noise_is_named_as_a_run_names_it(tiny):
         [1, 40, 41], SamplingParams(3, (EOS,), max_new_tokens=9), seed=5, row=2, turn=1
     )
     assert [ended.token_ids] == tokens(noise_row=2, noise_turn=1)
+
+
+def test_prompts_are_encoded_as_in_training():
+    """The tokenizer puts BOS (1) and EOS (2) around every text; a prompt has one BOS and no EOS."""
+    of_both = tokenizer()
+    of_both._tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", EOS)]
+    )
+    expected = [1, *of_both("Hi", add_special_tokens=False)["input_ids"]]
+
+    async def answers() -> list[list[int]]:
+        async with asgi_client(service(the_tokenizer=of_both)) as http:
+            found = []
+            for prompt in ("Hi", "<s>Hi"):
+                told = await http.post("/tokenize", json={"prompt": prompt})
+                asked = {**ASKED, "prompt": prompt, "max_tokens": 1, "return_token_ids": True}
+                made = await http.post("/v1/completions", json=asked)
+                found += [told.json()["tokens"], made.json()["choices"][0]["prompt_token_ids"]]
+            return found
+
+    assert asyncio.run(answers()) == [expected] * 4
 
 
 def test_texts_become_tokens_and_back(tiny):
