@@ -13,7 +13,7 @@ from typing import Any
 
 from rllib_llm.engines.params import LOWEST_TEMPERATURE, SamplingParams
 from rllib_llm.engines.protocol import Noise, Row
-from rllib_llm.serving.schemas import ApiError, SamplingFields
+from rllib_llm.serving.schemas import MAX_LOGPROBS, ApiError, SamplingFields
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,11 @@ class Job:
         """Places that it takes: of completions, and of texts that are scored."""
         sampled = len(self.prompts) * self.n if self.samples else 0
         return sampled + (0 if self.prompt_logprobs is None else len(self.prompts))
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that it takes at most: of its prompts, and of its completions."""
+        return sum(map(len, self.prompts)) + sum(self.max_tokens) * self.n * self.samples
 
     def rows(self) -> list[Row]:
         """Its completions as rows of the engine."""
@@ -205,6 +210,29 @@ def check_whole(stream: bool | None, prompt_logprobs: int | None) -> None:
         )  # fmt: skip
 
 
+def check_logprobs(
+    fields: SamplingFields,
+    prompts: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    top_logprobs: int,
+    prompt_logprobs: int | None,
+) -> None:
+    """Raises ApiError where an answer would hold too many log-probs for the server's memory: a
+    small request may ask for gigabytes of them."""
+    num = sum(lengths) * (1 + top_logprobs) if top_logprobs else 0
+    if prompt_logprobs is not None:
+        num += sum(map(len, prompts)) * (1 + prompt_logprobs)
+    num *= fields.n or 1
+    if num > MAX_LOGPROBS:
+        names = ("prompt_logprobs", "top_logprobs", "logprobs")
+        name = next(each for each in names if getattr(fields, each, None) is not None)
+        raise ApiError(
+            400, f"{name}={getattr(fields, name)} must ask for at most {MAX_LOGPROBS} log-probs in "
+            f"an answer: of these tokens they may be {num}. Lower it or max_tokens, or ask in "
+            "several requests.", param=name, code="too_many_logprobs",
+        )  # fmt: skip
+
+
 def make_job(
     fields: SamplingFields,
     limits: Limits,
@@ -233,6 +261,7 @@ def make_job(
             f"min_tokens={fields.min_tokens} must be at most {min(lengths)}, the most.",
             param="min_tokens",
         )
+    check_logprobs(fields, prompts, lengths, top_logprobs, prompt_logprobs)
     stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
     return Job(
         prompts=prompts,

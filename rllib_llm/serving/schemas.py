@@ -25,6 +25,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 MAX_BIASES = MAX_STOP_TOKENS = 1024
 MAX_MESSAGES, MAX_TOOLS, MAX_FIELDS = 2**14, 2**10, 256
+MAX_LOGPROBS = 2**19  # of an answer, in which each takes about 500 bytes until it is sent
 MAX_DECODED = 2**18  # tokens, which hold the interpreter for 60 ms
 MAX_CHOICES, MAX_STOPS, MAX_LIKELIEST, MAX_PROMPTS = 128, 16, 20, 256
 

@@ -77,14 +77,14 @@ class Client:
     requests: TokenBucket
     tokens: TokenBucket
 
-    def admit(self) -> None:
-        """Counts a request.
+    def book(self, bucket: TokenBucket, units: float = 1) -> None:
+        """Takes units out of one of its buckets, if one is there.
 
         Raises:
             ApiError: 429, saying when to come again.
         """
-        waits = {"requests": self.requests.wait_seconds(), "tokens": self.tokens.wait_seconds()}
-        limit, wait = max(waits.items(), key=lambda each: each[1])
+        limit = "tokens" if bucket is self.tokens else "requests"
+        wait = bucket.wait_seconds()
         if wait > 0:
             raise ApiError(
                 429,
@@ -93,7 +93,7 @@ class Client:
                 code="rate_limit_exceeded",
                 headers={"Retry-After": str(max(1, round(wait + 0.5)))},
             )
-        self.requests.use(1)
+        bucket.use(units)
 
 
 class Clients:
@@ -244,7 +244,7 @@ class Guards:
             client = request.scope["state"]["client"]
             if client is None:
                 raise _no_key("Give the key as `Authorization: Bearer KEY`.")
-            client.admit()
+            client.book(client.requests)
 
         async def of_administration(request: Request, given: _GivenByAdmin) -> None:
             clients.check_admin(request.scope["state"]["key"])

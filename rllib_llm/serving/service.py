@@ -602,11 +602,11 @@ class Service:
     async def run(
         self, request_id: str, job: Job, client: Client | None = None
     ) -> AsyncIterator[RunningJob]:
-        """Starts a job; what of it has not ended at the end of the block leaves the engine. Its
-        tokens are counted as the client's.
+        """Starts a job; what of it has not ended at the end of the block leaves the engine. The
+        client's tokens are booked as if it took the most, and corrected at the end.
 
         Raises:
-            ApiError: 400 or 429, too many are asked for; 503, the server is about to stop; 504, the
+            ApiError: 400 or 429, too much is asked for; 503, the server is about to stop; 504, the
                 engine does not take it in.
         """
         self.check_open()
@@ -618,6 +618,8 @@ class Service:
             raise deadline_passed(self.settings.deadline_s) from None
         self.check_open()
         self._admit(job)  # others may have come meanwhile
+        if client is not None:  # nothing waits between this and the job
+            client.book(client.tokens, job.most_tokens)
         running = RunningJob(self, request_id, job)
         key = object()  # clients choose ids, and may do so twice
         self.jobs[key] = running
@@ -630,7 +632,7 @@ class Service:
             self._count_ended(job.num_rows)
             if client is not None:
                 used = sum(map(len, job.prompts)) + running.num_completion_tokens
-                client.tokens.use(used)
+                client.tokens.use(used - job.most_tokens)
 
     @property
     def num_rows(self) -> int:

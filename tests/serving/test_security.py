@@ -87,6 +87,55 @@ def test_tokens_of_a_minute_are_counted():
     asked(ask, api_keys="k", tokens_per_minute=10)
 
 
+def test_tokens_are_booked_when_a_request_is_admitted():
+    """Sixty requests at once passed a limit of ten tokens; the rest is given back at the end."""
+
+    async def ask(http, made) -> None:
+        body = {"prompt": [1, 40], "max_tokens": 8}
+        asks = [http.post("/v1/completions", json=body, headers=bearer("k")) for _ in range(20)]
+        codes = [answer.status_code for answer in await asyncio.gather(*asks)]
+        assert sorted(codes) == [200] + [429] * 19
+        assert not made.jobs
+
+    asked(ask, api_keys="k", tokens_per_minute=10)
+
+
+def test_tokens_that_were_booked_and_not_sampled_are_given_back():
+    async def ask(http, made) -> None:
+        stops = {"prompt": [1, 40], "max_tokens": 900, "stop_token_ids": list(range(260))}
+        for _ in range(3):  # of three tokens each; 902 are booked
+            answer = await http.post("/v1/completions", json=stops, headers=bearer("k"))
+            assert answer.json()["usage"]["total_tokens"] == 3
+
+    asked(ask, api_keys="k", tokens_per_minute=10)
+
+
+# 2**19 entries, of which each place of a prompt has one and those of the likeliest.
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": [[1] * 1000] * 128, "prompt_logprobs": 20,
+                             "max_tokens": 1}, "prompt_logprobs"),
+        ("/v1/completions", {"prompt": [[1] * 1000] * 128, "echo": True, "logprobs": 20,
+                             "max_tokens": 0}, "logprobs"),
+        ("/v1/completions", {"prompt": [1], "n": 128, "logprobs": 20, "max_tokens": 200},
+         "logprobs"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "n": 128,
+         "logprobs": True, "top_logprobs": 20, "max_tokens": 200}, "top_logprobs"),
+    ],
+)  # fmt: skip
+def test_log_probs_that_would_fill_the_memory_are_refused(path, body, param):
+    async def ask(http, made) -> None:
+        answer = await http.post(path, json=body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, param)
+        assert error["code"] == "too_many_logprobs" and not made.jobs
+        fits = {"prompt": [1] * 1000, "prompt_logprobs": 20, "max_tokens": 1}
+        assert (await http.post("/v1/completions", json=fits)).status_code == 200
+
+    asked(ask, max_rows=128, max_waiting=300)
+
+
 def test_a_bucket_fills_with_time():
     now = [0.0]
     bucket = TokenBucket(60, lambda: now[0])
