@@ -136,9 +136,10 @@ class RLHFLearner(LanguageModelLearner):
     def _old_policy(self, batch: Batch) -> Batch:
         """Log-probs and values of the policy before the update, each row by one learner.
 
-        They are the sampler's, who had these weights, unless `off_policy` is set: log-probs are then
-        recomputed where it says so, values always. Remote samplers have no critic. Where one shares the policy's trunk, in half precision its
-        pass gives the log-probs too, which `start_update` would ask for.
+        They are the sampler's, who had these weights, unless `off_policy` is set: log-probs are
+        then recomputed where it says so, values always. Remote samplers have no critic. Where one
+        shares the policy's trunk, in half precision its pass gives the log-probs too, which
+        `start_update` would ask for.
         """
         module = self.module[DEFAULT_MODULE_ID].unwrapped()
         has_critic = module.has_critic
