@@ -1,6 +1,6 @@
 """Sandboxed processes with a deadline, for code that a model wrote or that parses a model's output.
 
-    caller ─▶ Contained ── lifeline ──▶ supervisor ─▶ what is contained
+    caller ─▶ Contained ─▶ backend: bwrap, docker or process ─▶ what is contained
                   └─ deadline, or the caller's end: it ends with all that it has started
 
 A deadline inside the process that computes does not hold: signals reach the main thread only, and a
@@ -10,36 +10,31 @@ thread cannot be ended. What is held, and by what, the guide on containment says
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import math
-import multiprocessing.connection
 import os
 import queue
 import secrets
+import selectors
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import IO, Any, Literal
 
 from rllib_llm.envs.judges.reward_functions import Invalid
-from rllib_llm.envs.sandbox_program import remove
+from rllib_llm.envs.sandbox_backends import BACKENDS, Launch, check, paths_for
 from rllib_llm.shared.arguments import Count, Seconds, checked
 from rllib_llm.shared.messages import told
 from rllib_llm.shared.remote import Away, ExitedError, Late, no_answer
 
-_PROGRAM = Path(__file__).with_name("sandbox_program.py")
 _PART = 65_536  # bytes that are read at once
 _MAX_LINE = 2**24  # bytes of an answer
-_END_SECONDS = 10.0  # that a supervisor has to end what it supervises
+_EXIT_SECONDS = 1.0  # that a process has to exit once its output has ended
 _NO_ANSWER = (EOFError, OSError, ValueError)  # `Late` is an OSError
 _KEPT = ("LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH")
 
@@ -51,13 +46,17 @@ class WorkerError(Away):
 @checked
 @dataclass(frozen=True)
 class Sandbox:
-    """The limits of a sandboxed process.
+    """A sandboxed process: what holds it, and its limits.
 
-    memory_mb: address space of each process; None: no limit. num_processes: where it has namespaces
-    of its own, the user is not root, and Linux is 5.14 or later. num_files: open at once. file_mb:
-    of one file. cpu_s: of each process. network: whether it may open sockets. namespaces: whether
-    it is put into ones of its own where the kernel lets it. environment: names of variables that it
-    keeps, beside those of language and time zone. writable: folders, beside one of its own.
+    backend: "bwrap" (bubblewrap), "docker" (in `image`), "process" (limits alone: no boundary);
+    "auto": bwrap. memory_mb: address space of each process, and size of its folder; None: no limit.
+    num_processes: where the user is not root, and Linux is 5.14 or later, or with docker.
+    num_files: open at once. file_mb: of one file. cpu_s: of each process. network: whether it has
+    the machine's. environment: names of variables that it keeps, beside those of language and time
+    zone. readable, writable: files and folders, beside Python's and one of its own.
+
+    Raises:
+        SettingError: the backend does not work here.
     """
 
     memory_mb: Count | None = 4096
@@ -66,24 +65,21 @@ class Sandbox:
     file_mb: Count = 64
     cpu_s: Count | None = None
     network: bool = False
-    namespaces: bool = True
     environment: Sequence[str] = ()
+    readable: Sequence[str] = ()
     writable: Sequence[str] = ()
+    backend: Literal["auto", "bwrap", "docker", "process"] = "auto"
+    image: str | None = None
 
-    def order(self, folder: str, lifeline: int) -> dict[str, Any]:
-        """The instructions for the sandbox's program."""
+    def __post_init__(self) -> None:
+        check(self)
+
+    def limits(self, launch: Launch) -> dict[str, int | None]:
+        """What its processes may take, by the names of setrlimit(2)."""
         return {
-            "lifeline": lifeline,
-            "folder": folder,
-            "writable": [folder, *map(os.path.abspath, self.writable)],
-            "network": self.network,
-            "namespaces": self.namespaces,
-            "path": [os.path.abspath(entry) for entry in sys.path],
-            "limits": {
-                "AS": None if self.memory_mb is None else self.memory_mb * 2**20,
-                "NPROC": self.num_processes, "NOFILE": self.num_files,
-                "FSIZE": self.file_mb * 2**20, "CPU": self.cpu_s, "CORE": 0,
-            },
+            "AS": None if self.memory_mb is None else self.memory_mb * 2**20,
+            "NPROC": self.num_processes if launch.counts else None, "NOFILE": self.num_files,
+            "FSIZE": self.file_mb * 2**20, "CPU": self.cpu_s, "CORE": 0,
         }  # fmt: skip
 
     def variables(self, folder: str) -> dict[str, str]:
@@ -96,7 +92,8 @@ class Sandbox:
 
 class Contained:
     """A process in a sandbox, with a folder of its own, in which `files` {name: text} lie. `order`:
-    what it is to do, see `sandbox_program.py`. `is_asked`: whether it reads from a pipe.
+    what it is to do, see `sandbox_program.py`. `is_asked`: whether it is asked more, line by line.
+    `paths`: what it may read. It ends with the thread that made it.
 
     Raises:
         Away: no process can be started now.
@@ -104,32 +101,31 @@ class Contained:
 
     def __init__(
         self, sandbox: Sandbox, order: Mapping[str, Any], *, files: Mapping[str, str] | None = None,
-        is_asked: bool = False,
+        is_asked: bool = False, paths: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        self.folder = tempfile.mkdtemp(prefix="rllib-llm-")
-        for name, text in (files or {}).items():
-            Path(self.folder, name).write_text(text, encoding="utf-8", errors="replace")
-        held, self._lifeline = os.pipe()
-        told = {**sandbox.order(self.folder, held), **order}
+        launch = BACKENDS[sandbox.backend](sandbox, paths)
+        self._is_asked, self._is_over, self._unread = is_asked, False, b""
+        self.is_ready = False  # for calls, as its first line says
+        order = {"files": dict(files or {}), "limits": sandbox.limits(launch), **order}
+        self._unsent = json.dumps(order).encode() + b"\n"
         try:
+            # Pipes alone: it could change a file's or a terminal's flags through a descriptor.
             self.process = subprocess.Popen(
-                [sys.executable, "-I", str(_PROGRAM), json.dumps(told)],
-                stdin=subprocess.PIPE if is_asked else subprocess.DEVNULL,
-                stdout=subprocess.PIPE, stderr=None if is_asked else subprocess.STDOUT,
-                env=sandbox.variables(self.folder), pass_fds=(held,), start_new_session=True,
+                launch.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=launch.cwd,
+                stderr=subprocess.PIPE if is_asked else subprocess.STDOUT,
+                env=launch.environ or sandbox.variables(launch.folder), start_new_session=True,
             )  # fmt: skip
         except BaseException as error:
-            os.close(self._lifeline)
-            remove(self.folder)
+            launch.clean()
             if isinstance(error, OSError):  # too many processes, too little memory
                 raise Away(f"no process can be started: {error}") from error
             raise
-        finally:
-            os.close(held)
-        self._unread = b""
-        self._end = weakref.finalize(
-            self, _end, self.process, self._lifeline, self.folder, threading.Lock()
-        )
+        assert self.process.stdin is not None, "it is a pipe"
+        os.set_blocking(self.process.stdin.fileno(), False)
+        if is_asked:
+            threading.Thread(target=_show, args=(self.process.stderr,), daemon=True).start()
+        self._end = weakref.finalize(self, _end, self.process, launch)
+        self._send()
 
     def read(
         self, seconds: float, said: str = "", *, most: int | None = None, line: bool = False
@@ -141,28 +137,50 @@ class Contained:
             EOFError: it ended before its line.
             ValueError: its line has no end.
         """
-        assert self.process.stdout is not None, "it is a pipe"
         until = time.monotonic() + seconds
-        out = self.process.stdout.fileno()
         while not (line and b"\n" in self._unread):
-            if most is not None and len(self._unread) >= most:
+            if self._is_over or (most is not None and len(self._unread) >= most):
                 break
-            left = until - time.monotonic()
-            if left <= 0 or not multiprocessing.connection.wait([out], left):
+            if not self._exchange(until - time.monotonic()):
                 raise Late(said or no_answer(seconds))
-            part = os.read(out, _PART)
-            if not part and line:
-                raise EOFError
-            if not part:
-                break
-            self._unread += part
             if line and len(self._unread) > _MAX_LINE:
                 raise ValueError(f"its line has more than {_MAX_LINE} bytes")
+        if line and b"\n" not in self._unread:
+            raise EOFError
         if not line:
             read, self._unread = self._unread[:most], b""
             return read
         read, _, self._unread = self._unread.partition(b"\n")
         return read
+
+    def _exchange(self, seconds: float) -> bool:
+        """Sends and reads a part of what there is; False: nothing was possible within `seconds`."""
+        out, into = self.process.stdout, self.process.stdin
+        assert out is not None and into is not None, "they are pipes"
+        with selectors.DefaultSelector() as selector:
+            selector.register(out, selectors.EVENT_READ)
+            if self._unsent:
+                selector.register(into, selectors.EVENT_WRITE)
+            ready = {key.fileobj for key, _ in selector.select(seconds)} if seconds > 0 else set()
+        if into in ready:
+            self._send()
+        if out in ready:
+            part = os.read(out.fileno(), _PART)
+            self._unread += part
+            self._is_over = not part
+        return bool(ready)
+
+    def _send(self) -> None:
+        """Sends as much as its pipe takes now."""
+        assert self.process.stdin is not None, "it is a pipe"
+        try:
+            self._unsent = self._unsent[os.write(self.process.stdin.fileno(), self._unsent) :]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:  # it has ended: what it said is read
+            self._unsent = b""
+        if not self._unsent and not self._is_asked:
+            self.process.stdin.close()
 
     def ask(self, line: Mapping[str, Any], seconds: float, said: str = "") -> dict[str, Any]:
         """The answer to one line of JSON, {"value": ...} or {"error": ...}.
@@ -170,10 +188,8 @@ class Contained:
         Raises as `read`, OSError where it has ended, and ValueError for what is no answer to this
         line, which alone names the word that came with it.
         """
-        assert self.process.stdin is not None, "it is asked"
         word = secrets.token_hex(16).encode()
-        self.process.stdin.write(word + b" " + json.dumps(line).encode() + b"\n")
-        self.process.stdin.flush()
+        self._unsent += word + b" " + json.dumps(line).encode() + b"\n"
         named, _, answer = self.read(seconds, said, line=True).partition(b" ")
         if self._unread or not secrets.compare_digest(named, word):
             raise ValueError("it is no answer to what was asked")
@@ -181,8 +197,11 @@ class Contained:
 
     def end(self) -> int:
         """Ends it and all that it has started; its exit code."""
+        if self._is_over:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(_EXIT_SECONDS)
         self._end()
-        return int(self.process.returncode)
+        return self.process.wait()
 
     def __enter__(self) -> Contained:
         return self
@@ -213,37 +232,21 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-def _end(
-    process: subprocess.Popen[bytes], lifeline: int, folder: str, lock: threading.Lock
-) -> None:
-    with lock:
-        os.close(lifeline)
-        try:
-            process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):  # what was not sent yet
-                    pipe.close()
-        remove(folder)
+def _end(process: subprocess.Popen[bytes], launch: Launch) -> None:
+    launch.kill(process.pid)
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
+    launch.clean()
 
 
-@functools.cache
-def missing_layers() -> tuple[str, ...]:
-    """The layers of the sandbox that this kernel does not support, with reasons; checked once, with
-    a warning."""
-    with Contained(Sandbox(), {"mode": "missing"}) as probe:
-        missing = tuple(json.loads(probe.read(60.0) or b"[]"))
-    if missing:
-        warnings.warn(
-            f"sandbox without {', '.join(missing)}: this kernel or container refuses it. Code of a "
-            "model is held by less than it could be: run in a container that allows it, or see the "
-            "guide on containment.",
-            stacklevel=3,
-        )
-    return missing
+def _show(errors: IO[bytes]) -> None:
+    """Passes on what a worker prints, until it ends."""
+    with errors, contextlib.suppress(OSError):
+        while part := os.read(errors.fileno(), _PART):
+            os.write(2, part)
 
 
 @checked
@@ -255,14 +258,14 @@ class WorkerPool:
         num_workers: processes, started when they are first needed.
         deadline_s: of one call.
         start_s: of a worker's start, imports included.
-        isolated: whether each call is made in a copy of the worker, so that what evaluates a
-            model's words cannot change what the next call meets. An attribute `prepare` of the
-            function is called before, with the same arguments, in the worker itself, and returns
-            whether this call evaluates any.
+        isolated: whether each call has a process, a container and a folder of its own, so that what
+            evaluates a model's words cannot change what the next call meets. An attribute `prepare`
+            of the function is called before, with the same arguments, and returns whether this call
+            evaluates any; the worker is kept where it does not.
         limits: fields of `Sandbox`.
 
     Raises:
-        SettingError: a limit that is none.
+        SettingError: a limit that is none, or a backend that does not work here.
     """
 
     def __init__(
@@ -278,8 +281,10 @@ class WorkerPool:
         self._deadline_s, self._start_s, self._function = deadline_s, start_s, function
         module, _, name = function.rpartition(":")
         path = f"{os.path.abspath(module)}:{name}" if module.endswith(".py") else function
-        self._order = {"mode": "calls", "function": path, "isolated": isolated}
-        self._sandbox = Sandbox(**limits)
+        self._sandbox, self._isolated = Sandbox(**limits), isolated
+        found = [] if self._sandbox.backend == "docker" else [*map(os.path.abspath, sys.path)]
+        self._order = {"mode": "calls", "function": path, "path": found}
+        self._paths = paths_for(path, self._sandbox)
         self._broken: WorkerError | None = None
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="verifier")
         # A warm one first; None: one that is to be started.
@@ -302,15 +307,26 @@ class WorkerPool:
         self._end()
 
     def _call(self, arguments: Mapping[str, Any]) -> Any:
-        worker = self._workers.get()
+        given, worker = self._workers.get(), None
         try:
-            worker = worker or self._started()
+            worker = self._ready(given or self._started())
+            until = time.monotonic() + self._deadline_s
             late = no_answer(self._deadline_s, "deadline_s")
             try:
-                answer = worker.ask(arguments, self._deadline_s, late)
+                # Asked before, since what has run a model's words may say anything.
+                asked = {"prepare": arguments} if self._isolated else {"call": arguments}
+                answer = worker.ask(asked, self._deadline_s, late)
+                is_last = self._isolated and answer.get("value") is not False
+                if self._isolated and "value" in answer:
+                    answer = worker.ask({"call": arguments}, until - time.monotonic(), late)
             except _NO_ANSWER as error:
                 reason, worker = _why_ended(worker, error), None
                 return Invalid.of(reason)
+            if is_last:  # the next one starts while nobody waits for it
+                worker.end()
+                worker = None
+                with contextlib.suppress(Away):  # the next call says so
+                    worker = self._started()
             return answer["value"] if "value" in answer else Invalid(str(answer["error"]))
         finally:
             self._workers.put(worker)
@@ -318,8 +334,12 @@ class WorkerPool:
     def _started(self) -> Contained:
         if self._broken is not None:  # it would take as long to fail again
             raise self._broken
-        missing_layers()
-        worker = Contained(self._sandbox, self._order, is_asked=True)
+        return Contained(self._sandbox, self._order, is_asked=True, paths=self._paths)
+
+    def _ready(self, worker: Contained) -> Contained:
+        """The worker, which is ready for calls."""
+        if worker.is_ready:
+            return worker
         try:
             late = no_answer(self._start_s, "start_s")
             said = json.loads(worker.read(self._start_s, late, line=True))
@@ -329,10 +349,11 @@ class WorkerPool:
             worker.end()
             self._broken = WorkerError(
                 f"function={self._function!r} must be importable in a worker process: "
-                f"{said['error']}. Correct the path, install what it needs, or raise start_s and "
-                "memory_mb."
+                f"{said['error']}. Correct the path, install what it needs, name what it reads "
+                "(readable), or raise start_s and memory_mb."
             )
             raise self._broken
+        worker.is_ready = True
         return worker
 
 

@@ -34,7 +34,7 @@ from transformers.utils import get_json_schema
 from rllib_llm.conversations.json_values import copied, objection
 from rllib_llm.conversations.tool_calls import ToolCall
 from rllib_llm.data.files import text_of
-from rllib_llm.envs.sandbox import Contained, Sandbox, missing_layers
+from rllib_llm.envs.sandbox import Contained, Sandbox
 from rllib_llm.shared.arguments import Count, Seconds, checked
 from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.errors import SettingError, require
@@ -332,7 +332,6 @@ class PythonTool:
         return str(await call(self._run, str(arguments["code"])))
 
     def _run(self, code: str) -> str:
-        missing_layers()
         order, files = {"mode": "program", "program": "program.py"}, {"program.py": code}
         with self._places, Contained(self._sandbox, order, files=files) as program:
             late = f"the program did not end within {self.timeout_s:g} s"

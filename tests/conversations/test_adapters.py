@@ -20,6 +20,7 @@ from rllib_llm.envs.adapters.trl import TRLEnv
 from rllib_llm.envs.judges.rewards import Invalid, RewardError, UnjudgedError
 from rllib_llm.envs.rlhf import EnvConfigError
 from rllib_llm.envs.sandbox import WorkerPool
+from rllib_llm.envs.sandbox_backends import bwrap_refused
 from rllib_llm.envs.tools import ToolError
 from rllib_llm.shared import columns
 from rllib_llm.shared.errors import SettingError
@@ -491,6 +492,8 @@ def test_a_task_is_made_once_and_not_again_for_its_scores(gym, scores, monkeypat
 def scores(gym):
     """What answers to tasks are worth; all tests share the processes that score. Answers that may
     never end (`hostile`) have five seconds, others as long as a busy machine needs."""
+    if bwrap_refused():
+        pytest.skip(bwrap_refused())
     pools = {hostile: WorkerPool(gym.SCORE, isolated=True, deadline_s=5.0 if hostile else 300.0)
              for hostile in (False, True)}  # fmt: skip
 

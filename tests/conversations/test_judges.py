@@ -13,6 +13,7 @@ from rllib_llm.envs.judges.llm_judges import JudgeServer, ReferenceJudge, Rubric
 from rllib_llm.envs.judges.remote_rewards import RemoteReward
 from rllib_llm.shared import columns
 from tests import tiny_models as tiny
+from tests.containment import needs_bwrap
 from tests.conversations.scripted import ADD_CALL, add, roll, settings
 from tests.conversations.templates import family_tokenizer
 from tests.envs.judges.test_judge_server import reply
@@ -125,6 +126,7 @@ def test_reward_models(converse, tmp_path, monkeypatch, reads):
         assert holds_all(text)
 
 
+@needs_bwrap
 def test_answers_in_mathematics(converse):
     pytest.importorskip("math_verify")
     function = "rllib_llm.envs.judges.remote_rewards.MathVerify"

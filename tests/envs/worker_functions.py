@@ -1,10 +1,14 @@
 """What worker processes run in the tests."""
 
 import ctypes
+import fcntl
 import os
 import resource
 import socket
+import stat
+import struct
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -75,7 +79,7 @@ def attempt(completion, target, pid):
     """What code of a model may try; "refused" where it cannot."""
     try:
         done = _ATTEMPTS[completion](target, pid)
-    except OSError:
+    except (OSError, ValueError):
         return "refused"
     return "refused" if done is False else "done"
 
@@ -113,23 +117,118 @@ def _called(name, *arguments):
     return found
 
 
-def _share_memory(target, pid):
-    """A segment of shared memory, which would outlive all processes; it is removed again."""
-    segment = _called("shmget", 0, 4096, 0o1600)  # IPC_PRIVATE, IPC_CREAT
-    _called("shmctl", segment, 0, None)
+def _change_flags(target, pid):
+    """Of files outside, also through what came with it: that is pipes alone."""
+    given = [os.fstat(fd) for fd in range(3)]
+    if not all(stat.S_ISFIFO(one.st_mode) for one in given):
+        return True
+    found = []
+    for place in (target, os.path.dirname(target)):  # FS_IOC_SETFLAGS: no times of access
+        found.append(lambda place=place: _set_flags(place))
+    if os.getuid():  # devices are root's own: the guide says so
+        found += [lambda: os.chmod("/dev/null", 0o600), lambda: os.utime("/dev/zero", (1, 1))]
+    return _any(found)
+
+
+def _set_flags(place):
+    fcntl.ioctl(os.open(place, os.O_RDONLY), 0x40086602, struct.pack("l", 0x80))
+
+
+def _any(attempts):
+    done = False
+    for attempt in attempts:
+        try:
+            attempt()
+            done = True
+        except OSError:
+            pass
+    return done
+
+
+def _pass_descriptors(target, pid):
+    """To a socket of the machine: by its path and by its abstract name."""
+    ours, _ = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    return _any(
+        lambda name=name: ours.sendmsg(
+            [b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", 0))], 0, name)
+        for name in (target, "\0" + os.path.basename(target))
+    )
+
+
+def _seen(target, pid):
+    """Files of the user's, and processes that are not of this container."""
+    home = os.path.expanduser("~root")
+    own = [name for name in _listed("/proc") if os.path.basename(name).isdigit()]
+    return os.path.exists(target) or len(own) > 8 or os.path.exists(f"{home}/.ssh")
+
+
+def swap(completion, outside):
+    """Leaves a child that goes on swapping folders for links to `outside`."""
+    code = f"""
+import os
+while True:
+    try:
+        os.makedirs('a/b/c', exist_ok=True); open('a/b/c/f', 'w').close()
+        os.rename('a', 'z'); os.symlink({outside!r}, 'a'); os.unlink('a'); os.rename('z', 'a')
+    except OSError:
+        pass
+"""
+    for _ in range(3):
+        subprocess.Popen(["python3", "-c", code], start_new_session=True, cwd=os.environ["HOME"])
+    time.sleep(0.3)
+    return 1.0
+
+
+def lurk(completion, secret=""):
+    """A call that changes what later ones meet, and leaves a child that reads their pipe."""
+    home = os.environ["HOME"]
+    found = sorted(os.listdir(home)), len(_listed("/dev/shm")), "seen" in SAID, _sleepers()
+    if completion == "leave":
+        SAID["seen"] = 1
+        for folder in (home, "/dev/shm"):
+            Path(folder, "math.py").write_text("pi = 3")
+        code = f"import os\nwhile True: open({home!r} + '/stolen', 'ab').write(os.read(0, 9999))"
+        subprocess.Popen(["python3", "-c", code], start_new_session=True, stdin=0)
+        subprocess.Popen(["sleep", "99"], start_new_session=True)
+    return found
+
+
+def _sleepers():
+    found = 0
+    for place in Path("/proc").glob("[0-9]*/cmdline"):
+        found += place.read_bytes().startswith(b"sleep")
+    return found
+
+
+def stop(completion):
+    """Leaves a child that stops the worker for good."""
+    code = f"import os, time\ntime.sleep(0.5)\nwhile True: os.kill({os.getpid()}, 19)"
+    if completion == "stop":
+        subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    return 1.0
 
 
 _ATTEMPTS = {
+    "flags": _change_flags,
+    "descriptors": _pass_descriptors,
+    "look around": _seen,
+    "mount": lambda target, pid: _called("mount", b"x", b"/tmp", b"tmpfs", 0, None),
+    "remount": lambda target, pid: _called("mount", None, b"/usr", None, 0x1020, None),
+    "write to the system": lambda target, pid: Path("/usr/made").write_text("x"),
+    "write to the root": lambda target, pid: Path("/made").write_text("x"),
+    "host name": lambda target, pid: socket.sethostname("x"),
+    "device": lambda target, pid: os.mknod("/tmp/disk", 0o60600, os.makedev(254, 0)),
+    "raise the limit": lambda target, pid: resource.setrlimit(resource.RLIMIT_NOFILE, (9999, 9999)),
+    "loopback": lambda target, pid: socket.create_connection(("127.0.0.1", int(pid)), 5).close(),
+    "kernel": lambda target, pid: Path("/proc/sys/kernel/panic").write_text("1"),
     "limit the parent": lambda target, pid: resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0)),
     "pin the parent": lambda target, pid: os.sched_setaffinity(pid, os.sched_getaffinity(0)),
     "slow the parent": lambda target, pid: os.setpriority(os.PRIO_PROCESS, pid, 19),
     "slow the user": lambda target, pid: os.setpriority(os.PRIO_USER, 0, 1),
-    "shared memory": _share_memory,
     "capabilities": lambda target, pid: _called("unshare", 0x10000000),  # CLONE_NEWUSER
     "change": _change,
     "write": _write,
-    "network": lambda target, pid: socket.socket(socket.AF_INET, socket.SOCK_DGRAM).close(),
-    "unix": lambda target, pid: socket.socket(socket.AF_UNIX).close(),
+    "network": lambda target, pid: socket.socket(2, 2).connect(("192.0.2.1", 9)),
     "environment": lambda target, pid: "MY_SECRET" in os.environ,
     "parent's environment": lambda target, pid: Path(f"/proc/{pid}/environ").read_text(),
     "kill the parent": lambda target, pid: os.kill(pid, 0),

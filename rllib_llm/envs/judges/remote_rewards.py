@@ -167,7 +167,7 @@ class Verifier(Judge):
         function: "module:name" or "file.py:name".
         columns: of the data set, which it gets by name beside `completion`.
         pool: further arguments of `WorkerPool`, among them what it may use: `network: true`,
-            `environment: [HF_HOME]`, `writable: [cache]`.
+            `environment: [HF_HOME]`, `readable: [tests]`, `writable: [cache]`.
     """
 
     wants_texts = True

@@ -8,8 +8,10 @@ import pytest
 
 from rllib_llm.envs.judges.remote_rewards import MathVerify
 from rllib_llm.envs.judges.rewards import Invalid
+from tests.containment import needs_bwrap
 
 pytest.importorskip("math_verify")
+pytestmark = needs_bwrap
 
 
 @pytest.fixture(scope="module")
