@@ -269,7 +269,7 @@ class HuggingFaceModule(TorchRLModule):
         """The folder's model pads as its tokenizer does, which other tools ask its config."""
         text = model.config.get_text_config(decoder=True)
         for config in (model.config, text, getattr(model, "generation_config", None)):
-            if getattr(config, "pad_token_id", 0) is None:
+            if config is not None and getattr(config, "pad_token_id", 0) is None:
                 config.pad_token_id = self.tokenizer.pad_token_id
 
     def _adapter_base(self) -> AdapterBase:

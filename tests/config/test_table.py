@@ -365,7 +365,8 @@ def test_a_value_without_a_name_is_the_one_that_everybody_means():
 def test_an_attribute_that_nobody_reads_is_told():
     config = tiny.grpo()
     config.num_generations = 16
-    with pytest.warns(UserWarning, match="GRPOConfig.num_generations must be a setting.*'num_completions'"):
+    told = "GRPOConfig.num_generations must be a setting.*'num_completions'"
+    with pytest.warns(UserWarning, match=told):
         config.validate()
 
 

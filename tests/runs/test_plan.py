@@ -308,7 +308,8 @@ def test_a_hub_that_does_not_answer_is_told_of_before_a_run(hub, monkeypatch, tm
     (tmp_path / "tiny").mkdir()
     nobody = "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(hub_constants, "HUGGINGFACE_CO_URL_TEMPLATE", nobody)
-    with pytest.warns(SettingWarning, match=r"model='tiny2' must be here .* not answer .*mean '\./tiny'\?"):
+    told = r"model='tiny2' must be here .* not answer .*mean '\./tiny'\?"
+    with pytest.warns(SettingWarning, match=told):
         check_sources({"model": "tiny2"}, "a.config")
     monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match=r"^a\.config\.model='tiny2' must .*mean '\./tiny'\?"):

@@ -75,10 +75,11 @@ SETTINGS = [
      lambda: grpo(ref_kl_coeff=0.1, env={"kl_coeff": 0.1})),
     ("evaluation_interval", "have held-out prompts",
      lambda: grpo(evaluation_interval=5, env={"eval_prompts": None})),
-    ("lr_num_updates", "be about the 20 opti", lambda: grpo(lr_schedule="linear", lr_num_updates=5)),
+    ("lr_num_updates", "be about the 20 opti",
+     lambda: grpo(lr_schedule="linear", lr_num_updates=5)),
     ("lr_num_warmup_updates", "be below the 20", lambda: grpo(lr_num_warmup_updates=500)),
     ("minibatch_size", "divide train_batch", lambda: grpo(minibatch_size=6)),
-    ("lr_num_updates", "be left out", lambda: grpo(lr_num_updates=50)),
+    ("lr_num_updates", "", lambda: grpo(lr_num_updates=50)),
     ("stop", "be set", lambda: grpo(stop={})),
     ("stop", "have a counter", lambda: grpo(stop={"objective/scores": 1})),
     ("run.pass_criteria", "be a result of GRPO",
@@ -99,9 +100,11 @@ DATA = [
     ("data", "have pairs of different answers", lambda: supervised(
         "DPO", data=[*set_ups.PAIRS, {"prompt": "1", "chosen": "2", "rejected": "2"}]
     )),
-    ("['question']", "have 'text', or 'prompt'", lambda: supervised("SFT", data=[{"question": "?"}])),
+    ("['question']", "have 'text', or 'prompt'",
+     lambda: supervised("SFT", data=[{"question": "?"}])),
     ("reward 'raises'", "judge any", lambda: grpo(env={"reward_functions": f"{HERE}.raises"})),
-    ("reward 'infinite'", "be a finite", lambda: grpo(env={"reward_functions": f"{HERE}.infinite"})),
+    ("reward 'infinite'", "be a finite",
+     lambda: grpo(env={"reward_functions": f"{HERE}.infinite"})),
     ("reward 'constant'", "differ", lambda: grpo(env={"reward_functions": f"{HERE}.constant"})),
     ("reward_functions", "take less than 30 s", lambda: grpo(
         train_batch_size_per_learner=2048, env={"reward_functions": f"{HERE}.slow",
