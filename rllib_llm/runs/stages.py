@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import pickle
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,7 +25,7 @@ from rllib_llm.runs.report_page import PAGE_FILE, find_trials, write_page
 from rllib_llm.runs.results import StageResult, collect_result, flatten, is_reached, short_name
 from rllib_llm.runs.run_folder import has_saved, set_aside, write_environment
 from rllib_llm.runs.search_space import make_scheduler, make_searcher, search_space
-from rllib_llm.runs.trial_checkpoints import SaveOnStop, note_saved
+from rllib_llm.runs.trial_checkpoints import CUT_SHORT, SaveOnStop, note_saved
 from rllib_llm.shared.errors import UserError
 from rllib_llm.shared.messages import failure_text
 from rllib_llm.shared.ray_compat import replace_callbacks, resume_finished, tuner_from_checkpoint
@@ -301,7 +300,7 @@ def _restored_tuner(
             resume_unfinished=True,
             resume_errored=True,
         )
-    except (json.JSONDecodeError, EOFError, pickle.UnpicklingError):
+    except CUT_SHORT:
         remedy = "Start anew"
         with contextlib.suppress(ValueError):
             remedy = f"Start a new run, with `restore: {newest_usable(folder)}` in {folder.name}"

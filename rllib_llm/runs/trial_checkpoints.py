@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pickle
+import re
 import shutil
 import signal
 import threading
@@ -22,13 +24,19 @@ from typing import Any
 from pyarrow.fs import copy_files
 from ray.tune import Callback, Checkpoint
 from ray.tune.experiment import Trial
-from ray.tune.result import SHOULD_CHECKPOINT, TIME_TOTAL_S, TRAINING_ITERATION
+from ray.tune.result import (
+    EXPR_ERROR_PICKLE_FILE,
+    SHOULD_CHECKPOINT,
+    TIME_TOTAL_S,
+    TRAINING_ITERATION,
+)
 
 from rllib_llm.checkpoints.folder import MANIFEST, CheckpointError, check
 from rllib_llm.overseer.oversight import STOP_RUN
 from rllib_llm.runs.metrics import is_held_out
 from rllib_llm.runs.results import HELD_OUT, flatten, number, read_json_lines
 from rllib_llm.shared.ray_compat import (
+    drop_decisions,
     own_ray_has_ended,
     record_with_checkpoints,
     training_result,
@@ -222,16 +230,59 @@ def note_saved(stage: Place) -> None:
     checkpoints since, and deleted those that the record names: it could not be resumed, or would
     write under names that are taken, of which the older entry is deleted with the newer folder.
 
+    Removes pickled errors, which error.txt tells as well: a full disk cuts them short.
+
     Raises:
-        ValueError, EOFError, UnpicklingError: the record is cut short.
+        ValueError, EOFError, UnpicklingError: the record of the only start is cut short.
     """
-    files: list[Place] = [*stage.glob("experiment_state-*.json")]
-    file = max(files, key=lambda path: path.name)
+    for error in RunFolder(stage).in_trials(EXPR_ERROR_PICKLE_FILE):
+        error.unlink()
+    file = _newest_whole_record(stage)
     record = json.loads(file.read_text(encoding="utf-8"))
     before = record["trial_data"]
     record["trial_data"] = [_up_to_date(stage, states) for states in before]
-    if record["trial_data"] != before:
+    if drop_decisions(record) or record["trial_data"] != before:
         replace_text(file, json.dumps(record))
+
+
+# Tune's files of a stage, each named by the time of the start that wrote it.
+STATE_FILES = re.compile(
+    r"(experiment_state|basic-variant-state|search_gen_state|searcher-state)-(.*)\.(json|pkl)"
+)
+CUT_SHORT = (ValueError, EOFError, pickle.UnpicklingError)
+
+
+def _newest_whole_record(stage: Place) -> Place:
+    """The record of the newest start whose files are whole. Those of later ones are removed: Tune
+    reads the newest of each kind, and begins anew, without an error, where it cannot."""
+    starts: dict[str, list[Place]] = {}
+    for file in stage.iterdir():
+        if found := STATE_FILES.fullmatch(file.name):
+            starts.setdefault(found[2], []).append(file)
+    for start in sorted(starts, reverse=True):
+        try:
+            for file in starts[start]:
+                _read_state(file)
+            break
+        except CUT_SHORT:
+            if start == min(starts):
+                raise
+            for file in starts[start]:
+                file.unlink()
+    for file in stage.glob("callback-states-*.pkl"):
+        try:
+            _read_state(file)
+        except CUT_SHORT:
+            file.unlink()  # callbacks can do without
+    return max(stage.glob("experiment_state-*.json"), key=lambda file: file.name)
+
+
+def _read_state(file: Place) -> None:
+    content = file.read_bytes()
+    if file.name.startswith("experiment_state"):
+        json.loads(content)
+    else:
+        pickle.loads(content)
 
 
 def _up_to_date(stage: Place, states: list[str]) -> list[str]:
@@ -277,7 +328,8 @@ def _result_of(trial: Place, about: Mapping[str, Any]) -> dict[str, Any]:
     return next((row for row in rows if all(row.get(key) == of_it[key] for key in of_it)), of_it)
 
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# The last is what Slurm is often told to send before a time limit.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 SECONDS_TO_LOOK = 0.2  # between two looks whether Ray is there
 
 
@@ -290,7 +342,7 @@ class SaveOnStop(Callback):
 
     As a context manager around `Tuner.fit()` it leaves the handlers of the signals as they were.
     Tune alone ends a run in the middle of its iterations, saves nothing, and takes no notice of
-    SIGTERM.
+    SIGTERM; with SIGUSR1 its trials are said to have ended.
     """
 
     def __init__(self) -> None:

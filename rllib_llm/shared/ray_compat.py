@@ -212,6 +212,20 @@ def record_with_checkpoints(trial: Any, results: Iterable[Any], number: int) -> 
     return list(trial.get_json_state())
 
 
+_DECISIONS = ("_cached_trial_decisions", "_queued_trial_decisions")
+
+
+def drop_decisions(record: dict[str, Any]) -> bool:
+    """Whether Tune's record of a run held decisions on its trials, which are gone from it now.
+
+    Of a trial that failed while it was saving Tune notes that it is to stop after that; restored,
+    the trial would stop after its next checkpoint, as one that has reached its end.
+    """
+    state = record.get("runner_data", {})
+    dropped = [state.pop(name) for name in _DECISIONS if name in state]
+    return any(dropped)
+
+
 def wandb_logging_actor() -> Any:
     """The class of the process that logs a trial to W&B."""
     from ray.air.integrations.wandb import _WandbLoggingActor
@@ -356,6 +370,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         register_checkpoint="self checkpoint_result",
     ),
     *_names("ray.train._internal.session", _TrainingResult="checkpoint metrics"),
+    *_names("ray.tune.execution.tune_controller:TuneController", *_DECISIONS),
     *_names("ray.tune.registry", "ENV_CREATOR", "TRAINABLE_CLASS", "_global_registry"),
     *_names(
         "ray.tune.registry:_Registry",

@@ -104,3 +104,33 @@ def test_a_record_that_is_right_stays_as_it_is(stage):
         before = file.read_text()
         note_saved(stage)
         assert file.read_text() == before
+
+
+def test_what_tune_was_to_do_after_a_save_that_failed_is_not_done_later(stage):
+    """A trial that had failed while saving was to stop after that: restored, it stopped after its
+    next checkpoint, at 2 iterations of 8, as if it had reached its end."""
+    record(stage, [0])
+    save(stage / "t", 0)
+    (file,) = stage.glob("experiment_state-*.json")
+    pending = {"_cached_trial_decisions": {"t": "STOP"}, "_queued_trial_decisions": {}}
+    written = {**json.loads(file.read_text()), "runner_data": {**pending, "_metric": "reward"}}
+    file.write_text(json.dumps(written))
+    note_saved(stage)
+    assert json.loads(file.read_text())["runner_data"] == {"_metric": "reward"}
+
+
+def test_a_later_start_that_found_the_disk_full_is_passed_over(stage):
+    record(stage, [0])
+    save(stage / "t", 0)
+    (stage / "t" / "error.pkl").touch()
+    whole = {file.name for file in stage.iterdir()}
+    for name in ("experiment_state-2026-01-02_00-00-00.json",
+                 "basic-variant-state-2026-01-02_00-00-00.json",
+                 "callback-states-2026-01-02_00-00-00.pkl"):  # fmt: skip
+        (stage / name).touch()
+    note_saved(stage)
+    assert {file.name for file in stage.iterdir()} == whole
+    assert not (stage / "t" / "error.pkl").exists()
+    (stage / "searcher-state-2026-01-01_00-00-00.pkl").touch()  # of the only start
+    with pytest.raises(EOFError):
+        note_saved(stage)

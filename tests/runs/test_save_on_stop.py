@@ -1,4 +1,4 @@
-"""The first Ctrl-C or SIGTERM saves what runs, the second does not wait."""
+"""The first Ctrl-C, SIGTERM or SIGUSR1 saves what runs, the second does not wait."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def stopped():
     assert signal.getsignal(signal.SIGTERM) != callback._note
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+# With SIGUSR1 Tune ended the run, and its trials were said to have reached their end.
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_every_running_trial_saves_before_the_run_ends(stopped, number):
     callback, told = stopped
     trials = [Trial(3, 2), Trial(5, None), Trial(None, None), Trial(4, None, "PENDING")]

@@ -32,6 +32,8 @@ class CounterConfig:
     """That an iteration takes."""
     full_disk: bool = False
     """Whether a checkpoint finds no room."""
+    no_room_at: int | None = None
+    """Iteration whose checkpoint finds no room, the first time."""
     stale: int = 1
     """Iterations since the held-out result was measured; of 0 the best is saved each time."""
     num_cpus: float = 1
@@ -88,7 +90,8 @@ class Counter(Trainable):
             file.write(json.dumps(row) + "\n")
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        if self.settings.full_disk:
+        is_full = self.count == self.settings.no_room_at and not self.was_restored
+        if self.settings.full_disk or is_full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         model = Path(checkpoint_dir) / MODEL_IN_CHECKPOINT
         model.mkdir(parents=True)
