@@ -104,7 +104,7 @@ class Contained:
         is_asked: bool = False, paths: Sequence[str] = (),
     ) -> None:  # fmt: skip
         launch = BACKENDS[sandbox.backend](sandbox, paths)
-        self._is_asked, self._is_over, self._unread = is_asked, False, b""
+        self._is_asked, self._is_over, self._unread = is_asked, False, bytearray()
         self.is_ready = False  # for calls, as its first line says
         order = {"files": dict(files or {}), "limits": sandbox.limits(launch), **order}
         self._unsent = json.dumps(order).encode() + b"\n"
@@ -137,20 +137,20 @@ class Contained:
             EOFError: it ended before its line.
             ValueError: its line has no end.
         """
-        until = time.monotonic() + seconds
-        while not (line and b"\n" in self._unread):
-            if self._is_over or (most is not None and len(self._unread) >= most):
-                break
+        until, end = time.monotonic() + seconds, -1 if not line else self._unread.find(b"\n")
+        while end < 0 and not self._is_over and (most is None or len(self._unread) < most):
+            before = len(self._unread)
             if not self._exchange(until - time.monotonic()):
                 raise Late(said or no_answer(seconds))
-            if line and len(self._unread) > _MAX_LINE:
-                raise ValueError(f"its line has more than {_MAX_LINE} bytes")
-        if line and b"\n" not in self._unread:
+            if line:
+                end = self._unread.find(b"\n", before)
+                if len(self._unread) > _MAX_LINE:
+                    raise ValueError(f"its line has more than {_MAX_LINE} bytes")
+        if line and end < 0:
             raise EOFError
-        if not line:
-            read, self._unread = self._unread[:most], b""
-            return read
-        read, _, self._unread = self._unread.partition(b"\n")
+        size = end if line else len(self._unread) if most is None else most
+        read = bytes(self._unread[:size])
+        del self._unread[: size + line]
         return read
 
     def _exchange(self, seconds: float) -> bool:
