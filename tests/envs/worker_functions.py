@@ -163,10 +163,11 @@ def _seen(target, pid):
 
 
 def swap(completion, outside):
-    """Leaves a child that goes on swapping folders for links to `outside`."""
+    """Leaves a child that swaps folders for links to `outside` for seconds beyond the deadline."""
     code = f"""
-import os
-while True:
+import os, time
+end = time.monotonic() + 5
+while time.monotonic() < end:
     try:
         os.makedirs('a/b/c', exist_ok=True); open('a/b/c/f', 'w').close()
         os.rename('a', 'z'); os.symlink({outside!r}, 'a'); os.unlink('a'); os.rename('z', 'a')
