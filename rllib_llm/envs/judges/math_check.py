@@ -6,16 +6,27 @@ leaves a score of 0 for every answer. The worker's deadline holds instead.
 
 from __future__ import annotations
 
+import math
 import re
+from typing import Any
 
 from math_verify import parse, verify
+from sympy import Number
 
-_DELIMITED = ("$", "\\boxed", "\\(", "\\[")
 _GSM8K = "####"  # stands before the answer in GSM8K's solutions
-_BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
-_SAID = re.compile(r"(?:####|\banswer(?:\s+is|\s*:))\s*([^\n]*)", re.IGNORECASE)
-_CHOICE = re.compile(r"^\(([a-z])\)$")  # of several answers
-_WRAPPED = re.compile(r"\\(?:text|mathrm|textbf)\{([^{}]*)\}")
+_DELIMITED = ("$", "\\(", "\\[")
+_SAID = re.compile(r"\banswer(?:\s+is(?!\s+not\b)|\s*:)[\s:*]*([^\n]*)", re.IGNORECASE)
+_CHOICE = re.compile(
+    r"(?:\(([A-Ja-j])\)(?!\s*[-+*/^=<>])|([A-J])(?=[.):]|\s+because\b|$))"
+    r"(?!\s*(?:[,/&]|and\b|or\b)\s*\(?[A-J]\b)"
+)  # one of several answers, with or without words behind it
+_WRAPPED = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\{([^{}]*)\}")
+_WORDS = re.compile(r"no|(?![a-z]{2}$)[^\W\d_]{2,}(?:[ ,'.-]+[^\W\d_]+)*")  # "xy" is a product
+_CLOCK = re.compile(
+    r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.]\d{4}|\d+(?::\d+)+(?: ?[ap]m\b)?",
+    re.IGNORECASE,
+)  # dates, times and ratios, which are neither differences nor quotients
+_GROUPED = re.compile(r"-?\d{1,3}(?:[, ]\d{3})+(?:\.\d+)?")
 
 
 class GoldAnswerError(ValueError):
@@ -25,36 +36,64 @@ class GoldAnswerError(ValueError):
 def check(completion: str, answer: str) -> float:
     r"""1.0 where the completion's last answer equals `answer`, else 0.0, also where it has none.
 
-    `answer`: LaTeX or text, as a whole the answer, or with the answer in $...$ or \boxed{...}, or
-    behind GSM8K's ####. An answer of words ("Paris") is compared as text, with what the completion
-    puts in its last \boxed{...}, behind its last "answer is", "answer:" or ####, or says in all.
+    An answer is what the last \boxed{...} holds (nothing, where that is cut off), else what follows
+    the last ####, else the text. Words, choices, dates and times are compared as text, also with
+    what follows the last "answer is" or "answer:"; the rest by math-verify, small numbers to six
+    significant digits.
 
     Raises:
         GoldAnswerError: `answer` cannot be read; what the policy said is not to blame.
     """
-    gold = str(answer).rpartition(_GSM8K)[2].strip()
-    if _says_text(completion, gold):
-        return 1.0
-    if not any(mark in gold for mark in _DELIMITED):
-        gold = f"\\boxed{{{gold}}}"
-    right = parse(gold, parsing_timeout=None, raise_on_error=True)
-    if not right:
-        raise GoldAnswerError(f"answer={answer!r} must be readable by math-verify")
-    said = parse(completion, parsing_timeout=None, raise_on_error=False)
-    return float(bool(said) and verify(right, said, timeout_seconds=None, raise_on_error=True))
-
-
-def _says_text(completion: str, gold: str) -> bool:
-    """Whether a completion's answer is `gold` letter for letter, but for case and punctuation."""
+    gold, said = _answer(str(answer)), _answer(completion)
     right = _plain(gold)
-    if not any(letter.isalpha() for letter in right):
-        return False
-    boxed, said = _BOXED.findall(_WRAPPED.sub(r"\1", completion)), _SAID.findall(completion)
-    answer = boxed[-1] if boxed else said[-1] if said else completion
-    return _plain(answer) == right
+    text = _plain(said if "\\boxed" in completion else (_SAID.findall(said) or [said])[-1])
+    chosen = _CHOICE.match(text)
+    choice = _CHOICE.fullmatch(right)
+    if choice and chosen and choice[choice.lastindex].upper() == chosen[chosen.lastindex].upper():
+        return 1.0
+    if _CLOCK.fullmatch(right):
+        moments = [_moment(found) for found in _CLOCK.findall(text)]
+        return float(_moment(right) in (moments[-1], moments[-1].rstrip("apm")) if moments else 0)
+    if _WORDS.fullmatch(right):
+        return float(text.casefold() == right.casefold())
+    wanted = _parsed(gold, boxed=not any(mark in gold for mark in _DELIMITED))
+    if not wanted:
+        raise GoldAnswerError(f"answer={answer!r} must be readable by math-verify")
+    found = _parsed(said, boxed="\\boxed" in completion)
+    sizes = [abs(float(n)) for n in wanted + found if isinstance(n, Number) and n.is_finite and n]
+    digits = max([6, *(5 - math.floor(math.log10(size)) for size in sizes if size)])
+    return float(
+        bool(found)
+        and verify(wanted, found, float_rounding=digits, timeout_seconds=None, raise_on_error=True)
+    )
+
+
+def _answer(text: str) -> str:
+    """The part of a text that is its answer, without what only writes numbers prettily."""
+    text = re.sub(r"\\[,!;:]|\{,\}", "", text.replace("\u2212", "-").replace("\\$", ""))
+    text = re.sub(r"(?<=\d)[eE]([+-]?\d+)\b", r"\\cdot 10^{\1}", text)
+    _, box, rest = text.rpartition("\\boxed{")
+    if not box:
+        return text.rpartition(_GSM8K)[2].strip()
+    depth = 1
+    for end, sign in enumerate(rest):
+        depth += {"{": 1, "}": -1}.get(sign, 0)
+        if not depth:
+            return rest[:end].strip()
+    return ""
+
+
+def _parsed(text: str, *, boxed: bool) -> list[Any]:
+    if boxed:
+        inner = text.replace("$", "").strip().rstrip(".")
+        inner = re.sub("[, ]", "", inner) if _GROUPED.fullmatch(inner) else inner
+        text = f"\\boxed{{{inner}}}" if inner else ""
+    return parse(text, parsing_timeout=None, raise_on_error=False)
+
+
+def _moment(text: str) -> str:
+    return re.sub(r"\b0+(?=\d)", "", text.replace(" ", "").casefold())
 
 
 def _plain(text: str) -> str:
-    unwrapped = _BOXED.sub(r"\1", _WRAPPED.sub(r"\1", text))
-    text = " ".join(re.sub(r"[*_`$\"']", "", unwrapped).split()).strip(" .!:").casefold()
-    return _CHOICE.sub(r"\1", text)
+    return " ".join(re.sub(r"[*_`$\"]", "", _WRAPPED.sub(r"\1", text)).split()).strip(" .!:")
