@@ -368,7 +368,7 @@ class ChatFormat:
 
 
 def thoughts_end(asked: str) -> str:
-    """What ends the thoughts that a generation prompt opens; "" where it opens none."""
+    """The mark that ends the thoughts that a generation prompt opens; "" where it opens none."""
     marks, asked = (THINK_DEFAULT, *THINK.values()), asked.rstrip()
     return next((end for start, end in marks if asked.endswith(start)), "")
 

@@ -86,7 +86,7 @@ def apply_template(
 
 
 def content_text(message: Mapping[str, Any]) -> str:
-    """What a message says, also where it is a list of parts, as OpenAI writes it; raises
+    """The words of a message, also where it is a list of parts, as OpenAI writes it; raises
     DataSourceError where one is an image or a sound."""
     return "".join(_texts(message, DataSourceError))
 
@@ -123,7 +123,7 @@ def _as_read(
 
 @functools.lru_cache(64)
 def _kinds_read(tokenizer: Any, template: str, role: str) -> tuple[str, ...]:
-    """What a template reads as the content of a message of this role: "text", "parts" or both.
+    """The kinds that a template reads as the content of a message of this role: "text", "parts" or both.
     `template` is the tokenizer's own, by which a new one is told from an old one."""
     word = "qqq"
     before = {"system": (), "user": ()}.get(role, ({"role": "user", "content": "x"},))

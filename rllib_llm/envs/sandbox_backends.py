@@ -1,4 +1,4 @@
-"""What holds a sandboxed process: bubblewrap, Docker, or no more than limits.
+"""Backends that hold a sandboxed process: bubblewrap, Docker, or no more than limits.
 
 A backend turns a sandbox into a command and says how what the command started is ended. Each
 process has a container and a folder of its own, which end with it.
@@ -16,11 +16,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rllib_llm.shared.errors import SettingError
 
@@ -167,15 +168,19 @@ def _refused(sandbox: Sandbox, reason: str, remedy: str) -> SettingError:
     )  # fmt: skip
 
 
+_PROBED: Any = types.SimpleNamespace(
+    memory_mb=None, network=False, environment=(), readable=(), writable=(),
+    variables=lambda folder: {},
+)  # fmt: skip
+
+
 @functools.cache
 def bwrap_refused() -> str:
     """Why bubblewrap does not work here; "" where it does. Tried once."""
-    from rllib_llm.envs.sandbox import Sandbox
-
     if shutil.which("bwrap") is None:
         return "bubblewrap (bwrap) is not on PATH"
     try:
-        command = bwrap(Sandbox(backend="process"), ()).command
+        command = bwrap(_PROBED, ()).command
         tried = subprocess.run(
             [*command[:-1], "-c", "pass"], capture_output=True, timeout=_PROBE_SECONDS
         )
@@ -209,7 +214,7 @@ def _release() -> tuple[int, ...]:
 
 
 def paths_for(function: str, sandbox: Sandbox) -> list[str]:
-    """What a worker reads to import "module:name" or "file.py:name": Python's path without folders
+    """The paths a worker reads to import "module:name" or "file.py:name": Python's path without folders
     that hold the user's home, and the function's own package. An image has its own."""
     module, is_file = function.rpartition(":")[0], function.rpartition(":")[0].endswith(".py")
     if is_file:

@@ -26,7 +26,7 @@ _SCALARS = ("integer", "number", "boolean", "null")
 
 
 class _Syntax(NamedTuple):
-    """What stands around all calls, around each (with its `{name}`) and between them. keys: of the
+    """The text around all calls, around each (with its `{name}`) and between them. keys: of the
     name and the arguments in an object; none: the arguments are an object of their own."""
 
     begin: str
