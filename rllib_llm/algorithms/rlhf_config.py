@@ -106,8 +106,8 @@ class RLHFConfig(LanguageModelConfig):
         return config
 
     def sampler_configs(self) -> list[Any]:
-        """Those of training's samplers, evaluation's and those of `eval_envs`, which RLlib starts also
-        where no `evaluation_interval` is set."""
+        """Configs of training's samplers, evaluation's and those of `eval_envs`, which RLlib starts
+        also where no `evaluation_interval` is set."""
         named = [eval_env_config(self, name) for name in self.eval_envs or ()]
         return [self, self.get_evaluation_config_object(), *named]
 

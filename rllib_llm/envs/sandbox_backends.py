@@ -214,8 +214,8 @@ def _release() -> tuple[int, ...]:
 
 
 def paths_for(function: str, sandbox: Sandbox) -> list[str]:
-    """The paths a worker reads to import "module:name" or "file.py:name": Python's path without folders
-    that hold the user's home, and the function's own package. An image has its own."""
+    """Paths that a worker reads to import "module:name" or "file.py:name": Python's path without
+    folders that hold the user's home, and the function's own package. An image has its own."""
     module, is_file = function.rpartition(":")[0], function.rpartition(":")[0].endswith(".py")
     if is_file:
         own = [os.path.dirname(module), module]
