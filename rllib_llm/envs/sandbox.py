@@ -23,11 +23,10 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 from rllib_llm.envs.judges.reward_functions import Invalid
-from rllib_llm.envs.sandbox_backends import BACKENDS, Launch, check, paths_for
+from rllib_llm.envs.sandbox_backends import BACKENDS, Launch, Sandbox, paths_for
 from rllib_llm.shared.arguments import Count, Seconds, checked
 from rllib_llm.shared.messages import told
 from rllib_llm.shared.remote import Away, ExitedError, Late, no_answer
@@ -36,58 +35,10 @@ _PART = 65_536  # bytes that are read at once
 _MAX_LINE = 2**24  # bytes of an answer
 _EXIT_SECONDS = 1.0  # that a process has to exit once its output has ended
 _NO_ANSWER = (EOFError, OSError, ValueError)  # `Late` is an OSError
-_KEPT = ("LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH")
 
 
 class WorkerError(Away):
     """A worker that cannot be started."""
-
-
-@checked
-@dataclass(frozen=True)
-class Sandbox:
-    """A sandboxed process: what holds it, and its limits.
-
-    backend: "bwrap" (bubblewrap), "docker" (in `image`), "process" (limits alone: no boundary);
-    "auto": bwrap. memory_mb: address space of each process, and size of its folder; None: no limit.
-    num_processes: where the user is not root, and Linux is 5.14 or later, or with docker.
-    num_files: open at once. file_mb: of one file. cpu_s: of each process. network: whether it has
-    the machine's. environment: names of variables that it keeps, beside those of language and time
-    zone. readable, writable: files and folders, beside Python's and one of its own.
-
-    Raises:
-        SettingError: the backend does not work here.
-    """
-
-    memory_mb: Count | None = 4096
-    num_processes: Count = 256
-    num_files: Count = 256
-    file_mb: Count = 64
-    cpu_s: Count | None = None
-    network: bool = False
-    environment: Sequence[str] = ()
-    readable: Sequence[str] = ()
-    writable: Sequence[str] = ()
-    backend: Literal["auto", "bwrap", "docker", "process"] = "auto"
-    image: str | None = None
-
-    def __post_init__(self) -> None:
-        check(self)
-
-    def limits(self, launch: Launch) -> dict[str, int | None]:
-        """The most its processes may take, by the names of setrlimit(2)."""
-        return {
-            "AS": None if self.memory_mb is None else self.memory_mb * 2**20,
-            "NPROC": self.num_processes if launch.counts else None, "NOFILE": self.num_files,
-            "FSIZE": self.file_mb * 2**20, "CPU": self.cpu_s, "CORE": 0,
-        }  # fmt: skip
-
-    def variables(self, folder: str) -> dict[str, str]:
-        """Its environment."""
-        names = (*_KEPT, *self.environment)
-        kept = {name: os.environ[name] for name in names if name in os.environ}
-        own = {"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "OMP_NUM_THREADS": "1"}
-        return {**own, **kept}
 
 
 class Contained:

@@ -21,21 +21,67 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Literal, Protocol
 
+from rllib_llm.shared.arguments import Count, checked
 from rllib_llm.shared.errors import SettingError
-
-if TYPE_CHECKING:
-    from rllib_llm.envs.sandbox import Sandbox
 
 PROGRAM = str(Path(__file__).with_name("sandbox_program.py"))
 _IN = "/tmp"  # the folder, as a container sees it
 _SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix")
 _ETC = ("alternatives", "ca-certificates", "group", "hosts", "ld.so.cache", "localtime",
         "nsswitch.conf", "passwd", "pki", "resolv.conf", "ssl")  # fmt: skip
+_KEPT = ("LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH")
 _COUNTS_APART = (5, 14)  # Linux that counts processes of each user namespace by itself
 _END_SECONDS = 10.0
 _PROBE_SECONDS = 60.0
+
+
+@checked
+@dataclass(frozen=True)
+class Sandbox:
+    """A sandboxed process: what holds it, and its limits.
+
+    backend: "bwrap" (bubblewrap), "docker" (in `image`), "process" (limits alone: no boundary);
+    "auto": bwrap. memory_mb: address space of each process, and size of its folder; None: no limit.
+    num_processes: where the user is not root, and Linux is 5.14 or later, or with docker.
+    num_files: open at once. file_mb: of one file. cpu_s: of each process. network: whether it has
+    the machine's. environment: names of variables that it keeps, beside those of language and time
+    zone. readable, writable: files and folders, beside Python's and one of its own.
+
+    Raises:
+        SettingError: the backend does not work here.
+    """
+
+    memory_mb: Count | None = 4096
+    num_processes: Count = 256
+    num_files: Count = 256
+    file_mb: Count = 64
+    cpu_s: Count | None = None
+    network: bool = False
+    environment: Sequence[str] = ()
+    readable: Sequence[str] = ()
+    writable: Sequence[str] = ()
+    backend: Literal["auto", "bwrap", "docker", "process"] = "auto"
+    image: str | None = None
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def limits(self, launch: Launch) -> dict[str, int | None]:
+        """What its processes may take, by the names of setrlimit(2)."""
+        return {
+            "AS": None if self.memory_mb is None else self.memory_mb * 2**20,
+            "NPROC": self.num_processes if launch.counts else None, "NOFILE": self.num_files,
+            "FSIZE": self.file_mb * 2**20, "CPU": self.cpu_s, "CORE": 0,
+        }  # fmt: skip
+
+    def variables(self, folder: str) -> dict[str, str]:
+        """Its environment."""
+        names = (*_KEPT, *self.environment)
+        kept = {name: os.environ[name] for name in names if name in os.environ}
+        own = {"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "OMP_NUM_THREADS": "1"}
+        return {**own, **kept}
 
 
 @dataclass(frozen=True)
@@ -148,7 +194,7 @@ BACKENDS: dict[str, Backend] = {
 }  # fmt: skip
 
 
-def check(sandbox: Sandbox) -> None:
+def _check(sandbox: Sandbox) -> None:
     """Raises SettingError where the backend does not work here."""
     if BACKENDS[sandbox.backend] is bwrap and (reason := bwrap_refused()):
         raise _refused(

@@ -34,7 +34,8 @@ from transformers.utils import get_json_schema
 from rllib_llm.conversations.json_values import copied, objection
 from rllib_llm.conversations.tool_calls import ToolCall
 from rllib_llm.data.files import text_of
-from rllib_llm.envs.sandbox import Contained, Sandbox
+from rllib_llm.envs.sandbox import Contained
+from rllib_llm.envs.sandbox_backends import Sandbox
 from rllib_llm.shared.arguments import Count, Seconds, checked
 from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.errors import SettingError, require

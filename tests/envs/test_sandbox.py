@@ -16,7 +16,8 @@ import pytest
 from rllib_llm.envs import sandbox_backends
 from rllib_llm.envs.judges.remote_rewards import Verifier
 from rllib_llm.envs.judges.rewards import Invalid, RewardSum
-from rllib_llm.envs.sandbox import Contained, Sandbox, WorkerError, WorkerPool
+from rllib_llm.envs.sandbox import Contained, WorkerError, WorkerPool
+from rllib_llm.envs.sandbox_backends import Sandbox
 from rllib_llm.shared.errors import SettingError
 from tests.containment import needs_bwrap
 from tests.envs.judges.test_judge_server import rows
