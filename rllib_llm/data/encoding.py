@@ -123,7 +123,7 @@ def _as_read(
 
 @functools.lru_cache(64)
 def _kinds_read(tokenizer: Any, template: str, role: str) -> tuple[str, ...]:
-    """The kinds of content that a template reads in a message of this role: "text", "parts" or both.
+    """The kinds of content a template reads in a message of this role: "text", "parts" or both.
     `template` is the tokenizer's own, by which a new one is told from an old one."""
     word = "qqq"
     before = {"system": (), "user": ()}.get(role, ({"role": "user", "content": "x"},))

@@ -16,7 +16,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -214,19 +213,13 @@ def _refused(sandbox: Sandbox, reason: str, remedy: str) -> SettingError:
     )  # fmt: skip
 
 
-_PROBED: Any = types.SimpleNamespace(
-    memory_mb=None, network=False, environment=(), readable=(), writable=(),
-    variables=lambda folder: {},
-)  # fmt: skip
-
-
 @functools.cache
 def bwrap_refused() -> str:
     """Why bubblewrap does not work here; "" where it does. Tried once."""
     if shutil.which("bwrap") is None:
         return "bubblewrap (bwrap) is not on PATH"
     try:
-        command = bwrap(_PROBED, ()).command
+        command = bwrap(Sandbox(backend="process"), ()).command
         tried = subprocess.run(
             [*command[:-1], "-c", "pass"], capture_output=True, timeout=_PROBE_SECONDS
         )
