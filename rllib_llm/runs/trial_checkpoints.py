@@ -274,7 +274,8 @@ def _newest_whole_record(stage: Place) -> Place:
             _read_state(file)
         except CUT_SHORT:
             file.unlink()  # callbacks can do without
-    return max(stage.glob("experiment_state-*.json"), key=lambda file: file.name)
+    records: list[Place] = [*stage.glob("experiment_state-*.json")]
+    return max(records, key=lambda file: file.name)
 
 
 def _read_state(file: Place) -> None:

@@ -49,7 +49,7 @@ def check(completion: str, answer: str) -> float:
     text = _plain(said if "\\boxed" in completion else (_SAID.findall(said) or [said])[-1])
     chosen = _CHOICE.match(text)
     choice = _CHOICE.fullmatch(right)
-    if choice and chosen and choice[choice.lastindex].upper() == chosen[chosen.lastindex].upper():
+    if choice and chosen and (choice[1] or choice[2]).upper() == (chosen[1] or chosen[2]).upper():
         return 1.0
     if _CLOCK.fullmatch(right):
         moments = [_moment(found) for found in _CLOCK.findall(text)]
