@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
