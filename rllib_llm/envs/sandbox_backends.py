@@ -68,7 +68,7 @@ class Sandbox:
         _check(self)
 
     def limits(self, launch: Launch) -> dict[str, int | None]:
-        """What its processes may take, by the names of setrlimit(2)."""
+        """The most its processes may take, by the names of setrlimit(2)."""
         return {
             "AS": None if self.memory_mb is None else self.memory_mb * 2**20,
             "NPROC": self.num_processes if launch.counts else None, "NOFILE": self.num_files,
