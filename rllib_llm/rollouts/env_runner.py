@@ -309,8 +309,7 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         self.metrics.log_value(
             NUM_ENV_STEPS_SAMPLED_LIFETIME, batch.num_rollouts, reduce="lifetime_sum"
         )
-        rewards = batch.train_metrics()["rewards"]
-        self.metrics.log_value(EPISODE_RETURN_MEAN, rewards, window=1)
+        self.metrics.log_value(EPISODE_RETURN_MEAN, batch.mean_reward(), window=1)
 
     def get_metrics(self) -> dict[str, Any]:
         return self.metrics.reduce()

@@ -95,7 +95,8 @@ class JudgedBatch:
     @property
     def num_rollouts(self) -> int:
         """Completions, or conversations whatever number of rows each has."""
-        return int(self.rollouts.is_first.sum())
+        whole = self.rollouts
+        return self.num_rows if whole.is_alone else int(whole.is_first.sum())
 
     def to(self, device: torch.device | str) -> JudgedBatch:
         """The batch with its tensors on `device`."""
@@ -122,15 +123,19 @@ class JudgedBatch:
 
     # --- summaries ---------------------------------------------------------------------------
 
+    def mean_reward(self) -> float:
+        """The mean over rollouts that were judged."""
+        return _mean(self.rewards, self.columns[columns.VALID] & self.rollouts.is_first)
+
     def train_metrics(self) -> dict[str, float]:
         """`rewards` and one `<component>_rewards` each, means over rollouts that were judged."""
         valid = self.columns[columns.VALID] & self.rollouts.is_first
-        means = {"rewards": _mean(self.rewards, valid)}
+        means = {"rewards": self.mean_reward()}
         for name, column in self.components.items():
             means[f"{name}_rewards"] = _mean(column, valid & ~column.isnan())
         if columns.PROMPT_TRUNCATED in self.metrics:
-            cut = self.metrics[columns.PROMPT_TRUNCATED][self.rollouts.is_first]
-            means["truncated_share"] = float(cut.nanmean())
+            cut = self.metrics[columns.PROMPT_TRUNCATED]
+            means["truncated_share"] = _mean(cut, self.rollouts.is_first & ~cut.isnan())
         return means
 
     def mean_version(self) -> float:
@@ -165,7 +170,9 @@ class JudgedBatch:
         ids = self.columns[columns.COMPLETION_IDS].where(mask, -1)
         # Sorting rows, as torch.unique does, takes ten times as long.
         said: dict[int, bytes] = {}
-        for owner, row in zip(self.rollouts.owners.tolist(), ids.cpu().numpy(), strict=True):
+        whole = self.rollouts
+        owners = range(self.num_rows) if whole.is_alone else whole.owners.tolist()
+        for owner, row in zip(owners, ids.cpu().numpy(), strict=True):
             said[owner] = said.get(owner, b"") + row.tobytes()
         num_rollouts = len(said)
         if is_greedy and columns.PROMPT_INDEX in self.columns:
