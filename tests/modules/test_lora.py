@@ -397,9 +397,7 @@ def test_adapters_of_any_kind_that_peft_merges_are_loaded_as_peft_computes_them(
     base(family).config.save_pretrained(tmp_path / "adapters")
     assert (logits(wrapped) - logits(base(family))).abs().max() > 0.1
     loaded = load_causal_lm(tmp_path / "adapters")
-    # In float64, for adapters of this size take passes in float32 further apart.
-    merged, apart = (logits(copy.deepcopy(model).double()) for model in (loaded, wrapped))
-    torch.testing.assert_close(merged, apart, rtol=1e-4, atol=1e-4)
+    assert_merged(loaded, wrapped)
     assert all(parameter.requires_grad for parameter in loaded.parameters())  # it may be trained
     loaded.save_pretrained(tmp_path / "merged")
     again = load_causal_lm(tmp_path / "merged")
