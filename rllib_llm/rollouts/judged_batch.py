@@ -123,16 +123,21 @@ class JudgedBatch:
 
     # --- summaries ---------------------------------------------------------------------------
 
+    @property
+    def judged(self) -> Column:
+        """[B] bool, one row of each rollout that was judged."""
+        return self.columns[columns.VALID] & self.rollouts.is_first
+
     def mean_reward(self) -> float:
         """The mean over rollouts that were judged."""
-        return _mean(self.rewards, self.columns[columns.VALID] & self.rollouts.is_first)
+        return _mean(self.rewards, self.judged)
 
     def train_metrics(self) -> dict[str, float]:
         """`rewards` and one `<component>_rewards` each, means over rollouts that were judged."""
-        valid = self.columns[columns.VALID] & self.rollouts.is_first
-        means = {"rewards": self.mean_reward()}
+        judged = self.judged
+        means = {"rewards": _mean(self.rewards, judged)}
         for name, column in self.components.items():
-            means[f"{name}_rewards"] = _mean(column, valid & ~column.isnan())
+            means[f"{name}_rewards"] = _mean(column, judged & ~column.isnan())
         if columns.PROMPT_TRUNCATED in self.metrics:
             cut = self.metrics[columns.PROMPT_TRUNCATED]
             means["truncated_share"] = _mean(cut, self.rollouts.is_first & ~cut.isnan())

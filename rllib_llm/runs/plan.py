@@ -81,7 +81,7 @@ def check_experiments(
     reserved: list[Reservation] = []
     problems: list[Problem] = []
     for experiment in with_stand_ins(experiments):
-        found, of_trials, stage = examine(experiment)
+        found, of_trials, stage = examined(experiment)
         reserved += of_trials
         if stage is not None:
             with warnings.catch_warnings():
@@ -99,7 +99,7 @@ def check_experiment(experiment: Experiment) -> list[Reservation]:
     Raises:
         UserError: all that is wrong, a line each, with the experiment's name.
     """
-    found, reserved, _ = examine(experiment)
+    found, reserved, _ = examined(experiment)
     _tell(found)
     return reserved
 
@@ -114,7 +114,7 @@ def _tell(problems: Iterable[Problem]) -> None:
         raise UserError("\n".join(errors))
 
 
-def examine(experiment: Experiment) -> tuple[list[Problem], list[Reservation], Stage | None]:
+def examined(experiment: Experiment) -> tuple[list[Problem], list[Reservation], Stage | None]:
     """Returns the problems of an experiment. Where none is an error: also what one trial of each
     point of its grid reserves, and the stage of the first point, if its algorithm is ours."""
     name = experiment.name

@@ -195,8 +195,8 @@ class Completer:
             job = self._with_grammar(job, grammar, "tool_choice")
         else:
             job = await context.beside_loop(self._guided, body, job)
-        closes = view.format.thoughts_end(view.prompt) if view.has_tools else ""
-        if job.grammar is not None and closes:
+        closes = view.format.thoughts_end(view.prompt) if job.grammar and view.has_tools else ""
+        if job.grammar and closes:
             grammar = behind_thoughts(job.grammar, closes, view.format)
             job = dataclasses.replace(job, grammar=grammar)
         async for event in self.run(job, context, view, body.stream, body.stream_options):

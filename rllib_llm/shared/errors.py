@@ -48,16 +48,20 @@ class Problem:
         return " ".join(filter(None, (self.sentence, ended(self.remedy))))
 
     @property
+    def found(self) -> str:
+        """The name, and the value where there is one."""
+        return self.name if self.value is ... else f"{self.name}={shown(self.value)}"
+
+    @property
     def sentence(self) -> str:
         """The problem, without the remedy."""
-        if self.value is ...:
-            return sentence(self.name, self.rule, self.reason)
-        found = f"{self.name}={shown(self.value)}"
-        return sentence(found, self.rule, self.reason) if self.rule else f"{found} {self.reason}."
+        if self.value is ... or self.rule:
+            return sentence(self.found, self.rule, self.reason)
+        return ended(f"{self.found} {self.reason}")
 
     def within(self, place: str) -> Problem:
         """The same, its name with the place that it is in, if it does not begin with that."""
-        is_named = not place or self.name.startswith(place)
+        is_named = self.name == place or self.name.startswith((f"{place}.", f"{place}:"))
         return self if is_named else replace(self, name=f"{place}: {self.name}")
 
 
@@ -118,16 +122,19 @@ class SettingError(ValueError):
     @property
     def problem(self) -> Problem:
         """The error as data, without the others."""
-        name, value = (self.name, self.value) if self.rule else (str(self.args[0]), ...)
-        found = Problem(name, self.rule, self.reason, self.remedy, value)
-        return replace(found, name=f"{self.where}: {name}") if self.where else found
+        here = self._here
+        return replace(here, name=f"{self.where}: {here.name}") if self.where else here
 
     @property
     def found(self) -> str:
         """The value found: the setting's name and value, or the text of an error without fields."""
-        if not self.rule:
-            return str(self.args[0])
-        return self.name if self.value is ... else f"{self.name}={shown(self.value)}"
+        return self._here.found
+
+    @property
+    def _here(self) -> Problem:
+        """The error as data, without its place."""
+        name, value = (self.name, self.value) if self.rule else (str(self.args[0]), ...)
+        return Problem(name, self.rule, self.reason, self.remedy, value)
 
     @property
     def setting(self) -> tuple[str, ...]:

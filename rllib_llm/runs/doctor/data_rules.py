@@ -521,8 +521,10 @@ def _merged_spaces(tokenizer: Any, rows: Rows) -> Iterator[Problem]:
             yield warning(
                 "data", "have prompts without white space at the end",
                 f"that of {prompt[-20:]!r} becomes part of the answer's first token before "
-                f"{answer[:20]!r}, and after a prompt that is sampled from, it never does",
-                "Begin the answers with it, here and where prompts are sampled from",
+                f"{answer[:20]!r}; a prompt that is sampled from ends with a token of its own "
+                "there, after which the model has learnt nothing",
+                "Let prompts end without it, here and where they are sampled from, and begin the "
+                "answers with it",
             )  # fmt: skip
             return
 

@@ -67,7 +67,7 @@ def examine_experiment(
 ) -> Iterator[Problem]:
     """Problems of one experiment: first by the rules that `rllib train` enforces; if none is
     broken, by all others."""
-    found, _, stage = plan.examine(experiment)
+    found, _, stage = plan.examined(experiment)
     yield from found
     if stage is not None:
         with warnings.catch_warnings():

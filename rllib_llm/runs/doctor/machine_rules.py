@@ -167,7 +167,7 @@ def place_rules(stage: Stage, machine: Machine) -> Iterator[Problem]:
     num_busy = 1 + stage.num_samplers + stage.num_learners
     if stage.num_samplers + stage.num_learners > 1 and num_busy > machine.cpus + 1:
         yield warning(
-            "num_env_runners", f"leave a core to each process of {machine.cpus:g}",
+            "num_env_runners", f"leave each process one of the {machine.cpus:g} cores",
             f"{stage.num_samplers} samplers and {stage.num_learners} learners beside the trial "
             "take turns", "Lower it; on one machine 0 or 1 is often fastest", stage.num_samplers,
         )

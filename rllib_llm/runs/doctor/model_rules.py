@@ -295,7 +295,7 @@ def _sampling(stage: Stage) -> Iterator[Problem]:
         )
     if config.top_k == 1:
         yield warning(
-            "top_k", "be above 1", "completions are greedy, and nothing is explored",
+            "top_k", "not be 1", "completions are greedy, and nothing is explored",
             "Use 0 to switch it off", 1,
         )  # fmt: skip
     if config.min_new_tokens == config.max_new_tokens and config.max_new_tokens > 1:

@@ -533,6 +533,13 @@ def test_findings_of_errors_have_all_parts():
     assert exit_code([finding]) == 2
 
 
+def test_a_problem_begins_with_its_experiment_whatever_that_is_called():
+    """"stop" begins with an s, and is not of the experiment s for that."""
+    (told,) = found(grpo(stop={}).replace(name="s"))
+    assert told.name == "s: stop"
+    assert told.within("s") == told
+
+
 def test_a_file_is_examined_in_seconds(tmp_path: Path):
     begin = time.process_time()
     found(grpo())
