@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 from rllib_llm import GRPOConfig, default_callbacks
 from rllib_llm.examples import arithmetic
 from rllib_llm.overseer.service import Run, find_run
-from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.errors import Problems
 
 NAMES = ("pause", "scale", "checkpoint", "stop")
 WEIGHTS = (4, 4, 3, 2)  # how often each is told; resume follows a pause
@@ -115,7 +115,7 @@ class Teller(threading.Thread):
         try:
             told = run.tell(name, timeout_s=ANSWER_SECONDS if waits or name == "stop" else 0.0,
                             **arguments)  # fmt: skip
-        except UserError as error:
+        except Problems as error:
             self.unanswered.append(f"{name}: {error}")
             return
         for one in told:
@@ -131,7 +131,7 @@ class Teller(threading.Thread):
                 trials = [part for part in run.status()["parts"] if part["kind"] == "trial"]
                 if any(t["incarnation"] != self._known and not t["is_silent"] for t in trials):
                     return run
-            except UserError:
+            except Problems:
                 pass
             time.sleep(0.1)
 

@@ -13,7 +13,7 @@ import pytest
 from rllib_llm.algorithms.reinforce_pp import ReinforcePPConfig
 from rllib_llm.config.schema import check_keys, checked_values, flat_settings
 from rllib_llm.config.sections import defaults, table
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.setting import IN_CONFIG, Setting
 from tests.algorithms import tiny_runs as tiny
 
@@ -127,7 +127,7 @@ def test_random_settings_are_refused_or_resumed_bit_for_bit(seed: int, tmp_path)
     algorithm, settings = drawn(seed)
     try:
         config, idle = made(algorithm, settings)
-    except SettingError as error:
+    except Problems as error:
         for each in (error, *error.others):
             assert each.remedy or not each.rule, (settings, str(each))
         return

@@ -40,7 +40,7 @@ from rllib_llm.rollouts.errors import NoSamplersError, NoServerError, SamplingEr
 from rllib_llm.rollouts.judged_batch import JudgedBatch
 from rllib_llm.rollouts.schedule import ServingSettings
 from rllib_llm.shared import columns
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.errors import Problems
 
 
 def pass_metrics(
@@ -61,14 +61,11 @@ def pass_metrics(
     if column is None or not bool(((column == 0) | (column == 1))[valid & ~column.isnan()].all()):
         found = "there is none of this name" if column is None else "it has other values, too"
         what = "which is the score: " if on is None else ""
-        raise SettingError(
-            name="pass_on",
-            value=on,
-            rule="be a component of the reward that is 0 or 1",
-            reason=f"{what}{found}",
-            remedy=f"Components: {', '.join(sorted(batch.components)) or 'none'}. Name one that is "
-            "0 or 1, or leave pass_at out",
-        )
+        raise Problems(
+            "pass_on", "be a component of the reward that is 0 or 1", f"{what}{found}",
+            f"Components: {', '.join(sorted(batch.components)) or 'none'}. Name one that is 0 or "
+            "1, or leave pass_at out", on,
+        )  # fmt: skip
     right, counts = column == 1, valid & ~column.isnan()
     # A prompt that comes again, since there are fewer than an evaluation judges, is the same one.
     groups = batch.columns.get(columns.PROMPT_INDEX, batch.columns[columns.GROUP])

@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import get_current_placement_group
 
-from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.ray_compat import free_by_node, resources_by_node
 
 MAX_SECONDS_OCCUPIED = 60.0  # until processes of a run that just ended have left
@@ -173,30 +173,29 @@ def check_nodes(reservation: Reservation, nodes: Sequence[Mapping[str, float]]) 
     """Check that a cluster's nodes can hold one trial, each bundle on one node.
 
     Raises:
-        UserError: a bundle is larger than every node, or not all find a place together.
+        Problems: a bundle is larger than every node, or not all find a place together.
     """
     bundles, uses = reservation.bundles, reservation.uses
     if reservation.strategy == "STRICT_PACK":
         bundles, uses = (reservation.totals,), ("all processes (placement_strategy: STRICT_PACK)",)
     for bundle, use in zip(bundles, uses, strict=True):
         if not any(holds(node, bundle) for node in nodes):
-            raise UserError(
-                name=f"the bundle of {use}, {_named(bundle, bundle)},",
-                rule="fit into one node",
-                reason=f"the largest has {_named(_largest(nodes, bundle), bundle)}",
-                remedy="Give Ray larger nodes, or lower what that process asks for",
-            )
+            raise Problems(
+                f"the bundle of {use}, {_named(bundle, bundle)},", "fit into one node",
+                f"the largest has {_named(_largest(nodes, bundle), bundle)}",
+                "Give Ray larger nodes, or lower what that process asks for",
+            )  # fmt: skip
     left = first_without_place(bundles, nodes, apart=reservation.strategy == "STRICT_SPREAD")
     if left is not None:
         bundle = bundles[left]
-        raise UserError(
-            name=f"the {len(bundles)} bundles of one trial",
-            rule=f"find places together ({reservation.strategy}) on {len(nodes)} nodes",
-            reason=f"none is left for that of {uses[left]}, {_named(bundle, bundle)}; the largest "
-            f"node has {_named(_largest(nodes, bundle), bundle)} in all",
-            remedy="Give Ray more nodes or larger ones, or lower num_env_runners, num_learners or "
-            "what each asks for",
-        )
+        raise Problems(
+            f"the {len(bundles)} bundles of one trial", "find places together "
+            f"({reservation.strategy}) on {len(nodes)} nodes",
+            f"none is left for that of {uses[left]}, {_named(bundle, bundle)}; the largest node "
+            f"has {_named(_largest(nodes, bundle), bundle)} in all",
+            "Give Ray more nodes or larger ones, or lower num_env_runners, num_learners or what "
+            "each asks for",
+        )  # fmt: skip
 
 
 def _largest(

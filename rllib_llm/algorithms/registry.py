@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rllib_llm.shared.dotted import import_dotted, looks_dotted
-from rllib_llm.shared.errors import SettingError, did_you_mean
+from rllib_llm.shared.errors import Problems, did_you_mean
 from rllib_llm.shared.ray_compat import register_trainable, rllib_algorithm_class
 
 ALGORITHMS: dict[str, str] = {
@@ -33,15 +33,11 @@ VARIANTS = {
 }
 
 
-class UnknownAlgorithmError(SettingError):
-    """A name that neither this package nor RLlib knows."""
-
-
 def get_algorithm_class(name: str) -> Any:
     """The Algorithm class called `name`: ours, RLlib's own, or a dotted path.
 
     Raises:
-        UnknownAlgorithmError: with the nearest names.
+        Problems: with the nearest names.
     """
     if name in ALGORITHMS:
         return import_dotted(ALGORITHMS[name])
@@ -53,15 +49,11 @@ def get_algorithm_class(name: str) -> Any:
         return rllib_algorithm_class(name)
     known = (*RLLIB_ALGORITHMS, *ALGORITHMS)
     variant = VARIANTS.get("".join(filter(str.isalpha, name.lower())))
-    raise UnknownAlgorithmError(
-        name="run",
-        value=name,
-        rule=f"be one of {list(ALGORITHMS)}, an algorithm of RLlib, or a dotted path",
-        reason="it is none of these",
-        remedy=f"Write `{variant}`"
-        if variant
-        else did_you_mean(name, known, 2, cutoff=0.4, otherwise="Check the spelling"),
-    )
+    meant = did_you_mean(name, known, 2, cutoff=0.4, otherwise="Check the spelling")
+    raise Problems(
+        "run", f"be one of {list(ALGORITHMS)}, an algorithm of RLlib, or a dotted path",
+        "it is none of these", f"Write `{variant}`" if variant else meant, name,
+    )  # fmt: skip
 
 
 class _ByName:

@@ -47,7 +47,7 @@ from rllib_llm.checkpoints.folder import (
     write_manifest,
     written_whole,
 )
-from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.run_layout import RunFolder
 from rllib_llm.shared.storage import is_url, local_copy, open_storage, place
 
@@ -393,31 +393,25 @@ def restore_source(
     """Return the checkpoint folder from which trials of `algo_class` start, to end at `stop`.
 
     Raises:
-        UserError: there is none, or, for an algorithm of ours, no usable one, or one that is at
+        Problems: there is none, or, for an algorithm of ours, no usable one, or one that is at
             the trials' end already.
     """
     folder = place(given)
     if not folder.is_dir():
-        raise UserError(
-            name=where,
-            value=given,
-            rule="be a checkpoint folder",
-            reason="there is none",
-            remedy="`rllib train` prints the checkpoints it wrote",
-        )
+        raise Problems(
+            where, "be a checkpoint folder", "there is none",
+            "`rllib train` prints the checkpoints it wrote", given,
+        )  # fmt: skip
     if not issubclass(algo_class, WholeCheckpoints):
         return local_copy(folder).resolve()
     source = newest_usable(folder)
     done = read_manifest(source)["training_iteration"]
     limit = (stop or {}).get("training_iteration")
     if limit is not None and limit <= done:
-        raise UserError(
-            name="stop.training_iteration",
-            value=limit,
-            rule=f"be above {done}, where {where}={given!r} is",
-            reason="iterations count on from a checkpoint",
-            remedy="Raise it to the total",
-        )
+        raise Problems(
+            "stop.training_iteration", f"be above {done}, where {where}={given!r} is",
+            "iterations count on from a checkpoint", "Raise it to the total", limit,
+        )  # fmt: skip
     return source.resolve()
 
 

@@ -30,7 +30,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.run_layout import CHECKPOINTS, RESULTS, RUN_RECORD, RunFolder, name_one
 from rllib_llm.shared.storage import (
     Place,
@@ -302,16 +302,16 @@ def find_model(given: str) -> str:
     In the folder of a stage with one trial the trial is meant, in that of a run its last stage.
 
     Raises:
-        UserError: `given` is a folder without a model in it.
+        Problems: `given` is a folder without a model in it.
         CheckpointError: it holds several trials, or no checkpoint of its trial is usable.
     """
     folder = place(given)
     if isinstance(folder, Path) and not folder.exists():
         is_beside_others = "/" in given and folder.parent.is_dir()
         if given.startswith((".", "/", "~")) or given.count("/") > 1 or is_beside_others:
-            raise UserError(
-                f"checkpoint={given!r} must be a folder: there is none. {_named_like(folder)}"
-            )
+            raise Problems(
+                f"checkpoint={given!r} must be a folder: there is none. {_named_like(folder)}",
+            )  # fmt: skip
         return given
     for candidate in (folder, folder / "model"):
         if (candidate / "config.json").is_file():
@@ -321,9 +321,9 @@ def find_model(given: str) -> str:
         if _is_of_run(folder):
             raise _no_checkpoint(folder)
         inner = name_one(RunFolder(folder).holding(CHECKPOINTS))
-        raise UserError(
+        raise Problems(
             f"checkpoint={given!r} must hold a model: there is no config.json in it, nor in "
             f"{MODEL_IN_CHECKPOINT} or model below it. "
-            f"{inner or 'Give a checkpoint of a language model.'}"
-        )
+            f"{inner or 'Give a checkpoint of a language model.'}",
+        )  # fmt: skip
     return str(_first_usable(found or [folder]) / MODEL_IN_CHECKPOINT)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +14,7 @@ from rich.text import Text
 
 from rllib_llm.cli.options import IMPORT_HELP, Overrides, RayOptions
 from rllib_llm.cli.session import check_address, prepare, ray_session, user_errors
-from rllib_llm.shared.errors import Problem, UserError, ended, problems_of
+from rllib_llm.shared.errors import Problem, Problems, ended, problems_of
 
 if TYPE_CHECKING:
     from rllib_llm.runs.experiments import Experiment
@@ -88,20 +88,18 @@ def _findings(
     experiments: list[Experiment] = []
     is_readable = True
     if file is not None:
-        errors: Sequence[ValueError]
         try:
             experiments, errors = load_file(file, overrides)
         except ValueError as broken:
-            errors = [broken]
+            errors = problems_of(broken)
         is_readable = not errors
-        for each in errors:
-            yield from problems_of(each)
+        yield from errors
     root = storage_root(storage_path, experiments)
     machine = Machine.here(root if isinstance(root, Path) else Path.cwd())
     found = examine(experiments, machine, folder=root, is_here=ray_address is None)
     try:
         check_address(ray_address)
-    except UserError as error:
+    except Problems as error:
         found += problems_of(error)
     yield from found
     can_run = is_readable and not any(problem.severity == "error" for problem in found)

@@ -18,7 +18,7 @@ from rich.table import Table
 from rllib_llm.cli.options import IMPORT_HELP
 from rllib_llm.cli.session import extra_serve, prepare, shown_warnings, user_errors
 from rllib_llm.runs.yaml_loader import parse_mapping
-from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.errors import Problems
 
 app = typer.Typer(help="Environments: list them, check one.", no_args_is_help=True)
 
@@ -161,10 +161,10 @@ def reward_server(
     with user_errors():
         token = os.environ.get(token_env, "")
         if not token:
-            raise UserError(
+            raise Problems(
                 f"the environment variable {token_env} must hold the token that clients send: it "
-                f"is empty. Set it, e.g. export {token_env}=$(openssl rand -hex 32)."
-            )
+                f"is empty. Set it, e.g. export {token_env}=$(openssl rand -hex 32).",
+            )  # fmt: skip
         with extra_serve("rllib reward-server"):
             import uvicorn
 

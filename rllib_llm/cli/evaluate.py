@@ -16,7 +16,7 @@ from rllib_llm.cli.options import RayOptions, takes
 from rllib_llm.cli.session import prepare, ray_session, show, stderr, user_errors
 from rllib_llm.runs.results import flatten, number
 from rllib_llm.runs.yaml_loader import laid_over, parse_mapping
-from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.errors import Problems
 
 if TYPE_CHECKING:
     from rllib_llm.algorithms.language_model_config import LanguageModelConfig
@@ -150,10 +150,10 @@ def checkpoint_config(checkpoint: Path, settings: dict[str, Any]) -> Any:
     config.evaluation_interval = config.evaluation_interval or 1
     config.evaluation_error_after_n_consecutive_skips = 1  # it is all that was asked for
     if isinstance(config, SupervisedConfig) and config.eval_data is None:
-        raise UserError(
+        raise Problems(
             f"checkpoint={str(checkpoint)!r} must have held-out rows to be evaluated: its run had "
-            "no eval_data. Give some: --config '{eval_data: FILE}'."
-        )
+            "no eval_data. Give some: --config '{eval_data: FILE}'.",
+        )  # fmt: skip
     if isinstance(config, RLHFConfig):  # what follows the run must not follow this
         config.weights_name = config.serve = config.weights_push = None
         if config.engine == "openai":  # the server's weights are those of a run

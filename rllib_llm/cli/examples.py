@@ -16,7 +16,7 @@ from rllib_llm.cli.options import RunOptions, takes
 from rllib_llm.cli.session import prepare, user_errors
 from rllib_llm.cli.train import run_file
 from rllib_llm.runs.yaml_loader import examples_folder
-from rllib_llm.shared.errors import UserError, suggestion
+from rllib_llm.shared.errors import Problems, suggestion
 
 app = typer.Typer(help="Ready experiments: list them, read one, run one.", no_args_is_help=True)
 # A full stop after a whole word and before a capital: not those of "et al." and "Dr. GRPO".
@@ -59,7 +59,7 @@ def get_example(
             print(text, end="")
             return
         if out.exists():
-            raise UserError(f"--out={str(out)!r} must be a new file: it exists. Choose another.")
+            raise Problems(f"--out={str(out)!r} must be a new file: it exists. Choose another.")
         out.write_text(text, encoding="utf-8")
 
 
@@ -81,12 +81,12 @@ def find_example(name: str) -> Path:
     """Return the file of the example called `name`.
 
     Raises:
-        UserError: no such example, with the nearest names.
+        Problems: no such example, with the nearest names.
     """
     files = example_files()
     name = name.removesuffix(".yaml")
     if name not in files:
-        raise UserError(f"example={name!r} is not one of the examples. {suggestion(name, files)}")
+        raise Problems(f"example={name!r} is not one of the examples. {suggestion(name, files)}")
     return files[name]
 
 
@@ -122,7 +122,7 @@ def show_config(
             if search.lower() in " ".join(map(str, row.values())).lower()
         ]  # fmt: skip
         if not rows:
-            raise UserError(f"--filter={search!r} must be in a setting: it is in none of {algo}'s.")
+            raise Problems(f"--filter={search!r} must be in a setting: it is in none of {algo}'s.")
     if as_json:
         print(json.dumps(rows, indent=1, ensure_ascii=False))
         return
@@ -142,10 +142,10 @@ def _config_class(algo: str) -> type:
 
     config_class = type(algorithm_class(algo, "algo").get_default_config())
     if not hasattr(config_class, "sections"):
-        raise UserError(
+        raise Problems(
             f"algo={algo!r} must be an algorithm of this package: RLlib documents its own. "
-            f"{suggestion(algo, ALGORITHMS)}"
-        )
+            f"{suggestion(algo, ALGORITHMS)}",
+        )  # fmt: skip
     return config_class
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -15,7 +15,7 @@ from rich.console import Console
 
 from rllib_llm.cli.options import takes
 from rllib_llm.cli.session import prepare, shown_warnings, user_errors
-from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.errors import Problems
 
 if TYPE_CHECKING:
     from rllib_llm.engines.params import SamplingParams
@@ -100,11 +100,11 @@ class Completer:
         has_template = bool(self.tokenizer.chat_template)
         self.chats = has_template if sampling.chat is None else sampling.chat
         if sampling.system is not None and not self.chats:
-            raise UserError(
-                f"--system={sampling.system!r} must come with a chat: "
-                + ("--no-chat leaves it out." if has_template else "there is no chat template.")
-                + " Put it into the prompt instead."
-            )
+            why = "--no-chat leaves it out" if has_template else "there is no chat template"
+            raise Problems(
+                "--system", "come with a chat", why, "Put it into the prompt instead",
+                sampling.system,
+            )  # fmt: skip
         self.model = load_causal_lm(model)
         self.params = SamplingParams(
             pad_token_id=self.tokenizer.pad_token_id,
@@ -156,7 +156,7 @@ class Completer:
             new = engine.sampled(going, [counts[i] for i in going])
             for i, tokens in [*ended.items(), *zip(going, new, strict=True)]:
                 if tokens.finish == "error":
-                    raise UserError(NOT_FINITE)
+                    raise Problems(NOT_FINITE)
                 stream, text = left[i], ""
                 for token in tokens.token_ids:
                     counts[i] += 1
@@ -245,7 +245,7 @@ def generate(
     prepare()
     with user_errors():
         if column is not None and file is None:
-            raise UserError(name="--column", value=column, rule="come with --file")
+            raise Problems("--column", "come with --file", value=column)
         completer = Completer(checkpoint, options)
         prompts = None if file is None else _prompts(file, column)
     if prompts is not None:
@@ -260,24 +260,25 @@ def unescaped(text: str) -> str:
     """Return `text` with Python's escapes, such as `\\n`, as the characters that they mean.
 
     Raises:
-        UserError: a backslash begins no escape.
+        Problems: a backslash begins no escape.
     """
     try:
         return text.encode("latin-1", "backslashreplace").decode("unicode_escape")
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"--stop={text!r} must hold whole escapes: {error.reason}. Write a backslash twice."
-        ) from error
+        raise Problems(
+            f"--stop={text!r} must hold whole escapes: {error.reason}. Write a backslash twice.",
+        ) from error  # fmt: skip
 
 
 def _prompts(file: Path, column: str | None) -> list[Any]:
-    from rllib_llm.envs.prompts import PromptError, PromptSource
+    from rllib_llm.envs.prompts import PromptSource
 
     try:
         source = PromptSource(str(file), prompt_column=column, shuffle=False)
-    except PromptError as error:
-        if column is None and error.name == "prompts.column":
-            error.name, error.remedy = "--column", "Name the one that holds the prompts"
+    except Problems as error:
+        if column is None and error.problem.name == "prompts.column":
+            remedy = "Name the one that holds the prompts"
+            raise Problems([replace(error.problem, name="--column", remedy=remedy)]) from error
         raise
     return [source.row(index).prompt for index in range(len(source))]
 

@@ -19,7 +19,7 @@ from rich.text import Text
 from rllib_llm.cli.session import prepare, user_errors
 from rllib_llm.overseer.diagnosis import shares
 from rllib_llm.overseer.service import DONE, WAITING, find_run
-from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.storage import place
 
 
@@ -152,9 +152,9 @@ def _print_row(console: Console, row: dict[str, Any]) -> None:
 def _export(table: Any, target: str) -> str:
     """Write the rows of `table`, and say where they are."""
     if table.num_rows == 0:
-        raise UserError(
-            "--where must match at least one row: there is none to export. Loosen the condition."
-        )
+        raise Problems(
+            "--where must match at least one row: there is none to export. Loosen the condition.",
+        )  # fmt: skip
     path = Path(target).expanduser()
     if path.suffix in (".jsonl", ".ndjson", ".json"):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -164,17 +164,17 @@ def _export(table: Any, target: str) -> str:
                     file.write(json.dumps(row, default=str, ensure_ascii=False) + "\n")
         return f"{table.num_rows} completions in {path}"
     if path.suffix or path.is_file():
-        raise UserError(
+        raise Problems(
             f"--export={target!r} must end in .jsonl, or be a folder: {path.suffix or 'a file'} is "
-            "neither. Rename it."
-        )
+            "neither. Rename it.",
+        )  # fmt: skip
     import pyarrow.parquet as pq
 
     if path.is_dir() and any(path.iterdir()):
-        raise UserError(
+        raise Problems(
             f"--export={target!r} must be new or empty: other files lie there, and a data set is "
-            "all that is in its folder. Choose another."
-        )
+            "all that is in its folder. Choose another.",
+        )  # fmt: skip
     path.mkdir(parents=True, exist_ok=True)
     pq.write_table(table, path / "train-00000-of-00001.parquet", compression="zstd")
     return f"{table.num_rows} completions in {path}: datasets.load_dataset({str(path)!r})"
@@ -332,10 +332,10 @@ def _tell(folder: str, command: str, wait: float, **arguments: Any) -> None:
     with user_errors():
         told = find_run(folder).tell(command, timeout_s=wait, **arguments)
         if not told:
-            raise UserError(
+            raise Problems(
                 f"run={folder!r} must have a running trial: none has reported in the last seconds. "
-                "See rllib status."
-            )
+                "See rllib status.",
+            )  # fmt: skip
     for one in told:
         answer = one["answer"] or "received; carried out after the current iteration"
         print(f"{one['part']}: {answer}")

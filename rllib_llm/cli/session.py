@@ -23,7 +23,7 @@ from rich.text import Text
 
 from rllib_llm.cli.options import RayOptions
 from rllib_llm.shared.dotted import name_imports, package_of, runtime_env
-from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.messages import LOGGERS as LIBRARIES
 from rllib_llm.shared.messages import VERBOSE
 from rllib_llm.shared.process import free_memory
@@ -70,14 +70,14 @@ def user_errors(verbosity: int = 0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def extra_serve(command: str) -> Iterator[None]:
-    """Raises UserError where a package of the extra `serve` is missing or unfit."""
+    """Raises Problems where a package of the extra `serve` is missing or unfit."""
     try:
         yield
     except ImportError as error:
-        raise UserError(
-            f"`{command}` must find the packages of the extra `serve`: {error}. Install them: "
-            "pip install 'rllib-llm[serve]'."
-        ) from error
+        raise Problems(
+            f"`{command}` must find the packages of the extra `serve`: {error}. Install them: pip "
+            "install 'rllib-llm[serve]'.",
+        ) from error  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -188,14 +188,14 @@ def ray_session(
         if not isinstance(error, ConnectionError | RuntimeError) and type(error) is not Exception:
             raise
         if options.ray_address:
-            raise UserError(
+            raise Problems(
                 f"--ray-address={options.ray_address!r} must be a running Ray cluster: {error}. "
-                "Start one with `ray start --head`, or leave the option out."
-            ) from error
-        raise UserError(
+                "Start one with `ray start --head`, or leave the option out.",
+            ) from error  # fmt: skip
+        raise Problems(
             f"Ray must come up on this machine, and did not: {error} Try again when less is "
-            "running here, or use a cluster that runs already (--ray-address)."
-        ) from error
+            "running here, or use a cluster that runs already (--ray-address).",
+        ) from error  # fmt: skip
     try:
         yield resources_by_node()
     finally:
@@ -214,7 +214,7 @@ def connect(address: str, seconds: float = SECONDS_TO_CONNECT) -> None:
 
 
 def check_address(address: str | None, seconds: float = SECONDS_TO_CONNECT) -> None:
-    """Raise UserError where a cluster's address, "host:port" or "ray://host:port", does not answer
+    """Raise Problems where a cluster's address, "host:port" or "ray://host:port", does not answer
     in so many seconds: Ray would try for minutes, and log each attempt."""
     host, _, port = (address or "").removeprefix("ray://").rpartition(":")
     if not address or not host or not port.isdigit():
@@ -224,11 +224,11 @@ def check_address(address: str | None, seconds: float = SECONDS_TO_CONNECT) -> N
         if not address.startswith("ray://"):
             _check_health(address, seconds)
     except (OSError, subprocess.SubprocessError) as error:
-        raise UserError(
+        raise Problems(
             f"--ray-address={address!r} must be a running Ray cluster: none answers there. Start "
             "one with `ray start --head`, look at the address and the firewall, or leave the "
-            "option out."
-        ) from error
+            "option out.",
+        ) from error  # fmt: skip
 
 
 # In a process of its own, for Ray's client ends the process that it cannot connect.
@@ -239,7 +239,7 @@ HEALTH_CHECK = (
 
 
 def _check_health(address: str, seconds: float) -> None:
-    """Raise a SubprocessError where Ray does not answer in so many seconds, UserError where it
+    """Raise a SubprocessError where Ray does not answer in so many seconds, Problems where it
     refuses the token. They begin once Ray is imported, which alone takes longer where the machine
     is busy."""
     command = [sys.executable, "-c", HEALTH_CHECK, address]
@@ -256,12 +256,12 @@ def _check_health(address: str, seconds: float) -> None:
             child.kill()
         said.seek(0)
         if b"authentication token" in said.read().lower():
-            raise UserError(
+            raise Problems(
                 f"--ray-address={address!r} must be given the cluster's token: this process's is "
-                "refused, or it has none. Set RAY_AUTH_MODE=token and "
-                "RAY_AUTH_TOKEN=<token>; without the latter Ray reads the file of "
-                "RAY_AUTH_TOKEN_PATH, else ~/.ray/auth_token."
-            )
+                "refused, or it has none. Set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN=<token>; "
+                "without the latter Ray reads the file of RAY_AUTH_TOKEN_PATH, else "
+                "~/.ray/auth_token.",
+            )  # fmt: skip
         raise subprocess.CalledProcessError(child.returncode, command)
 
 
@@ -277,11 +277,11 @@ def _init_arguments(
     if options.ray_address:
         for name in ("ray_num_cpus", "ray_num_gpus", "ray_object_store_memory"):
             if getattr(options, name) is not None:
-                raise UserError(
+                raise Problems(
                     f"--{name.replace('_', '-')}={getattr(options, name)} must be left out with "
                     f"--ray-address={options.ray_address!r}: a running cluster has its resources "
-                    "already. Drop it."
-                )
+                    "already. Drop it.",
+                )  # fmt: skip
         return arguments | {"address": options.ray_address}
     return arguments | {
         "address": "local",

@@ -30,7 +30,7 @@ from rllib_llm.cli.session import (
 from rllib_llm.runs.experiments import Experiment
 from rllib_llm.runs.run_folder import COMMAND_LINE
 from rllib_llm.runs.yaml_loader import load, load_file, parse_mapping
-from rllib_llm.shared.errors import UserError, together
+from rllib_llm.shared.errors import Problem, Problems
 from rllib_llm.shared.storage import Place
 
 if TYPE_CHECKING:
@@ -114,10 +114,10 @@ def train(
     prepare(options.verbose, options.imports)
     with user_errors(options.verbose):
         if not algo:
-            raise UserError(
+            raise Problems(
                 "--algo is missing: it names the algorithm. Write --algo PPOPtx --env "
-                "rllib_llm/Reviews-v0, or run a file: rllib train file FILE."
-            )
+                "rllib_llm/Reviews-v0, or run a file: rllib train file FILE.",
+            )  # fmt: skip
         told_to_wait(CHECKING.format(algo))
         from rllib_llm.runs.results import short_name
 
@@ -131,10 +131,10 @@ def _no_algorithm(algo: str | None, env: str | None, config: str) -> None:
     """Refuse options on the command line that a file sets itself."""
     for name, value in (("--algo", algo), ("--env", env), ("--config", config)):
         if value not in (None, "{}"):
-            raise UserError(
+            raise Problems(
                 f"{name}={value!r} must be left out with a file: the file says it for each "
-                "experiment. Change a setting of the file with --set."
-            )
+                "experiment. Change a setting of the file with --set.",
+            )  # fmt: skip
 
 
 def run_file(file: Path, options: RunOptions) -> None:
@@ -144,19 +144,19 @@ def run_file(file: Path, options: RunOptions) -> None:
         told_to_wait(CHECKING.format(file.stem))
         experiments, errors = load_file(file, options.overrides)
         if errors:
-            raise together([*errors, *_further_errors(experiments, options)])
+            raise Problems([*errors, *_further_errors(experiments, options)])
     execute(experiments, file.stem, options, str(file.resolve()))
 
 
-def _further_errors(experiments: list[Experiment], options: RunOptions) -> list[UserError]:
+def _further_errors(experiments: list[Experiment], options: RunOptions) -> list[Problem]:
     """Return what is wrong with the settings of a file's sound experiments, beside the others."""
     from rllib_llm.runs.doctor.examine import before_a_run
 
     try:
         with shown_warnings():
             before_a_run(with_options(experiments, options))
-    except UserError as error:
-        return [error]
+    except Problems as error:
+        return error.found
     return []
 
 
@@ -164,7 +164,7 @@ def with_options(experiments: list[Experiment], options: RunOptions) -> list[Exp
     """Return the experiments with the command line's options laid over them.
 
     Raises:
-        UserError: an option that cannot be used.
+        Problems: an option that cannot be used.
     """
     score, order = options.checkpoint_score_attr, None
     if score:
@@ -183,10 +183,10 @@ def with_options(experiments: list[Experiment], options: RunOptions) -> list[Exp
     arguments = parse_mapping(options.scheduler_config, "--scheduler-config")
     if options.restore is not None and len(experiments) > 1:
         names = ", ".join(experiment.name for experiment in experiments)
-        raise UserError(
+        raise Problems(
             f"--restore={options.restore!r} must be for one experiment: there are {names}. Write "
-            "--set NAME.restore=CHECKPOINT."
-        )
+            "--set NAME.restore=CHECKPOINT.",
+        )  # fmt: skip
     return [
         experiment.replace(
             stop={**experiment.stop, **stops},
@@ -285,7 +285,7 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions, sourc
 
 
 def _check_gpus(reserved: list[Reservation], options: RunOptions) -> None:
-    """Raise UserError where a trial asks for more GPUs than a Ray that is started here will have,
+    """Raise Problems where a trial asks for more GPUs than a Ray that is started here will have,
     before it is started, which takes long."""
     import ray
 
@@ -349,10 +349,10 @@ def _loggers(options: RunOptions, num_stages: int) -> Callable[[str, str], list[
     """Return a function from the names of the run and of a stage to callbacks that log it."""
     if not (options.wandb_project or options.wandb_key):
         if options.wandb_run_name:
-            raise UserError(
+            raise Problems(
                 f"--wandb-run-name={options.wandb_run_name!r} must come with --wandb-project: "
-                "alone it has no effect. Name a project, or drop it."
-            )
+                "alone it has no effect. Name a project, or drop it.",
+            )  # fmt: skip
         return lambda run, stage: []
     from rllib_llm.runs.wandb_logger import check_wandb, wandb_logger
 

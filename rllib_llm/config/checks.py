@@ -8,14 +8,14 @@ from collections.abc import Container, Iterable, Iterator
 from typing import Any, TypeVar
 
 from rllib_llm.config.sections import defaults, rllib_table, same, table
-from rllib_llm.shared.errors import SettingError, SettingWarning, complain, warning
+from rllib_llm.shared.errors import Problems, SettingWarning, complain, warning
 from rllib_llm.shared.setting import IN_CONFIG
 
 Value = TypeVar("Value")
 
 
 def require(condition: bool, name: str, value: Any, rule: str, reason: str, remedy: str) -> None:
-    """Raises SettingError with the rule "be `rule`" unless `condition`; it is noted within
+    """Raises Problems with the rule "be `rule`" unless `condition`; it is noted within
     `all_complaints`."""
     if not condition:
         complain(_broken(name, value, rule, reason, remedy))
@@ -29,8 +29,8 @@ def given(value: Value | None, name: str, rule: str, reason: str, remedy: str) -
     return value
 
 
-def _broken(name: str, value: Any, rule: str, reason: str, remedy: str) -> SettingError:
-    return SettingError(name=name, value=value, rule=f"be {rule}", reason=reason, remedy=remedy)
+def _broken(name: str, value: Any, rule: str, reason: str, remedy: str) -> Problems:
+    return Problems(name, f"be {rule}", reason, remedy, value)
 
 
 def warn_of_no_effect(config: Any) -> None:

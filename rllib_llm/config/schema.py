@@ -24,7 +24,15 @@ from rllib_llm.config.sections import (
 )
 from rllib_llm.config.tabled_config import TabledConfig, flattened, needed_env, unknown_settings
 from rllib_llm.shared.dotted import import_dotted
-from rllib_llm.shared.errors import SettingError, complain, noted, suggestion, unknown_key
+from rllib_llm.shared.errors import (
+    KNOWN_KEY,
+    Problem,
+    Problems,
+    complain,
+    noted,
+    suggestion,
+    unknown_key,
+)
 
 CLASS_SUFFIXES = ("_class", "_cls", "_fn", "evaluation_function")
 # Of this package's algorithms alone, and what somebody looks for who tries them with RLlib's.
@@ -102,9 +110,9 @@ def check_keys(
         remedies = {key: _moved_out(config, key) for key in unknown if key in beside}
         raise unknown_settings(type(config), unknown, where, remedies=remedies)
     if language := _of_language(unknown):  # others may be known to the algorithm that is meant
-        found = f"{', '.join(map(repr, language))}: RLlib's own algorithm trains no language model"
-        remedy, unknown = f"Write {LANGUAGE}", []
-        complain(SettingError(found, name=language[0], remedy=remedy, where=where, unknown=True))
+        why, unknown = "RLlib's own algorithm trains no language model", []
+        found = Problem(", ".join(language), KNOWN_KEY, why, f"Write {LANGUAGE}")
+        complain(found.within(where))
     for key in unknown:
         remedy = _moved_out(config, key) if key in beside else _hint(str(key), allowed)
         complain(unknown_key(where, key, allowed, remedy))
@@ -149,9 +157,10 @@ def checked_values(
             if isinstance(config, TabledConfig):
                 of = type(config)
                 row = rllib_table(of).get(key) or table(of).get(RENAMED.get(key, key))
-                error = None if row is None else row.error(value, defaults(of))
-                if error is not None:
-                    raise error.at(where)
+                found = None if row is None else row.error(value, defaults(of))
+                if found is not None:
+                    complain(found.within(where))
+                    continue
             elif key == "model" and _of_language(settings):  # which `check_keys` has told
                 continue
             else:
@@ -162,40 +171,23 @@ def checked_values(
 
 def _check_value(config: AlgorithmConfig, key: str, value: Any, where: str) -> None:
     if not isinstance(value, bool) and isinstance(value, int | float) and value == -1:
-        raise SettingError(
-            name=f"{where}.{key}",
-            value=value,
-            rule="not be -1",
-            reason="RLlib reads -1 as 'not set' and drops it",
-            remedy="Leave the key out for its default, use null or 0 where it means 'off', or "
-            "write -1.000001 where the number is meant",
-        )
+        raise Problems(
+            f"{where}.{key}", "not be -1", "RLlib reads -1 as 'not set' and drops it",
+            "Leave the key out for its default, use null or 0 where it means 'off', or write "
+            "-1.000001 where the number is meant", value,
+        )  # fmt: skip
     if key.startswith("num_") and isinstance(value, int | float) and value < 0:
-        raise SettingError(
-            name=f"{where}.{key}",
-            value=value,
-            rule="be at least 0",
-            reason="it counts",
-            remedy="Use 0 for none",
-        )
+        raise Problems(f"{where}.{key}", "be at least 0", "it counts", "Use 0 for none", value)
     default = getattr(config, RENAMED.get(key, key), None)
     if isinstance(default, int | float) and isinstance(value, str) and value != "auto":
         kind = "true or false" if isinstance(default, bool) else "a number"
-        raise SettingError(
-            name=f"{where}.{key}",
-            value=value,
-            rule=f"be {kind}",
-            reason=f"its default is {default!r}",
-            remedy=f"Write {kind}",
-        )
+        raise Problems(
+            f"{where}.{key}", f"be {kind}", f"its default is {default!r}", f"Write {kind}", value,
+        )  # fmt: skip
     if isinstance(default, dict) and not isinstance(value, Mapping | None):
-        raise SettingError(
-            name=f"{where}.{key}",
-            value=value,
-            rule="be a mapping",
-            reason="it holds several settings of RLlib's own algorithm",
-            remedy=f"For a language model write {LANGUAGE}" if key == "model" else
-            f"Write `{key}: {{name: value}}`",
+        raise Problems(
+            f"{where}.{key}", "be a mapping", "it holds several settings of RLlib's own algorithm",
+            f"Write {LANGUAGE}" if key == "model" else f"Write `{key}: {{name: value}}`", value,
         )  # fmt: skip
 
 

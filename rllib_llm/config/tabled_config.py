@@ -8,6 +8,7 @@ import copy
 import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -39,22 +40,17 @@ from rllib_llm.config.sections import (
 )
 from rllib_llm.envs.settings import ENV_SETTINGS
 from rllib_llm.shared.errors import (
-    SettingError,
+    Problem,
+    Problems,
     SettingWarning,
     closest,
     complain,
     nearest,
     noted,
     suggestion,
-    together,
     unknown_key,
-    warning,
 )
 from rllib_llm.shared.setting import IN_CONFIG, IN_ENV, Section, Setting, plain
-
-
-class UnknownSettingError(SettingError):
-    """A name that is no setting; the remedy has what it is called here, or resembles."""
 
 
 class UnknownAttributeError(AttributeError):
@@ -77,13 +73,11 @@ def unknown_settings(
     where: str,
     section: str = "",
     remedies: Mapping[str, str] = MappingProxyType({}),
-) -> UnknownSettingError:
+) -> Problems:
     """Return the error for all of `names`, given in `section`; `where`: how the message names the
     place, e.g. "ppo.config"; `remedies`: those of some names, in place of `hint`'s."""
     told = {name: remedies.get(name) or hint(config_class, str(name), section) for name in names}
-    return together([
-        unknown_key(where, name, (), remedy, UnknownSettingError) for name, remedy in told.items()
-    ])  # fmt: skip
+    return Problems(unknown_key(where, name, (), remedy) for name, remedy in told.items())
 
 
 def hint(
@@ -175,15 +169,15 @@ class TabledConfig(AlgorithmConfig):
             remedy = "Write {}().update_from_dict({{...}})"
             if isinstance(args[0], str):
                 remedy = "For a model write {}().language_model(model={!r})"
-            raise SettingError(
+            raise Problems(
                 f"{cls.__name__}({args[0]!r}) takes no settings",
                 remedy=remedy.format(cls.__name__, args[0]),
-            )
+            )  # fmt: skip
         taken = inspect.signature(cls.__init__).parameters
         if unknown := [name for name in kwargs if name not in taken]:
-            error = unknown_settings(cls, unknown, f"{cls.__name__}(...)")
-            error.remedy += f" Settings are given to methods: {cls.__name__}().training(lr=...)."
-            raise error
+            how = f"Settings are given to methods: {cls.__name__}().training(lr=...)"
+            remedies = {name: f"{hint(cls, name)} {how}" for name in unknown}
+            raise unknown_settings(cls, unknown, f"{cls.__name__}(...)", remedies=remedies)
         return super().__new__(cls)
 
     if not TYPE_CHECKING:
@@ -201,7 +195,7 @@ class TabledConfig(AlgorithmConfig):
         """Sets the settings of a section, RLlib's own through RLlib's method.
 
         Raises:
-            UnknownSettingError: names that are no settings of the section, all at once.
+            Problems: names that are no settings of the section, all at once.
         """
         ours: dict[str, Any] = {}
         theirs: dict[str, Any] = {}
@@ -257,7 +251,7 @@ class TabledConfig(AlgorithmConfig):
         """As RLlib's; sections may be mappings of their own, and unknown keys are refused.
 
         Raises:
-            UnknownSettingError: keys that are no settings, all at once.
+            Problems: keys that are no settings, all at once.
         """
         given = flattened(type(self), config_dict)
         unknown = [key for key in given if not self._takes(key)]
@@ -291,10 +285,10 @@ class TabledConfig(AlgorithmConfig):
         try:
             yield
         except RecursionError as error:
-            raise SettingError(
-                name=_not_copied(vars(self)), rule="hold values that Python can copy",
-                reason="something in it, such as a row, is nested too deep",
-                remedy="Write the rows to a file and name that",
+            raise Problems(
+                _not_copied(vars(self)), "hold values that Python can copy",
+                "something in it, such as a row, is nested too deep",
+                "Write the rows to a file and name that",
             ) from error  # fmt: skip
 
     def given_model(self) -> str:
@@ -341,13 +335,11 @@ class TabledConfig(AlgorithmConfig):
                     self._check_overlay(overlay, place)
                 elif place != "evaluation_config":  # which is checked as a row
                     name = place.partition(".")[2]
-                    raise SettingError(
-                        name=place,
-                        value=overlay,
-                        rule="be a mapping",
-                        reason="it says in what an environment differs from training's",
-                        remedy=f"Write `{name}: {{env_config: {{prompts: ...}}}}`",
-                    )
+                    raise Problems(
+                        place, "be a mapping",
+                        "it says in what an environment differs from training's",
+                        f"Write `{name}: {{env_config: {{prompts: ...}}}}`", overlay,
+                    )  # fmt: skip
 
     def _check_overlay(self, overlay: Mapping[str, Any], place: str) -> None:
         """Checks settings that evaluation has otherwise; `place`: "evaluation_config", say. What is
@@ -394,12 +386,12 @@ def flattened(
     the setting that they are the value of, if any.
 
     Raises:
-        UnknownSettingError: keys of sections that are none of their settings, all at once.
+        Problems: keys of sections that are none of their settings, all at once.
         ValueError: a setting is given twice.
     """
     flat: dict[str, Any] = {}
     env: dict[str, Any] = {}
-    wrong: list[UnknownSettingError] = []
+    wrong: list[Problem] = []
     for key, value in settings.items():
         is_section = key in section_names(config_class)
         path = f"{place}.{key}" if place else key
@@ -410,9 +402,9 @@ def flattened(
             and not isinstance(value, Mapping)
         ):
             first = first_setting(config_class, key) if is_section else "prompts"
-            raise SettingError(
-                name=path, value=value, rule="be a mapping", reason="it is a section of settings",
-                remedy=f"Write `{key}: {{{first}: ...}}`",
+            raise Problems(
+                path, "be a mapping", "it is a section of settings",
+                f"Write `{key}: {{{first}: ...}}`", value,
             )  # fmt: skip
         if not is_section or not isinstance(value, Mapping):
             _add(flat, key, value, path)
@@ -425,9 +417,9 @@ def flattened(
             else:
                 _add(env if row.place == IN_ENV else flat, row.name, item, f"{path}.{name}")
         if unknown:
-            wrong.append(unknown_settings(config_class, unknown, path, key))
+            wrong += unknown_settings(config_class, unknown, path, key).found
     if wrong:
-        complain(together(wrong))
+        complain(Problems(wrong))
     if env:
         path = f"{place}.env_config" if place else "env_config"
         for name, value in flat.get("env_config", {}).items():
@@ -450,13 +442,10 @@ def needed_env(config_class: ConfigClass, settings: Mapping[str, Any]) -> str | 
 
 def _add(flat: dict[str, Any], name: str, value: Any, where: str) -> None:
     if name in flat:
-        raise SettingError(
-            name=where,
-            value=value,
-            rule="be the only one",
-            reason=f"{name}={flat[name]!r} is given as well",
-            remedy="Leave one of them out",
-        )
+        raise Problems(
+            where, "be the only one", f"{name}={flat[name]!r} is given as well",
+            "Leave one of them out", value,
+        )  # fmt: skip
     flat[name] = value
 
 
@@ -474,11 +463,9 @@ def warn_of_strangers(config: TabledConfig) -> None:
     known = vars(type(config)()).keys() | RLLIB_KEYS
     for name in vars(config).keys() - known:
         if not name.startswith("_"):
-            error = unknown_settings(type(config), [name], type(config).__name__)
-            found = warning(
-                f"{error.where}.{name}", "be a setting", "set as an attribute it has no effect",
-                error.remedy,
-            )  # fmt: skip
+            (found,) = unknown_settings(type(config), [name], type(config).__name__).found
+            why = "set as an attribute it has no effect"
+            found = replace(found, reason=why, severity="warning")
             warnings.warn(SettingWarning(found), stacklevel=4)
 
 
@@ -486,7 +473,7 @@ def refuse_inert(config: TabledConfig) -> None:
     """Refuses settings of RLlib that were changed and act on nothing here.
 
     Raises:
-        SettingError: the first of them, and what does instead; within `all_complaints` each.
+        Problems: the first of them, and what does instead; within `all_complaints` each.
     """
     acting = {
         row.attribute or row.name
@@ -507,13 +494,11 @@ def refuse_inert(config: TabledConfig) -> None:
     for name in names:
         default = repr(getattr(untouched, name))
         complain(
-            SettingError(
-                name=name,
-                value=getattr(config, name),
-                rule=f"be left at {default}" if len(default) < 40 else "be left out",
-                reason=f"it is a setting of RLlib that acts on nothing in {algorithm}",
-                remedy=INSTEAD.get(name, "Leave it out"),
-            )
+            Problems(
+                name, f"be left at {default}" if len(default) < 40 else "be left out",
+                f"it is a setting of RLlib that acts on nothing in {algorithm}",
+                INSTEAD.get(name, "Leave it out"), getattr(config, name),
+            )  # fmt: skip
         )
 
 

@@ -38,7 +38,7 @@ from rllib_llm.conversations.tool_calls import (
 )
 from rllib_llm.data.encoding import apply_template, common_prefix_len, content_text, render_chat
 from rllib_llm.data.turn_ends import MARKER, example_calls, find_turn_ends, special_texts
-from rllib_llm.shared.errors import SettingError, require
+from rllib_llm.shared.errors import Problems, require
 
 Message = Mapping[str, Any]
 Messages = list[dict[str, Any]]
@@ -53,7 +53,7 @@ NOT_VARIABLES = (
 _HALF_MARK = re.compile(r"(?:[<\[][^<>\[\]]*)?\Z")  # at the end of a text
 
 
-class ChatFormatError(SettingError):
+class ChatFormatError(Problems):
     """A template that cannot write a conversation of several turns, or these messages."""
 
 
@@ -111,8 +111,8 @@ class ChatFormat:
         if history not in HISTORIES or (syntax is not None and syntax not in SYNTAXES):
             raise ChatFormatError(
                 f"history={history!r}, tool_syntax={syntax!r} must be of {HISTORIES} and "
-                f"{SYNTAXES}: they say how old turns and tool calls are written. Correct them."
-            )
+                f"{SYNTAXES}: they say how old turns and tool calls are written. Correct them.",
+            )  # fmt: skip
         self.tokenizer, self._special_texts = tokenizer, special_texts(tokenizer)
         # Servers describe their tools: like all that others say, without special tokens.
         self.tools = [broken_up(tool, self._special_texts) for tool in tools]
@@ -293,11 +293,10 @@ class ChatFormat:
         parts = text.split(end, count)
         if len(parts) <= count:
             raise ChatFormatError(
-                name="a turn",
-                rule=f"end with {end!r} wherever it stands",
-                reason=f"the chat template wrote {text.count(end)} such ends in place of {count}",
-                remedy="Give a template that renders turns alike",
-            )
+                "a turn", f"end with {end!r} wherever it stands",
+                f"the chat template wrote {text.count(end)} such ends in place of {count}",
+                "Give a template that renders turns alike",
+            )  # fmt: skip
         return text[: len(text) - len(parts[-1])]
 
     def _behind_turn(self, end: str, text: str, last_id: int | None) -> list[int]:

@@ -246,10 +246,8 @@ def _compared(
     if asked.endswith(" "):
         remedy = "Let what the template adds for the answer end in a newline, not in a space"
     raise ChatFormatError(
-        name="chat_template",
-        rule=f"write a dialogue with {name} as its turns were read",
-        reason=f"from token {same} on it is {decode(walked[same : same + 8])!r}, where the whole "
-        f"has {decode(expected[same : same + 8])!r}, and the policy would be trained on "
-        "text that nobody asks it for",
-        remedy=remedy,
-    )
+        "chat_template", f"write a dialogue with {name} as its turns were read",
+        f"from token {same} on it is {decode(walked[same : same + 8])!r}, where the whole has "
+        f"{decode(expected[same : same + 8])!r}, and the policy would be trained on text that "
+        "nobody asks it for", remedy,
+    )  # fmt: skip

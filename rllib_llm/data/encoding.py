@@ -24,7 +24,7 @@ from jinja2.exceptions import TemplateError
 
 from rllib_llm.data.rows import DataSourceError, Rows
 from rllib_llm.data.turn_ends import Render, TurnEnds, find_turn_ends, special_texts
-from rllib_llm.shared.errors import SettingError, require
+from rllib_llm.shared.errors import Problems, require
 
 # A template is a program: beside its own complaints it raises what Python raises.
 _TEMPLATES_RAISE = (
@@ -48,7 +48,7 @@ def apply_template(
     messages: Sequence[Mapping[str, Any]],
     *,
     tools: Sequence[Any] | None = None,
-    refused: type[SettingError] = DataSourceError,
+    refused: type[Problems] = DataSourceError,
     **settings: Any,
 ) -> Any:
     """The result of `tokenizer.apply_chat_template`.
@@ -60,7 +60,7 @@ def apply_template(
         settings: further arguments, and variables of the template.
 
     Raises:
-        SettingError: of the class `refused`: no template, or one that refuses the messages.
+        Problems: of the class `refused`: no template, or one that refuses the messages.
     """
     require(
         tokenizer.chat_template, "messages", ..., "become text",
@@ -91,7 +91,7 @@ def content_text(message: Mapping[str, Any]) -> str:
     return "".join(_texts(message, DataSourceError))
 
 
-def _texts(message: Mapping[str, Any], refused: type[SettingError]) -> list[str]:
+def _texts(message: Mapping[str, Any], refused: type[Problems]) -> list[str]:
     content = message.get("content")
     if not isinstance(content, (list, tuple)):
         return [] if content is None else [str(content)]
@@ -108,7 +108,7 @@ def _texts(message: Mapping[str, Any], refused: type[SettingError]) -> list[str]
 
 
 def _as_read(
-    tokenizer: Any, message: Mapping[str, Any], refused: type[SettingError]
+    tokenizer: Any, message: Mapping[str, Any], refused: type[Problems]
 ) -> dict[str, Any]:
     """A copy of the message with its content as the template reads it: text, or a list of parts."""
     content = message.get("content")
@@ -167,11 +167,9 @@ def check_text(text: Any) -> None:
     except AttributeError:
         reason = f"it is {type(text).__name__}"
     raise DataSourceError(
-        name=f"what is to be read, {str(text)[:60]!r},",
-        rule="be text that UTF-8 can write",
-        reason=reason,
-        remedy="Correct the row, or drop it",
-    )
+        f"what is to be read, {str(text)[:60]!r},", "be text that UTF-8 can write", reason,
+        "Correct the row, or drop it",
+    )  # fmt: skip
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
@@ -294,27 +292,25 @@ def as_turns(prompt: Any, answer: Any) -> tuple[Messages, int]:
     if isinstance(prompt, str) and _plain(before[0]) in [_plain(turn) for turn in turns[:-1]]:
         return turns, num_before_answer(turns)  # a system message, then the prompt
     raise DataSourceError(
-        name="prompt",
-        value=str(prompt)[:60],
-        rule="be followed or repeated by the messages that answer it",
-        reason=f"they begin with the turn of {turns[0]['role'] if turns else 'nobody'!r}",
-        remedy="Drop the prompt, or let the answer begin with the assistant's turn",
-    )
+        "prompt", "be followed or repeated by the messages that answer it",
+        f"they begin with the turn of {turns[0]['role'] if turns else 'nobody'!r}",
+        "Drop the prompt, or let the answer begin with the assistant's turn", str(prompt)[:60],
+    )  # fmt: skip
 
 
 def check_messages(messages: Iterable[Any]) -> None:
     """Raises DataSourceError where they are no list, or one is no message with a role."""
     if not isinstance(messages, Iterable):
         raise DataSourceError(
-            name="messages", value=messages, rule="be a list", reason="it is a conversation",
-            remedy="Write [{role: user, content: ...}, ...], or rename the column",
+            "messages", "be a list", "it is a conversation",
+            "Write [{role: user, content: ...}, ...], or rename the column", messages,
         )  # fmt: skip
     for message in messages:
         if not is_message(message):
             raise DataSourceError(
-                name=f"the message {str(message)[:60]!r}", rule="have 'role' and 'content'",
-                reason="chat templates read these",
-                remedy="Rename its keys, and write calls as [{function: {name: ...}}]",
+                f"the message {str(message)[:60]!r}", "have 'role' and 'content'",
+                "chat templates read these", "Rename its keys, and write calls as [{function: "
+                "{name: ...}}]",
             )  # fmt: skip
 
 
@@ -439,13 +435,11 @@ def _turn_ends(tokenizer: Any, messages: Messages, tools: Sequence[Any] | None) 
 def _not_shown(turn: int, part: str, text: str) -> DataSourceError:
     same = common_prefix_len(part, text)
     return DataSourceError(
-        name=f"messages[{turn}]",
-        rule="be rendered by the chat template as it is before an answer",
-        reason=f"there it writes {part[same : same + 40]!r} where the whole conversation has "
-        f"{text[same : same + 40]!r}, so that it is not known which tokens are the "
-        "assistant's, and a model would be asked for them after another text",
-        remedy=_SPLIT_IT,
-    )
+        f"messages[{turn}]", "be rendered by the chat template as it is before an answer",
+        f"there it writes {part[same : same + 40]!r} where the whole conversation has "
+        f"{text[same : same + 40]!r}, so that it is not known which tokens are the assistant's, "
+        "and a model would be asked for them after another text", _SPLIT_IT,
+    )  # fmt: skip
 
 
 def _encode_marked(
@@ -503,7 +497,7 @@ def parts_of_rows(rows: Rows, tokenizer: Any) -> list[Part] | None:
         try:
             borders = borders_of_parts(tokenizer, list(row["messages"] or ()), row.get("tools"))
         except DataSourceError as error:
-            raise error.at(f"row {place} of {rows.description}") from error
+            raise error.within(f"row {place} of {rows.description}") from error
         parts += [Part(place, *each) for each in borders]
     return parts
 
@@ -542,11 +536,10 @@ def _shown_until(tokenizer: Any, messages: Messages, turn: int, tools: Sequence[
             if render_chat(tokenizer, messages[:end], tools=tools).startswith(said)
         )
     raise DataSourceError(
-        name=f"messages[{turn}]",
-        rule="have its thoughts written by the chat template where it is the newest turn",
-        reason=f"{thoughts[:40]!r} is not in it, and would never be learnt",
-        remedy=f"Give a template that writes {_REASONING}, or put the thoughts into the content",
-    )
+        f"messages[{turn}]", "have its thoughts written by the chat template where it is the "
+        "newest turn", f"{thoughts[:40]!r} is not in it, and would never be learnt",
+        f"Give a template that writes {_REASONING}, or put the thoughts into the content",
+    )  # fmt: skip
 
 
 def _drops_thoughts(tokenizer: Any) -> bool:

@@ -7,6 +7,7 @@ import io
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,7 @@ def missing_file(path: Path, text: str, name: str) -> DataSourceError:
         remedy = f"The folder {str(parent.absolute())!r} does not exist either: check the path"
     else:
         remedy = f"Check the path (relative paths start at {str(Path.cwd())!r})"
-    return DataSourceError(
-        name=name,
-        value=text,
-        rule="be a file or folder that exists",
-        reason="there is none",
-        remedy=remedy,
-    )
+    return DataSourceError(name, "be a file or folder that exists", "there is none", remedy, text)
 
 
 def read_file(path: Path, name: str) -> Rows:
@@ -58,9 +53,9 @@ def read_file(path: Path, name: str) -> Rows:
     try:
         return _read(path, name)
     except DataSourceError as error:
-        if error.rule:
-            error.name, error.value = name, str(path)
-        raise
+        if not error.problem.rule:
+            raise
+        raise DataSourceError([replace(error.problem, name=name, value=str(path))]) from error
 
 
 def _read(path: Path, name: str) -> Rows:
@@ -75,10 +70,9 @@ def _read(path: Path, name: str) -> Rows:
     if suffix in _JSON_LINES:
         return rows_of(_json_values(path), str(path), name)
     raise DataSourceError(
-        rule=f"end in one of {list(SUFFIXES)}",
-        reason=f"the format of {path.suffix or 'a name without an ending'!r} is not known",
-        remedy="Rename or convert it",
-    )
+        "", f"end in one of {list(SUFFIXES)}", "the format of "
+        f"{path.suffix or 'a name without an ending'!r} is not known", "Rename or convert it",
+    )  # fmt: skip
 
 
 def text_of(path: Path) -> str:
@@ -91,14 +85,10 @@ def text_of(path: Path) -> str:
         utf_16 = content[:2] in (b"\xff\xfe", b"\xfe\xff")
         likely = "UTF-16" if utf_16 else "Windows-1252 or Latin-1"
         raise DataSourceError(
-            name="file",
-            value=str(path),
-            rule="be text in UTF-8",
-            reason=f"line {line} holds the byte 0x{content[error.start]:02x}, so that it is "
-            f"probably {likely}",
-            remedy=f"Convert it: iconv -f {'UTF-16' if utf_16 else 'WINDOWS-1252'} -t UTF-8 "
-            f"{path.name}",
-        ) from error
+            "file", "be text in UTF-8", f"line {line} holds the byte 0x{content[error.start]:02x}, "
+            f"so that it is probably {likely}", "Convert it: iconv -f "
+            f"{'UTF-16' if utf_16 else 'WINDOWS-1252'} -t UTF-8 {path.name}", str(path),
+        ) from error  # fmt: skip
 
 
 def _read_table(path: Path) -> Rows:
@@ -115,18 +105,17 @@ def _read_table(path: Path) -> Rows:
         for row in table:
             if len(row) > len(names) or (len(row) < len(names) and any(row)):
                 raise DataSourceError(
-                    rule=f"have as many values in each row as columns {names}",
-                    reason=f"the row that ends in line {reader.line_num} has {len(row)}",
-                    remedy="Put values that hold the separator into double quotes",
-                )
+                    "", f"have as many values in each row as columns {names}",
+                    f"the row that ends in line {reader.line_num} has {len(row)}",
+                    "Put values that hold the separator into double quotes",
+                )  # fmt: skip
             if any(row):
                 rows.append(row)
     except csv.Error as error:
         raise DataSourceError(
-            rule=f"be a table of values separated by {separator!r}",
-            reason=f"line {reader.line_num} is not ({error})",
-            remedy="Correct its quotation marks",
-        ) from error
+            "", f"be a table of values separated by {separator!r}",
+            f"line {reader.line_num} is not ({error})", "Correct its quotation marks",
+        ) from error  # fmt: skip
     require(
         not any(re.fullmatch("'.*'", column) for column in names), "", ...,
         "have column names without single quotes",
@@ -186,10 +175,9 @@ def _read_parquet(path: Path) -> Rows:
         return Rows(pq.read_table(path), str(path))
     except (pa.ArrowException, OSError) as error:
         raise DataSourceError(
-            rule="be a Parquet file that can be read",
-            reason=error,
-            remedy="Write it again as Parquet, or give it the ending of its format",
-        ) from error
+            "", "be a Parquet file that can be read", error,
+            "Write it again as Parquet, or give it the ending of its format",
+        ) from error  # fmt: skip
 
 
 def _mapped(path: Path) -> Any:
@@ -221,10 +209,10 @@ def _json_values(path: Path) -> Iterator[Any]:
             if isinstance(error, json.JSONDecodeError) and not is_array:
                 told = f"{error.msg} at character {error.colno}"
             raise DataSourceError(
-                rule="hold a JSON array" if is_array else "hold one JSON object for each line",
-                reason=told if is_array else f"line {number} is {line[:80]!r} ({told})",
-                remedy="Correct the file" if is_array else "Correct or remove the line",
-            ) from error
+                "", "hold a JSON array" if is_array else "hold one JSON object for each line",
+                told if is_array else f"line {number} is {line[:80]!r} ({told})",
+                "Correct the file" if is_array else "Correct or remove the line",
+            ) from error  # fmt: skip
         yield from found if is_array else [found]
 
 
@@ -245,8 +233,8 @@ def rows_of(values: Any, description: str, name: str) -> Rows:
     if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
         raise DataSourceError(
             f"{name}={description} must give an iterable of dicts or strings: it gave "
-            f"{type(values).__name__}. Return a list of rows."
-        )
+            f"{type(values).__name__}. Return a list of rows.",
+        )  # fmt: skip
     rows = []
     for number, value in enumerate(values):
         if isinstance(value, str):
@@ -254,12 +242,12 @@ def rows_of(values: Any, description: str, name: str) -> Rows:
         if not isinstance(value, Mapping):
             raise DataSourceError(
                 f"{name}={description} must give dicts or strings: row {number} is "
-                f"{type(value).__name__} {str(value)[:80]!r}. Make each row a dict of columns."
-            )
+                f"{type(value).__name__} {str(value)[:80]!r}. Make each row a dict of columns.",
+            )  # fmt: skip
         if nameless := [key for key in value if not isinstance(key, str)]:
             raise DataSourceError(
                 f"{name}={description} must name columns by texts: row {number} has "
-                f"{nameless[0]!r}. Rename the column."
-            )
+                f"{nameless[0]!r}. Rename the column.",
+            )  # fmt: skip
         rows.append(dict(value))
     return Rows(rows, description)

@@ -207,21 +207,19 @@ def _telling_pairs(rows: Rows) -> np.ndarray:
             near = nearest(name, rows.columns, 1)
             what = f"Rename {near[0]!r} to {name!r}" if near else "Rename a column"
             raise DataSourceError(
-                where=rows.description,
-                name=f"a row with the columns {sorted(rows.columns)}",
-                rule="have 'chosen' and 'rejected' (and 'prompt', where they lack it)",
-                reason="a pair is two texts",
-                remedy=f"{what}, or make pairs with pairs_from_labels",
-            )
+                f"a row with the columns {sorted(rows.columns)}",
+                "have 'chosen' and 'rejected' (and 'prompt', where they lack it)",
+                "a pair is two texts", f"{what}, or make pairs with pairs_from_labels",
+            ).within(rows.description)  # fmt: skip
     chosen, rejected = rows.column("chosen"), rows.column("rejected")
     for index, pair in enumerate(zip(chosen, rejected, strict=True)):
         if not all(isinstance(text, str) or (isinstance(text, list) and text) for text in pair):
             raise DataSourceError(
-                name=f"row {index} of {rows.description}",
-                rule="have text or messages as 'chosen' and 'rejected'",
-                reason=f"they are {str(pair[0])[:40]!r} and {str(pair[1])[:40]!r}",
-                remedy="Correct the row, or drop it",
-            )
+                f"row {index} of {rows.description}",
+                "have text or messages as 'chosen' and 'rejected'",
+                f"they are {str(pair[0])[:40]!r} and {str(pair[1])[:40]!r}",
+                "Correct the row, or drop it",
+            )  # fmt: skip
     differ = [index for index, (a, b) in enumerate(zip(chosen, rejected, strict=True)) if a != b]
     require(
         differ, rows.description, ..., "have pairs whose chosen and rejected texts differ",
@@ -300,13 +298,13 @@ def _texts_by_label(rows: Rows, text_column: str, label_column: str) -> dict[flo
             raise DataSourceError(
                 f"{label_column}={label!r} in row {number} of {rows.description} must be a finite "
                 "number: the text of the higher label is the chosen one. Write labels as numbers, "
-                "the better the higher."
-            )
+                "the better the higher.",
+            )  # fmt: skip
         if not isinstance(row[text_column], str):
             raise DataSourceError(
                 f"{text_column}={row[text_column]!r} in row {number} of {rows.description} must be "
-                "text: it is what is compared. Name another column, or drop the row."
-            )
+                "text: it is what is compared. Name another column, or drop the row.",
+            )  # fmt: skip
         groups.setdefault(float(label), []).append(row[text_column])
     require(
         len(groups) > 1, f"{label_column} of {rows.description}", ...,

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from rllib_llm.shared.errors import SettingError, did_you_mean, require
+from rllib_llm.shared.errors import Problems, did_you_mean, require
 
 
-class DataSourceError(SettingError):
+class DataSourceError(Problems):
     """A data source that cannot be read, is empty, or lacks a column."""
 
 
@@ -182,14 +182,10 @@ def require_columns(rows: Rows, names: Iterable[str], setting: str = "column") -
         if name in rows.columns:
             continue
         raise DataSourceError(
-            name=setting,
-            value=name,
-            rule=f"be a column of {rows.description}",
-            reason=f"it has {rows.columns}",
-            remedy=did_you_mean(
-                str(name), rows.columns, otherwise="Name another column, or rename this one"
-            ),
-        )
+            setting, f"be a column of {rows.description}", f"it has {rows.columns}",
+            did_you_mean(str(name), rows.columns, otherwise="Name another, or rename this one"),
+            name,
+        )  # fmt: skip
 
 
 _NUM_ROUNDS = 8  # of the cipher; four suffice for large sets, small ones want more
@@ -221,7 +217,7 @@ class EpochOrder:
 
 
 def check_seed(seed: Any, name: str = "seed") -> None:
-    """Raises SettingError where it is no seed of a cipher."""
+    """Raises Problems where it is no seed of a cipher."""
     require(
         isinstance(seed, (int, np.integer)) and 0 <= seed < 2**64, name, seed,
         "be a whole number from 0 to 2^64 - 1", "the order of rows is a function of it",

@@ -16,7 +16,7 @@ from rllib_llm.data.files import SUFFIXES, missing_file, read_file, rows_of
 from rllib_llm.data.rollouts import is_rollout_folder, load_rollouts
 from rllib_llm.data.rows import DataSourceError, Rows, concatenated
 from rllib_llm.shared.dotted import import_dotted, looks_dotted
-from rllib_llm.shared.errors import require, together, unknown_key
+from rllib_llm.shared.errors import require, unknown_key
 from rllib_llm.shared.messages import blamed_on
 from rllib_llm.shared.storage import local_copy
 
@@ -120,9 +120,7 @@ def _with_options(source: Any, name: str) -> tuple[Any, dict[str, Any]]:
         return source, {}
     unknown = [key for key in source if key not in _SOURCE_KEYS]
     if unknown:
-        raise together(
-            [unknown_key(name, key, _SOURCE_KEYS, "", DataSourceError) for key in unknown]
-        )
+        raise DataSourceError(unknown_key(name, key, _SOURCE_KEYS) for key in unknown)
     require(
         "path" in source, name, dict(source), "have a 'path'", "nothing says where the rows are",
         f"Set it to {_ALLOWED}", DataSourceError,
@@ -162,8 +160,8 @@ def _read(source: Any, options: dict[str, Any], name: str) -> Rows:
     if isinstance(source, Iterable) or hasattr(source, "column_names"):
         return rows_of(source, f"{what} of rows", name)
     raise DataSourceError(
-        name=name, value=source, rule=f"be {_ALLOWED}",
-        reason=f"{type(source).__name__} is none of these", remedy="Pass a path or a list of rows",
+        name, f"be {_ALLOWED}", f"{type(source).__name__} is none of these",
+        "Pass a path or a list of rows", source,
     )  # fmt: skip
 
 
@@ -230,9 +228,8 @@ def _locate(text: str, options: dict[str, Any], name: str) -> list[Path] | str |
         raise missing_file(path, text, name)
     if path.suffix.lower() in _UNREAD_SUFFIXES:
         raise DataSourceError(
-            name=name, value=text, rule=f"end in one of {list(SUFFIXES)}",
-            reason=f"files of the format {path.suffix!r} are not read",
-            remedy="Save it as CSV or Parquet",
+            name, f"end in one of {list(SUFFIXES)}",
+            f"files of the format {path.suffix!r} are not read", "Save it as CSV or Parquet", text,
         )  # fmt: skip
     if looks_dotted(text):
         found = import_dotted(text, name=name)
@@ -250,12 +247,9 @@ def _bound(
     except TypeError as error:
         allowed = list(inspect.signature(function).parameters)
         raise DataSourceError(
-            name=f"{name} kwargs",
-            value=kwargs,
-            rule=f"be arguments of {text!r}, which has {allowed or 'none'}",
-            reason=error,
-            remedy="Correct them",
-        ) from error
+            f"{name} kwargs", f"be arguments of {text!r}, which has {allowed or 'none'}", error,
+            "Correct them", kwargs,
+        ) from error  # fmt: skip
 
     return functools.partial(function, **kwargs)
 
@@ -280,13 +274,10 @@ def _read_hugging_face(text: str, options: dict[str, Any], name: str) -> Rows:
         looked = f"there is no such file or folder (looked in {str(Path.cwd())!r})"
         found = "the folder is there" if Path(text).is_dir() else looked
         raise DataSourceError(
-            name=name,
-            value=text,
-            rule=f"be {_ALLOWED}",
-            reason=f"{found}, and reading it as a data set failed ({type(error).__name__}: "
-            f"{str(error)[:300]})",
-            remedy="Check the spelling, or the connection where it is a hub id",
-        ) from error
+            name, f"be {_ALLOWED}", f"{found}, and reading it as a data set failed "
+            f"({type(error).__name__}: {str(error)[:300]})",
+            "Check the spelling, or the connection where it is a hub id", text,
+        ) from error  # fmt: skip
     if isinstance(loaded, Mapping):
         wanted = split or ("train" if "train" in loaded or len(loaded) > 1 else next(iter(loaded)))
         require(

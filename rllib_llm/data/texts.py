@@ -75,7 +75,7 @@ class BatchSource:
         try:
             return self._encode(self._rows[place], part)
         except DataSourceError as error:
-            raise error.at(f"row {place} of {self._rows.description}") from error
+            raise error.within(f"row {place} of {self._rows.description}") from error
 
     def _is_stored(self, row: Mapping[str, Any], of: str = "") -> bool:
         """Whether a row has the tokens that a policy of this vocabulary sampled.
@@ -90,8 +90,8 @@ class BatchSource:
             raise DataSourceError(
                 "a conversation of a policy must be learnt from with the tokenizer that sampled "
                 "it: its tokens say what the policy said, and another tokenizer's would not. Take "
-                "the model of that run."
-            )
+                "the model of that run.",
+            )  # fmt: skip
         return is_own
 
     @functools.cached_property
@@ -187,8 +187,7 @@ class TextSource(BatchSource):
             ids, _ = encode_ended(self._tokenizer, "", row["text"])
             return ids, [True] * len(ids)
         raise DataSourceError(
-            name=f"a row with the columns {sorted(row)}",
-            rule="have 'text', or 'prompt' and 'completion', or 'messages'",
-            reason="nothing else is a text",
-            remedy="Rename a column, e.g. with {path: ..., columns: {text: yours}}",
-        )
+            f"a row with the columns {sorted(row)}",
+            "have 'text', or 'prompt' and 'completion', or 'messages'", "nothing else is a text",
+            "Rename a column, e.g. with {path: ..., columns: {text: yours}}",
+        )  # fmt: skip

@@ -12,11 +12,11 @@ import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.errors import Problems
 
 Message = Mapping[str, Any]
 Render = Callable[..., str]
-"""Of messages, and whether with `generation_prompt`: the text; raises SettingError."""
+"""Of messages, and whether with `generation_prompt`: the text; raises Problems."""
 MARKER = "qqq"
 
 
@@ -54,12 +54,12 @@ class TurnEnds(NamedTuple):
 
 
 def find_turn_ends(
-    tokenizer: Any, render: Render, tool: str | None, refused: type[SettingError]
+    tokenizer: Any, render: Render, tool: str | None, refused: type[Problems]
 ) -> TurnEnds:
     """The ends of turns as `render` writes them; `tool`: the name of one that it announces.
 
     Raises:
-        SettingError: of the class `refused`: no special token ends a turn.
+        Problems: of the class `refused`: no special token ends a turn.
     """
     user, says = {"role": "user", "content": "x"}, {"role": "assistant", "content": MARKER}
     alone, history = render([user, says]), render([user, says, user])
@@ -79,7 +79,7 @@ def find_turn_ends(
         )
     calls = last
     if tool is not None:
-        with contextlib.suppress(SettingError):  # the proof says what becomes of calls
+        with contextlib.suppress(Problems):  # the proof says what becomes of calls
             calls = _end_of_calls(special, eos, render, tool) or last
     return TurnEnds(text, last, calls)
 

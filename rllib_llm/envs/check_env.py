@@ -99,7 +99,7 @@ def _takes_reference(creator: Any, env_config: dict[str, Any]) -> bool:
     return getattr(env, "reference", None) is not None
 
 
-class Problems:
+class EnvChecker:
     """Problems of one environment; each `check_*` returns True where it found none."""
 
     def __init__(self, env: Any) -> None:
@@ -181,7 +181,7 @@ _REQUIRED_INFOS = (
 )  # fmt: skip
 
 
-class BanditChecker(Problems):
+class BanditChecker(EnvChecker):
     """Hands out prompts, answers with random completions, looks at the result; what cannot be seen
     after a finding is left out."""
 
@@ -481,7 +481,7 @@ class BanditChecker(Problems):
 _WORDS = 12  # tokens of a random turn, at most
 
 
-class ConversationChecker(Problems):
+class ConversationChecker(EnvChecker):
     """Talks to an environment with random words, drawn with `seed`, twice, and compares."""
 
     def __init__(

@@ -27,7 +27,6 @@ from rllib_llm.conversations.proof import Proof, prove, require_tools
 from rllib_llm.envs.judges.rewards import RewardSum
 from rllib_llm.envs.prompts import PromptRow, PromptSource
 from rllib_llm.envs.rlhf import (
-    EnvConfigError,
     check_prompts,
     frozen_reference,
     policy_tokenizer,
@@ -39,7 +38,7 @@ from rllib_llm.envs.settings import ENV_SETTINGS, declared
 from rllib_llm.envs.tools import MCPServers, Toolbox
 from rllib_llm.modules.model_source import num_embeddings, num_positions
 from rllib_llm.shared.dotted import as_list
-from rllib_llm.shared.errors import UserError, require
+from rllib_llm.shared.errors import Problems, require
 from rllib_llm.shared.messages import told
 from rllib_llm.shared.openai_client import JUDGE_OUTAGE_S, OpenAIClient
 from rllib_llm.shared.remote import Away, EventLoop
@@ -97,7 +96,7 @@ def first_messages(prompt: Any, system: str | None) -> Messages:
     return [{"role": "system", "content": system}, *messages] if system else messages
 
 
-def no_room(num_tokens: int, *, max_tokens: int | None, positions: int | None) -> UserError | None:
+def no_room(num_tokens: int, *, max_tokens: int | None, positions: int | None) -> Problems | None:
     """The error of a first prompt that leaves no room for an answer; None where it leaves some.
 
     Args:
@@ -116,12 +115,10 @@ def no_room(num_tokens: int, *, max_tokens: int | None, positions: int | None) -
     else:
         limit = f"the {positions} tokens that the model reads"
         remedy += ", or take a model with more positions"
-    return UserError(
-        name=f"the first prompt of {num_tokens} tokens",
-        rule=f"leave room for an answer within {limit}",
-        reason="the system message and the schemas of the tools are part of it",
-        remedy=remedy,
-    )
+    return Problems(
+        f"the first prompt of {num_tokens} tokens", f"leave room for an answer within {limit}",
+        "the system message and the schemas of the tools are part of it", remedy,
+    )  # fmt: skip
 
 
 class ConversationEnv:
@@ -136,7 +133,7 @@ class ConversationEnv:
     conversation is kept in its `state`.
 
     Raises:
-        EnvConfigError: an unknown or impossible setting.
+        Problems: an unknown or impossible setting.
         ChatFormatError: a chat template that cannot write such conversations.
     """
 
@@ -319,7 +316,7 @@ class ChatEnv(ConversationEnv):
         require(
             self.settings["model_name"], "env_config['model_name']", self.settings["model_name"],
             "be a name", "the server is asked for the player by it",
-            "Set it to what GET /v1/models lists", EnvConfigError,
+            "Set it to what GET /v1/models lists", Problems,
         )  # fmt: skip
         self._client  # noqa: B018  (a wrong address is refused before anything is sampled)
 
@@ -353,7 +350,7 @@ class ChatEnv(ConversationEnv):
         """The player's system message, where there is one.
 
         Raises:
-            EnvConfigError: it names what the task has not.
+            Problems: it names what the task has not.
         """
         system = self.settings["system_of_player"]
         if system is None:
@@ -361,10 +358,10 @@ class ChatEnv(ConversationEnv):
         try:
             return [{"role": "system", "content": system.format(**task)}]
         except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise EnvConfigError(
+            raise Problems(
                 f"system_of_player={system!r} must name columns of the task in braces, one of "
-                f"{sorted(task)}: it raises {told(error)}. Write a brace itself as {{{{ or }}}}."
-            ) from error
+                f"{sorted(task)}: it raises {told(error)}. Write a brace itself as {{{{ or }}}}.",
+            ) from error  # fmt: skip
 
     def _seen_by_player(self, conversation: Conversation) -> Messages:
         """The conversation from the other player's side, without the policy's tool calls and

@@ -32,9 +32,9 @@ from rllib_llm.envs.judges.reward_functions import (
 )
 from rllib_llm.envs.judges.rewards import Rewards, UnjudgedError
 from rllib_llm.envs.prompts import PromptRow
-from rllib_llm.envs.rlhf import EnvConfigError
 from rllib_llm.envs.tools import ToolResult
 from rllib_llm.shared import columns
+from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.messages import told
 from rllib_llm.shared.remote import call, within
 
@@ -296,7 +296,7 @@ def judge(env: ConversationEnv, attempts: Sequence[Rollout], pad_token_id: int) 
 
     Raises:
         UnjudgedError: all rollouts failed.
-        EnvConfigError: nothing says what they are worth.
+        Problems: nothing says what they are worth.
     """
     # Where the policy was never asked there is nothing that could be judged.
     sound = [a for a in attempts if not a.invalid and a.conversation.num_turns]
@@ -355,11 +355,11 @@ def _components(
     if not components and sound and all(attempt.truncated for attempt in sound):
         components[TURNS] = [0.0] * len(sound)  # the policy never came to a turn's end
     if not components and sound:
-        raise EnvConfigError(
+        raise Problems(
             "env_config must have 'reward_functions' or 'reward_model', or respond() and score() "
             "must give rewards: nothing said what any of these conversations is worth. Return a "
-            "reward from one of them."
-        )
+            "reward from one of them.",
+        )  # fmt: skip
     return components, judged
 
 
@@ -451,7 +451,7 @@ def _report(env: ConversationEnv, attempts: Sequence[Rollout], sound: Sequence[R
             f"at least one of {count} conversations must come to an end: all failed, the first "
             f"with {first.invalid[:_SHOWN].rstrip('.')}. Correct the environment, or what it "
             "depends on.",
-            name=ROLLOUT,
+            judge=ROLLOUT,
         ) from first.error
     if not env.has_warned:
         env.has_warned = True

@@ -57,7 +57,7 @@ class _Frozen:
         `metrics()`.
 
     Raises:
-        ModelSourceError, ValueError, ImportError: see `load_quantized`.
+        Problems, ValueError, ImportError: see `load_quantized`.
     """
 
     _load: ClassVar[Callable[..., PreTrainedModel]]
@@ -296,7 +296,7 @@ class RewardModelScorer(_Frozen, Judge):
         that the RewardModel stage trained, whose texts end with EOS.
 
     Raises:
-        ModelSourceError, ValueError, ImportError: a model or setting that cannot be used.
+        Problems, ValueError, ImportError: a model or setting that cannot be used.
     """
 
     name = "reward_model"

@@ -28,16 +28,12 @@ from rllib_llm.data.rows import (
 )
 from rllib_llm.data.sources import SHAREGPT, Source, load_rows
 from rllib_llm.envs.settings import check_values
-from rllib_llm.shared.errors import SettingError, require
+from rllib_llm.shared.errors import Problems, require
 
 MESSAGES = "messages"  # the column of whole conversations
 
 _SPLIT_STREAM = 2**63  # key of the split's permutation, apart from every epoch's
 _NUM_REMEMBERED = 2**16  # encoded prompts: some 50 MB of short ones
-
-
-class PromptError(SettingError):
-    """A prompt, or a data set of prompts, that cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +68,7 @@ class PromptSource:
             of `data`, chosen by `split_seed` alone, so they are the same for every `seed`.
 
     Raises:
-        PromptError: no rows in the split, a prompt of another type, a setting out of range.
+        Problems: no rows in the split, a prompt of another type, a setting out of range.
         DataSourceError: the source cannot be read or lacks the column.
     """
 
@@ -116,10 +112,10 @@ class PromptSource:
     def indices(self, position: int, num_prompts: int) -> np.ndarray:
         """Data-set rows [num_prompts] int64 at positions `position, position + 1, ...`."""
         if position < 0 or num_prompts < 1:
-            raise PromptError(
+            raise Problems(
                 f"position={position!r}, num_prompts={num_prompts!r} must be at least 0 and 1: "
-                "they address prompts from the start of the first epoch. Pass counts."
-            )
+                "they address prompts from the start of the first epoch. Pass counts.",
+            )  # fmt: skip
         return self._members(self._order.indices(position, num_prompts))
 
     def _members(self, places: np.ndarray) -> np.ndarray:
@@ -203,7 +199,7 @@ class PromptEncoder:
         return max(len(self._tokenize(row)[0]) for row in source.all_rows())
 
     def check(self, rows: Iterable[PromptRow]) -> None:
-        """Raises PromptError for a prompt that is too long, where such are refused, and
+        """Raises Problems for a prompt that is too long, where such are refused, and
         DataSourceError for one that the tokenizer cannot write (chats without a template)."""
         for row in rows:
             (self._encode_row if self.overflow == "error" else self._tokenize)(row)
@@ -221,13 +217,11 @@ class PromptEncoder:
         if len(ids) <= self.max_prompt_len:
             return ids, text
         if self.overflow == "error":
-            raise PromptError(
-                where=f"row {row.index}",
-                name="prompt",
-                rule=f"have at most max_prompt_len={self.max_prompt_len} tokens",
-                reason=f"it has {len(ids)} ({text[:60]!r}...)",
-                remedy="Raise max_prompt_len, shorten it, or set prompt_overflow='truncate_left'",
-            )
+            raise Problems(
+                "prompt", f"have at most max_prompt_len={self.max_prompt_len} tokens",
+                f"it has {len(ids)} ({text[:60]!r}...)",
+                "Raise max_prompt_len, shorten it, or set prompt_overflow='truncate_left'",
+            ).within(f"row {row.index}")  # fmt: skip
         self._truncated.add(row.index)
         ids = keep_end(ids, self.max_prompt_len, (tokenizer.bos_token_id,))
         is_text = isinstance(row.prompt, str)  # the special tokens of a chat are part of its text
@@ -246,17 +240,15 @@ class PromptEncoder:
                 check_text(text)
                 ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         except DataSourceError as error:
-            raise error.at(f"row {row.index}") from error.__cause__
+            raise error.within(f"row {row.index}") from error.__cause__
         if not ids and tokenizer.bos_token_id is not None:
             ids = [tokenizer.bos_token_id]
         if not ids:
-            raise PromptError(
-                where=f"row {row.index}",
-                name="prompt",
-                rule="have at least one token",
-                reason=f"it is {row.prompt!r} and the tokenizer has no BOS",
-                remedy="Remove the row or write a prompt",
-            )
+            raise Problems(
+                "prompt", "have at least one token",
+                f"it is {row.prompt!r} and the tokenizer has no BOS",
+                "Remove the row or write a prompt",
+            ).within(f"row {row.index}")  # fmt: skip
         return ids, text
 
 
@@ -266,12 +258,12 @@ def _check_split(split: str, eval_fraction: float, eval_data: Source | None) -> 
         split != "eval" or eval_fraction > 0.0 or eval_data is not None, "split", split,
         "have prompts of its own", "eval_fraction is 0 and there are no eval_prompts",
         "Write prompts: {eval_fraction: 0.1}, which holds out a tenth, or {eval_data: ...}",
-        PromptError,
+        Problems,
     )  # fmt: skip
     require(
         eval_fraction == 0.0 or eval_data is None, "eval_fraction", eval_fraction, "be 0",
         "eval_prompts are given, and no prompt needs to be held out of the others",
-        "Remove one of the two", PromptError,
+        "Remove one of the two", Problems,
     )  # fmt: skip
 
 
@@ -283,7 +275,7 @@ def _held_out(size: int, eval_fraction: float, split_seed: int) -> np.ndarray:
     num_eval = max(1, round(size * eval_fraction))
     require(
         num_eval < size, "eval_fraction", eval_fraction, "leave prompts to train on",
-        f"of {size} rows {num_eval} would be held out", "Lower it or add prompts", PromptError,
+        f"of {size} rows {num_eval} would be held out", "Lower it or add prompts", Problems,
     )  # fmt: skip
     return np.sort(permuted(np.arange(num_eval), size, split_seed, _SPLIT_STREAM))
 
@@ -301,15 +293,13 @@ def _choose_column(rows: Rows, prompt_column: str | None) -> str:
         return rows.columns[0]
     require(
         rows.columns, "prompts", rows.description, "have a column with the prompts",
-        "it has none", "Write rows such as {prompt: ...}", PromptError,
+        "it has none", "Write rows such as {prompt: ...}", Problems,
     )  # fmt: skip
-    raise PromptError(
-        name="prompts.column",
-        rule="be set",
-        reason=f"{rows.description} has no column 'prompt' but {rows.columns}",
-        remedy="Name the one that holds the prompts, such as "
-        f"`prompts: {{column: {rows.columns[0]}}}` (prompt_column in Python)",
-    )
+    raise Problems(
+        "prompts.column", "be set", f"{rows.description} has no column 'prompt' but {rows.columns}",
+        f"Name the one that holds the prompts, such as `prompts: {{column: {rows.columns[0]}}}` "
+        "(prompt_column in Python)",
+    )  # fmt: skip
 
 
 def _check_messages(prompt: Any, index: int, source: PromptSource) -> None:
@@ -318,7 +308,7 @@ def _check_messages(prompt: Any, index: int, source: PromptSource) -> None:
     if not messages or not all(
         is_message(m) and m.keys() & {"content", "tool_calls"} for m in messages
     ):
-        raise PromptError(
+        raise Problems(
             f"{source.prompt_column}={prompt!r} (row {index} of {source.description}) must be text "
-            "or a list of chat messages {'role', 'content'}: it is neither. Correct the row."
-        )
+            "or a list of chat messages {'role', 'content'}: it is neither. Correct the row.",
+        )  # fmt: skip

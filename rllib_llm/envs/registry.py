@@ -15,7 +15,7 @@ from typing import Any
 import gymnasium
 
 from rllib_llm.shared.dotted import import_dotted, looks_dotted, package_of
-from rllib_llm.shared.errors import SettingError, nearest
+from rllib_llm.shared.errors import Problems, nearest
 from rllib_llm.shared.messages import blamed_on
 from rllib_llm.shared.ray_compat import registered_env
 
@@ -43,10 +43,6 @@ SAMPLER_SETTINGS = (
 _CONFIG_PARAMETERS = ("env_config", "config")
 
 
-class UnknownEnvError(SettingError):
-    """An environment name that is neither registered nor a dotted path."""
-
-
 def env_ids() -> list[str]:
     """Ids of the environments of this package, sorted."""
     return sorted(ENVIRONMENTS)
@@ -64,8 +60,8 @@ def make(env: str | Callable[..., Any], env_config: Mapping[str, Any] | None = N
             index of a worker changes nothing, since prompts are handed out by position.
 
     Raises:
-        UnknownEnvError: with the nearest names.
-        SettingError: the code of another environment than this package's raised.
+        Problems: with the nearest names.
+        Problems: the code of another environment than this package's raised.
     """
     created, settings = creator(env), dict(env_config or {})
     if isinstance(env, str) and env in ENVIRONMENTS:
@@ -85,20 +81,17 @@ def creator(env: str | Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
         check_name(env)
         env = import_dotted(env, name="env")
     if not callable(env):
-        raise UnknownEnvError(
-            name="env",
-            value=env,
-            rule="be an environment's name, dotted path, class or creator function",
-            reason=f"it is {type(env).__name__}",
-            remedy="Pass one of these",
-        )
+        raise Problems(
+            "env", "be an environment's name, dotted path, class or creator function",
+            f"it is {type(env).__name__}", "Pass one of these", env,
+        )  # fmt: skip
     if next(iter(inspect.signature(env).parameters), None) in _CONFIG_PARAMETERS:
         return env
     return functools.partial(_make_from_keywords, env)
 
 
 def check_batched(env: Any) -> None:
-    """Raises UnknownEnvError for one of Gymnasium's single environments, its class or the dotted
+    """Raises Problems for one of Gymnasium's single environments, its class or the dotted
     path of one: RLlib's own algorithms take these, samplers of completions do not."""
     if isinstance(env, str) and looks_dotted(env) and registered_env(env) is None:
         env = import_dotted(env, name="env")
@@ -107,7 +100,7 @@ def check_batched(env: Any) -> None:
 
 
 def check_name(env: Any) -> None:
-    """Raises UnknownEnvError for a name that nobody registered; dotted paths are not imported."""
+    """Raises Problems for a name that nobody registered; dotted paths are not imported."""
     if not isinstance(env, str) or ":" in env or looks_dotted(env) or env in ENVIRONMENTS:
         return
     if registered_env(env) is None:
@@ -115,7 +108,7 @@ def check_name(env: Any) -> None:
 
 
 def check_arguments(env: str, env_config: Mapping[str, Any]) -> None:
-    """Raises UnknownEnvError where `make` could not call `env` with these settings."""
+    """Raises Problems where `make` could not call `env` with these settings."""
     made = creator(env)
     if isinstance(made, functools.partial) and made.func is _make_from_keywords:
         _keywords(made.args[0], {**dict.fromkeys(SAMPLER_SETTINGS), **env_config})
@@ -136,10 +129,10 @@ def _keywords(env: Callable[..., Any], env_config: Mapping[str, Any]) -> dict[st
     try:
         inspect.signature(env).bind(**given)
     except TypeError as error:
-        raise UnknownEnvError(
-            name="env", value=env, rule="be called with the settings of env_config",
-            reason=f"{error}; it has {list(given) or 'none'}",
-            remedy="Name an environment or its creator, and set its arguments in env_config",
+        raise Problems(
+            "env", "be called with the settings of env_config",
+            f"{error}; it has {list(given) or 'none'}", "Name an environment or its creator, and "
+            "set its arguments in env_config", env,
         ) from error  # fmt: skip
     return given
 
@@ -169,12 +162,10 @@ def register_envs() -> None:
 
 
 def _refuse_single(env_id: str, **env_config: Any) -> Any:
-    raise UnknownEnvError(
-        name=f"gymnasium.make({env_id!r})",
-        rule=f"be gymnasium.make_vec({env_id!r}, num_envs=8)",
-        reason="one step judges a whole batch of completions",
-        remedy="Call make_vec",
-    )
+    raise Problems(
+        f"gymnasium.make({env_id!r})", f"be gymnasium.make_vec({env_id!r}, num_envs=8)",
+        "one step judges a whole batch of completions", "Call make_vec",
+    )  # fmt: skip
 
 
 def _make_vec(env_id: str, num_envs: int = 1, **env_config: Any) -> Any:
@@ -199,32 +190,24 @@ def register_user_env(env: str) -> bool:
     return True
 
 
-def not_batched(env: Any) -> UnknownEnvError:
+def not_batched(env: Any) -> Problems:
     """The error for an environment of single episodes."""
-    return UnknownEnvError(
-        name="env",
-        value=env,
-        rule="be a gymnasium.vector.VectorEnv",
-        reason="one step judges a whole batch",
-        remedy="Build on rllib_llm.envs.bandit.BanditEnv",
-    )
+    return Problems(
+        "env", "be a gymnasium.vector.VectorEnv", "one step judges a whole batch",
+        "Build on rllib_llm.envs.bandit.BanditEnv", env,
+    )  # fmt: skip
 
 
-def _unknown(env: str) -> UnknownEnvError:
+def _unknown(env: str) -> Problems:
     if env in gymnasium.registry and gymnasium.spec(env).entry_point is not None:
         return not_batched(env)
     called = {name: known for known in ENVIRONMENTS for name in (known, known.split("/")[1][:-3])}
     near = dict.fromkeys(repr(called[name]) for name in nearest(env, called))
     package = package_of(env)  # such a path gets here where its package is not there
-    return UnknownEnvError(
-        name="env",
-        value=env,
-        rule=f"be one of {env_ids()}, a name registered with ray.tune.register_env, or a dotted "
+    meant = f"Did you mean {' or '.join(near)}?" if near else "Check the spelling, or use --import"
+    return Problems(
+        "env", f"be one of {env_ids()}, a name registered with ray.tune.register_env, or a dotted "
         "path to an environment",
-        reason=f"there is no module {package!r}" if package else "it is none of these",
-        remedy="Put the module's folder on PYTHONPATH"
-        if package
-        else f"Did you mean {' or '.join(near)}?"
-        if near
-        else "Check the spelling, or give the module that registers it (--import)",
-    )
+        f"there is no module {package!r}" if package else "it is none of these",
+        "Put the module's folder on PYTHONPATH" if package else meant, env,
+    )  # fmt: skip

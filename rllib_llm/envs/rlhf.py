@@ -24,7 +24,7 @@ from rllib_llm.modules.model_source import (
 from rllib_llm.modules.quantization import check_quantization
 from rllib_llm.modules.tokenizer import load_tokenizer, read_chat_template
 from rllib_llm.shared.dotted import as_list
-from rllib_llm.shared.errors import SettingError, complain, require, unknown_key
+from rllib_llm.shared.errors import Problems, complain, require, unknown_key
 from rllib_llm.shared.setting import Setting
 
 # Of prompts and rewards that an environment takes from its user, not from its own code.
@@ -36,15 +36,11 @@ DEFAULTS = {name: row for name, row in ENV_SETTINGS.items() if name not in _OF_T
 COMMON_DEFAULTS = {name: row for name, row in DEFAULTS.items() if name not in _OF_USERS}
 
 
-class EnvConfigError(SettingError):
-    """An env_config that names no environment which can be made."""
-
-
 def create(env_config: Mapping[str, Any]) -> BanditEnv:
     """The environment that `env_config` describes; its keys and their defaults are `DEFAULTS`.
 
     Raises:
-        EnvConfigError: an unknown key, no prompts, nothing that judges, no tokenizer.
+        Problems: an unknown key, no prompts, nothing that judges, no tokenizer.
     """
     settings = with_defaults(env_config, DEFAULTS, env_id="rllib_llm/RLHF-v0")
     check_settings(settings)
@@ -63,24 +59,24 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     """Checks that prompts and at least one reward are set.
 
     Raises:
-        EnvConfigError: one of the two is missing.
+        Problems: one of the two is missing.
     """
     check_prompts(settings, settings["prompts"])
     require(
         settings["reward_model"] or settings["reward_functions"], "rewards", ...,
         "have a model or functions", "nothing judges the completions",
         "Set rewards: {functions: [...]} to dotted paths of functions, or rewards: {model: ...} to "
-        "a sequence classifier", EnvConfigError,
+        "a sequence classifier", Problems,
     )  # fmt: skip
 
 
 def check_prompts(settings: Mapping[str, Any], prompts: Source | None) -> None:
-    """Raises EnvConfigError where there are no prompts for this split."""
+    """Raises Problems where there are no prompts for this split."""
     require(
         prompts is not None or (settings["eval_prompts"] and settings["split"] == "eval"),
         "prompts", ..., "have data", "there is nothing to complete",
         "Set prompts: {data: ...} to a file (JSONL, CSV, Parquet, text), a data set or a function",
-        EnvConfigError,
+        Problems,
     )  # fmt: skip
 
 
@@ -142,9 +138,9 @@ def with_defaults(
         row in `ENV_SETTINGS`, or that of a setting which the environment checks itself.
 
     Raises:
-        EnvConfigError: a key, also of `reward_model` and `reference`, that is no setting, with the
+        Problems: a key, also of `reward_model` and `reference`, that is no setting, with the
             nearest that is.
-        SettingError: a value that its row refuses, a quantization that is not known.
+        Problems: a value that its row refuses, a quantization that is not known.
     """
     _check_keys(env_config, defaults, f"env_config of {env_id}", is_whole=True)
     settings = {}
@@ -168,13 +164,13 @@ def with_defaults(
 
 
 def _check_device(name: str, value: Any) -> None:
-    """Raises SettingError where torch knows no such device; whether it is there, a run tells."""
+    """Raises Problems where torch knows no such device; whether it is there, a run tells."""
     try:
         torch.device(value)
     except (RuntimeError, TypeError):
-        raise SettingError(
-            name=name, value=value, rule="be a device", reason="torch knows no such one",
-            remedy="Write cpu, cuda or cuda:1, or leave it out",
+        raise Problems(
+            name, "be a device", "torch knows no such one",
+            "Write cpu, cuda or cuda:1, or leave it out", value,
         ) from None  # fmt: skip
 
 
@@ -185,7 +181,7 @@ def _check_keys(
     for key in map(str, given):
         if key not in known:
             hint = _of_another(key, known) if is_whole else ""
-            complain(unknown_key(where, key, known, hint, EnvConfigError))
+            complain(unknown_key(where, key, known, hint))
 
 
 def _of_another(key: str, known: Collection[str]) -> str:
@@ -220,14 +216,14 @@ def policy_tokenizer(settings: Mapping[str, Any]) -> PreTrainedTokenizerBase:
     """The tokenizer that `settings["tokenizer"]`, else `settings["model"]`, names.
 
     Raises:
-        EnvConfigError: neither is set, or the model reads the tokenizer's ids as other tokens.
+        Problems: neither is set, or the model reads the tokenizer's ids as other tokens.
     """
     chosen = settings["tokenizer"] if settings["tokenizer"] is not None else settings["model"]
     require(
         chosen is not None, "env_config", ..., "have 'model' (or 'tokenizer')",
         "prompts are handed out as the policy's token ids",
         "Set it to the policy's folder, hub id or dotted path (rllib env check: --model)",
-        EnvConfigError,
+        Problems,
     )  # fmt: skip
     if not isinstance(chosen, PreTrainedTokenizerBase):
         tokenizer = load_tokenizer(chosen, chat_template=settings["chat_template"])
@@ -240,7 +236,7 @@ def policy_tokenizer(settings: Mapping[str, Any]) -> PreTrainedTokenizerBase:
         difference = vocabulary_difference(settings["model"], tokenizer, "the model's")
         require(
             not difference, "env_config.tokenizer", chosen, "have the vocabulary of the model",
-            difference, "Leave it out to take the model's own", EnvConfigError,
+            difference, "Leave it out to take the model's own", Problems,
         )  # fmt: skip
     return tokenizer
 
@@ -255,14 +251,14 @@ def check_reference(
     """The settings of the reference, its model among them.
 
     Raises:
-        EnvConfigError: no model is named.
+        Problems: no model is named.
         ValueError: it has another vocabulary than the policy.
     """
     chosen = _as_model_settings(settings["reference"])
     model = chosen.pop("model", None) or settings["model"]
     require(
         model is not None, "env_config['reference']", settings["reference"], "name a model",
-        "there is no 'model' of the policy either", "Set reference.model", EnvConfigError,
+        "there is no 'model' of the policy either", "Set reference.model", Problems,
     )  # fmt: skip
     if model != settings["model"]:
         check_reference_vocabulary(model, tokenizer)
@@ -297,7 +293,7 @@ def _reward_model_term(
     require(
         bool(chosen.get("model")) != bool(chosen.get("models")), "env_config['reward_model']",
         settings["reward_model"], "have 'model', or 'models' for several of them",
-        "it says who judges", "Name its model", EnvConfigError,
+        "it says who judges", "Name its model", Problems,
     )  # fmt: skip
     weight, name = chosen.pop("weight", 1.0), chosen.pop("name", "reward_model")
     options = {**_frozen_defaults(settings), "tokenizer": tokenizer, **chosen}

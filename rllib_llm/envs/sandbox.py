@@ -216,7 +216,7 @@ class WorkerPool:
         limits: fields of `Sandbox`.
 
     Raises:
-        SettingError: a limit that is none, or a backend that does not work here.
+        Problems: a limit that is none, or a backend that does not work here.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from rllib_llm.shared.arguments import Count, checked
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.errors import Problems
 
 PROGRAM = str(Path(__file__).with_name("sandbox_program.py"))
 _IN = "/tmp"  # the folder, as a container sees it
@@ -49,7 +49,7 @@ class Sandbox:
     zone. readable, writable: files and folders, beside Python's and one of its own.
 
     Raises:
-        SettingError: the backend does not work here.
+        Problems: the backend does not work here.
     """
 
     memory_mb: Count | None = 4096
@@ -143,9 +143,9 @@ def docker(sandbox: Sandbox, paths: Sequence[str]) -> Launch:
     if (program := shutil.which("docker")) is None:
         raise _refused(sandbox, "docker is not on PATH", "Install Docker's command line")
     if sandbox.image is None:
-        raise SettingError(
-            name="image", value=None, rule="name an image",
-            reason="backend: docker runs Python in one", remedy="For example image: python:3.11",
+        raise Problems(
+            "image", "name an image", "backend: docker runs Python in one",
+            "For example image: python:3.11", None,
         )  # fmt: skip
     name = f"rllib-llm-{os.urandom(8).hex()}"
     read = [os.path.abspath(path) for path in (PROGRAM, *paths, *sandbox.readable)]
@@ -194,7 +194,7 @@ BACKENDS: dict[str, Backend] = {
 
 
 def _check(sandbox: Sandbox) -> None:
-    """Raises SettingError where the backend does not work here."""
+    """Raises Problems where the backend does not work here."""
     if BACKENDS[sandbox.backend] is bwrap and (reason := bwrap_refused()):
         raise _refused(
             sandbox, reason,
@@ -206,11 +206,8 @@ def _check(sandbox: Sandbox) -> None:
         docker(sandbox, ())
 
 
-def _refused(sandbox: Sandbox, reason: str, remedy: str) -> SettingError:
-    return SettingError(
-        name="backend", value=sandbox.backend, rule="be able to contain a process",
-        reason=reason, remedy=remedy,
-    )  # fmt: skip
+def _refused(sandbox: Sandbox, reason: str, remedy: str) -> Problems:
+    return Problems("backend", "be able to contain a process", reason, remedy, sandbox.backend)
 
 
 @functools.cache

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.setting import IN_ENV, Section, Setting, Settings, setting
 
 CONVERSATION_ENV = "rllib_llm/Conversation-v0"
@@ -218,7 +219,7 @@ ENV_SETTINGS = {
 
 
 def check_values(rows: Mapping[str, Setting] = ENV_SETTINGS, /, **values: Any) -> None:
-    """Raises SettingError for the first of `values` that its row refuses."""
+    """Raises Problems for the first of `values` that its row refuses."""
     for name, value in values.items():
         if (error := rows[name].error(value)) is not None:
-            raise error
+            raise Problems([error])

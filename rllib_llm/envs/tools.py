@@ -38,7 +38,7 @@ from rllib_llm.envs.sandbox import Contained
 from rllib_llm.envs.sandbox_backends import Sandbox
 from rllib_llm.shared.arguments import Count, Seconds, checked
 from rllib_llm.shared.dotted import import_dotted
-from rllib_llm.shared.errors import SettingError, require
+from rllib_llm.shared.errors import Problems, require
 from rllib_llm.shared.messages import blamed_on, told
 from rllib_llm.shared.remote import Away, Late, Outage, backoff_seconds, call, ended, within
 
@@ -53,10 +53,6 @@ _STATUS_MESSAGES = {
     "invalid_arguments": "its arguments cannot be read",
     "too_many_calls": "a turn may hold no more calls; make this one in your next turn",
 }
-
-
-class ToolError(SettingError):
-    """A function that cannot be a tool, or a wrong setting of tools."""
 
 
 class Tool(Protocol):
@@ -87,36 +83,36 @@ class FunctionTool:
     """A Python function, plain or async; a plain one is run in a thread.
 
     Raises:
-        ToolError: it lacks type hints or a docstring that says what its arguments are.
+        Problems: it lacks type hints or a docstring that says what its arguments are.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         try:
             self.schema: Mapping[str, Any] = get_json_schema(function)
         except Exception as error:  # noqa: BLE001  (also of a hint that names nothing)
-            raise ToolError(
+            raise Problems(
                 f"tool {getattr(function, '__name__', function)!r} must have type hints and a "
-                f"Google-style docstring with Args: the model is told from them what to call. "
-                f"{error}"
-            ) from error
+                "Google-style docstring with Args: the model is told from them what to call. "
+                f"{error}",
+            ) from error  # fmt: skip
         self.name = str(self.schema["function"]["name"])
         self.function = function
         parameters = inspect.signature(function).parameters.values()
         if nameless := [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL)]:
-            raise ToolError(
+            raise Problems(
                 f"tool {self.name!r} must take {nameless[0].name!r} by name: a call names its "
-                "arguments. Leave '/' out, and take a list instead of '*'."
-            )
+                "arguments. Leave '/' out, and take a list instead of '*'.",
+            )  # fmt: skip
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-            raise ToolError(
+            raise Problems(
                 f"tool {self.name!r} must return its result: it yields, and the policy would read "
-                "the generator's address. Return a list or a text."
-            )
+                "the generator's address. Return a list or a text.",
+            )  # fmt: skip
         if alarm := _alarm_in(function):
-            raise ToolError(
+            raise Problems(
                 f"tool {self.name!r} must not use {alarm!r}: it wants the main thread, and tools "
-                "run beside it, many at once. Leave the limit to tool_timeout_s."
-            )
+                "run beside it, many at once. Leave the limit to tool_timeout_s.",
+            )  # fmt: skip
 
     def objection(self, arguments: Mapping[str, Any]) -> str:
         """Why these arguments do not suit it; "" where they do."""
@@ -151,7 +147,7 @@ class Toolbox:
     result; a longer one keeps its beginning and its end.
 
     Raises:
-        ToolError: two of one name, or a function that cannot be a tool.
+        Problems: two of one name, or a function that cannot be a tool.
     """
 
     def __init__(
@@ -160,10 +156,10 @@ class Toolbox:
         made = [as_tool(tool) for tool in tools]
         self.tools: dict[str, Tool] = {tool.name: tool for tool in made}
         if len(self.tools) < len(made):
-            raise ToolError(
+            raise Problems(
                 f"tools={[tool.name for tool in made]!r} must have names of their own: the policy "
-                "calls them by name. Rename one."
-            )
+                "calls them by name. Rename one.",
+            )  # fmt: skip
         self.timeout_s, self.max_chars = timeout_s, max_chars
 
     def of(self, functions: Sequence[Callable[..., Any]]) -> Toolbox:
@@ -173,10 +169,10 @@ class Toolbox:
         for function in functions:
             known = self.tools.get(function.__name__)
             if not isinstance(known, FunctionTool):
-                raise ToolError(
+                raise Problems(
                     f"tool {function.__name__!r} must be one of {sorted(self.tools)}: the policy "
-                    "learns of tools before a conversation begins. Return it from tools(), too."
-                )
+                    "learns of tools before a conversation begins. Return it from tools(), too.",
+                )  # fmt: skip
             tool = own.tools[known.name] = copy.copy(known)
             tool.function = function
         return own
@@ -242,7 +238,7 @@ def as_tool(given: Any) -> Tool:
     if isinstance(given, str):
         given = import_dotted(given, name="tools")
     if inspect.isclass(given):
-        with blamed_on("tools", given, "be made without arguments", ToolError):
+        with blamed_on("tools", given, "be made without arguments", Problems):
             given = given()
     if all(hasattr(given, name) for name in ("name", "schema", "run")):
         schema = given.schema if isinstance(given.schema, Mapping) else {}
@@ -251,14 +247,14 @@ def as_tool(given: Any) -> Tool:
             isinstance(described, Mapping) and described.get("name") == given.name, "tools", given,
             f"have a schema {{'type': 'function', 'function': {{'name': {given.name!r}, ...}}}}",
             f"it has {given.schema!r}, from which the policy learns what to call",
-            "Make it with rllib_llm.envs.tools.tool_schema", ToolError,
+            "Make it with rllib_llm.envs.tools.tool_schema", Problems,
         )  # fmt: skip
         return given
     if not callable(given):
-        raise ToolError(
+        raise Problems(
             f"tools={given!r} must be functions, their dotted paths, or objects with name, schema "
-            f"and run: it is {type(given).__name__}. Pass a function."
-        )
+            f"and run: it is {type(given).__name__}. Pass a function.",
+        )  # fmt: skip
     return FunctionTool(given)
 
 
@@ -476,7 +472,7 @@ class MCPServers:
                 for server in self._servers
                 for listed in await server.open()
             ]
-        except ToolError:
+        except Problems:
             await self.close()
             raise
 
@@ -508,10 +504,10 @@ class _Server:
         try:
             listed = await first
         except Exception as error:  # noqa: BLE001  (whatever the server or its transport raises)
-            raise ToolError(
+            raise Problems(
                 f"mcp_servers={self._address!r} must be reachable: {told(error)}. Start the "
-                "server, or correct the command."
-            ) from error
+                "server, or correct the command.",
+            ) from error  # fmt: skip
         self._names = frozenset(str(tool.name) for tool in listed)
         return listed
 
@@ -598,7 +594,7 @@ class _Server:
                 listed = await _listed_by(client)
                 gone = self._names - {str(tool.name) for tool in listed}
                 if gone:
-                    raise ToolError(f"it has no tools {sorted(gone)} any more")
+                    raise Problems(f"it has no tools {sorted(gone)} any more")
                 if not opened.done():
                     self._client = client
                     self._here.set()
@@ -619,7 +615,7 @@ async def _listed_by(client: Any) -> list[Any]:
         cursor = page.next_cursor
         if cursor is None:
             return listed
-    raise ToolError(f"its list of tools does not end within {_MOST_PAGES} pages")
+    raise Problems(f"its list of tools does not end within {_MOST_PAGES} pages")
 
 
 def _is_answer(error: Exception) -> bool:

@@ -19,16 +19,11 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from rllib_llm.data.rows import MadeRows
 from rllib_llm.envs.bandit import BanditEnv
 from rllib_llm.envs.prompts import PromptSource
-from rllib_llm.envs.rlhf import (
-    COMMON_DEFAULTS,
-    EnvConfigError,
-    build_bandit,
-    policy_tokenizer,
-    with_defaults,
-)
+from rllib_llm.envs.rlhf import COMMON_DEFAULTS, build_bandit, policy_tokenizer, with_defaults
 from rllib_llm.envs.settings import check_values, declared
 from rllib_llm.examples.characters import character_tokenizer, small_llama
 from rllib_llm.modules.tokenizer import eos_token_ids
+from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.setting import Settings, setting
 
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
@@ -65,7 +60,8 @@ def create(env_config: Mapping[str, Any]) -> BanditEnv:
     where the completion is one integer and the end, nothing else).
     """
     settings = with_defaults(env_config, DEFAULTS, env_id="rllib_llm/Arithmetic-v0")
-    problems = Problems(settings["digits"], settings["operations"], settings["num_problems"])
+    chosen = {name: settings[name] for name in ("digits", "operations", "num_problems")}
+    problems = ArithmeticProblems(**chosen)
     tokenizer = policy_tokenizer(settings)
     ends = eos_token_ids(tokenizer)
     return build_bandit(
@@ -106,7 +102,7 @@ def answer_format(
     ]
 
 
-class Problems(MadeRows):
+class ArithmeticProblems(MadeRows):
     """Problems {"prompt": "3+4=", "answer": 7}, each a pure function of its index, none twice.
 
     There are len(operations) * 100**digits problems; index i is the problem numbered
@@ -119,10 +115,10 @@ class Problems(MadeRows):
     def __init__(self, digits: int = 1, operations: str = "+", num_problems: int = 10_000) -> None:
         check_values(DEFAULTS, digits=digits, operations=operations, num_problems=num_problems)
         if any(sign not in OPERATIONS for sign in operations):
-            raise EnvConfigError(
+            raise Problems(
                 f"operations={operations!r} must be one or more of {''.join(OPERATIONS)!r}: other "
-                "signs have no verified answer. Write them as one text such as '+-'."
-            )
+                "signs have no verified answer. Write them as one text such as '+-'.",
+            )  # fmt: skip
         self._limit = 10**digits
         self._operations = "".join(dict.fromkeys(operations))
         self._total = len(self._operations) * self._limit**2
@@ -149,7 +145,7 @@ def sft_texts(
 ) -> list[dict[str, str]]:
     """Rows {"prompt", "completion"} of solved problems, the environment's held-out ones apart."""
     source = PromptSource(
-        Problems(digits, operations, num_problems),
+        ArithmeticProblems(digits, operations, num_problems),
         shuffle=False,
         prompt_column="prompt",
         split=split,

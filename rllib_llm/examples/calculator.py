@@ -18,7 +18,6 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.envs.conversation import ConversationEnv
-from rllib_llm.envs.rlhf import EnvConfigError
 from rllib_llm.envs.settings import declared
 from rllib_llm.envs.tools import FunctionTool
 from rllib_llm.examples.characters import (
@@ -28,6 +27,7 @@ from rllib_llm.examples.characters import (
     sft_conversations,
     small_llama,
 )
+from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.setting import Settings, setting
 
 MODEL = "rllib_llm.examples.calculator.build_model"
@@ -71,10 +71,10 @@ def problems(
     """Rows {"prompt": "347*2958=", "answer": "1026426"}, each a function of its index alone."""
     least, most = 10 ** (digits[0] - 1), 10 ** digits[1]
     if not 1 <= digits[0] <= digits[1] or set(operations) - set("+-*") or not operations:
-        raise EnvConfigError(
+        raise Problems(
             f"digits={digits!r}, operations={operations!r} must be (least, most) and of '+-*': "
-            "they say how hard the sums are. Take (3, 4) and '+-*'."
-        )
+            "they say how hard the sums are. Take (3, 4) and '+-*'.",
+        )  # fmt: skip
     generator = torch.Generator().manual_seed(_STREAM)
     numbers = torch.randint(least, most, (num_problems, 2), generator=generator).tolist()
     signs = torch.randint(len(operations), (num_problems,), generator=generator).tolist()

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.errors import Problems
 
 TOLD = "told"  # of an update's results, beside the metrics: see `LanguageModelLearner.told`
 MESSAGES, MEANS, NUM_PARAMETERS = "messages", "means", "num_parameters"  # of what is told
@@ -42,16 +42,14 @@ class WeightedMeans:
         """Adds to the total of `name`, whose items are counted by other calls.
 
         Raises:
-            SettingError: it is not one number.
+            Problems: it is not one number.
         """
         if isinstance(total, torch.Tensor):
             if total.numel() != 1:
-                raise SettingError(
-                    name=f"metric {name!r} of shape {tuple(total.shape)}",
-                    rule="be one number",
-                    reason="totals are added up",
-                    remedy="Pass its sum()",
-                )
+                raise Problems(
+                    f"metric {name!r} of shape {tuple(total.shape)}", "be one number",
+                    "totals are added up", "Pass its sum()",
+                )  # fmt: skip
             total = total.detach()
         self._totals.setdefault(name, []).append(total)
 

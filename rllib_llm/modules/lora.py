@@ -39,7 +39,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rllib_llm.modules.llama_trunk import is_called_plainly, is_plain_tensor
 from rllib_llm.modules.quantization import quantize
-from rllib_llm.shared.errors import SettingError, closest, complain, unknown_key
+from rllib_llm.shared.errors import Problems, closest, complain, unknown_key
 
 ADAPTER = "default"  # peft's own name for the only adapter of a model
 DEFAULTS = {"r": 16, "alpha": 32, "dropout": 0.0, "target_modules": "all-linear"}
@@ -60,13 +60,10 @@ OTHER_NAMES = {"rank": "r", "lora_r": "r", "lora_alpha": "alpha", "lora_dropout"
 def check_lora(lora: Any) -> None:
     """Raises ValueError for settings of adapters that are none; see `add_adapters`."""
     if not isinstance(lora, dict):
-        raise SettingError(
-            name="lora",
-            value=lora,
-            rule=f"be a dict such as {DEFAULTS} or None",
-            reason="it describes the adapters",
-            remedy="Use {} for the defaults, None to train all weights",
-        )
+        raise Problems(
+            "lora", f"be a dict such as {DEFAULTS} or None", "it describes the adapters",
+            "Use {} for the defaults, None to train all weights", lora,
+        )  # fmt: skip
     allowed = [*DEFAULTS, *PASSED_ON]
     called = {**{name: name for name in allowed}, **OTHER_NAMES}
     for key in lora:
@@ -78,30 +75,24 @@ def check_lora(lora: Any) -> None:
             continue
         if not is_right(settings[key]):
             default = f" to use {DEFAULTS[key]!r}" if key in DEFAULTS else ""
-            raise SettingError(
-                name=f"lora.{key}",
-                value=settings[key],
-                rule=f"be {rule}",
-                reason="adapters add (alpha / r) times the product B A to a weight matrix",
-                remedy=f"Leave it out{default}",
-            )
+            raise Problems(
+                f"lora.{key}", f"be {rule}", "adapters add (alpha / r) times the product B A to a "
+                "weight matrix", f"Leave it out{default}", settings[key],
+            )  # fmt: skip
     picks_layers = settings.get("layers_to_transform") is not None
     if picks_layers and isinstance(settings["target_modules"], str):
-        raise SettingError(
-            name="lora.target_modules",
-            value=settings["target_modules"],
-            rule="be a list of names with lora.layers_to_transform",
-            reason="layers are picked by number among those of a name",
-            remedy="Write [q_proj, v_proj], say, or leave layers_to_transform out",
-        )
+        raise Problems(
+            "lora.target_modules", "be a list of names with lora.layers_to_transform",
+            "layers are picked by number among those of a name",
+            "Write [q_proj, v_proj], say, or leave layers_to_transform out",
+            settings["target_modules"],
+        )  # fmt: skip
     if settings.get("layers_pattern") is not None and not picks_layers:
-        raise SettingError(
-            name="lora.layers_pattern",
-            value=settings["layers_pattern"],
-            rule="come with lora.layers_to_transform",
-            reason="it says where the numbers of layers stand in their names",
-            remedy="Leave it out",
-        )
+        raise Problems(
+            "lora.layers_pattern", "come with lora.layers_to_transform",
+            "it says where the numbers of layers stand in their names", "Leave it out",
+            settings["layers_pattern"],
+        )  # fmt: skip
 
 
 def _is_whole(value: Any, least: int) -> bool:
@@ -194,13 +185,11 @@ def add_adapters(model: nn.Module, lora: dict[str, Any], *, seed: int = 0) -> No
             targets, numbers = settings.target_modules, settings.layers_to_transform
             if numbers is not None and targets <= layers:
                 text = model.config.get_text_config(decoder=True)
-                raise SettingError(
-                    name="lora.layers_to_transform",
-                    value=numbers,
-                    rule=f"number layers of the model, 0 to {text.num_hidden_layers - 1}",
-                    reason="adapters cannot be put there",
-                    remedy="Leave it out for all of them",
-                ) from error
+                raise Problems(
+                    "lora.layers_to_transform", "number layers of the model, 0 to "
+                    f"{text.num_hidden_layers - 1}", "adapters cannot be put there",
+                    "Leave it out for all of them", numbers,
+                ) from error  # fmt: skip
             raise _no_such_layers({**DEFAULTS, **lora}["target_modules"], layers) from error
     if unknown := _names_of_nothing(model):
         raise _no_such_layers(unknown, layers)
@@ -219,14 +208,11 @@ def _names_of_nothing(model: Any) -> list[str]:
     return sorted(t for t in targets or () if not any(name.endswith(f".{t}") for name in layers))
 
 
-def _no_such_layers(targets: Any, layers: set[str]) -> SettingError:
-    return SettingError(
-        name="lora.target_modules",
-        value=targets,
-        rule="name layers of the model",
-        reason="adapters cannot be put there",
-        remedy=f"Linear layers of this model: {', '.join(sorted(layers))}",
-    )
+def _no_such_layers(targets: Any, layers: set[str]) -> Problems:
+    return Problems(
+        "lora.target_modules", "name layers of the model", "adapters cannot be put there",
+        f"Linear layers of this model: {', '.join(sorted(layers))}", targets,
+    )  # fmt: skip
 
 
 def peft_config(lora: dict[str, Any]) -> Any:

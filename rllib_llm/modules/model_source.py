@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from rllib_llm.shared.dotted import import_dotted
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.messages import raised
 from rllib_llm.shared.storage import folder_like, is_url, local_copy
 
@@ -56,11 +56,9 @@ _TRANSIENT_ERRNO = {errno.EIO, errno.EAGAIN, errno.EINTR, errno.ESTALE, errno.ET
 T = TypeVar("T")
 
 
-class ModelSourceError(SettingError):
-    """A `model` setting from which no model can be loaded."""
-
-    def __init__(self, model: Any, reason: str, remedy: str, *, name: str = "model"):
-        super().__init__(name=name, value=model, rule=f"be {ALLOWED}", reason=reason, remedy=remedy)
+def no_model(model: Any, reason: str, remedy: str, name: str = "model") -> Problems:
+    """The error for a setting, `name`, from which no model can be loaded."""
+    return Problems(name, f"be {ALLOWED}", reason, remedy, model)
 
 
 def source_kind(model: str | os.PathLike, *, name: str = "model") -> tuple[str, str]:
@@ -70,13 +68,13 @@ def source_kind(model: str | os.PathLike, *, name: str = "model") -> tuple[str, 
     `name` is the setting to blame in messages. A hub is not asked.
 
     Raises:
-        ModelSourceError: an empty or mistyped value, a file, a missing folder, a folder without
+        Problems: an empty or mistyped value, a file, a missing folder, a folder without
             config.json, or, where the hub may not be asked, a hub id that is not in the local
             cache.
     """
     if not isinstance(model, (str, os.PathLike)) or not os.fspath(model):
         reason = "it is empty" if model == "" else f"it is a {type(model).__name__}"
-        raise ModelSourceError(model, reason, "Give the name as text", name=name)
+        raise no_model(model, reason, "Give the name as text", name=name)
     value = os.path.expanduser(os.fspath(model))
     if is_url(value):
         value = str(local_copy(value))
@@ -84,14 +82,14 @@ def source_kind(model: str | os.PathLike, *, name: str = "model") -> tuple[str, 
         _check_folder(value, name)
         return FOLDER, value
     if os.path.exists(value):
-        raise ModelSourceError(model, "it is a file", "Name the folder that holds it", name=name)
+        raise no_model(model, "it is a file", "Name the folder that holds it", name=name)
     if value.endswith(_WEIGHT_FILES):
         why = "there is no such file, and a model is a folder with weights and config.json"
-        raise ModelSourceError(model, why, "Name the folder; GGUF is not read", name=name)
+        raise no_model(model, why, "Name the folder; GGUF is not read", name=name)
     if _DOTTED.fullmatch(value):
         return DOTTED, value
     if not _HUB_ID.fullmatch(value):
-        raise ModelSourceError(
+        raise no_model(
             model,
             f"there is no folder {value!r}"
             if os.path.isabs(value)
@@ -102,7 +100,7 @@ def source_kind(model: str | os.PathLike, *, name: str = "model") -> tuple[str, 
             name=name,
         )
     if hub_constants.HF_HUB_OFFLINE and not is_cached(value):
-        raise ModelSourceError(model, *_nowhere(value, OFFLINE), name=name)
+        raise no_model(model, *_nowhere(value, OFFLINE), name=name)
     return HUB, value
 
 
@@ -133,7 +131,7 @@ def _check_folder(folder: str, name: str) -> None:
         shown = ", ".join(held[:6]) or "nothing"
         reason = f"the folder has no config.json (it holds {shown})"
         remedy = "Save model and tokenizer there with save_pretrained, or name the right folder"
-    raise ModelSourceError(folder, reason, remedy, name=name)
+    raise no_model(folder, reason, remedy, name=name)
 
 
 def build_from_dotted(path: str) -> tuple[Any, Any]:
@@ -143,27 +141,27 @@ def build_from_dotted(path: str) -> tuple[Any, Any]:
     weights: torch's CPU random state is set to a fixed seed for the call and restored after it.
 
     Raises:
-        DottedPathError: nothing of that name can be imported.
-        ModelSourceError: it is no function, or returns something else.
+        Problems: nothing of that name can be imported.
+        Problems: it is no function, or returns something else.
     """
     function = import_dotted(path, name="model")
     if not callable(function):
-        raise ModelSourceError(path, f"it names a {type(function).__name__}", "Name a function")
+        raise no_model(path, f"it names a {type(function).__name__}", "Name a function")
     try:
         inspect.signature(function).bind()
     except TypeError as error:
         why = f"the function is called without arguments: {error}"
-        raise ModelSourceError(path, why, "Give its arguments defaults") from error
+        raise no_model(path, why, "Give its arguments defaults") from error
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         try:
             built = function()
         except Exception as error:
-            raise ModelSourceError(path, raised(error), "Correct the function") from error
+            raise no_model(path, raised(error), "Correct the function") from error
     is_pair = isinstance(built, (tuple, list)) and len(built) == 2
     if not is_pair or not isinstance(built[0], torch.nn.Module):
         got = [type(part).__name__ for part in built] if is_pair else type(built).__name__
-        raise ModelSourceError(path, f"the function returned {got}", "Return (model, tokenizer)")
+        raise no_model(path, f"the function returned {got}", "Return (model, tokenizer)")
     return built[0], built[1]
 
 
@@ -180,13 +178,13 @@ def load_with_retries(
     offline: the hub may not be asked, so that what is not in the local cache never will be.
 
     Raises:
-        ModelSourceError: it failed for good; the cause is chained.
+        Problems: it failed for good; the cause is chained.
     """
     start = time.monotonic()
     for attempt in range(1, NUM_ATTEMPTS + 1):
         try:
             return load()
-        except ModelSourceError:
+        except Problems:
             raise
         except torch.OutOfMemoryError:
             raise
@@ -195,7 +193,7 @@ def load_with_retries(
             waited = time.monotonic() - start
             if not transient or attempt == NUM_ATTEMPTS or waited > RETRY_BUDGET_S:
                 reason, remedy = _explain(error, model, kind, attempt, transient, offline)
-                raise ModelSourceError(model, reason, remedy) from error
+                raise no_model(model, reason, remedy) from error
             delay = first_delay_s * 2 ** (attempt - 1)
             logger.warning(
                 "Loading model=%r failed (attempt %d of %d): %s. Trying again in %.0f s.",
@@ -319,12 +317,11 @@ def check_reference_vocabulary(
     """Raises ValueError where a reference reads the policy's `tokenizer` otherwise; see
     `vocabulary_difference`."""
     if difference := vocabulary_difference(reference, tokenizer, "its"):
-        raise SettingError(
-            name=f"reference.model={str(reference)!r}",
-            rule="have the vocabulary of the policy",
-            reason=f"{difference}, and a KL between them would be of nothing",
-            remedy="Name the model that training starts from, or leave reference out",
-        )
+        raise Problems(
+            f"reference.model={str(reference)!r}", "have the vocabulary of the policy",
+            f"{difference}, and a KL between them would be of nothing",
+            "Name the model that training starts from, or leave reference out",
+        )  # fmt: skip
 
 
 def vocabulary_difference(
@@ -352,7 +349,7 @@ def _tokens_by_id(model: str | os.PathLike) -> dict[int, str]:
             if kind == DOTTED
             else load_with_retries(lambda: AutoTokenizer.from_pretrained(value), value, kind)
         )
-    except ModelSourceError:
+    except Problems:
         return {}
     return {i: token for token, i in tokenizer.get_vocab().items()}
 
@@ -376,23 +373,19 @@ def check_lengths(
     told = f"the longest prompt has {longest_prompt} tokens, and " if longest_prompt else ""
     room = positions - max_new_tokens
     if room <= 0:
-        raise SettingError(
-            name="max_new_tokens",
-            value=max_new_tokens,
-            rule=f"be at most {positions - min(longest, positions - 1)}",
-            reason=f"{told}{model} reads {positions} tokens, of prompt and completion together",
-            remedy="Lower it, or take a model with more positions",
-        )
-    raise SettingError(
-        name="env_config.max_prompt_len",
-        value=max_prompt_len,
-        rule=f"be at most {room} with max_new_tokens={max_new_tokens}",
-        reason=f"{told}{model} reads {positions} tokens, of prompt and completion together",
-        remedy=f"Set max_prompt_len: {room}, or take a model with more positions",
-    )
+        raise Problems(
+            "max_new_tokens", f"be at most {positions - min(longest, positions - 1)}",
+            f"{told}{model} reads {positions} tokens, of prompt and completion together",
+            "Lower it, or take a model with more positions", max_new_tokens,
+        )  # fmt: skip
+    raise Problems(
+        "env_config.max_prompt_len", f"be at most {room} with max_new_tokens={max_new_tokens}",
+        f"{told}{model} reads {positions} tokens, of prompt and completion together",
+        f"Set max_prompt_len: {room}, or take a model with more positions", max_prompt_len,
+    )  # fmt: skip
 
 
-class TruncatedWeightsError(SettingError):
+class TruncatedWeightsError(Problems):
     """A safetensors file that ends before its tensors do."""
 
 
@@ -427,9 +420,6 @@ def num_parameters(folder: str | os.PathLike) -> int | None:
 
 def _truncated(file: Path, size: int, needed: int) -> TruncatedWeightsError:
     return TruncatedWeightsError(
-        name="truncated",
-        value=str(file),
-        rule=f"have at least {needed} bytes, as its header says",
-        reason=f"it has {size}",
-        remedy="Copy it again",
-    )
+        "truncated", f"have at least {needed} bytes, as its header says", f"it has {size}",
+        "Copy it again", str(file),
+    )  # fmt: skip

@@ -26,10 +26,10 @@ from rllib_llm.modules.lora import is_adapter_folder, load_merged, read_base
 from rllib_llm.modules.model_source import (
     DOTTED,
     FOLDER,
-    ModelSourceError,
     build_from_dotted,
     load_with_retries,
     model_config,
+    no_model,
     source_kind,
 )
 from rllib_llm.modules.precision import leave_out_cudnn_attention, use_onednn
@@ -44,7 +44,7 @@ from rllib_llm.modules.quantization import (
     verify_quantized,
 )
 from rllib_llm.modules.tokenizer import eos_token_ids, load_tokenizer
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.errors import Problems
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ def load_causal_lm(
     quantization_config: handed to `from_pretrained`; see `modules/quantization.py`.
 
     Raises:
-        ModelSourceError: nothing can be loaded, weights are missing, or it is no causal LM.
+        Problems: nothing can be loaded, weights are missing, or it is no causal LM.
     """
     kind, value = source_kind(model)
     dtype = resolve_dtype(dtype)
@@ -85,7 +85,7 @@ def load_causal_lm(
         config = model_config(value)
         architectures = config.architectures or []
     if any(name.endswith(_NO_GENERATOR) for name in architectures):
-        raise ModelSourceError(
+        raise no_model(
             model,
             f"it holds a {architectures[0]}, and a causal language model is wanted here",
             "Name a model saved from AutoModelForCausalLM; a classifier can be a reward_model",
@@ -96,8 +96,8 @@ def load_causal_lm(
     return _finish(network, dtype, device)
 
 
-def _not_merged(model: Any, why: str) -> ModelSourceError:
-    return ModelSourceError(
+def _not_merged(model: Any, why: str) -> Problems:
+    return no_model(
         model,
         f"it holds adapters, and {why}",
         "Merge them first: load_causal_lm(model).save_pretrained(folder) and the tokenizer's",
@@ -138,7 +138,7 @@ def load_sequence_classifier(
         classifier keeps the head it has.
 
     Raises:
-        ModelSourceError: nothing can be loaded, weights are missing, or `model` is no classifier
+        Problems: nothing can be loaded, weights are missing, or `model` is no classifier
             and `new_head` is False.
     """
     kind, value = source_kind(model)
@@ -153,7 +153,7 @@ def load_sequence_classifier(
         architectures = config.architectures or []
     needs_head = bool(architectures) and not any(n.endswith(_CLASSIFIER) for n in architectures)
     if needs_head and not new_head:
-        raise ModelSourceError(
+        raise no_model(
             model,
             f"it holds a {architectures[0]}, and a sequence classifier is wanted here",
             "Name a reward model: a folder saved from AutoModelForSequenceClassification, such "
@@ -224,7 +224,7 @@ def load_quantized(
     full precision; but for nf4 on a CPU, where each layer's block size must be chosen.
 
     Raises:
-        ModelSourceError: see `load`.
+        Problems: see `load`.
         ValueError: a combination that does not exist, or a model with nothing to quantise.
         ImportError: the backend is not installed.
     """
@@ -269,13 +269,10 @@ def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """Returns the torch dtype of that name; raises ValueError for one that cannot hold weights."""
     found = dtype if isinstance(dtype, torch.dtype) else DTYPES.get(str(dtype))
     if found is None or found not in DTYPES.values():
-        raise SettingError(
-            name="dtype",
-            value=dtype,
-            rule=f"be one of {', '.join(DTYPES)}",
-            reason="weights are kept in it",
-            remedy="For fewer bits see the quantization setting",
-        )
+        raise Problems(
+            "dtype", f"be one of {', '.join(DTYPES)}", "weights are kept in it",
+            "For fewer bits see the quantization setting", dtype,
+        )  # fmt: skip
     return found
 
 
@@ -309,7 +306,7 @@ def _from_pretrained(auto_class: Any, value: str, kind: str, **kwargs: Any) -> P
         missing = {k for k in missing if k.startswith(trunk) and ".pooler." not in k}
     wrong = sorted(missing) + sorted(str(k) for k in report["mismatched_keys"])
     if wrong:
-        raise ModelSourceError(
+        raise no_model(
             value,
             f"{len(wrong)} weights of {type(network).__name__} are missing from it or have "
             f"another shape, the first is {wrong[0]}",

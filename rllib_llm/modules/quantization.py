@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.errors import Problems
 
 if TYPE_CHECKING:  # it imports what models are made of, and settings are checked without
     from transformers import PreTrainedModel
@@ -72,14 +72,10 @@ def verify_quantized(model: PreTrainedModel, quantization: str) -> None:
     layers = list(quantizable_layers(model, head_names(model)))
     left = [name for name, layer in layers if not is_quantized(layer)]
     if len(left) == len(layers):
-        raise SettingError(
-            name="quantization",
-            value=quantization,
-            rule="find linear layers",
-            reason=f"{type(model).__name__} has {len(layers)} outside its head and none could "
-            "be quantised",
-            remedy="Choose 'bf16' or 'none'",
-        )
+        raise Problems(
+            "quantization", "find linear layers", f"{type(model).__name__} has {len(layers)} "
+            "outside its head and none could be quantised", "Choose 'bf16' or 'none'", quantization,
+        )  # fmt: skip
     if left:
         warnings.warn(
             f"{len(left)} of {len(layers)} linear layers of {type(model).__name__} stay "
@@ -217,21 +213,15 @@ def check_quantization(quantization: str, backend: str) -> None:
         ("backend", backend, BACKENDS),
     ):
         if given not in allowed:
-            raise SettingError(
-                name=name,
-                value=given,
-                rule=f"be one of {', '.join(allowed)}",
-                reason="nothing else is built in",
-                remedy=f"{allowed[0]!r} is the default",
-            )
+            raise Problems(
+                name, f"be one of {', '.join(allowed)}", "nothing else is built in",
+                f"{allowed[0]!r} is the default", given,
+            )  # fmt: skip
     if (quantization, backend) == ("nf4", "torchao"):
-        raise SettingError(
-            name="backend",
-            value="torchao",
-            rule="be 'bitsandbytes' or 'auto' with quantization='nf4'",
-            reason="torchao is used for int8 only",
-            remedy="Change one of the two",
-        )
+        raise Problems(
+            "backend", "be 'bitsandbytes' or 'auto' with quantization='nf4'",
+            "torchao is used for int8 only", "Change one of the two", "torchao",
+        )  # fmt: skip
 
 
 def resolve_backend(quantization: str, backend: str, device: str | torch.device) -> str:
@@ -266,13 +256,10 @@ def resolve_backend(quantization: str, backend: str, device: str | torch.device)
 def refuse_quantized(config: Any, quantization: str, model: object) -> None:
     """Raises ValueError if the `config` of `model` declares quantised weights."""
     if getattr(config, "quantization_config", None) is not None:
-        raise SettingError(
-            name="quantization",
-            value=quantization,
-            rule=f"be 'none' for model={str(model)!r}",
-            reason="it was saved quantised already",
-            remedy="Use 'none', or the unquantised model",
-        )
+        raise Problems(
+            "quantization", f"be 'none' for model={str(model)!r}", "it was saved quantised already",
+            "Use 'none', or the unquantised model", quantization,
+        )  # fmt: skip
 
 
 def calm_bitsandbytes() -> None:

@@ -39,7 +39,7 @@ from rllib_llm.modules.tokenizer import load_tokenizer
 from rllib_llm.modules.trunk import take_apart
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import widen
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.errors import Problems
 
 
 class ValueHead(nn.Module):
@@ -257,13 +257,11 @@ def _separate_critic(
         model = load_causal_lm(config["pretrained_model"], dtype=config["dtype"])
         return model.base_model, ValueHead(_state_size(model))
     if load_tokenizer(source).get_vocab() != tokenizer.get_vocab():
-        raise SettingError(
-            name="critic_model",
-            value=source,
-            rule=f"have the vocabulary of model={config['pretrained_model']!r}",
-            reason="a critic reads the policy's token ids",
-            remedy="Leave critic_model out, or train a reward model on the policy's own trunk",
-        )
+        raise Problems(
+            "critic_model", f"have the vocabulary of model={config['pretrained_model']!r}",
+            "a critic reads the policy's token ids", "Leave critic_model out, or train a reward "
+            "model on the policy's own trunk", source,
+        )  # fmt: skip
     model = load_sequence_classifier(source, dtype=config["dtype"])
     head = score_head(model)
     value_head = ValueHead(head.in_features)

@@ -18,13 +18,13 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from rllib_llm.modules.model_source import (
     DOTTED,
     FOLDER,
-    ModelSourceError,
     build_from_dotted,
     load_with_retries,
     model_config,
+    no_model,
     source_kind,
 )
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.errors import Problems
 
 
 def load_tokenizer(
@@ -36,14 +36,14 @@ def load_tokenizer(
     `read_chat_template` for a template that takes the place of the tokenizer's own.
 
     Raises:
-        ModelSourceError: nothing can be loaded from `model`.
+        Problems: nothing can be loaded from `model`.
         ValueError: the tokenizer has ids for which the model has no embedding.
     """
     kind, value = source_kind(model)
     if kind == DOTTED:
         network, tokenizer = build_from_dotted(value)
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
-            raise ModelSourceError(
+            raise no_model(
                 value,
                 f"the function returned a {type(tokenizer).__name__} as tokenizer",
                 "Return (model, tokenizer), the tokenizer a transformers tokenizer",
@@ -79,13 +79,10 @@ def read_chat_template(given: str) -> str:
     except TemplateSyntaxError as error:
         found = f"line {error.lineno}: {error.message}"
     if found:
-        raise SettingError(
-            name="chat_template",
-            value=given,
-            rule="be a Jinja template or the file of one",
-            reason=found,
-            remedy="Give the file chat_template.jinja of a model with the same special tokens",
-        )
+        raise Problems(
+            "chat_template", "be a Jinja template or the file of one", found,
+            "Give the file chat_template.jinja of a model with the same special tokens", given,
+        )  # fmt: skip
     return text
 
 
@@ -145,13 +142,10 @@ def ensure_pad_token(tokenizer: PreTrainedTokenizerBase, eos_ids: tuple[int, ...
         return
     choice = _spare_token(tokenizer, ends)
     if choice is None and tokenizer.eos_token is None:
-        raise SettingError(
-            name="tokenizer.pad_token",
-            value=None,
-            rule="be a token",
-            reason="the vocabulary holds no pad, reserved, unknown, BOS or EOS token to pad with",
-            remedy="Set tokenizer.pad_token and save it again",
-        )
+        raise Problems(
+            "tokenizer.pad_token", "be a token", "the vocabulary holds no pad, reserved, unknown, "
+            "BOS or EOS token to pad with", "Set tokenizer.pad_token and save it again", None,
+        )  # fmt: skip
     tokenizer.pad_token = choice or tokenizer.eos_token
 
 

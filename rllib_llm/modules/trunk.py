@@ -25,7 +25,7 @@ from rllib_llm.modules.llama_trunk import fused_hidden, is_fusible
 from rllib_llm.modules.packed_attention import PACKED, AttentionLayout, Kernel
 from rllib_llm.modules.packing import Rows, WantedTokens, completion_rows, pack, pack_dense
 from rllib_llm.modules.precision import multiplies_by_onednn
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.errors import Problems
 
 # Largest difference between our numbers and the model's own, as a share of the largest number: of
 # 16 bits eight units in the last place, since each layer rounds both; a wrong layout differs more.
@@ -116,7 +116,7 @@ def reads_dense(trunk: nn.Module) -> bool:
     its place, which without a layout is the same.
 
     Raises:
-        SettingError: it does not, but a kernel was chosen for it that needs such rows.
+        Problems: it does not, but a kernel was chosen for it that needs such rows.
     """
     if not isinstance(trunk, PreTrainedModel):
         return False
@@ -125,14 +125,11 @@ def reads_dense(trunk: nn.Module) -> bool:
         dense = _can_be_laid_out(trunk) and _same_states(trunk)
         known = _verdicts[trunk] = trunk.config._attn_implementation, dense
     if not known[1] and kernel_of(trunk) != "sdpa":
-        raise SettingError(
-            name="attn_implementation",
-            value=kernel_of(trunk),
-            rule=f"be 'sdpa' for {type(trunk).__name__}",
-            reason="this model computes attention in a way of its own, or other numbers where rows "
-            "lie one behind another, as other kernels read them",
-            remedy="Leave it out",
-        )
+        raise Problems(
+            "attn_implementation", f"be 'sdpa' for {type(trunk).__name__}",
+            "this model computes attention in a way of its own, or other numbers where rows lie "
+            "one behind another, as other kernels read them", "Leave it out", kernel_of(trunk),
+        )  # fmt: skip
     return known[1]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.errors import Problems
 
 SCHEDULES = ("constant", "linear", "cosine")
 
@@ -21,25 +21,20 @@ def learning_rate_factor(
         ValueError: unknown schedule, or a decay without `num_total_updates`.
     """
     if schedule not in SCHEDULES:
-        raise SettingError(
-            name="lr_schedule",
-            value=schedule,
-            rule=f"be one of {SCHEDULES}",
-            reason="no other is known",
-            remedy="Choose 'constant' to leave the learning rate as it is after warm-up",
-        )
+        raise Problems(
+            "lr_schedule", f"be one of {SCHEDULES}", "no other is known",
+            "Choose 'constant' to leave the learning rate as it is after warm-up", schedule,
+        )  # fmt: skip
     if update < num_warmup_updates:
         return (update + 1) / (num_warmup_updates + 1)
     if schedule == "constant":
         return 1.0
     if not num_total_updates:
-        raise SettingError(
-            name="lr_num_updates",
-            value=num_total_updates,
-            rule=f"be a positive number of updates with lr_schedule={schedule!r}",
-            reason="the decay needs its end",
-            remedy="Set it to the optimiser updates of the whole run",
-        )
+        raise Problems(
+            "lr_num_updates", f"be a positive number of updates with lr_schedule={schedule!r}",
+            "the decay needs its end", "Set it to the optimiser updates of the whole run",
+            num_total_updates,
+        )  # fmt: skip
     span = max(1, num_total_updates - num_warmup_updates)
     progress = min(1.0, (update - num_warmup_updates) / span)
     if schedule == "linear":

@@ -38,7 +38,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rllib_llm.overseer.diagnosis import diagnose
-from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.remote import NAMESPACE
 from rllib_llm.shared.run_layout import RunFolder, name_one
 from rllib_llm.shared.storage import place, read_json
@@ -370,7 +370,7 @@ SECONDS_TO_ANSWER = 5.0
 POLL_S = 0.3
 
 
-class NoOverseerError(UserError):
+class NoOverseerError(Problems):
     """A run without an overseer that answers."""
 
 
@@ -405,7 +405,7 @@ class Run:
 
         Raises:
             NoOverseerError: nobody answers.
-            UserError: no such command.
+            Problems: no such command.
         """
         body = json.dumps({"name": command, "arguments": arguments}).encode()
         told = self._ask("/commands", body)["commands"]
@@ -442,7 +442,7 @@ class Run:
                 return response.read()
         except urllib.error.HTTPError as error:
             if error.code == HTTPStatus.BAD_REQUEST:
-                raise UserError(json.loads(error.read())["error"]) from error
+                raise Problems(json.loads(error.read())["error"]) from error
             raise self._nobody(error) from error  # somebody else has its port now
         except (OSError, HTTPException, ValueError, KeyError) as error:
             raise self._nobody(error) from error
@@ -451,15 +451,15 @@ class Run:
         return NoOverseerError(
             f"run={str(self.folder)!r} must be going on, on this machine: its overseer does not "
             f"answer ({error}). The run has ended, or its overseer is started again, which takes "
-            "up to a minute."
-        )
+            "up to a minute.",
+        )  # fmt: skip
 
 
 def find_run(folder: str | Path) -> Run:
     """The run in `folder`; of several stages, the one that started last.
 
     Raises:
-        UserError: no run was overseen there.
+        Problems: no run was overseen there.
     """
     root = place(folder)
     found = RunFolder(root).in_stages(ADDRESS_FILE)
@@ -467,8 +467,8 @@ def find_run(folder: str | Path) -> Run:
     files.sort(key=lambda file: file.stat().st_mtime)
     if not files:
         inside = name_one(RunFolder(root).holding(ADDRESS_FILE))
-        raise UserError(
+        raise Problems(
             f"run={str(root)!r} must be the folder of a run with `overseer: true` in its config: "
-            f"no overseer has left its address there. {inside or _OTHERWISE}"
-        )
+            f"no overseer has left its address there. {inside or _OTHERWISE}",
+        )  # fmt: skip
     return Run(files[-1].resolve())

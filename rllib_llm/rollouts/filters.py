@@ -18,7 +18,7 @@ import torch
 from rllib_llm.rollouts.judged_batch import JudgedBatch
 from rllib_llm.shared import columns
 from rllib_llm.shared.dotted import import_dotted, looks_dotted
-from rllib_llm.shared.errors import SettingError, did_you_mean, require
+from rllib_llm.shared.errors import Problems, did_you_mean, require
 
 
 class Verdict(NamedTuple):
@@ -99,10 +99,6 @@ FILTERS: Mapping[str, Callable[..., tuple[bool, str]]] = MappingProxyType({
 })  # fmt: skip
 
 
-class FilterError(SettingError):
-    """An unknown filter, or one with an invalid return value."""
-
-
 class Filters:
     """Filters in order; the first that rejects a group gives the reason.
 
@@ -111,7 +107,7 @@ class Filters:
             settings}.
 
     Raises:
-        FilterError: no such filter, or not these settings.
+        Problems: no such filter, or not these settings.
     """
 
     def __init__(self, settings: Sequence[str | Mapping[str, Any]]) -> None:
@@ -126,7 +122,7 @@ class Filters:
         """Why the group, all rows of `batch`, is not to be learnt from; "" where it is.
 
         Raises:
-            FilterError: a filter gave something else than (keep, reason).
+            Problems: a filter gave something else than (keep, reason).
         """
         if not self._filters or not bool(batch.columns[columns.VALID].any()):
             return ""
@@ -136,7 +132,7 @@ class Filters:
             require(
                 isinstance(verdict, tuple) and len(verdict) == 2,
                 f"filter {name!r} returned {verdict!r}, which", ..., "be (keep, reason)",
-                "the reason becomes a metric", "Return (True, '') or (False, 'why')", FilterError,
+                "the reason becomes a metric", "Return (True, '') or (False, 'why')", Problems,
             )  # fmt: skip
             keep, reason = verdict
             if not keep:
@@ -155,11 +151,8 @@ def _open(setting: str | Mapping[str, Any]) -> tuple[str, Filter]:
     elif isinstance(name, str) and looks_dotted(name):
         found = import_dotted(name, name="filters")
     else:
-        raise FilterError(
-            name="filters",
-            value=setting,
-            rule=f"be among {sorted(FILTERS)} or a function's dotted path",
-            reason="it is neither",
-            remedy=did_you_mean(str(name), FILTERS, otherwise="Write 'reward_spread'"),
-        )
+        raise Problems(
+            "filters", f"be among {sorted(FILTERS)} or a function's dotted path", "it is neither",
+            did_you_mean(str(name), FILTERS, otherwise="Write 'reward_spread'"), setting,
+        )  # fmt: skip
     return str(name), functools.partial(found, **arguments) if arguments else found

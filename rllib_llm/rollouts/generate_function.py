@@ -29,12 +29,8 @@ from rllib_llm.engines.protocol import Ended, Finish, pad_completions
 from rllib_llm.rollouts.policy import Generation, ModulePolicy
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import pad_right
-from rllib_llm.shared.errors import SettingError, require
+from rllib_llm.shared.errors import Problems, require
 from rllib_llm.shared.remote import EventLoop, call
-
-
-class GeneratedError(SettingError):
-    """Output of a generation function that cannot be trained on."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +156,7 @@ def _counted(group: Any, num_completions: int) -> list[Generated]:
     require(
         given == num_completions, "completions of generate_function", given,
         f"be {num_completions}", "so many were asked for (asked.num_completions)",
-        "Return a list of as many Generated", GeneratedError,
+        "Return a list of as many Generated", Problems,
     )  # fmt: skip
     return list(group)
 
@@ -169,7 +165,7 @@ def _checked(row: Any, params: SamplingParams, vocab_size: int) -> Generated:
     """The completion, if it can be learnt from."""
     require(
         isinstance(row, Generated), "a completion", type(row).__name__, "be a Generated",
-        "it has token_ids and logprobs", "Return a list of Generated", GeneratedError,
+        "it has token_ids and logprobs", "Return a list of Generated", Problems,
     )  # fmt: skip
     num = len(row.token_ids)
     sampled = [True] * num if row.sampled is None else list(row.sampled)
@@ -187,7 +183,7 @@ def _checked(row: Any, params: SamplingParams, vocab_size: int) -> Generated:
     for name, (value, holds, rule) in rules.items():
         require(
             holds, name, value, f"be {rule}", "the completion is learnt from as it is",
-            "Correct what generate_function returns", GeneratedError,
+            "Correct what generate_function returns", Problems,
         )  # fmt: skip
     finished = row.finished
     if finished is None:

@@ -343,4 +343,4 @@ class Sampler:
 
 def failed_metrics(error: UnjudgedError, like: torch.Tensor) -> dict[str, torch.Tensor]:
     """The metric of what failed on all rows, as many as `like` has."""
-    return {f"{error.name}{columns.FAILED}": torch.ones_like(like)} if error.name else {}
+    return {f"{error.judge}{columns.FAILED}": torch.ones_like(like)}

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from rllib_llm.shared.errors import SettingError, UserError, together, unknown_key
+from rllib_llm.shared.errors import Problem, Problems, unknown_key
 from rllib_llm.shared.setting import OF_EXPERIMENT, Section, Setting, Settings, setting
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Experiment(Settings):
     under.
 
     Raises:
-        UserError: what cannot be, all of it at once.
+        Problems: what cannot be, all of it at once.
     """
 
     name: str = setting(..., "the key it stands under")
@@ -110,22 +110,18 @@ class Experiment(Settings):
         given = {"name": name, "run": run, "env": env, "config": config, **settings}
         given = {key: value for key, value in given.items() if value is not None}
         problems = _problems(EXPERIMENT, given, name)
-        if run is None and not any(e.unknown and "'run'" in e.remedy for e in problems):
-            problems.append(UserError(
-                name=f"{name}.run", rule="be set", reason="it names the algorithm",
-                remedy="Write `run: GRPO`",
-            ))  # fmt: skip
+        if run is None and not any("'run'" in problem.remedy for problem in problems):
+            what = "it names the algorithm"
+            problems.append(Problem(f"{name}.run", "be set", what, "Write `run: GRPO`"))
         if problems:
-            raise together(problems)
+            raise Problems(problems)
         super().__init__(**given)
         if self.mode and not self.metric:
-            raise UserError(
-                name=f"{name}.mode",
-                value=self.mode,
-                rule="come with a metric",
-                reason="it says which way the metric improves, and there is none",
-                remedy="Write `metric: objective/scores`, or drop it",
-            )
+            raise Problems(
+                f"{name}.mode", "come with a metric",
+                "it says which way the metric improves, and there is none",
+                "Write `metric: objective/scores`, or drop it", self.mode,
+            )  # fmt: skip
 
     def replace(self, **changes: Any) -> Experiment:
         """Return the experiment with `changes`, checked as a new one."""
@@ -137,8 +133,8 @@ EXPERIMENT = Section.of("experiment", Experiment, place=OF_EXPERIMENT)
 KEYS = tuple(row.name for row in EXPERIMENT.settings if row.name != "name")
 
 
-def _problems(section: Section, given: Mapping[str, Any], where: str) -> list[UserError]:
-    """The errors of settings."""
+def _problems(section: Section, given: Mapping[str, Any], where: str) -> list[Problem]:
+    """The problems of settings."""
     rows = {row.name: row for row in section.settings}
     found = []
     for key, value in given.items():
@@ -146,8 +142,8 @@ def _problems(section: Section, given: Mapping[str, Any], where: str) -> list[Us
             found.append(_unknown(section, key, where))
         elif (error := rows[key].error(value, place=where)) is not None:
             if isinstance(rows[key].default, dict) and not isinstance(value, dict):
-                error.remedy = f"Write `{key}: {{name: value}}`"
-            found.append(_of_user(error))
+                error = dataclasses.replace(error, remedy=f"Write `{key}: {{name: value}}`")
+            found.append(error)
         elif key == "checkpoint_config":
             found += _problems(CHECKPOINTS, value, f"{where}.{key}")
         elif isinstance(value, dict):
@@ -155,8 +151,8 @@ def _problems(section: Section, given: Mapping[str, Any], where: str) -> list[Us
     return found
 
 
-def _of_item(row: Setting, name: Any, value: Any, where: str) -> list[UserError]:
-    """Errors of an entry of a mapping; limits of results are numbers."""
+def _of_item(row: Setting, name: Any, value: Any, where: str) -> list[Problem]:
+    """Problems of an entry of a mapping; limits of results are numbers."""
     if row.name not in ("stop", "pass_criteria"):
         return []
     remedy = f"Write `{name}: 100`"
@@ -165,18 +161,11 @@ def _of_item(row: Setting, name: Any, value: Any, where: str) -> list[UserError]
         remedy = f"Write `{name}/{inner}: {inner_value}`"
     limit = dataclasses.replace(row, name=name, type=float, remedy=remedy)
     error = limit.error(value, place=f"{where}.{row.name}")
-    return [] if error is None else [_of_user(error)]
+    return [] if error is None else [error]
 
 
-def _of_user(error: SettingError) -> UserError:
-    return UserError(
-        name=error.name, value=error.value, rule=error.rule, reason=error.reason,
-        remedy=error.remedy,
-    )  # fmt: skip
-
-
-def _unknown(section: Section, key: str, where: str) -> UserError:
-    """The error for unknown keys."""
+def _unknown(section: Section, key: str, where: str) -> Problem:
+    """The problem of an unknown key."""
     from rllib_llm.algorithms.language_model_config import LanguageModelConfig
 
     hint, known = "", KEYS if section is EXPERIMENT else [row.name for row in section.settings]
@@ -193,7 +182,7 @@ def algorithm_class(name: str, where: str) -> type[Trainable]:
     It is an Algorithm of RLlib, or another Trainable of Tune with a `get_default_config()`.
 
     Raises:
-        UserError: nothing of that name; the message has the nearest ones.
+        Problems: nothing of that name; the message has the nearest ones.
     """
     from ray.tune import Trainable
 
@@ -202,13 +191,10 @@ def algorithm_class(name: str, where: str) -> type[Trainable]:
     found = get_algorithm_class(name)
     is_trainable = isinstance(found, type) and issubclass(found, Trainable)
     if not (is_trainable and hasattr(found, "get_default_config")):
-        raise UserError(
-            name=f"{where}.run",
-            value=name,
-            rule="be an RLlib Algorithm or another Tune Trainable",
-            reason=f"it is {found!r}",
-            remedy="Check the path",
-        )
+        raise Problems(
+            f"{where}.run", "be an RLlib Algorithm or another Tune Trainable", f"it is {found!r}",
+            "Check the path", name,
+        )  # fmt: skip
     return found
 
 
@@ -239,9 +225,8 @@ def substitute(value: Any, lookup: Callable[[str, str], Any], where: str) -> Any
     if whole := REFERENCE.fullmatch(value):
         return lookup(whole[1].strip(), where)
     if "${" in REFERENCE.sub("", value):
-        raise UserError(
-            name=where, value=value, rule="close every ${ with }", reason="a reference ends there",
-            remedy="Write the missing }",
+        raise Problems(
+            where, "close every ${ with }", "a reference ends there", "Write the missing }", value,
         )  # fmt: skip
     return REFERENCE.sub(lambda match: str(lookup(match[1].strip(), where)), value)
 
@@ -274,7 +259,7 @@ def with_stand_ins(experiments: list[Experiment]) -> list[Experiment]:
     """Return the experiments with `${name.model}` replaced by the model that `name` starts from.
 
     Raises:
-        UserError: an experiment uses another's result that will not be saved.
+        Problems: an experiment uses another's result that will not be saved.
     """
     by_name = {experiment.name: experiment for experiment in experiments}
     stand_ins: dict[str, Any] = {}
@@ -286,13 +271,10 @@ def with_stand_ins(experiments: list[Experiment]) -> list[Experiment]:
             if product == "rollouts":
                 _check_keeps_rollouts(by_name[name], experiment.name)
             elif by_name[name].checkpoint_config.get("checkpoint_at_end") is False:
-                raise UserError(
-                    name=f"{name}.checkpoint_config.checkpoint_at_end",
-                    value=False,
-                    rule="be true",
-                    reason=f"{experiment.name!r} uses ${{{name}.{product}}}",
-                    remedy="Drop the key",
-                )
+                raise Problems(
+                    f"{name}.checkpoint_config.checkpoint_at_end", "be true",
+                    f"{experiment.name!r} uses ${{{name}.{product}}}", "Drop the key", False,
+                )  # fmt: skip
         config = substitute(
             experiment.config, lambda ref, _: stand_ins.get(ref, f"${{{ref}}}"), experiment.name
         )
@@ -309,13 +291,11 @@ def with_stand_ins(experiments: list[Experiment]) -> list[Experiment]:
 def _check_leaves_model(experiment: Experiment, user: str) -> None:
     name, found = experiment.name, algorithm_class(experiment.run, experiment.name)
     if found.__module__.startswith("ray."):
-        raise UserError(
-            where=user,
-            name=f"${{{name}.model}}",
-            rule="be of an experiment that trains a language model",
-            reason=f"{name}.run={experiment.run!r} is RLlib's own and leaves none",
-            remedy="Name another experiment",
-        )
+        raise Problems(
+            f"${{{name}.model}}", "be of an experiment that trains a language model",
+            f"{name}.run={experiment.run!r} is RLlib's own and leaves none",
+            "Name another experiment",
+        ).within(user)  # fmt: skip
 
 
 def _check_keeps_rollouts(experiment: Experiment, user: str) -> None:
@@ -323,24 +303,18 @@ def _check_keeps_rollouts(experiment: Experiment, user: str) -> None:
 
     name = experiment.name
     if not issubclass(algorithm_class(experiment.run, name), RLHF):
-        raise UserError(
-            where=user,
-            name=f"${{{name}.rollouts}}",
-            rule="be of an experiment that samples",
-            reason=f"{name}.run={experiment.run!r} does not",
-            remedy="Name one of GRPO, PPOPtx, ..",
-        )
+        raise Problems(
+            f"${{{name}.rollouts}}", "be of an experiment that samples",
+            f"{name}.run={experiment.run!r} does not", "Name one of GRPO, PPOPtx, ..",
+        ).within(user)  # fmt: skip
     section = experiment.config.get("rollouts")
     section = section if isinstance(section, dict) else {}
     kept = experiment.config.get("store_rollouts", section.get("store", True))
     if kept is False:
-        raise UserError(
-            name=f"{name}.config.store_rollouts",
-            value=False,
-            rule="be true",
-            reason=f"{user!r} uses ${{{name}.rollouts}}",
-            remedy="Drop the key",
-        )
+        raise Problems(
+            f"{name}.config.store_rollouts", "be true", f"{user!r} uses ${{{name}.rollouts}}",
+            "Drop the key", False,
+        )  # fmt: skip
 
 
 def model_of(config: Mapping[str, Any]) -> Any:

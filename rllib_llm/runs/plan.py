@@ -47,12 +47,11 @@ from rllib_llm.runs.search_space import (
 )
 from rllib_llm.shared.errors import (
     Problem,
+    Problems,
     SettingWarning,
-    UserError,
     all_complaints,
     complain,
     noted,
-    problems_of,
     suggestion,
     warning,
 )
@@ -76,7 +75,7 @@ def check_experiments(
             is warned of.
 
     Raises:
-        UserError: all that is wrong, with the experiments' names.
+        Problems: all that is wrong, with the experiments' names.
     """
     reserved: list[Reservation] = []
     problems: list[Problem] = []
@@ -97,7 +96,7 @@ def check_experiment(experiment: Experiment) -> list[Reservation]:
     reserves.
 
     Raises:
-        UserError: all that is wrong, a line each, with the experiment's name.
+        Problems: all that is wrong, a line each, with the experiment's name.
     """
     found, reserved, _ = examined(experiment)
     _tell(found)
@@ -105,13 +104,13 @@ def check_experiment(experiment: Experiment) -> list[Reservation]:
 
 
 def _tell(problems: Iterable[Problem]) -> None:
-    """Warns of what is no error; raises UserError where something is."""
-    errors = [str(problem) for problem in problems if problem.severity == "error"]
+    """Warns of what is no error; raises Problems where something is."""
+    errors = [problem for problem in problems if problem.severity == "error"]
     for problem in problems:
         if problem.severity == "warning":
             warnings.warn(SettingWarning(problem), stacklevel=3)
     if errors:
-        raise UserError("\n".join(errors))
+        raise Problems(errors)
 
 
 def examined(experiment: Experiment) -> tuple[list[Problem], list[Reservation], Stage | None]:
@@ -125,8 +124,7 @@ def examined(experiment: Experiment) -> tuple[list[Problem], list[Reservation], 
     if errors:
         # A stand-in that is wrong is reported for the experiment that names it.
         is_foreign = isinstance(model_of(experiment.config), StandIn)
-        own = [e for e in errors if not (is_foreign and getattr(e, "subject", "") == "model")]
-        wrong = [problem for error in own for problem in problems_of(error)]
+        wrong = [p for p in errors if not (is_foreign and re.fullmatch(r"(.*\.)?model", p.name))]
         return [
             replace(each, name=as_written(each.name, experiment)).within(name) for each in wrong
         ], [], None
@@ -226,7 +224,7 @@ def _check_results(experiment: Experiment) -> None:
         hint = _meant_counter(key, known or not is_certain) if where == "stop" else ""
         if hint:
             text = f"{name}.stop: unknown result {key!r}: no trial reports it. {hint}"
-            complain(UserError(text))
+            complain(Problems(text))
             continue
         rule, typical = f"be a result of {run}", TYPICAL.get(run, "training_iteration")
         remedy = f"Name one that {run} reports, such as {typical!r}"
@@ -243,10 +241,7 @@ def _check_results(experiment: Experiment) -> None:
         else:
             continue
         if is_certain and why:
-            complain(UserError(
-                name=f"{name}.{where}", value=key, rule=rule, reason=f"{use}, and {why}",
-                remedy=remedy,
-            ))  # fmt: skip
+            complain(Problems(f"{name}.{where}", rule, f"{use}, and {why}", remedy, key))
         else:
             found = warning(
                 f"{name}.{where}", rule, "unless code of yours reports it, nothing ever happens by "
@@ -339,12 +334,10 @@ def check_env(config: Any, algo_class: type) -> None:
     env = getattr(config, "env", None)
     is_of_rllib = isinstance(config, AlgorithmConfig) and not isinstance(config, TabledConfig)
     if env is None and is_of_rllib and config.observation_space is None:
-        raise UserError(
-            name="env",
-            rule="be a gymnasium id, a registered name or a dotted path",
-            reason="an algorithm of RLlib learns in it",
-            remedy="Write `env: CartPole-v1` beside `run:`",
-        )
+        raise Problems(
+            "env", "be a gymnasium id, a registered name or a dotted path",
+            "an algorithm of RLlib learns in it", "Write `env: CartPole-v1` beside `run:`",
+        )  # fmt: skip
     if not isinstance(env, str):
         return
     if env in ENVIRONMENTS:
@@ -367,13 +360,10 @@ def _check_stock_env(env: str) -> None:
     known = env in gymnasium.registry or registered_env(env) is not None
     if known or ":" in env or looks_dotted(env):
         return
-    raise UserError(
-        name="env",
-        value=env,
-        rule="be a gymnasium id, a registered name or a dotted path",
-        reason="it is none of these",
-        remedy=suggestion(env, gymnasium.registry),
-    )
+    raise Problems(
+        "env", "be a gymnasium id, a registered name or a dotted path", "it is none of these",
+        suggestion(env, gymnasium.registry), env,
+    )  # fmt: skip
 
 
 # A checkpoint holds weights and Adam's two moments; a fourth share is for critic and model folder.
@@ -385,18 +375,17 @@ def check_resources(reservation: Reservation, nodes: Sequence[Mapping[str, float
     """Check that the cluster's nodes can hold one trial, which would otherwise wait for ever.
 
     Raises:
-        UserError: they cannot.
+        Problems: they cannot.
     """
     cluster = total_of(nodes)
     for name, amount in reservation.totals.items():
         if amount > cluster.get(name, 0.0):
-            raise UserError(
-                name=f"one trial reserves {amount:g} {name}{'s' if amount != 1 else ''} and",
-                rule=f"fit into Ray's {cluster.get(name, 0.0):g}",
-                reason="it would wait for ever",
-                remedy=f"Give Ray more (--ray-num-{name.lower()}s, a bigger cluster), or lower "
+            raise Problems(
+                f"one trial reserves {amount:g} {name}{'s' if amount != 1 else ''} and",
+                f"fit into Ray's {cluster.get(name, 0.0):g}", "it would wait for ever",
+                f"Give Ray more (--ray-num-{name.lower()}s, a bigger cluster), or lower "
                 f"num_env_runners, num_learners or the {name}s of each",
-            )
+            )  # fmt: skip
     check_nodes(reservation, nodes)
 
 
@@ -407,7 +396,7 @@ def check_disk(experiments: list[Experiment], folder: Place, free: int | None = 
     bytes, where they are known.
 
     Raises:
-        UserError: there is too little.
+        Problems: there is too little.
     """
     if not isinstance(folder, Path):
         return
@@ -418,14 +407,11 @@ def check_disk(experiments: list[Experiment], folder: Place, free: int | None = 
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free if free is None else free
     if free < needed:
-        raise UserError(
-            name="storage_path",
-            value=str(folder),
-            rule=f"have about {_gigabytes(needed)} free for the checkpoints",
-            reason=f"{_gigabytes(free)} are",
-            remedy="Free some, choose another disk with --storage-path, or keep fewer with "
-            "--keep-checkpoints-num",
-        )
+        raise Problems(
+            "storage_path", f"have about {_gigabytes(needed)} free for the checkpoints",
+            f"{_gigabytes(free)} are", "Free some, choose another disk with --storage-path, or "
+            "keep fewer with --keep-checkpoints-num", str(folder),
+        )  # fmt: skip
 
 
 def num_trials(experiment: Experiment) -> int:

@@ -31,7 +31,7 @@ from rllib_llm.runs.results import (
 )
 from rllib_llm.runs.run_folder import read_environment
 from rllib_llm.runs.signs import signs
-from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.run_layout import RESULTS, SETTINGS_FILE, RunFolder, name_one
 from rllib_llm.shared.storage import Place, place, read_json, replace_text
 
@@ -101,7 +101,7 @@ def find_trials(folder: str | Place) -> list[PageTrial]:
     order in which they began.
 
     Raises:
-        UserError: there are none.
+        Problems: there are none.
     """
     root = place(folder)
     root = root.resolve() if isinstance(root, Path) else root
@@ -110,10 +110,10 @@ def find_trials(folder: str | Place) -> list[PageTrial]:
     files = sorted(begun, key=begun.__getitem__)
     if not files:
         inside = name_one(RunFolder(root).holding(RESULTS))
-        raise UserError(
+        raise Problems(
             f"run={str(root)!r} must be the folder of a run with results: it holds no {RESULTS}. "
-            f"{inside or 'Name the folder that `rllib train` shows, after an iteration.'}"
-        )
+            f"{inside or 'Name the folder that `rllib train` shows, after an iteration.'}",
+        )  # fmt: skip
     stages = [file.parent.parent for file in files]
     trials = []
     for file, stage in zip(files, stages, strict=True):

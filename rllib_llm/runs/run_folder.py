@@ -25,7 +25,7 @@ from typing import Any
 
 from rllib_llm.runs.experiments import KEYS, Experiment
 from rllib_llm.runs.results import StageResult, read_results
-from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.run_layout import CHECKPOINTS, REPLACED, RESULTS, RUN_RECORD, RunFolder
 from rllib_llm.shared.storage import Place, UrlPath, place, read_json, remove, replace_text
 
@@ -57,17 +57,17 @@ def new_folder(
         source: the file that describes the run, or `COMMAND_LINE`.
 
     Raises:
-        UserError: a run of the chosen name is there already.
+        Problems: a run of the chosen name is there already.
     """
     stamped = f"{name}_{time.strftime('%Y-%m-%d_%H-%M-%S')}"
     folder = root / (chosen or stamped)
     number = 1
     while not _claim(folder):
         if chosen:
-            raise UserError(
+            raise Problems(
                 f"experiment_name={chosen!r} must be new: a run lies in {str(folder)!r} already, "
-                "and two would be mixed. Add --resume to go on with it, or choose another name."
-            )
+                "and two would be mixed. Add --resume to go on with it, or choose another name.",
+            )  # fmt: skip
         # Another run began in the same second; at a URL the two may meet again.
         number += random.randrange(1, 1000) if isinstance(folder, UrlPath) else 1
         folder = root / f"{stamped}_{number}"
@@ -106,16 +106,16 @@ def resumed_folder(root: Place, name: str, chosen: str | None, source: str) -> P
     """Return the folder of the run to continue: the chosen one, else the newest of this source.
 
     Raises:
-        UserError: there is none.
+        Problems: there is none.
     """
     if not chosen:
         return _newest(root, name, source)
     folder = root / chosen
     if not folder.is_dir():
-        raise UserError(
-            f"--resume: {str(folder)!r} must exist: it is the run to continue. "
-            "Check --storage-path and --experiment-name."
-        )
+        raise Problems(
+            f"--resume: {str(folder)!r} must exist: it is the run to continue. Check "
+            "--storage-path and --experiment-name.",
+        )  # fmt: skip
     return folder
 
 
@@ -123,7 +123,7 @@ def continue_run(folder: Place, source: str, experiments: Sequence[Experiment]) 
     """Check and record the experiments with which a run continues. Call it within `alone_in`.
 
     Raises:
-        UserError: they are not what it began with.
+        Problems: they are not what it began with.
     """
     check_continues(folder, experiments)
     write_record(folder, _recorded(folder).get("source", source), experiments)
@@ -135,7 +135,7 @@ def alone_in(folder: Place) -> Iterator[None]:
     effect at a URL, and where the file system knows no locks.
 
     Raises:
-        UserError: another one does.
+        Problems: another one does.
     """
     if isinstance(folder, UrlPath):
         yield
@@ -145,10 +145,10 @@ def alone_in(folder: Place) -> Iterator[None]:
         try:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(
+            raise Problems(
                 f"--resume: {str(folder)!r} must be of a run that has ended: a process still "
-                "writes to it, and two would be mixed. Wait, or end it with Ctrl-C where it runs."
-            ) from None
+                "writes to it, and two would be mixed. Wait, or end it with Ctrl-C where it runs.",
+            ) from None  # fmt: skip
         except OSError:
             pass  # a file system without locks
         yield
@@ -173,19 +173,19 @@ def _newest(root: Place, name: str, source: str) -> Place:
         else [path.name for path in root.glob("*") if _recorded(path).get("source") == source]
     )
     if others:
-        raise UserError(
+        raise Problems(
             f"--resume: no run of {source} has a name that was made for it. Runs of it with names "
-            f"of yours: {', '.join(sorted(others))}. Name one with --experiment-name."
-        )
+            f"of yours: {', '.join(sorted(others))}. Name one with --experiment-name.",
+        )  # fmt: skip
     if not found:
-        raise UserError(
-            f"--resume: no run of {name!r} lies in {str(root)!r}. "
-            "Check --storage-path, or start without --resume."
-        )
-    raise UserError(
+        raise Problems(
+            f"--resume: no run of {name!r} lies in {str(root)!r}. Check --storage-path, or start "
+            "without --resume.",
+        )  # fmt: skip
+    raise Problems(
         f"--resume: no run of {source} lies in {str(root)!r}: {found[-1].name} is of "
-        f"{sources[-1] or 'another start'}. Name the run that you mean with --experiment-name."
-    )
+        f"{sources[-1] or 'another start'}. Name the run that you mean with --experiment-name.",
+    )  # fmt: skip
 
 
 def has_saved(stage: Place) -> bool:
@@ -228,7 +228,7 @@ def check_continues(folder: Place, experiments: Sequence[Experiment]) -> None:
     """Check that experiments that have begun in `folder` are requested unchanged.
 
     Raises:
-        UserError: all settings that differ and would not take effect.
+        Problems: all settings that differ and would not take effect.
     """
     before = {spec["name"]: spec for spec in _recorded(folder).get("experiments", [])}
     now = {spec["name"]: spec for spec in as_json(experiments)}
@@ -254,7 +254,7 @@ def check_continues(folder: Place, experiments: Sequence[Experiment]) -> None:
                 f"it ended: {later[0]} has begun from its result. Start a new run."
             )
     if problems:
-        raise UserError("\n".join(f"--resume: {problem}" for problem in problems))
+        raise Problems("\n".join(f"--resume: {problem}" for problem in problems))
 
 
 def _differences(before: Any, now: Any, key: str = "") -> list[tuple[str, Any, Any]]:
@@ -294,30 +294,29 @@ def check_writable(root: Place) -> None:
     """Check that runs can be written under `root`; at a URL it is made.
 
     Raises:
-        UserError: they cannot.
+        Problems: they cannot.
     """
     if isinstance(root, UrlPath):
         try:
             root.mkdir()
         except OSError as error:
-            raise UserError(
+            raise Problems(
                 f"storage_path={str(root)!r} must be a URL that can be written to: {error}. Check "
-                "the bucket, and the credentials in the environment."
-            ) from error
+                "the bucket, and the credentials in the environment.",
+            ) from error  # fmt: skip
         return
     existing = next(path for path in (root, *root.parents) if path.exists())
     if not existing.is_dir():
-        raise UserError(
-            name="storage_path", value=str(root), rule="be a folder",
-            reason=f"{str(existing)!r} is a file", remedy="Choose another with --storage-path",
+        raise Problems(
+            "storage_path", "be a folder", f"{str(existing)!r} is a file",
+            "Choose another with --storage-path", str(root),
         )  # fmt: skip
     try:
         tempfile.TemporaryDirectory(dir=existing).cleanup()
     except OSError as error:
-        raise UserError(
-            name="storage_path", value=str(root), rule="be a folder that can be written to",
-            reason=f"{error.strerror}".lower(),
-            remedy="Choose another with --storage-path, or change its permissions",
+        raise Problems(
+            "storage_path", "be a folder that can be written to", f"{error.strerror}".lower(),
+            "Choose another with --storage-path, or change its permissions", str(root),
         ) from error  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from ray.tune.search.sample import Float, Integer
 from rllib_llm.config.schema import flat_settings
 from rllib_llm.runs.experiments import Experiment, algorithm_class
 from rllib_llm.runs.results import flatten, number
-from rllib_llm.shared.errors import UserError, suggestion, unknown_key
+from rllib_llm.shared.errors import Problems, suggestion, unknown_key
 from rllib_llm.shared.setting import LISTS, SAMPLERS
 
 
@@ -25,7 +25,7 @@ def to_tune(value: Any, where: str) -> Any:
     the mapping that Tune itself understands.
 
     Raises:
-        UserError: wrong arguments for a sampler.
+        Problems: wrong arguments for a sampler.
     """
     if isinstance(value, list):
         return [to_tune(item, f"{where}.{index}") for index, item in enumerate(value)]
@@ -57,13 +57,10 @@ def examples(config: dict[str, Any], limit: int = 64) -> list[dict[str, Any]]:
 
 def _from_list(name: str, arguments: Any, where: str) -> Any:
     if not isinstance(arguments, list) or not arguments:
-        raise UserError(
-            name=f"{where}.{name}",
-            value=arguments,
-            rule="be a list of at least one value",
-            reason="these are tried",
-            remedy=f"Write {{{name}: [1, 2]}}",
-        )
+        raise Problems(
+            f"{where}.{name}", "be a list of at least one value", "these are tried",
+            f"Write {{{name}: [1, 2]}}", arguments,
+        )  # fmt: skip
     if name == "grid_search":
         return {"grid_search": [to_tune(item, where) for item in arguments]}
     from ray import tune
@@ -95,13 +92,13 @@ def _from_range(name: str, arguments: Any, where: str) -> Any:
         rule = "give a lower bound that is not above the upper one"
         reason = "values are drawn from between them"
     if rule:
-        raise UserError(name=place, value=value, rule=rule, reason=reason, remedy=usage)
+        raise Problems(place, rule, reason, usage, value)
     try:
         return sampler(**given)
     except ValueError as error:
-        raise UserError(
-            f"{where}.{name}={arguments!r} cannot be sampled: {str(error).rstrip('.')}. {usage}."
-        ) from error
+        raise Problems(
+            f"{where}.{name}={arguments!r} cannot be sampled: {str(error).rstrip('.')}. {usage}.",
+        ) from error  # fmt: skip
 
 
 SHORT_NAMES = {"asha": "async_hyperband"}
@@ -111,7 +108,7 @@ def make_scheduler(experiment: Experiment) -> Any:
     """Return the Tune scheduler that the experiment names, None for first in, first out.
 
     Raises:
-        UserError: unknown name or argument.
+        Problems: unknown name or argument.
     """
     from ray.tune.schedulers import SCHEDULER_IMPORT, create_scheduler
 
@@ -121,12 +118,11 @@ def make_scheduler(experiment: Experiment) -> Any:
     name = _choice(experiment, "scheduler", SCHEDULER_IMPORT)
     arguments = _arguments(experiment, "scheduler_config", SCHEDULER_IMPORT[name])
     if name != "fifo" and not (experiment.metric or arguments.get("metric")):
-        raise UserError(
-            name=f"{experiment.name}.metric",
-            rule="be set",
-            reason=f"scheduler {experiment.scheduler!r} compares trials by it",
-            remedy="Write `metric: objective/scores` and `mode: max`",
-        )
+        raise Problems(
+            f"{experiment.name}.metric", "be set",
+            f"scheduler {experiment.scheduler!r} compares trials by it",
+            "Write `metric: objective/scores` and `mode: max`",
+        )  # fmt: skip
     try:
         return ResumablePBT(**arguments) if name == "pbt" else create_scheduler(name, **arguments)
     except (AssertionError, TuneError, TypeError, ValueError) as error:
@@ -137,7 +133,7 @@ def make_searcher(experiment: Experiment) -> Any:
     """Return the Tune searcher that the experiment names, None for grid and random search.
 
     Raises:
-        UserError: unknown name or argument, or its package is not installed.
+        Problems: unknown name or argument, or its package is not installed.
     """
     from ray.tune.search import SEARCH_ALG_IMPORT, create_searcher
 
@@ -149,22 +145,19 @@ def make_searcher(experiment: Experiment) -> Any:
     try:
         return create_searcher(name, **arguments)
     except (ImportError, AssertionError) as error:
-        raise UserError(
-            name=f"{experiment.name}.search_alg",
-            value=name,
-            rule="be installed",
-            reason=error,
-            remedy="Install its package, or drop the key for grid and random search",
-        ) from error
+        raise Problems(
+            f"{experiment.name}.search_alg", "be installed", error,
+            "Install its package, or drop the key for grid and random search", name,
+        ) from error  # fmt: skip
     except (TypeError, ValueError) as error:
         raise _refused(experiment, "search_config", error) from error
 
 
-def _refused(experiment: Experiment, key: str, error: object) -> UserError:
+def _refused(experiment: Experiment, key: str, error: object) -> Problems:
     """The error for arguments that Tune refuses."""
-    return UserError(
-        name=f"{experiment.name}.{key}", value=getattr(experiment, key),
-        rule="be arguments that Ray Tune takes", reason=error, remedy="Correct them",
+    return Problems(
+        f"{experiment.name}.{key}", "be arguments that Ray Tune takes", error, "Correct them",
+        getattr(experiment, key),
     )  # fmt: skip
 
 
@@ -172,13 +165,10 @@ def _choice(experiment: Experiment, key: str, known: dict[str, Any]) -> str:
     value = str(getattr(experiment, key)).lower()
     value = SHORT_NAMES.get(value, value)
     if value not in known:
-        raise UserError(
-            name=f"{experiment.name}.{key}",
-            value=value,
-            rule="be a name that Ray Tune knows",
-            reason="it is not",
-            remedy=suggestion(value, [*known, *SHORT_NAMES]),
-        )
+        raise Problems(
+            f"{experiment.name}.{key}", "be a name that Ray Tune knows", "it is not",
+            suggestion(value, [*known, *SHORT_NAMES]), value,
+        )  # fmt: skip
     return value
 
 
@@ -191,12 +181,11 @@ def _arguments(experiment: Experiment, key: str, target: Any) -> dict[str, Any]:
         if name not in allowed:
             whole = [each for each in allowed if each.startswith(f"{name}_")]
             remedy = f"Did you mean {whole[0]!r}?" if whole else ""
-            raise unknown_key(f"{experiment.name}.{key}", name, allowed, remedy)
+            raise Problems([unknown_key(f"{experiment.name}.{key}", name, allowed, remedy)])
         if name in ("metric", "mode") and experiment.metric:
-            raise UserError(
-                name=f"{experiment.name}.{key}.{name}", value=arguments[name],
-                rule="be left out", reason="metric and mode of the experiment say it", 
-                remedy="Drop it",
+            raise Problems(
+                f"{experiment.name}.{key}.{name}", "be left out",
+                "metric and mode of the experiment say it", "Drop it", arguments[name],
             )  # fmt: skip
     return arguments
 
@@ -206,12 +195,10 @@ def _no_orphan(experiment: Experiment, kind: str) -> None:
     key = f"{kind}_config"
     if getattr(experiment, key):
         owner = "scheduler" if kind == "scheduler" else "search_alg"
-        raise UserError(
-            name=f"{experiment.name}.{key}",
-            rule=f"come with {owner}",
-            reason="alone it has no effect",
-            remedy=f"Name the {owner}, or drop it",
-        )
+        raise Problems(
+            f"{experiment.name}.{key}", f"come with {owner}", "alone it has no effect",
+            f"Name the {owner}, or drop it",
+        )  # fmt: skip
 
 
 class ResumablePBT(PopulationBasedTraining):
@@ -300,9 +287,9 @@ def _mutated(experiment: Experiment) -> dict[str, Any]:
     where = f"{experiment.name}.scheduler_config.hyperparam_mutations"
     for key, space in mutations.items():
         if isinstance(space, dict) and "grid_search" in space:
-            raise UserError(
-                name=f"{where}.{key}", value=space, rule="be a list or a range to draw from",
-                reason="trials draw new values from it", remedy=f"Write {space['grid_search']}",
+            raise Problems(
+                f"{where}.{key}", "be a list or a range to draw from",
+                "trials draw new values from it", f"Write {space['grid_search']}", space,
             )  # fmt: skip
     spaces = {
         key: {"choice": space} if isinstance(space, list) else space

@@ -25,7 +25,7 @@ from rllib_llm.runs.results import StageResult, collect_result, flatten, is_reac
 from rllib_llm.runs.run_folder import has_saved, set_aside, write_environment
 from rllib_llm.runs.search_space import make_scheduler, make_searcher, search_space
 from rllib_llm.runs.trial_checkpoints import CUT_SHORT, SaveOnStop, note_saved
-from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.messages import failure_text
 from rllib_llm.shared.ray_compat import replace_callbacks, resume_finished, tuner_from_checkpoint
 from rllib_llm.shared.run_layout import CHECKPOINTS, STAGE_RECORD, RunFolder
@@ -41,7 +41,7 @@ class StageFailed(RuntimeError):
         self.goes_on_from = goes_on_from
 
 
-class StateCutShort(UserError):
+class StateCutShort(Problems):
     """A run cannot be resumed, since Tune's record of it is damaged."""
 
 
@@ -96,14 +96,14 @@ def _product(products: Mapping[str, Place | None], ref: str, where: str) -> str:
     """Return what an earlier experiment left behind.
 
     Raises:
-        UserError: its algorithm leaves nothing of that kind.
+        Problems: its algorithm leaves nothing of that kind.
     """
     if products[ref] is None:
         name, _, product = ref.rpartition(".")
-        raise UserError(
+        raise Problems(
             f"{where}: ${{{ref}}} must be something that {name!r} made: its algorithm leaves no "
-            f"{product}. Name another experiment."
-        )
+            f"{product}. Name another experiment.",
+        )  # fmt: skip
     return str(products[ref])
 
 

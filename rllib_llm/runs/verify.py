@@ -35,7 +35,7 @@ from rllib_llm.engines.sampling import truncate
 from rllib_llm.envs.adapters.agent import AgentEnv
 from rllib_llm.envs.registry import creator
 from rllib_llm.rollouts.policy import EVALUATION_SEED, ModulePolicy
-from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.run_layout import RunFolder
 from rllib_llm.shared.storage import Place, local_copy, read_json
 
@@ -183,7 +183,7 @@ def verify(run: str | Path, num_samples: int = 16, seed: int = 0) -> list[Verifi
     Raises:
         NoRolloutsError: the run kept no rollouts.
         CheckpointError: a checkpoint is damaged.
-        UserError: a trial without checkpoints, or one whose completions this package did not
+        Problems: a trial without checkpoints, or one whose completions this package did not
             sample by their seeds.
     """
     return [
@@ -256,10 +256,10 @@ class _Trial:
             if version is not None:
                 self.checkpoints[version] = saved
         if not self.checkpoints:
-            raise UserError(
+            raise Problems(
                 f"run={str(folder)!r} must hold a checkpoint: its settings and weights sample "
-                "again what is stored. Train with --checkpoint-at-end or --checkpoint-freq."
-            )
+                "again what is stored. Train with --checkpoint-at-end or --checkpoint-freq.",
+            )  # fmt: skip
         newest = self.checkpoints[max(self.checkpoints)]
         self.config = saved_config(local_copy(newest))
         _check_sampled_here(self.config)
@@ -298,7 +298,7 @@ class _Trial:
 
 
 def _check_sampled_here(config: Any) -> None:
-    """Raises UserError where completions are no function of seed, row, turn and token here."""
+    """Raises Problems where completions are no function of seed, row, turn and token here."""
     make = creator(config.env)
     made = make.args[0] if isinstance(make, functools.partial) else make
     kind = made if isinstance(made, type) else object
@@ -309,11 +309,11 @@ def _check_sampled_here(config: Any) -> None:
     }
     for name, (value, holds) in rules.items():
         if not holds:
-            raise UserError(
+            raise Problems(
                 f"{name}={value!r} must be left alone in a run that is verified: its completions "
                 "are not sampled by the policy alone from noise of this package. Look at them with "
-                "`rllib rollouts`."
-            )
+                "`rllib rollouts`.",
+            )  # fmt: skip
 
 
 def _stored(rollouts: ds.Dataset, key: tuple) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Any
 from ray.air.integrations.wandb import WandbLoggerCallback
 
 from rllib_llm.rollouts.recorder import SAMPLES_FILE
-from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.ray_compat import set_wandb_key, wandb_logging_actor
 from rllib_llm.shared.storage import new_lines
 
@@ -58,15 +58,15 @@ def check_wandb(key: str | None) -> None:
     """Check that W&B can be used: a key, a login, or WANDB_MODE=offline.
 
     Raises:
-        UserError: none of them.
+        Problems: none of them.
     """
     try:
         set_wandb_key(key)  # into the environment
     except ValueError as error:
-        raise UserError(
+        raise Problems(
             "--wandb-project must come with an account: no API key was found. Give --wandb-key, "
-            "run `wandb login`, or set WANDB_MODE=offline to log without an account."
-        ) from error
+            "run `wandb login`, or set WANDB_MODE=offline to log without an account.",
+        ) from error  # fmt: skip
 
 
 def wandb_logger(project: str, run_name: str, group: str) -> WandbLogger:

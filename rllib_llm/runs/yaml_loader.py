@@ -41,14 +41,7 @@ from rllib_llm.runs.experiments import (
     references,
     substitute,
 )
-from rllib_llm.shared.errors import (
-    SettingError,
-    UserError,
-    closest,
-    nearest,
-    together,
-    unknown_key,
-)
+from rllib_llm.shared.errors import Problem, Problems, closest, nearest, unknown_key
 from rllib_llm.shared.setting import LISTS, SAMPLERS
 from rllib_llm.shared.strict_yaml import read_text, yaml_error
 
@@ -57,7 +50,7 @@ def parse(text: str, where: str) -> Any:
     """Return the value of the YAML (or JSON) `text`.
 
     Raises:
-        UserError: `text` is not YAML; the message shows the line that is probably wrong.
+        Problems: `text` is not YAML; the message shows the line that is probably wrong.
     """
     try:
         return read_text(text)
@@ -72,7 +65,7 @@ def read(path: Path) -> Any:
     """Return the contents of the YAML file at `path`.
 
     Raises:
-        UserError: no such file, or not YAML.
+        Problems: no such file, or not YAML.
     """
     if not path.is_file():
         there = sorted(path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
@@ -82,21 +75,19 @@ def read(path: Path) -> Any:
             hint = f"Files there: {', '.join(map(str, there[:8]))}."
         if near:
             hint = f"Did you mean {str(path.parent / near[0])!r}?"
-        raise UserError(f"file={str(path)!r} must be a YAML file: there is none. {hint}")
+        raise Problems(f"file={str(path)!r} must be a YAML file: there is none. {hint}")
     if path.suffix.lower() in _NO_EXPERIMENTS:
-        raise UserError(
-            name="file", value=str(path), rule="be a YAML file of experiments",
-            reason=f"it ends in {path.suffix}",
-            remedy="Name the YAML file; a module's functions are named in it, and data as prompts: "
-            "{data: ...}",
+        raise Problems(
+            "file", "be a YAML file of experiments", f"it ends in {path.suffix}",
+            "Name the YAML file; a module's functions are named in it, and data as prompts: {data: "
+            "...}", str(path),
         )  # fmt: skip
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(
-            name="file", value=str(path), rule="be text in UTF-8",
-            reason=f"byte {error.start} is 0x{error.object[error.start]:02x}",
-            remedy="Save it as UTF-8",
+        raise Problems(
+            "file", "be text in UTF-8", f"byte {error.start} is 0x{error.object[error.start]:02x}",
+            "Save it as UTF-8", str(path),
         ) from error  # fmt: skip
     return parse(text, str(path))
 
@@ -105,16 +96,16 @@ def parse_mapping(text: str, option: str) -> dict[str, Any]:
     """Return an option's value as a mapping: JSON, YAML, or a file with either.
 
     Raises:
-        UserError: it is something else.
+        Problems: it is something else.
     """
     value = read(Path(text)) if text.endswith((".yaml", ".yml", ".json")) else parse(text, option)
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise UserError(
-            f"{option}={text!r} must be a mapping: it is {type(value).__name__}. "
-            f"Write it as JSON: {option} '{{\"name\": value}}'."
-        )
+        raise Problems(
+            f"{option}={text!r} must be a mapping: it is {type(value).__name__}. Write it as JSON: "
+            f"{option} '{{\"name\": value}}'.",
+        )  # fmt: skip
     return value
 
 
@@ -139,29 +130,29 @@ def with_includes(
         inside: the files that include this one.
 
     Raises:
-        UserError: no such file, or one that includes itself.
+        Problems: no such file, or one that includes itself.
     """
     data = dict(data)
     names = data.pop(KEY, None) or []
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise UserError(
+        raise Problems(
             f"{source}: include={names!r} must be a file or a list of files: what they say comes "
-            "before this one. Write `include: other.yaml`."
-        )
+            "before this one. Write `include: other.yaml`.",
+        )  # fmt: skip
     if not names:
         return data
     merged: dict[str, Any] = {}
     for name in names:
         path = _found(name, here)
         if path in inside:
-            raise UserError(
+            raise Problems(
                 f"{source}: include={name!r} must not lead back to {path.name}: it would never "
-                "end. Take one of the two out."
-            )
+                "end. Take one of the two out.",
+            )  # fmt: skip
         included = _placed(read(path), path)
         if not isinstance(included, dict):
-            raise UserError(f"{path} must hold experiments: {source} includes it. Check the file.")
+            raise Problems(f"{path} must hold experiments: {source} includes it. Check the file.")
         merged = laid_over(merged, with_includes(included, str(path), path.parent, (*inside, path)))
     merged = laid_over(merged, data)
     return {key: value for key, value in merged.items() if value is not None or key == "vars"}
@@ -210,17 +201,17 @@ def apply_overrides(
     """Return a copy of the parsed YAML file `data` with the `--set` texts applied in order.
 
     Raises:
-        UserError: no "=", or a key that fits no experiment.
+        Problems: no "=", or a key that fits no experiment.
     """
     data = copy.deepcopy(data)
     for text in overrides:
         path, equals, value = text.partition("=")
         keys = path.strip().split(".")
         if not equals or not all(keys):
-            raise UserError(
+            raise Problems(
                 f"--set {text!r} must be KEY=VALUE: a path of names joined by dots, and a value. "
-                "Write --set sft.config.lr=1e-3."
-            )
+                "Write --set sft.config.lr=1e-3.",
+            )  # fmt: skip
         _apply(data, keys, parse(value, f"--set {path}"), source)
     return data
 
@@ -247,14 +238,14 @@ def _apply(data: dict[str, Any], keys: list[str], value: Any, source: str) -> No
             _assign(spec, _where_it_stands(spec, rest), copy.deepcopy(value))
 
 
-def _goes_nowhere(keys: list[str], experiments: dict[str, Any], source: str) -> UserError:
+def _goes_nowhere(keys: list[str], experiments: dict[str, Any], source: str) -> Problems:
     """The error of a `--set` that changes nothing."""
     name, first = keys[0], next(iter(experiments), "NAME")
     if name in experiments:
-        return UserError(
+        return Problems(
             f"--set {name} must go on with a setting: {name!r} is an experiment of {source}, which "
-            f"has many. Write --set {name}.lr=1e-3."
-        )
+            f"has many. Write --set {name}.lr=1e-3.",
+        )  # fmt: skip
     known = {key: key for key in (*experiments, *KEYS, *_known_settings(experiments))}
     known = {**_nested_settings(experiments), **known}
     remedy = (
@@ -263,10 +254,11 @@ def _goes_nowhere(keys: list[str], experiments: dict[str, Any], source: str) -> 
         else f"Write --set {first}.lr=1e-3 or --set stop.training_iteration=10; `rllib config "
         "ALGORITHM` lists the settings."
     )
-    return UserError(
+    return Problems(
         f"--set {'.'.join(keys)}: {name!r} is neither an experiment of {source} "
-        f"({', '.join(experiments)}), nor a setting of one, nor known to their algorithms. {remedy}"
-    )
+        f"({', '.join(experiments)}), nor a setting of one, nor known to their algorithms. "
+        f"{remedy}",
+    )  # fmt: skip
 
 
 def _where_it_stands(spec: dict[str, Any], keys: list[str]) -> list[str]:
@@ -284,10 +276,10 @@ def _known_variable(data: dict[str, Any], keys: list[str], source: str) -> None:
     if not isinstance(known, dict):
         return  # told where the file is read
     if len(keys) < 2 or keys[1] not in known:
-        raise UserError(
-            f"--set {'.'.join(keys)}: {source} has no such variable. "
-            f"It has: {', '.join(known) or 'none (no `vars` at its top)'}."
-        )
+        raise Problems(
+            f"--set {'.'.join(keys)}: {source} has no such variable. It has: "
+            f"{', '.join(known) or 'none (no `vars` at its top)'}.",
+        )  # fmt: skip
 
 
 def _that_know(key: str, experiments: dict[str, Any]) -> dict[str, Any]:
@@ -342,10 +334,10 @@ def _assign(target: dict[str, Any], keys: list[str], value: Any) -> None:
             where[key] = {}
         where = where[key]
         if not isinstance(where, dict | list):
-            raise UserError(
+            raise Problems(
                 f"--set {'.'.join(keys)}: {'.'.join(keys[:done])} is {where!r}, which holds no "
-                "settings of its own. Shorten the path."
-            )
+                "settings of its own. Shorten the path.",
+            )  # fmt: skip
     if isinstance(where, list):
         where[_index(where, keys[-1], keys)] = value
     else:
@@ -354,10 +346,10 @@ def _assign(target: dict[str, Any], keys: list[str], value: Any) -> None:
 
 def _index(items: list[Any], key: str, keys: list[str]) -> int:
     if not key.isdigit() or int(key) >= len(items):
-        raise UserError(
-            f"--set {'.'.join(keys)}: {key!r} must be a number from 0 to {len(items) - 1}: "
-            "it picks an item of a list. Check the position."
-        )
+        raise Problems(
+            f"--set {'.'.join(keys)}: {key!r} must be a number from 0 to {len(items) - 1}: it "
+            "picks an item of a list. Check the position.",
+        )  # fmt: skip
     return int(key)
 
 
@@ -377,52 +369,52 @@ def load(
         here: what `${here}` stands for.
 
     Raises:
-        UserError: unknown keys, wrong kinds of values, references to nothing or to a later stage;
+        Problems: unknown keys, wrong kinds of values, references to nothing or to a later stage;
             of all experiments.
     """
     experiments, errors = sound_experiments(data, source, overrides, here)
     if errors:
-        raise together(errors)
+        raise Problems(errors)
     return experiments
 
 
 def sound_experiments(
     data: Any, source: str, overrides: tuple[str, ...] = (), here: Path | None = None
-) -> tuple[list[Experiment], list[SettingError]]:
+) -> tuple[list[Experiment], list[Problem]]:
     """Return those experiments, described as for `load`, that are sound by themselves and use
     nothing of others that are not; and the errors of the others.
 
     Raises:
-        UserError: the file as a whole cannot be read as experiments.
+        Problems: the file as a whole cannot be read as experiments.
     """
     if not isinstance(data, dict) or not data:
         found = f"a {type(data).__name__}" if data else "empty"
-        raise UserError(
-            f"{source} must hold experiments: it is {found}. "
-            "Write `name: {run: PPOPtx, env: ..., config: {...}}`."
-        )
+        raise Problems(
+            f"{source} must hold experiments: it is {found}. Write `name: {{run: PPOPtx, env: ..., "
+            "config: {...}}`.",
+        )  # fmt: skip
     data = apply_overrides(with_includes(data, source, here), overrides, source)
     values = _variables(data.pop("vars", None), source, here)
     if not data:
-        raise UserError(
-            f"{source} must hold experiments: it has nothing but `vars`. "
-            "Write `name: {run: PPOPtx, env: ..., config: {...}}`."
-        )
+        raise Problems(
+            f"{source} must hold experiments: it has nothing but `vars`. Write `name: {{run: "
+            "PPOPtx, env: ..., config: {...}}`.",
+        )  # fmt: skip
     if isinstance(run := data.get("run"), str):
-        raise UserError(
+        raise Problems(
             f"{source}: an experiment must have a name: `run: {run}` stands at the top of the "
-            "file. Write a line such as `my-run:` above it, and indent the rest below."
-        )
+            "file. Write a line such as `my-run:` above it, and indent the rest below.",
+        )  # fmt: skip
     names = list(data)
     sound: dict[str, Experiment] = {}
-    errors: list[SettingError] = []
+    errors: list[Problem] = []
     for index, (name, spec) in enumerate(data.items()):
         lookup = functools.partial(_known, values=values, names=names, index=index)
         try:
             _check_spec(name, spec, source)
             experiment = Experiment(**{**substitute(spec, lookup, name), "name": name})
-        except SettingError as error:
-            errors.append(error)
+        except Problems as error:
+            errors += error.found
         else:
             if all(used in sound for used, _ in references(vars(experiment))):
                 sound[name] = experiment
@@ -431,7 +423,7 @@ def sound_experiments(
 
 def load_file(
     file: Path, overrides: Sequence[str] | None = None
-) -> tuple[list[Experiment], list[SettingError]]:
+) -> tuple[list[Experiment], list[Problem]]:
     """Return what `sound_experiments` does for a YAML file."""
     return sound_experiments(read(file), str(file), (*(overrides or ()),), file.resolve().parent)
 
@@ -440,13 +432,13 @@ def _variables(given: Any, source: str, here: Path | None) -> dict[str, Any]:
     """The values of references: the entries of `vars`, which may refer to each other, and `here`.
 
     Raises:
-        UserError: `vars` is no mapping, or an entry refers to nothing or to itself.
+        Problems: `vars` is no mapping, or an entry refers to nothing or to itself.
     """
     if not isinstance(given or {}, dict):
-        raise UserError(
+        raise Problems(
             f"{source}: vars={given!r} must be a mapping: ${{vars.name}} refers to its entries. "
-            "Write `vars: {name: value}`."
-        )
+            "Write `vars: {name: value}`.",
+        )  # fmt: skip
     raw = {f"vars.{key}": value for key, value in (given or {}).items()}
     if here is not None:
         raw["here"] = str(here)
@@ -454,9 +446,9 @@ def _variables(given: Any, source: str, here: Path | None) -> dict[str, Any]:
 
     def lookup(ref: str, where: str) -> Any:
         if ref in asked:
-            raise UserError(
-                f"{source}: {where} refers to itself: {' -> '.join([*asked, ref])}. Write a value."
-            )
+            raise Problems(
+                f"{source}: {where} refers to itself: {' -> '.join([*asked, ref])}. Write a value.",
+            )  # fmt: skip
         value = _known(ref, where, values=raw, names=[], index=0)
         asked.append(ref)
         try:
@@ -472,16 +464,17 @@ def _known(ref: str, where: str, *, values: Mapping[str, Any], names: list[str],
     if ref in values:
         if values[ref] is None:
             name = ref.removeprefix("vars.")
-            raise UserError(
-                f"{where}: ${{{ref}}} has no value yet. Give it with --set vars.{name}=..."
-            )
+            raise Problems(
+                f"{where}: ${{{ref}}} has no value yet. Give it with --set vars.{name}=...",
+            )  # fmt: skip
         return values[ref]
     name, _, product = ref.rpartition(".")
     if name in names and product not in PRODUCTS:
-        raise UserError(
+        raise Problems(
             f"{where}: ${{{ref}}} must be ${{{name}.model}}, ${{{name}.checkpoint}} or "
-            f"${{{name}.rollouts}}: an experiment leaves these behind. Change what follows the dot."
-        )
+            f"${{{name}.rollouts}}: an experiment leaves these behind. Change what follows the "
+            "dot.",
+        )  # fmt: skip
     if name not in names:
         known = [f"{n}.{p}" for n in names[:index] for p in PRODUCTS] + sorted(values)
         close = nearest(ref, known) or known
@@ -490,34 +483,35 @@ def _known(ref: str, where: str, *, values: Mapping[str, Any], names: list[str],
             if close
             else ("No experiment stands above this one, and there are no `vars`.")
         )
-        raise UserError(f"{where}: ${{{ref}}} refers to nothing in this file. {hint}")
+        raise Problems(f"{where}: ${{{ref}}} refers to nothing in this file. {hint}")
     if names.index(name) >= index:
         problem, remedy = "a later experiment", f"Move {name!r} above {names[index]!r}"
         if name == names[index]:
             problem, remedy = "itself", "Name another, above it"
-        raise UserError(
+        raise Problems(
             f"{where}: ${{{ref}}} refers to {problem}: experiments run in the order of the file "
-            f"({', '.join(names)}). {remedy}."
-        )
+            f"({', '.join(names)}). {remedy}.",
+        )  # fmt: skip
     return f"${{{ref}}}"
 
 
 def _check_spec(name: Any, spec: Any, source: str) -> None:
     if not isinstance(name, str) or not NAME.match(name):
-        raise UserError(
+        raise Problems(
             f"{source}: experiment name {name!r} must be letters, digits, - and _: it becomes a "
-            "folder name. Rename it."
-        )
+            "folder name. Rename it.",
+        )  # fmt: skip
     if not isinstance(spec, dict):
-        raise UserError(
+        raise Problems(
             f"{source}: {name}={spec!r} must be a mapping with run, env, stop, config: it is an "
-            "experiment. Indent its settings below its name."
-        )
+            "experiment. Indent its settings below its name.",
+        )  # fmt: skip
     for key in spec:
         if not isinstance(key, str):
-            raise UserError(
-                where=name, name=f"the name {key!r}", rule="be text",
-                reason=f"YAML reads it as {type(key).__name__}", remedy="Put it in quotes",
-            )  # fmt: skip
+            raise Problems(
+                f"the name {key!r}", "be text", f"YAML reads it as {type(key).__name__}",
+                "Put it in quotes",
+            ).within(name)  # fmt: skip
     if "name" in spec:
-        raise unknown_key(name, "name", (), "An experiment is called by the key that it is below.")
+        why = "An experiment is called by the key that it is below"
+        raise Problems([unknown_key(name, "name", (), why)])

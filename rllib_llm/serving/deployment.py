@@ -27,7 +27,7 @@ from rllib_llm.serving.settings import (
     read_settings,
     url_of,
 )
-from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.storage import is_url
 
 COMPLETIONS = "completions"
@@ -111,7 +111,7 @@ def uses_haproxy(settings: ServeSettings, *, starts_ray: bool = True) -> bool:
         starts_ray: whether this process starts Ray, and so says what its environment is.
 
     Raises:
-        UserError: it is asked for without keys, or where Ray runs without it.
+        Problems: it is asked for without keys, or where Ray runs without it.
     """
     has_keys = bool(read_clients(settings).clients)
     told = os.environ.get(HAPROXY)  # Ray reads it, and was perhaps started with it
@@ -120,16 +120,16 @@ def uses_haproxy(settings: ServeSettings, *, starts_ray: bool = True) -> bool:
     else:
         is_on = told == "1"
         if settings.haproxy and not is_on:
-            raise UserError(
+            raise Problems(
                 f"haproxy=True must come with {HAPROXY}=1 where Ray was started, and here: Ray "
-                "Serve reads it there. Set it, or leave haproxy out."
-            )
+                "Serve reads it there. Set it, or leave haproxy out.",
+            )  # fmt: skip
     if is_on and not has_keys:
-        raise UserError(
+        raise Problems(
             "haproxy=True must come with API keys: Ray Serve's HAProxy listens on all addresses of "
             "the machine, and anybody who reaches one could use the model. Set api_keys_file or "
-            f"RLLIB_SERVE_API_KEYS, or leave haproxy and {HAPROXY} out."
-        )
+            f"RLLIB_SERVE_API_KEYS, or leave haproxy and {HAPROXY} out.",
+        )  # fmt: skip
     return is_on
 
 
@@ -163,7 +163,7 @@ def application(arguments: Mapping[str, Any]) -> Any:
     under `args`.
 
     Raises:
-        UserError: a wrong setting; keys themselves, which Ray Serve would write to its logs.
+        Problems: a wrong setting; keys themselves, which Ray Serve would write to its logs.
     """
     check_without_keys(arguments, "args.", "Ray Serve writes them to its logs")
     settings = read_settings(arguments)
@@ -192,7 +192,7 @@ def start(settings: ServeSettings) -> Server:
     """Starts the server on the connected cluster, or on a new one.
 
     Raises:
-        UserError: an address that others reach, without keys.
+        Problems: an address that others reach, without keys.
     """
     import ray
 
@@ -222,7 +222,7 @@ def _run(settings: ServeSettings) -> None:
     """Starts the replicas by Ray Serve.
 
     Raises:
-        UserError: none of them starts; Ray Serve has tried three times.
+        Problems: none of them starts; Ray Serve has tried three times.
     """
     from ray import serve
 
@@ -233,10 +233,10 @@ def _run(settings: ServeSettings) -> None:
         if application is None:
             raise
         told = [each.message for each in application.deployments.values() if each.message]
-        raise UserError(
+        raise Problems(
             f"model={settings.model!r} must be one that a replica of the server starts with: "
-            f"{_last_error(told) or error}"
-        ) from error
+            f"{_last_error(told) or error}",
+        ) from error  # fmt: skip
 
 
 def _last_error(messages: Sequence[str]) -> str:
@@ -265,20 +265,20 @@ def _start_with(settings: Mapping[str, Any]) -> None:
 
 
 def _check_others(has_keys: bool) -> None:
-    """Raises UserError where Ray Serve runs for others already: it may listen on any address."""
+    """Raises Problems where Ray Serve runs for others already: it may listen on any address."""
     from ray import serve
 
     status = serve.status()
     if status.proxies and APPLICATION not in status.applications and not has_keys:
-        raise UserError(
+        raise Problems(
             "api_keys must be set where Ray Serve runs on the cluster already: it may listen on "
-            "addresses that others reach, and anybody could use the model. Set "
-            "api_keys_file or RLLIB_SERVE_API_KEYS, or end it (`serve shutdown`)."
-        )
+            "addresses that others reach, and anybody could use the model. Set api_keys_file or "
+            "RLLIB_SERVE_API_KEYS, or end it (`serve shutdown`).",
+        )  # fmt: skip
 
 
 def _check_address(server: Server) -> None:
-    """Raises UserError where the server does not answer at its address: Ray Serve, which ran
+    """Raises Problems where the server does not answer at its address: Ray Serve, which ran
     before, listens elsewhere."""
     deadline = time.monotonic() + _ANSWER_SECONDS
     ask = build_opener(ProxyHandler({})).open  # past the environment's proxies
@@ -287,15 +287,15 @@ def _check_address(server: Server) -> None:
             if answer.status == 200:
                 return
         time.sleep(0.1)
-    raise UserError(
+    raise Problems(
         f"port={server.settings.port} must be the one that Ray Serve listens on: it ran on this "
         f"cluster before, and nothing of it answers at {server.url}. Give its port, or end it "
-        "(`serve shutdown`)."
-    )
+        "(`serve shutdown`).",
+    )  # fmt: skip
 
 
 def _check_room(settings: ServeSettings) -> None:
-    """Raises UserError where the replicas will not find room: Ray Serve would wait for ever. Waits
+    """Raises Problems where the replicas will not find room: Ray Serve would wait for ever. Waits
     for resources that were just freed."""
     import ray
     from ray import serve
@@ -318,11 +318,10 @@ def _check_room(settings: ServeSettings) -> None:
         time.sleep(0.2)
     name, amount = next(iter(missing.items()))
     setting = f"num_{name.lower()}s"
-    raise UserError(
-        f"replicas={settings.replicas} of {setting}={wanted[name]:g} must find room: "
-        f"{amount:g} {name}s of the cluster are free. Lower {setting}, which only reserves, or "
-        "give Ray more."
-    )
+    raise Problems(
+        f"replicas={settings.replicas} of {setting}={wanted[name]:g} must find room: {amount:g} "
+        f"{name}s of the cluster are free. Lower {setting}, which only reserves, or give Ray more.",
+    )  # fmt: skip
 
 
 def prepare(settings: ServeSettings, *, starts_ray: bool = True) -> None:
@@ -330,7 +329,7 @@ def prepare(settings: ServeSettings, *, starts_ray: bool = True) -> None:
     workers of normal priority. Call it before Ray starts and before Ray Serve is imported.
 
     Raises:
-        UserError: see `check_exposure` and `uses_haproxy`; no such model here.
+        Problems: see `check_exposure` and `uses_haproxy`; no such model here.
     """
     has_keys = bool(read_clients(settings).clients)
     settings.check_exposure(has_keys)
@@ -351,7 +350,7 @@ def prepare(settings: ServeSettings, *, starts_ray: bool = True) -> None:
 
 
 def check_model(settings: ServeSettings) -> None:
-    """Raises ModelSourceError where there is no model, or none with a tokenizer, before weights are
+    """Raises Problems where there is no model, or none with a tokenizer, before weights are
     loaded; a hub is asked for its tokenizer."""
     if is_url(settings.model):
         return
@@ -377,17 +376,17 @@ def limited_heads(seconds: float) -> dict[str, str]:
 
 
 def check_port(settings: ServeSettings) -> None:
-    """Raises UserError where nothing can listen at the settings' host and port, before a model is
+    """Raises Problems where nothing can listen at the settings' host and port, before a model is
     loaded."""
     try:
         family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
         socket.create_server((settings.host, settings.port), family=family).close()
     except OSError as error:
         reason = "another process listens there" if error.errno == errno.EADDRINUSE else error
-        raise UserError(
+        raise Problems(
             f"port={settings.port} must be free on host={settings.host!r}: {reason}. Choose "
-            "another with --port or --host, or end that process."
-        ) from error
+            "another with --port or --host, or end that process.",
+        ) from error  # fmt: skip
 
 
 def _free_port() -> int:
@@ -407,7 +406,7 @@ def serve(model: str, *, config: Path | str | None = None, **settings: Any) -> S
         The server: its `url`, and `close()`.
 
     Raises:
-        UserError: a setting that does not fit.
+        Problems: a setting that does not fit.
     """
     file = None if config is None else Path(config)
     return start(read_settings({"model": model, **settings}, file))

@@ -421,8 +421,8 @@ def open_service(settings: ServeSettings) -> Service:
     or the dotted path of a function.
 
     Raises:
-        UserError: the folder holds no model.
-        ModelSourceError: nothing can be loaded from it.
+        Problems: the folder holds no model.
+        Problems: nothing can be loaded from it.
     """
     sys.setswitchinterval(SWITCH_SECONDS)
     source = find_model(settings.model)

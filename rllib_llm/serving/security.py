@@ -31,7 +31,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rllib_llm.serving.schemas import ApiError, documented
 from rllib_llm.serving.settings import ONE_REPLICA, RATES, ServeSettings
-from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.strict_yaml import read_text
 
 logger = logging.getLogger(__name__)
@@ -106,16 +106,16 @@ class Clients:
 
     def __init__(self, clients: Sequence[Client], admin_key: bytes | None = None) -> None:
         if not all(client.key for client in clients) or admin_key == b"":
-            raise UserError(
+            raise Problems(
                 "A key of the server must have at least one character: who sends none would have "
-                "it. Remove the empty one."
-            )
+                "it. Remove the empty one.",
+            )  # fmt: skip
         keys = [client.key for client in clients] + [admin_key] * (admin_key is not None)
         if len(set(keys)) < len(keys):
-            raise UserError(
+            raise Problems(
                 "A key of the server must have one owner: of two entries with the same key, or of "
-                "a client and the administration, only one would count. Give each its own."
-            )
+                "a client and the administration, only one would count. Give each its own.",
+            )  # fmt: skip
         self.clients, self._admin_key = list(clients), admin_key
         self._nobody = Client("", b"", TokenBucket(None), TokenBucket(None))
 
@@ -172,23 +172,23 @@ def read_clients(settings: ServeSettings) -> Clients:
     """The keys that the settings name.
 
     Raises:
-        UserError: a file that holds something else.
+        Problems: a file that holds something else.
     """
     entries: list[_Entry] = []
     if settings.api_keys is not None:
         keys = [key.strip() for key in settings.api_keys.get_secret_value().split(",")]
         if not all(keys):
-            raise UserError(
+            raise Problems(
                 f"api_keys must hold keys with a comma between them: key {keys.index('') + 1} of "
-                f"{len(keys)} is empty, and requests without one would match. Remove the comma."
-            )
+                f"{len(keys)} is empty, and requests without one would match. Remove the comma.",
+            )  # fmt: skip
         entries += [_Entry(key=key) for key in keys]
     if settings.api_keys_file is not None:
         entries += _read_entries(settings.api_keys_file.read_text(encoding="utf-8"))
     if settings.has_replicas:
         for name in RATES:
             if any(name in entry.model_fields_set for entry in entries):
-                raise UserError(f"{name} of api_keys_file {ONE_REPLICA}.")
+                raise Problems(f"{name} of api_keys_file {ONE_REPLICA}.")
     clients = []
     for i, entry in enumerate(entries):
         buckets = [
@@ -211,10 +211,10 @@ def _read_entries(text: str) -> list[_Entry]:
         first = error.errors(include_url=False, include_input=False)[0]
         where = [f"entry {part + 1}" if isinstance(part, int) else part for part in first["loc"]]
         problem = ": ".join([*where, first["msg"]])
-    raise UserError(
+    raise Problems(
         "api_keys_file must hold a YAML list of {name, key, requests_per_minute, "
-        f"tokens_per_minute}}, of which each has at least a key: {problem}. Correct the file."
-    )
+        f"tokens_per_minute}}, of which each has at least a key: {problem}. Correct the file.",
+    )  # fmt: skip
 
 
 # --- in front of the routes ----------------------------------------------------------------------

@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from rllib_llm.shared.errors import UserError, unknown_key
+from rllib_llm.shared.errors import Problems, unknown_key
 from rllib_llm.shared.strict_yaml import fault, read_text
 
 ENVIRONMENT_PREFIX = "RLLIB_SERVE_"
@@ -184,13 +184,13 @@ class ServeSettings(BaseModel):
         return "cuda" if torch.cuda.is_available() else "cpu"
 
     def check_exposure(self, has_keys: bool) -> None:
-        """Raises UserError for an address that others reach, without keys."""
+        """Raises Problems for an address that others reach, without keys."""
         if self.host not in LOOPBACK and not has_keys:
-            raise UserError(
+            raise Problems(
                 f"host={self.host!r} must be one of {LOOPBACK} without API keys: others who reach "
                 "the address could use the model. Set api_keys_file, or "
-                f"{ENVIRONMENT_PREFIX}API_KEYS."
-            )
+                f"{ENVIRONMENT_PREFIX}API_KEYS.",
+            )  # fmt: skip
 
 
 def url_of(host: str, port: int) -> str:
@@ -199,7 +199,7 @@ def url_of(host: str, port: int) -> str:
 
 
 def check_without_keys(given: Mapping[str, Any], where: str, reason: str) -> None:
-    """Raises UserError for keys themselves among settings that others can read.
+    """Raises Problems for keys themselves among settings that others can read.
 
     Args:
         where: what stands before a setting's name.
@@ -207,10 +207,10 @@ def check_without_keys(given: Mapping[str, Any], where: str, reason: str) -> Non
     """
     for name in _SECRETS:
         if given.get(name) is not None:
-            raise UserError(
+            raise Problems(
                 f"{where}{name}=... must be left out: {reason}. Set "
-                f"{ENVIRONMENT_PREFIX}{name.upper()} in the environment, or {name}_file."
-            )
+                f"{ENVIRONMENT_PREFIX}{name.upper()} in the environment, or {name}_file.",
+            )  # fmt: skip
 
 
 def read_settings(
@@ -226,7 +226,7 @@ def read_settings(
         environment: RLLIB_SERVE_<NAME>; lists have commas between their entries.
 
     Raises:
-        UserError: an unknown or wrong setting, by name.
+        Problems: an unknown or wrong setting, by name.
     """
     values = {**_from_file(file), **_from_environment(environment)}
     values |= {name: value for name, value in given.items() if value is not None}
@@ -236,18 +236,18 @@ def read_settings(
         first = error.errors()[0]
         problem = first["msg"].removeprefix("Value error, ")
         if not first["loc"]:  # a rule of several, which names them; what came holds the keys, too
-            raise UserError(f"{problem}.") from error
+            raise Problems(f"{problem}.") from error
         name = ".".join(map(str, first["loc"]))
         if first["type"] == "extra_forbidden":
-            raise unknown_key("", name, ServeSettings.model_fields) from error
+            raise Problems([unknown_key("", name, ServeSettings.model_fields)]) from error
         is_secret = "key" in name and not name.endswith("_file")
         is_shown = not is_secret and first["type"] != "missing"
         field = ServeSettings.model_fields[str(first["loc"][0])]
         default = None if field.is_required() else field.get_default(call_default_factory=True)
-        raise UserError(
-            name=name, value=first["input"] if is_shown else ..., rule=_rule(problem),
-            reason=str(field.description).rstrip("."),
-            remedy="Leave it out" if default is None else f"Write {default!r}, its default",
+        raise Problems(
+            name, _rule(problem), str(field.description).rstrip("."),
+            "Leave it out" if default is None else f"Write {default!r}, its default",
+            first["input"] if is_shown else ...,
         ) from error  # fmt: skip
 
 
@@ -292,9 +292,9 @@ def _from_file(file: Path | None) -> dict[str, Any]:
         found = fault(error, text)
         problem = f"line {found.line + 1} should {found.rule}, since {found.reason}"
     if not isinstance(values, dict):
-        raise UserError(
-            name="config", value=str(file), rule="be a YAML file of settings by name",
-            reason=problem, remedy="Write lines such as `port: 8000`",
+        raise Problems(
+            "config", "be a YAML file of settings by name", problem,
+            "Write lines such as `port: 8000`", str(file),
         )  # fmt: skip
     return values
 

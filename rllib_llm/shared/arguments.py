@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, Union
 
-from rllib_llm.shared.errors import SettingError, suggestion
+from rllib_llm.shared.errors import Problems, suggestion
 from rllib_llm.shared.setting import OF_EXPERIMENT, Setting, alternatives, choices_of
 
 
@@ -40,7 +40,7 @@ def checked(kind: Kind) -> Kind:
     switches, by the type hints of its `__init__`; others are left to it.
 
     Raises, when it is made:
-        SettingError: a value that its hint refuses, or a name that is no argument.
+        Problems: a value that its hint refuses, or a name that is no argument.
     """
     begin = vars(kind)["__init__"]
     parameters = [*inspect.signature(begin).parameters.values()][1:]
@@ -52,12 +52,12 @@ def checked(kind: Kind) -> Kind:
         rows = _rows(kind, begin)
         for name, value in {**dict(zip(names, args, strict=False)), **kwargs}.items():
             if name not in names and not takes_any:
-                raise SettingError(
-                    name=name, value=value, rule=f"be an argument of {kind.__name__}",
-                    reason="it has none of this name", remedy=suggestion(name, names),
+                raise Problems(
+                    name, f"be an argument of {kind.__name__}", "it has none of this name",
+                    suggestion(name, names), value,
                 )  # fmt: skip
             if name in rows and (error := rows[name].error(value)) is not None:
-                raise error
+                raise Problems([error])
         begin(self, *args, **kwargs)
 
     kind.__init__ = made  # type: ignore[misc]

@@ -12,13 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rllib_llm.shared.errors import SettingError, did_you_mean
+from rllib_llm.shared.errors import Problems, did_you_mean
 
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)?")
-
-
-class DottedPathError(SettingError):
-    """A dotted path that names nothing which can be imported."""
 
 
 def as_list(given: Any) -> list[Any]:
@@ -51,17 +47,14 @@ def import_dotted(path: str, *, name: str = "path") -> Any:
     prefix is the module.
 
     Raises:
-        DottedPathError: not a dotted path, no such module, one whose code raises (the cause is what
+        Problems: not a dotted path, no such module, one whose code raises (the cause is what
             it raised), or no such name in it.
     """
     if not isinstance(path, str) or not package_of(path):
-        raise DottedPathError(
-            name=name,
-            value=path,
-            rule="be a dotted path such as 'package.module.name' or 'package.module:name'",
-            reason="it names no module",
-            remedy="Write the module and the name in it",
-        )
+        raise Problems(
+            name, "be a dotted path such as 'package.module.name' or 'package.module:name'",
+            "it names no module", "Write the module and the name in it", path,
+        )  # fmt: skip
     try:
         if ":" in path:
             module_path, attributes = path.split(":")
@@ -72,46 +65,35 @@ def import_dotted(path: str, *, name: str = "path") -> Any:
     except SystemExit as error:
         raise _exits(error, name, path) from error
     except Exception as error:
-        raise DottedPathError(
-            name=name,
-            value=path,
-            rule="name a module that can be imported",
-            reason=_raised(error),
-            remedy="Correct the module, or install what it needs",
-        ) from error
+        raise Problems(
+            name, "name a module that can be imported", _raised(error),
+            "Correct the module, or install what it needs", path,
+        ) from error  # fmt: skip
     if module is None:
-        raise DottedPathError(
-            name=name,
-            value=path,
-            rule="name a module that can be imported",
-            reason=f"there is no module {module_path or package_of(path)!r}",
-            remedy=f"Write {path.replace('.py:', ':')!r}"
-            if ".py:" in path
-            else _moved(path)
-            or did_you_mean(
-                package_of(path),
-                [file.stem for file in Path.cwd().glob("*.py")],
-                cutoff=0.8,
+        files = [file.stem for file in Path.cwd().glob("*.py")]
+        remedy = f"Write {path.replace('.py:', ':')!r}" if ".py:" in path else _moved(path)
+        raise Problems(
+            name, "name a module that can be imported",
+            f"there is no module {module_path or package_of(path)!r}",
+            remedy or did_you_mean(
+                package_of(path), files, cutoff=0.8,
                 otherwise="Install it, or put its folder on PYTHONPATH",
-            ),
-        )
+            ), path,
+        )  # fmt: skip
     return _walk(module, module_path, rest, path, name)
 
 
-def _exits(error: SystemExit, name: str, path: str) -> DottedPathError:
+def _exits(error: SystemExit, name: str, path: str) -> Problems:
     """The error for a module whose code ends the process, as that of a script may."""
     frames = traceback.extract_tb(error.__traceback__)
     # A module's own text, not what it calls, such as argparse.
     line = next((frame for frame in reversed(frames) if frame.name == "<module>"), frames[-1])
     file = os.path.basename(line.filename)
-    return DottedPathError(
-        name=name,
-        value=path,
-        rule="name a module that can be imported",
-        reason=f"{file} must not exit when it is imported, and line {line.lineno} does "
-        f"(SystemExit: {error})",
-        remedy="Put that under `if __name__ == '__main__':`",
-    )
+    return Problems(
+        name, "name a module that can be imported", f"{file} must not exit when it is imported, "
+        f"and line {line.lineno} does (SystemExit: {error})",
+        "Put that under `if __name__ == '__main__':`", path,
+    )  # fmt: skip
 
 
 def _raised(error: Exception) -> str:
@@ -149,16 +131,13 @@ def _walk(module: Any, module_path: str, rest: list[str], path: str, name: str) 
     for attribute in rest:
         if not hasattr(found, attribute):
             names = [known for known in dir(found) if not known.startswith("_")]
-            raise DottedPathError(
-                name=name,
-                value=path,
-                rule=f"name something in {module_path!r}",
-                reason=f"it has no {attribute!r}",
-                remedy=f"Write {f'{module_path}.NAME'!r}, with the name of a function or class"
-                if path == f"{module_path}.py"
-                else _moved(path)
-                or did_you_mean(attribute, names, 3, otherwise="Check the spelling"),
-            )
+            meant = did_you_mean(attribute, names, 3, otherwise="Check the spelling")
+            if path == f"{module_path}.py":
+                meant = f"Write {f'{module_path}.NAME'!r}, with the name of a function or class"
+            raise Problems(
+                name, f"name something in {module_path!r}", f"it has no {attribute!r}",
+                _moved(path) or meant, path,
+            )  # fmt: skip
         found = getattr(found, attribute)
     return found
 
@@ -196,15 +175,14 @@ def name_imports(modules: Sequence[str]) -> None:
 
     Raises:
         ModuleNotFoundError: saying which.
-        DottedPathError: no module's name, or the code of one exits.
+        Problems: no module's name, or the code of one exits.
     """
     for module in modules:
         if not all(part.isidentifier() for part in module.split(".")):
             name = Path(module).stem
-            raise DottedPathError(
-                name="--import", value=module, rule="be a module's name, as Python imports it",
-                reason="it is none",
-                remedy=f"Write {name}" if name.isidentifier() else "Write package.module",
+            raise Problems(
+                "--import", "be a module's name, as Python imports it", "it is none",
+                f"Write {name}" if name.isidentifier() else "Write package.module", module,
             )  # fmt: skip
         try:
             importlib.import_module(module)

@@ -1,25 +1,18 @@
-"""A mistake of the user, the names that may have been meant, and all complaints at once.
-
-    with all_complaints() as found:
-        config.validate()      # each broken rule is noted in `found`
-    config.validate()          # raises the first one
-
-The same rules so serve `validate()`, the check before a run, and `rllib doctor`.
-"""
+"""What may be wrong, as data: a problem, the exception that has a list of them, and the names that
+may have been meant."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 MAX_SHOWN = 200  # characters of a value in a message
-
+KNOWN_KEY = "be a known key"  # the rule that a misspelt setting breaks
 
 Severity = Literal["error", "warning", "note"]
 
@@ -28,7 +21,8 @@ Severity = Literal["error", "warning", "note"]
 class Problem:
     """Something that a user should know of, as data; `str()` is its sentence.
 
-    name: the place as the user wrote it, such as "my-run: top_p", or what there is, as a clause.
+    name: the place as the user wrote it, such as "my-run.config.top_p", or what there is, as a
+        clause.
     rule: what follows "must", such as "be at most 1"; "" where no rule is broken.
     reason, remedy: why, a clause (of a value that breaks no rule what it does, as "has no effect");
         what to do instead.
@@ -61,8 +55,10 @@ class Problem:
 
     def within(self, place: str) -> Problem:
         """The same, its name with the place that it is in, if it does not begin with that."""
-        is_named = self.name == place or self.name.startswith((f"{place}.", f"{place}:"))
-        return self if is_named else replace(self, name=f"{place}: {self.name}")
+        if not place or self.name == place or self.name.startswith((f"{place}.", f"{place}:")):
+            return self
+        is_path = not re.search(r"\s", f"{place}{self.name}")
+        return replace(self, name=f"{place}{'.' if is_path else ': '}{self.name}")
 
 
 def warning(
@@ -77,100 +73,40 @@ def note(fact: str, remedy: str = "") -> Problem:
     return Problem(fact, remedy=remedy, severity="note")
 
 
-def problems_of(error: BaseException) -> Iterator[Problem]:
-    """The problem of an exception, and those of the others that it has."""
-    if not isinstance(error, SettingError):
-        yield Problem(" ".join(str(error).split()))
-        return
-    yield error.problem
-    for other in error.others:
-        yield from problems_of(other)
+class Problems(ValueError):
+    """What is wrong in something that a user wrote: a line for each problem in `found`.
 
-
-class SettingError(ValueError):
-    """A broken rule of a setting, or of something else that a user wrote, as an object.
-
-    Programs and tests read its fields; `str()` renders them, for people:
-    `where: name=value must rule: reason. remedy.`
-
-    Attributes:
-        name: what the rule is about, such as "top_p" or "ppo.config.top_p"; "" in an error that is
-            text alone.
-        value: what it is; `...` where the rule is not about a value.
-        rule: what follows "must", such as "be at most 1"; "" where no rule is broken.
-        reason: why, a clause.
-        remedy: what to do instead, a sentence.
-        where: the place that it is in, such as "ppo.config".
-        unknown: there is no setting of that name.
-        others: further errors, found with it.
+    Made from problems, or from the fields of one: `Problems("top_p", "be at most 1", value=2)`.
     """
 
-    others: tuple[SettingError, ...] = ()
-
     def __init__(
-        self, text: str = "", *, name: str = "", value: Any = ..., rule: str = "",
-        reason: object = "", remedy: str = "", where: str = "", unknown: bool = False,
+        self, name: str | Iterable[Problem], rule: str = "", reason: object = "",
+        remedy: str = "", value: Any = ...,
     ):  # fmt: skip
-        super().__init__(text)
-        self.name, self.value, self.rule = name, value, rule
-        self.reason, self.remedy = str(reason), remedy
-        self.where, self.unknown = where, unknown
+        self.found: list[Problem] = (
+            [Problem(name, rule, str(reason), remedy, value)] if isinstance(name, str) else [*name]
+        )
+        super().__init__(self.found)
 
     def __str__(self) -> str:
-        return "\n".join(map(str, (self.problem, *self.others)))
+        return "\n".join(map(str, self.found))
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.found,)
 
     @property
     def problem(self) -> Problem:
-        """The error as data, without the others."""
-        here = self._here
-        return replace(here, name=f"{self.where}: {here.name}") if self.where else here
+        """The first one."""
+        return self.found[0]
 
-    @property
-    def found(self) -> str:
-        """The value found: the setting's name and value, or the text of an error without fields."""
-        return self._here.found
-
-    @property
-    def _here(self) -> Problem:
-        """The error as data, without its place."""
-        name, value = (self.name, self.value) if self.rule else (str(self.args[0]), ...)
-        return Problem(name, self.rule, self.reason, self.remedy, value)
-
-    @property
-    def setting(self) -> tuple[str, ...]:
-        """The path of the setting in its config, ("env_config", "seed") of
-        "ppo.config.env_config.seed" and of "env_config['seed']"; of the place where the name is no
-        path; empty where neither is."""
-        for text in (self.name, *self.where.split(": ")):
-            if re.fullmatch(r"[\w.-]*\w(\['\w+'\])?", text):
-                path = re.sub(r"\['(\w+)'\]", r".\1", text).split(".")
-                return tuple(path[path.index("config") + 1 :] if "config" in path[:-1] else path)
-        return ()
-
-    @property
-    def subject(self) -> str:
-        """The last part of `setting`: "top_p" of "ppo.config.top_p" and of "x['top_p']"."""
-        return re.split(r"\W", self.setting[-1])[-1] if self.setting else ""
-
-    def __reduce__(self) -> Any:
-        return _restored, (type(self), self.args, vars(self))
-
-    def at(self, where: str) -> SettingError:
-        """The same error at `where`, a place that contains its own."""
-        error = copy.copy(self)
-        error.where = f"{where}: {self.where}" if self.where else where
-        error.others = tuple(other.at(where) for other in self.others)
-        return error
+    def within(self, place: str) -> Any:
+        """The same error about a place that contains its own."""
+        return type(self)([problem.within(place) for problem in self.found])
 
 
-def _restored(kind: type[SettingError], args: tuple[Any, ...], fields: dict[str, Any]) -> Any:
-    error = kind.__new__(kind, *args)
-    vars(error).update(fields)
-    return error
-
-
-class UserError(SettingError):
-    """A mistake of the user; the message says what to do instead."""
+def problems_of(error: BaseException) -> list[Problem]:
+    """The problems of an exception; one of another library is its text."""
+    return error.found if isinstance(error, Problems) else [Problem(" ".join(str(error).split()))]
 
 
 class SettingWarning(UserWarning):
@@ -202,36 +138,21 @@ def shown(value: Any) -> str:
     return f"<{type(value).__name__}>"
 
 
-def unknown_key(
-    where: str, key: str, allowed: Iterable[str], hint: str = "", kind: Any = UserError
-) -> Any:
-    """Return the error for a key that is not in `allowed`, naming the nearest valid ones."""
+def unknown_key(where: str, key: str, allowed: Iterable[str], hint: str = "") -> Problem:
+    """The problem of a key that is not in `allowed`; the remedy names the nearest valid ones."""
     allowed, name = list(allowed), re.split(r"[\s{\[]", str(key))[0]
     if name != key and name in allowed:  # `stop {a: 1}`
         hint = f"Write a colon and a space after {name!r}."
-    return kind(
-        f"unknown key {key!r}", name=str(key), remedy=hint or suggestion(str(key), allowed),
-        where=where, unknown=True,
-    )  # fmt: skip
+    return Problem(str(key), KNOWN_KEY, "", hint or suggestion(str(key), allowed)).within(where)
 
 
 def require(
     holds: object, name: str, value: Any, rule: str, reason: object, remedy: str,
-    kind: type[SettingError] = SettingError,
+    kind: type[Problems] = Problems,
 ) -> None:  # fmt: skip
     """Raises an error of the class `kind` with these fields unless the rule `holds`."""
     if not holds:
-        raise kind(name=name, value=value, rule=rule, reason=reason, remedy=remedy)
-
-
-Broken = TypeVar("Broken", bound=SettingError)
-
-
-def together(errors: Sequence[Broken]) -> Broken:
-    """Return the first of several errors, which tells the others as well."""
-    first, *others = errors
-    first.others += (*others,)
-    return first
+        raise kind(name, rule, reason, remedy, value)
 
 
 _LONGEST_NAME = 255  # of a file
@@ -271,18 +192,18 @@ def closest(name: str, called: Mapping[str, str]) -> str:
     return "Nothing similar is known."
 
 
-_NOTED: ContextVar[list[ValueError] | None] = ContextVar("complaints", default=None)
+_NOTED: ContextVar[list[Problem] | None] = ContextVar("complaints", default=None)
 
 
 @contextlib.contextmanager
-def all_complaints() -> Iterator[list[ValueError]]:
-    """Gives the list to which complaints of the block are added.
+def all_complaints() -> Iterator[list[Problem]]:
+    """Gives the list to which problems of the block are added.
 
     What a rule finds after another was broken may be its consequence. An exception that is no
-    ValueError ends the block and is dropped where there is a complaint already; that something is
+    ValueError ends the block and is dropped where there is a problem already; that something is
     missing is dropped where an unknown key may be what was to give it.
     """
-    found: list[ValueError] = []
+    found: list[Problem] = []
     token = _NOTED.set(found)
     try:
         with noted():
@@ -292,22 +213,13 @@ def all_complaints() -> Iterator[list[ValueError]]:
             raise
     finally:
         _NOTED.reset(token)
-        if any(getattr(error, "unknown", False) for error in found):
-            found[:] = [error for error in found if not _is_about_nothing(error)]
+        if any(problem.rule == KNOWN_KEY for problem in found):
+            found[:] = [p for p in found if p.rule == KNOWN_KEY or p.value not in (..., None)]
 
 
 def has_complaints() -> bool:
     """Whether something was noted within `all_complaints`."""
     return bool(_NOTED.get())
-
-
-def _is_about_nothing(error: ValueError) -> bool:
-    """Whether the rule that it breaks wants something that was not given."""
-    return (
-        isinstance(error, SettingError)
-        and bool(error.rule)
-        and (error.value is ... or error.value is None)
-    )
 
 
 @contextlib.contextmanager
@@ -320,43 +232,23 @@ def noted() -> Iterator[None]:
         complain(error)
 
 
-def complain(error: ValueError) -> None:
+def complain(error: ValueError | Problem) -> None:
     """Notes `error` within `all_complaints`, unless one about the same name and value is there, or
     one that refused the value in whose place this one's default stands; else raises it."""
     found = _NOTED.get()
     if found is None:
-        raise error
-    others = getattr(error, "others", ())
-    if others:
-        error = copy.copy(error)
-        error.others = ()  # type: ignore[attr-defined]
-    if not any(_is_same(error, other) for other in found):
-        found.append(error)
-    for other in others:
-        complain(other)
+        raise Problems([error]) if isinstance(error, Problem) else error
+    for problem in [error] if isinstance(error, Problem) else problems_of(error):
+        if not any(_is_same(problem, before) for before in found):
+            found.append(problem)
 
 
-def _is_same(error: ValueError, before: ValueError) -> bool:
-    if _about(error) == _about(before):
+def _is_same(problem: Problem, before: Problem) -> bool:
+    if problem.found == before.found:
         return True
-    if not isinstance(error, SettingError) or not isinstance(before, SettingError):
-        return False
-    elsewhere = (error.name, error.where) != (before.name, before.where)
-    return (
-        before.value is not ...
-        and elsewhere
-        and bool(error.setting)
-        and error.setting == before.setting
-    )
+    return before.value is not ... and before.name.endswith(f".{problem.name}")
 
 
-def _about(error: ValueError) -> str:
-    told = isinstance(error, SettingError) and error.rule and error.value is not ...
-    return error.found if told else str(error)  # type: ignore[attr-defined]
-
-
-def in_place(error: ValueError, where: str) -> SettingError:
+def in_place(error: ValueError, where: str) -> Problems:
     """`error`, of whatever class, as an error of `where`; one of another library is its text."""
-    if isinstance(error, SettingError):
-        return error.at(where)
-    return SettingError(str(error), where=where)
+    return Problems(problems_of(error)).within(where)

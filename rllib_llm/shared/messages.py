@@ -33,7 +33,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, TextIO
 
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.storage import BestEffort, new_lines, replace_text
 
 VERBOSE = "RLLIB_LLM_VERBOSE"
@@ -88,7 +88,7 @@ def raised(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def blamed_on(
-    name: str, value: Any, rule: str, kind: type[SettingError] = SettingError,
+    name: str, value: Any, rule: str, kind: type[Problems] = Problems,
     remedy: str = "Correct its code",
 ) -> Iterator[None]:  # fmt: skip
     """Runs a user's code, which the setting `name` gave, and turns what it raises into an error of

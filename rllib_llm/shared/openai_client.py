@@ -62,7 +62,7 @@ class OpenAIClient:
 
     Raises:
         ImportError: httpx is not installed.
-        SettingError: a setting out of range.
+        Problems: a setting out of range.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ from pydantic import (
 )
 
 from rllib_llm.shared.dotted import looks_dotted
-from rllib_llm.shared.errors import SettingError, complain, nearest
+from rllib_llm.shared.errors import Problem, complain, nearest
 
 # Where a setting is kept: in RLlib's config, in its `env_config`, or beside it in a YAML file.
 IN_CONFIG, IN_ENV, OF_EXPERIMENT = "config", "env_config", "experiment"
@@ -134,8 +134,8 @@ class Setting:
         if error is not None:
             complain(error)
 
-    def error(self, value: Any, config: Any = None, place: str = "") -> SettingError | None:
-        """The error that `value` is refused with, or None.
+    def error(self, value: Any, config: Any = None, place: str = "") -> Problem | None:
+        """The problem that `value` is, or None.
 
         config: whose value is the default in the remedy; this row's where it is None. place: the
         setting whose mapping `value` stands in, such as "eval_envs.math".
@@ -190,13 +190,7 @@ class Setting:
                 begun = [n for n in names if n.startswith(value) or value.startswith(n)]
                 near = nearest(value, names, 1) or begun
                 remedy = f"Did you mean {near[0]!r}?" if near else remedy
-        return SettingError(
-            name=".".join(filter(None, path)),
-            value=value,
-            rule=f"be {value_rule}",
-            reason=reason,
-            remedy=remedy,
-        )
+        return Problem(".".join(filter(None, path)), f"be {value_rule}", reason, remedy, value)
 
     @property
     def _is_dictionary(self) -> bool:

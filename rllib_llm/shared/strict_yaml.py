@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import yaml
 
-from rllib_llm.shared.errors import UserError, shown
+from rllib_llm.shared.errors import Problems, shown
 
 # PyYAML's, which are of YAML 1.1, without times of day (12:30:00 is 45000 there), and with the
 # floats of YAML 1.2: 1e-5 needs neither a dot nor a sign.
@@ -112,7 +112,7 @@ class Fault(NamedTuple):
     """A line that YAML cannot be read beyond; of the text nothing is quoted but a key twice there.
 
     line, column: from 0.
-    rule: what the line must do, as in `SettingError`.
+    rule: what the line must do, as in `Problems`.
     """
 
     line: int
@@ -238,14 +238,11 @@ def _colon(lines: list[str], line: int, column: int) -> Fault:
     return Fault(above, len(lines[above]) - len(lines[above].lstrip()), *NO_KEY)
 
 
-def yaml_error(error: yaml.YAMLError, text: str, where: str) -> UserError:
+def yaml_error(error: yaml.YAMLError, text: str, where: str) -> Problems:
     """The user's error of a `text` that is not YAML, with the line itself; `where`: a file, or the
     option whose value it is."""
     found = fault(error, text)
     if "\n" in text:
         where = f"{where}, line {found.line + 1}, column {found.column + 1}"
     lines = text.splitlines() or [""]
-    return UserError(
-        where=where, name=shown(lines[found.line]), rule=found.rule, reason=found.reason,
-        remedy=found.remedy,
-    )  # fmt: skip
+    return Problems(shown(lines[found.line]), found.rule, found.reason, found.remedy).within(where)

@@ -12,11 +12,7 @@ from ray import tune
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 
 from rllib_llm.algorithms.ppo_ptx import PPOPtxConfig
-from rllib_llm.algorithms.registry import (
-    ALGORITHMS,
-    UnknownAlgorithmError,
-    get_algorithm_class,
-)
+from rllib_llm.algorithms.registry import ALGORITHMS, get_algorithm_class
 from rllib_llm.algorithms.reinforce_pp import ReinforcePPConfig
 from rllib_llm.algorithms.rlhf_config import RLHFConfig
 from rllib_llm.algorithms.sft import SFTConfig
@@ -26,8 +22,7 @@ from rllib_llm.data.texts import TextSource
 from rllib_llm.learners.supervised_learners import SFTLearner
 from rllib_llm.modules.rl_modules import CausalLMModule
 from rllib_llm.rollouts.env_runner import RLHFEnvRunner
-from rllib_llm.shared.dotted import DottedPathError
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.messages import VERBOSE
 from rllib_llm.shared.setting import Section, Settings, setting
 from tests.algorithms import tiny_runs as tiny
@@ -195,7 +190,7 @@ def test_rows_that_python_cannot_copy_are_refused():
         deep = [deep]
     config = tiny.grpo().environment(env_config={"prompts": [{"prompt": "1+2=", "deep": deep}]})
     for end in (config.build_algo, lambda: tune.Tuner("GRPO", param_space=config)):
-        with pytest.raises(SettingError, match="^env_config.prompts must hold values that Python"):
+        with pytest.raises(Problems, match="^env_config.prompts must hold values that Python"):
             end()
 
 
@@ -323,13 +318,13 @@ def test_a_mistake_in_a_script_is_told_without_the_places_inside(monkeypatch):
 
 
 def test_an_algorithm_in_other_letters_is_suggested():
-    with pytest.raises(UnknownAlgorithmError) as caught:
+    with pytest.raises(Problems) as caught:
         get_algorithm_class("grpo")
-    assert caught.value.remedy == "Did you mean 'GRPO' or 'PPO'?"
+    assert caught.value.problem.remedy == "Did you mean 'GRPO' or 'PPO'?"
 
 
 def test_an_algorithm_whose_module_is_not_there_is_blamed_for_it():
-    with pytest.raises(DottedPathError, match="run='no_such:Mine' .* no module 'no_such'"):
+    with pytest.raises(Problems, match="run='no_such:Mine' .* no module 'no_such'"):
         get_algorithm_class("no_such:Mine")
 
 
@@ -363,7 +358,7 @@ def test_classes_of_one_s_own_are_named_by_class_path_or_function():
 def test_a_wrong_path_in_a_config_of_one_s_own_is_found_before_a_run():
     mine = type("Mine", (tiny.GRPOConfig,), {"learner_path": "rllib_llm.learners.nowhere.Mine"})
     config = mine().language_model(model=tiny.MODEL).environment("rllib_llm/Arithmetic-v0")
-    with pytest.raises(SettingError, match="Mine.learner_path='rllib_llm.learners.nowhere.Mine'"):
+    with pytest.raises(Problems, match="Mine.learner_path='rllib_llm.learners.nowhere.Mine'"):
         config.validate()
 
 
@@ -388,7 +383,7 @@ def test_a_built_algorithm_names_the_class_of_its_samplers(config, runner):
 
 
 def test_a_class_that_nobody_would_ask_for_its_module_is_refused():
-    with pytest.raises(SettingError, match="Mine.module_class must be called module_path: "):
+    with pytest.raises(Problems, match="Mine.module_class must be called module_path: "):
         type("Mine", (tiny.GRPOConfig,), {"module_class": lambda self: CausalLMModule})
 
 
@@ -404,7 +399,7 @@ def test_what_a_class_of_one_s_own_lacks_is_named(missing, of):
     config.language_model(model=tiny.MODEL)
     if of is not RLHFConfig:
         config.training(data=tiny.TEXTS)
-    with pytest.raises(SettingError, match=f"Mine.{missing} must be .*: .*(Set|Give)"):
+    with pytest.raises(Problems, match=f"Mine.{missing} must be .*: .*(Set|Give)"):
         if missing == "source_class":
             config.make_source(tiny.TEXTS, tokenizer=None)
         else:
@@ -413,12 +408,12 @@ def test_what_a_class_of_one_s_own_lacks_is_named(missing, of):
 
 def test_an_algorithm_of_other_configs_is_refused():
     config = type("Mine", (SupervisedConfig,), {})(OwnSFT).language_model(model=tiny.MODEL)
-    with pytest.raises(SettingError, match="Mine.algo_class=.*OwnSFT.*not of OwnSFTConfig: .*Set"):
+    with pytest.raises(Problems, match="Mine.algo_class=.*OwnSFT.*not of OwnSFTConfig: .*Set"):
         config.build_algo()
 
 
 def test_an_algorithm_without_a_config_class_says_so():
-    with pytest.raises(SettingError, match="Mine.config_class must be a subclass of Lang"):
+    with pytest.raises(Problems, match="Mine.config_class must be a subclass of Lang"):
         type("Mine", (Supervised,), {}).get_default_config()
 
 
@@ -434,7 +429,7 @@ def test_names_of_peers_may_be_a_tuple():
 def test_a_variant_is_told_as_the_settings_that_it_is(name):
     with pytest.raises(ValueError, match="Write `run: ") as raised:
         get_algorithm_class(name)
-    lines = re.findall(r"`([^`]+)`", raised.value.remedy)
+    lines = re.findall(r"`([^`]+)`", raised.value.problem.remedy)
     run, *settings = [yaml.safe_load(line) for line in lines]
     given = {key: value for each in settings for key, value in each.items()}
     assert allowed_keys(get_algorithm_class(run["run"]).get_default_config()) >= given.keys()

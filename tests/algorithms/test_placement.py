@@ -17,7 +17,7 @@ from rllib_llm.algorithms.places import (
     processes,
     require_places,
 )
-from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.errors import Problems
 from tests.algorithms import tiny_runs as tiny
 
 
@@ -74,7 +74,7 @@ def test_every_bundle_of_a_trial_has_a_node(strategy, learners, nodes, message):
     if message is None:
         check_nodes(reservation, nodes)
     else:
-        with pytest.raises(UserError, match=message):
+        with pytest.raises(Problems, match=message):
             check_nodes(reservation, nodes)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from rllib_llm.checkpoints import folder as folders
 from rllib_llm.checkpoints.folder import COMPLETE, MANIFEST, CheckpointError
-from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.errors import Problems
 
 
 def save(target: Path, text: str = "new", iteration: int = 3) -> Path:
@@ -243,7 +243,7 @@ def test_a_folder_of_several_runs_is_told_as_such_and_names_them(tmp_path):
     told = str(refused.value)
     assert f"checkpoint={str(tmp_path)!r} must be a checkpoint, or the folder of a trial" in told
     assert told.endswith(f"a folder of 2 of them. Name one of {tmp_path / 'a'}, {tmp_path / 'b'}.")
-    with pytest.raises(UserError, match="must hold a model: .* Name one of .*a, .*b"):
+    with pytest.raises(Problems, match="must hold a model: .* Name one of .*a, .*b"):
         folders.find_model(str(tmp_path))
 
 

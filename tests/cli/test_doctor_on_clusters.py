@@ -17,7 +17,7 @@ from rllib_llm.cli.main import app
 from rllib_llm.runs.experiments import Experiment
 from rllib_llm.runs.plan import check_experiment, check_resources
 from rllib_llm.runs.yaml_loader import load, parse
-from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.errors import Problems
 from tests.docs.code_blocks import blocks_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,7 +94,7 @@ def test_the_guide_s_clusters_hold_what_fits_their_nodes_and_no_more(kind, asked
     if ASKED[asked] is None:
         check()
     else:
-        with pytest.raises(UserError, match=ASKED[asked]):
+        with pytest.raises(Problems, match=ASKED[asked]):
             check()
 
 

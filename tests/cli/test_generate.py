@@ -15,7 +15,7 @@ from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT, find_model, write_
 from rllib_llm.cli.generate import Completer, Piece, Sampling, converse, unescaped
 from rllib_llm.cli.main import app
 from rllib_llm.examples import arithmetic
-from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.errors import Problems
 from tests.cli.said import said
 from tests.envs.tiny_tokenizers import word_tokenizer
 
@@ -248,5 +248,5 @@ def test_a_conversation_remembers_until_it_begins_anew(chat_model, monkeypatch):
 def test_a_stop_text_of_any_script_stays_as_it_is():
     assert unescaped("。") == "。" and unescaped("é🙂") == "é🙂"
     assert unescaped(r"\n\u3002") == "\n。" and unescaped(r"\\") == "\\"
-    with pytest.raises(UserError, match="Write a backslash twice"):
+    with pytest.raises(Problems, match="Write a backslash twice"):
         unescaped("\\")

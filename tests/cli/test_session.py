@@ -26,7 +26,7 @@ from rllib_llm.cli.session import (
 )
 from rllib_llm.runs.experiments import Experiment
 from rllib_llm.shared.dotted import IMPORTS
-from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.errors import Problems
 from tests.ports import free_port
 
 
@@ -98,7 +98,7 @@ def test_a_folder_with_a_dot_in_its_name_is_no_function(tmp_path, monkeypatch):
 def test_a_running_cluster_keeps_its_resources():
     arguments = _init_arguments(RayOptions(ray_address="auto"), needed_cpus=1)
     assert arguments["address"] == "auto" and "num_cpus" not in arguments
-    with pytest.raises(UserError, match="--ray-num-cpus=2 must be left out with --ray-address"):
+    with pytest.raises(Problems, match="--ray-num-cpus=2 must be left out with --ray-address"):
         _init_arguments(RayOptions(ray_address="auto", ray_num_cpus=2), needed_cpus=1)
 
 
@@ -120,14 +120,14 @@ def test_the_users_environment_wins(monkeypatch):
 def test_a_cluster_that_does_not_answer_is_one_sentence_in_seconds():
     port = free_port()
     for address in (f"127.0.0.1:{port}", f"ray://127.0.0.1:{port}"):
-        with pytest.raises(UserError, match=f"--ray-address='{address}' must be a running Ray"):
+        with pytest.raises(Problems, match=f"--ray-address='{address}' must be a running Ray"):
             check_address(address)
 
 
 def test_a_server_that_is_no_ray_is_no_cluster():
     with socket.create_server(("127.0.0.1", 0)) as server:  # it accepts, and says nothing
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        with pytest.raises(UserError, match="none answers there"):
+        with pytest.raises(Problems, match="none answers there"):
             check_address(address, seconds=1.0)
 
 
@@ -137,7 +137,7 @@ def test_a_token_that_is_missing_is_told(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        with pytest.raises(UserError, match="must be given the cluster's token: .* RAY_AUTH_MODE"):
+        with pytest.raises(Problems, match="must be given the cluster's token: .* RAY_AUTH_MODE"):
             check_address(address, seconds=120.0)
 
 
@@ -172,7 +172,7 @@ def raising(error: Exception):
 def test_a_ray_that_does_not_start_is_one_sentence(monkeypatch, address, error, told):
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", raising(error))
-    with pytest.raises(UserError, match=told), ray_session(RayOptions(ray_address=address)):
+    with pytest.raises(Problems, match=told), ray_session(RayOptions(ray_address=address)):
         pass
 
 
@@ -196,7 +196,7 @@ def test_a_ray_that_does_not_come_up_is_told_in_a_sentence(monkeypatch):
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", slow)
     said = "must come up on this machine, and did not: The current"
-    with pytest.raises(UserError, match=said), ray_session(RayOptions()):
+    with pytest.raises(Problems, match=said), ray_session(RayOptions()):
         pass
 
 

@@ -25,7 +25,7 @@ from rllib_llm.cli.options import RunOptions, laid_over
 from rllib_llm.cli.train import resume_command
 from rllib_llm.runs.results import StageResult, read_results
 from rllib_llm.runs.run_folder import alone_in
-from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.run_layout import RUN_RECORD
 from tests.algorithms import tiny_runs as tiny
 from tests.cli.said import said
@@ -510,9 +510,9 @@ def test_gpus_that_are_not_there_are_told_before_ray_starts(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
     monkeypatch.setattr(train.glob, "glob", lambda pattern: [])
     reserved = [Reservation(({"CPU": 1}, {"CPU": 1, "GPU": 1}), ("driver", "learner"))]
-    with pytest.raises(UserError, match="one trial reserves 1 GPU and must fit into Ray's 0"):
+    with pytest.raises(Problems, match="one trial reserves 1 GPU and must fit into Ray's 0"):
         train._check_gpus(reserved, RunOptions())
-    with pytest.raises(UserError, match="one trial reserves 1 GPU and must fit into Ray's 0"):
+    with pytest.raises(Problems, match="one trial reserves 1 GPU and must fit into Ray's 0"):
         train._check_gpus(reserved, RunOptions(ray_num_gpus=0))
     train._check_gpus(reserved, RunOptions(ray_num_gpus=1))
     train._check_gpus(reserved, RunOptions(ray_address="auto"))  # the cluster may have some
@@ -547,10 +547,10 @@ def test_algorithms_of_rllib_run_from_the_command_line(tmp_path, ray_session):
         (["train"], "--algo is missing"),
         (["train", "--algo", "PPOO"], "Did you mean 'PPO'"),
         (["train", "--algo", "PPO", "--config", "[1]"], "--config='[1]' must be a mapping"),
-        (["train", "--algo", COUNTER, "--config", "{lrr: 1}"], "counter.config: unknown key 'lrr'"),
+        (["train", "--algo", COUNTER, "--config", "{lrr: 1}"], "counter.config: lrr must be a known key"),
         (
             ["train", "--algo", "tests.runs.tiny_trainables:Counter", "--config", "{lrr: 1}"],
-            "counter.config: unknown key 'lrr'",
+            "counter.config: lrr must be a known key",
         ),
         (["train", "--algo", COUNTER, "--restore", "/nowhere"], "must be a checkpoint folder"),
         (["train", "--algo", COUNTER, "--stop", "{a: many}"], "stop.a='many' must be a number"),

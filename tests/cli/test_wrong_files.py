@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from rllib_llm.cli.main import app
 from rllib_llm.runs.yaml_loader import read
-from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.errors import Problems
 from tests.cli.said import said
 from tests.runs.tiny_trainables import COUNTER
 
@@ -15,7 +15,7 @@ from tests.runs.tiny_trainables import COUNTER
 def test_a_file_that_is_no_text_is_named(tmp_path):
     file = tmp_path / "weights.yaml"
     file.write_bytes(b"lr: \xff")
-    with pytest.raises(UserError, match="weights.yaml' must be text in UTF-8: byte 4 is 0xff"):
+    with pytest.raises(Problems, match="weights.yaml' must be text in UTF-8: byte 4 is 0xff"):
         read(file)
 
 
@@ -51,7 +51,7 @@ def test_mistakes_of_every_experiment_of_a_file_are_told_at_once(command, tmp_pa
     done = CliRunner().invoke(app, [*command, str(tmp_path / "two.yaml")])
     assert done.exit_code == 2
     told = said(done.output)
-    assert "unknown key 'stopp'. Did you mean 'stop'?" in told
+    assert "stopp must be a known key. Did you mean 'stop'?" in told
     assert "num_samples=0 must be" in told and "lr=-1 must be" in told
     assert "lr=-2" not in told
 

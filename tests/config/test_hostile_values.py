@@ -12,7 +12,7 @@ import torch
 from rllib_llm.algorithms.generate import GenerateConfig
 from rllib_llm.algorithms.grpo import GRPOConfig
 from rllib_llm.config.sections import defaults, rllib_table, table
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.setting import IN_CONFIG, IN_ENV
 from tests.algorithms import tiny_runs as tiny
 
@@ -28,7 +28,7 @@ VALUES = [
 def test_an_empty_system_message_switches_it_off():
     row = table(GRPOConfig)["system"]
     row.check("")
-    with pytest.raises(SettingError, match="more than a blank"):
+    with pytest.raises(Problems, match="more than a blank"):
         row.check(" ")
 
 
@@ -69,7 +69,7 @@ def validated(make, row, value):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             config.validate()
-    except SettingError as error:
+    except Problems as error:
         return error
     return config
 
@@ -81,7 +81,7 @@ def test_a_value_is_taken_or_refused_with_all_fields(algorithm):
     for row in own_rows(algorithm):
         for value in VALUES:
             result = validated(make, row, value)
-            if isinstance(result, SettingError):
+            if isinstance(result, Problems):
                 assert result.name or result.unknown, (row.name, value)
                 assert result.unknown or (result.rule and result.reason), (row.name, value)
                 assert result.remedy, (row.name, value)
@@ -98,13 +98,13 @@ def test_nothing_is_taken_that_no_setting_can_mean(algorithm):
         for value in never:
             if row.may_be_empty and value == "":
                 continue
-            taken = not isinstance(validated(make, row, value), SettingError)
+            taken = not isinstance(validated(make, row, value), Problems)
             assert not taken, (row.name, value)
 
 
 def test_a_whole_number_that_no_tensor_holds_is_refused():
     config = tiny.grpo().sampling(max_new_tokens=2**63)
-    with pytest.raises(SettingError, match="max_new_tokens=9223372036854775808 must be below 2"):
+    with pytest.raises(Problems, match="max_new_tokens=9223372036854775808 must be below 2"):
         config.validate()
 
 
@@ -118,6 +118,6 @@ def test_a_scalar_of_numpy_is_the_number_that_it_holds(algorithm):
         scalar = np.array(row.value(make()))[()]
         assert isinstance(scalar, np.generic)
         result = validated(make, row, scalar)
-        assert not isinstance(result, SettingError), (row.name, result)
+        assert not isinstance(result, Problems), (row.name, result)
         if row.place == IN_CONFIG:
             assert type(row.value(result)) in (int, float, bool), row.name

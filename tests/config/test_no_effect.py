@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.errors import Problems
 from tests.algorithms import tiny_runs
 
 
@@ -124,7 +124,7 @@ def test_a_setting_with_effect_is_silent(make, settings):
         ({"dtype": "float16"}, r"dtype='float16' must be one of \('float32', 'bfloat16'\)"),
         ({"mixed_precision": "fp16"}, "mixed_precision='fp16' must be one of .'bf16', 'auto'"),
         ({"mixed_precision": "bf16", "dtype": "bfloat16"}, "mixed_precision='bf16' must be None"),
-        ({"lora": {"rank": 3}}, "lora: unknown key 'rank'. Did you mean 'r'"),
+        ({"lora": {"rank": 3}}, "lora: rank must be a known key. Did you mean 'r'"),
     ],
 )
 def test_precision_and_adapters_that_cannot_be_are_refused(settings, words):
@@ -152,7 +152,7 @@ def test_a_reference_that_nobody_asks_is_refused(settings, place, reference):
     """The learner's reference is the model that training starts from, whatever this one is."""
     config = tiny_runs.grpo().reference(model=reference, place=settings.get("place"))
     config.language_model(lora=settings.get("lora"))
-    with pytest.raises(SettingError, match=f"^env_config.reference=.* must be None .* {place}: "):
+    with pytest.raises(Problems, match=f"^env_config.reference=.* must be None .* {place}: "):
         config.validate()
     config.reference(place="environment").validate()
     config.reference(place=None, kl_coeff=0.0).validate()  # then it is measured only

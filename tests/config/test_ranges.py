@@ -162,7 +162,7 @@ OVERLAYS = [
     ({"env_config": 5}, "env_config=5 must be a mapping: .*`env_config: {prompts: ...}`"),
     ({"prompts": 5}, "prompts=5 must be a mapping: .*`prompts: {data: ...}`"),
     ({"prompts": {"data": "x"}, "env_config": 5}, "env_config=5 must be a mapping"),
-    ({"sampling": {"temperatur": 1}}, "sampling: unknown key 'temperatur'"),
+    ({"sampling": {"temperatur": 1}}, "sampling: temperatur must be a known key"),
     ({"temperature": -3}, "temperature=-3 must be a number above 0"),
     ({"env_config": {"max_prompt_len": 0}}, "env_config.max_prompt_len=0 must be a whole number"),
     (

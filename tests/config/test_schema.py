@@ -37,11 +37,11 @@ def test_yaml_names_that_rllib_stores_elsewhere():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lrr": 1}, "a.config: unknown key 'lrr'. Did you mean 'lr'"),
-        ({"num_workers": 2}, "unknown key 'num_workers'. It is 'num_env_runners' now."),
-        ({"algo_class": "x"}, "unknown key 'algo_class'"),
-        ({"_is_frozen": True}, "unknown key '_is_frozen'"),
-        ({"evaluation_config": {"explor": 1}}, "a.config.evaluation_config: unknown key 'explor'"),
+        ({"lrr": 1}, "a.config: lrr must be a known key. Did you mean 'lr'"),
+        ({"num_workers": 2}, "num_workers must be a known key. It is 'num_env_runners' now."),
+        ({"algo_class": "x"}, "algo_class must be a known key"),
+        ({"_is_frozen": True}, "_is_frozen must be a known key"),
+        ({"evaluation_config": {"explor": 1}}, "a.config.evaluation_config: explor must be a known key"),
         ({"gamma": -1}, "a.config.gamma=-1 must not be -1"),
         ({"gamma": -1.0}, "a.config.gamma=-1.0 must not be -1"),
         ({"num_env_runners": -2}, "a.config.num_env_runners=-2 must be at least 0"),
@@ -190,5 +190,5 @@ def test_mistakes_in_python_name_what_to_write(mistake, said):
 
 
 def test_an_environment_beside_the_config_of_rows_is_told_as_one():
-    with pytest.raises(ValueError, match="unknown key 'env'. SFT has no environment: leave it out"):
+    with pytest.raises(ValueError, match="env must be a known key. SFT has no environment: leave it out"):
         build_config(SFT, {"env": "rllib_llm/RLHF-v0"}, "a.config", beside=["env"])

@@ -18,12 +18,10 @@ import torch
 
 from rllib_llm.envs.adapters.trl import TRLEnv
 from rllib_llm.envs.judges.rewards import Invalid, RewardError, UnjudgedError
-from rllib_llm.envs.rlhf import EnvConfigError
 from rllib_llm.envs.sandbox import WorkerPool
 from rllib_llm.envs.sandbox_backends import bwrap_refused
-from rllib_llm.envs.tools import ToolError
 from rllib_llm.shared import columns
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.errors import Problems
 from tests.conversations.scripted import add, roll, settings
 
 
@@ -267,7 +265,7 @@ class Patient:
 @pytest.mark.parametrize("most", [-1, 2.5])
 def test_the_name_that_was_given_is_told(make, most):
     """-1 was called a wrong max_turns."""
-    with pytest.raises(SettingError, match=f"max_tool_calling_iterations={most} must be"):
+    with pytest.raises(Problems, match=f"max_tool_calling_iterations={most} must be"):
         make(max_tool_calling_iterations=most)
 
 
@@ -293,7 +291,7 @@ def test_rows_choose_among_environments(make):
     guess, ledger = policy.asked(0), policy.asked(2)
     assert '"name": "guess"' in guess and '"name": "push"' not in guess
     assert '"name": "push"' in ledger and '"name": "guess"' not in ledger
-    with pytest.raises(EnvConfigError, match="environment='chess' of a row must be one of"):
+    with pytest.raises(Problems, match="environment='chess' of a row must be one of"):
         roll(make(prompts=[{"prompt": "x", "environment": "chess"}],
                   environment_factory={"guess": Guess}), "x", num_prompts=1)  # fmt: skip
 
@@ -372,7 +370,7 @@ class Sneaky:
 
 
 def test_tools_that_want_the_main_thread_are_refused(make):
-    with pytest.raises(ToolError, match="tool 'slow' must not use 'SIGALRM'"):
+    with pytest.raises(Problems, match="tool 'slow' must not use 'SIGALRM'"):
         make(tools=[slow])
     env = make(environment_factory=Sneaky, reward_functions=lambda completions, **_: [1.0] * 4)
     with pytest.raises(UnjudgedError, match="signal only works in main thread"):
@@ -418,7 +416,7 @@ def test_a_tool_that_returns_a_picture_is_not_the_policy_s_mistake(make):
 
 
 def test_an_environment_without_reset_is_refused(make):
-    with pytest.raises(EnvConfigError, match=r"must make objects with reset\(\*\*row\)"):
+    with pytest.raises(Problems, match=r"must make objects with reset\(\*\*row\)"):
         make(environment_factory=dict)
 
 
@@ -427,7 +425,7 @@ def test_an_environment_that_wants_arguments_is_refused_by_name(make):
         def __init__(self, size, level=1):
             self.size = size
 
-    with pytest.raises(EnvConfigError, match=r"must be callable without arguments.*\['size'\]"):
+    with pytest.raises(Problems, match=r"must be callable without arguments.*\['size'\]"):
         make(environment_factory=Board)
     make(environment_factory=functools.partial(Board, 3))
 
@@ -439,11 +437,11 @@ def test_a_factory_that_raises_is_told_with_its_setting(make, error):
     def board():
         raise error
 
-    with pytest.raises(EnvConfigError) as caught:
+    with pytest.raises(Problems) as caught:
         make(environment_factory=board)
-    assert caught.value.name == "env_config['environment_factory']"
+    assert caught.value.problem.name == "env_config['environment_factory']"
     told = f"{type(error).__name__}: {error}, raised in test_adapters.py:"
-    assert caught.value.reason.startswith(told) and caught.value.__cause__ is error
+    assert caught.value.problem.reason.startswith(told) and caught.value.__cause__ is error
 
 
 def test_task_sets_of_verifiers_want_verifiers():
@@ -514,7 +512,7 @@ def test_what_holds_the_answer_is_worth_a_part_of_it_or_nothing(gym, scores):
     right, part = scores(tasks, answers)
     assert right == 1.0 and 0 < part < 0.01
     assert scores(tasks, answers, scoring="exact") == [1.0, 0.0]
-    with pytest.raises(SettingError, match="scoring='exakt' must be one of"):
+    with pytest.raises(Problems, match="scoring='exakt' must be one of"):
         scores(tasks, answers, scoring="exakt")
 
 
@@ -676,7 +674,7 @@ def test_curricula_with_settings_within_settings(gym, name):
 
 def test_levels_that_make_no_task_are_refused_at_once(gym):
     with pytest.raises(
-        EnvConfigError, match="level 2 of its curriculum.*rotation must be in range"
+        Problems, match="level 2 of its curriculum.*rotation must be in range"
     ):
         gym.Tasks("caesar_cipher", num_tasks=30, tasks_per_level=10)
     gym.Tasks("caesar_cipher", num_tasks=20, tasks_per_level=10)
@@ -701,7 +699,7 @@ def test_levels_that_make_no_task_are_refused_at_once(gym):
     ],
 )
 def test_unknown_data_sets_are_refused(gym, datasets, why):
-    with pytest.raises(EnvConfigError, match=why):
+    with pytest.raises(Problems, match=why):
         gym.Tasks(datasets)
 
 
@@ -709,13 +707,13 @@ def test_a_curriculum_wants_one(gym):
     from reasoning_gym.factory import CURRICULA, DATASETS
 
     name = min(set(DATASETS) - set(CURRICULA) - {"composite"})
-    with pytest.raises(EnvConfigError, match="must be None for"):
+    with pytest.raises(Problems, match="must be None for"):
         gym.Tasks(name, tasks_per_level=5)
 
 
 def test_answers_that_nobody_knows(gym):
     assert gym.Tasks("rush_hour", num_tasks=2)[0]["answer"] is None
-    with pytest.raises(EnvConfigError, match="must have a data set with answers"):
+    with pytest.raises(Problems, match="must have a data set with answers"):
         gym.sft_texts("rush_hour", num_tasks=2)
 
 
@@ -756,5 +754,5 @@ def test_files_of_rows_need_no_prompt_either(make, tmp_path):
     ],
 )
 def test_numbers_of_tasks_that_are_none_are_refused(gym, settings, why):
-    with pytest.raises(SettingError, match=why):
+    with pytest.raises(Problems, match=why):
         gym.Tasks("chain_sum", **settings)

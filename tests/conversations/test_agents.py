@@ -19,7 +19,7 @@ from rllib_llm.examples.calculator import MODEL, build_model
 from rllib_llm.rollouts.conversation_sampler import sampling_fields
 from rllib_llm.serving.http_server import open_agent_server
 from rllib_llm.shared import columns
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.errors import Problems
 
 VERSION = 7
 MAX_NEW_TOKENS = 6
@@ -236,7 +236,7 @@ def test_an_engine_that_dies_is_the_runs_trouble():
 
 def test_what_cannot_be_called_is_refused():
     for agent in (None, lambda base_url: 1.0, 3):
-        with pytest.raises(SettingError, match=r"must be a function.* run\(base_url, task\)"):
+        with pytest.raises(Problems, match=r"must be a function.* run\(base_url, task\)"):
             AgentEnv({"model": MODEL, "prompts": TASKS, "agent": agent})
 
 

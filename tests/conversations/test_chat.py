@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rllib_llm.envs.conversation import ChatEnv
-from rllib_llm.envs.rlhf import EnvConfigError
 from rllib_llm.shared import columns
+from rllib_llm.shared.errors import Problems
 from tests.conversations.scripted import ADD_CALL, add, roll, settings
 from tests.scripted_server import serving
 
@@ -114,13 +114,13 @@ def test_a_system_message_that_names_no_column_is_refused_before_sampling(system
     """Every conversation failed with "KeyError: 'nope'", and that ended the run."""
     address = {"base_url": "http://localhost/v1", "model_name": "player"}
     with pytest.raises(
-        EnvConfigError, match=r"must name columns of the task .* .'answer', 'prompt'"
+        Problems, match=r"must name columns of the task .* .'answer', 'prompt'"
     ):
         ChatEnv(settings(**address, system_of_player=system))
 
 
 def test_a_player_has_a_name_and_an_address():
-    with pytest.raises(EnvConfigError, match="model_name"):
+    with pytest.raises(Problems, match="model_name"):
         ChatEnv(settings(base_url="http://localhost/v1"))
     with pytest.raises(ValueError, match="base_url='localhost' must start with http"):
         ChatEnv(settings(base_url="localhost", model_name="player"))

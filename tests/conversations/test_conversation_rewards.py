@@ -8,8 +8,8 @@ import pytest
 
 from rllib_llm.envs.conversation import ConversationEnv, Response
 from rllib_llm.envs.judges.reward_functions import shown_message
-from rllib_llm.envs.prompts import PromptError
 from rllib_llm.shared import columns
+from rllib_llm.shared.errors import Problems
 from tests.conversations.scripted import add, roll, settings
 from tests.conversations.templates import family_tokenizer
 from tests.conversations.test_template_shapes import MISTRAL_V11, tokenizer_for
@@ -178,7 +178,7 @@ def test_an_answer_in_json_is_no_call_without_tools(make):
 )  # fmt: skip
 def test_a_prompt_that_is_no_chat_is_refused_as_data(make, message):
     """Every conversation failed with a TypeError, and the environment was blamed."""
-    with pytest.raises(PromptError, match="row 0 of a list of rows.*must be text or a list of"):
+    with pytest.raises(Problems, match="row 0 of a list of rows.*must be text or a list of"):
         make(Asks, prompts=[{"prompt": [message]}]).tasks.rows(0, 1)
 
 

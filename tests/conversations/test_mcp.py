@@ -13,7 +13,8 @@ import pytest
 
 from rllib_llm.conversations.tool_calls import ToolCall
 from rllib_llm.envs.conversation import ChatEnv, ConversationEnv
-from rllib_llm.envs.tools import MCPServers, MCPTool, Toolbox, ToolError
+from rllib_llm.envs.tools import MCPServers, MCPTool, Toolbox
+from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.remote import EventLoop
 from tests.conversations.scripted import roll, settings
 from tests.ports import free_port
@@ -107,7 +108,7 @@ def program(tmp_path, text):
 
 @pytest.mark.slow
 def test_a_server_that_never_answers_is_given_up_and_ended(served, tmp_path):
-    with pytest.raises(ToolError, match="must be reachable: it did not answer within 5 s"):
+    with pytest.raises(Problems, match="must be reachable: it did not answer within 5 s"):
         served(program(tmp_path, MUTE), connect_s=5)
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "server.py.pid").read_text()), 0)
@@ -123,7 +124,7 @@ PID = "import os; open(__file__ + '.pid', 'w').write(str(os.getpid()))\n"
 )
 def test_why_a_server_cannot_be_reached_is_told(served, tmp_path, text, said):
     """It was "ExceptionGroup: unhandled errors in a TaskGroup (1 sub-exception)"."""
-    with pytest.raises(ToolError, match=f"must be reachable: {said}"):
+    with pytest.raises(Problems, match=f"must be reachable: {said}"):
         served(program(tmp_path, text))
 
 
@@ -310,5 +311,5 @@ def test_a_server_started_by_its_command(tmp_path):
 
 
 def test_a_server_that_is_not_there():
-    with pytest.raises(ToolError, match="must be reachable"):
+    with pytest.raises(Problems, match="must be reachable"):
         ConversationEnv(settings(mcp_servers=[{"command": "no-such-program-anywhere"}]))

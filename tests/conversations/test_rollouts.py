@@ -15,9 +15,8 @@ from rllib_llm.conversations.chat_format import ChatFormatError
 from rllib_llm.envs.conversation import ConversationEnv, Response
 from rllib_llm.envs.conversation_rollouts import EngineFailed, run_rollouts
 from rllib_llm.envs.judges.rewards import UnjudgedError
-from rllib_llm.envs.rlhf import EnvConfigError
 from rllib_llm.shared import columns
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.errors import Problems
 from tests.conversations.scripted import ADD_CALL, ScriptedPolicy, add, roll, settings
 from tests.conversations.templates import CHATML, family_tokenizer
 
@@ -263,7 +262,7 @@ def test_an_engine_that_dies_is_the_runs_trouble(make):
 
 
 def test_nothing_that_says_what_a_conversation_is_worth(make):
-    with pytest.raises(EnvConfigError, match="nothing said what any of these conversations is"):
+    with pytest.raises(Problems, match="nothing said what any of these conversations is"):
         roll(make(), "Yes.")
 
 
@@ -583,7 +582,7 @@ def test_a_tool_knows_which_conversation_called_it(make):
         ({"max_turns": 0}, "env_config.max_turns=0 must be a whole number of at least 1"),
         ({"max_tokens": 1.5}, "env_config.max_tokens=1.5 must be a whole number"),
         ({"tool_errors": "ignore"}, "env_config.tool_errors='ignore' must be"),
-        ({"max_turn": 3}, "unknown key 'max_turn'. Did you mean 'max_turns'"),
+        ({"max_turn": 3}, "max_turn must be a known key. Did you mean 'max_turns'"),
         ({"prompts": None}, "prompts must have data: there is nothing"),
         ({"template_settings": {1: 2}}, "template_settings={1: 2} must be a dictionary whose keys"),
         ({"template_settings": {"tools": []}}, r"variables of the chat template alone: .'tools'."),
@@ -591,7 +590,7 @@ def test_a_tool_knows_which_conversation_called_it(make):
     ],
 )
 def test_settings_are_checked(make, changes, message):
-    with pytest.raises(SettingError, match=message):
+    with pytest.raises(Problems, match=message):
         make(**changes)
 
 

@@ -10,12 +10,13 @@ from typing import Literal
 import pytest
 
 from rllib_llm.conversations.tool_calls import ToolCall, parse_reply
-from rllib_llm.envs.tools import PythonTool, SearchTool, Toolbox, ToolError
+from rllib_llm.envs.tools import PythonTool, SearchTool, Toolbox
 from rllib_llm.examples.calculator import calculator
 from rllib_llm.examples.lookup import Lookup, facts, sft_rows
 from rllib_llm.examples.lookup import build_model as build_lookup_model
 from rllib_llm.examples.twenty_questions import TwentyQuestions
 from rllib_llm.shared.dotted import as_list
+from rllib_llm.shared.errors import Problems
 from tests.containment import needs_bwrap
 from tests.conversations.scripted import roll
 from tests.conversations.templates import family_tokenizer
@@ -333,7 +334,7 @@ def test_a_tool_object_whose_schema_names_another_is_refused(schema):
     """Its calls failed by KeyErrors, or as those of a tool that is not there."""
     found = Served()
     found.schema = schema
-    with pytest.raises(ToolError, match="tools=.* must have a schema .*'name': 'find'"):
+    with pytest.raises(Problems, match="tools=.* must have a schema .*'name': 'find'"):
         Toolbox([found])
 
 
@@ -343,22 +344,22 @@ class NeedsAService:
 
 
 def test_a_class_of_tools_that_raises_is_told_with_its_setting():
-    with pytest.raises(ToolError, match="tools=.*NeedsAService.* arguments: KeyError: 'SERVICE'"):
+    with pytest.raises(Problems, match="tools=.*NeedsAService.* arguments: KeyError: 'SERVICE'"):
         Toolbox([NeedsAService])
 
 
 def test_functions_that_can_be_no_tools_are_refused():
-    with pytest.raises(ToolError, match="tool 'nameless' must take 'x' by name: a call"):
+    with pytest.raises(Problems, match="tool 'nameless' must take 'x' by name: a call"):
         Toolbox([nameless])
-    with pytest.raises(ToolError, match="tool 'untyped' must have type hints and a Google-style"):
+    with pytest.raises(Problems, match="tool 'untyped' must have type hints and a Google-style"):
         Toolbox([untyped])
-    with pytest.raises(ToolError, match="tool 'nowhere' must have type hints .*'NoSuch'"):
+    with pytest.raises(Problems, match="tool 'nowhere' must have type hints .*'NoSuch'"):
         Toolbox([nowhere])
-    with pytest.raises(ToolError, match="tool 'yields' must return its result: it yields"):
+    with pytest.raises(Problems, match="tool 'yields' must return its result: it yields"):
         Toolbox([yields])
-    with pytest.raises(ToolError, match="must have names of their own"):
+    with pytest.raises(Problems, match="must have names of their own"):
         Toolbox([calculator, calculator])
-    with pytest.raises(ToolError, match="must be functions, their dotted paths"):
+    with pytest.raises(Problems, match="must be functions, their dotted paths"):
         Toolbox([3])
 
 

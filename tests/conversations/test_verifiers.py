@@ -10,7 +10,6 @@ import time
 import pytest
 
 from rllib_llm.conversations.chat_format import ChatFormatError
-from rllib_llm.envs.rlhf import EnvConfigError
 from rllib_llm.shared import columns
 from tests.conversations.scripted import roll, settings
 from tests.conversations.templates import family_tokenizer
@@ -18,6 +17,7 @@ from tests.conversations.templates import family_tokenizer
 pytest.importorskip("verifiers", reason="verifiers pins openai below 3: see the guide")
 
 from rllib_llm.envs.adapters.verifiers import VerifiersEnv  # noqa: E402
+from rllib_llm.shared.errors import Problems
 from tests.serving import tiny_server  # noqa: E402
 
 HERE = "tests.conversations.vf_sums"
@@ -180,7 +180,7 @@ def test_a_template_without_system_messages_is_refused_before_anything_is_sample
 def test_tasks_that_nothing_rewards_are_refused(make):
     """They were worth 0 each."""
     with pytest.raises(
-        EnvConfigError, match="nothing said what any of these conversations is worth"
+        Problems, match="nothing said what any of these conversations is worth"
     ):
         roll(make(taskset=f"{HERE}:Kits"), "Done.", num_prompts=1)
 
@@ -207,7 +207,7 @@ def test_tasks_that_nothing_rewards_are_refused(make):
     ],
 )
 def test_what_cannot_be_done_in_this_process_is_refused(make, changes, why):
-    with pytest.raises(EnvConfigError, match=why):
+    with pytest.raises(Problems, match=why):
         make(**changes)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rllib_llm.data.rows import EpochOrder, permuted
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.errors import Problems
 
 
 def test_every_epoch_has_every_row_once_and_an_order_of_its_own():
@@ -39,7 +39,7 @@ def test_seeds_differ_and_unshuffled_rows_come_as_they_are():
 
 @pytest.mark.parametrize("seed", [-1, 2**64, "1", None, 0.5])
 def test_what_is_no_seed_is_refused_at_once(seed):
-    with pytest.raises(SettingError, match="seed=.* must be a whole number from 0 to"):
+    with pytest.raises(Problems, match="seed=.* must be a whole number from 0 to"):
         EpochOrder(4, seed=seed)
 
 

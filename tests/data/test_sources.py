@@ -11,7 +11,7 @@ import pytest
 
 from rllib_llm.data.rows import DataSourceError, MadeRows, Rows, require_columns
 from rllib_llm.data.sources import check_source, load_rows
-from rllib_llm.shared.dotted import DottedPathError
+from rllib_llm.shared.errors import Problems
 
 ROWS = [{"prompt": "one", "label": 1}, {"prompt": "two", "label": 0}, {"prompt": "☃", "label": 1}]
 
@@ -126,7 +126,7 @@ def test_a_row_without_a_column_has_none_there():
         (None, "must be a file .* NoneType is none of these"),
         (7, "int is none of these"),
         ([{"prompt": "a"}, 3], "row 1 is int '3'"),
-        ({"pth": "x"}, "unknown key 'pth'. Did you mean 'path'"),
+        ({"pth": "x"}, "pth must be a known key. Did you mean 'path'"),
         ({"split": "train"}, "must have a 'path'"),
         ({"path": ["a"], "limit": -1}, r"prompts\['limit'\]=-1 must be an integer of at least 1"),
         ({"path": ["a"], "limit": True}, r"prompts\['limit'\]=True must be an integer"),
@@ -190,7 +190,7 @@ def test_columns_have_texts_as_names():
 
 
 def test_a_function_that_is_not_there_or_gives_no_rows():
-    with pytest.raises(DottedPathError, match="Did you mean 'rows_of_a_function'"):
+    with pytest.raises(Problems, match="Did you mean 'rows_of_a_function'"):
         load_rows(f"{__name__}:rows_of_a_functoin", name="prompts")
     with pytest.raises(DataSourceError, match="it gave int"):
         load_rows(lambda: 3)
@@ -205,7 +205,7 @@ def test_wrong_arguments_of_a_function_are_refused():
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ({"pth": "x"}, "unknown key 'pth'. Did you mean 'path'"),
+        ({"pth": "x"}, "pth must be a known key. Did you mean 'path'"),
         ("/nothing/here/rows.parquet", "'/nothing/here' does not exist either"),
         (["one.jsonl", "two.jsonl"], "'one.jsonl' must be a file or folder that exists"),
         (f"{__name__}:rows_of_a_functoin", "Did you mean 'rows_of_a_function'"),

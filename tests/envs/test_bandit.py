@@ -9,7 +9,7 @@ from rllib_llm.data.rows import DataSourceError
 from rllib_llm.envs.bandit import BanditEnv, BanditEnvError
 from rllib_llm.envs.judges.rewards import RewardError, RewardSum
 from rllib_llm.envs.prompts import PromptSource
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.errors import Problems
 from tests.envs.tiny_envs import answer, num_words, word_env
 from tests.envs.tiny_tokenizers import word_tokenizer
 
@@ -275,13 +275,13 @@ def test_more_wrong_uses():
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"num_envs": 0}, SettingError, "num_envs=0 must be a whole number of at least 1"),
-        ({"max_prompt_len": 2.5}, SettingError, "max_prompt_len=2.5 must be a whole number"),
-        ({"temperature": 0.0}, SettingError, "temperature=0.0 must be a number above 0"),
-        ({"kl_coeff": -1.0}, SettingError, "kl_coeff=-1.0 must be a number of at least 0"),
+        ({"num_envs": 0}, Problems, "num_envs=0 must be a whole number of at least 1"),
+        ({"max_prompt_len": 2.5}, Problems, "max_prompt_len=2.5 must be a whole number"),
+        ({"temperature": 0.0}, Problems, "temperature=0.0 must be a number above 0"),
+        ({"kl_coeff": -1.0}, Problems, "kl_coeff=-1.0 must be a number of at least 0"),
         ({"kl_coeff": 0.1}, BanditEnvError, "kl_coeff=0.1 must be 0 without a reference"),
         ({"tokenizer": word_tokenizer(pad=False)}, BanditEnvError, "pad_token_id=None must be"),
-        ({"prompt_overflow": "cut"}, SettingError, "prompt_overflow='cut' must be one of"),
+        ({"prompt_overflow": "cut"}, Problems, "prompt_overflow='cut' must be one of"),
         ({"rewards": RewardSum(lambda completions, gold: [0])}, RewardError, r"\['gold'\]"),
     ],
 )

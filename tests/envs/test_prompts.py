@@ -6,13 +6,8 @@ import pytest
 
 from rllib_llm.data.encoding import encode_chat
 from rllib_llm.data.rows import DataSourceError
-from rllib_llm.envs.prompts import (
-    PromptEncoder,
-    PromptError,
-    PromptRow,
-    PromptSource,
-)
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.envs.prompts import PromptEncoder, PromptRow, PromptSource
+from rllib_llm.shared.errors import Problems
 from tests.conversations.templates import ADD, family_tokenizer
 from tests.envs.tiny_tokenizers import word_tokenizer
 
@@ -76,7 +71,7 @@ def test_eval_prompts_of_their_own_leave_the_training_prompts_whole():
     ],
 )
 def test_wrong_splits(settings, message):
-    with pytest.raises(SettingError, match=message):
+    with pytest.raises(Problems, match=message):
         PromptSource(TEN, **settings)
 
 
@@ -85,9 +80,9 @@ def test_the_prompt_column_is_chosen_or_named():
     assert PromptSource([{"question": "a", "label": 1}], prompt_column="question").rows(0, 1) == [
         PromptRow(0, "a", {"label": 1})
     ]
-    with pytest.raises(PromptError, match=r"no column 'prompt' but \['question', 'label'\]"):
+    with pytest.raises(Problems, match=r"no column 'prompt' but \['question', 'label'\]"):
         PromptSource([{"question": "a", "label": 1}])
-    with pytest.raises(PromptError, match="must have a column with the prompts: it has none"):
+    with pytest.raises(Problems, match="must have a column with the prompts: it has none"):
         PromptSource([{}, {}])
     with pytest.raises(DataSourceError, match="column='qestion' must be .*'question'"):
         PromptSource([{"question": "a", "label": 1}], prompt_column="qestion")
@@ -96,9 +91,9 @@ def test_the_prompt_column_is_chosen_or_named():
 def test_empty_data_and_wrong_rows():
     with pytest.raises(DataSourceError, match="at least one row"):
         PromptSource([])
-    with pytest.raises(PromptError, match=r"prompt=3 \(row 0 of .*must be text or a list of chat"):
+    with pytest.raises(Problems, match=r"prompt=3 \(row 0 of .*must be text or a list of chat"):
         PromptSource([{"prompt": 3}]).rows(0, 1)
-    with pytest.raises(PromptError, match="position=-1"):
+    with pytest.raises(Problems, match="position=-1"):
         PromptSource(TEN).indices(-1, 2)
     halves = PromptSource([{"prompt": "\ud83d"}])
     with pytest.raises(DataSourceError, match="row 0: .* must be text that UTF-8 can write"):
@@ -133,7 +128,7 @@ def test_an_empty_prompt_is_bos_or_refused():
     assert _encode(word_tokenizer(), "")[0] == [[1]]
     without = word_tokenizer()
     without.bos_token = None
-    with pytest.raises(PromptError, match="row 0: prompt must have at least one token"):
+    with pytest.raises(Problems, match="row 0: prompt must have at least one token"):
         _encode(without, "")
 
 
@@ -180,9 +175,9 @@ def test_too_long_prompts_keep_bos_and_their_end_and_warn_once():
 
 
 def test_too_long_prompts_are_refused_when_asked():
-    with pytest.raises(PromptError, match=r"row 1: prompt .* max_prompt_len=2 .*has 4"):
+    with pytest.raises(Problems, match=r"row 1: prompt .* max_prompt_len=2 .*has 4"):
         _encode(word_tokenizer(), "the cat", "the cat sat on", max_prompt_len=2, overflow="error")
-    with pytest.raises(SettingError, match="prompt_overflow='cut' must be one of"):
+    with pytest.raises(Problems, match="prompt_overflow='cut' must be one of"):
         PromptEncoder(word_tokenizer(), 4, "cut")
 
 
@@ -190,6 +185,6 @@ def test_every_prompt_is_looked_at_where_long_ones_are_refused():
     source = PromptSource([{"prompt": "a"}] * 12 + [{"prompt": "a b c d e"}], shuffle=False)
     encoder = PromptEncoder(word_tokenizer(), 4, "error")
     encoder.encode(source.rows(0, 12))
-    with pytest.raises(PromptError, match="row 12: prompt must have at most max_prompt_len=4"):
+    with pytest.raises(Problems, match="row 12: prompt must have at most max_prompt_len=4"):
         encoder.check(source.all_rows())
     assert encoder.longest(source) == len(word_tokenizer()("a b c d e")["input_ids"])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rllib_llm.envs.frozen_models import FrozenReference
-from rllib_llm.modules.model_source import ModelSourceError
+from rllib_llm.shared.errors import Problems
 from tests import tiny_models as tiny
 
 PROMPTS = [[1, 10, 11], [1], [1, 20, 21, 22, 23]]
@@ -73,7 +73,7 @@ def test_quantised_reference_reports_its_drift_on_the_first_batch(folder, quanti
 
 
 def test_bad_settings(folder, tmp_path):
-    with pytest.raises(ModelSourceError, match="no config.json"):
+    with pytest.raises(Problems, match="no config.json"):
         FrozenReference(tmp_path)
     with pytest.raises(ValueError, match="measure_drift=-1 must be a whole number"):
         FrozenReference(folder, measure_drift=-1)

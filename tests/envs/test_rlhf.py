@@ -8,11 +8,10 @@ import torch
 from rllib_llm.envs import rlhf
 from rllib_llm.envs.check_env import check_env
 from rllib_llm.envs.judges.rewards import RewardError
-from rllib_llm.envs.prompts import PromptError
 from rllib_llm.envs.registry import default_settings
-from rllib_llm.envs.rlhf import EnvConfigError, policy_tokenizer
+from rllib_llm.envs.rlhf import policy_tokenizer
 from rllib_llm.modules.precision import multiplies_by_onednn
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.errors import Problems
 from tests.conversations.templates import family_tokenizer
 from tests.tiny_models import byte_tokenizer, llama, llama_classifier, save
 
@@ -131,30 +130,30 @@ def test_eval_prompts_alone_are_enough_for_evaluation(files):
     [
         (
             {"promts": []},
-            EnvConfigError,
-            "of rllib_llm/RLHF-v0: unknown key 'promts'. Did you mean 'prom",
+            Problems,
+            "of rllib_llm/RLHF-v0: promts must be a known key. Did you mean 'prom",
         ),
-        ({"max_turns": 2}, EnvConfigError, "names has no turns. Leave `conversation` out, or"),
-        ({"prompts": None}, EnvConfigError, "prompts must have data: there is nothing"),
-        ({"reward_functions": None}, EnvConfigError, "rewards must have a model or functions"),
-        ({"model": None}, EnvConfigError, "must have 'model' \\(or 'tokenizer'\\)"),
+        ({"max_turns": 2}, Problems, "names has no turns. Leave `conversation` out, or"),
+        ({"prompts": None}, Problems, "prompts must have data: there is nothing"),
+        ({"reward_functions": None}, Problems, "rewards must have a model or functions"),
+        ({"model": None}, Problems, "must have 'model' \\(or 'tokenizer'\\)"),
         ({"model": "/no/such/folder"}, ValueError, "'/no/such/folder' must be a local folder"),
-        ({"reward_model": 3}, SettingError, "reward_model=3 must be a dictionary, text or None"),
-        ({"reward_model": {"dtype": "float32"}}, EnvConfigError, "must have 'model'"),
+        ({"reward_model": 3}, Problems, "reward_model=3 must be a dictionary, text or None"),
+        ({"reward_model": {"dtype": "float32"}}, Problems, "must have 'model'"),
         (
             {"reward_model": {"model": JUDGE, "quantisation": "int8"}},
-            EnvConfigError,
-            r"env_config\['reward_model'\]: unknown key 'quantisation'. Did you mean 'quant",
+            Problems,
+            r"env_config\['reward_model'\]: quantisation must be a known key. Did you mean 'quant",
         ),
         (
             {"reward_model": {"model": JUDGE, "max_tokens": 1}},
-            EnvConfigError,
-            r"unknown key 'max_tokens'. Did you mean 'batch_tokens'",
+            Problems,
+            r"max_tokens must be a known key. Did you mean 'batch_tokens'",
         ),
         (
             {"reference": {"modle": MODEL}},
-            EnvConfigError,
-            r"env_config\['reference'\]: unknown key 'modle'. Did you mean 'model'",
+            Problems,
+            r"env_config\['reference'\]: modle must be a known key. Did you mean 'model'",
         ),
         ({"reference": {"quantization": "int4"}}, ValueError, "quantization='int4' must be one of"),
         (
@@ -164,12 +163,12 @@ def test_eval_prompts_alone_are_enough_for_evaluation(files):
         ),
         ({"reward_model": {"model": "m", "device": [0]}}, ValueError, r"=\[0\] must be a device"),
         ({"device": "cudaa"}, ValueError, r"env_config\['device'\]='cudaa' must be a device"),
-        ({"reference": 3}, SettingError, "reference=3 must be a dictionary, text or None"),
-        ({"split": "eval"}, PromptError, "split='eval' must have prompts of its own"),
+        ({"reference": 3}, Problems, "reference=3 must be a dictionary, text or None"),
+        ({"split": "eval"}, Problems, "split='eval' must have prompts of its own"),
         ({"prompts": ["text only"]}, RewardError, r"'shouting' must find its arguments \['label'"),
         (
             {"eval_fraction": 0.1, "eval_prompts": ["x"]},
-            PromptError,
+            Problems,
             "eval_fraction=0.1 must be 0: eval_prompts are given",
         ),
     ],
@@ -209,7 +208,7 @@ def test_settings_of_every_environment_are_checked_by_their_rows(env, wrong, mes
     defaults = default_settings(f"rllib_llm/{env}-v0")
     settings = rlhf.with_defaults({}, defaults, env_id=env)
     rlhf.with_defaults(settings, defaults, env_id=env)  # the defaults are right
-    with pytest.raises(SettingError, match=message):
+    with pytest.raises(Problems, match=message):
         rlhf.with_defaults(wrong, defaults, env_id=env)
 
 
@@ -218,7 +217,7 @@ def test_settings_of_an_environment_of_one_s_own_are_its_own():
     given = {"highest": None, "split": 3, "vocab_size": 5}
     found = rlhf.with_defaults(given, defaults, env_id="mine")
     assert (found["highest"], found["split"], found["max_prompt_len"]) == (None, 3, 8)
-    with pytest.raises(SettingError, match="max_prompt_len='8'.*without quotes"):
+    with pytest.raises(Problems, match="max_prompt_len='8'.*without quotes"):
         rlhf.with_defaults({"max_prompt_len": "8"}, defaults, env_id="mine")
 
 
@@ -227,7 +226,7 @@ def test_a_tokenizer_without_a_model():
     tokenizer = byte_tokenizer()
     env = rlhf.create({**settings, "tokenizer": tokenizer})
     assert env.tokenizer is tokenizer and env.vocab_size == len(tokenizer)
-    with pytest.raises(EnvConfigError, match="must name a model"):
+    with pytest.raises(Problems, match="must name a model"):
         rlhf.create({**settings, "tokenizer": tokenizer, "reference": {"dtype": "float32"}})
 
 
@@ -260,7 +259,7 @@ def test_a_reference_of_another_vocabulary_is_refused_at_build(files):
 def test_a_tokenizer_of_another_model_is_itself_blamed(files, reference):
     settings = {"model": MODEL, "prompts": str(files / "prompts.txt"), "reward_functions": SHOUTING}
     other = "rllib_llm.examples.arithmetic.build_model"
-    with pytest.raises(EnvConfigError, match="^env_config.tokenizer=.* the model's token 0 is "):
+    with pytest.raises(Problems, match="^env_config.tokenizer=.* the model's token 0 is "):
         rlhf.create({**settings, "reference": reference, "tokenizer": other})
 
 

@@ -18,7 +18,7 @@ from rllib_llm.envs.judges.remote_rewards import Verifier
 from rllib_llm.envs.judges.rewards import Invalid, RewardSum
 from rllib_llm.envs.sandbox import Contained, WorkerError, WorkerPool
 from rllib_llm.envs.sandbox_backends import Sandbox
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.errors import Problems
 from tests.containment import needs_bwrap
 from tests.envs.judges.test_judge_server import rows
 
@@ -336,7 +336,7 @@ def test_a_function_that_is_not_there_is_named():
 )
 def test_limits_that_are_none_are_told_when_a_pool_is_made(limits, said):
     """Some were TypeErrors, some failed in the first worker."""
-    with pytest.raises(SettingError, match=f"^{said}"):
+    with pytest.raises(Problems, match=f"^{said}"):
         WorkerPool("a:b", **limits)
 
 
@@ -485,11 +485,11 @@ def test_where_bubblewrap_does_not_work_it_is_said_how_to_install_it(
 ):
     monkeypatch.setenv("PATH", str(tmp_path))
     said = f"^backend='{backend}' must be able to contain a process: .*not on PATH.*apt-get install"
-    with pytest.raises(SettingError, match=said):
+    with pytest.raises(Problems, match=said):
         WorkerPool(f"{FILE}:length", backend=backend)
     sandbox_backends.bwrap_refused.cache_clear()
     stand_in(tmp_path, "bwrap", "echo 'No permissions to create new namespace' >&2; exit 1")
-    with pytest.raises(SettingError, match=r"fails: No permissions .*backend: process"):
+    with pytest.raises(Problems, match=r"fails: No permissions .*backend: process"):
         Sandbox(backend=backend)
 
 
@@ -518,7 +518,7 @@ exec "$@"
 def test_docker_is_asked_for_one_container_a_call(tmp_path, monkeypatch):
     stand_in(tmp_path, "docker", DOCKER)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(SettingError, match="^image=None must name an image"):
+    with pytest.raises(Problems, match="^image=None must name an image"):
         Sandbox(backend="docker")
     pool = WorkerPool(f"{FILE}:remember", num_workers=1, isolated=True, backend="docker",
                       image="image:1", memory_mb=2000, num_processes=33)  # fmt: skip

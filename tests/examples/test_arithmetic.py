@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from rllib_llm.examples import arithmetic
-from rllib_llm.examples.arithmetic import Problems, answer_format, correct, sft_texts
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.examples.arithmetic import answer_format, correct, sft_texts
+from rllib_llm.shared.errors import Problems
 from tests.envs.tiny_envs import answer
 
 
@@ -40,11 +40,11 @@ def test_a_few_problems_already_mix_sizes_and_operations():
         ({"operations": "+/"}, r"operations='\+/' must be one or more of"),
         ({"operations": ""}, "operations='' must be"),
         ({"num_problems": 0}, "num_problems=0 must be"),
-        ({"digit": 2}, r"unknown key 'digit'. Did you mean 'digits'"),
+        ({"digit": 2}, r"digit must be a known key. Did you mean 'digits'"),
     ],
 )
 def test_wrong_settings(settings, message):
-    with pytest.raises(SettingError, match=message):
+    with pytest.raises(Problems, match=message):
         arithmetic.create(settings)
 
 

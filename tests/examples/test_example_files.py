@@ -15,7 +15,7 @@ from rllib_llm.runs.plan import check_experiments
 from rllib_llm.runs.results import export_model, flatten
 from rllib_llm.runs.search_space import examples, search_space
 from rllib_llm.runs.yaml_loader import examples_folder, load, read
-from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.errors import Problems
 
 FOLDER = examples_folder()
 FILES = sorted(FOLDER.glob("*.yaml"))
@@ -40,7 +40,7 @@ def experiments_of(file: Path) -> list[Experiment]:
         pytest.importorskip("verifiers", reason="verifiers pins openai below 3")
     try:
         return load(read(file), file.name, here=FOLDER)
-    except UserError as error:
+    except Problems as error:
         if "has no value yet" not in str(error):
             raise
         pytest.skip(f"{file.name} wants data of yours: {error}")

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from rllib_llm.envs.rlhf import EnvConfigError
 from rllib_llm.examples import reviews
 from rllib_llm.examples.reviews_grammar import UNGRAMMATICAL_SCORE
+from rllib_llm.shared.errors import Problems
 from tests.envs.tiny_envs import answer
 
 GOOD = " It is lovely and light. I adore the {part}. Five stars."
@@ -75,7 +75,7 @@ def test_held_out_prompts_are_none_of_the_training_ones():
 
 
 def test_unknown_settings_are_refused_with_the_nearest_name():
-    with pytest.raises(EnvConfigError, match="Did you mean 'reward_model'"):
+    with pytest.raises(Problems, match="Did you mean 'reward_model'"):
         reviews.create({"reward_modle": "x"})
-    with pytest.raises(EnvConfigError, match="eval_fraction"):
+    with pytest.raises(Problems, match="eval_fraction"):
         reviews.create({"eval_fraction": 0.1})

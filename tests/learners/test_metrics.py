@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rllib_llm.learners.metrics import WeightedMeans
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.errors import Problems
 
 
 def test_means_weigh_items_not_calls():
@@ -48,7 +48,7 @@ def test_what_is_counted_and_never_added_up_is_no_zero():
 
 def test_a_total_of_several_numbers_is_refused_by_its_name():
     """Complaint: one of an own loss failed at the end of the step, and nothing said which."""
-    with pytest.raises(SettingError) as raised:
+    with pytest.raises(Problems) as raised:
         WeightedMeans().add_total("loss/mine", torch.ones(3))
     assert str(raised.value) == (
         "metric 'loss/mine' of shape (3,) must be one number: totals are added up. Pass its sum()."

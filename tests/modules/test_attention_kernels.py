@@ -13,7 +13,7 @@ from rllib_llm.modules.logprobs import score_completions
 from rllib_llm.modules.packed_attention import MaskedLayout, RowLayout
 from rllib_llm.modules.packing import completion_rows
 from rllib_llm.modules.trunk import use_kernel, wanted_tokens
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.errors import Problems
 from tests.modules.test_dense_packing import group_batch, stats_and_gradients
 from tests.modules.tiny_models import tiny_model
 from tests.rounding import assert_as_near
@@ -111,23 +111,23 @@ def test_rows_longer_than_a_window_stay_one_behind_another_with_flash(flash_on_a
 def test_a_model_that_cannot_be_laid_out_refuses_another_kernel():
     model = padded_model("llama")
     use_kernel(model, "flex_attention")
-    with pytest.raises(SettingError) as caught:
+    with pytest.raises(Problems) as caught:
         score_completions(model, **group_batch())
-    assert (caught.value.name, caught.value.rule) == ("attn_implementation",
+    assert (caught.value.problem.name, caught.value.problem.rule) == ("attn_implementation",
                                                      "be 'sdpa' for LlamaModel")  # fmt: skip
 
 
 @pytest.mark.parametrize("kernel", LAYOUTS)
 def test_a_kernel_without_its_hardware_is_refused_before_anything_starts(kernel):
     config = GRPOConfig().language_model(model="any", attn_implementation=kernel)
-    with pytest.raises(SettingError) as caught:
+    with pytest.raises(Problems) as caught:
         check_precision(config)
-    assert caught.value.rule == "be 'sdpa' without a GPU for each learner"
+    assert caught.value.problem.rule == "be 'sdpa' without a GPU for each learner"
     config.learners(num_gpus_per_learner=1)
     if kernel == "flash_attention_2":
-        with pytest.raises(SettingError) as caught:
+        with pytest.raises(Problems) as caught:
             check_precision(config)
-        assert caught.value.rule == "be 'sdpa' or 'flex_attention' in float32"
+        assert caught.value.problem.rule == "be 'sdpa' or 'flex_attention' in float32"
     config.language_model(mixed_precision="bf16")
     assert check_precision(config) is None
 

@@ -11,7 +11,7 @@ import torch
 from huggingface_hub import constants as hub_constants
 from transformers import BertConfig, BertForMaskedLM, GenerationConfig
 
-from rllib_llm.modules.model_source import ModelSourceError, load_with_retries, source_kind
+from rllib_llm.modules.model_source import load_with_retries, source_kind
 from rllib_llm.modules.pretrained import (
     disable_dropout,
     load_causal_lm,
@@ -24,6 +24,7 @@ from rllib_llm.modules.tokenizer import (
     load_generation_config,
     load_tokenizer,
 )
+from rllib_llm.shared.errors import Problems
 from tests import tiny_models as tiny
 
 IDS = torch.tensor([[1, 7, 8, 9]])
@@ -194,7 +195,7 @@ def test_generation_config_is_optional(folder, judge_folder):
 )
 def test_no_model_there(value, message):
     for load in (load_causal_lm, load_sequence_classifier, load_tokenizer):
-        with pytest.raises(ModelSourceError, match=message) as error:
+        with pytest.raises(Problems, match=message) as error:
             load(value)
         assert "hub id such as 'org/name'" in str(error.value)
 
@@ -202,34 +203,34 @@ def test_no_model_there(value, message):
 def test_a_file_and_an_empty_folder(tmp_path):
     file = tmp_path / "weights.bin"
     file.touch()
-    with pytest.raises(ModelSourceError, match="it is a file. Name the folder"):
+    with pytest.raises(Problems, match="it is a file. Name the folder"):
         load_causal_lm(file)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ModelSourceError, match=r"no config.json \(it holds nothing\)"):
+    with pytest.raises(Problems, match=r"no config.json \(it holds nothing\)"):
         load_causal_lm(tmp_path / "empty")
-    with pytest.raises(ModelSourceError, match=r"no config.json \(it holds empty, weights.bin\)"):
+    with pytest.raises(Problems, match=r"no config.json \(it holds empty, weights.bin\)"):
         load_causal_lm(tmp_path)
 
 
 def test_an_adapter_and_an_rllib_checkpoint_are_told_apart(tmp_path):
     (tmp_path / "adapter_config.json").touch()
-    with pytest.raises(ModelSourceError, match="PEFT adapter.*merge_and_unload"):
+    with pytest.raises(Problems, match="PEFT adapter.*merge_and_unload"):
         load_causal_lm(tmp_path)
     checkpoint = tmp_path / "checkpoint"
     inside = checkpoint / "learner_group" / "learner" / "rl_module" / "default_policy"
     inside.mkdir(parents=True)
-    with pytest.raises(ModelSourceError, match="an RLlib checkpoint.*Use .*default_policy"):
+    with pytest.raises(Problems, match="an RLlib checkpoint.*Use .*default_policy"):
         load_causal_lm(checkpoint)
 
 
 def test_wrong_kind_of_model(folder, judge_folder, tmp_path):
-    with pytest.raises(ModelSourceError, match="LlamaForSequenceClassification.*causal language"):
+    with pytest.raises(Problems, match="LlamaForSequenceClassification.*causal language"):
         load_causal_lm(judge_folder)
-    with pytest.raises(ModelSourceError, match="LlamaForCausalLM.*sequence classifier is wanted"):
+    with pytest.raises(Problems, match="LlamaForCausalLM.*sequence classifier is wanted"):
         load_sequence_classifier(folder)
     config = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=260)
     path = tiny.save(tmp_path / "mlm", BertForMaskedLM(config), tiny.byte_tokenizer())
-    with pytest.raises(ModelSourceError, match="BertForMaskedLM"):
+    with pytest.raises(Problems, match="BertForMaskedLM"):
         load_causal_lm(path)
 
 
@@ -237,17 +238,17 @@ def test_broken_folders(folder):
     write = (Path(folder) / "config.json").write_text
     config = json.loads((Path(folder) / "config.json").read_text())
     write("{")
-    with pytest.raises(ModelSourceError, match="cannot be loaded.*not a valid JSON"):
+    with pytest.raises(Problems, match="cannot be loaded.*not a valid JSON"):
         load_causal_lm(folder)
     write(json.dumps(config | {"num_hidden_layers": 3}))
-    with pytest.raises(ModelSourceError, match=r"9 weights.*missing.*first is model.layers.2"):
+    with pytest.raises(Problems, match=r"9 weights.*missing.*first is model.layers.2"):
         load_causal_lm(folder)
     write(json.dumps(config | {"intermediate_size": 99}))
-    with pytest.raises(ModelSourceError, match="another shape.*do not belong together"):
+    with pytest.raises(Problems, match="another shape.*do not belong together"):
         load_causal_lm(folder)
     write(json.dumps(config))
     (Path(folder) / "model.safetensors").write_text("cut off")
-    with pytest.raises(ModelSourceError, match="SafetensorError"):
+    with pytest.raises(Problems, match="SafetensorError"):
         load_causal_lm(folder)
 
 
@@ -258,19 +259,19 @@ def test_broken_weights_in_torch_s_own_format_are_of_the_folder_too(folder):
     whole = weights.read_bytes()
     for written in (b"", whole[: len(whole) // 2], whole[:100]):
         weights.write_bytes(written)
-        with pytest.raises(ModelSourceError, match="folder cannot be loaded"):
+        with pytest.raises(Problems, match="folder cannot be loaded"):
             load_causal_lm(folder)
     weights.write_bytes(pickle.dumps(print))
-    with pytest.raises(ModelSourceError, match=r"\(its weights are no pickle of tensors alone\)"):
+    with pytest.raises(Problems, match=r"\(its weights are no pickle of tensors alone\)"):
         load_causal_lm(folder)
     torch.save([1], weights)
-    with pytest.raises(ModelSourceError, match=r"folder cannot be loaded \(TypeError"):
+    with pytest.raises(Problems, match=r"folder cannot be loaded \(TypeError"):
         load_causal_lm(folder)
 
 
 def test_folder_without_tokenizer(tmp_path):
     tiny.llama().save_pretrained(tmp_path)
-    with pytest.raises(ModelSourceError, match="no tokenizer .it holds config.json, "):
+    with pytest.raises(Problems, match="no tokenizer .it holds config.json, "):
         load_tokenizer(tmp_path)
 
 
@@ -290,9 +291,9 @@ def test_bad_dotted_paths(path, message):
 
 
 def test_wrong_kind_from_a_dotted_path():
-    with pytest.raises(ModelSourceError, match="causal language model is wanted"):
+    with pytest.raises(Problems, match="causal language model is wanted"):
         load_causal_lm("tests.tiny_models.build_classifier")
-    with pytest.raises(ModelSourceError, match="sequence classifier is wanted"):
+    with pytest.raises(Problems, match="sequence classifier is wanted"):
         load_sequence_classifier("tests.tiny_models.build_llama")
 
 
@@ -322,15 +323,15 @@ def test_a_name_that_is_nowhere_is_refused_where_the_hub_may_not_be_asked(
     assert source_kind("tiny2") == ("hub", "tiny2")
     monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(
-        ModelSourceError, match=r"model='tiny2' must be .* not in the local cache .*\. Give a local"
+        Problems, match=r"model='tiny2' must be .* not in the local cache .*\. Give a local"
     ):
         source_kind("tiny2")
     (tmp_path / "tiny").mkdir()
     with pytest.raises(
-        ModelSourceError, match=r"set\. Did you mean '\./tiny'\? Give a local folder"
+        Problems, match=r"set\. Did you mean '\./tiny'\? Give a local folder"
     ):
         source_kind("tiny2")
-    with pytest.raises(ModelSourceError, match="not in the local cache and HF_HUB_OFFLINE is set"):
+    with pytest.raises(Problems, match="not in the local cache and HF_HUB_OFFLINE is set"):
         source_kind("org/name")
     (tmp_path / "cache" / "models--tiny2" / "snapshots").mkdir(parents=True)
     assert source_kind("tiny2") == ("hub", "tiny2")
@@ -344,9 +345,9 @@ def test_a_misspelt_folder_is_answered_with_the_one_beside_it(given, meant, monk
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tinny.txt").touch()  # no folder
-    with pytest.raises(ModelSourceError) as error:
+    with pytest.raises(Problems) as error:
         source_kind(given.format(here=tmp_path))
-    assert error.value.remedy == f"Did you mean '{meant.format(here=tmp_path)}'?"
+    assert error.value.problem.remedy == f"Did you mean '{meant.format(here=tmp_path)}'?"
 
 
 def test_a_failed_download_is_answered_with_the_folder_of_nearly_that_name(
@@ -355,7 +356,7 @@ def test_a_failed_download_is_answered_with_the_folder_of_nearly_that_name(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny").mkdir()
     for error in (ConnectionError("away"), ValueError("404")):
-        with pytest.raises(ModelSourceError, match=r"Did you mean '\./tiny'\? "):
+        with pytest.raises(Problems, match=r"Did you mean '\./tiny'\? "):
             load_with_retries(Flaky(*[error] * 3), "tiny2", "hub", first_delay_s=0, offline=False)
 
 
@@ -385,21 +386,21 @@ def test_passing_failures_are_retried_and_reported(caplog):
 
 def test_a_hub_out_of_reach_says_how_to_do_without():
     load = Flaky(*[ConnectionError("Name or service not known")] * 3)
-    with pytest.raises(ModelSourceError, match="could not be reached.*--local-dir.*HF_HUB_OFFLINE"):
+    with pytest.raises(Problems, match="could not be reached.*--local-dir.*HF_HUB_OFFLINE"):
         load_with_retries(load, "org/name", "hub", first_delay_s=0, offline=False)
     assert load.num_calls == 3
 
 
 def test_failures_for_good_are_not_retried():
     load = Flaky(OSError("org/name is not a valid model identifier"))
-    with pytest.raises(ModelSourceError, match="not a valid model identifier.*hf auth login"):
+    with pytest.raises(Problems, match="not a valid model identifier.*hf auth login"):
         load_with_retries(load, "org/name", "hub", offline=False)
     assert load.num_calls == 1
 
 
 def test_offline_there_is_nothing_to_retry():
     load = Flaky(ConnectionError("offline mode is enabled"))
-    with pytest.raises(ModelSourceError, match="not in the local cache and HF_HUB_OFFLINE is set"):
+    with pytest.raises(Problems, match="not in the local cache and HF_HUB_OFFLINE is set"):
         load_with_retries(load, "org/name", "hub", offline=True)
     assert load.num_calls == 1
 

@@ -23,7 +23,7 @@ from rllib_llm.overseer.service import (
     find_run,
     is_settled,
 )
-from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.errors import Problems
 from tests.cli.said import said
 
 
@@ -117,13 +117,13 @@ def test_a_run_is_found_by_its_folder_and_tells_what_it_does(served):
     assert 'rllib_llm_phase_seconds{part="trial t",phase="learning"} 2.000' in run.metrics()
     (command,) = run.tell("pause")
     assert command["state"] == "waiting"
-    with pytest.raises(UserError, match="command='explode'"):
+    with pytest.raises(Problems, match="command='explode'"):
         run.tell("explode")
 
 
 def test_a_run_at_a_url_is_told_by_its_url(tmp_path):
     url = f"file://{tmp_path}/run"
-    with pytest.raises(UserError, match=re.escape(f"run={url!r} must be the folder of a run")):
+    with pytest.raises(Problems, match=re.escape(f"run={url!r} must be the folder of a run")):
         find_run(url)
 
 
@@ -195,7 +195,7 @@ def test_an_overseer_that_is_started_again_has_another_address_and_the_same_toke
     second.close()
     with pytest.raises(NoOverseerError, match="its overseer does not answer"):
         find_run(tmp_path).status()
-    with pytest.raises(UserError, match="`overseer: true` in its config"):
+    with pytest.raises(Problems, match="`overseer: true` in its config"):
         find_run(tmp_path / "elsewhere")
 
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from rllib_llm.overseer.service import NAMESPACE, find_run, overseer_name
-from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.errors import Problems
 from tests.algorithms import tiny_runs as tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_session")]
@@ -85,7 +85,7 @@ class TuneRun:
                 run = find_run(self.folder)
                 kinds = {part["kind"] for part in run.status()["parts"]}
                 return run if kinds == {"trial", "sampler"} else None
-            except UserError:
+            except Problems:
                 return None
 
         return until(known)
@@ -184,7 +184,7 @@ def test_an_overseer_that_hangs_is_started_again_and_a_paused_run_can_be_resumed
         try:
             told = run.tell("resume", timeout_s=10)
             return bool(told) and told[0]["state"] == "done"
-        except UserError:
+        except Problems:
             return False
 
     until(resumed)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rllib_llm.rollouts.filters import FilterError, Filters, rollout_group
+from rllib_llm.rollouts.filters import Filters, rollout_group
 from rllib_llm.rollouts.judged_batch import JudgedBatch, judged_groups
 from rllib_llm.shared import columns
+from rllib_llm.shared.errors import Problems
 
 
 def group(scores, lengths=None, valid=None, tokens=5):
@@ -85,13 +86,13 @@ def test_a_function_of_ones_own_by_dotted_path():
     assert reason([path], group([1.0, 2.0], lengths=[2, 3])) == "poor"
     assert reason([path], group([1.0, 20.0], lengths=[2, 3])) == ""
     assert reason([f"{__name__}.no_reason"], group([1.0])) == "no_reason"
-    with pytest.raises(FilterError, match=r"returned True, which must be \(keep, reason\)"):
+    with pytest.raises(Problems, match=r"returned True, which must be \(keep, reason\)"):
         reason([f"{__name__}.says_true"], group([1.0]))
 
 
 @pytest.mark.parametrize("setting", ["spread", 3, {"least": 2}, "no_such_package.filter"])
 def test_what_is_no_filter_is_refused(setting):
-    with pytest.raises(FilterError, match=r"must be among \['distinct', 'least_reward'"):
+    with pytest.raises(Problems, match=r"must be among \['distinct', 'least_reward'"):
         Filters([setting])
 
 

@@ -7,9 +7,10 @@ import asyncio
 import pytest
 import torch
 
-from rllib_llm.rollouts.generate_function import Generated, GeneratedError
+from rllib_llm.rollouts.generate_function import Generated
 from rllib_llm.rollouts.judged_batch import SampleRequest
 from rllib_llm.shared import columns
+from rllib_llm.shared.errors import Problems
 from tests.algorithms import tiny_runs as tiny
 from tests.rollouts.tiny_samplers import build_sampler, publication
 
@@ -44,7 +45,7 @@ def sampler(function):
 def serve(function):
     answer = sampler(function).serve(REQUEST, publication())
     if not hasattr(answer, "columns"):
-        raise GeneratedError(answer.error)
+        raise Problems(answer.error)
     return answer
 
 
@@ -97,7 +98,7 @@ def texts(asked):
     ("texts", "a completion='str' must be a Generated"),
 ])  # fmt: skip
 def test_what_cannot_be_learnt_from_is_refused(function, message):
-    with pytest.raises(GeneratedError, match=message):
+    with pytest.raises(Problems, match=message):
         serve(function)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from rllib_llm.runs.experiments import Experiment
 from rllib_llm.runs.plan import check_experiment
-from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.errors import Problems
 
 MODEL = "rllib_llm.examples.arithmetic.build_model"
 JUDGE = {"functions": ["rllib_llm.examples.arithmetic.correct"]}
@@ -25,11 +25,11 @@ JUDGE = {"functions": ["rllib_llm.examples.arithmetic.correct"]}
         (
             {"prompts": {"data": ["1"], "max_prompt_len": 9}, "conversation": {"max_turns": 2},
              "rewards": JUDGE},
-            "unknown key 'prompts.max_prompt_len'. `conversation:` or `env` chose",
+            "prompts.max_prompt_len must be a known key. `conversation:` or `env` chose",
         ),
         (
             {"env": "rllib_llm/Arithmetic-v0", "prompts": {"data": ["1"], "column": "prompt"}},
-            "Arithmetic-v0: unknown key 'prompts.column'. The environment has its own prompts",
+            "Arithmetic-v0: prompts.column must be a known key. The environment has its own prompts",
         ),
         ({"prompts": {"data": ["1"]}, "rewards": {"weights": [1]}}, "Allowed: functions, length_"),
         ({"env_config": {"prompts": "no.csv"}, "rewards": JUDGE}, "env_config.prompts='no.csv'"),
@@ -40,17 +40,17 @@ JUDGE = {"functions": ["rllib_llm.examples.arithmetic.correct"]}
         ),
         (
             {"prompts": {"data": ["1"]}, "rewards": {"model": {"modell": "x"}}},
-            "a: rewards.model: unknown key 'modell'. Did you mean",
+            "a: rewards.model: modell must be a known key. Did you mean",
         ),
         (
             {"prompts": {"data": ["1"]}, "env_config": {"reward_model": {"modell": "x"}}},
-            "a: env_config.reward_model: unknown key 'modell'. Did you mean",
+            "a: env_config.reward_model: modell must be a known key. Did you mean",
         ),
     ],
 )  # fmt: skip
 def test_settings_are_called_as_the_experiment_has_them(config: dict, said: str):
     experiment = Experiment("a", "GRPO", config.pop("env", None), {"model": MODEL, **config})
-    with pytest.raises(UserError) as error:
+    with pytest.raises(Problems) as error:
         check_experiment(experiment)
     assert said in str(error.value)
 
@@ -61,7 +61,7 @@ def test_a_wrong_setting_of_an_evaluation_is_told_once():
         "model": MODEL, "env": "rllib_llm/Arithmetic-v0", "max_new_tokens": 8,
         "evaluation_interval": 1, "evaluation_config": held_out,
     }  # fmt: skip
-    with pytest.raises(UserError) as error:
+    with pytest.raises(Problems) as error:
         check_experiment(Experiment("a", "GRPO", config.pop("env"), config))
     (said,) = str(error.value).splitlines()
     assert said.startswith("a: evaluation_config.env_config.max_prompt_len='many' must be")

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from rllib_llm.runs.yaml_loader import apply_overrides
-from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.errors import Problems
 
 DATA = {
     "vars": {"data": None},
@@ -70,7 +70,7 @@ def test_values_are_yaml_with_search_spaces():
     ],
 )
 def test_what_fits_nothing_is_refused(override: str, message: str):
-    with pytest.raises(UserError) as error:
+    with pytest.raises(Problems) as error:
         changed(override)
     assert message in str(error.value)
 

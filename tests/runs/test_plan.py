@@ -13,7 +13,7 @@ from rllib_llm.runs.experiments import Experiment, with_stand_ins
 from rllib_llm.runs.plan import check_disk, check_experiments, check_resources
 from rllib_llm.runs.search_space import search_space
 from rllib_llm.runs.yaml_loader import load
-from rllib_llm.shared.errors import SettingWarning, UserError
+from rllib_llm.shared.errors import Problems, SettingWarning
 from tests.runs.tiny_trainables import COUNTER
 from tests.tiny_models import byte_tokenizer, llama, save
 
@@ -28,7 +28,7 @@ def test_every_trial_says_what_it_needs():
 
 
 def test_every_point_of_the_grid_is_validated():
-    with pytest.raises(UserError, match=r"b: lr=-0\.5 must be at least 0"):
+    with pytest.raises(Problems, match=r"b: lr=-0\.5 must be at least 0"):
         check_experiments([counter("a"), counter("b", config={"lr": {"grid_search": [1, -0.5]}})])
 
 
@@ -38,7 +38,7 @@ def test_the_model_of_an_algorithm_that_makes_none_is_refused_before_it_trains()
         "walk": {"run": "PPO", "env": "CartPole-v1", "config": own_network},
         "sft": {"run": COUNTER, "config": {"model": "${walk.model}"}},
     }
-    with pytest.raises(UserError, match=r"\$\{walk.model\} must be of an experiment that trains a"):
+    with pytest.raises(Problems, match=r"\$\{walk.model\} must be of an experiment that trains a"):
         with_stand_ins(load(data, "x.yaml"))
     data["sft"] = {"run": COUNTER, "restore": "${walk.checkpoint}"}
     with_stand_ins(load(data, "x.yaml"))
@@ -60,18 +60,18 @@ def test_a_stage_that_others_use_must_save_a_checkpoint():
         "sft": {"run": COUNTER, "checkpoint_config": {"checkpoint_at_end": False}},
         "ppo": {"run": COUNTER, "config": {"model": "${sft.model}"}},
     }
-    with pytest.raises(UserError, match=r"sft\.checkpoint_config\.checkpoint_at_end=False must"):
+    with pytest.raises(Problems, match=r"sft\.checkpoint_config\.checkpoint_at_end=False must"):
         check_experiments(load(data, "x.yaml"))
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"config": {"lrr": 1}}, r"a\.config: unknown key 'lrr'.*'lr'"),
-        ({"config": {"uniform": [0, 1]}}, r"a\.config: unknown key 'uniform'"),
+        ({"config": {"lrr": 1}}, r"a\.config: lrr must be a known key.*'lr'"),
+        ({"config": {"uniform": [0, 1]}}, r"a\.config: uniform must be a known key"),
         (
             {"scheduler": "asha", "metric": "x", "scheduler_config": {"uniform": [0, 1]}},
-            r"a\.scheduler_config: unknown key 'uniform'",
+            r"a\.scheduler_config: uniform must be a known key",
         ),
         ({"restore": "/nowhere"}, r"a\.restore='/nowhere' must be a checkpoint folder"),
         ({"scheduler": "ashha"}, r"a\.scheduler='ashha'.*Did you mean 'asha'"),
@@ -83,7 +83,7 @@ def test_a_stage_that_others_use_must_save_a_checkpoint():
                 "metric": "x",
                 "scheduler_config": {"hyperparam_mutations": {"lrr": {"uniform": [0, 1]}}},
             },
-            r"a\.config: unknown key 'lrr'.*'lr'",
+            r"a\.config: lrr must be a known key.*'lr'",
         ),
         (
             {
@@ -115,16 +115,16 @@ def test_a_stage_that_others_use_must_save_a_checkpoint():
         ),
         (
             {"scheduler": "asha", "metric": "x", "scheduler_config": {"max_tt": 3}},
-            r"a\.scheduler_config: unknown key 'max_tt'.*'max_t'",
+            r"a\.scheduler_config: max_tt must be a known key.*'max_t'",
         ),
         (
             {"scheduler": "asha", "metric": "x", "scheduler_config": {"grace": 2}},
-            r"unknown key 'grace'\. Did you mean 'grace_period'",
+            r"grace must be a known key\. Did you mean 'grace_period'",
         ),
     ],
 )
 def test_what_cannot_run_is_refused(settings: dict, message: str):
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(Problems, match=message):
         check_experiments([counter(**settings)])
 
 
@@ -144,7 +144,7 @@ def test_what_cannot_run_is_refused(settings: dict, message: str):
     ],
 )
 def test_names_are_checked_with_the_nearest(run: str, env: str, config: dict, message: str):
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(Problems, match=message):
         check_experiments([Experiment("a", run, env, config)])
 
 
@@ -159,11 +159,11 @@ def test_a_trial_that_can_never_start_is_refused():
         return Reservation(bundles, ("a sampler",) * len(bundles))
 
     check_resources(reserved({"CPU": 1, "GPU": 0}, {"CPU": 1}), [{"CPU": 2}])
-    with pytest.raises(UserError, match="one trial reserves 3 CPUs and must fit into Ray's 2"):
+    with pytest.raises(Problems, match="one trial reserves 3 CPUs and must fit into Ray's 2"):
         check_resources(reserved({"CPU": 2}, {"CPU": 1}), [{"CPU": 1}, {"CPU": 1}])
-    with pytest.raises(UserError, match="--ray-num-gpus"):
+    with pytest.raises(Problems, match="--ray-num-gpus"):
         check_resources(reserved({"GPU": 1}), [{"CPU": 2}])
-    with pytest.raises(UserError, match="a sampler, 2 CPU, must fit into one node.* has 1 CPU"):
+    with pytest.raises(Problems, match="a sampler, 2 CPU, must fit into one node.* has 1 CPU"):
         check_resources(reserved({"CPU": 2}), [{"CPU": 1}, {"CPU": 1}])
 
 
@@ -174,17 +174,17 @@ def test_too_little_disk_is_told_before_the_run(tmp_path):
         file.truncate(2**42)  # 4 TiB of holes
     large = counter(config={"model": str(model)}, stop={"training_iteration": 9})
     check_disk([counter()], tmp_path / "run")
-    with pytest.raises(UserError, match=r"must have about 16384\.\d+ GiB free"):
+    with pytest.raises(Problems, match=r"must have about 16384\.\d+ GiB free"):
         check_disk([large], tmp_path / "run")
     # Two trials at each of two points of the grid.
     space = {"lr": {"grid_search": [0.1, 0.2]}, **large.config}
-    with pytest.raises(UserError, match=r"must have about 65536\.\d+ GiB free"):
+    with pytest.raises(Problems, match=r"must have about 65536\.\d+ GiB free"):
         check_disk([large.replace(config=space, num_samples=2)], tmp_path / "run")
     # Four checkpoints in four iterations of 16 episodes, and one at the end.
     often = {"checkpoint_frequency": 1}
     config = {"model": str(model), "train_batch_size_per_learner": 16}
     grpo = Experiment("a", "GRPO", config=config, stop={"episode": 64}, checkpoint_config=often)
-    with pytest.raises(UserError, match=r"must have about 81920\.\d+ GiB free"):
+    with pytest.raises(Problems, match=r"must have about 81920\.\d+ GiB free"):
         check_disk([grpo], tmp_path / "run")
 
 
@@ -209,7 +209,7 @@ def reviews(**changes: object) -> Experiment:
             {"prompts": "./nothing.jsonl"},
             r"ppo\.config\.env_config\.prompts='./nothing.jsonl' must",
         ),
-        ({"prompts": {"pth": "x"}}, "prompts: unknown key 'pth'. Did you mean 'path'"),
+        ({"prompts": {"pth": "x"}}, "prompts: pth must be a known key. Did you mean 'path'"),
         ({"reward_model": "./no/judge"}, r"reward_model='./no/judge' must be a local folder"),
         (
             {"reward_model": {"model": "./no/judge"}},
@@ -225,7 +225,7 @@ def test_what_is_not_there_is_told_before_anything_runs(changes: dict, message: 
     earlier = [counter("texts"), counter("rm")]
     later = [reviews(), reviews(reward_model="${rm.model}", prompts="org/on-the-hub")]
     check_experiments([*earlier, *later])
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(Problems, match=message):
         check_experiments([*earlier, reviews(**changes)])
 
 
@@ -241,7 +241,7 @@ def test_what_is_not_there_is_told_before_anything_runs(changes: dict, message: 
     ],
 )  # fmt: skip
 def test_what_belongs_beside_config_is_answered_with_its_place(run, given, remedy):
-    with pytest.raises(UserError) as error:
+    with pytest.raises(Problems) as error:
         check_experiments([Experiment("a", run, config=given)])
     (name,) = given
     assert f"a.config: unknown key {name!r}. {remedy}" in str(error.value).splitlines()
@@ -318,9 +318,9 @@ def test_a_hub_that_does_not_answer_is_told_of_before_a_run(hub, monkeypatch, tm
 
 def test_tokenizers_of_folders_are_checked_before_anything_runs(tmp_path):
     folder = save(tmp_path / "small", llama(vocab_size=250), byte_tokenizer())
-    with pytest.raises(UserError, match=r"reward_model\.model: .*at most the 250 rows"):
+    with pytest.raises(Problems, match=r"reward_model\.model: .*at most the 250 rows"):
         check_experiments([counter("texts"), reviews(reward_model={"model": folder})])
-    with pytest.raises(UserError, match="reference.model=.* must have the vocabulary of the pol"):
+    with pytest.raises(Problems, match="reference.model=.* must have the vocabulary of the pol"):
         check_experiments([counter("texts"), reviews(reference={"model": folder})])
 
 
@@ -342,7 +342,7 @@ def test_settings_of_strangers_are_their_own():
 )
 def test_ends_and_checkpoints_that_cannot_be_are_refused(settings: dict, message: str):
     config = {"model": "rllib_llm.examples.reviews_model.build_model", "data": ["text"]}
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(Problems, match=message):
         check_experiments([Experiment("sft", "SFT", config=config, **settings)])
 
 
@@ -393,7 +393,7 @@ def places(key: str) -> dict[str, dict]:
 )
 def test_results_of_other_algorithms_are_refused(place: str, run: str, key: str):
     experiment = sums(run, {"evaluation_interval": None}, **places(key)[place])
-    with pytest.raises(UserError, match=rf"^a\.{place}='{key}' must be a result of {run}: "):
+    with pytest.raises(Problems, match=rf"^a\.{place}='{key}' must be a result of {run}: "):
         check_experiments([experiment])
     check_experiments([experiment.replace(config=experiment.config | OWN_CODE)])
 
@@ -411,7 +411,7 @@ def test_results_of_other_algorithms_are_refused(place: str, run: str, key: str)
 def test_held_out_results_need_an_evaluation(place: str, run: str, key: str):
     experiment = sums(run, **places(key)[place])
     rule = rf"^a\.{place}='{key}' must come with an evaluation_interval: .*Set evaluation_interval"
-    with pytest.raises(UserError, match=rule):
+    with pytest.raises(Problems, match=rule):
         check_experiments([experiment])
     for interval in (1, {"grid_search": [1, None]}, {"choice": [1, 2]}):
         evaluated = experiment.config | {"evaluation_interval": interval}
@@ -425,7 +425,7 @@ def test_held_out_results_need_an_evaluation(place: str, run: str, key: str):
 )
 def test_trials_are_not_compared_by_a_result_that_nobody_reports(place: str):
     with pytest.raises(
-        UserError, match=rf"a\.{place}='foo' must be a result of GRPO: .*'objective"
+        Problems, match=rf"a\.{place}='foo' must be a result of GRPO: .*'objective"
     ):
         check_experiments([sums(**places("foo")[place])])
     check_experiments([sums(config=OWN_CODE, **places("foo")[place])])
@@ -459,7 +459,7 @@ def test_metrics_of_tune_and_of_one_s_own_callbacks_are_taken(metric):
     config = {"model": "rllib_llm.examples.reviews_model.build_model", "data": ["text"]}
     check_experiments([Experiment("sft", "SFT", config=config, metric=metric, mode="max")])
     near = Experiment("sft", "SFT", config=config, metric="trainin_iteration", mode="max")
-    with pytest.raises(UserError, match=r"must be a result.*Did you mean 'training_iteration'"):
+    with pytest.raises(Problems, match=r"must be a result.*Did you mean 'training_iteration'"):
         check_experiments([near])
     check_experiments([near.replace(config=config | OWN_CODE)])
     check_experiments([near.replace(config=config | OWN_CODE, metric="my/own")])
@@ -496,7 +496,7 @@ def test_what_evaluations_read_is_looked_at_before_a_run(overlay: str, changes: 
         return Experiment("a", "GRPO", "rllib_llm/RLHF-v0", {**config, overlay: held_out})
 
     check_experiments([experiment({})])
-    with pytest.raises(UserError, match=told) as error:
+    with pytest.raises(Problems, match=told) as error:
         check_experiments([experiment(changes)])
     place = "evaluation_config" if overlay == "evaluation_config" else "eval_envs.hard"
     (line,) = str(error.value).splitlines()
@@ -504,7 +504,7 @@ def test_what_evaluations_read_is_looked_at_before_a_run(overlay: str, changes: 
 
 
 def test_own_code_may_report_what_ends_a_trial():
-    with pytest.raises(UserError, match="unknown result 'my_own'"):
+    with pytest.raises(Problems, match="unknown result 'my_own'"):
         check_experiments([sums(stop={"my_own": 1})])
     check_experiments([sums(config=OWN_CODE, stop={"my_own": 1})])
 
@@ -522,7 +522,7 @@ def test_sections_of_a_file_become_the_algorithm_s_settings():
     assert space["env"] == "rllib_llm/RLHF-v0"
     assert space["temperature"] == {"grid_search": [0.5, 1.0]}
     assert space["env_config"]["reward_functions"] == "tests.envs.tiny_envs.num_words"
-    with pytest.raises(UserError, match="a: sampling: unknown key 'tempera'"):
+    with pytest.raises(Problems, match="a: sampling: tempera must be a known key"):
         check_experiments([experiment.replace(config=config | {"sampling": {"tempera": 1}})])
 
 
@@ -530,9 +530,9 @@ def test_types_of_settings_are_told_before_anything_runs():
     model = "rllib_llm.examples.reviews_model.build_model"
     for wrong in ({"max_new_tokens": None}, {"max_new_tokens": 4.5}, {"num_epochs": True}):
         ((name, value),) = wrong.items()
-        with pytest.raises(UserError, match=f"ppo.config: {name}={value} must be a whole number"):
+        with pytest.raises(Problems, match=f"ppo.config: {name}={value} must be a whole number"):
             check_experiments([Experiment("ppo", "PPOPtx", config={"model": model, **wrong})])
-    with pytest.raises(UserError, match="unknown key 'rank'. Did you mean 'r'?"):
+    with pytest.raises(Problems, match="rank must be a known key. Did you mean 'r'?"):
         check_experiments(
             [Experiment("a", "SFT", config={"model": model, "lora": {"rank": 4}, "data": ["x"]})]
         )

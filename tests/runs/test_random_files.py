@@ -17,7 +17,7 @@ import yaml
 
 from rllib_llm.runs.doctor.examine import before_a_run
 from rllib_llm.runs.yaml_loader import load
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.errors import Problems
 
 FILES = sorted(
     file
@@ -78,7 +78,7 @@ def test_what_cannot_run_is_the_file_s_mistake(seed, monkeypatch, tmp_path):
         warnings.simplefilter("ignore")
         try:
             reserved = before_a_run(load(data, str(file), ()))
-        except SettingError as error:
+        except Problems as error:
             refused = str(error)
         except Exception as error:
             raise AssertionError(f"{file.name}: {changed}") from error

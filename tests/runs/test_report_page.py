@@ -27,7 +27,7 @@ from rllib_llm.runs.report_page import (
     write_page,
 )
 from rllib_llm.runs.run_folder import describe_environment, read_environment, write_environment
-from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.errors import Problems
 
 NASTY = "</script><script>document.title='stolen'</script><!-- & \u2028 \"'"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
@@ -158,7 +158,7 @@ def test_trials_are_found_from_any_folder_in_the_order_in_which_they_began(tmp_p
     make_trial(run / "ppo", "a", begun=3)
     assert [one.label for one in find_trials(run)] == ["sft", "ppo · b", "ppo · a"]
     assert [one.folder for one in find_trials(trial)] == [trial]
-    with pytest.raises(UserError, match=r"must be the folder of a run with results"):
+    with pytest.raises(Problems, match=r"must be the folder of a run with results"):
         find_trials(tmp_path / "nowhere")
 
 

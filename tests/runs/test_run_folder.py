@@ -17,7 +17,7 @@ from rllib_llm.runs.run_folder import (
     resumed_folder,
     set_aside,
 )
-from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.run_layout import RUN_RECORD, RunFolder
 from rllib_llm.shared.storage import UrlPath
 
@@ -80,7 +80,7 @@ def test_two_runs_that_start_in_one_second_at_a_url_do_not_share_a_folder(
 def test_a_chosen_folder_at_a_url_is_taken_once(tmp_path):
     root = UrlPath(tmp_path.as_uri())
     new_folder(root, "x", "mine", FILE, [sft()])
-    with pytest.raises(UserError, match="experiment_name='mine' must be new"):
+    with pytest.raises(Problems, match="experiment_name='mine' must be new"):
         new_folder(root, "x", "mine", FILE, [sft()])
 
 
@@ -94,12 +94,12 @@ def test_the_newest_run_of_the_same_file_is_resumed_not_of_another_of_its_name(t
         new_folder(tmp_path, "x", name, source, [sft()])  # fmt: skip
     found = resumed(tmp_path, "x", None, FILE, [sft()])
     assert found.name == "x_2026-01-02_00-00-00"
-    with pytest.raises(UserError, match=r"no run of /c/x.yaml lies in .* is of /b/x.yaml"):
+    with pytest.raises(Problems, match=r"no run of /c/x.yaml lies in .* is of /b/x.yaml"):
         resumed(tmp_path, "x", None, "/c/x.yaml", [sft()])
-    with pytest.raises(UserError, match="no run of 'y' lies in"):
+    with pytest.raises(Problems, match="no run of 'y' lies in"):
         resumed(tmp_path, "y", None, "/y.yaml", [sft()])
     new_folder(tmp_path, "z", "mine", "/z.yaml", [sft()])
-    with pytest.raises(UserError, match="names of yours: mine. Name one with --experiment-name"):
+    with pytest.raises(Problems, match="names of yours: mine. Name one with --experiment-name"):
         resumed(tmp_path, "z", None, "/z.yaml", [sft()])
     # The user's word counts: the file may have been moved.
     named = resumed(tmp_path, "x", "x_2026-01-03_00-00-00", FILE, [sft()])
@@ -113,13 +113,13 @@ def test_a_setting_that_would_not_take_effect_is_refused_by_name(tmp_path):
     resumed(tmp_path, "x", "run", FILE, [sft(), ppo()])
     (folder / "sft" / "trial" / "checkpoint_000000").mkdir(parents=True)
     changed = sft(config={"lr": 2e-3, "optimiser": {"grad_clip": 2.0}}, num_samples=3)
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(Problems) as caught:
         resumed(tmp_path, "x", "run", FILE, [changed, ppo()])
     text = str(caught.value)
     assert "sft.config.lr=0.002 must be 0.001, with which it began" in text
     assert "sft.config.optimiser.grad_clip=2.0 must be 1.0" in text
     assert "sft.num_samples=3 must be 1" in text
-    with pytest.raises(UserError, match="sft is not among the experiments: it has begun"):
+    with pytest.raises(Problems, match="sft is not among the experiments: it has begun"):
         resumed(tmp_path, "x", "run", FILE, [ppo(config={})])
 
 
@@ -144,7 +144,7 @@ def test_an_ended_stage_goes_no_further_once_a_later_one_has_begun(tmp_path):
     longer = [sft(stop={"training_iteration": 9}), ppo()]
     check_continues(folder, longer)  # it goes on
     (folder / "ppo" / "trial" / "checkpoint_000000").mkdir(parents=True)
-    with pytest.raises(UserError, match=r"sft.stop=.*9.* must be .*5.*: ppo has begun"):
+    with pytest.raises(Problems, match=r"sft.stop=.*9.* must be .*5.*: ppo has begun"):
         check_continues(folder, longer)
 
 

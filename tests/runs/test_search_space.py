@@ -4,7 +4,7 @@ import pytest
 from ray.tune.search.sample import Categorical, Float, Integer
 
 from rllib_llm.runs.search_space import SAMPLERS, examples, to_tune
-from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.errors import Problems
 
 
 def test_samplers_become_tune_domains_wherever_they_stand():
@@ -54,5 +54,5 @@ def test_examples_are_all_points_of_the_grid_with_samplers_drawn():
     ],
 )
 def test_wrong_arguments_are_refused(value: dict, message: str):
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(Problems, match=message):
         to_tune(value, "a")

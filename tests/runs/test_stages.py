@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from rllib_llm.runs.stages import _begins_again, _product, last_saved
-from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.errors import Problems
 
 
 def test_who_stops_a_stage_is_told_what_it_goes_on_from():
@@ -25,7 +25,7 @@ def test_who_stops_a_stage_is_told_what_it_goes_on_from():
 def test_what_an_algorithm_does_not_make_is_no_text_none():
     products = {"a.model": None, "b.model": Path("/x")}
     assert _product(products, "b.model", "c.config.model") == "/x"
-    with pytest.raises(UserError, match=r"c.config.model: \$\{a.model\} must .* leaves no model"):
+    with pytest.raises(Problems, match=r"c.config.model: \$\{a.model\} must .* leaves no model"):
         _product(products, "a.model", "c.config.model")
 
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from rllib_llm.cli.main import app
 from rllib_llm.data.rollouts import NoRolloutsError
 from rllib_llm.runs.verify import ROUND_OFF, _named, pieces, verify
-from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.errors import Problems
 from tests.algorithms import tiny_runs as tiny
 from tests.cli.said import said
 
@@ -126,7 +126,7 @@ def test_the_command_draws_a_few_and_exits_with_1_where_they_differ(run):
 
 def test_a_run_without_checkpoints_or_rollouts_says_so(run):
     shutil.rmtree(run / "checkpoint_000001")
-    with pytest.raises(UserError, match="must hold a checkpoint"):
+    with pytest.raises(Problems, match="must hold a checkpoint"):
         verify(run)
     shutil.rmtree(run / "rollouts")
     with pytest.raises(NoRolloutsError):

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from rllib_llm.cli.main import app
 from rllib_llm.runs.results import StageResult
 from rllib_llm.runs.wandb_logger import as_table, check_wandb, wandb_logger
-from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.errors import Problems
 from tests.runs.tiny_trainables import COUNTER
 
 
@@ -58,7 +58,7 @@ def test_without_key_login_or_offline_mode_the_error_says_what_to_do(monkeypatch
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    with pytest.raises(UserError, match=r"WANDB_MODE=offline"):
+    with pytest.raises(Problems, match=r"WANDB_MODE=offline"):
         check_wandb(None)
 
 

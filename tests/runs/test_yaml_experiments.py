@@ -7,7 +7,7 @@ import pytest
 
 from rllib_llm.runs.experiments import fill, references
 from rllib_llm.runs.yaml_loader import load, parse
-from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.errors import Problems
 
 TWO_STAGES = """
 sft:
@@ -42,7 +42,7 @@ def test_references_are_filled_inside_and_as_whole_values():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: {run: SFT, confg: {}}", "a: unknown key 'confg'. Did you mean 'config'?"),
+        ("a: {run: SFT, confg: {}}", "a: confg must be a known key. Did you mean 'config'?"),
         ("a: {run: SFT, checkpoint_freq: 1}", "It is 'checkpoint_config.checkpoint_frequency'"),
         ("a: {run: SFT, checkpoint_config: {num_too_keep: 1}}", "Did you mean 'num_to_keep'"),
         ("a: {config: {}}", "a.run must be set: it names the algorithm"),
@@ -70,7 +70,7 @@ def test_references_are_filled_inside_and_as_whole_values():
         ("a: {run: SFT, max_concurrent_trials: -1}", "a.max_concurrent_trials=-1 must be"),
         ("a: {run: 3, confg: {}, metric: 4}", "a.run=3 must be text"),
         ("a: {run: 3, confg: {}, metric: 4}", "a.metric=4 must be text"),
-        ("a: {run: 3, confg: {}, metric: 4}", "a: unknown key 'confg'"),
+        ("a: {run: 3, confg: {}, metric: 4}", "a: confg must be a known key"),
         ("vars: [1]\na: {run: SFT}", "x.yaml: vars=[1] must be a mapping"),
         ("vars: {x: 1}", "x.yaml must hold experiments: it has nothing but `vars`"),
         ("include: 3", "x.yaml: include=3 must be a file or a list of files"),
@@ -82,7 +82,7 @@ def test_references_are_filled_inside_and_as_whole_values():
     ],
 )
 def test_what_cannot_be_an_experiment_is_refused(text: str, message: str):
-    with pytest.raises(UserError) as error:
+    with pytest.raises(Problems) as error:
         experiments(text)
     assert message in str(error.value)
     assert "Traceback" not in str(error.value) and "pydantic" not in str(error.value)
@@ -90,7 +90,7 @@ def test_what_cannot_be_an_experiment_is_refused(text: str, message: str):
 
 def test_stages_in_the_wrong_order_are_refused_before_anything_runs():
     text = "ppo: {run: PPOPtx, config: {model: '${sft.model}'}}\nsft: {run: SFT}"
-    with pytest.raises(UserError, match=r"ppo\.config\.model.*a later experiment.*Move 'sft'"):
+    with pytest.raises(Problems, match=r"ppo\.config\.model.*a later experiment.*Move 'sft'"):
         experiments(text)
 
 
@@ -105,7 +105,7 @@ def test_stages_in_the_wrong_order_are_refused_before_anything_runs():
 )
 def test_references_to_nothing_are_refused(reference: str, message: str):
     text = f"a: {{run: SFT}}\nb: {{run: SFT, config: {{model: '${{{reference}}}'}}}}"
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(Problems, match=message):
         experiments(text)
 
 
@@ -116,7 +116,7 @@ a: {run: SFT, config: {data: '${vars.data}', max_length: '${vars.n}', seed: 'x${
 """
     (a,) = experiments(text, overrides=("vars.data=d.jsonl",))
     assert a.config == {"data": "d.jsonl", "max_length": 3, "seed": "x3"}
-    with pytest.raises(UserError, match=r"a\.config\.data.*has no value yet.*--set vars\.data="):
+    with pytest.raises(Problems, match=r"a\.config\.data.*has no value yet.*--set vars\.data="):
         experiments(text)
 
 
@@ -134,7 +134,7 @@ def test_variables_may_stand_for_numbers_of_the_experiment():
 def test_an_experiment_that_is_changed_is_checked_anew():
     (a,) = experiments("a: {run: SFT, stop: {episode: 3}}")
     assert a.replace(num_samples=2).stop == {"episode": 3}
-    with pytest.raises(UserError, match=r"a\.num_samples=0 must be a whole number"):
+    with pytest.raises(Problems, match=r"a\.num_samples=0 must be a whole number"):
         a.replace(num_samples=0)
 
 
@@ -171,7 +171,7 @@ ppo: {run: PPOPtx, config: {model: "${sft.model}"}}
 
 
 def test_files_that_include_each_other_are_refused(tmp_path):
-    with pytest.raises(UserError, match="must not lead back to a.yaml"):
+    with pytest.raises(Problems, match="must not lead back to a.yaml"):
         included(tmp_path, "include: a.yaml", a="include: b.yaml", b="include: a.yaml")
 
 
@@ -206,7 +206,7 @@ def test_variables_may_refer_to_each_other_and_to_the_folder(tmp_path):
         ({"a": "${vars.c}"}, r"vars.a: \$\{vars.c\} refers to nothing in this file. Known"),
         ({"a": "${sft.model}"}, r"refers to nothing"),
     ):
-        with pytest.raises(UserError, match=message):
+        with pytest.raises(Problems, match=message):
             load({**data, "vars": wrong}, "f")
 
 
@@ -230,6 +230,6 @@ def test_variables_may_refer_to_each_other_and_to_the_folder(tmp_path):
     ],
 )
 def test_what_stands_wrong_beside_run_is_told_with_what_to_write(line, remedy):
-    with pytest.raises(UserError) as error:
+    with pytest.raises(Problems) as error:
         load(parse(f"my-run:\n  run: GRPO\n  {line}\n", "my.yaml"), "my.yaml")
     assert str(error.value).endswith(remedy)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from rllib_llm.runs.yaml_loader import parse, parse_mapping, read
-from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.errors import Problems
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_what_looks_like_a_time_of_day_is_text():  # 45000 and 750.5 in YAML 1.1
     ],
 )
 def test_texts_on_which_pyyaml_fails_with_errors_of_python(text, rule):
-    with pytest.raises(UserError, match=rule):
+    with pytest.raises(Problems, match=rule):
         parse(text, "x.yaml")
 
 
@@ -65,7 +65,7 @@ def test_a_hundred_levels_and_an_alias_in_two_places_are_read():
 
 
 def test_a_key_written_twice_is_an_error():
-    with pytest.raises(UserError, match="line 3, column 1: 'lr: 3' .* is written twice"):
+    with pytest.raises(Problems, match="line 3, column 1: 'lr: 3' .* is written twice"):
         parse("lr: 1\nother: 2\nlr: 3", "x.yaml")
 
 
@@ -75,25 +75,25 @@ def test_anchors_and_merges_still_work():
 
 
 def test_broken_yaml_names_file_and_line():
-    with pytest.raises(UserError, match=r"x\.yaml, line 2, column 4: '  b: \['"):
+    with pytest.raises(Problems, match=r"x\.yaml, line 2, column 4: '  b: \['"):
         parse("a: 1\n  b: [", "x.yaml")
 
 
 def test_yaml_cannot_make_python_objects():
-    with pytest.raises(UserError, match="quotes around the value"):
+    with pytest.raises(Problems, match="quotes around the value"):
         parse("!!python/object/apply:os.getcwd []", "x.yaml")
 
 
 @pytest.mark.parametrize("name", ["my_rewards.py", "prompts.csv"])
 def test_a_module_or_data_in_place_of_the_file_is_told(name, tmp_path):
     (tmp_path / name).write_text("def good(completions): pass")
-    with pytest.raises(UserError, match=r"must be a YAML file .*: it ends in \.(py|csv)"):
+    with pytest.raises(Problems, match=r"must be a YAML file .*: it ends in \.(py|csv)"):
         read(tmp_path / name)
 
 
 def test_a_missing_file_names_those_that_are_there(tmp_path):
     (tmp_path / "there.yaml").write_text("a: 1")
-    with pytest.raises(UserError, match=r"must be a YAML file: there is none.*there\.yaml"):
+    with pytest.raises(Problems, match=r"must be a YAML file: there is none.*there\.yaml"):
         read(tmp_path / "absent.yaml")
 
 
@@ -104,7 +104,7 @@ def test_options_take_json_yaml_or_a_file(tmp_path):
     assert parse_mapping("lr: 1e-3", "--config") == {"lr": 0.001}
     assert parse_mapping(str(file), "--config") == {"lr": 0.001}
     assert parse_mapping("", "--config") == {}
-    with pytest.raises(UserError, match="--config='3' must be a mapping: it is int"):
+    with pytest.raises(Problems, match="--config='3' must be a mapping: it is int"):
         parse_mapping("3", "--config")
 
 
@@ -113,13 +113,13 @@ def test_a_mapping_that_merges_may_itself_be_merged():
     assert parse(text, "f") == {
         "b": {"x": 1, "y": 1}, "m": {"c": {"x": 1, "y": 2}}, "l": {"x": 1, "y": 3},
     }  # fmt: skip
-    with pytest.raises(UserError, match="the key 'y' is written twice"):
+    with pytest.raises(Problems, match="the key 'y' is written twice"):
         parse("b: &b {x: 1}\nm: {<<: *b, y: 2, y: 3}\n", "f")
 
 
 def test_a_misspelt_file_is_answered_with_the_nearest(tmp_path):
     (tmp_path / "calm.yaml").write_text("a: {run: SFT}")
-    with pytest.raises(UserError, match="there is none. Did you mean '.*calm.yaml'"):
+    with pytest.raises(Problems, match="there is none. Did you mean '.*calm.yaml'"):
         read(tmp_path / "clam.yaml")
-    with pytest.raises(UserError, match="there is none. Files there: .*calm.yaml"):
+    with pytest.raises(Problems, match="there is none. Files there: .*calm.yaml"):
         read(tmp_path / "something_else_entirely.yaml")

@@ -14,7 +14,7 @@ from rllib_llm.modules.quantization import quantize
 from rllib_llm.serving.http_server import open_service
 from rllib_llm.serving.settings import ServeSettings, read_settings
 from rllib_llm.serving.weight_sources import AdapterMerger, follow
-from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.errors import Problems
 from tests import tiny_models
 from tests.algorithms import tiny_runs
 from tests.serving.test_deployment import assert_sampled_by
@@ -80,7 +80,7 @@ def test_adapters_of_another_run_are_refused():
     ],
 )
 def test_settings_that_merge_nothing_are_refused(given, problem):
-    with pytest.raises(UserError, match=problem):
+    with pytest.raises(Problems, match=problem):
         read_settings({"model": "m", **given}, environment={})
 
 

@@ -14,7 +14,7 @@ from rllib_llm.serving.http_server import HttpServer
 from rllib_llm.serving.schemas import ApiError
 from rllib_llm.serving.settings import ServeSettings
 from rllib_llm.serving.streams import EventStream
-from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.errors import Problems
 from tests.serving.tiny_server import DEADLINE_S, NAME, asgi_client, service, tokenizer
 
 CHAT = [{"role": "user", "content": "1 + 1?"}]
@@ -469,7 +469,7 @@ def test_sessions_and_limits_of_a_file_are_of_one_replica(tmp_path):
 
     keys = tmp_path / "keys.yaml"
     keys.write_text("- {key: k, tokens_per_minute: 3}\n")
-    with pytest.raises(UserError, match="tokens_per_minute of api_keys_file"):
+    with pytest.raises(Problems, match="tokens_per_minute of api_keys_file"):
         read_clients(ServeSettings(model="m", api_keys_file=keys, replicas=2))
 
     async def ask() -> None:

@@ -27,7 +27,7 @@ from rllib_llm.serving import deployment
 from rllib_llm.serving.deployment import check_port
 from rllib_llm.serving.settings import ServeSettings
 from rllib_llm.serving.weight_sources import RunSource
-from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.errors import Problems
 from rllib_llm.weights.coordinator import CoordinatorClient
 from rllib_llm.weights.publisher import BackgroundPublisher
 from tests import tiny_models
@@ -88,11 +88,11 @@ def test_haproxy_is_for_servers_with_keys(monkeypatch):
     assert not deployment.uses_haproxy(ServeSettings(model="m"))
     assert deployment.uses_haproxy(ServeSettings(model="m", api_keys="k"))
     assert not deployment.uses_haproxy(ServeSettings(model="m", api_keys="k", haproxy=False))
-    with pytest.raises(UserError, match="haproxy=True must come with API keys"):
+    with pytest.raises(Problems, match="haproxy=True must come with API keys"):
         deployment.uses_haproxy(ServeSettings(model="m", haproxy=True))
     # On a cluster that runs, what it was started with holds.
     assert not deployment.uses_haproxy(ServeSettings(model="m", api_keys="k"), starts_ray=False)
-    with pytest.raises(UserError, match="haproxy=True must come with RAY_SERVE_ENABLE_HA_PROXY=1"):
+    with pytest.raises(Problems, match="haproxy=True must come with RAY_SERVE_ENABLE_HA_PROXY=1"):
         deployment.uses_haproxy(
             ServeSettings(model="m", api_keys="k", haproxy=True), starts_ray=False
         )
@@ -100,7 +100,7 @@ def test_haproxy_is_for_servers_with_keys(monkeypatch):
     monkeypatch.setenv(deployment.HAPROXY, "1")
     assert deployment.uses_haproxy(ServeSettings(model="m", api_keys="k"))
     for asked in (None, False):
-        with pytest.raises(UserError, match="haproxy=True must come with API keys"):
+        with pytest.raises(Problems, match="haproxy=True must come with API keys"):
             deployment.uses_haproxy(ServeSettings(model="m", haproxy=asked))
     monkeypatch.setenv(deployment.HAPROXY, "0")
     assert not deployment.uses_haproxy(ServeSettings(model="m", api_keys="k"))
@@ -174,9 +174,9 @@ def test_of_a_replica_s_trace_the_error_is_told():
         "ray::ServeReplica:rllib_llm:server.initialize_and_get_metadata() (pid=1)\n"
         "RuntimeError: Traceback (most recent call last):\n"
         '  File "deployment.py", line 44, in __init__\n'
-        "rllib_llm.shared.errors.UserError: checkpoint='x' must hold a model: there is none."
+        "rllib_llm.shared.errors.Problems: checkpoint='x' must hold a model: there is none."
     )
-    told = "UserError: checkpoint='x' must hold a model: there is none."
+    told = "Problems: checkpoint='x' must hold a model: there is none."
     assert deployment._last_error(["", trace]) == told
     assert deployment._last_error([trace.rpartition("\n")[0] + "\nAssertionError"]) == (
         "AssertionError"
@@ -268,7 +268,7 @@ def test_the_command_refuses_in_words(folder):
     for arguments, expected in (
         (("--local", "--host", "0.0.0.0"), "host='0.0.0.0' must be one of"),
         (("--set", "max_rows=none"), "max_rows='none' must be a whole number"),
-        (("--set", "colour=red"), "unknown key 'colour'"),
+        (("--set", "colour=red"), "colour must be a known key"),
         (("--set", "api_keys=k"), "--set=api_keys=... must be left out"),
         (("--set", "admin-key=k"), "--set=admin_key=... must be left out"),
     ):
@@ -279,7 +279,7 @@ def test_the_command_refuses_in_words(folder):
 
 @pytest.mark.parametrize("name", ["api_keys", "admin_key"])
 def test_keys_are_no_arguments_of_serve_s_yaml_since_ray_serve_logs_those(folder, name):
-    with pytest.raises(UserError, match=f"args.{name}=... must be left out") as caught:
+    with pytest.raises(Problems, match=f"args.{name}=... must be left out") as caught:
         deployment.application({"model": folder, name: "secret"})
     assert "secret" not in str(caught.value)
 
@@ -303,7 +303,7 @@ def test_a_folder_that_is_not_there_is_told_before_ray_starts(monkeypatch, tmp_p
         result = CliRunner().invoke(app, ["serve", str(folder)])
         assert result.exit_code == 2 and "must" in said(result.output)
         assert str(folder) in said(result.output)
-        with pytest.raises(UserError, match=f"'{folder}' must"):
+        with pytest.raises(Problems, match=f"'{folder}' must"):
             deployment.serve(str(folder), port=free_port())
 
 
@@ -335,7 +335,7 @@ def test_a_port_in_use_is_told_before_a_model_is_loaded():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(
-            UserError, match=f"port={port} must be free on host='127.0.0.1': another"
+            Problems, match=f"port={port} must be free on host='127.0.0.1': another"
         ):
             check_port(ServeSettings(model="m", port=port))
     check_port(ServeSettings(model="m", port=port))

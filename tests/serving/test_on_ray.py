@@ -20,7 +20,7 @@ from ray import serve
 import rllib_llm
 from rllib_llm.serving import deployment
 from rllib_llm.serving.settings import ServeSettings
-from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.errors import Problems
 from tests import tiny_models
 from tests.algorithms import tiny_runs
 from tests.ports import free_port
@@ -122,7 +122,7 @@ def test_a_killed_replica_and_a_rolling_restart_cost_who_tries_again_nothing(fol
 
 
 def test_a_model_that_no_replica_starts_with_is_named(tmp_path):
-    with pytest.raises(UserError, match="UserError: checkpoint=.* must hold a model"):
+    with pytest.raises(Problems, match="Problems: checkpoint=.* must hold a model"):
         rllib_llm.serve(str(tmp_path), port=free_port(), **TINY)
     assert deployment.APPLICATION not in serve.status().applications
 
@@ -160,14 +160,14 @@ def test_replicas_count_that_ray_serve_is_told_of_elsewhere(folder):
         with pytest.raises(RuntimeError):
             serve.run(own.bind(settings.for_replica()), name="twice", route_prefix="/twice")
         told = serve.status().applications["twice"].deployments["server"].message
-        assert "UserError: admin_key must come with one replica" in told
+        assert "Problems: admin_key must come with one replica" in told
     finally:
         serve.shutdown()  # later tests start it themselves
 
 
 def test_a_server_without_room_says_so(folder):
     with (
-        pytest.raises(UserError, match="replicas=9 of num_cpus=0.5 must"),
+        pytest.raises(Problems, match="replicas=9 of num_cpus=0.5 must"),
         serving(folder, replicas=9),
     ):
         pass

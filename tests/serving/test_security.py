@@ -15,7 +15,7 @@ import pytest
 
 from rllib_llm.serving.security import Clients, TokenBucket, read_clients
 from rllib_llm.serving.settings import ServeSettings, read_settings
-from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.errors import Problems
 from tests.serving.tiny_server import (
     DEADLINE_S,
     NAME,
@@ -212,16 +212,16 @@ def test_the_administration_says_that_the_engine_has_ended(tmp_path):
 
 
 def test_other_addresses_than_this_machine_s_need_keys():
-    with pytest.raises(UserError, match="host='0.0.0.0' must be one of"):
+    with pytest.raises(Problems, match="host='0.0.0.0' must be one of"):
         settings(host="0.0.0.0").check_exposure(has_keys=False)
     settings(host="0.0.0.0").check_exposure(has_keys=True)
     settings().check_exposure(has_keys=False)
 
 
 def test_settings_are_refused_by_name(tmp_path):
-    with pytest.raises(UserError, match="unknown key 'prot'. Did you mean 'port'?"):
+    with pytest.raises(Problems, match="prot must be a known key. Did you mean 'port'?"):
         read_settings({"model": "m", "prot": 8000}, environment={})
-    with pytest.raises(UserError, match="port='x'"):
+    with pytest.raises(Problems, match="port='x'"):
         read_settings({"model": "m"}, environment={"RLLIB_SERVE_PORT": "x"})
     file = tmp_path / "serve.yaml"
     file.write_text("model: a\nport: 1\nmax_rows: 3\ncors_origins: [http://b]\n")
@@ -229,9 +229,9 @@ def test_settings_are_refused_by_name(tmp_path):
     assert (made.model, made.port, made.max_rows) == ("a", 3, 4)
     assert made.cors_origins == ["http://b"]
     file.write_text("- 1")
-    with pytest.raises(UserError, match="must be a YAML file of settings by name: it is not"):
+    with pytest.raises(Problems, match="must be a YAML file of settings by name: it is not"):
         read_settings({}, file, {})
-    with pytest.raises(UserError, match="of settings by name: No such file or directory"):
+    with pytest.raises(Problems, match="of settings by name: No such file or directory"):
         read_settings({}, tmp_path / "absent.yaml", {})
 
 
@@ -251,7 +251,7 @@ def test_settings_are_refused_by_name(tmp_path):
 def test_an_error_in_the_file_of_settings_shows_no_key(text, place, tmp_path):
     file = tmp_path / "serve.yaml"
     file.write_text(text)
-    with pytest.raises(UserError, match=place) as caught:
+    with pytest.raises(Problems, match=place) as caught:
         read_settings({}, file, {})
     assert "sk-secret" not in "".join(traceback.format_exception(caught.value))
 
@@ -271,13 +271,13 @@ def test_an_error_in_the_file_of_settings_shows_no_key(text, place, tmp_path):
         ({"model": "m", "max_rows": 0}, "max_rows=0 must be at least 1: .* Write 64, its default."),
         ({"model": "m", "dtype": "int8"}, "dtype='int8' must be 'float32', 'bfloat16' or"),
         ({"model": "m", "engine_process": 7}, "engine_process=7 must be true or false: "),
-        ({"model": "m", "ports": 1}, "unknown key 'ports'"),
-        ({"model": "m", "api_key": "sk-secret"}, "unknown key 'api_key'"),
+        ({"model": "m", "ports": 1}, "ports must be a known key"),
+        ({"model": "m", "api_key": "sk-secret"}, "api_key must be a known key"),
     ],
 )
 def test_an_error_of_settings_shows_no_key(given, told):
     keys = {"RLLIB_SERVE_API_KEYS": "sk-secret", "RLLIB_SERVE_ADMIN_KEY": "sk-secret-2"}
-    with pytest.raises(UserError, match=f"^{told}") as caught:
+    with pytest.raises(Problems, match=f"^{told}") as caught:
         read_settings(given, environment=keys)
     assert "sk-secret" not in "".join(traceback.format_exception(caught.value))
 
@@ -295,7 +295,7 @@ def test_a_key_of_two_owners_is_refused(keys, tmp_path):
         file = tmp_path / "keys.yaml"
         file.write_text(keys["api_keys_file"])
         keys = {**keys, "api_keys_file": file}
-    with pytest.raises(UserError, match="must have one owner") as caught:
+    with pytest.raises(Problems, match="must have one owner") as caught:
         read_clients(settings(**keys))
     assert "sk-a" not in str(caught.value)
 

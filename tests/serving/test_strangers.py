@@ -21,7 +21,7 @@ from rllib_llm.serving.schemas import ChatRequest, CompletionRequest, ResponseRe
 from rllib_llm.serving.security import Clients, read_clients
 from rllib_llm.serving.service import RequestContext
 from rllib_llm.serving.streams import encoded, encoded_in_parts
-from rllib_llm.shared.errors import UserError
+from rllib_llm.shared.errors import Problems
 from tests.serving.tiny_server import (
     DEADLINE_S,
     EOS,
@@ -57,16 +57,16 @@ def asked(test, **changes):
 
 @pytest.mark.parametrize("keys", ["k,", ",k", "k,,l", " ", "", "k, "])
 def test_an_empty_key_is_refused(keys):
-    with pytest.raises(UserError, match="api_keys must hold keys"):
+    with pytest.raises(Problems, match="api_keys must hold keys"):
         read_clients(settings(api_keys=keys))
 
 
 def test_empty_keys_of_other_places_are_refused_too(tmp_path):
     file = tmp_path / "keys.yaml"
     file.write_text("- {name: ann, key: ' '}\n")
-    with pytest.raises(UserError, match="api_keys_file must hold"):
+    with pytest.raises(Problems, match="api_keys_file must hold"):
         read_clients(settings(api_keys_file=file))
-    with pytest.raises(UserError, match="at least one character"):
+    with pytest.raises(Problems, match="at least one character"):
         read_clients(settings(admin_key=" "))
 
 
@@ -85,7 +85,7 @@ def test_a_file_of_keys_that_would_fail_requests_is_refused_without_its_keys(
 ):
     file = tmp_path / "keys.yaml"
     file.write_text(text)
-    with pytest.raises(UserError, match=f"api_keys_file must hold .*{problem}") as error:
+    with pytest.raises(Problems, match=f"api_keys_file must hold .*{problem}") as error:
         read_clients(settings(api_keys_file=file))
     assert "s3cret" not in str(error.value) and error.value.__context__ is None
 

@@ -6,13 +6,8 @@ import sys
 
 import pytest
 
-from rllib_llm.shared.dotted import (
-    IMPORTS,
-    DottedPathError,
-    import_dotted,
-    looks_dotted,
-    name_imports,
-)
+from rllib_llm.shared.dotted import IMPORTS, import_dotted, looks_dotted, name_imports
+from rllib_llm.shared.errors import Problems
 
 
 def test_both_spellings_name_the_same_object():
@@ -41,7 +36,7 @@ def test_attributes_of_attributes():
     ],
 )
 def test_wrong_paths(path, message):
-    with pytest.raises(DottedPathError, match=message):
+    with pytest.raises(Problems, match=message):
         import_dotted(path, name="reward_functions")
 
 
@@ -60,7 +55,7 @@ JUDGES = "rllib_llm.envs.judges"
     ],
 )
 def test_a_name_that_is_elsewhere_in_the_package_is_named_with_its_place(path, remedy):
-    with pytest.raises(DottedPathError) as error:
+    with pytest.raises(Problems) as error:
         import_dotted(path, name="rewards")
     assert str(error.value).startswith(f"rewards='{path}' must name ")
     assert str(error.value).endswith(remedy)
@@ -84,7 +79,7 @@ def test_a_module_whose_code_fails_is_named_with_its_line(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "own", raising=False)
     importlib.invalidate_caches()
-    with pytest.raises(DottedPathError) as error:
+    with pytest.raises(Problems) as error:
         import_dotted(path, name="rewards")
     assert re.search(rf"^rewards='{path}' must .*{reason}", str(error.value))
     assert isinstance(error.value.__cause__, kind)
@@ -108,10 +103,10 @@ def test_a_module_that_exits_is_named_with_its_line(code, status, tmp_path, monk
         f"line 2 does (SystemExit: {status}). Put that under `if __name__ == '__main__':`."
     )
     for path in ("script.f", "script:f"):
-        with pytest.raises(DottedPathError) as error:
+        with pytest.raises(Problems) as error:
             import_dotted(path, name="rewards")
         assert str(error.value) == f"rewards='{path}' {reason}"
-    with pytest.raises(DottedPathError) as error:
+    with pytest.raises(Problems) as error:
         name_imports(["script"])
     assert str(error.value) == f"--import='script' {reason}"
 
@@ -125,7 +120,7 @@ def test_a_module_that_exits_is_named_with_its_line(code, status, tmp_path, monk
     ],
 )
 def test_a_file_is_no_module_s_name(given, meant):
-    with pytest.raises(DottedPathError, match="--import='.*' must be a module's name") as error:
+    with pytest.raises(Problems, match="--import='.*' must be a module's name") as error:
         name_imports([given])
     assert str(error.value).endswith(meant)
 
@@ -139,7 +134,7 @@ def test_only_importable_packages_look_dotted():
 def test_a_module_of_this_folder_with_nearly_that_name_is_suggested(tmp_path, monkeypatch):
     (tmp_path / "my_rewards.py").touch()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DottedPathError, match="no module 'myrewards'. Did you mean 'my_rewards'"):
+    with pytest.raises(Problems, match="no module 'myrewards'. Did you mean 'my_rewards'"):
         import_dotted("myrewards.brevity")
-    with pytest.raises(DottedPathError, match="no module 'elsewhere'. Install it"):
+    with pytest.raises(Problems, match="no module 'elsewhere'. Install it"):
         import_dotted("elsewhere.brevity")

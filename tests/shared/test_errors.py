@@ -7,8 +7,7 @@ import pickle
 import pytest
 import torch
 
-from rllib_llm.modules.model_source import ModelSourceError
-from rllib_llm.shared.errors import SettingError, all_complaints, complain, noted, shown
+from rllib_llm.shared.errors import Problems, all_complaints, complain, noted, shown
 
 
 def test_complaints_are_raised_unless_all_are_asked_for():
@@ -34,7 +33,7 @@ def test_consequences_are_dropped_and_bugs_are_not():
         complain(ValueError("outside again"))
 
 
-BROKEN = SettingError(
+BROKEN = Problems(
     name="run.config.top_p", value=1.5, rule="be at most 1", reason="it is a probability mass",
     remedy="Use 1.0",
 )  # fmt: skip
@@ -45,15 +44,15 @@ def test_an_error_has_fields_and_one_form():
     assert str(BROKEN) == (
         "run.config.top_p=1.5 must be at most 1: it is a probability mass. Use 1.0."
     )
-    asked = SettingError(name="run", value="x", rule="be known", remedy="Did you mean 'y'?")
+    asked = Problems(name="run", value="x", rule="be known", remedy="Did you mean 'y'?")
     assert str(asked) == "run='x' must be known. Did you mean 'y'?"
-    assert SettingError(name="env_config['prompts']", rule="be set").subject == "prompts"
-    assert SettingError(name="row 0", rule="be text").at("run.config.data").subject == "data"
+    assert Problems(name="env_config['prompts']", rule="be set").subject == "prompts"
+    assert Problems(name="row 0", rule="be text").at("run.config.data").subject == "data"
 
 
 def test_an_error_is_the_same_in_another_process_and_place():
-    class_of_its_own = pickle.loads(pickle.dumps(ModelSourceError("m", "it is empty", "Name one")))
-    assert type(class_of_its_own) is ModelSourceError and class_of_its_own.value == "m"
+    class_of_its_own = pickle.loads(pickle.dumps(Problems("m", "it is empty", "Name one")))
+    assert type(class_of_its_own) is Problems and class_of_its_own.value == "m"
     moved = BROKEN.at("row 0").at("data")
     assert (moved.where, moved.rule, BROKEN.where) == ("data: row 0", BROKEN.rule, "")
 
@@ -61,8 +60,8 @@ def test_an_error_is_the_same_in_another_process_and_place():
 def test_one_value_is_complained_of_once():
     with all_complaints() as found:
         complain(BROKEN)
-        complain(SettingError(name=BROKEN.name, value=1.5, rule="be another thing"))
-        complain(SettingError(name=BROKEN.name, value=2, rule="be at most 1"))
+        complain(Problems(name=BROKEN.name, value=1.5, rule="be another thing"))
+        complain(Problems(name=BROKEN.name, value=2, rule="be at most 1"))
     assert [error.value for error in found] == [1.5, 2]
 
 
@@ -70,14 +69,14 @@ def test_values_of_settings_whose_names_end_alike_are_two_mistakes():
     values = {"seed": -3, "env_config.seed": -4, "eval_envs.hard.env_config.seed": -5}
     with all_complaints() as found:
         for name, value in values.items():
-            complain(SettingError(name=name, value=value, rule="be at least 0"))
+            complain(Problems(name=name, value=value, rule="be at least 0"))
         for name in ("run.config.seed", "env_config['seed']", "run.config.env_config.seed"):
-            complain(SettingError(name=name, value=0, rule="be at least 1"))  # its consequence
+            complain(Problems(name=name, value=0, rule="be at least 1"))  # its consequence
     assert {error.name: error.value for error in found} == values
     assert BROKEN.setting == ("top_p",)
 
 
 def test_a_network_is_not_printed():
-    error = SettingError(name="model", value=torch.nn.Linear(2, 2).double(), rule="be text")
+    error = Problems(name="model", value=torch.nn.Linear(2, 2).double(), rule="be text")
     assert len(str(error)) < 100
     assert shown(torch.nn.Sequential(torch.nn.ReLU())) == "<Sequential>"

@@ -30,9 +30,9 @@ from rllib_llm.envs.conversation_rollouts import (
     run_side_by_side,
 )
 from rllib_llm.envs.prompts import PromptRow
-from rllib_llm.envs.rlhf import EnvConfigError
 from rllib_llm.envs.settings import declared
 from rllib_llm.shared.dotted import import_dotted
+from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.remote import call
 from rllib_llm.shared.setting import Settings, setting
 
@@ -73,7 +73,7 @@ class AgentEnv(ConversationEnv):
         """The callable that plays an episode, given the address and the task.
 
         Raises:
-            EnvConfigError: it cannot be called so.
+            Problems: it cannot be called so.
         """
         given = self.settings["agent"]
         function = import_dotted(given, name="agent") if isinstance(given, str) else given
@@ -81,10 +81,10 @@ class AgentEnv(ConversationEnv):
         try:
             inspect.signature(function).bind("http://address/v1", {}, **kwargs)
         except (TypeError, ValueError) as error:
-            raise EnvConfigError(
+            raise Problems(
                 f"env_config['agent']={given!r} must be a function run(base_url, task) with the "
-                f"agent_kwargs {sorted(kwargs)}: {error}. Give one that can be called so."
-            ) from error
+                f"agent_kwargs {sorted(kwargs)}: {error}. Give one that can be called so.",
+            ) from error  # fmt: skip
         return functools.partial(function, **kwargs) if kwargs else function
 
 

@@ -29,16 +29,11 @@ from rllib_llm.data.rows import MadeRows
 from rllib_llm.envs.bandit import BanditEnv
 from rllib_llm.envs.judges.reward_functions import Invalid, Judge
 from rllib_llm.envs.rlhf import DEFAULTS as RLHF_DEFAULTS
-from rllib_llm.envs.rlhf import (
-    EnvConfigError,
-    build_bandit,
-    policy_tokenizer,
-    reward_terms,
-    with_defaults,
-)
+from rllib_llm.envs.rlhf import build_bandit, policy_tokenizer, reward_terms, with_defaults
 from rllib_llm.envs.sandbox import WorkerPool
 from rllib_llm.envs.settings import check_values, declared
 from rllib_llm.shared.dotted import as_list
+from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.setting import Settings, setting
 
 SCORE = f"{Path(__file__).with_name('reasoning_gym_score.py')}:score"
@@ -199,16 +194,16 @@ class Tasks(MadeRows):
     def _entry(self, which: int, level: int, index: int) -> Any:
         try:
             return self.dataset(which, level)[index]
-        except EnvConfigError:
+        except Problems:
             raise
         except Exception as error:  # noqa: BLE001  (of a data set: its settings make no task)
             spec = self.specs[which]
             place = "" if self._per_level is None else f", level {level} of its curriculum,"
-            raise EnvConfigError(
+            raise Problems(
                 f"datasets: config={dict(spec.config)!r}{place} must be settings of {spec.name!r}: "
                 f"{type(error).__name__}: {str(error)[:_SHOWN]}. Correct them"
-                f"{', or set in config what the level sets wrongly' if place else ''}."
-            ) from error
+                f"{', or set in config what the level sets wrongly' if place else ''}.",
+            ) from error  # fmt: skip
 
     def level(self, index: int) -> int:
         """How far the curriculum is at a row."""
@@ -244,10 +239,10 @@ class Tasks(MadeRows):
 
         name = self.specs[which].name
         if name not in CURRICULA:
-            raise EnvConfigError(
+            raise Problems(
                 f"tasks_per_level={self._per_level!r} must be None for {name!r}: it has no "
-                "curriculum. Remove the setting, or the data set."
-            )
+                "curriculum. Remove the setting, or the data set.",
+            )  # fmt: skip
         return CURRICULA[name]()  # type: ignore[operator]
 
 
@@ -260,7 +255,7 @@ def sft_texts(datasets: Any, num_tasks: int = 1000, seed: int = 1) -> list[dict[
     see `Tasks`.
 
     Raises:
-        EnvConfigError: none has an answer.
+        Problems: none has an answer.
     """
     tasks = Tasks(datasets, num_tasks=num_tasks, seed=seed)
     rows = [
@@ -269,10 +264,10 @@ def sft_texts(datasets: Any, num_tasks: int = 1000, seed: int = 1) -> list[dict[
         if task["answer"] is not None
     ]
     if not rows:
-        raise EnvConfigError(
+        raise Problems(
             f"datasets={datasets!r} must have a data set with answers: reasoning-gym only judges "
-            "those of these. Take another one."
-        )
+            "those of these. Take another one.",
+        )  # fmt: skip
     return rows
 
 
@@ -330,17 +325,17 @@ def _specs(datasets: Any) -> list[DatasetSpec]:
     for given in as_list(datasets):
         spec = given if isinstance(given, Mapping) else {"name": given}
         if why := _why_wrong(spec):
-            raise EnvConfigError(
+            raise Problems(
                 f"datasets={given!r} must be a name of reasoning-gym, or {{name, weight above 0, "
                 f"config}}: {why}. There are {len(DATASETS)} names, among them "
-                f"{sorted(DATASETS)[:8]}."
-            )
+                f"{sorted(DATASETS)[:8]}.",
+            )  # fmt: skip
         specs.append(DatasetSpec(**spec))
     if not specs:
-        raise EnvConfigError(
+        raise Problems(
             "datasets=[] must have at least one data set of reasoning-gym: there would be no task. "
-            "Name one."
-        )
+            "Name one.",
+        )  # fmt: skip
     return specs
 
 

@@ -20,10 +20,10 @@ from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.data.rows import MadeRows, Rows
 from rllib_llm.data.sources import load_rows
 from rllib_llm.envs.conversation import ConversationEnv
-from rllib_llm.envs.rlhf import EnvConfigError
 from rllib_llm.envs.settings import declared
 from rllib_llm.envs.tools import FunctionTool, Toolbox, as_tool
 from rllib_llm.shared.dotted import import_dotted
+from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.messages import blamed_on
 from rllib_llm.shared.remote import Away, OneThread
 from rllib_llm.shared.setting import Settings, setting
@@ -81,10 +81,10 @@ class TRLEnv(ConversationEnv):
             return ""
         name = task.get(_ENVIRONMENT)
         if name not in self.factories:
-            raise EnvConfigError(
+            raise Problems(
                 f"environment={name!r} of a row must be one of {sorted(self.factories)}: "
-                "environment_factory has no other. Correct the column."
-            )
+                "environment_factory has no other. Correct the column.",
+            )  # fmt: skip
         return str(name)
 
     def _tools_with(self, name: str) -> list[Any]:
@@ -194,18 +194,18 @@ def _factory(given: Any) -> _Factory:
     setting = "env_config['environment_factory']"
     name, first = f"{setting}={given!r}", None
     if wanted := _wanted_by(factory):
-        raise EnvConfigError(
+        raise Problems(
             f"{name} must be callable without arguments, as in TRL: it wants {wanted}. Give "
-            "functools.partial(...), or a function that makes the environment."
-        )
+            "functools.partial(...), or a function that makes the environment.",
+        )  # fmt: skip
     if callable(factory):
-        with blamed_on(setting, given, "make an environment", EnvConfigError):
+        with blamed_on(setting, given, "make an environment", Problems):
             first = factory()
     if not callable(getattr(type(first), "reset", None)):
-        raise EnvConfigError(
+        raise Problems(
             f"{name} must make objects with reset(**row): each conversation has one of its own. "
-            "Give a class or a function that makes one."
-        )
+            "Give a class or a function that makes one.",
+        )  # fmt: skip
     return _Factory(factory, first)
 
 

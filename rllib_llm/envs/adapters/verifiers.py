@@ -24,11 +24,10 @@ from typing import Any, ClassVar
 from rllib_llm.conversations.chat_format import Message
 from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.envs.conversation import ConversationEnv
-from rllib_llm.envs.rlhf import EnvConfigError
 from rllib_llm.envs.settings import declared
 from rllib_llm.envs.tools import FunctionTool, tool_schema
 from rllib_llm.shared.dotted import import_dotted, looks_dotted
-from rllib_llm.shared.errors import require
+from rllib_llm.shared.errors import Problems, require
 from rllib_llm.shared.messages import blamed_on, told
 from rllib_llm.shared.remote import Away, call
 from rllib_llm.shared.setting import Settings, setting
@@ -55,10 +54,10 @@ def _as_chat(message: Any) -> dict[str, Any]:
     given = message_to_wire(message)
     if isinstance(message.content, list):
         if any(part.type != "text" for part in message.content):
-            raise EnvConfigError(
+            raise Problems(
                 f"messages of the role {message.role!r} must be text: the policy reads no images. "
-                "Leave such tasks out."
-            )
+                "Leave such tasks out.",
+            )  # fmt: skip
         given["content"] = content_text(message.content)
     return {**given, "content": given["content"] or ""}  # templates would write None as a word
 
@@ -151,7 +150,7 @@ class VerifiersEnv(ConversationEnv):
     @functools.cached_property
     def shared_toolsets(self) -> list[Any]:
         """Those of the task set, which all conversations use."""
-        with blamed_on("taskset", self.settings["taskset"], "set its toolsets up", EnvConfigError):
+        with blamed_on("taskset", self.settings["taskset"], "set its toolsets up", Problems):
             toolsets = _checked(type(self.taskset).toolsets(self.taskset.config))
             for toolset in toolsets:
                 self.events.run(toolset.setup())
@@ -162,17 +161,17 @@ class VerifiersEnv(ConversationEnv):
         """The `vf.Task`s, by position, all of which can be done in this process."""
         count = self.settings["num_tasks"]
         if count is None and not self.taskset.bounded:
-            raise EnvConfigError(
+            raise Problems(
                 f"num_tasks=None must be a number for {type(self.taskset).__name__}: its tasks "
-                "never end. Set it."
-            )
-        with blamed_on("taskset", self.settings["taskset"], "yield tasks", EnvConfigError):
+                "never end. Set it.",
+            )  # fmt: skip
+        with blamed_on("taskset", self.settings["taskset"], "yield tasks", Problems):
             tasks = list(itertools.islice(iter(self.taskset), count))
         if not tasks:
-            raise EnvConfigError(
+            raise Problems(
                 f"taskset={self.settings['taskset']!r} must have tasks: it yields none. Look at "
-                "its taskset_config."
-            )
+                "its taskset_config.",
+            )  # fmt: skip
         for task in tasks:
             _check_task(task)
         return tasks
@@ -191,7 +190,7 @@ class VerifiersEnv(ConversationEnv):
             len({*map(tuple, names.values())}) == 1, "taskset", self.settings["taskset"],
             "have the same tools in all tasks", f"its tasks have {names}, and a policy reads "
             "their schemas before a conversation begins",
-            "Make a task set of each, or give all of them all tools", EnvConfigError,
+            "Make a task set of each, or give all of them all tools", Problems,
         )  # fmt: skip
         own = found[type(self.vf_tasks[0]).__name__]
         return [*super().tools(), *own, *_tools_of(self.shared_toolsets)]
@@ -269,7 +268,7 @@ def _open_taskset(given: Any, config: Mapping[str, Any]) -> Any:
 
     with blamed_on(
         "taskset", given, f"be a vf.Taskset with the settings taskset_config={dict(config)!r}",
-        EnvConfigError,
+        Problems,
         "Give an installed package's name or a class's dotted path, and its settings",
     ):  # fmt: skip
         is_path = isinstance(given, str) and (":" in given or looks_dotted(given))
@@ -283,7 +282,7 @@ def _open_taskset(given: Any, config: Mapping[str, Any]) -> Any:
 
 
 def _check_task(task: Any) -> None:
-    """Raises EnvConfigError for a task that cannot be done in this process."""
+    """Raises Problems for a task that cannot be done in this process."""
     import verifiers.v1 as vf
     from verifiers.v1.session import hook_boundary
     from verifiers.v1.utils.decorators import discover_decorated
@@ -313,11 +312,11 @@ def _check_task(task: Any) -> None:
     elif task.data.prompt is None:
         reason = "it has no prompt, and waits for a user to begin"
     if reason:
-        raise EnvConfigError(
+        raise Problems(
             f"task {type(task).__name__} number {task.data.idx} must need nothing but this "
             f"process: {reason}. Train with verifiers' own harness against the endpoint "
-            "/inference/v1/generate of rllib serve."
-        )
+            "/inference/v1/generate of rllib serve.",
+        )  # fmt: skip
 
 
 def _requires_runtime(function: Any) -> bool:
@@ -345,10 +344,10 @@ def _checked(toolsets: Sequence[Any]) -> list[Any]:
         elif type(toolset).register is not vf.Toolset.register:
             reason = "its register() offers tools of its own. Declare them with @vf.tool"
         if reason:
-            raise EnvConfigError(
+            raise Problems(
                 f"toolset {name} must be one of this process: {reason}, or train with verifiers' "
-                "own harness."
-            )
+                "own harness.",
+            )  # fmt: skip
     return list(toolsets)
 
 

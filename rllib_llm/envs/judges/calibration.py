@@ -101,8 +101,8 @@ def calibrate(
     sums = RewardSum(judge)
     if not sums.wants_texts:
         raise RewardError(
-            "judge must read texts: rows of a file have no token ids. Take a judge of texts."
-        )
+            "judge must read texts: rows of a file have no token ids. Take a judge of texts.",
+        )  # fmt: skip
     names = [name for name in rows[0] if name not in (label_column, *_RESERVED)]
     prompts, completions = ([str(row[name]) for row in rows] for name in _RESERVED)
     columns = {name: [row.get(name) for row in rows] for name in names}

@@ -135,7 +135,7 @@ class JudgeModel(Judge):
         client: further arguments of `OpenAIClient`.
 
     Raises:
-        SettingError: a wrong value.
+        Problems: a wrong value.
     """
 
     wants_texts = wants_transcripts = True

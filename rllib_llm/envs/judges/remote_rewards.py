@@ -47,7 +47,7 @@ class RemoteReward(Judge):
         client: further arguments of `OpenAIClient`.
 
     Raises:
-        SettingError: a wrong value.
+        Problems: a wrong value.
     """
 
     wants_texts = True

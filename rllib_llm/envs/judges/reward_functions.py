@@ -19,7 +19,7 @@ import torch
 
 from rllib_llm.conversations.json_values import copied
 from rllib_llm.shared.dotted import import_dotted
-from rllib_llm.shared.errors import SettingError, require, suggestion
+from rllib_llm.shared.errors import Problems, require, suggestion
 from rllib_llm.shared.messages import blamed_on, raised
 
 RewardFunction = Callable[..., Any]
@@ -31,7 +31,7 @@ _RESERVED = ("prompts", "completions", "completion_ids")
 _STATE = "trainer_state"
 
 
-class RewardError(SettingError):
+class RewardError(Problems):
     """A reward function that cannot be used, or that failed on a whole batch."""
 
 
@@ -193,8 +193,7 @@ class RewardTerm:
 
         def refused(rule: str, reason: Any) -> RewardError:
             return RewardError(
-                name=f"kwargs of reward function {name!r}", value=kwargs, rule=rule, reason=reason,
-                remedy="Correct them",
+                f"kwargs of reward function {name!r}", rule, reason, "Correct them", kwargs,
             )  # fmt: skip
 
         try:
@@ -210,8 +209,8 @@ class RewardTerm:
             try:
                 with blamed_on(place, kwargs, "be values that it takes", RewardError):
                     function = function(**kwargs)
-            except SettingError as error:
-                raise error if error.name == place else error.at(place) from error.__cause__
+            except Problems as error:
+                raise error.within(place) from error.__cause__
         elif kwargs:
             function = functools.partial(function, **kwargs)
         timeout_s = spec.get("timeout_s")
@@ -285,7 +284,7 @@ def named_function(spec: RewardFunction | str | Mapping[str, Any]) -> Any:
 
     Raises:
         RewardError: unknown keys, nothing callable, or a judge that only asks.
-        DottedPathError: a path that names nothing.
+        Problems: a path that names nothing.
     """
     if not isinstance(spec, Mapping):
         spec = {"function": spec}
@@ -298,12 +297,9 @@ def named_function(spec: RewardFunction | str | Mapping[str, Any]) -> Any:
             if len(spec) == 1 and isinstance(spec[first], int | float):
                 remedy = f"Write [{{function: {first}, weight: {spec[first]}}}]"
         raise RewardError(
-            name="rewards.functions",
-            value=dict(spec),
-            rule="have 'function' and may have 'weight', 'name', 'kwargs', 'timeout_s'",
-            reason=reason,
-            remedy=remedy,
-        )
+            "rewards.functions", "have 'function' and may have 'weight', 'name', 'kwargs', "
+            "'timeout_s'", reason, remedy, dict(spec),
+        )  # fmt: skip
     function = spec["function"]
     if isinstance(function, str):
         function = import_dotted(function, name="rewards.functions")

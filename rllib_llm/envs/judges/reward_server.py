@@ -67,8 +67,8 @@ class RewardService:
         if wanting:
             raise RewardError(
                 f"reward functions {wanting!r} must read texts: a service knows nothing of the "
-                "policy's tokens. Take them out of what is served."
-            )
+                "policy's tokens. Take them out of what is served.",
+            )  # fmt: skip
         self._rewards, self._label_column = rewards, label_column
         self._turn = asyncio.Lock()
 

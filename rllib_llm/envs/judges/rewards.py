@@ -34,7 +34,14 @@ __all__ = [
 
 
 class UnjudgedError(RewardError):
-    """No row of a batch could be judged; `name` is what failed on all of them."""
+    """No row of a batch could be judged; `judge` is what failed on all of them."""
+
+    def __init__(self, found: Any, judge: str):
+        super().__init__(found)
+        self.judge = judge
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.found, self.judge)
 
 
 @dataclass(frozen=True)
@@ -159,13 +166,11 @@ class RewardSum:
         if self._num_unjudged >= (_ENOUGH_ROWS if is_varied else 4 * _ENOUGH_ROWS):
             names = list(self.num_failed)
             raise RewardError(
-                name=f"reward functions {names!r}",
-                rule="judge some completion",
-                reason=f"they returned None for all {self._num_unjudged} so far, the last one "
-                f"{shown_row(batch, -1)}",
-                remedy="None means that a function does not judge a row; return a number, as 0.0 "
-                "for a wrong answer",
-            )
+                f"reward functions {names!r}", "judge some completion",
+                f"they returned None for all {self._num_unjudged} so far, the last one "
+                f"{shown_row(batch, -1)}", "None means that a function does not judge a row; "
+                "return a number, as 0.0 for a wrong answer",
+            )  # fmt: skip
 
     def _report(self, term: RewardTerm, result: RewardResult, batch: RewardBatch) -> None:
         failed = (~result.valid).nonzero().flatten().tolist()
@@ -179,7 +184,7 @@ class RewardSum:
                 f"reward function {term.name!r} must judge at least one completion of a batch: "
                 f"{reason} It failed on all {len(batch)}, first on {shown}. Correct the function, "
                 "or what it depends on.",
-                name=term.name,
+                judge=term.name,
             ) from result.error
         if term.name not in self._warned:
             self._warned.add(term.name)
@@ -355,15 +360,15 @@ def _numbers(function: str, what: str, answer: Any, batch: RewardBatch) -> torch
                 f"{what} of reward function {function!r} must be {size} numbers (a list or a "
                 f"tensor [{size}]): it returned {type(answer).__name__} {str(answer)[:120]!r} "
                 f"({error}) for a batch beginning with {shown_row(batch, 0)}. Return one number "
-                "for each completion, None where it is not judged."
-            ) from error
+                "for each completion, None where it is not judged.",
+            ) from error  # fmt: skip
         answer = torch.tensor(values, dtype=torch.float32)
     if answer.shape != (size,):
         raise RewardError(
-            f"{what} of reward function {function!r} must have shape [{size}], one number for "
-            f"each completion: it has {list(answer.shape)} for a batch beginning with "
-            f"{shown_row(batch, 0)}. Return {size} numbers; squeeze extra dimensions."
-        )
+            f"{what} of reward function {function!r} must have shape [{size}], one number for each "
+            f"completion: it has {list(answer.shape)} for a batch beginning with "
+            f"{shown_row(batch, 0)}. Return {size} numbers; squeeze extra dimensions.",
+        )  # fmt: skip
     return answer.detach().to(device=batch.completion_ids.device, dtype=torch.float32)
 
 

@@ -13,6 +13,7 @@ import inspect
 import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rllib_llm.data.encoding import encode_ended, encode_text
@@ -29,7 +30,7 @@ from rllib_llm.runs.experiments import StandIn
 from rllib_llm.shared.dotted import as_list
 from rllib_llm.shared.errors import (
     Problem,
-    SettingError,
+    Problems,
     SettingWarning,
     all_complaints,
     complain,
@@ -173,7 +174,7 @@ def _check_evaluations(config: Any, where: str) -> None:
             if not errors and check_sources(given, f"{where}.{place}"):
                 _check_prompts(held_out, f"{where}.{place}")
         for error in errors:
-            complain(error if place in str(error) else in_place(error, f"{where}.{place}"))
+            complain(error if place in error.name else error.within(f"{where}.{place}"))
 
 
 def _check_functions(functions: Any, prompts: Any) -> None:
@@ -281,7 +282,7 @@ def _check_hub(hub_id: str, kind: str, name: str) -> None:
     kind: "model" or "dataset".
 
     Raises:
-        SettingError: the hub has none of that name, or does not give it without a login.
+        Problems: the hub has none of that name, or does not give it without a login.
     """
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
@@ -305,13 +306,11 @@ def _check_hub(hub_id: str, kind: str, name: str) -> None:
         why, remedy = "access must be asked for", "Ask for it on its page, then run hf auth login"
     else:
         why, remedy = "not found", "Check the spelling; for a private one run hf auth login"
-    raise SettingError(
-        name=name,
-        value=hub_id,
-        rule=f"be a folder, or a {kind} that the hub gives",
-        reason=f"no such folder is here, and the hub answers {answer.response.status_code} ({why})",
-        remedy=f"{folder} {remedy}".lstrip(),
-    )
+    raise Problems(
+        name, f"be a folder, or a {kind} that the hub gives",
+        f"no such folder is here, and the hub answers {answer.response.status_code} ({why})",
+        f"{folder} {remedy}".lstrip(), hub_id,
+    )  # fmt: skip
 
 
 @functools.cache  # the points of a grid share their models
@@ -331,14 +330,12 @@ def _hub_refuses(hub_id: str, kind: str) -> Exception | None:
 
 @functools.cache  # the points of a grid share their models
 def _check_tokenizer(folder: str, name: str) -> None:
-    from rllib_llm.modules.model_source import ModelSourceError
     from rllib_llm.modules.tokenizer import load_tokenizer
 
     try:
         load_tokenizer(folder)
-    except ModelSourceError as error:
-        error.name = name
-        raise
+    except Problems as error:
+        raise Problems([replace(error.problem, name=name)]) from error
     except ValueError as error:
         raise in_place(error, name) from error
 

@@ -94,7 +94,7 @@ def before_a_run(experiments: list[Experiment]) -> list[Reservation]:
     Returns what one trial of each point of the grids reserves.
 
     Raises:
-        UserError: the errors, a line each.
+        Problems: the errors, a line each.
     """
     return plan.check_experiments(experiments, _rules_of_a_run)
 

@@ -130,7 +130,7 @@ def env_settings(config: Any) -> dict[str, Any]:
     `chat_template` is also the one that an earlier experiment saves with the model.
 
     Raises:
-        SettingError: a setting that it does not have.
+        Problems: a setting that it does not have.
     """
     from rllib_llm.envs.rlhf import with_defaults
 

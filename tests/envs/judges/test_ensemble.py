@@ -10,7 +10,8 @@ from rllib_llm.envs.frozen_models import (
     RewardModelScorer,
     combined,
 )
-from rllib_llm.envs.rlhf import DEFAULTS, EnvConfigError, reward_terms, with_defaults
+from rllib_llm.envs.rlhf import DEFAULTS, reward_terms, with_defaults
+from rllib_llm.shared.errors import Problems
 from tests import tiny_models as tiny
 
 TOKENIZER = tiny.byte_tokenizer()
@@ -73,5 +74,5 @@ def test_ensembles_that_are_none_are_refused(chosen, message):
 @pytest.mark.parametrize("chosen", [{}, {"model": "a", "models": ["a", "b"]}])
 def test_one_model_or_several(chosen):
     settings = {**DEFAULTS, "reward_model": {"weight": 1.0, **chosen}}
-    with pytest.raises(EnvConfigError, match="must have 'model', or 'models'"):
+    with pytest.raises(Problems, match="must have 'model', or 'models'"):
         reward_terms(settings, TOKENIZER)

@@ -5,8 +5,8 @@ import torch
 
 from rllib_llm.envs.frozen_models import RewardModelScorer
 from rllib_llm.envs.judges.rewards import RewardBatch, RewardSum, RewardTerm
-from rllib_llm.modules.model_source import ModelSourceError
 from rllib_llm.modules.sequence_scores import write_score_normalization
+from rllib_llm.shared.errors import Problems
 from tests import tiny_models as tiny
 
 TOKENIZER = tiny.byte_tokenizer()
@@ -210,10 +210,10 @@ def test_bad_settings(folder, settings, message):
 
 
 def test_bad_models(tmp_path):
-    with pytest.raises(ModelSourceError, match="no config.json"):
+    with pytest.raises(Problems, match="no config.json"):
         RewardModelScorer(tmp_path)
     lm = tiny.save(tmp_path / "lm", tiny.llama(), TOKENIZER)
-    with pytest.raises(ModelSourceError, match="a sequence classifier is wanted here"):
+    with pytest.raises(Problems, match="a sequence classifier is wanted here"):
         RewardModelScorer(lm)
     three = tiny.save(tmp_path / "three", tiny.llama_classifier(num_labels=3), TOKENIZER)
     with pytest.raises(ValueError, match="label=None must be one of the classifier's labels"):

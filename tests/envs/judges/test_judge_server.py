@@ -9,7 +9,7 @@ import torch
 
 from rllib_llm.envs.judges.llm_judges import JudgeServer, RubricJudge
 from rllib_llm.envs.judges.rewards import Invalid, RewardBatch, RewardError, RewardSum
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.openai_client import RequestRefusedError
 from tests.scripted_server import serving
 
@@ -138,5 +138,5 @@ def test_bounds_the_wrong_way_round_are_said():
 def test_wrong_values_of_a_judge_are_told_with_its_name():
     """They were TypeErrors that named neither the judge nor its settings."""
     kwargs = {"base_url": "http://localhost/v1", "model": "x", "criteria": "a"}
-    with pytest.raises(SettingError, match=r"function 'RubricJudge': criteria='a' must be of"):
+    with pytest.raises(Problems, match=r"function 'RubricJudge': criteria='a' must be of"):
         RewardSum([{"function": RubricJudge, "kwargs": kwargs}])

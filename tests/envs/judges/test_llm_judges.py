@@ -16,7 +16,7 @@ from rllib_llm.envs.judges.judge_model import UnreadableReply, tagged
 from rllib_llm.envs.judges.llm_judges import JudgeServer, PairwiseJudge, ReferenceJudge, RubricJudge
 from rllib_llm.envs.judges.reward_functions import Invalid, RewardTerm
 from rllib_llm.envs.judges.rewards import RewardSum
-from rllib_llm.shared.errors import SettingError
+from rllib_llm.shared.errors import Problems
 from tests.envs.judges.test_judge_server import reply, rows
 from tests.scripted_server import serving
 
@@ -327,9 +327,9 @@ RUBRIC = {"criteria": [{"name": "right", "description": "It is right."}]}
 def test_values_of_another_kind_are_told_when_a_judge_is_made(judge, kwargs, said):
     """They failed at the first question, or at the server."""
     spec = {"function": f"{JUDGES}llm_judges.{judge}", "kwargs": {**ASKED, **kwargs}}
-    with pytest.raises(SettingError, match=f"kwargs of reward function '{judge}': {said}"):
+    with pytest.raises(Problems, match=f"kwargs of reward function '{judge}': {said}"):
         RewardTerm.from_spec(spec)
-    with pytest.raises(SettingError, match=f"^{said}"):
+    with pytest.raises(Problems, match=f"^{said}"):
         getattr(llm_judges, judge)(**{**ASKED, **kwargs})
 
 
@@ -348,7 +348,7 @@ def test_values_of_another_kind_are_told_when_a_judge_is_made(judge, kwargs, sai
     ],
 )
 def test_values_out_of_range_are_told_when_a_judge_is_made_in_python(judge, kwargs, said):
-    with pytest.raises(SettingError, match=f"^{said}"):
+    with pytest.raises(Problems, match=f"^{said}"):
         judge(**{**ASKED, **kwargs})
 
 
@@ -373,5 +373,5 @@ def test_columns_that_a_judge_names_are_looked_for_before_anything_is_sampled(
     """They were looked for when a batch was judged."""
     term = RewardTerm.from_spec({"function": JUDGES + judge, "kwargs": kwargs})
     term.check_columns({"answer", "other"})
-    with pytest.raises(SettingError, match=f"{setting}.*='other' must be a column of the data set"):
+    with pytest.raises(Problems, match=f"{setting}.*='other' must be a column of the data set"):
         term.check_columns({"answer"})

@@ -19,7 +19,8 @@ from rllib_llm.envs.judges.rewards import (
     RewardTerm,
     UnjudgedError,
 )
-from rllib_llm.shared.dotted import DottedPathError, as_list
+from rllib_llm.shared.dotted import as_list
+from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.openai_client import ServerError
 from rllib_llm.shared.remote import ExitedError, Late
 
@@ -442,7 +443,7 @@ def test_wrong_settings(functions, message):
 
 
 def test_a_dotted_path_that_names_nothing():
-    with pytest.raises(DottedPathError, match="rewards.functions=.*Did you mean 'length'"):
+    with pytest.raises(Problems, match="rewards.functions=.*Did you mean 'length'"):
         RewardSum(f"{__name__}:lenth")
 
 

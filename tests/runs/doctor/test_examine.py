@@ -18,7 +18,7 @@ from rllib_llm.runs.doctor.machine_rules import GIB, Machine, server_rules
 from rllib_llm.runs.doctor.reward_rules import answer_scores
 from rllib_llm.runs.doctor.stage import exit_code, make_stage
 from rllib_llm.runs.yaml_loader import load, parse
-from rllib_llm.shared.errors import Problem, UserError, problems_of
+from rllib_llm.shared.errors import Problem, Problems, problems_of
 from tests.runs.doctor import set_ups
 from tests.runs.doctor.set_ups import HERE, MACHINE, SUMS, conversations, grpo, supervised
 from tests.tiny_models import (
@@ -59,7 +59,7 @@ def found(experiment, machine: Machine = MACHINE) -> list:
 
 # (name of the setting, or the beginning of what was found; what its rule says; the set-up).
 SETTINGS = [
-    ("unknown key 'temprature'", "", lambda: grpo(temprature=1.0)),
+    ("temprature must be a known key", "", lambda: grpo(temprature=1.0)),
     ("temperature", "let the 4 completions", lambda: grpo(temperature=0.1)),
     ("top_p", "at most 1", lambda: grpo(top_p=1.5)),
     ("lr", "be a number", lambda: grpo(lr="fast")),
@@ -132,7 +132,7 @@ def called(problem: Problem) -> str:
 def test_a_misspelt_metric_is_told_with_the_other_errors():
     broken = grpo(temprature=1.0).replace(metric="objective/scors", mode="max")
     told = {problem.name: problem for problem in found(broken)}
-    assert {"run.config: unknown key 'temprature'", "run.metric"} == set(told)
+    assert {"run.config: temprature must be a known key", "run.metric"} == set(told)
     assert told["run.metric"].remedy.startswith("Did you mean 'objective/scores'")
 
 
@@ -155,7 +155,7 @@ def test_what_only_follows_from_a_misspelt_schedule_is_not_told():
 def test_what_is_wrong_within_evaluation_config_is_told_once_and_whatever_else_is_wrong():
     broken = grpo(lr=-1.0, evaluation_config={"explor": True, "lr": "fast"})
     assert [called(problem) for problem in found(broken)] == [
-        "lr", "evaluation_config: unknown key 'explor'", "evaluation_config.lr",
+        "lr", "evaluation_config: explor must be a known key", "evaluation_config.lr",
     ]  # fmt: skip
 
 
@@ -164,7 +164,7 @@ def test_all_that_a_file_has_wrong_is_found():
     with pytest.raises(ValueError) as error:
         load(parse(text, "x.yaml"), "x.yaml")
     assert [(problem.name, problem.value) for problem in problems_of(error.value)] == [
-        ("a: unknown key 'runn'", ...), ("a.num_samples", 0),
+        ("a: runn must be a known key", ...), ("a.num_samples", 0),
         ("a.checkpoint_config.num_to_keep", -1),
     ]  # fmt: skip
 
@@ -304,7 +304,7 @@ def test_a_policy_that_is_made_before_is_no_judge_nor_the_other_way_round(run, c
     made = supervised(run).replace(name="made")
     (error,) = [p for p in examine([made, grpo(**changes)], MACHINE) if p.severity == "error"]
     assert error.value == "${made.model}" and error.reason.startswith(said)
-    with pytest.raises(UserError, match="it is what"):
+    with pytest.raises(Problems, match="it is what"):
         before_a_run([made, grpo(**changes)])
 
 
@@ -407,7 +407,7 @@ def test_a_tool_that_cannot_be_made_here_is_told_by_the_doctor_and_stops_no_run(
 )
 def test_tools_and_chat_templates_are_looked_at_before_a_run(changes, told):
     given = {"prompts": SUMS, "reward_functions": f"{HERE}.says_something", **changes}
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(Problems, match=told):
         before_a_run([conversations("rllib_llm/Conversation-v0", **given)])
 
 
@@ -443,7 +443,7 @@ def test_conversations_that_can_never_begin_are_told_before_a_run(changes, found
         return
     (finding,) = errors
     assert found_ in finding.sentence and str(finding).endswith(remedy)
-    with pytest.raises(UserError, match="leave room for an answer"):
+    with pytest.raises(Problems, match="leave room for an answer"):
         before_a_run([experiment])
 
 
@@ -490,7 +490,7 @@ def test_files_and_functions_that_are_not_there_are_told_together():
 
 def test_all_of_it_is_told_at_once():
     experiment = grpo(temprature=1.0, top_p=1.5, max_new_tokens=0, quantization="int8")
-    assert {"unknown key 'temprature'", "top_p", "max_new_tokens", "quantization"} <= {
+    assert {"temprature must be a known key", "top_p", "max_new_tokens", "quantization"} <= {
         called(problem) for problem in found(experiment)
     }
 
