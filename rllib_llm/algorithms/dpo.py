@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from rllib_llm.algorithms.supervised import Supervised, SupervisedConfig
-from rllib_llm.config.checks import require
+from rllib_llm.config.checks import wrong
 from rllib_llm.data.preferences import PromptedPairSource
 from rllib_llm.numerics.losses import PREFERENCE_LOSSES
+from rllib_llm.shared.errors import Problem
 from rllib_llm.shared.setting import Section, Settings, setting
 
 
@@ -65,32 +68,26 @@ class DPOConfig(SupervisedConfig):
         super().__init__(algo_class=algo_class or DPO)
         self.lr = 1e-6  # a policy that has learnt to write is only turned (TRL's default as well)
 
-    def validate(self) -> None:
-        super().validate()
-        require(
-            0 <= self.label_smoothing < 0.5, "label_smoothing", self.label_smoothing,
-            "in [0, 0.5)", "it is the share of pairs that are the wrong way round",
-            "Use 0 for none",
-        )  # fmt: skip
+    def preference_rules(self) -> Iterator[Problem]:
+        """The loss has a use for the settings."""
+        loss = self.loss_type
+        if not 0 <= self.label_smoothing < 0.5:
+            yield wrong(self, "label_smoothing", "in [0, 0.5)", "it is the share of pairs that are "
+                        "the wrong way round", "Use 0 for none")  # fmt: skip
         for name in ("label_smoothing", "target_margin"):
-            value = getattr(self, name)
-            require(
-                not value or self.loss_type in ("sigmoid", "sigmoid_norm"), name, value,
-                f"0 with loss_type={self.loss_type!r}", "that loss has no use for it",
-                "Leave it out, or use a sigmoid loss",
-            )  # fmt: skip
-        is_kto = self.loss_type == "kto"
-        require(
-            not (is_kto and self.reference_free), "reference_free", self.reference_free,
-            "False with loss_type='kto'", "it judges by the KL from the reference",
-            "Use loss_type='sigmoid_norm' without a reference",
-        )  # fmt: skip
-        require(
-            not is_kto or self.minibatch_size != 1, "minibatch_size", self.minibatch_size,
-            "at least 2 with loss_type='kto'",
-            "the KL is measured on completions of other pairs of the mini-batch",
-            "Set minibatch_size=2 or more",
-        )  # fmt: skip
+            if getattr(self, name) and loss not in ("sigmoid", "sigmoid_norm"):
+                yield wrong(self, name, f"0 with loss_type={loss!r}", "that loss has no use for it",
+                            "Leave it out, or use a sigmoid loss")  # fmt: skip
+        if loss == "kto" and self.reference_free:
+            yield wrong(self, "reference_free", "False with loss_type='kto'",
+                        "it judges by the KL from the reference",
+                        "Use loss_type='sigmoid_norm' without a reference")  # fmt: skip
+        if loss == "kto" and self.minibatch_size == 1:
+            yield wrong(self, "minibatch_size", "at least 2 with loss_type='kto'", "the KL is "
+                        "measured on completions of other pairs of the mini-batch",
+                        "Set minibatch_size=2 or more")  # fmt: skip
+
+    rules = (*SupervisedConfig.rules, preference_rules)
 
 
 class DPO(Supervised):

@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ray.rllib.callbacks.utils import make_callback
@@ -34,13 +34,12 @@ from ray.rllib.utils.metrics import (
 )
 from ray.rllib.utils.metrics.metrics_logger import MetricsLogger
 
-from rllib_llm.config.checks import require
 from rllib_llm.numerics.pass_at_k import majority_rates, rates
 from rllib_llm.rollouts.errors import NoSamplersError, NoServerError, SamplingError
 from rllib_llm.rollouts.judged_batch import JudgedBatch
 from rllib_llm.rollouts.schedule import ServingSettings
 from rllib_llm.shared import columns
-from rllib_llm.shared.errors import Problems
+from rllib_llm.shared.errors import Problem, Problems
 
 
 def pass_metrics(
@@ -101,22 +100,18 @@ def _last_words(messages: list[dict]) -> str:
 _NAME = re.compile(r"[A-Za-z][\w.-]*")
 
 
-def check_eval_envs(config: Any) -> None:
-    """Raises ValueError where names or settings of further environments cannot be."""
-    envs = config.eval_envs
-    if not envs:
-        return
-    require(
-        bool(config.evaluation_interval) or config.in_evaluation,
-        "eval_envs", sorted(envs), "left out without evaluation_interval",
-        "nothing is evaluated", "Set evaluation_interval=1, say",
-    )  # fmt: skip
+def eval_env_rules(config: Any) -> Iterator[Problem]:
+    """Further environments are evaluated in, and their names can be those of results."""
+    envs = config.eval_envs or {}
+    if envs and not config.evaluation_interval and not config.in_evaluation:
+        yield Problem("eval_envs", "be left out without evaluation_interval",
+                      "nothing is evaluated", "Set evaluation_interval=1, say", sorted(envs)
+                      )  # fmt: skip
     for name in envs:
-        require(
-            bool(_NAME.fullmatch(name)), "the name of one of eval_envs", name,
-            "letters, digits and _.-, a letter first",
-            "results are reported as eval/<name>/<metric>", "Write math, say",
-        )  # fmt: skip
+        if not _NAME.fullmatch(name):
+            yield Problem("the name of one of eval_envs", "be letters, digits and _.-, a letter "
+                          "first", "results are reported as eval/<name>/<metric>",
+                          "Write math, say", name)  # fmt: skip
 
 
 def eval_env_config(config: Any, name: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,13 @@ import torch
 from ray.tune import PlacementGroupFactory, Trainable
 
 from rllib_llm.checkpoints.folder import check, write_manifest
-from rllib_llm.config.checks import require
+from rllib_llm.config.checks import wrong
 from rllib_llm.config.sampling import GENERATE, GENERATE_MODEL, GENERATE_SEED
 from rllib_llm.config.sections import SectionMethod
 from rllib_llm.config.tabled_config import TabledConfig
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import uniform_noise
+from rllib_llm.shared.errors import Problem, require
 from rllib_llm.shared.setting import Section
 
 TRAIN_FILE, EVAL_FILE = "train.jsonl", "eval.jsonl"
@@ -40,25 +41,20 @@ class GenerateConfig(TabledConfig):
         self.max_new_tokens = 128
         self.seed = 0
 
-    def validate(self) -> None:
-        """Checks every setting without loading a model.
-
-        Raises:
-            ValueError: naming the setting, the rule, the reason and a remedy.
-        """
+    def text_rules(self) -> Iterator[Problem]:
+        """Texts can be sampled, and split."""
         self.given_model()
-        self.check_table()
-        require(
-            0 <= self.eval_fraction < 1, "eval_fraction", self.eval_fraction,
-            "at least 0 and below 1", "it is the share of held-out texts", "Use 0.1",
-        )  # fmt: skip
-        require(
-            self.opening_tokens is None or 0 < self.opening_tokens < self.max_new_tokens,
-            "opening_tokens", self.opening_tokens,
-            f"above 0 and below max_new_tokens={self.max_new_tokens}",
-            "an opening is the first part of a text", "Lower it, or set null for no prompts",
-        )  # fmt: skip
+        if not 0 <= self.eval_fraction < 1:
+            yield wrong(self, "eval_fraction", "at least 0 and below 1",
+                        "it is the share of held-out texts", "Use 0.1")  # fmt: skip
+        if self.opening_tokens is not None and not 0 < self.opening_tokens < self.max_new_tokens:
+            yield wrong(self, "opening_tokens",
+                        f"above 0 and below max_new_tokens={self.max_new_tokens}",
+                        "an opening is the first part of a text",
+                        "Lower it, or set null for no prompts")  # fmt: skip
         SamplingParams.of(self)  # checks the rest
+
+    rules = (text_rules,)
 
 
 class Generate(Trainable):
@@ -99,7 +95,7 @@ class Generate(Trainable):
         self.tokenizer = load_tokenizer(model)
         require(
             self.tokenizer.bos_token_id is not None, "model", model,
-            "one whose tokenizer has a BOS token", "texts are sampled from it alone",
+            "be one whose tokenizer has a BOS token", "texts are sampled from it alone",
             "Set tokenizer.bos_token and save the tokenizer again",
         )  # fmt: skip
         self.model = load_causal_lm(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rllib_llm.algorithms.rlhf import RLHF
-from rllib_llm.algorithms.rlhf_config import CriticFreeConfig, require_group
+from rllib_llm.algorithms.rlhf_config import CriticFreeConfig, group_rules
 
 
 class GRPOConfig(CriticFreeConfig):
@@ -33,9 +33,7 @@ class GRPOConfig(CriticFreeConfig):
         self.ref_kl_coeff = 0.04
         self.loss_reduction = "sequence_mean"
 
-    def validate(self) -> None:
-        super().validate()
-        require_group(self)
+    rules = (*CriticFreeConfig.rules, group_rules)
 
 
 class GRPO(RLHF):

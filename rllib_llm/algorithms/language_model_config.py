@@ -14,30 +14,31 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import ray
+from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from ray.util.debug import log_once
 
 from rllib_llm.algorithms.registry import ALGORITHMS, get_algorithm_class
-from rllib_llm.config.checks import given, require, warn_of_no_effect
+from rllib_llm.config.checks import Rule, given
 from rllib_llm.config.model import (
     FAULT_TOLERANCE,
     LANGUAGE_MODEL,
     LEARNERS,
     OPTIMISER,
-    check_adapters,
-    check_cuts,
-    check_optimiser,
-    check_precision,
+    adapter_rules,
+    batch_rules,
+    optimiser_rules,
+    precision_rules,
 )
 from rllib_llm.config.sections import SectionMethod, defaults, known_names, section_names
 from rllib_llm.config.tabled_config import TabledConfig
 from rllib_llm.modules.precision import cuda_multiplies_bfloat16, faster_library
 from rllib_llm.shared.dotted import import_dotted
-from rllib_llm.shared.errors import Problems, noted
+from rllib_llm.shared.errors import Problem, Problems, require
 from rllib_llm.shared.process import multiplies_bfloat16
 from rllib_llm.shared.setting import Section
 
@@ -170,7 +171,7 @@ class LanguageModelConfig(TabledConfig):
         of_algorithm = type(self._algorithm().get_default_config())
         require(
             isinstance(self, of_algorithm), f"{type(self).__name__}.algo_class", self.algo_class,
-            f"an algorithm of this class of configs, and not of {of_algorithm.__name__}",
+            f"be an algorithm of this class of configs, and not of {of_algorithm.__name__}",
             "it would take the settings alone", f"Set config_class = {type(self).__name__} in it",
         )  # fmt: skip
         with self.copies():
@@ -207,42 +208,32 @@ class LanguageModelConfig(TabledConfig):
             "seed": self.seed or 0,
         }
 
-    def validate(self) -> None:
-        """Checks every setting that can be checked without loading a model.
-
-        Raises:
-            ValueError: naming the setting, the rule, the reason and a remedy.
-        """
-        # RLlib greets every algorithm on its new API stack; there is no other stack here.
-        log_once(f"{self._algorithm().__name__}_on_new_api_stack")
-        with noted():
-            self.given_model()
-            named_by = next((c for c in type(self).__mro__ if vars(c).get("learner_path")), object)
-            # This package's own are there, and take seconds to import.
-            if self._learner_class is None and not named_by.__module__.startswith("rllib_llm."):
-                self.get_default_learner_class()  # raises where the class names none
-        self.check_table()
-        with noted():
-            super().validate()
+    def model_rules(self) -> Iterator[Problem]:
+        """There is a model, and a learner for it."""
+        self.given_model()
+        named_by = next((c for c in type(self).__mro__ if vars(c).get("learner_path")), object)
+        # This package's own are there, and take seconds to import.
+        if self._learner_class is None and not named_by.__module__.startswith("rllib_llm."):
+            self.get_default_learner_class()  # raises where the class names none
         if self.chat_template is not None:
             from rllib_llm.modules.tokenizer import read_chat_template
 
-            with noted():  # workers and later runs need not find the file
-                self.chat_template = read_chat_template(self.chat_template)
-        check_optimiser(self)
-        self._fit_minibatch()
-        check_cuts(self)
-        check_precision(self)
-        check_adapters(self)
-        if not self.in_evaluation:  # of an evaluation's own config, which says what training's does
-            warn_of_no_effect(self)
+            # Workers and later runs need not find the file.
+            self.chat_template = read_chat_template(self.chat_template)
+        yield from ()
 
-    def _fit_minibatch(self) -> None:
-        """A default mini-batch is no larger than the batch that somebody has chosen."""
-        rows = self.train_batch_size_per_learner
-        size = self.minibatch_size
+    rules: tuple[Rule, ...] = (
+        model_rules, optimiser_rules, batch_rules, precision_rules, adapter_rules,
+    )  # fmt: skip
+
+    def _settle(self) -> None:
+        # RLlib greets every algorithm on its new API stack; there is no other stack here.
+        log_once(f"{self._algorithm().__name__}_on_new_api_stack")
+        # A default mini-batch is no larger than the batch that somebody has chosen.
+        rows, size = self.train_batch_size_per_learner, self.minibatch_size
         if size is not None and size == defaults(type(self)).minibatch_size and size > rows:
             self.minibatch_size = rows
+        AlgorithmConfig.validate(self)
 
     def load_tokenizer(self) -> Any:
         """The model's tokenizer, with `chat_template` where one is set."""

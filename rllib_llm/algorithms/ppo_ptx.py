@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from rllib_llm.algorithms.rlhf import RLHF
 from rllib_llm.algorithms.rlhf_config import RLHFConfig
-from rllib_llm.config.checks import require
+from rllib_llm.config.checks import wrong
+from rllib_llm.shared.errors import Problem
 from rllib_llm.shared.setting import Section, Settings, setting
 
 
@@ -57,18 +59,18 @@ class PPOPtxConfig(RLHFConfig):
         self.num_epochs = 4
         self.minibatch_size = 32
 
-    def validate(self) -> None:
-        super().validate()
-        require(
-            self.critic in ("shared", "separate"), "critic", self.critic,
-            "'shared' or 'separate'", "PPO's advantages come from a critic",
-            "Use GRPO or RLOO to train without one",
-        )  # fmt: skip
-        require(
-            self.ptx_coeff == 0 or self.ptx_data is not None, "ptx_data", self.ptx_data,
-            f"given with ptx_coeff={self.ptx_coeff}", "the pretraining loss needs text",
-            "Name a text file, or set ptx_coeff=0",
-        )  # fmt: skip
+    def critic_rules(self) -> Iterator[Problem]:
+        """There is a critic, and text for the pretraining loss."""
+        if self.critic not in ("shared", "separate"):
+            yield wrong(self, "critic", "'shared' or 'separate'",
+                        "PPO's advantages come from a critic",
+                        "Use GRPO or RLOO to train without one")  # fmt: skip
+        if self.ptx_coeff and self.ptx_data is None:
+            yield wrong(self, "ptx_data", f"given with ptx_coeff={self.ptx_coeff}",
+                        "the pretraining loss needs text",
+                        "Name a text file, or set ptx_coeff=0")  # fmt: skip
+
+    rules = (*RLHFConfig.rules, critic_rules)
 
 
 class PPOPtx(RLHF):

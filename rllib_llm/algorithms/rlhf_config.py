@@ -4,39 +4,38 @@ the base of the algorithms without a critic."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 
-from rllib_llm.algorithms.evaluation import check_eval_envs, eval_env_config, evaluate_held_out
+from rllib_llm.algorithms.evaluation import eval_env_config, eval_env_rules, evaluate_held_out
 from rllib_llm.algorithms.language_model_config import LanguageModelConfig
-from rllib_llm.config.checks import require, warn_of_idle_overlay
-from rllib_llm.config.loss import LOSS, REFERENCE, check_loss, check_reference
+from rllib_llm.config.checks import idle_overlay, wrong
+from rllib_llm.config.loss import LOSS, REFERENCE, loss_rules, reference_rules
 from rllib_llm.config.model import SAMPLER_FAULTS
 from rllib_llm.config.rllib import COMMON, ONLINE
 from rllib_llm.config.sampling import (
     ROLLOUTS,
     SAMPLING,
-    check_engine,
-    check_evaluation,
-    check_sampling,
+    engine_rules,
+    evaluation_rules,
+    sampling_rules,
 )
 from rllib_llm.config.sections import SectionMethod, defaults
 from rllib_llm.config.streaming import (
     OFF_POLICY,
     REPLAY,
     STREAMING,
-    check_off_policy,
-    check_replay,
-    check_streaming,
+    off_policy_rules,
+    streaming_rules,
 )
 from rllib_llm.config.tabled_config import flattened
-from rllib_llm.config.weights import WEIGHTS, check_others, check_transport
+from rllib_llm.config.weights import WEIGHTS, follower_rules, transport_rules
 from rllib_llm.envs.registry import check_name
 from rllib_llm.envs.settings import CONVERSATION, PROMPTS, REWARDS
 from rllib_llm.rollouts.schedule import ServingSettings, StreamRules
-from rllib_llm.shared.errors import has_complaints
+from rllib_llm.shared.errors import Problem, errors_of
 from rllib_llm.shared.setting import Section
 
 
@@ -207,32 +206,31 @@ class RLHFConfig(LanguageModelConfig):
 
         return RLHFEnvRunner
 
-    def validate(self) -> None:
+    def problems(self) -> list[Problem]:
         if self.env is None:  # prompts and rewards name theirs, wherever they are given
             rows = [row for part in (PROMPTS, REWARDS, CONVERSATION) for row in part.settings]
             envs = {row.env for row in rows if row.name in self.env_config}
             self.env = min(envs, default=None)  # as `needed_env` chooses
-        super().validate()
-        check_loss(self)
-        check_reference(self)
-        check_sampling(self)
-        check_transport(self)
-        check_engine(self)
-        check_others(self)
-        check_off_policy(self)
-        check_replay(self)
-        check_streaming(self)
-        require(
-            self.env is not None, "env", self.env, "an environment's name or class",
-            "prompts and rewards come from it", "Give prompts and rewards, or set env",
-        )  # fmt: skip
+        found = super().problems()
         overlay = self.evaluation_config
-        if isinstance(overlay, Mapping) and overlay and not has_complaints():
+        if isinstance(overlay, Mapping) and overlay and not errors_of(found):
             names = flattened(type(self), overlay)
-            warn_of_idle_overlay(self.get_evaluation_config_object(), self, names)
+            found += idle_overlay(self.get_evaluation_config_object(), self, names)
+        return found
+
+    def env_rules(self) -> Iterator[Problem]:
+        """There is an environment."""
+        if self.env is None:
+            yield Problem("env", "be an environment's name or class",
+                          "prompts and rewards come from it",
+                          "Give prompts and rewards, or set env")  # fmt: skip
         check_name(self.env)
-        check_evaluation(self)
-        check_eval_envs(self)
+
+    rules = (
+        *LanguageModelConfig.rules, loss_rules, reference_rules, sampling_rules, transport_rules,
+        engine_rules, follower_rules, off_policy_rules, streaming_rules, env_rules,
+        evaluation_rules, eval_env_rules,
+    )  # fmt: skip
 
 
 class CriticFreeConfig(RLHFConfig):
@@ -240,18 +238,18 @@ class CriticFreeConfig(RLHFConfig):
 
     ignored_settings: tuple[str, ...] = ("critic_model", "vf_clip_param", "vf_loss_coeff")
 
-    def validate(self) -> None:
-        super().validate()
-        require(
-            self.critic == "none", "critic", self.critic, "'none'",
-            "advantages come from the group or the batch, and a value head would not be trained",
-            "Use PPOPtx to train a critic",
-        )  # fmt: skip
+    def critic_rules(self) -> Iterator[Problem]:
+        """There is no critic."""
+        if self.critic != "none":
+            yield wrong(self, "critic", "'none'", "advantages come from the group or the batch, "
+                        "and a value head would not be trained",
+                        "Use PPOPtx to train a critic")  # fmt: skip
+
+    rules = (*RLHFConfig.rules, critic_rules)
 
 
-def require_group(config: RLHFConfig) -> None:
-    """Raises ValueError where a group algorithm is given single completions."""
-    require(
-        config.num_completions >= 2, "num_completions", config.num_completions, "at least 2",
-        "the baseline is the rest of the group", "Use 4 to 16",
-    )  # fmt: skip
+def group_rules(config: RLHFConfig) -> Iterator[Problem]:
+    """A group algorithm is given groups."""
+    if config.num_completions < 2:
+        yield wrong(config, "num_completions", "at least 2", "the baseline is the group's rest",
+                    "Use 4 to 16")  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rllib_llm.algorithms.rlhf import RLHF
-from rllib_llm.algorithms.rlhf_config import CriticFreeConfig, require_group
+from rllib_llm.algorithms.rlhf_config import CriticFreeConfig, group_rules
 
 
 class RLOOConfig(CriticFreeConfig):
@@ -27,9 +27,7 @@ class RLOOConfig(CriticFreeConfig):
         self.num_completions = 4
         self.whiten_advantages = False
 
-    def validate(self) -> None:
-        super().validate()
-        require_group(self)
+    rules = (*CriticFreeConfig.rules, group_rules)
 
 
 class RLOO(RLHF):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from gymnasium.spaces import Discrete
@@ -17,10 +17,10 @@ from ray.rllib.utils.spaces.repeated import Repeated
 
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
 from rllib_llm.algorithms.language_model_config import LanguageModelConfig
-from rllib_llm.config.checks import given, require
+from rllib_llm.config.checks import given, wrong
 from rllib_llm.data.texts import BatchSource
 from rllib_llm.overseer.diagnosis import EVALUATING, LEARNING
-from rllib_llm.shared.errors import noted
+from rllib_llm.shared.errors import Problem
 from rllib_llm.shared.setting import Section, Settings, setting
 
 PIPELINE_STATE = "rllib_llm"
@@ -100,18 +100,18 @@ class SupervisedConfig(LanguageModelConfig):
         positions = num_positions(self.given_model())
         return min(self.max_length, positions or self.max_length)
 
-    def validate(self) -> None:
-        super().validate()
-        with noted():
-            given(
-                self.data, "data", "a data set", "it is what is learnt from",
-                "Name a file, a hub id or a dotted path",
-            )  # fmt: skip
-        require(
-            not self.evaluation_interval or self.eval_data is not None, "eval_data", self.eval_data,
-            f"given with evaluation_interval={self.evaluation_interval}",
-            "evaluation needs held-out rows", "Name a data set, or set evaluation_interval: null",
-        )  # fmt: skip
+    def data_rules(self) -> Iterator[Problem]:
+        """There is data to learn from, and to evaluate on."""
+        if self.data is None:
+            yield Problem("data", "be a data set", "it is what is learnt from",
+                          "Name a file, a hub id or a dotted path")  # fmt: skip
+        if self.evaluation_interval and self.eval_data is None:
+            yield wrong(self, "eval_data",
+                        f"given with evaluation_interval={self.evaluation_interval}",
+                        "evaluation needs held-out rows",
+                        "Name a data set, or set evaluation_interval: null")  # fmt: skip
+
+    rules = (*LanguageModelConfig.rules, data_rules)
 
 
 class Supervised(LanguageModelAlgorithm):

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from rllib_llm.cli.options import IMPORT_HELP, Overrides, RayOptions
 from rllib_llm.cli.session import check_address, prepare, ray_session, user_errors
-from rllib_llm.shared.errors import Problem, Problems, ended, problems_of
+from rllib_llm.shared.errors import Problem, Problems, distinct, ended, problems_of
 
 if TYPE_CHECKING:
     from rllib_llm.runs.experiments import Experiment
@@ -61,7 +61,7 @@ def doctor(
     """
     prepare(0, imports)
     with user_errors():
-        from rllib_llm.runs.doctor.stage import distinct, exit_code
+        from rllib_llm.runs.doctor.stage import exit_code
 
         found = list(_findings(file, deep, start_ray, ray_address, storage_path, overrides))
         found = distinct(found)

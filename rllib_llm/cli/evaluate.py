@@ -16,7 +16,7 @@ from rllib_llm.cli.options import RayOptions, takes
 from rllib_llm.cli.session import prepare, ray_session, show, stderr, user_errors
 from rllib_llm.runs.results import flatten, number
 from rllib_llm.runs.yaml_loader import laid_over, parse_mapping
-from rllib_llm.shared.errors import Problems
+from rllib_llm.shared.errors import Problems, report
 
 if TYPE_CHECKING:
     from rllib_llm.algorithms.language_model_config import LanguageModelConfig
@@ -134,13 +134,13 @@ def checkpoint_config(checkpoint: Path, settings: dict[str, Any]) -> Any:
     from rllib_llm.algorithms.rlhf_config import RLHFConfig
     from rllib_llm.algorithms.supervised import SupervisedConfig
     from rllib_llm.checkpoints.algorithm import saved_config
-    from rllib_llm.config.schema import check_keys, checked_values
+    from rllib_llm.config.schema import sound_settings
 
     config = saved_config(checkpoint)
     if isinstance(config, LanguageModelConfig):
         config = without_training_data(config, checkpoint)
-    check_keys(config, settings, "--config")
-    settings = checked_values(config, settings, "--config")
+    settings, found = sound_settings(config, settings)
+    report(problem.within("--config") for problem in found)
     config = config.copy(copy_frozen=False)
     if isinstance(held_out := settings.get("evaluation_config"), Mapping):
         settings["evaluation_config"] = laid_over(config.evaluation_config or {}, held_out)

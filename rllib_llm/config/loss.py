@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from rllib_llm.config.checks import require
+from rllib_llm.config.checks import wrong
 from rllib_llm.config.tabled_config import OWN_ENVS
 from rllib_llm.numerics.losses import POLICY_LOSSES, REDUCTIONS
+from rllib_llm.shared.errors import Problem
 from rllib_llm.shared.setting import IN_ENV, Condition, Section, Settings, is_set, setting, when
 
 CRITIC = when("critic", "is not 'none'", lambda critic: critic != "none")
@@ -241,48 +242,36 @@ REFERENCE = Section.of("reference", Reference)
 # --- what must hold between them --------------------------------------------------------------
 
 
-def check_loss(config: Any) -> None:
-    """Raises ValueError for settings of scores and the loss that do not go together."""
-    require(
-        config.overlong_buffer <= config.max_new_tokens, "overlong_buffer", config.overlong_buffer,
-        f"in 0..max_new_tokens={config.max_new_tokens}", "it is the last so many tokens",
-        "0: no punishment",
-    )  # fmt: skip
-    require(
-        config.dual_clip is None or config.policy_loss != "cispo", "dual_clip", config.dual_clip,
-        "left at None with policy_loss='cispo'",
-        "it bounds ratios of negative advantages, which cispo does not have in its loss",
-        "Leave it out",
-    )  # fmt: skip
-    require(
-        config.policy_loss != "rloo" or REDUCTIONS[config.loss_reduction] == "sequence_mean",
-        "loss_reduction",
-        config.loss_reduction, "'sequence_mean' with policy_loss='rloo'",
-        "a completion is one action, whatever its length, and a mean over tokens would weigh it by "
-        "them", "Use 'sequence_mean', or policy_loss='ppo'",
-    )  # fmt: skip
+def loss_rules(config: Any) -> Iterator[Problem]:
+    """Scores and the loss go together."""
+    if config.overlong_buffer > config.max_new_tokens:
+        yield wrong(config, "overlong_buffer", f"in 0..max_new_tokens={config.max_new_tokens}",
+                    "it is the last so many tokens", "0: no punishment")  # fmt: skip
+    if config.dual_clip is not None and config.policy_loss == "cispo":
+        yield wrong(config, "dual_clip", "left at None with policy_loss='cispo'",
+                    "it bounds ratios of negative advantages, absent from its loss")  # fmt: skip
+    is_mean = REDUCTIONS[config.loss_reduction] == "sequence_mean"
+    if config.policy_loss == "rloo" and not is_mean:
+        yield wrong(config, "loss_reduction", "'sequence_mean' with policy_loss='rloo'",
+                    "a completion is one action, and a mean over tokens weighs it by its length",
+                    "Use 'sequence_mean', or policy_loss='ppo'")  # fmt: skip
 
 
-def check_reference(config: Any) -> None:
-    """Raises ValueError where the reference cannot be at the place that was chosen."""
+def reference_rules(config: Any) -> Iterator[Problem]:
+    """The reference can be at the place that was chosen."""
     is_ours = isinstance(config.env_config, Mapping) and str(config.env).startswith(OWN_ENVS)
     named = config.env_config.get("reference") if is_ours else None
-    require(
-        named is None or config.reference_place == "environment" or not config.ref_kl_coeff,
-        "env_config.reference", named, f"None with the reference in the {config.reference_place}",
-        "the KL would be to the model that training starts from, and this one is not asked",
-        "Set reference_in='environment', or leave it out",
-    )  # fmt: skip
-    require(
-        config.reference_in != "policy" or config.lora is not None, "reference_in",
-        config.reference_in, "'environment' or 'learner' without lora",
-        "only a policy under adapters contains the model it started from", "Set lora={}",
-    )  # fmt: skip
-    require(
-        config.ref_kl_estimator != "full" or config.reference_place != "environment"
-        or not config.ref_kl_coeff,
-        "ref_kl_estimator", config.ref_kl_estimator,
-        f"'k1', 'k2' or 'k3' with the reference in the {config.reference_place}",
-        "the exact KL needs the reference's logits beside the policy's",
-        "Set reference_in='learner'",
-    )  # fmt: skip
+    place = config.reference_place
+    if named is not None and place != "environment" and config.ref_kl_coeff:
+        yield Problem("env_config.reference", f"be None with the reference in the {place}",
+                      "the KL would be to the model that training starts from",
+                      "Set reference_in='environment', or leave it out", named)  # fmt: skip
+    if config.reference_in == "policy" and config.lora is None:
+        yield wrong(config, "reference_in", "'environment' or 'learner' without lora",
+                    "only a policy under adapters contains the model it started from",
+                    "Set lora={}")  # fmt: skip
+    if config.ref_kl_estimator == "full" and place == "environment" and config.ref_kl_coeff:
+        yield wrong(config, "ref_kl_estimator",
+                    f"'k1', 'k2' or 'k3' with the reference in the {place}",
+                    "the exact KL needs the reference's logits beside the policy's",
+                    "Set reference_in='learner'")  # fmt: skip

@@ -3,12 +3,13 @@ schedule, and how a batch is cut into its steps."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
-from rllib_llm.config.checks import require
+from rllib_llm.config.checks import wrong
 from rllib_llm.modules.precision import LIBRARIES
 from rllib_llm.numerics.learning_rate import learning_rate_factor
-from rllib_llm.shared.errors import noted
+from rllib_llm.shared.errors import Problem
 from rllib_llm.shared.setting import Condition, Section, Settings, never, setting, when
 
 SEVERAL_LEARNERS = when("num_learners", "is 2 or more", lambda n: n >= 2, "Use 2 or more")
@@ -321,85 +322,61 @@ OPTIMISER = Section.of("training", Optimiser)
 # --- what must hold between them --------------------------------------------------------------
 
 
-def check_optimiser(config: Any) -> None:
-    """Raises ValueError for a schedule of the learning rate, or moments, that cannot be."""
-    betas = config.adam_betas
-    require(
-        all(0 <= beta < 1 for beta in betas), "adam_betas", betas, "two numbers in [0, 1)",
-        "a moment is that much of the one before", "Use (0.9, 0.999)",
-    )  # fmt: skip
+def optimiser_rules(config: Any) -> Iterator[Problem]:
+    """The schedule of the learning rate and the moments exist."""
+    if not all(0 <= beta < 1 for beta in config.adam_betas):
+        yield wrong(config, "adam_betas", "two numbers in [0, 1)",
+                    "a moment is that much of the one before", "Use (0.9, 0.999)")  # fmt: skip
     end, warmup = config.lr_num_updates, config.lr_num_warmup_updates
-    require(
-        config.lr_schedule == "constant" or end is None or end > warmup, "lr_num_updates", end,
-        f"above lr_num_warmup_updates={warmup}",
-        "the learning rate is 0 from there on, before it has reached its peak",
-        "Set it to the optimiser steps of the whole run",
-    )  # fmt: skip
-    with noted():
-        learning_rate_factor(
-            config.lr_num_warmup_updates,
-            schedule=config.lr_schedule,
-            num_warmup_updates=config.lr_num_warmup_updates,
-            num_total_updates=config.lr_num_updates,
-        )
+    if config.lr_schedule != "constant" and end is not None and end <= warmup:
+        yield wrong(config, "lr_num_updates", f"above lr_num_warmup_updates={warmup}",
+                    "the learning rate is 0 from there on, before it has reached its peak",
+                    "Set it to the optimiser steps of the whole run")  # fmt: skip
+    learning_rate_factor(
+        warmup, schedule=config.lr_schedule, num_warmup_updates=warmup, num_total_updates=end
+    )
 
 
-def check_cuts(config: Any) -> None:
-    """Raises ValueError where it is not plain how a batch is cut into optimiser steps."""
-    require(
-        config.micro_batch_size is None or config.micro_batch_tokens is None, "micro_batch_size",
-        config.micro_batch_size, f"None while micro_batch_tokens={config.micro_batch_tokens}",
-        "each says alone where a batch is cut", "Set one of them to None",
-    )  # fmt: skip
-    require(
-        config.minibatch_tokens is None or config.minibatch_size is None, "minibatch_tokens",
-        config.minibatch_tokens, f"None while minibatch_size={config.minibatch_size}",
-        "each says alone what one optimiser step learns from", "Set one of them to None",
-    )  # fmt: skip
+def batch_rules(config: Any) -> Iterator[Problem]:
+    """It is plain how a batch is cut into optimiser steps and passes."""
+    for part in "micro_batch", "minibatch":
+        rows, tokens = f"{part}_size", f"{part}_tokens"
+        if getattr(config, rows) is not None and getattr(config, tokens) is not None:
+            yield wrong(config, rows, f"None while {tokens}={getattr(config, tokens)}",
+                        "each says alone where it is cut", "Set one of them to None")  # fmt: skip
 
 
-def check_precision(config: Any) -> None:
-    """Raises ValueError for mixed precision of half-precision weights, and for an attention kernel
-    that the learners' devices do not support."""
-    require(
-        config.mixed_precision is None or config.dtype == "float32", "mixed_precision",
-        config.mixed_precision, f"None with dtype={config.dtype!r}",
-        "a copy of float32 weights computes; these compute themselves",
-        "Use dtype='float32', or leave mixed_precision out",
-    )  # fmt: skip
-    require(
-        config.attn_implementation == "sdpa" or config.num_gpus_per_learner > 0,
-        "attn_implementation", config.attn_implementation, "'sdpa' without a GPU for each learner",
-        "on processors the other kernels have no gradient",
-        "Set num_gpus_per_learner: 1, or leave it out",
-    )  # fmt: skip
+def precision_rules(config: Any) -> Iterator[Problem]:
+    """Weights, computation and the attention kernel go together."""
+    if config.mixed_precision is not None and config.dtype != "float32":
+        yield wrong(config, "mixed_precision", f"None with dtype={config.dtype!r}",
+                    "a copy of float32 weights computes; these compute themselves",
+                    "Use dtype='float32', or leave mixed_precision out")  # fmt: skip
+    if config.attn_implementation != "sdpa" and not config.num_gpus_per_learner:
+        yield wrong(config, "attn_implementation", "'sdpa' without a GPU for each learner",
+                    "on processors the other kernels have no gradient",
+                    "Set num_gpus_per_learner: 1, or leave it out")  # fmt: skip
     reads_half = config.dtype == "bfloat16" or config.mixed_precision is not None
-    require(
-        config.attn_implementation != "flash_attention_2" or reads_half, "attn_implementation",
-        config.attn_implementation, "'sdpa' or 'flex_attention' in float32",
-        "its kernel reads 16 bits", "Set mixed_precision: bf16, or leave it out",
-    )  # fmt: skip
+    if config.attn_implementation == "flash_attention_2" and not reads_half:
+        yield wrong(config, "attn_implementation", "'sdpa' or 'flex_attention' in float32",
+                    "its kernel reads 16 bits",
+                    "Set mixed_precision: bf16, or leave it out")  # fmt: skip
 
 
-def check_adapters(config: Any) -> None:
-    """Raises ValueError for settings of adapters, or of a trunk in few bits, that cannot be."""
-    require(
-        config.quantization == "none" or config.lora is not None, "quantization",
-        config.quantization, "'none' without lora", "weights of few bits cannot be trained",
-        "Set lora={}, or quantization='none'",
-    )  # fmt: skip
-    require(
-        config.quantization == "none" or config.learner_strategy == "ddp", "learner_strategy",
-        config.learner_strategy, f"'ddp' with quantization={config.quantization!r}",
-        "weights of few bits are not sharded", "Use quantization='none', or strategy='ddp'",
-    )  # fmt: skip
-    if config.lora is None:
-        return
-    require(
-        config.trains_adapters, "lora", config.lora, "None in this stage",
-        "its head has to be trained with the model", "Leave it out",
-    )  # fmt: skip
-    from rllib_llm.modules.lora import check_lora
+def adapter_rules(config: Any) -> Iterator[Problem]:
+    """Adapters, or a trunk in few bits, can be trained."""
+    if config.quantization != "none" and config.lora is None:
+        yield wrong(config, "quantization", "'none' without lora",
+                    "weights of few bits cannot be trained",
+                    "Set lora={}, or quantization='none'")  # fmt: skip
+    if config.quantization != "none" and config.learner_strategy != "ddp":
+        yield wrong(config, "learner_strategy", f"'ddp' with quantization={config.quantization!r}",
+                    "weights of few bits are not sharded",
+                    "Use quantization='none', or strategy='ddp'")  # fmt: skip
+    if config.lora is not None and not config.trains_adapters:
+        yield wrong(config, "lora", "None in this stage",
+                    "its head has to be trained with the model")  # fmt: skip
+    elif config.lora is not None:
+        from rllib_llm.modules.lora import check_lora
 
-    with noted():
         check_lora(config.lora)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from rllib_llm.config.checks import require
+from rllib_llm.config.checks import wrong
 from rllib_llm.config.model import StartingPoint
 from rllib_llm.config.tabled_config import flattened
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.shared.dotted import import_dotted
-from rllib_llm.shared.errors import noted
+from rllib_llm.shared.errors import Problem
 from rllib_llm.shared.setting import Condition, Section, Settings, setting, when
 
 ENGINE_OF_ITS_OWN = when(
@@ -298,38 +298,35 @@ ROLLOUTS = Section.of("rollouts", Rollouts)
 # --- what must hold between them --------------------------------------------------------------
 
 
-def check_sampling(config: Any) -> None:
-    """Raises ValueError for completions that cannot be sampled, or not be shared out."""
+def sampling_rules(config: Any) -> Iterator[Problem]:
+    """Completions can be sampled, and shared out."""
     total, group = config.total_train_batch_size, config.num_completions
-    require(
-        total % group == 0, "train_batch_size_per_learner", config.train_batch_size_per_learner,
-        f"such that all learners' rows ({total}) are a multiple of num_completions={group}",
-        "the completions of a prompt stay together", f"Use {max(1, total // group) * group}",
-    )  # fmt: skip
-    size = config.minibatch_size
-    require(
-        size is None or not 0 < config.train_batch_size_per_learner < size, "minibatch_size", size,
-        f"at most train_batch_size_per_learner={config.train_batch_size_per_learner}",
-        "a mini-batch is a part of the batch", "Lower it, or set None for the whole batch",
-    )  # fmt: skip
-    require(
-        config.explore or config.in_evaluation, "explore", config.explore, "True",
-        "training samples in any case, and it acts in an evaluation_config alone",
-        "Leave it out; with top_k: 1 the likeliest token is taken each time",
-    )  # fmt: skip
-    with noted():
-        SamplingParams.of(config)  # checks the rest
+    rows, size = config.train_batch_size_per_learner, config.minibatch_size
+    if total % group:
+        yield wrong(config, "train_batch_size_per_learner",
+                    f"such that all learners' rows ({total}) are a multiple of num_completions="
+                    f"{group}", "the completions of a prompt stay together",
+                    f"Use {max(1, total // group) * group}")  # fmt: skip
+    if size is not None and 0 < rows < size:
+        yield wrong(config, "minibatch_size", f"at most train_batch_size_per_learner={rows}",
+                    "a mini-batch is a part of the batch",
+                    "Lower it, or set None for the whole batch")  # fmt: skip
+    if not config.explore and not config.in_evaluation:
+        yield wrong(config, "explore", "True", "training samples in any case, and it acts in an "
+                    "evaluation_config alone",
+                    "Leave it out; top_k: 1 takes the likeliest token each time")  # fmt: skip
+    SamplingParams.of(config)  # checks the rest
 
 
-def check_evaluation(config: Any) -> None:
-    """Raises ValueError for fewer completions of a prompt than an evaluation's results are of."""
+def evaluation_rules(config: Any) -> Iterator[Problem]:
+    """An evaluation has as many completions of a prompt as its results are of."""
     held_out = _held_out(config)
-    _check_pass_at(held_out, config.pass_at, "pass_at")
+    yield from _pass_at_rules(held_out, config.pass_at, "")
     for name, overlay in (config.eval_envs or {}).items():
         if isinstance(overlay, Mapping):
             place = f"eval_envs.{name}"
             settings = flattened(type(config), overlay, place)
-            _check_pass_at({**held_out, **settings}, config.pass_at, f"{place}.pass_at")
+            yield from _pass_at_rules({**held_out, **settings}, config.pass_at, place)
 
 
 def _held_out(config: Any) -> dict[str, Any]:
@@ -345,80 +342,62 @@ def _held_out(config: Any) -> dict[str, Any]:
     return settings | flattened(type(config), overlay, "evaluation_config")
 
 
-def _check_pass_at(held_out: Mapping[str, Any], pass_at: Any, name: str) -> None:
+def _pass_at_rules(held_out: Mapping[str, Any], pass_at: Any, place: str) -> Iterator[Problem]:
     ks = held_out.get("pass_at", pass_at)
     count = held_out["num_completions"] if held_out["explore"] else 1
-    rule = f"numbers from 1 to {count}" if count > 1 else "1 alone"
-    require(
-        all(1 <= k <= count for k in ks or ()), name, ks, rule,
-        "so many completions of each prompt are evaluated, which are alike unless they are sampled",
-        "Set evaluation_config: {explore: true, num_completions: N}",
-    )  # fmt: skip
+    if not all(1 <= k <= count for k in ks or ()):
+        yield Problem("pass_at", f"be numbers from 1 to {count}" if count > 1 else "be 1 alone",
+                      "so many completions of each prompt are evaluated, which are alike unless "
+                      "they are sampled", "Set evaluation_config: {explore: true, "
+                      "num_completions: N}", ks).within(place)  # fmt: skip
     pattern = held_out["answer_pattern"]
     try:
         re.compile(pattern or "")
     except (re.error, TypeError) as error:
-        require(
-            False, name.replace("pass_at", "answer_pattern"), pattern, "a regular expression",
-            str(error), "Write '<answer>(.*?)</answer>', say",
-        )  # fmt: skip
+        yield Problem("answer_pattern", "be a regular expression", str(error),
+                      "Write '<answer>(.*?)</answer>', say", pattern).within(place)  # fmt: skip
 
 
-def check_engine(config: Any) -> None:
-    """Raises ValueError for an engine that cannot serve this config."""
+def engine_rules(config: Any) -> Iterator[Problem]:
+    """The engine can serve this config."""
     if config.generate_function is not None:
         found = import_dotted(config.generate_function, name="generate_function")
-        require(
-            callable(found), "generate_function", config.generate_function, "a function",
-            f"it is {type(found).__name__}", "Name one of those that are in the module",
-        )  # fmt: skip
+        if not callable(found):
+            yield wrong(config, "generate_function", "a function",
+                        f"it is {type(found).__name__}", "Name one of the module's")  # fmt: skip
     if config.engine == "openai":
-        _check_openai(config)
+        yield from _server_rules(config, config.engine_settings or {})
     if config.engine == "vllm" and config.num_env_runners:
-        _check_vllm(config)
+        from rllib_llm.engines.vllm_engine import MISSING, check_params
+
+        if importlib.util.find_spec("vllm") is None:
+            raise ValueError(MISSING)
+        if config.lora is not None:
+            yield wrong(config, "lora", "None with engine='vllm'", "adapters alone are published, "
+                        "and vLLM is given whole weights", "Use engine='torch'")  # fmt: skip
+        check_params(config.temperature, config.top_k, config.top_p, config.min_new_tokens)
 
 
-def _check_openai(config: Any) -> None:
-    given = config.engine_settings or {}
-    needed = {"base_url"} if given.get("endpoint") == "tokens" else {"base_url", "served_model"}
-    missing = needed - set(given)
-    require(
-        not missing, "engine_settings", config.engine_settings,
-        f"a dictionary with {' and '.join(map(repr, sorted(needed)))}",
-        "they say which server and which of its models answers", f"Add {sorted(missing)}",
-    )  # fmt: skip
-    if not config.in_evaluation:
-        _check_training_with_a_server(config, given)
-
-
-def _check_training_with_a_server(config: Any, given: dict[str, Any]) -> None:
-    tokens = "endpoint='tokens' of its engine_settings"
-    require(
-        given.get("endpoint") == "tokens", "engine", config.engine,
-        f"'torch' or 'vllm' in training, or come with {tokens}",
-        "texts are not the tokens that a server sampled, so nothing can be learnt from them",
-        "Add endpoint: tokens, or set it in evaluation_config alone",
-    )  # fmt: skip
-    require(
-        config.gives_weights_away and given.get("follows_run", True), "engine", config.engine,
-        "'torch' or 'vllm' in training, or come with weights_name or weights_push",
-        "the server has to have the weights that are learnt",
-        "Set weights_name, and serve with the same one, and leave follows_run out",
-    )  # fmt: skip
-    require(
-        not config.streams, "engine", config.engine,
-        "'torch' or 'vllm' with max_staleness, oversample or filters",
-        "a server is asked for whole batches by the newest weights", "Leave those out",
-    )  # fmt: skip
-
-
-def _check_vllm(config: Any) -> None:
-    from rllib_llm.engines.vllm_engine import MISSING, check_params
-
-    if importlib.util.find_spec("vllm") is None:
-        raise ValueError(MISSING)
-    require(
-        config.lora is None, "lora", config.lora, "None with engine='vllm'",
-        "adapters alone are published, and vLLM is given whole weights", "Use engine='torch'",
-    )  # fmt: skip
-    check_params(config.temperature, config.top_k, config.top_p, config.min_new_tokens)
+def _server_rules(config: Any, given: dict[str, Any]) -> Iterator[Problem]:
+    is_of_tokens = given.get("endpoint") == "tokens"
+    needed = {"base_url"} if is_of_tokens else {"base_url", "served_model"}
+    if missing := needed - set(given):
+        yield wrong(config, "engine_settings",
+                    f"a dictionary with {' and '.join(map(repr, sorted(needed)))}",
+                    "they say which server and which of its models answers",
+                    f"Add {sorted(missing)}")  # fmt: skip
+    if config.in_evaluation:
+        return
+    if not is_of_tokens:
+        yield wrong(config, "engine", "'torch' or 'vllm' in training, or come with "
+                    "endpoint='tokens' of its engine_settings", "texts are not the tokens that a "
+                    "server sampled, so nothing can be learnt from them",
+                    "Add endpoint: tokens, or set it in evaluation_config alone")  # fmt: skip
+    if not (config.gives_weights_away and given.get("follows_run", True)):
+        yield wrong(config, "engine", "'torch' or 'vllm' in training, or come with weights_name or "
+                    "weights_push", "the server has to have the weights that are learnt",
+                    "Set weights_name, and serve with the same one, and leave follows_run out"
+                    )  # fmt: skip
+    if config.streams:
+        yield wrong(config, "engine", "'torch' or 'vllm' with max_staleness, oversample or filters",
+                    "a server is asked for whole batches by the newest weights")  # fmt: skip

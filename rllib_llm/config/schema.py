@@ -7,7 +7,8 @@ are retired; those that YAML writes otherwise are translated.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ray.rllib.algorithms import Algorithm
@@ -22,16 +23,23 @@ from rllib_llm.config.sections import (
     section_names,
     table,
 )
-from rllib_llm.config.tabled_config import TabledConfig, flattened, needed_env, unknown_settings
+from rllib_llm.config.tabled_config import (
+    TabledConfig,
+    flattened,
+    hint,
+    needed_env,
+    written_names,
+)
 from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.errors import (
     KNOWN_KEY,
     Problem,
-    Problems,
-    complain,
-    noted,
+    problems_in,
+    problems_of,
+    report,
     suggestion,
     unknown_key,
+    without_consequences,
 )
 
 CLASS_SUFFIXES = ("_class", "_cls", "_fn", "evaluation_function")
@@ -41,26 +49,67 @@ FOR_LANGUAGE = ("prompts", "rewards", "sampling", "max_new_tokens", "num_complet
 
 
 def build_config(
-    algo_class: type[Algorithm],
-    settings: Mapping[str, Any],
-    where: str = "config",
-    beside: Collection[str] = (),
+    algo_class: type[Algorithm], settings: Mapping[str, Any], where: str = "config"
 ) -> AlgorithmConfig:
     """Return the algorithm's default config with `settings` applied, checked by `validate()`.
 
-    `settings`: plain values, no search spaces; `where`: how an error names the place, e.g.
-    "ppo.config"; `beside`: names that an experiment has beside its config, not in it.
+    `settings`: plain values, no search spaces; `where`: the place in names of problems, e.g.
+    "ppo.config".
 
     Raises:
-        ValueError: unknown key, -1, text where a number belongs, or what `validate()` refuses.
+        Problems: all that `checked_config` finds.
+    """
+    config, found = checked_config(algo_class, settings)
+    report(problem.within(where) for problem in found)
+    return config
+
+
+def checked_config(
+    algo_class: type[Algorithm], settings: Mapping[str, Any], beside: Collection[str] = ()
+) -> tuple[AlgorithmConfig, list[Problem]]:
+    """Return the config that the sound ones of `settings` make, and what is wrong: unknown keys,
+    -1, text where a number belongs, what `validate()` refuses.
+
+    `beside`: names that an experiment has beside its config, not in it.
     """
     config = algo_class.get_default_config()
-    settings = flat_settings(config, settings)
-    with noted():
-        check_keys(config, settings, where, beside)
-    config = config.update_from_dict(checked_values(config, settings, where))
-    config.validate()
-    return config
+    found: list[Problem] = []
+    flat = flat_settings(config, settings, found)
+    right, wrong = sound_settings(config, flat, beside)
+    found += wrong
+    refused = {problem.name for problem in found}
+    try:
+        config = config.update_from_dict(right)
+        later = problems_in(config.validate)
+    except Exception as error:
+        if not found and not isinstance(error, ValueError):
+            raise
+        later = problems_of(error) if isinstance(error, ValueError) else []
+    # Not what a default in the place of a refused value breaks.
+    found += [problem for problem in later if problem.name not in refused]
+    found = without_consequences(found)
+    return config, [as_written(problem, settings, config) for problem in found]
+
+
+def sound_settings(
+    config: AlgorithmConfig, settings: Mapping[str, Any], beside: Collection[str] = ()
+) -> tuple[dict[str, Any], list[Problem]]:
+    """Return those of `settings` that `config` has and could take, dotted paths of classes and
+    functions replaced by the objects; and what is wrong with the others."""
+    right: dict[str, Any] = {}
+    found = [*key_problems(config, settings, beside)]
+    for key in filter(allowed_keys(config).__contains__, settings):
+        found += problems_in(_value_problems, config, key, settings, right)
+    return right, found
+
+
+def as_written(problem: Problem, settings: Mapping[str, Any], config: Any) -> Problem:
+    """The problem, a setting of the environment called as `settings` call it."""
+    names = written_names(type(config), settings) if isinstance(config, TabledConfig) else {}
+    for name, place in names.items():
+        if problem.name == name or problem.name.startswith(f"{name}."):
+            return replace(problem, name=place + problem.name[len(name) :])
+    return problem
 
 
 def allowed_keys(config: AlgorithmConfig) -> set[str]:
@@ -80,49 +129,36 @@ def sections(config: Any) -> tuple[str, ...]:
     return section_names(type(config)) if isinstance(config, TabledConfig) else ()
 
 
-def flat_settings(config: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+def flat_settings(
+    config: Any, settings: Mapping[str, Any], found: list[Problem] | None = None
+) -> dict[str, Any]:
     """Return `settings`, the sections in it (`sampling: {...}`) dissolved; with the environment
-    they need.
-
-    Raises:
-        ValueError: keys of a section that are none of its settings, or one given twice.
-    """
+    they need. `found`: see `flattened`."""
     if not isinstance(config, TabledConfig):
         return dict(settings)
-    flat = flattened(type(config), settings)
+    flat = flattened(type(config), settings, found=found)
     if (needed := needed_env(type(config), settings)) is not None:
         flat.setdefault("env", needed)
     return flat
 
 
-def check_keys(
-    config: AlgorithmConfig,
-    settings: Mapping[str, Any],
-    where: str,
-    beside: Collection[str] = (),
-) -> None:
-    """Raise ValueError for the keys of `settings` that `config` does not have, all at once;
-    `beside`: see `build_config`."""
+def key_problems(
+    config: AlgorithmConfig, settings: Mapping[str, Any], beside: Collection[str] = ()
+) -> Iterator[Problem]:
+    """The keys of `settings` that `config` does not have; `beside`: see `checked_config`."""
     allowed = allowed_keys(config)
     unknown = [key for key in settings if key not in allowed]
     is_tabled = isinstance(config, TabledConfig)
-    if unknown and is_tabled:
-        remedies = {key: _moved_out(config, key) for key in unknown if key in beside}
-        raise unknown_settings(type(config), unknown, where, remedies=remedies)
-    if language := _of_language(unknown):  # others may be known to the algorithm that is meant
+    if not is_tabled and (language := [key for key in unknown if key in FOR_LANGUAGE]):
         why, unknown = "RLlib's own algorithm trains no language model", []
-        found = Problem(", ".join(language), KNOWN_KEY, why, f"Write {LANGUAGE}")
-        complain(found.within(where))
+        yield Problem(", ".join(language), KNOWN_KEY, why, f"Write {LANGUAGE}")
     for key in unknown:
-        remedy = _moved_out(config, key) if key in beside else _hint(str(key), allowed)
-        complain(unknown_key(where, key, allowed, remedy))
+        remedy = hint(type(config), str(key)) if is_tabled else _hint(str(key), allowed)
+        yield unknown_key("", key, allowed, _moved_out(config, key) if key in beside else remedy)
     overrides = settings.get("evaluation_config")
     if isinstance(overrides, Mapping) and not is_tabled:  # those check their own
-        check_keys(config, overrides, f"{where}.evaluation_config")
-
-
-def _of_language(keys: Iterable[str]) -> list[str]:
-    return [key for key in keys if key in FOR_LANGUAGE]
+        for problem in key_problems(config, overrides):
+            yield problem.within("evaluation_config")
 
 
 def _moved_out(config: AlgorithmConfig, key: str) -> str:
@@ -140,58 +176,49 @@ def _hint(key: str, allowed: set[str]) -> str:
     return suggestion(key, allowed)
 
 
-def checked_values(
-    config: AlgorithmConfig, settings: Mapping[str, Any], where: str
-) -> dict[str, Any]:
-    """Return the known ones of `settings`, dotted paths of classes and functions replaced by the
-    objects, without values that RLlib would drop, misread or trip over.
-
-    Raises:
-        ValueError: the first of those, outside of `all_complaints`.
-    """
-    right: dict[str, Any] = {}
-    for key in filter(allowed_keys(config).__contains__, settings):
-        with noted():
-            resolved = resolve_classes({key: settings[key]}, where)
-            (value,) = resolved.values()
-            if isinstance(config, TabledConfig):
-                of = type(config)
-                row = rllib_table(of).get(key) or table(of).get(RENAMED.get(key, key))
-                found = None if row is None else row.error(value, defaults(of))
-                if found is not None:
-                    complain(found.within(where))
-                    continue
-            elif key == "model" and _of_language(settings):  # which `check_keys` has told
-                continue
-            else:
-                _check_value(config, key, value, where)
-            right |= resolved
-    return right
+def _value_problems(
+    config: AlgorithmConfig, key: str, settings: Mapping[str, Any], right: dict[str, Any]
+) -> Iterator[Problem]:
+    """What is wrong with a value; a sound one is added to `right`, dotted paths of classes and
+    functions replaced by the objects."""
+    resolved = resolve_classes({key: settings[key]})
+    (value,) = resolved.values()
+    if isinstance(config, TabledConfig):
+        of = type(config)
+        row = rllib_table(of).get(key) or table(of).get(RENAMED.get(key, key))
+        found = None if row is None else row.problem(value, defaults(of))
+    elif key == "model" and any(name in FOR_LANGUAGE for name in settings):
+        return  # `key_problems` has it
+    else:
+        found = _value_problem(key, value, getattr(config, RENAMED.get(key, key), None))
+    if found is None:
+        right |= resolved
+    else:
+        yield found
 
 
-def _check_value(config: AlgorithmConfig, key: str, value: Any, where: str) -> None:
-    if not isinstance(value, bool) and isinstance(value, int | float) and value == -1:
-        raise Problems(
-            f"{where}.{key}", "not be -1", "RLlib reads -1 as 'not set' and drops it",
+def _value_problem(key: str, value: Any, default: Any) -> Problem | None:
+    """The problem of a value that RLlib would drop, misread or trip over."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and value == -1:
+        return Problem(
+            key, "not be -1", "RLlib reads -1 as 'not set' and drops it",
             "Leave the key out for its default, use null or 0 where it means 'off', or write "
             "-1.000001 where the number is meant", value,
         )  # fmt: skip
-    if key.startswith("num_") and isinstance(value, int | float) and value < 0:
-        raise Problems(f"{where}.{key}", "be at least 0", "it counts", "Use 0 for none", value)
-    default = getattr(config, RENAMED.get(key, key), None)
+    if key.startswith("num_") and is_number and value < 0:
+        return Problem(key, "be at least 0", "it counts", "Use 0 for none", value)
     if isinstance(default, int | float) and isinstance(value, str) and value != "auto":
         kind = "true or false" if isinstance(default, bool) else "a number"
-        raise Problems(
-            f"{where}.{key}", f"be {kind}", f"its default is {default!r}", f"Write {kind}", value,
-        )  # fmt: skip
+        return Problem(key, f"be {kind}", f"its default is {default!r}", f"Write {kind}", value)
     if isinstance(default, dict) and not isinstance(value, Mapping | None):
-        raise Problems(
-            f"{where}.{key}", "be a mapping", "it holds several settings of RLlib's own algorithm",
-            f"Write {LANGUAGE}" if key == "model" else f"Write `{key}: {{name: value}}`", value,
-        )  # fmt: skip
+        remedy = f"Write {LANGUAGE}" if key == "model" else f"Write `{key}: {{name: value}}`"
+        why = "it holds several settings of RLlib's own algorithm"
+        return Problem(key, "be a mapping", why, remedy, value)
+    return None
 
 
-def resolve_classes(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
+def resolve_classes(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return `settings` with dotted paths of classes and functions replaced by the objects.
 
     Keys that hold a class or function are known by their ending (`CLASS_SUFFIXES`), and
@@ -201,6 +228,6 @@ def resolve_classes(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
     for key, value in settings.items():
         takes_object = key.endswith(CLASS_SUFFIXES) or key.startswith("callbacks")
         if takes_object and isinstance(value, str):
-            value = import_dotted(value, name=f"{where}.{key}")
+            value = import_dotted(value, name=key)
         resolved[RENAMED[key] if key in READ_ONLY else key] = value
     return resolved

@@ -3,13 +3,15 @@ tokens sampled by older weights or by another engine; replay of groups."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
-from rllib_llm.config.checks import require
+from rllib_llm.config.checks import wrong
 from rllib_llm.numerics.kl import KL_ESTIMATORS
 from rllib_llm.numerics.off_policy import WEIGHT_LEVELS, WEIGHT_MODES
 from rllib_llm.rollouts.filters import Filters
 from rllib_llm.rollouts.replay import EVICTIONS
+from rllib_llm.shared.errors import Problem
 from rllib_llm.shared.setting import Condition, Section, Settings, is_set, setting, when
 
 STREAMS = Condition(
@@ -287,78 +289,47 @@ REPLAY = Section.of("replay", Replay)
 # --- what must hold between them --------------------------------------------------------------
 
 
-def check_streaming(config: Any) -> None:
-    """Raises ValueError for impossible streaming settings, or off-policy data without a
-    correction."""
-    require(
-        "reward_spread" not in Filters(config.filters or ()).names or config.num_completions > 1,
-        "num_completions", config.num_completions, "at least 2 with the filter 'reward_spread'",
-        "one score has no spread, so every group would be rejected",
-        "Set num_completions: 8, say, or leave the filter out",
-    )  # fmt: skip
-    require(
-        config.window == 1 or config.schedule == "free" or not config.streams,
-        "window", config.window, "1 with schedule='lockstep'",
-        "which group overtakes another would depend on time", "Set schedule='free'",
-    )  # fmt: skip
-    require(
-        config.on_stale == "train" or config.schedule == "free" or not config.streams,
-        "on_stale", config.on_stale, "'train' with schedule='lockstep'",
-        "no group overtakes another, so none gets too old", "Set schedule='free'",
-    )  # fmt: skip
-    if not config.makes_stale:
-        return
-    require(
-        config.weights_transport == "store", "weights_transport", config.weights_transport,
-        "'store' where samplers are ahead of the learner",
-        "older weights have to stay where they are", "Leave it out",
-    )  # fmt: skip
+def streaming_rules(config: Any) -> Iterator[Problem]:
+    """Samplers can be ahead of the learner in this way."""
+    if "reward_spread" in Filters(config.filters or ()).names and config.num_completions == 1:
+        yield wrong(config, "num_completions", "at least 2 with the filter 'reward_spread'",
+                    "one score has no spread, so every group would be rejected",
+                    "Set num_completions: 8, say, or leave the filter out")  # fmt: skip
+    is_lockstep = config.schedule != "free" and config.streams
+    if config.window != 1 and is_lockstep:
+        yield wrong(config, "window", "1 with schedule='lockstep'", "which group overtakes another "
+                    "would depend on time", "Set schedule='free'")  # fmt: skip
+    if config.on_stale != "train" and is_lockstep:
+        yield wrong(config, "on_stale", "'train' with schedule='lockstep'", "no group overtakes "
+                    "another, so none gets too old", "Set schedule='free'")  # fmt: skip
+    if config.makes_stale and config.weights_transport != "store":
+        yield wrong(config, "weights_transport", "'store' where samplers are ahead of the learner",
+                    "older weights have to stay where they are")  # fmt: skip
 
 
-def check_off_policy(config: Any) -> None:
-    """Raises ValueError for bounds between which nothing lies, and for older data without a
-    correction."""
-    require(
-        config.off_policy_lower < config.off_policy_upper, "off_policy_lower",
-        config.off_policy_lower, f"below off_policy_upper={config.off_policy_upper!r}",
-        "weights are held between them", "Use 0 for no bound",
-    )  # fmt: skip
+def off_policy_rules(config: Any) -> Iterator[Problem]:
+    """Something lies between the bounds, and data of older weights is corrected."""
+    if config.off_policy_lower >= config.off_policy_upper:
+        yield wrong(config, "off_policy_lower",
+                    f"below off_policy_upper={config.off_policy_upper!r}",
+                    "weights are held between them", "Use 0 for no bound")  # fmt: skip
     lower, upper = config.rejection_lower, config.rejection_upper
-    if config.rejection is not None:
-        require(
-            lower is not None or upper is not None, "rejection_upper", upper,
-            f"a number with rejection={config.rejection!r}", "without a bound nothing is rejected",
-            "Set 0.05, say, for the mean k3 of completions",
-        )  # fmt: skip
-        require(
-            lower is None or upper is None or lower < upper, "rejection_lower", lower,
-            f"below rejection_upper={upper!r}", "what lies between them is kept", "Leave one out",
-        )  # fmt: skip
-    for name, is_older in (
-        ("max_staleness", config.max_staleness > 0), ("oversample", config.oversample > 1),
-    ):  # fmt: skip
-        require(
-            not is_older or config.off_policy is not None, "off_policy", config.off_policy,
-            f"set with {name}={getattr(config, name)!r}",
-            "tokens of older weights bias the plain loss, and training may collapse",
-            "Set off_policy='decoupled', or 'bypass' to clip the ratio to the sampler's log-probs",
-        )  # fmt: skip
-
-
-def check_replay(config: Any) -> None:
-    """Raises ValueError for replayed groups without a correction, or more of them than the buffer
-    holds."""
+    if config.rejection is not None and lower is None and upper is None:
+        yield wrong(config, "rejection_upper", f"a number with rejection={config.rejection!r}",
+                    "without a bound nothing is rejected",
+                    "Set 0.05, say, for the mean k3 of completions")  # fmt: skip
+    elif config.rejection is not None and None not in (lower, upper) and lower >= upper:
+        yield wrong(config, "rejection_lower", f"below rejection_upper={upper!r}",
+                    "what lies between them is kept", "Leave one out")  # fmt: skip
     groups, capacity = config.replay_groups, config.replay_capacity
-    if not groups:
-        return
-    require(
-        config.off_policy is not None, "off_policy", config.off_policy,
-        f"set with replay_groups={groups!r}",
-        "replayed tokens are of older weights and bias the plain loss",
-        "Set off_policy='decoupled'",
-    )  # fmt: skip
-    require(
-        capacity is None or capacity >= groups, "replay_capacity", capacity,
-        f"at least replay_groups={groups!r}", "they are drawn from it",
-        f"Set replay_capacity={groups!r} or more, or None for four batches",
-    )  # fmt: skip
+    older = {"max_staleness": config.max_staleness > 0, "oversample": config.oversample > 1,
+             "replay_groups": groups > 0}  # fmt: skip
+    for name in (name for name, is_older in older.items() if is_older and not config.off_policy):
+        yield wrong(config, "off_policy", f"set with {name}={getattr(config, name)!r}",
+                    "tokens of older weights bias the plain loss, and training may collapse",
+                    "Set off_policy='decoupled', or 'bypass' to clip the ratio to the sampler's "
+                    "log-probs")  # fmt: skip
+    if groups and capacity is not None and capacity < groups:
+        yield wrong(config, "replay_capacity", f"at least replay_groups={groups!r}",
+                    "they are drawn from it",
+                    f"Set {groups!r} or more, or None for four batches")  # fmt: skip

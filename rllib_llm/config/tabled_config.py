@@ -6,10 +6,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ray.rllib.algorithms.algorithm_config import (
@@ -19,7 +17,7 @@ from ray.rllib.algorithms.algorithm_config import (
 )
 from ray.tune.result import TRIAL_INFO
 
-from rllib_llm.config.checks import given
+from rllib_llm.config.checks import Rule, given, no_effect
 from rllib_llm.config.rllib import COMMON, INSTEAD, READ_ONLY, RENAMED, RETIRED
 from rllib_llm.config.sections import (
     ConfigClass,
@@ -42,11 +40,11 @@ from rllib_llm.envs.settings import ENV_SETTINGS
 from rllib_llm.shared.errors import (
     Problem,
     Problems,
-    SettingWarning,
     closest,
-    complain,
+    errors_of,
     nearest,
-    noted,
+    problems_in,
+    report,
     suggestion,
     unknown_key,
 )
@@ -68,16 +66,13 @@ class UnknownAttributeError(AttributeError):
 
 
 def unknown_settings(
-    config_class: ConfigClass,
-    names: Iterable[str],
-    where: str,
-    section: str = "",
-    remedies: Mapping[str, str] = MappingProxyType({}),
-) -> Problems:
-    """Return the error for all of `names`, given in `section`; `where`: how the message names the
-    place, e.g. "ppo.config"; `remedies`: those of some names, in place of `hint`'s."""
-    told = {name: remedies.get(name) or hint(config_class, str(name), section) for name in names}
-    return Problems(unknown_key(where, name, (), remedy) for name, remedy in told.items())
+    config_class: ConfigClass, names: Iterable[str], where: str, section: str = ""
+) -> list[Problem]:
+    """The problems of `names` that are no settings, given in `section`; `where`: their place, e.g.
+    "ppo.config"."""
+    return [
+        unknown_key(where, name, (), hint(config_class, str(name), section)) for name in names
+    ]
 
 
 def hint(
@@ -141,7 +136,7 @@ RLLIB_KEYS = {"class", "multiagent", "_enable_new_api_stack", TRIAL_INFO}  # bes
 
 class TabledConfig(AlgorithmConfig):
     """Subclasses name their `sections`; each setting is then an attribute, an argument of its
-    section's method and a key of `update_from_dict`, and is checked by `check_table`."""
+    section's method and a key of `update_from_dict`, and is checked by `problems`."""
 
     sections: tuple[Section, ...] = ()
     rllib_sections: tuple[Section, ...] = COMMON
@@ -150,6 +145,7 @@ class TabledConfig(AlgorithmConfig):
     ignored_settings: tuple[str, ...] = ()  # of a base class, which this algorithm does not use
     pretrained_model: str | None
     why_a_model = "the policy starts from pretrained weights"
+    rules: tuple[Rule, ...] = ()  # what must hold between settings; a subclass adds its own
 
     learners = SectionMethod()
     training = SectionMethod()
@@ -175,9 +171,7 @@ class TabledConfig(AlgorithmConfig):
             )  # fmt: skip
         taken = inspect.signature(cls.__init__).parameters
         if unknown := [name for name in kwargs if name not in taken]:
-            how = f"Settings are given to methods: {cls.__name__}().training(lr=...)"
-            remedies = {name: f"{hint(cls, name)} {how}" for name in unknown}
-            raise unknown_settings(cls, unknown, f"{cls.__name__}(...)", remedies=remedies)
+            raise Problems(unknown_settings(cls, unknown, f"{cls.__name__}(...)"))
         return super().__new__(cls)
 
     if not TYPE_CHECKING:
@@ -223,7 +217,7 @@ class TabledConfig(AlgorithmConfig):
                 unknown.append(name)
         if unknown:
             where = f"{type(self).__name__}.{section}(...)"
-            raise unknown_settings(type(self), unknown, where, section)
+            raise Problems(unknown_settings(type(self), unknown, where, section))
         if theirs:
             getattr(AlgorithmConfig, section)(self, **theirs)
         for name, value in {**self.implied(ours), **ours}.items():
@@ -256,7 +250,7 @@ class TabledConfig(AlgorithmConfig):
         given = flattened(type(self), config_dict)
         unknown = [key for key in given if not self._takes(key)]
         if unknown:
-            raise unknown_settings(type(self), unknown, type(self).__name__)
+            raise Problems(unknown_settings(type(self), unknown, type(self).__name__))
         given = {**self.implied(given), **given}
         if "model" in given and not isinstance(given["model"], dict):
             given["pretrained_model"] = given.pop("model")
@@ -310,68 +304,85 @@ class TabledConfig(AlgorithmConfig):
         known = key in known_names(type(self)) or key in RLLIB_KEYS
         return known or attribute in vars(self) or attribute.startswith("_")
 
-    def check_table(self) -> None:
-        """Checks type and range of every setting in the table, and that those of RLlib which act
-        on nothing here were left alone.
-
-        Raises:
-            ValueError: naming the setting, the rule, the reason and a remedy.
-        """
+    def table_problems(self) -> Iterator[Problem]:
+        """Problems of the type and range of every setting in the table, and of those of RLlib which
+        act on nothing here and were changed."""
         for row in (*table(type(self)).values(), *rllib_table(type(self)).values()):
             if row.place == IN_CONFIG:
                 value = row.value(self)
-                row.check(value, defaults(type(self)))
+                if (found := row.problem(value, defaults(type(self)))) is not None:
+                    yield found
                 if plain(value) is not value:  # a scalar of numpy, which RLlib would not take
                     setattr(self, row.attribute or row.name, plain(value))
-        self._check_env_rows(self.env_config, self.env)
-        refuse_inert(self)
-        warn_of_strangers(self)
+        yield from _env_problems(self.env_config, self.env)
+        yield from _inert(self)
+        yield from _strangers(self)
         overlays = {"evaluation_config": self.evaluation_config}
-        named = getattr(self, "eval_envs", None) or {}
-        overlays |= {f"eval_envs.{name}": overlay for name, overlay in named.items()}
+        named = getattr(self, "eval_envs", None)
+        if isinstance(named, Mapping):
+            overlays |= {f"eval_envs.{name}": overlay for name, overlay in named.items()}
         for place, overlay in overlays.items():
-            with noted():
-                if isinstance(overlay, Mapping):
-                    self._check_overlay(overlay, place)
-                elif place != "evaluation_config":  # which is checked as a row
-                    name = place.partition(".")[2]
-                    raise Problems(
-                        place, "be a mapping",
-                        "it says in what an environment differs from training's",
-                        f"Write `{name}: {{env_config: {{prompts: ...}}}}`", overlay,
-                    )  # fmt: skip
+            if isinstance(overlay, Mapping):
+                yield from self._overlay_problems(overlay, place)
+            elif place != "evaluation_config":  # which is checked as a row
+                name = place.partition(".")[2]
+                yield Problem(
+                    place, "be a mapping", "it says in what an environment differs from training's",
+                    f"Write `{name}: {{env_config: {{prompts: ...}}}}`", overlay,
+                )  # fmt: skip
 
-    def _check_overlay(self, overlay: Mapping[str, Any], place: str) -> None:
-        """Checks settings that evaluation has otherwise; `place`: "evaluation_config", say. What is
-        wrong is told once: RLlib's config of the evaluation is made without it."""
-        given = flattened(type(self), overlay, place)
-        wrong = [key for key in given if not self._takes(key)]
-        if wrong:
-            complain(unknown_settings(type(self), wrong, place))
+    def problems(self) -> list[Problem]:
+        """What is wrong or looks wrong: types and ranges, RLlib's own checks, then what must hold
+        between settings."""
+        found = [*self.table_problems()]
+        refused = {problem.name for problem in found}
+        if not errors_of(found):
+            found += problems_in(self._settle)
+        for rule in self.rules:
+            try:
+                found += [
+                    each for each in problems_in(rule, self)
+                    if each.name not in refused and (each.rule or not refused)
+                ]  # fmt: skip
+            except Exception:
+                if not errors_of(found):  # else a consequence
+                    raise
+        if not errors_of(found) and not self.in_evaluation:  # training's config says it
+            found += no_effect(self)
+        return found
+
+    def validate(self) -> None:
+        """Checks every setting that can be checked without loading a model; warns of those that
+        have no effect.
+
+        Raises:
+            Problems: all that is wrong.
+        """
+        report(self.problems())
+
+    def _settle(self) -> None:
+        """Completes settings whose types are right by others, and lets RLlib check its own."""
+
+    def _overlay_problems(self, overlay: Mapping[str, Any], place: str) -> Iterator[Problem]:
+        """Problems of what evaluation has otherwise; `place`: "evaluation_config", say."""
+        found: list[Problem] = []
+        given = flattened(type(self), overlay, place, found)
+        yield from found
+        unknown = [key for key in given if not self._takes(key)]
+        yield from unknown_settings(type(self), unknown, place)
         for row in (*table(type(self)).values(), *rllib_table(type(self)).values()):
-            if row.place != IN_CONFIG or row.name not in given:
-                continue
-            if (error := row.error(given[row.name], defaults(type(self)), place)) is not None:
-                complain(error)
-                wrong.append(row.name)
-        rows = given.get("env_config")
-        if wrong_rows := self._check_env_rows(rows, given.get("env", self.env), place):
-            kept = {k: v for k, v in (rows or {}).items() if k not in wrong_rows}
-            given["env_config"] = kept
-        if (wrong or wrong_rows) and place == "evaluation_config":
-            setattr(self, place, {k: v for k, v in given.items() if k not in wrong})
+            is_given = row.place == IN_CONFIG and row.name in given
+            if is_given and (wrong := row.problem(given[row.name], defaults(type(self)), place)):
+                yield wrong
+        yield from _env_problems(given.get("env_config"), given.get("env", self.env), place)
 
-    def _check_env_rows(self, env_config: Any, env: Any, place: str = "") -> list[str]:
-        """Checks what environments of this package have in common. Returns the names of the wrong
-        settings, where complaints are noted."""
-        wrong: list[str] = []
-        if not isinstance(env_config, Mapping) or not str(env).startswith(OWN_ENVS):
-            return wrong
+
+def _env_problems(env_config: Any, env: Any, place: str = "") -> Iterator[Problem]:
+    """Problems of the settings that environments of this package have in common."""
+    if isinstance(env_config, Mapping) and str(env).startswith(OWN_ENVS):
         for name in filter(ENV_SETTINGS.__contains__, env_config):
-            if (error := ENV_SETTINGS[name].error(env_config[name], place=place)) is not None:
-                complain(error)
-                wrong.append(name)
-        return wrong
+            if (found := ENV_SETTINGS[name].problem(env_config[name], place=place)) is not None:
+                yield found
 
 
 def _names_a_network(name: str, value: Any) -> bool:
@@ -380,52 +391,70 @@ def _names_a_network(name: str, value: Any) -> bool:
 
 
 def flattened(
-    config_class: ConfigClass, settings: Mapping[str, Any], place: str = ""
-) -> dict[str, Any]:
+    config_class: ConfigClass, settings: Mapping[str, Any], place: str = "",
+    found: list[Problem] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """`settings`, the mappings that stand under the name of a section dissolved into it; `place`:
-    the setting that they are the value of, if any.
+    the setting that they are the value of, if any. Problems are added to `found`, if given.
 
     Raises:
-        Problems: keys of sections that are none of their settings, all at once.
-        ValueError: a setting is given twice.
+        Problems: keys of sections that are none of their settings, one given twice.
     """
     flat: dict[str, Any] = {}
     env: dict[str, Any] = {}
-    wrong: list[Problem] = []
+    problems: list[Problem] = []
+
+    def add(to: dict[str, Any], name: str, value: Any, path: str) -> None:
+        if name in to:
+            why = f"{name}={to[name]!r} is given as well"
+            problems.append(
+                Problem(path, "be the only one", why, "Leave one of them out", value).within(place)
+            )
+        to.setdefault(name, value)
+
     for key, value in settings.items():
         is_section = key in section_names(config_class)
-        path = f"{place}.{key}" if place else key
         is_setting = key in known_names(config_class) and key != "env_config"
-        if (
-            (is_section or key == "env_config")
-            and not is_setting
-            and not isinstance(value, Mapping)
-        ):
+        is_mapping = isinstance(value, Mapping)
+        if (is_section or key == "env_config") and not is_setting and not is_mapping:
             first = first_setting(config_class, key) if is_section else "prompts"
-            raise Problems(
-                path, "be a mapping", "it is a section of settings",
-                f"Write `{key}: {{{first}: ...}}`", value,
-            )  # fmt: skip
-        if not is_section or not isinstance(value, Mapping):
-            _add(flat, key, value, path)
-            continue
-        unknown = []
-        for name, item in value.items():
-            row = row_called(config_class, key, name)
-            if row is None:
-                unknown.append(name)
-            else:
-                _add(env if row.place == IN_ENV else flat, row.name, item, f"{path}.{name}")
-        if unknown:
-            wrong += unknown_settings(config_class, unknown, path, key).found
-    if wrong:
-        complain(Problems(wrong))
+            remedy = f"Write `{key}: {{{first}: ...}}`"
+            found_here = Problem(key, "be a mapping", "it is a section of settings", remedy, value)
+            problems.append(found_here.within(place))
+        elif not is_section or not is_mapping:
+            add(flat, key, value, key)
+        else:
+            for name, item in value.items():
+                row = row_called(config_class, key, name)
+                if row is not None:
+                    add(env if row.place == IN_ENV else flat, row.name, item, f"{key}.{name}")
+                else:
+                    (unknown,) = unknown_settings(config_class, [name], key, key)
+                    problems.append(unknown.within(place))
     if env:
-        path = f"{place}.env_config" if place else "env_config"
         for name, value in flat.get("env_config", {}).items():
-            _add(env, name, value, f"{path}.{name}")
+            add(env, name, value, f"env_config.{name}")
         flat["env_config"] = env
+    if problems and found is None:
+        raise Problems(problems)
+    if found is not None:
+        found += problems
     return flat
+
+
+def written_names(config_class: ConfigClass, settings: Mapping[str, Any]) -> dict[str, str]:
+    """The name of each setting of the environment -> what it is called in `settings`, where it
+    stands in a section."""
+    rows = {
+        f"{key}.{name}": row_called(config_class, key, name)
+        for key, value in settings.items()
+        if key in section_names(config_class) and isinstance(value, Mapping)
+        for name in value
+    }
+    return {
+        f"env_config.{row.name}": place
+        for place, row in rows.items() if row is not None and row.place == IN_ENV
+    }  # fmt: skip
 
 
 def needed_env(config_class: ConfigClass, settings: Mapping[str, Any]) -> str | None:
@@ -440,15 +469,6 @@ def needed_env(config_class: ConfigClass, settings: Mapping[str, Any]) -> str | 
     return min(envs, default=None)  # a conversation has prompts and rewards as well
 
 
-def _add(flat: dict[str, Any], name: str, value: Any, where: str) -> None:
-    if name in flat:
-        raise Problems(
-            where, "be the only one", f"{name}={flat[name]!r} is given as well",
-            "Leave one of them out", value,
-        )  # fmt: skip
-    flat[name] = value
-
-
 # Of RLlib's attributes, those it changes by itself, or whose values cannot be compared.
 _ITS_OWN = {"observation_space", "action_space", "policies", "policy_mapping_fn",
             "policies_to_train", "stats_cls_lookup", "algo_class", "in_evaluation", "local_gpu_idx",
@@ -458,23 +478,16 @@ _OF_ITS_OPTIMISERS = {"_torch_lr_scheduler_classes", "_torch_grad_scaler_class"}
 _CHANGED_FOR_EVALUATION = {"batch_mode", "rollout_fragment_length", "num_env_runners"}
 
 
-def warn_of_strangers(config: TabledConfig) -> None:
-    """Warn of attributes that somebody has set and nobody reads: misspelt settings."""
+def _strangers(config: TabledConfig) -> Iterator[Problem]:
+    """Warnings of attributes that somebody has set and nobody reads: misspelt settings."""
     known = vars(type(config)()).keys() | RLLIB_KEYS
-    for name in vars(config).keys() - known:
-        if not name.startswith("_"):
-            (found,) = unknown_settings(type(config), [name], type(config).__name__).found
-            why = "set as an attribute it has no effect"
-            found = replace(found, reason=why, severity="warning")
-            warnings.warn(SettingWarning(found), stacklevel=4)
+    names = [name for name in vars(config).keys() - known if not name.startswith("_")]
+    for found in unknown_settings(type(config), names, type(config).__name__):
+        yield replace(found, reason="set as an attribute it has no effect", severity="warning")
 
 
-def refuse_inert(config: TabledConfig) -> None:
-    """Refuses settings of RLlib that were changed and act on nothing here.
-
-    Raises:
-        Problems: the first of them, and what does instead; within `all_complaints` each.
-    """
+def _inert(config: TabledConfig) -> Iterator[Problem]:
+    """Settings of RLlib that were changed and act on nothing here."""
     acting = {
         row.attribute or row.name
         for row in (*table(type(config)).values(), *rllib_table(type(config)).values())
@@ -493,13 +506,11 @@ def refuse_inert(config: TabledConfig) -> None:
     algorithm = type(config).__name__.removesuffix("Config")
     for name in names:
         default = repr(getattr(untouched, name))
-        complain(
-            Problems(
-                name, f"be left at {default}" if len(default) < 40 else "be left out",
-                f"it is a setting of RLlib that acts on nothing in {algorithm}",
-                INSTEAD.get(name, "Leave it out"), getattr(config, name),
-            )  # fmt: skip
-        )
+        yield Problem(
+            name, f"be left at {default}" if len(default) < 40 else "be left out",
+            f"it is a setting of RLlib that acts on nothing in {algorithm}",
+            INSTEAD.get(name, "Leave it out"), getattr(config, name),
+        )  # fmt: skip
 
 
 def _not_copied(values: Mapping[str, Any]) -> str:

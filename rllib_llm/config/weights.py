@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from rllib_llm.config.checks import require
+from rllib_llm.config.checks import wrong
 from rllib_llm.shared.dotted import import_dotted
+from rllib_llm.shared.errors import Problem
 from rllib_llm.shared.setting import Section, Settings, setting, when
 from rllib_llm.weights.push import open_servers
 from rllib_llm.weights.transport import is_own
@@ -88,74 +90,54 @@ WEIGHTS = Section.of("weights", Weights)
 # --- what must hold between them --------------------------------------------------------------
 
 
-def check_transport(config: Any) -> None:
-    """Raises ValueError if the chosen `weights_transport` cannot work here."""
+def transport_rules(config: Any) -> Iterator[Problem]:
+    """The chosen transport can bring the weights to samplers."""
     name = config.weights_transport
     if name == "store" or config.in_evaluation:
         return
-    rules: dict[str, tuple[bool, str, str, str]] = {
-        "num_env_runners": (config.num_env_runners > 0, "above 0", "others share the module",
-                            "Use 1"),
-    }  # fmt: skip
+    share = "Give learner and samplers fractions of one GPU"
+    rules = [("num_env_runners", config.num_env_runners > 0, "above 0", "others share the module",
+              "Use 1")]  # fmt: skip
     if is_own(name):
         made_by = import_dotted(name, name="weights_transport")
-        require(
-            callable(made_by), "weights_transport", name, "a class or a function that makes a "
-            "transport", f"it is {type(made_by).__name__}", "Name one that takes no arguments",
-        )  # fmt: skip
-    else:
-        rules |= _where_weights_stay(config)
-    for subject, (right, rule, reason, remedy) in rules.items():
-        require(
-            right, subject, getattr(config, subject),
-            f"{rule} with weights_transport={config.weights_transport!r}", reason,
-            f"{remedy}, or weights_transport='store'",
-        )  # fmt: skip
+        if not callable(made_by):
+            yield wrong(config, "weights_transport", "a class or a function that makes a transport",
+                        f"it is {type(made_by).__name__}", "Name another")  # fmt: skip
+    else:  # samplers read the weights in the learner's memory
+        sharded = config.num_learners > 1 and config.learner_strategy == "fsdp"
+        rules += [
+            ("engine", config.engine == "torch", "'torch'", "others load from host memory",
+             "Use it"),
+            ("learner_strategy", not sharded, "'ddp'", "no learner has all weights", "Use 'ddp'"),
+            ("weights_checksum", not config.weights_checksum, "False",
+             "it is computed in host memory", "Leave it out"),
+            ("weights_name", config.weights_name is None, "None",
+             "who follows reads from the store", "Leave it out"),
+        ]  # fmt: skip
+    if name == "cuda_ipc":
+        rules += [(f"num_gpus_per_{side}", getattr(config, f"num_gpus_per_{side}") > 0, "above 0",
+                   "they stay on it", share) for side in ("learner", "env_runner")]  # fmt: skip
+    for subject, holds, rule, reason, remedy in rules:
+        if not holds:
+            yield wrong(config, subject, f"{rule} with weights_transport={name!r}", reason,
+                        f"{remedy}, or weights_transport='store'")  # fmt: skip
 
 
-def _where_weights_stay(config: Any) -> dict[str, tuple[bool, str, str, str]]:
-    """(condition, rule, reason, remedy) by setting, for runs whose samplers read the weights in the
-    learner's memory."""
-    share = "Give learner and samplers fractions of one GPU"
-    sharded = config.num_learners > 1 and config.learner_strategy == "fsdp"
-    on_gpu = {
-        "num_gpus_per_learner": (
-            config.num_gpus_per_learner > 0, "above 0", "they stay there", share,
-        ),
-        "num_gpus_per_env_runner": (
-            config.num_gpus_per_env_runner > 0, "above 0", "they are read there", share,
-        ),
-    }  # fmt: skip
-    return {
-        **(on_gpu if config.weights_transport == "cuda_ipc" else {}),
-        "engine": (config.engine == "torch", "'torch'", "others load from host memory", "Use it"),
-        "learner_strategy": (not sharded, "'ddp'", "no learner has all weights", "Use 'ddp'"),
-        "weights_checksum": (
-            not config.weights_checksum, "False", "it is computed in host memory", "Leave it out",
-        ),
-        "weights_name": (
-            config.weights_name is None, "None", "who follows reads from the store", "Leave it out",
-        ),
-    }  # fmt: skip
-
-
-def check_others(config: Any) -> None:
-    """Raises ValueError where others than the samplers cannot be given the weights."""
+def follower_rules(config: Any) -> Iterator[Problem]:
+    """Others than the samplers can be given the weights."""
     if config.in_evaluation:
         return
     for server in open_servers(config.weights_push or ()):
         server.close()
-    require(
-        config.engine != "openai" or config.weights_push_every == 1, "weights_push_every",
-        config.weights_push_every, "1 with engine='openai'",
-        "what samples has to have the newest weights", "Leave it out",
-    )  # fmt: skip
+    if config.engine == "openai" and config.weights_push_every != 1:
+        yield wrong(config, "weights_push_every", "1 with engine='openai'",
+                    "what samples has to have the newest weights")  # fmt: skip
     if config.serve is None:
         return
-    require(
-        config.weights_name is not None, "weights_name", config.weights_name, "a name with serve",
-        "the server finds the run's weights by it", "Set weights_name='my-run'",
-    )  # fmt: skip
+    if config.weights_name is None:
+        yield wrong(config, "weights_name", "a name with serve",
+                    "the server finds the run's weights by it", "Set weights_name='my-run'"
+                    )  # fmt: skip
     # Here, since few runs need it.
     from rllib_llm.serving.settings import check_without_keys, read_settings
 

@@ -142,8 +142,7 @@ class ConversationEnv:
     """Whether a `start` of its own returns `first_messages`, which are then checked at first."""
 
     def __init__(self, env_config: Mapping[str, Any] | None = None) -> None:
-        name = f"{type(self).__module__}.{type(self).__qualname__}"
-        self.settings = with_defaults(env_config or {}, self.default_settings(), env_id=name)
+        self.settings = with_defaults(env_config or {}, self.default_settings())
         self.tokenizer = policy_tokenizer(self.settings)
         self.events = EventLoop()
         self._servers = MCPServers(

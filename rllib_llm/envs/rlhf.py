@@ -24,7 +24,7 @@ from rllib_llm.modules.model_source import (
 from rllib_llm.modules.quantization import check_quantization
 from rllib_llm.modules.tokenizer import load_tokenizer, read_chat_template
 from rllib_llm.shared.dotted import as_list
-from rllib_llm.shared.errors import Problems, complain, require, unknown_key
+from rllib_llm.shared.errors import Problem, Problems, problems_in, require, unknown_key
 from rllib_llm.shared.setting import Setting
 
 # Of prompts and rewards that an environment takes from its user, not from its own code.
@@ -42,7 +42,7 @@ def create(env_config: Mapping[str, Any]) -> BanditEnv:
     Raises:
         Problems: an unknown key, no prompts, nothing that judges, no tokenizer.
     """
-    settings = with_defaults(env_config, DEFAULTS, env_id="rllib_llm/RLHF-v0")
+    settings = with_defaults(env_config, DEFAULTS)
     check_settings(settings)
     tokenizer = policy_tokenizer(settings)
     return build_bandit(
@@ -130,7 +130,7 @@ def build_bandit(
 
 
 def with_defaults(
-    env_config: Mapping[str, Any], defaults: Mapping[str, Any], *, env_id: str
+    env_config: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> dict[str, Any]:
     """`defaults` overridden by `env_config`, whose values are checked.
 
@@ -142,7 +142,7 @@ def with_defaults(
             nearest that is.
         Problems: a value that its row refuses, a quantization that is not known.
     """
-    _check_keys(env_config, defaults, f"env_config of {env_id}", is_whole=True)
+    found = _unknown_keys(env_config, defaults, is_whole=True)
     settings = {}
     for name, default in defaults.items():
         row = ENV_SETTINGS.get(name)
@@ -150,23 +150,27 @@ def with_defaults(
             row, default = default, default.default
         settings[name] = env_config.get(name, default)
         # With a default of another kind it is another setting, of the same name.
-        if name in env_config and row is not None and row.error(default) is None:
-            replace(row, default=default).check(settings[name])
+        if name in env_config and row is not None and row.problem(default) is None:
+            found += filter(None, [replace(row, default=default).problem(settings[name])])
     for key in ("reward_model", "reference"):
         given = env_config.get(key)
         if isinstance(given, Mapping):
-            _check_keys(given, _model_settings(key), f"env_config[{key!r}]")
-            check_quantization(given.get("quantization", "none"), given.get("backend", "auto"))
-            _check_device(f"env_config[{key!r}]['device']", given.get("device", "cpu"))
-    _check_device("env_config['device']", settings.get("device", "cpu"))
-    check_quantization(env_config.get("frozen_quantization", "none"), "auto")
+            found += _unknown_keys(given, _model_settings(key), f".{key}")
+            kind, backend = given.get("quantization", "none"), given.get("backend", "auto")
+            found += problems_in(check_quantization, kind, backend)
+            found += problems_in(_check_device, f"env_config.{key}.device", given.get("device"))
+    found += problems_in(_check_device, "env_config.device", settings.get("device"))
+    frozen = env_config.get("frozen_quantization", "none")
+    found += problems_in(check_quantization, frozen, "auto")
+    if found:
+        raise Problems(found)
     return settings
 
 
 def _check_device(name: str, value: Any) -> None:
     """Raises Problems where torch knows no such device; whether it is there, a run tells."""
     try:
-        torch.device(value)
+        torch.device("cpu" if value is None else value)
     except (RuntimeError, TypeError):
         raise Problems(
             name, "be a device", "torch knows no such one",
@@ -174,14 +178,14 @@ def _check_device(name: str, value: Any) -> None:
         ) from None  # fmt: skip
 
 
-def _check_keys(
-    given: Mapping[str, Any], known: Collection[str], where: str, *, is_whole: bool = False
-) -> None:
-    """Complains of keys that are not known; `is_whole`: of an env_config, not of a part of it."""
-    for key in map(str, given):
-        if key not in known:
-            hint = _of_another(key, known) if is_whole else ""
-            complain(unknown_key(where, key, known, hint))
+def _unknown_keys(
+    given: Mapping[str, Any], known: Collection[str], part: str = "", *, is_whole: bool = False
+) -> list[Problem]:
+    """Keys that are not known; `is_whole`: of an env_config, not of a `part` of it."""
+    return [
+        unknown_key(f"env_config{part}", key, known, _of_another(key, known) if is_whole else "")
+        for key in map(str, given) if key not in known
+    ]  # fmt: skip
 
 
 def _of_another(key: str, known: Collection[str]) -> str:

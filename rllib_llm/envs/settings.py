@@ -221,5 +221,5 @@ ENV_SETTINGS = {
 def check_values(rows: Mapping[str, Setting] = ENV_SETTINGS, /, **values: Any) -> None:
     """Raises Problems for the first of `values` that its row refuses."""
     for name, value in values.items():
-        if (error := rows[name].error(value)) is not None:
+        if (error := rows[name].problem(value)) is not None:
             raise Problems([error])

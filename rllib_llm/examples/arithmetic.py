@@ -59,7 +59,7 @@ def create(env_config: Mapping[str, Any]) -> BanditEnv:
     Rewards: "correct" (1 where the first integer of the completion is the answer) and "format" (1
     where the completion is one integer and the end, nothing else).
     """
-    settings = with_defaults(env_config, DEFAULTS, env_id="rllib_llm/Arithmetic-v0")
+    settings = with_defaults(env_config, DEFAULTS)
     chosen = {name: settings[name] for name in ("digits", "operations", "num_problems")}
     problems = ArithmeticProblems(**chosen)
     tokenizer = policy_tokenizer(settings)

@@ -33,7 +33,7 @@ def create(env_config: Mapping[str, Any]) -> BanditEnv:
     own: the gold score, or -3 where the text is no review. Metrics in any case: gold_score [B],
     -3..+3, the sentiment of what is said, and grammatical [B], 0 or 1.
     """
-    settings = rlhf.with_defaults(env_config, DEFAULTS, env_id="rllib_llm/Reviews-v0")
+    settings = rlhf.with_defaults(env_config, DEFAULTS)
     functions = as_list(settings["reward_functions"])
     is_judged_otherwise = bool(settings["reward_model"] or functions)
     grammar = {"function": judged, "name": "grammar", "weight": 0.0 if is_judged_otherwise else 1.0}

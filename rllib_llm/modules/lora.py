@@ -39,7 +39,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rllib_llm.modules.llama_trunk import is_called_plainly, is_plain_tensor
 from rllib_llm.modules.quantization import quantize
-from rllib_llm.shared.errors import Problems, closest, complain, unknown_key
+from rllib_llm.shared.errors import Problems, closest, unknown_key
 
 ADAPTER = "default"  # peft's own name for the only adapter of a model
 DEFAULTS = {"r": 16, "alpha": 32, "dropout": 0.0, "target_modules": "all-linear"}
@@ -66,9 +66,9 @@ def check_lora(lora: Any) -> None:
         )  # fmt: skip
     allowed = [*DEFAULTS, *PASSED_ON]
     called = {**{name: name for name in allowed}, **OTHER_NAMES}
-    for key in lora:
-        if key not in allowed:
-            complain(unknown_key("lora", key, allowed, closest(str(key), called)))
+    if unknown := [key for key in lora if key not in allowed]:
+        near = {key: closest(str(key), called) for key in unknown}
+        raise Problems(unknown_key("lora", key, allowed, near[key]) for key in unknown)
     settings = {**DEFAULTS, **lora}
     for key, (is_right, rule) in _RULES.items():
         if key not in settings or (key in PASSED_ON and settings[key] is None):

@@ -140,7 +140,7 @@ def _problems(section: Section, given: Mapping[str, Any], where: str) -> list[Pr
     for key, value in given.items():
         if key not in rows:
             found.append(_unknown(section, key, where))
-        elif (error := rows[key].error(value, place=where)) is not None:
+        elif (error := rows[key].problem(value, place=where)) is not None:
             if isinstance(rows[key].default, dict) and not isinstance(value, dict):
                 error = dataclasses.replace(error, remedy=f"Write `{key}: {{name: value}}`")
             found.append(error)
@@ -160,7 +160,7 @@ def _of_item(row: Setting, name: Any, value: Any, where: str) -> list[Problem]:
         ((inner, inner_value),) = value.items()
         remedy = f"Write `{name}/{inner}: {inner_value}`"
     limit = dataclasses.replace(row, name=name, type=float, remedy=remedy)
-    error = limit.error(value, place=f"{where}.{row.name}")
+    error = limit.problem(value, place=f"{where}.{row.name}")
     return [] if error is None else [error]
 
 

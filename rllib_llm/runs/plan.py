@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import difflib
-import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rllib_llm.algorithms.places import Reservation, check_nodes, total_of
 from rllib_llm.algorithms.registry import ALGORITHMS
 from rllib_llm.checkpoints.algorithm import restore_source
-from rllib_llm.config.checks import require
-from rllib_llm.config.schema import build_config
-from rllib_llm.config.sections import sections_of, table
+from rllib_llm.config.schema import as_written, checked_config
 from rllib_llm.config.tabled_config import TabledConfig
-from rllib_llm.runs.doctor.data_rules import check_data, check_sources, data_settings
-from rllib_llm.runs.doctor.stage import Stage, distinct, stage_of
+from rllib_llm.runs.doctor.data_rules import data_settings, row_problems, source_problems
+from rllib_llm.runs.doctor.stage import Stage, stage_of
 from rllib_llm.runs.experiments import (
     KEYS,
     Experiment,
@@ -49,13 +45,14 @@ from rllib_llm.shared.errors import (
     Problem,
     Problems,
     SettingWarning,
-    all_complaints,
-    complain,
-    noted,
+    distinct,
+    errors_of,
+    problems_in,
+    report,
     suggestion,
     warning,
+    without_consequences,
 )
-from rllib_llm.shared.setting import IN_ENV
 from rllib_llm.shared.storage import Place
 
 INTERVAL = "checkpoint_interval_s"  # of `checkpoint_config`: ours, not Tune's
@@ -87,7 +84,7 @@ def check_experiments(
                 warnings.simplefilter("ignore")
                 found += [problem.within(experiment.name) for problem in rules(stage)]
         problems += found
-    _tell(distinct(problems))
+    report(problems)
     return reserved
 
 
@@ -96,106 +93,86 @@ def check_experiment(experiment: Experiment) -> list[Reservation]:
     reserves.
 
     Raises:
-        Problems: all that is wrong, a line each, with the experiment's name.
+        Problems: all that is wrong, with the experiment's name.
     """
     found, reserved, _ = examined(experiment)
-    _tell(found)
+    report(found)
     return reserved
-
-
-def _tell(problems: Iterable[Problem]) -> None:
-    """Warns of what is no error; raises Problems where something is."""
-    errors = [problem for problem in problems if problem.severity == "error"]
-    for problem in problems:
-        if problem.severity == "warning":
-            warnings.warn(SettingWarning(problem), stacklevel=3)
-    if errors:
-        raise Problems(errors)
 
 
 def examined(experiment: Experiment) -> tuple[list[Problem], list[Reservation], Stage | None]:
     """Returns the problems of an experiment. Where none is an error: also what one trial of each
     point of its grid reserves, and the stage of the first point, if its algorithm is ours."""
     name = experiment.name
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always", UserWarning)
-        with all_complaints() as errors:
-            _, stage = found = examine_experiment(experiment)
-    if errors:
-        # A stand-in that is wrong is reported for the experiment that names it.
-        is_foreign = isinstance(model_of(experiment.config), StandIn)
-        wrong = [p for p in errors if not (is_foreign and re.fullmatch(r"(.*\.)?model", p.name))]
-        return [
-            replace(each, name=as_written(each.name, experiment)).within(name) for each in wrong
-        ], [], None
-    told = [each.message for each in said if issubclass(each.category, UserWarning)]
-    problems = [
-        each.problem if isinstance(each, SettingWarning) else warning(str(each)) for each in told
-    ]
-    return [problem.within(name) for problem in problems], *found
-
-
-def as_written(text: str, experiment: Experiment) -> str:
-    """An error with settings of the environment as the experiment has them: `prompts.data` in place
-    of `env_config.prompts`, where that stands in no `env_config` of it."""
-    if "env_config" not in text:
-        return text
-    given = experiment.config.get("env_config")
-    config_class = type(algorithm_class(experiment.run, experiment.name).get_default_config())
-    if not issubclass(config_class, TabledConfig) or not isinstance(given, Mapping | None):
-        return text
-    rows, places = table(config_class), sections_of(config_class)
-
-    def name(match: re.Match[str]) -> str:
-        row = rows.get(match[2])
-        before = text[: match.start()]
-        in_evaluation = before.endswith("evaluation_config.") or "eval_envs." in before
-        if row is None or row.place != IN_ENV or in_evaluation or match[2] in (given or {}):
-            return match[0]
-        return f"{match[1]}{places[row.name]}.{row.in_section}"
-
-    text = re.sub(r"\benv_config\['(\w+)'\]", r"env_config.\1", text)
-    text = re.sub(r"\benv_config\.()(\w+)", name, text)
-    text = re.sub(r"\benv_config of (\S+ unknown key ')(\w+)", name, text)
-    return text if given else re.sub(r"^((?:[\w.]+: )?)env_config: ", r"\1", text)
-
-
-def examine_experiment(experiment: Experiment) -> tuple[list[Reservation], Stage | None]:
-    """As `check_experiment`, with complaints as `rllib_llm.shared.errors` has them; also the stage
-    of the first point of the grid, if its algorithm is ours."""
-    name = experiment.name
-    algo_class = algorithm_class(experiment.run, name)
-    with noted():
-        make_scheduler(experiment)
-    with noted():
-        make_searcher(experiment)
-    with noted():
-        if experiment.restore is not None and "${" not in experiment.restore:
-            restore_source(experiment.restore, algo_class, f"{name}.restore", experiment.stop)
-    with noted():
-        checkpoint_settings(experiment)
-    ours = is_ours(experiment.run, algo_class)
-    _check_counters(experiment)
-    if ours:
-        _check_results(experiment)
     reserved: list[Reservation] = []
     stages: list[Stage | None] = []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", UserWarning)
+        found = problems_in(experiment_problems, experiment)
+        try:
+            found += problems_in(_config_problems, experiment, reserved, stages)
+        except Exception:
+            if not errors_of(found):  # else a consequence
+                raise
+    for each in said:
+        if isinstance(each.message, SettingWarning):
+            found.append(each.message.problem.within(f"{name}.config"))
+        elif issubclass(each.category, UserWarning):
+            found.append(warning(str(each.message)))
+    found = [problem.within(name) for problem in distinct(found)]
+    errors = errors_of(found)
+    return (errors, [], None) if errors else (found, reserved, next(iter(stages), None))
+
+
+def experiment_problems(experiment: Experiment) -> Iterator[Problem]:
+    """What is wrong beside an experiment's config."""
+    algo_class = algorithm_class(experiment.run, experiment.name)
+    for check in (make_scheduler, make_searcher, checkpoint_settings):
+        yield from problems_in(lambda check=check: check(experiment) and None)
+    if (source := experiment.restore) is not None and "${" not in source:
+        place = f"{experiment.name}.restore"
+        yield from problems_in(
+            lambda: restore_source(source, algo_class, place, experiment.stop) and None
+        )
+    for key in COUNTERS:
+        if (limit := experiment.stop.get(key, 1)) <= 0:
+            yield Problem(
+                f"stop.{key}", "be above 0", "a trial ends when its count reaches it",
+                "Raise it, or drop the experiment", limit,
+            )  # fmt: skip
+    if is_ours(experiment.run, algo_class):
+        yield from _result_problems(experiment)
+
+
+def _config_problems(
+    experiment: Experiment, reserved: list[Reservation], stages: list[Stage | None]
+) -> Iterator[Problem]:
+    """What is wrong with the config, at every point of the grid; what each reserves is added to
+    `reserved`, the stage of the first to `stages`."""
+    algo_class = algorithm_class(experiment.run, experiment.name)
+    ours = is_ours(experiment.run, algo_class)
+    # A stand-in that is wrong is reported for the experiment that names it.
+    is_foreign = isinstance(model_of(experiment.config), StandIn)
     read: set[str] = set()
-    for settings in examples(search_space(experiment)):
-        config = build_config(algo_class, settings, f"{name}.config", KEYS)
-        with noted():
-            check_env(config, algo_class)
-            if not stages:
-                stages.append(stage_of(experiment, config))
-        with noted():
-            is_there = ours and check_sources(settings, f"{name}.config")
-            if is_there and data_settings(settings) not in read:
+    found: list[Problem] = []
+    for settings in examples(search_space(experiment, found)):
+        config, wrong = checked_config(algo_class, settings, KEYS)
+        found += [*wrong, *problems_in(check_env, config, algo_class)]
+        if ours:
+            found += problems_in(source_problems, settings)
+        if not errors_of(found):
+            stages[:] = stages or [stage_of(experiment, config)]
+            if ours and data_settings(settings) not in read:
                 read.add(data_settings(settings))
-                check_data(config, f"{name}.config")
-        one = Reservation.of(algo_class.default_resource_request(config), config)
-        if one not in reserved:
-            reserved.append(one)
-    return reserved, next(iter(stages), None)
+                found += problems_in(row_problems, config)
+        if not errors_of(found):
+            one = Reservation.of(algo_class.default_resource_request(config), config)
+            reserved += [] if one in reserved else [one]
+        for problem in without_consequences(found):
+            if not (is_foreign and problem.name == "model"):
+                place = f"{experiment.name}.config"
+                yield as_written(problem, experiment.config, config).within(place)
+        found = []
 
 
 def is_ours(run: str, algo_class: type) -> bool:
@@ -205,26 +182,17 @@ def is_ours(run: str, algo_class: type) -> bool:
     return run in ALGORITHMS or issubclass(algo_class, LanguageModelAlgorithm)
 
 
-def _check_counters(experiment: Experiment) -> None:
-    for key in COUNTERS:
-        limit = experiment.stop.get(key, 1)
-        require(
-            limit > 0, f"{experiment.name}.stop.{key}", limit, "above 0",
-            "a trial ends when its count reaches it", "Raise it, or drop the experiment",
-        )  # fmt: skip
-
-
-def _check_results(experiment: Experiment) -> None:
-    """Complain of results that no trial reports: Tune refuses a metric only after an iteration,
-    waits for ever for a limit that RLlib reports as 0, and a pass criterion is found missed at the
-    end. Code of the user's own may report more than we know: there it is a warning."""
-    name, run, is_certain = experiment.name, experiment.run, not _may_report_more(experiment)
+def _result_problems(experiment: Experiment) -> Iterator[Problem]:
+    """Results that no trial reports: Tune refuses a metric only after an iteration, waits for ever
+    for a limit that RLlib reports as 0, and a pass criterion is found missed at the end. Code of
+    the user's own may report more than we know: there it is a warning."""
+    run, is_certain = experiment.run, not _may_report_more(experiment)
     for where, key, use in _named_results(experiment):
         known, others = is_reported(key), reporters(key)
         hint = _meant_counter(key, known or not is_certain) if where == "stop" else ""
         if hint:
-            text = f"{name}.stop: unknown result {key!r}: no trial reports it. {hint}"
-            complain(Problems(text))
+            yield Problem(f"stop.{key}", "be a result that ends trials",
+                          "no trial reports it", hint)  # fmt: skip
             continue
         rule, typical = f"be a result of {run}", TYPICAL.get(run, "training_iteration")
         remedy = f"Name one that {run} reports, such as {typical!r}"
@@ -241,13 +209,10 @@ def _check_results(experiment: Experiment) -> None:
         else:
             continue
         if is_certain and why:
-            complain(Problems(f"{name}.{where}", rule, f"{use}, and {why}", remedy, key))
+            yield Problem(where, rule, f"{use}, and {why}", remedy, key)
         else:
-            found = warning(
-                f"{name}.{where}", rule, "unless code of yours reports it, nothing ever happens by "
-                "it, or, by a metric, the trials end after an iteration", remedy, key,
-            )  # fmt: skip
-            warnings.warn(SettingWarning(found), stacklevel=2)
+            why = "unless code of yours reports it, nothing ever happens by it, or, by a metric, "
+            yield warning(where, rule, f"{why}the trials end after an iteration", remedy, key)
 
 
 def _meant_counter(key: str, is_known: bool) -> str:
@@ -281,7 +246,7 @@ def _may_evaluate(experiment: Experiment) -> bool:
     """Whether trials may have an evaluation: a search space may give them one."""
     default = algorithm_class(experiment.run, experiment.name).get_default_config()
     usual = getattr(default, "evaluation_interval", None)
-    return bool(search_space(experiment).get("evaluation_interval", usual))
+    return bool(search_space(experiment, []).get("evaluation_interval", usual))
 
 
 # Settings that name code which may report results of any name.
@@ -294,7 +259,7 @@ def _may_report_more(experiment: Experiment) -> bool:
     """Whether code of the user's own may report results that we do not know."""
     if experiment.run not in ALGORITHMS:
         return True
-    return any(str(key).startswith(OWN_CODE) for key in search_space(experiment))
+    return any(str(key).startswith(OWN_CODE) for key in search_space(experiment, []))
 
 
 def checkpoint_settings(experiment: Experiment) -> Any:
@@ -343,7 +308,7 @@ def check_env(config: Any, algo_class: type) -> None:
     if env in ENVIRONMENTS:
         from rllib_llm.envs.rlhf import with_defaults
 
-        with_defaults(config.env_config, default_settings(env), env_id=env)
+        with_defaults(config.env_config, default_settings(env))
     elif issubclass(algo_class, LanguageModelAlgorithm):
         check_arguments(env, config.env_config)
         check_batched(env)

@@ -14,8 +14,14 @@ from ray.tune.search.sample import Float, Integer
 from rllib_llm.config.schema import flat_settings
 from rllib_llm.runs.experiments import Experiment, algorithm_class
 from rllib_llm.runs.results import flatten, number
-from rllib_llm.shared.errors import Problems, suggestion, unknown_key
-from rllib_llm.shared.setting import LISTS, SAMPLERS
+from rllib_llm.shared.errors import Problem, Problems, suggestion, unknown_key
+
+# Functions of `ray.tune` with numbers as arguments. `choice` and `grid_search` take one list.
+SAMPLERS = (
+    "uniform", "quniform", "loguniform", "qloguniform", "randn", "qrandn", "randint", "qrandint",
+    "lograndint", "qlograndint",
+)  # fmt: skip
+LISTS = ("grid_search", "choice")
 
 
 def to_tune(value: Any, where: str) -> Any:
@@ -247,11 +253,11 @@ def _in_range(config: Mapping[str, Any], spaces: Mapping[str, Any]) -> dict[str,
     return kept
 
 
-def search_space(experiment: Experiment) -> dict[str, Any]:
+def search_space(experiment: Experiment, found: list[Problem] | None = None) -> dict[str, Any]:
     """Return the experiment's config and environment, sections dissolved, search spaces as Tune's
-    objects."""
+    objects. Problems of its keys are added to `found`, if given; otherwise they are raised."""
     defaults = algorithm_class(experiment.run, experiment.name).get_default_config()
-    config = flat_settings(defaults, experiment.config)
+    config = flat_settings(defaults, experiment.config, found)
     if experiment.env is not None:
         config["env"] = experiment.env
     planned = planned_iterations(experiment.stop, defaults, config)

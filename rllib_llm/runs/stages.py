@@ -315,7 +315,7 @@ def _restored_tuner(
 
 
 def _param_space(experiment: Experiment) -> dict[str, Any]:
-    return resolve_classes(search_space(experiment), f"{experiment.name}.config")
+    return resolve_classes(search_space(experiment))
 
 
 def _trial_folder_name(trial: Any) -> str:

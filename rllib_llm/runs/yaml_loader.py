@@ -41,8 +41,8 @@ from rllib_llm.runs.experiments import (
     references,
     substitute,
 )
+from rllib_llm.runs.search_space import LISTS, SAMPLERS
 from rllib_llm.shared.errors import Problem, Problems, closest, nearest, unknown_key
-from rllib_llm.shared.setting import LISTS, SAMPLERS
 from rllib_llm.shared.strict_yaml import read_text, yaml_error
 
 

@@ -56,7 +56,7 @@ def checked(kind: Kind) -> Kind:
                     name, f"be an argument of {kind.__name__}", "it has none of this name",
                     suggestion(name, names), value,
                 )  # fmt: skip
-            if name in rows and (error := rows[name].error(value)) is not None:
+            if name in rows and (error := rows[name].problem(value)) is not None:
                 raise Problems([error])
         begin(self, *args, **kwargs)
 

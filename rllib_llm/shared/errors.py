@@ -3,11 +3,10 @@ may have been meant."""
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextvars import ContextVar
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -53,11 +52,16 @@ class Problem:
             return sentence(self.found, self.rule, self.reason)
         return ended(f"{self.found} {self.reason}")
 
+    @property
+    def is_missing(self) -> bool:
+        """Whether the rule wants something that was not given."""
+        return self.rule != KNOWN_KEY and (self.value is ... or self.value is None)
+
     def within(self, place: str) -> Problem:
         """The same, its name with the place that it is in, if it does not begin with that."""
         if not place or self.name == place or self.name.startswith((f"{place}.", f"{place}:")):
             return self
-        is_path = not re.search(r"\s", f"{place}{self.name}")
+        is_path = " " not in place and " " not in self.name.partition(": ")[0]
         return replace(self, name=f"{place}{'.' if is_path else ': '}{self.name}")
 
 
@@ -192,63 +196,44 @@ def closest(name: str, called: Mapping[str, str]) -> str:
     return "Nothing similar is known."
 
 
-_NOTED: ContextVar[list[Problem] | None] = ContextVar("complaints", default=None)
-
-
-@contextlib.contextmanager
-def all_complaints() -> Iterator[list[Problem]]:
-    """Gives the list to which problems of the block are added.
-
-    What a rule finds after another was broken may be its consequence. An exception that is no
-    ValueError ends the block and is dropped where there is a problem already; that something is
-    missing is dropped where an unknown key may be what was to give it.
-    """
+def problems_in(check: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Problem]:
+    """The problems that `check` returns, or raises as a ValueError."""
     found: list[Problem] = []
-    token = _NOTED.set(found)
     try:
-        with noted():
-            yield found
-    except Exception:
-        if not found:
-            raise
-    finally:
-        _NOTED.reset(token)
-        if any(problem.rule == KNOWN_KEY for problem in found):
-            found[:] = [p for p in found if p.rule == KNOWN_KEY or p.value not in (..., None)]
-
-
-def has_complaints() -> bool:
-    """Whether something was noted within `all_complaints`."""
-    return bool(_NOTED.get())
-
-
-@contextlib.contextmanager
-def noted() -> Iterator[None]:
-    """Within `all_complaints`, records a ValueError of this block and continues; otherwise it
-    propagates."""
-    try:
-        yield
-    except ValueError as error:
-        complain(error)
-
-
-def complain(error: ValueError | Problem) -> None:
-    """Notes `error` within `all_complaints`, unless one about the same name and value is there, or
-    one that refused the value in whose place this one's default stands; else raises it."""
-    found = _NOTED.get()
-    if found is None:
-        raise Problems([error]) if isinstance(error, Problem) else error
-    for problem in [error] if isinstance(error, Problem) else problems_of(error):
-        if not any(_is_same(problem, before) for before in found):
+        for problem in check(*args, **kwargs) or ():
             found.append(problem)
+    except ValueError as error:
+        found += problems_of(error)
+    return found
 
 
-def _is_same(problem: Problem, before: Problem) -> bool:
-    if problem.found == before.found:
-        return True
-    return before.value is not ... and before.name.endswith(f".{problem.name}")
+def distinct(problems: Iterable[Problem]) -> list[Problem]:
+    """Each broken rule of a name once, of a wrong value the first one; errors first."""
+    kept: dict[tuple[str, str], Problem] = {}
+    for problem in problems:
+        is_of_value = problem.severity == "error" and problem.value is not ...
+        kept.setdefault((problem.found, "" if is_of_value else problem.rule), problem)
+    order = ("error", "warning", "note")
+    return sorted(kept.values(), key=lambda problem: order.index(problem.severity))
 
 
-def in_place(error: ValueError, where: str) -> Problems:
-    """`error`, of whatever class, as an error of `where`; one of another library is its text."""
-    return Problems(problems_of(error)).within(where)
+def without_consequences(problems: Iterable[Problem]) -> list[Problem]:
+    """Those that are left where an unknown key may be what was to give something missing."""
+    problems = [*problems]
+    is_unknown = any(problem.rule == KNOWN_KEY for problem in problems)
+    return [problem for problem in problems if not (is_unknown and problem.is_missing)]
+
+
+def errors_of(problems: Iterable[Problem]) -> list[Problem]:
+    """Those that are errors."""
+    return [problem for problem in problems if problem.severity == "error"]
+
+
+def report(problems: Iterable[Problem]) -> None:
+    """Warns of warnings; raises Problems where something is an error."""
+    problems = distinct(problems)
+    for problem in problems:
+        if problem.severity == "warning":
+            warnings.warn(SettingWarning(problem), stacklevel=3)
+    if errors := errors_of(problems):
+        raise Problems(errors)

@@ -12,11 +12,9 @@ values are plain attributes of a config, so that Tune's search spaces can stand 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import math
-import re
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -36,17 +34,11 @@ from pydantic import (
 )
 
 from rllib_llm.shared.dotted import looks_dotted
-from rllib_llm.shared.errors import Problem, complain, nearest
+from rllib_llm.shared.errors import Problem, nearest
 
 # Where a setting is kept: in RLlib's config, in its `env_config`, or beside it in a YAML file.
 IN_CONFIG, IN_ENV, OF_EXPERIMENT = "config", "env_config", "experiment"
 DEFAULT_ENV = "rllib_llm/RLHF-v0"  # what settings in `env_config` are of unless they say so
-# Functions of `ray.tune` with numbers as arguments. `choice` and `grid_search` take one list.
-SAMPLERS = (
-    "uniform", "quniform", "loguniform", "qloguniform", "randn", "qrandn", "randint", "qrandint",
-    "lograndint", "qlograndint",
-)  # fmt: skip
-LISTS = ("grid_search", "choice")
 LARGEST = 2**63 - 1  # tensors hold no larger whole number
 UNSET = -1  # RLlib drops settings of this value
 
@@ -79,14 +71,6 @@ def never(why: str) -> Condition:
 def is_set(value: Any) -> bool:
     """Whether a setting has a value."""
     return value is not None
-
-
-def _number(text: str) -> float | None:
-    """The number that a text is, an int where it is whole; None of anything else."""
-    for kind in (int, float):
-        with contextlib.suppress(ValueError):
-            return kind(text)
-    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,30 +112,20 @@ class Setting:
             return config.env_config.get(self.name, self.default)
         return getattr(config, self.attribute or self.name)
 
-    def check(self, value: Any, config: Any = None, place: str = "") -> None:
-        """Complains of what `error` returns."""
-        error = self.error(value, config, place)
-        if error is not None:
-            complain(error)
-
-    def error(self, value: Any, config: Any = None, place: str = "") -> Problem | None:
+    def problem(self, value: Any, config: Any = None, place: str = "") -> Problem | None:
         """The problem that `value` is, or None.
 
         config: whose value is the default in the remedy; this row's where it is None. place: the
         setting whose mapping `value` stands in, such as "eval_envs.math".
         """
-        if self.may_be_empty and isinstance(value, str) and not value:
+        if isinstance(value, str) and (not value and self.may_be_empty
+                                       or self.or_dotted and looks_dotted(value)):  # fmt: skip
             return None
-        if self.or_dotted and isinstance(value, str) and looks_dotted(value):
-            return None
-        value_rule, reason = self.rule, self.reason or self.says
+        rule, reason, remedy = self.rule, self.reason or self.says, self.remedy
         default = self.default if config is None else self.value(config)
-        path = (place, self.place if self.place == IN_ENV else "", self.name)
-        remedy = self.remedy
-        if not remedy and default is None:
-            remedy = "Leave it out"
-        elif not remedy:
-            remedy = f"Write {default!r}, its default{', or None' if self.is_optional else ''}"
+        if not remedy:
+            usual = f"Write {default!r}, its default{', or None' if self.is_optional else ''}"
+            remedy = "Leave it out" if default is None else usual
         number = plain(value) if type(plain(value)) in (int, float) else 0
         try:
             _adapter(self.type, self.choices, self.least, self.above, self.most).validate_python(
@@ -159,61 +133,23 @@ class Setting:
             )
             if number != UNSET or self.place != IN_CONFIG:
                 return None
-            value_rule = "another number than -1"
+            rule = "another number than -1"
             reason = "RLlib takes -1 as 'not given' and would use the default"
             remedy = "Write -1.000001, which means the same here"
         except ValidationError:
             if is_search_space(value):
                 remedy = "Give the config to ray.tune.Tuner, which draws the value of each trial"
-            elif space := self._search_space(value):
-                remedy = (
-                    f"For a search space write `{self.in_section}: {{{space}: [...]}}`, in Python "
-                    f"tune.{space}(...)"
-                )
             elif isinstance(number, float) and math.isinf(number):
-                value_rule = "finite"
+                rule = "finite"
             elif number > LARGEST:
-                value_rule = "below 2**63"
+                rule = "below 2**63"
             elif isinstance(value, str) and not value.strip("\0 \t\n"):
-                value_rule = "more than a blank"
-            elif (nameless := _no_texts(value)) and self._is_dictionary:
-                value_rule = "a dictionary whose keys are texts"
-                remedy = f"Put {nameless[0]!r} in quotes: YAML reads it as "
-                remedy += type(nameless[0]).__name__
-            elif isinstance(value, str) and (meant := self._meant(value, config)):
-                how = "without quotes" if meant == value.strip() else "as YAML has numbers"
-                remedy = f"Write it {how}: `{self.name}: {meant}`"
-            elif isinstance(value, bool) and {int, float} & {*alternatives(self.type)}:
-                remedy += "; YAML reads `yes` and `on` as True, `no` and `off` as False"
-            elif not self.remedy and isinstance(value, str):
-                names = [*map(str, self.choices)]
-                begun = [n for n in names if n.startswith(value) or value.startswith(n)]
-                near = nearest(value, names, 1) or begun
+                rule = "more than a blank"
+            elif isinstance(value, str) and not self.remedy:
+                near = nearest(value, map(str, self.choices), 1)
                 remedy = f"Did you mean {near[0]!r}?" if near else remedy
-        return Problem(".".join(filter(None, path)), f"be {value_rule}", reason, remedy, value)
-
-    @property
-    def _is_dictionary(self) -> bool:
-        return any(dict in (kind, typing.get_origin(kind)) for kind in alternatives(self.type))
-
-    def _meant(self, text: str, config: Any) -> str:
-        """The allowed number that a text is, or would be with a point for its comma or without
-        commas; "" of anything else."""
-        for meant in (text.strip(), text.strip().replace(",", "."), text.strip().replace(",", "")):
-            number = _number(meant)
-            if number is not None and self.error(number, config) is None:
-                return meant
-        return ""
-
-    def _search_space(self, value: Any) -> str:
-        """The search space of Tune's that a refused text or mapping resembles, or ""."""
-        text = f"{next(iter(value), '')}:" if isinstance(value, Mapping) else value
-        is_text = isinstance(text, str)
-        call = re.match(r"\W*(?:ray\.)?(?:tune\.)?(\w+)\s*([(:]?)", text) if is_text else None
-        if call is None or not (call[2] or {int, float} & {*alternatives(self.type)}):
-            return ""
-        near = next(iter(nearest(call[1], (*SAMPLERS, *LISTS), cutoff=0.7)), "")
-        return "" if near == call[1] and isinstance(value, Mapping) else near  # it is one
+        path = (place, self.place if self.place == IN_ENV else "", self.name)
+        return Problem(".".join(filter(None, path)), f"be {rule}", reason, remedy, value)
 
     @property
     def says(self) -> str:
@@ -428,13 +364,8 @@ def _text(value: str) -> str:
     return value
 
 
-def _no_texts(value: Any) -> list[Any]:
-    """The keys of a dictionary that are no texts."""
-    return [key for key in value if not isinstance(key, str)] if isinstance(value, dict) else []
-
-
 def _named(value: dict) -> dict:
-    if _no_texts(value):
+    if not all(isinstance(key, str) for key in value):
         raise ValueError("without names")
     return value
 

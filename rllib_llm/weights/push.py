@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from rllib_llm.shared.errors import in_place, require
+from rllib_llm.shared.errors import Problems, problems_of, require
 from rllib_llm.shared.openai_client import OpenAIClient, server_root
 
 SERVERS = ("vllm", "sglang", "rllib_llm")
@@ -146,7 +146,7 @@ def open_servers(entries: Sequence[Mapping[str, Any]]) -> list[PushedServer]:
         try:
             servers.append(kind(**given))
         except ValueError as error:
-            raise in_place(error, f"weights_push[{i}]") from error
+            raise Problems(problems_of(error)).within(f"weights_push[{i}]") from error
     return servers
 
 

@@ -8,7 +8,7 @@ import warnings
 import pytest
 from transformers import LlamaConfig
 
-from rllib_llm.config.checks import warn_of_no_effect
+from rllib_llm.config.checks import no_effect
 from rllib_llm.engines.vllm_engine import VLLMEngine, check_heads, check_params
 from tests.algorithms import tiny_runs as tiny
 
@@ -78,8 +78,8 @@ def test_settings_without_effect_are_said():
     with pytest.warns(UserWarning, match="engine_settings=.* has no effect with engine='torch'"):
         tiny.grpo().sampling(engine_settings={"dtype": "float32"}).validate()
     remote = tiny.grpo().sampling(engine="vllm", cuda_graphs=False).env_runners(num_env_runners=1)
-    with pytest.warns(UserWarning, match="cuda_graphs=False has no effect with engine='vllm'"):
-        warn_of_no_effect(remote)
+    (idle,) = no_effect(remote)
+    assert (idle.name, idle.reason) == ("cuda_graphs", "has no effect with engine='vllm'")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         tiny.grpo().sampling(cuda_graphs=False).validate()

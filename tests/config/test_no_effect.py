@@ -124,7 +124,7 @@ def test_a_setting_with_effect_is_silent(make, settings):
         ({"dtype": "float16"}, r"dtype='float16' must be one of \('float32', 'bfloat16'\)"),
         ({"mixed_precision": "fp16"}, "mixed_precision='fp16' must be one of .'bf16', 'auto'"),
         ({"mixed_precision": "bf16", "dtype": "bfloat16"}, "mixed_precision='bf16' must be None"),
-        ({"lora": {"rank": 3}}, "lora: rank must be a known key. Did you mean 'r'"),
+        ({"lora": {"rank": 3}}, "lora.rank must be a known key. Did you mean 'r'"),
     ],
 )
 def test_precision_and_adapters_that_cannot_be_are_refused(settings, words):
@@ -138,7 +138,7 @@ def test_other_combinations_are_refused():
         quantised.learners(strategy="fsdp", num_learners=2).validate()
     with pytest.raises(ValueError, match="lora=.* must be None in this stage"):
         tiny_runs.reward_model().language_model(lora={}).validate()
-    with pytest.raises(ValueError, match="minibatch_tokens=64 must be None while minibatch_size"):
+    with pytest.raises(ValueError, match="minibatch_size=4 must be None while minibatch_tokens=64"):
         config = tiny_runs.ppo(minibatch_tokens=64)
         config.minibatch_size = 4
         config.validate()

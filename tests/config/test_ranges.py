@@ -10,7 +10,7 @@ import pytest
 from rllib_llm.algorithms.grpo import GRPO, GRPOConfig
 from rllib_llm.config.schema import build_config
 from rllib_llm.conversations.tool_calls import SYNTAXES
-from rllib_llm.shared.errors import all_complaints
+from rllib_llm.shared.errors import Problems, problems_in
 from tests.algorithms import tiny_runs as tiny
 
 SAMPLED = {"explore": True, "num_completions": 4}
@@ -129,7 +129,7 @@ def test_a_conversations_settings_are_a_section_and_name_their_environment():
     config = build_config(GRPO, settings)
     assert config.env == "rllib_llm/Conversation-v0"
     assert config.env_config == {"tool_errors": "invalid", "prompts": "tasks.jsonl"}
-    with pytest.raises(ValueError, match="env_config.tool_syntax='perl' must be one of"):
+    with pytest.raises(ValueError, match="conversation.tool_syntax='perl' must be one of"):
         build_config(GRPO, settings | {"conversation": {"tool_syntax": "perl"}})
     for syntax in SYNTAXES:  # five of ten that conversations read were refused in a file
         build_config(GRPO, settings | {"conversation": {"tool_syntax": syntax}})
@@ -153,16 +153,16 @@ def test_a_conversations_settings_are_a_section_and_name_their_environment():
 ])  # fmt: skip
 def test_a_remedy_says_what_to_write_by_the_algorithm_s_own_default(config, wrong, said):
     made = config().language_model(model=tiny.MODEL).update_from_dict(wrong)
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(Problems) as error:
         made.validate()
-    assert str(error.value).endswith(said)
+    assert str(error.value.problem).endswith(said)
 
 
 OVERLAYS = [
     ({"env_config": 5}, "env_config=5 must be a mapping: .*`env_config: {prompts: ...}`"),
     ({"prompts": 5}, "prompts=5 must be a mapping: .*`prompts: {data: ...}`"),
     ({"prompts": {"data": "x"}, "env_config": 5}, "env_config=5 must be a mapping"),
-    ({"sampling": {"temperatur": 1}}, "sampling: temperatur must be a known key"),
+    ({"sampling": {"temperatur": 1}}, "sampling.temperatur must be a known key"),
     ({"temperature": -3}, "temperature=-3 must be a number above 0"),
     ({"env_config": {"max_prompt_len": 0}}, "env_config.max_prompt_len=0 must be a whole number"),
     (
@@ -179,7 +179,6 @@ def test_what_evaluation_has_otherwise_is_checked_and_its_whole_path_is_told(ove
     with pytest.raises(ValueError, match=r"^eval_envs\.math\." + words):
         config.validate()
     config = tiny.grpo().evaluation(evaluation_interval=1, evaluation_config=overlay)
-    with all_complaints() as found:
-        config.validate()
+    found = problems_in(config.validate)
     (said,) = map(str, found)  # once
     assert re.match(r"evaluation_config\." + words, said)

@@ -16,7 +16,7 @@ JUDGE = {"functions": ["rllib_llm.examples.arithmetic.correct"]}
     ("config", "said"),
     [
         ({"prompts": {"data": "no.csv"}, "rewards": JUDGE}, "a.config.prompts.data='no.csv' must"),
-        ({"prompts": {"data": ["1"], "eval_fraction": 2}}, "a: prompts.eval_fraction=2 must"),
+        ({"prompts": {"data": ["1"], "eval_fraction": 2}}, "a.config.prompts.eval_fraction=2 must"),
         ({"prompts": {"data": ["1"]}, "rewards": {"functions": ["x"]}}, "rewards.functions='x'"),
         (
             {"prompts": {"data": [{"question": "1", "answer": "2"}]}, "rewards": JUDGE},
@@ -29,22 +29,22 @@ JUDGE = {"functions": ["rllib_llm.examples.arithmetic.correct"]}
         ),
         (
             {"env": "rllib_llm/Arithmetic-v0", "prompts": {"data": ["1"], "column": "prompt"}},
-            "Arithmetic-v0: prompts.column must be a known key. The environment has its own prompts",
+            "a.config.prompts.column must be a known key. The environment has its own",
         ),
-        ({"prompts": {"data": ["1"]}, "rewards": {"weights": [1]}}, "Allowed: functions, length_"),
+        ({"prompts": {"data": ["1"]}, "rewards": {"weights": [1]}}, "a.config.rewards.weights must"),
         ({"env_config": {"prompts": "no.csv"}, "rewards": JUDGE}, "env_config.prompts='no.csv'"),
         (
             {"prompts": {"data": [{"prompt": "1", "answer": "2"}]}, "rewards": JUDGE,
              "max_new_tokens": 1000},
-            "a.config: max_new_tokens=1000 must be at most 63: the longest prompt has 1 tok",
+            "a.config.max_new_tokens=1000 must be at most 63: the longest prompt has 1 tok",
         ),
         (
             {"prompts": {"data": ["1"]}, "rewards": {"model": {"modell": "x"}}},
-            "a: rewards.model: modell must be a known key. Did you mean",
+            "a.config.rewards.model.modell must be a known key. Did you mean",
         ),
         (
             {"prompts": {"data": ["1"]}, "env_config": {"reward_model": {"modell": "x"}}},
-            "a: env_config.reward_model: modell must be a known key. Did you mean",
+            "a.config.env_config.reward_model.modell must be a known key. Did you mean",
         ),
     ],
 )  # fmt: skip
@@ -64,4 +64,4 @@ def test_a_wrong_setting_of_an_evaluation_is_told_once():
     with pytest.raises(Problems) as error:
         check_experiment(Experiment("a", "GRPO", config.pop("env"), config))
     (said,) = str(error.value).splitlines()
-    assert said.startswith("a: evaluation_config.env_config.max_prompt_len='many' must be")
+    assert said.startswith("a.config.evaluation_config.env_config.max_prompt_len='many' must be")

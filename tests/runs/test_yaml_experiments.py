@@ -42,7 +42,7 @@ def test_references_are_filled_inside_and_as_whole_values():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: {run: SFT, confg: {}}", "a: confg must be a known key. Did you mean 'config'?"),
+        ("a: {run: SFT, confg: {}}", "a.confg must be a known key. Did you mean 'config'?"),
         ("a: {run: SFT, checkpoint_freq: 1}", "It is 'checkpoint_config.checkpoint_frequency'"),
         ("a: {run: SFT, checkpoint_config: {num_too_keep: 1}}", "Did you mean 'num_to_keep'"),
         ("a: {config: {}}", "a.run must be set: it names the algorithm"),
@@ -70,7 +70,7 @@ def test_references_are_filled_inside_and_as_whole_values():
         ("a: {run: SFT, max_concurrent_trials: -1}", "a.max_concurrent_trials=-1 must be"),
         ("a: {run: 3, confg: {}, metric: 4}", "a.run=3 must be text"),
         ("a: {run: 3, confg: {}, metric: 4}", "a.metric=4 must be text"),
-        ("a: {run: 3, confg: {}, metric: 4}", "a: confg must be a known key"),
+        ("a: {run: 3, confg: {}, metric: 4}", "a.confg must be a known key"),
         ("vars: [1]\na: {run: SFT}", "x.yaml: vars=[1] must be a mapping"),
         ("vars: {x: 1}", "x.yaml must hold experiments: it has nothing but `vars`"),
         ("include: 3", "x.yaml: include=3 must be a file or a list of files"),

@@ -73,7 +73,7 @@ DEFAULTS = {**RLHF_DEFAULTS, **_OWN, "eval_fraction": 0.02}
 
 def create(env_config: Mapping[str, Any]) -> BanditEnv:
     """The environment; its keys and their defaults are `DEFAULTS`."""
-    settings = with_defaults(env_config, DEFAULTS, env_id="rllib_llm/ReasoningGym-v0")
+    settings = with_defaults(env_config, DEFAULTS)
     tasks = Tasks(
         settings["datasets"],
         num_tasks=settings["num_tasks"],

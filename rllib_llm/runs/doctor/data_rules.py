@@ -31,12 +31,9 @@ from rllib_llm.shared.dotted import as_list
 from rllib_llm.shared.errors import (
     Problem,
     Problems,
-    SettingWarning,
-    all_complaints,
-    complain,
-    has_complaints,
-    in_place,
-    noted,
+    errors_of,
+    problems_in,
+    problems_of,
     warning,
 )
 
@@ -53,20 +50,13 @@ SETTINGS = (
 
 
 def data_settings(settings: Mapping[str, Any]) -> str:
-    """The settings of an experiment that `check_data` depends on, as text."""
+    """The settings of an experiment that `row_problems` depends on, as text."""
     return repr({name: settings.get(name) for name in SETTINGS})
 
 
-def check_data(config: Any, where: str) -> None:
-    """Check that the rows which `config` names can be read, and make tokens that the model takes.
-
-    Args:
-        config: of one experiment, validated.
-        where: how an error names the place, e.g. "ppo.config".
-
-    Raises:
-        ValueError: what is wrong with rows, tokenizer or lengths.
-    """
+def row_problems(config: Any) -> Iterator[Problem]:
+    """What keeps the rows that a validated `config` names from being read, and from making tokens
+    that the model takes."""
     from rllib_llm.algorithms.language_model_config import LanguageModelConfig
     from rllib_llm.algorithms.rlhf_config import RLHFConfig
     from rllib_llm.algorithms.supervised import SupervisedConfig
@@ -77,27 +67,27 @@ def check_data(config: Any, where: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if isinstance(config, SupervisedConfig):
-            _check_rows(config, where)
+            yield from _of_texts(config)
         elif isinstance(config, RLHFConfig):
-            _check_prompts(config, where)
-            _check_evaluations(config, where)
+            yield from _of_prompts(config)
+            yield from _of_evaluations(config)
 
 
-def _check_rows(config: Any, where: str) -> None:
-    tokenizer, max_length = config.load_tokenizer(), config.longest_text()
+def _of_texts(config: Any) -> Iterator[Problem]:
+    settings = {"tokenizer": config.load_tokenizer(), "max_length": config.longest_text()}
+
+    def read(data: Any) -> None:
+        source = config.make_source(data, shuffle=False, **settings)
+        source.batch(0, min(NUM_ROWS, len(source)))
+
     for name in ("data", "eval_data"):
-        data = getattr(config, name)
-        if can_be_read(data):
-            try:
-                source = config.make_source(
-                    data, tokenizer=tokenizer, max_length=max_length, shuffle=False
-                )
-                source.batch(0, min(NUM_ROWS, len(source)))
-            except ValueError as error:
-                raise in_place(error, f"{where}.{name}") from error
+        if can_be_read(data := getattr(config, name)):
+            for problem in problems_in(read, data):
+                is_all = problem.name == "data"
+                yield replace(problem, name=name) if is_all else problem.within(name)
 
 
-def _check_prompts(config: Any, where: str) -> None:
+def _of_prompts(config: Any) -> Iterator[Problem]:
     from rllib_llm.data.sources import load_rows
     from rllib_llm.envs.prompts import PromptEncoder
     from rllib_llm.envs.rlhf import check_reference, check_settings, policy_tokenizer, prompt_source
@@ -109,56 +99,46 @@ def _check_prompts(config: Any, where: str) -> None:
         return
     prompts = settings.get("prompts")
     if config.env == DEFAULT_ENV:
-        with noted():
-            check_settings(settings)
+        yield from problems_in(check_settings, settings)
         try:
             if can_be_read(prompts):
                 prompts = load_rows(prompts, name="prompts")
         except DataSourceError as error:
-            return complain(error)
-        with noted():
-            _check_functions(settings["reward_functions"], prompts)
+            yield from error.found
+            return
+        yield from _of_functions(settings["reward_functions"], prompts)
     if not all(is_here(settings[key]) for key in ("model", "tokenizer", "reference")):
         return
-    try:
-        tokenizer = policy_tokenizer(settings)
-        if settings["reference"] is not None:
-            check_reference(settings, tokenizer)
-        longest = None
-        positions = num_positions(config.pretrained_model)
-        if isinstance(prompts, Rows) or can_be_read(prompts):
-            encoder = PromptEncoder(
-                tokenizer, settings["max_prompt_len"], settings["prompt_overflow"]
-            )
-            source = prompt_source(
-                settings, prompts, settings["eval_prompts"], settings["prompt_column"]
-            )
-            encoder.encode(source.rows(0, min(NUM_ROWS, len(source))))
-            if encoder.overflow == "error":
-                encoder.check(source.all_rows())
-            if positions and settings["max_prompt_len"] + config.max_new_tokens > positions:
-                longest = encoder.longest(source)
-    except ValueError as error:
-        raise in_place(error, where) from error
+    tokenizer = policy_tokenizer(settings)
+    if settings["reference"] is not None:
+        check_reference(settings, tokenizer)
+    longest = None
+    positions = num_positions(config.pretrained_model)
+    max_prompt_len, max_new_tokens = settings["max_prompt_len"], config.max_new_tokens
+    if isinstance(prompts, Rows) or can_be_read(prompts):
+        encoder = PromptEncoder(tokenizer, max_prompt_len, settings["prompt_overflow"])
+        source = prompt_source(
+            settings, prompts, settings["eval_prompts"], settings["prompt_column"]
+        )
+        encoder.encode(source.rows(0, min(NUM_ROWS, len(source))))
+        if encoder.overflow == "error":
+            encoder.check(source.all_rows())
+        if positions and max_prompt_len + max_new_tokens > positions:
+            longest = encoder.longest(source)
     chosen = "max_prompt_len" in config.env_config
     if chosen or longest is not None:
-        try:
-            check_lengths(
-                positions,
-                max_prompt_len=settings["max_prompt_len"],
-                max_new_tokens=config.max_new_tokens,
-                longest_prompt=None if chosen else longest,
-            )
-        except ValueError as error:
-            raise in_place(error, where) from error
+        check_lengths(
+            positions, max_prompt_len=max_prompt_len, max_new_tokens=max_new_tokens,
+            longest_prompt=None if chosen else longest,
+        )  # fmt: skip
 
 
-def _check_evaluations(config: Any, where: str) -> None:
-    """Check settings, sources and prompts of evaluations in other environments than training's, or
-    with other settings of it."""
+def _of_evaluations(config: Any) -> Iterator[Problem]:
+    """Settings, sources and prompts of evaluations in other environments than training's, or with
+    other settings of it."""
     from rllib_llm.algorithms.evaluation import eval_env_config
 
-    if not config.evaluation_interval or has_complaints():
+    if not config.evaluation_interval:
         return
     found = {"evaluation_config": config.get_evaluation_config_object()}
     found |= {f"eval_envs.{name}": eval_env_config(config, name) for name in config.eval_envs or ()}
@@ -168,34 +148,35 @@ def _check_evaluations(config: Any, where: str) -> None:
                if key not in before or repr(value) != repr(before[key])}  # fmt: skip
         if not own:
             continue
-        with all_complaints() as errors:
-            held_out.validate()
-            given = {"env": held_out.env, "env_config": own}
-            if not errors and check_sources(given, f"{where}.{place}"):
-                _check_prompts(held_out, f"{where}.{place}")
-        for error in errors:
-            complain(error if place in error.name else error.within(f"{where}.{place}"))
+        problems = errors_of(held_out.problems())
+        if not problems:
+            problems = [*source_problems({"env": held_out.env, "env_config": own})]
+        if not errors_of(problems):
+            problems += problems_in(_of_prompts, held_out)
+        yield from (problem.within(place) for problem in problems)
 
 
-def _check_functions(functions: Any, prompts: Any) -> None:
-    """Check the signatures of reward functions, and that their arguments are columns of the prompts
-    where these are read. Classes are not instantiated: they may load a model."""
+def _of_functions(functions: Any, prompts: Any) -> Iterator[Problem]:
+    """Signatures of reward functions, and whether their arguments are columns of the prompts where
+    these are read. Classes are not instantiated: they may load a model."""
     from rllib_llm.envs.judges.reward_functions import RewardTerm, check_names, named_function
 
     names = []
     first = prompts[:NUM_ROWS] if isinstance(prompts, Rows) else []
     columns = {name for row in first for name in row}
+
+    def check(spec: Any) -> None:
+        if inspect.isclass(named_function(spec)):
+            return
+        term = RewardTerm.from_spec(spec)
+        names.append(term.name)
+        if columns:
+            term.check_columns(columns - PROMPT_COLUMNS)
+
     for spec in as_list(functions):
-        with noted():
-            if inspect.isclass(named_function(spec)):
-                continue
-            term = RewardTerm.from_spec(spec)
-            names.append(term.name)
-            if columns:
-                term.check_columns(columns - PROMPT_COLUMNS)
+        yield from problems_in(check, spec)
     if names:
-        with noted():
-            check_names(names, functions)
+        yield from problems_in(check_names, names, functions)
 
 
 def is_here(model: Any) -> bool:
@@ -215,42 +196,35 @@ ENV_MODELS = ("model", "tokenizer", "reward_model", "reference")
 ENV_DATA = ("prompts", "eval_prompts")
 
 
-def check_sources(settings: Mapping[str, Any], where: str) -> bool:
-    """Check what can be checked without loading weights: folders and their tokenizers, files and
-    dotted paths. True where all of it is there.
+def source_problems(settings: Mapping[str, Any]) -> Iterator[Problem]:
+    """What can be found without loading weights: folders and their tokenizers, files and dotted
+    paths that are not there.
 
     What an earlier experiment will make (`${name.checkpoint}`) is left out. The hub is asked
     whether it has a repository that the local cache lacks.
 
     Args:
         settings: of one experiment, `env_config` among them.
-        where: how an error names the place, e.g. "ppo.config".
-
-    Raises:
-        ValueError: what is certainly not there, with the setting's name; within `all_complaints`
-            each of them is noted.
     """
-    from rllib_llm.data.sources import check_source
     from rllib_llm.envs.registry import ENVIRONMENTS
 
     env = settings.get("env_config") if settings.get("env") in ENVIRONMENTS else None
     env = env if isinstance(env, Mapping) else {}
-    with all_complaints() as errors:
-        for name, value in (*_chosen(settings, MODELS), *_chosen(env, ENV_MODELS, "env_config.")):
-            with noted():  # a reference reads ids alone
-                _check_model(value, f"{where}.{name}", has_tokenizer=name != "env_config.reference")
-        for name, value in (*_chosen(settings, DATA), *_chosen(env, ENV_DATA, "env_config.")):
-            with noted():
-                if "${" not in str(value) and (
-                    hub_id := check_source(value, name=f"{where}.{name}")
-                ):
-                    _check_hub(hub_id, "dataset", f"{where}.{name}")
-        for name, value in _chosen(env, ("reward_functions",), "env_config."):
-            with noted():
-                _check_imports(value, f"{where}.{name}")
-    for error in errors:
-        complain(error)
-    return not errors
+    for name, value in (*_chosen(settings, MODELS), *_chosen(env, ENV_MODELS, "env_config.")):
+        # A reference reads ids alone.
+        is_read = name != "env_config.reference"
+        yield from problems_in(_of_model, value, name, has_tokenizer=is_read)
+    for name, value in (*_chosen(settings, DATA), *_chosen(env, ENV_DATA, "env_config.")):
+        yield from problems_in(_of_data, value, name)
+    for name, value in _chosen(env, ("reward_functions",), "env_config."):
+        yield from problems_in(_check_imports, value, name)
+
+
+def _of_data(value: Any, name: str) -> Iterator[Problem]:
+    from rllib_llm.data.sources import check_source
+
+    if "${" not in str(value) and (hub_id := check_source(value, name=name)):
+        yield from _of_hub(hub_id, "dataset", name)
 
 
 def _chosen(
@@ -259,7 +233,7 @@ def _chosen(
     return ((prefix + name, settings[name]) for name in names if settings.get(name) is not None)
 
 
-def _check_model(given: Any, name: str, *, has_tokenizer: bool) -> None:
+def _of_model(given: Any, name: str, *, has_tokenizer: bool) -> Iterator[Problem]:
     from rllib_llm.modules.model_source import DOTTED, FOLDER, HUB, source_kind
     from rllib_llm.shared.dotted import import_dotted
 
@@ -271,19 +245,14 @@ def _check_model(given: Any, name: str, *, has_tokenizer: bool) -> None:
     if kind == DOTTED:
         import_dotted(value, name=name)
     if kind == HUB:
-        _check_hub(value, "model", name)
+        yield from _of_hub(value, "model", name)
     if kind == FOLDER and has_tokenizer:
-        _check_tokenizer(value, name)
+        yield from _of_tokenizer(value, name)
 
 
-def _check_hub(hub_id: str, kind: str, name: str) -> None:
-    """Ask the hub for a repository that is not in the local cache.
-
-    kind: "model" or "dataset".
-
-    Raises:
-        Problems: the hub has none of that name, or does not give it without a login.
-    """
+def _of_hub(hub_id: str, kind: str, name: str) -> Iterator[Problem]:
+    """Asks the hub for a repository ("model" or "dataset") that is not in the local cache; it may
+    have none of that name, or not give it without a login."""
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
@@ -296,17 +265,17 @@ def _check_hub(hub_id: str, kind: str, name: str) -> None:
         return
     folder = did_you_mean_folder(hub_id) if kind == "model" else ""
     if not isinstance(answer, RepositoryNotFoundError):
-        found = warning(
+        yield warning(
             name, "be here or in the local cache",
             f"the hub, which will be asked again, does not answer ({type(answer).__name__})",
             f"{folder} Give a folder where there is no network".lstrip(), hub_id,
         )  # fmt: skip
-        return warnings.warn(SettingWarning(found), stacklevel=2)
+        return
     if isinstance(answer, GatedRepoError):
         why, remedy = "access must be asked for", "Ask for it on its page, then run hf auth login"
     else:
         why, remedy = "not found", "Check the spelling; for a private one run hf auth login"
-    raise Problems(
+    yield Problem(
         name, f"be a folder, or a {kind} that the hub gives",
         f"no such folder is here, and the hub answers {answer.response.status_code} ({why})",
         f"{folder} {remedy}".lstrip(), hub_id,
@@ -329,15 +298,16 @@ def _hub_refuses(hub_id: str, kind: str) -> Exception | None:
 
 
 @functools.cache  # the points of a grid share their models
-def _check_tokenizer(folder: str, name: str) -> None:
+def _of_tokenizer(folder: str, name: str) -> tuple[Problem, ...]:
     from rllib_llm.modules.tokenizer import load_tokenizer
 
     try:
         load_tokenizer(folder)
     except Problems as error:
-        raise Problems([replace(error.problem, name=name)]) from error
+        return (replace(error.problem, name=name),)
     except ValueError as error:
-        raise in_place(error, name) from error
+        return tuple(problem.within(name) for problem in problems_of(error))
+    return ()
 
 
 def _check_imports(given: Any, name: str) -> None:

@@ -24,10 +24,10 @@ from rllib_llm.runs.doctor.machine_rules import (
 )
 from rllib_llm.runs.doctor.model_rules import model_rules, plan_rules, turn_rules
 from rllib_llm.runs.doctor.reward_rules import answer_scores, reward_rules
-from rllib_llm.runs.doctor.stage import Stage, distinct
+from rllib_llm.runs.doctor.stage import Stage
 from rllib_llm.runs.experiments import Experiment, with_stand_ins
 from rllib_llm.runs.run_folder import check_writable
-from rllib_llm.shared.errors import Problem, note, problems_of, warning
+from rllib_llm.shared.errors import Problem, distinct, note, problems_of, warning
 from rllib_llm.shared.storage import Place
 
 

@@ -24,15 +24,6 @@ def exit_code(problems: Iterable[Problem]) -> int:
     return 2 if "error" in severities else int("warning" in severities)
 
 
-def distinct(problems: Iterable[Problem]) -> list[Problem]:
-    """Each broken rule of a name once, errors first."""
-    kept: dict[tuple[str, str], Problem] = {}
-    for problem in problems:
-        kept.setdefault((problem.name, problem.rule), problem)
-    order = ("error", "warning", "note")
-    return sorted(kept.values(), key=lambda problem: order.index(problem.severity))
-
-
 MAX_ROWS = 20_000  # of a data set that are looked at
 
 
@@ -136,7 +127,7 @@ def env_settings(config: Any) -> dict[str, Any]:
 
     if config.env not in ENVIRONMENTS:
         return {}
-    env = with_defaults(config.env_config, default_settings(config.env), env_id=config.env)
+    env = with_defaults(config.env_config, default_settings(config.env))
     env["model"] = env.get("model") or config.pretrained_model
     saved = getattr(config.pretrained_model, "chat_template", None)
     env["chat_template"] = env.get("chat_template") or config.chat_template or saved

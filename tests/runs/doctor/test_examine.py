@@ -132,7 +132,7 @@ def called(problem: Problem) -> str:
 def test_a_misspelt_metric_is_told_with_the_other_errors():
     broken = grpo(temprature=1.0).replace(metric="objective/scors", mode="max")
     told = {problem.name: problem for problem in found(broken)}
-    assert {"run.config: temprature must be a known key", "run.metric"} == set(told)
+    assert {"run.config.temprature must be a known key", "run.metric"} == set(told)
     assert told["run.metric"].remedy.startswith("Did you mean 'objective/scores'")
 
 
@@ -155,7 +155,7 @@ def test_what_only_follows_from_a_misspelt_schedule_is_not_told():
 def test_what_is_wrong_within_evaluation_config_is_told_once_and_whatever_else_is_wrong():
     broken = grpo(lr=-1.0, evaluation_config={"explor": True, "lr": "fast"})
     assert [called(problem) for problem in found(broken)] == [
-        "lr", "evaluation_config: explor must be a known key", "evaluation_config.lr",
+        "lr", "evaluation_config.explor must be a known key", "evaluation_config.lr",
     ]  # fmt: skip
 
 
@@ -164,7 +164,7 @@ def test_all_that_a_file_has_wrong_is_found():
     with pytest.raises(ValueError) as error:
         load(parse(text, "x.yaml"), "x.yaml")
     assert [(problem.name, problem.value) for problem in problems_of(error.value)] == [
-        ("a: runn must be a known key", ...), ("a.num_samples", 0),
+        ("a.runn must be a known key", ...), ("a.num_samples", 0),
         ("a.checkpoint_config.num_to_keep", -1),
     ]  # fmt: skip
 
