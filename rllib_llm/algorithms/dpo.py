@@ -16,37 +16,26 @@ class Preferences(Settings):
     """The loss of preference pairs."""
 
     loss_type: str = setting(
-        "sigmoid",
-        "the loss of a pair",
+        "sigmoid", "the loss of a pair",
         note='"sigmoid": DPO. "ipo": drives the margin to 1/(2β) instead of ever upwards (Azar '
         'et al. 2023). "kto": scores each completion by itself, against the policy\'s KL to '
         "the reference, which takes two more forward passes (Ethayarajh et al. 2024). "
         '"sigmoid_norm": DPO on log-probs per token, so that long completions weigh no '
-        "more; with `reference_free` it is SimPO (Meng et al. 2024).",
-        choices=PREFERENCE_LOSSES,
-    )
+        "more; with `reference_free` it is SimPO (Meng et al. 2024).", choices=PREFERENCE_LOSSES,
+    )  # fmt: skip
     ref_kl_coeff: float = setting(
-        0.1,
-        "β, the weight of log-ratios to the reference",
+        0.1, "β, the weight of log-ratios to the reference",
         note="Lower values let the policy move farther away; τ of IPO. 0.1 to 0.5 for sums over "
-        "tokens; about 2 to 10 per token.",
-        above=0,
-        trl="beta",
-        remedy="DPO's 0.1 is a start",
-    )
+        "tokens; about 2 to 10 per token.", above=0, trl="beta", remedy="DPO's 0.1 is a start",
+    )  # fmt: skip
     label_smoothing: float = setting(
-        0.0,
-        "the assumed share of wrongly labelled pairs",
-        note="Below 0.5 (conservative DPO); 0: none. For the sigmoid losses.",
-        least=0,
-    )
+        0.0, "the assumed share of wrongly labelled pairs",
+        note="Below 0.5 (conservative DPO); 0: none. For the sigmoid losses.", least=0,
+    )  # fmt: skip
     target_margin: float = setting(
-        0.0,
-        "γ, the target margin between the rewards of a pair",
-        note="SimPO: about β/2; 0: none. For the sigmoid losses.",
-        least=0,
-        trl="simpo_gamma",
-    )
+        0.0, "γ, the target margin between the rewards of a pair",
+        note="SimPO: about β/2; 0: none. For the sigmoid losses.", least=0, trl="simpo_gamma",
+    )  # fmt: skip
     reference_free: bool = setting(
         False, "whether log-probs replace log-ratios, without a reference"
     )

@@ -16,25 +16,19 @@ class Ptx(Settings):
     """The pretraining loss."""
 
     ptx_coeff: float = setting(
-        0.0,
-        "γ, the weight of the mean cross-entropy of pretraining tokens",
-        note="InstructGPT: 27.8 against a loss summed differently; here 0.05 to 1 is a start. "
-        "0: only measured.",
-        least=0,
-        also="ptx_coef ptx_loss_coef gamma_ptx",
-    )
+        0.0, "γ, the weight of the mean cross-entropy of pretraining tokens",
+        note="InstructGPT: 27.8 against a loss summed differently; here 0.05 to 1 is a start. 0: "
+        "only measured.", least=0, also="ptx_coef ptx_loss_coef gamma_ptx",
+    )  # fmt: skip
     ptx_data: Any = setting(
-        None,
-        "a file, data set, hub id or dotted path of pretraining texts",
-        note="None: no pretraining loss.",
-        also="pretrain_data pretraining_data",
-    )
+        None, "a file, data set, hub id or dotted path of pretraining texts",
+        note="None: no pretraining loss.", also="pretrain_data pretraining_data",
+    )  # fmt: skip
     ptx_eval_data: Any = setting(
-        None,
-        "held-out pretraining texts in the same form",
-        note="Every evaluation reports their loss as eval/ptx_loss, in nats per token. None: "
-        "not measured.",
-    )
+        None, "held-out pretraining texts in the same form",
+        note="Every evaluation reports their loss as eval/ptx_loss, in nats per token. None: not "
+        "measured.",
+    )  # fmt: skip
     ptx_batch_size: int = setting(
         8, "the pretraining texts per optimiser step and learner", unit="texts", least=1
     )

@@ -17,18 +17,15 @@ class Scores(Settings):
     """The scores."""
 
     center_rewards_coeff: float = setting(
-        0.0,
-        "the weight of the squared scores, which keeps their mean near 0",
-        note='Eisenstein et al. 2023, "Helping or Herding?"; 0: off, 0.01 is usual.',
-        least=0,
+        0.0, "the weight of the squared scores, which keeps their mean near 0",
+        note='Eisenstein et al. 2023, "Helping or Herding?"; 0: off, 0.01 is usual.', least=0,
         trl="center_rewards_coefficient",
-    )
+    )  # fmt: skip
     normalization_data: Any = setting(
-        None,
-        "reference texts on which scores are normalised to mean 0 and standard deviation 1",
-        note="In the same form as SFT data, usually the policy's samples before training; each "
-        "is truncated to `max_length` tokens, EOS included. None: the held-out pairs.",
-    )
+        None, "reference texts on which scores are normalised to mean 0 and standard deviation 1",
+        note="In the same form as SFT data, usually the policy's samples before training; each is "
+        "truncated to `max_length` tokens, EOS included. None: the held-out pairs.",
+    )  # fmt: skip
 
 
 REWARD_MODEL = Section.of("training", Scores)

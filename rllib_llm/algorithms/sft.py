@@ -15,11 +15,9 @@ class LossOn(Settings):
     """The loss."""
 
     loss_on: Literal["completion", "all"] = setting(
-        "completion",
-        "the tokens in the loss",
-        note='"completion": without prompts and user turns; "all": every token.',
-        trl="completion_only_loss assistant_only_loss",
-    )
+        "completion", "the tokens in the loss", note='"completion": without prompts and user '
+        'turns; "all": every token.', trl="completion_only_loss assistant_only_loss",
+    )  # fmt: skip
 
 
 LOSS_ON = Section.of("training", LossOn)

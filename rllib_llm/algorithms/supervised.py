@@ -31,34 +31,24 @@ class DataSet(Settings):
     """The data set."""
 
     data: Any = setting(
-        None,
-        "a file (JSONL, Parquet, text), a data-set folder, a hub id, or the dotted "
-        "path of a function returning rows",
-        note="Or {path: ..., split: ..., limit: ..., kwargs: ...}.",
-        trl="train_dataset",
-        also="dataset dataset_name train_data train_file",
-    )
+        None, "a file (JSONL, Parquet, text), a data-set folder, a hub id, or the dotted path of a "
+        "function returning rows", note="Or {path: ..., split: ..., limit: ..., kwargs: ...}.",
+        trl="train_dataset", also="dataset dataset_name train_data train_file",
+    )  # fmt: skip
     eval_data: Any = setting(
-        None,
-        "held-out rows in the same form",
-        note="None: no evaluation.",
-        trl="eval_dataset",
+        None, "held-out rows in the same form", note="None: no evaluation.", trl="eval_dataset",
         also="validation_data eval_file",
-    )
+    )  # fmt: skip
     max_length: int = setting(
-        256,
-        "how much of each text is kept",
-        unit="tokens",
-        least=2,
+        256, "how much of each text is kept", unit="tokens", least=2,
         also="max_seq_length max_seq_len model_max_length",
         reason="every token but the first is predicted",
         remedy="Write 256, or the tokens of your longest text",
-    )
+    )  # fmt: skip
     shuffle: bool = setting(
-        True,
-        "whether rows are drawn in a seeded random order, new in every epoch",
+        True, "whether rows are drawn in a seeded random order, new in every epoch",
         trl="shuffle_dataset",
-    )
+    )  # fmt: skip
 
 
 SUPERVISED = Section.of("training", DataSet)

@@ -35,116 +35,76 @@ class Loss(Settings):
     """Advantages and the loss."""
 
     critic: Literal["shared", "separate", "none"] = setting(
-        "none",
-        "the source of values",
-        note='"shared": a value head on the policy\'s trunk; "separate": a model of its own.',
-        rllib="vf_share_layers use_critic",
-    )
+        "none", "the source of values", note='"shared": a value head on the policy\'s trunk; '
+        '"separate": a model of its own.', rllib="vf_share_layers use_critic",
+    )  # fmt: skip
     critic_model: str | None = setting(
-        None,
-        "the initial model of a separate critic, usually the reward model",
-        acts=(SEPARATE,),
+        None, "the initial model of a separate critic, usually the reward model", acts=(SEPARATE,),
         also="value_model critic_path",
-    )
+    )  # fmt: skip
     policy_loss: str = setting(
-        "ppo",
-        "the probability ratio in the loss",
-        note='"ppo": per token; "gspo": a completion\'s geometric mean; "rloo": a completion\'s '
-        'whole ratio; "cispo": per token, detached.',
-        choices=tuple(POLICY_LOSSES),
-        trl="importance_sampling_level",
+        "ppo", "the probability ratio in the loss", note='"ppo": per token; "gspo": a '
+        'completion\'s geometric mean; "rloo": a completion\'s whole ratio; "cispo": per token, '
+        'detached.', choices=tuple(POLICY_LOSSES), trl="importance_sampling_level",
         also="loss_type policy_loss_fn adv_estimator",
-    )
+    )  # fmt: skip
     loss_reduction: str = setting(
-        "token_mean",
-        "the reduction of token losses to one number",
-        note='"token_mean" (DAPO): all tokens of the mini-batch have equal weight; '
-        '"sequence_mean" (GRPO): all completions do; "dr_grpo": sums over max_new_tokens.',
-        choices=tuple(REDUCTIONS),
-        trl="loss_type",
-        also="loss_agg_mode loss_aggregation reduction",
-    )
+        "token_mean", "the reduction of token losses to one number",
+        note='"token_mean" (DAPO): all tokens of the mini-batch have equal weight; "sequence_mean" '
+        '(GRPO): all completions do; "dr_grpo": sums over max_new_tokens.',
+        choices=tuple(REDUCTIONS), trl="loss_type", also="loss_agg_mode loss_aggregation reduction",
+    )  # fmt: skip
     clip_param: float = setting(
-        0.2,
-        "the ε of [1 - ε, 1 + ε], to which ratios are clipped",
-        note="`clip_param_high` sets another upper bound.",
-        least=0,
-        trl="epsilon",
+        0.2, "the ε of [1 - ε, 1 + ε], to which ratios are clipped",
+        note="`clip_param_high` sets another upper bound.", least=0, trl="epsilon",
         also="cliprange clip_range eps_clip clip_ratio clip_epsilon",
-    )
+    )  # fmt: skip
     clip_param_high: float | None = setting(
-        None,
-        "the ε of ratios above 1 (DAPO's clip-higher)",
-        note="None: `clip_param`.",
-        least=0,
-        trl="epsilon_high",
-        also="clip_ratio_high eps_clip_high",
+        None, "the ε of ratios above 1 (DAPO's clip-higher)", note="None: `clip_param`.", least=0,
+        trl="epsilon_high", also="clip_ratio_high eps_clip_high",
         remedy="Write 0.28 as DAPO does, or None for clip_param",
-    )
+    )  # fmt: skip
     dual_clip: float | None = setting(
-        None,
-        "the bound on the loss of negative advantages (dual clip); None: off",
-        above=1,
-        trl="delta",
-        also="clip_ratio_c",
-        remedy="Ye et al. use 3",
-    )
+        None, "the bound on the loss of negative advantages (dual clip); None: off", above=1,
+        trl="delta", also="clip_ratio_c", remedy="Ye et al. use 3",
+    )  # fmt: skip
     vf_clip_param: float | None = setting(
-        0.2,
-        "the largest change of values from the old ones; None: unlimited",
-        above=0,
-        acts=(CRITIC,),
-        trl="cliprange_value",
-        also="value_clip cliprange_vf",
-    )
+        0.2, "the largest change of values from the old ones; None: unlimited", above=0,
+        acts=(CRITIC,), trl="cliprange_value", also="value_clip cliprange_vf",
+    )  # fmt: skip
     vf_loss_coeff: float = setting(
-        0.1,
-        "the weight of the critic's loss",
-        least=0,
-        acts=(CRITIC,),
-        trl="vf_coef",
+        0.1, "the weight of the critic's loss", least=0, acts=(CRITIC,), trl="vf_coef",
         also="value_loss_coef critic_loss_coef",
-    )
+    )  # fmt: skip
     entropy_coeff: float = setting(
-        0.0,
-        "the weight of the entropy bonus",
-        also="entropy_coef ent_coef",
+        0.0, "the weight of the entropy bonus", also="entropy_coef ent_coef",
         reason="it is one number for the whole run: schedules of it are not built in",
         remedy="Use 0.0 for none, or change it between runs with population-based training",
-    )
+    )  # fmt: skip
     gamma: float = setting(1.0, "the discount factor", least=0, most=1, also="discount")
     lambda_: float = setting(
         0.95, "λ of GAE", least=0, most=1, trl="lam", rllib="lambda", also="gae_lambda"
     )
     target_kl: float | None = setting(
-        None,
-        "the approximate KL to the old policy, 1.5 times which ends a batch's epochs; None: never",
-        unit="nats per token",
-        above=0,
-        rllib="kl_target",
-    )
+        None, "the approximate KL to the old policy, 1.5 times which ends a batch's epochs; None: "
+        "never", unit="nats per token", above=0, rllib="kl_target",
+    )  # fmt: skip
     whiten_advantages: bool = setting(
-        True,
-        "whether advantages are whitened over the batch of all learners",
+        True, "whether advantages are whitened over the batch of all learners",
         also="normalize_advantage normalize_advantages advantage_norm",
-    )
+    )  # fmt: skip
     whiten_rewards: bool = setting(
         False, "whether token rewards are scaled to variance 1 over the batch of all learners"
     )
     scale_by_std: bool = setting(
-        True,
-        "whether group advantages are divided by the group's standard deviation",
-        note="False: Dr. GRPO.",
-        trl="scale_rewards",
-        also="norm_adv_by_std_in_grpo",
-    )
+        True, "whether group advantages are divided by the group's standard deviation",
+        note="False: Dr. GRPO.", trl="scale_rewards", also="norm_adv_by_std_in_grpo",
+    )  # fmt: skip
     drop_zero_variance_groups: bool = setting(
-        False,
-        "whether groups with equal scores are left out of the loss",
-        note="This makes the batch smaller. DAPO's dynamic sampling is "
-        "filters=['reward_spread'], which samples other prompts instead, so that there are "
-        "none to drop.",
-    )
+        False, "whether groups with equal scores are left out of the loss",
+        note="This makes the batch smaller. DAPO's dynamic sampling is filters=['reward_spread'], "
+        "which samples other prompts instead, so that there are none to drop.",
+    )  # fmt: skip
 
 
 LOSS = Section.of("training", Loss, also=("reference", "rewards"))
@@ -154,86 +114,53 @@ class Reference(Settings):
     """The policy that training is held near to."""
 
     reference: Any = setting(
-        None,
-        "the frozen reference, or {model, quantization, dtype, device}",
-        note="Default: the policy's initial weights.",
-        keys=("quantization", "dtype", "device"),
-        short="model",
-        trl="ref_model",
-        also="reference_model ref_model_path sft_model_path ref_policy",
-        place=IN_ENV,
-    )
+        None, "the frozen reference, or {model, quantization, dtype, device}",
+        note="Default: the policy's initial weights.", keys=("quantization", "dtype", "device"),
+        short="model", trl="ref_model",
+        also="reference_model ref_model_path sft_model_path ref_policy", place=IN_ENV,
+    )  # fmt: skip
     ref_kl_coeff: float = setting(
-        0.05,
-        "β, the weight of the KL to the reference, in nats; 0: off",
-        least=0,
-        short="kl_coeff",
-        trl="beta",
-        rllib="kl_coeff",
+        0.05, "β, the weight of the KL to the reference, in nats; 0: off", least=0,
+        short="kl_coeff", trl="beta", rllib="kl_coeff",
         also="kl_coef init_kl_coef kl_loss_coef kl_beta kl_penalty_coef",
-        reason="it weighs a part of the loss",
-        remedy="Use 0 to switch it off",
-    )
+        reason="it weighs a part of the loss", remedy="Use 0 to switch it off",
+    )  # fmt: skip
     ref_kl_in: Literal["reward", "loss"] = setting(
-        "reward",
-        "where the KL is subtracted",
-        note='"reward": per token (Ziegler 2019); "loss" (Shao 2024).',
-        acts=(PENALISED, MOVES),
-        short="kl_in",
-        rllib="use_kl_loss",
-        also="use_kl_in_reward",
-    )
+        "reward", "where the KL is subtracted",
+        note='"reward": per token (Ziegler 2019); "loss" (Shao 2024).', acts=(PENALISED, MOVES),
+        short="kl_in", rllib="use_kl_loss", also="use_kl_in_reward",
+    )  # fmt: skip
     ref_kl_estimator: Literal["k1", "k2", "k3", "full"] = setting(
-        "k1",
-        "the estimator of the KL",
+        "k1", "the estimator of the KL",
         note='k1 to k3: Schulman, "Approximating KL divergence"; "full": the exact KL over the '
-        "vocabulary, not available from a reference in the environment.",
-        acts=(PENALISED, MOVES),
-        short="kl_estimator",
-        trl="kl_estimator",
-        also="kl_loss_type kl_penalty",
-    )
+        "vocabulary, not available from a reference in the environment.", acts=(PENALISED, MOVES),
+        short="kl_estimator", trl="kl_estimator", also="kl_loss_type kl_penalty",
+    )  # fmt: skip
     ref_kl_unbiased: bool = setting(
-        True,
-        "whether the KL in the loss is weighted by each token's π/π_old, so that its "
-        "expected gradient is that of the exact KL",
-        note="For k1 and k3 the ratio's gradient is included, which is not 0 on policy either "
-        "(DeepSeek-V3.2, 3.1; the default, as in TRL since 1.10); for k2 the ratio is "
-        "detached. The ratio is per token with every policy_loss: GSPO's geometric mean, "
-        "which TRL uses with it, is no importance weight and would give the KL of another "
-        "policy. False: as in Shao 2024, whose gradient for k3 is that of the reverse KL.",
-        acts=(PENALISED, IN_LOSS, SAMPLED_KL),
-        short="kl_unbiased",
+        True, "whether the KL in the loss is weighted by each token's π/π_old, so that its "
+        "expected gradient is that of the exact KL", note="For k1 and k3 the ratio's gradient is "
+        "included, which is not 0 on policy either (DeepSeek-V3.2, 3.1; the default, as in TRL "
+        "since 1.10); for k2 the ratio is detached. The ratio is per token with every policy_loss: "
+        "GSPO's geometric mean, which TRL uses with it, is no importance weight and would give the "
+        "KL of another policy. False: as in Shao 2024, whose gradient for k3 is that of the "
+        "reverse KL.", acts=(PENALISED, IN_LOSS, SAMPLED_KL), short="kl_unbiased",
         trl="use_bias_correction_kl",
-    )
+    )  # fmt: skip
     ref_kl_target: float | None = setting(
-        None,
-        "the target of an adaptive β; None: β is fixed",
-        unit="nats per completion",
-        above=0,
-        acts=(PENALISED,),
-        short="kl_target",
-        also="adap_kl_ctrl target",
+        None, "the target of an adaptive β; None: β is fixed", unit="nats per completion", above=0,
+        acts=(PENALISED,), short="kl_target", also="adap_kl_ctrl target",
         reason="the coefficient is steered by kl/target - 1",
-    )
+    )  # fmt: skip
     ref_kl_horizon: float = setting(
-        10_000.0,
-        "the number over which the adaptive β changes by at most a fifth",
-        unit="samples",
-        above=0,
-        acts=(ADAPTIVE,),
-        short="kl_horizon",
-        also="horizon",
-    )
+        10_000.0, "the number over which the adaptive β changes by at most a fifth", unit="samples",
+        above=0, acts=(ADAPTIVE,), short="kl_horizon", also="horizon",
+    )  # fmt: skip
     reference_in: Literal["environment", "policy", "learner"] | None = setting(
-        None,
-        "where the reference's log-probs are computed",
+        None, "where the reference's log-probs are computed",
         note='"environment": by a frozen model in every sampler, optionally quantised; '
         '"policy": by the trunk without its adapters (default with lora); "learner": by a '
-        "copy in every learner.",
-        acts=(PENALISED,),
-        short="place",
-    )
+        "copy in every learner.", acts=(PENALISED,), short="place",
+    )  # fmt: skip
 
 
 REFERENCE = Section.of("reference", Reference)

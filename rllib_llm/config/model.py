@@ -27,36 +27,28 @@ class StartingPoint(Settings):
     """The model that samples the texts."""
 
     model: str | None = setting(
-        None,
-        "a Hugging Face folder, a hub id, or the dotted path of a function that returns "
-        "(model, tokenizer)",
-        note="The source of tokenizer and weights.",
-        attribute="pretrained_model",
-        remedy="Write the folder, hub id or path itself",
+        None, "a Hugging Face folder, a hub id, or the dotted path of a function that returns "
+        "(model, tokenizer)", note="The source of tokenizer and weights.",
+        attribute="pretrained_model", remedy="Write the folder, hub id or path itself",
         also="model_name_or_path model_name pretrained_model_name_or_path base_model",
-    )
+    )  # fmt: skip
 
 
 class LanguageModel(StartingPoint):
     """The model's initial weights, and which of its parameters are trained."""
 
     chat_template: str | None = setting(
-        None,
-        "a Jinja chat template, or its file",
-        note="For tokenizers without one, or to replace theirs. Saved with the model.",
-        trl="chat_template_path",
-    )
+        None, "a Jinja chat template, or its file", note="For tokenizers without one, or to "
+        "replace theirs. Saved with the model.", trl="chat_template_path",
+    )  # fmt: skip
     dtype: Literal["float32", "bfloat16"] = setting(
-        "float32",
-        "the dtype of the trained weights",
-        note="In bfloat16, optimiser steps below about 1e-3 of a weight are lost.",
-        also="torch_dtype model_dtype",
+        "float32", "the dtype of the trained weights", note="In bfloat16, optimiser steps below "
+        "about 1e-3 of a weight are lost.", also="torch_dtype model_dtype",
         reason="no other is trained here (in float16 gradients below 6e-8 vanish)",
         remedy="Use 'float32' with mixed_precision='bf16', or 'bfloat16'",
-    )
+    )  # fmt: skip
     mixed_precision: Literal["bf16", "auto"] | None = setting(
-        None,
-        "the precision of computations in learners and samplers",
+        None, "the precision of computations in learners and samplers",
         note='"bf16": compute with a bfloat16 copy, cast from the float32 weights after each '
         "optimiser step; weights, gradient sums, optimiser state, norms, log-probs, losses "
         "and values stay float32. For GPUs and CPUs with AMX or AVX512-BF16. None: compute "
@@ -65,45 +57,36 @@ class LanguageModel(StartingPoint):
         also="autocast_dtype bf16 fp16 precision",
         reason="no other is built in (float16 would need scaled losses)",
         remedy="Use 'bf16' or 'auto'",
-    )
+    )  # fmt: skip
     float32_products: str = setting(
-        "mkl",
-        "the library for float32 matrix products on a CPU, in learners and samplers",
+        "mkl", "the library for float32 matrix products on a CPU, in learners and samplers",
         note='"mkl": torch\'s default; "onednn": up to twice as fast on AMD CPUs from Zen 4 on, '
         'equal on Intel. "auto": the faster one for this kind of CPU; decided at the start of '
         "a run and stored in checkpoints, since the two round differently. bfloat16 always "
-        "uses oneDNN.",
-        choices=(*LIBRARIES, "auto"),
-        acts=(COMPUTES_FLOAT32,),
-    )
+        "uses oneDNN.", choices=(*LIBRARIES, "auto"), acts=(COMPUTES_FLOAT32,),
+    )  # fmt: skip
     attn_implementation: Literal["sdpa", "flash_attention_2", "flex_attention"] = setting(
-        "sdpa",
-        "the attention kernel of learners",
+        "sdpa", "the attention kernel of learners",
         note='"sdpa": torch\'s own; rows of a group share their prompt. "flash_attention_2": '
         "flash attention for rows of different lengths, each with its own prompt; for long "
         'completions on GPUs, in bfloat16. "flex_attention": torch\'s flex attention, '
         "compiled; shares prompts. None of them computes padding. Samplers have kernels of "
-        "their own.",
-        also="attention_implementation use_flash_attention_2 flash_attention",
-    )
+        "their own.", also="attention_implementation use_flash_attention_2 flash_attention",
+    )  # fmt: skip
     gradient_checkpointing: bool = setting(
-        False,
-        "whether only the layers' inputs are kept for the backward pass",
+        False, "whether only the layers' inputs are kept for the backward pass",
         note="Saves memory; activations are recomputed, which takes about a third more time.",
-    )
+    )  # fmt: skip
     lora: dict[str, Any] | None = setting(
-        None,
-        "the trained adapters, {r, alpha, dropout, target_modules, ...}",
+        None, "the trained adapters, {r, alpha, dropout, target_modules, ...}",
         note="{} means r=16, alpha=32 on all linear layers; None: all weights are trained.",
-        trl="peft_config",
-        also="lora_config use_lora use_peft lora_r lora_alpha rank",
+        trl="peft_config", also="lora_config use_lora use_peft lora_r lora_alpha rank",
         remedy="Use {} for r=16, alpha=32, None to train all weights",
-    )
+    )  # fmt: skip
     quantization: Literal["none", "int8", "nf4"] = setting(
-        "none",
-        "the quantisation of the frozen model under adapters (QLoRA)",
+        "none", "the quantisation of the frozen model under adapters (QLoRA)",
         also="load_in_4bit load_in_8bit quantization_config quantisation",
-    )
+    )  # fmt: skip
 
 
 LANGUAGE_MODEL = Section.of("language_model", LanguageModel)
@@ -113,16 +96,13 @@ class Learners(Settings):
     """Learner processes; RLlib's settings and ours."""
 
     learner_strategy: Literal["ddp", "fsdp"] = setting(
-        "ddp",
-        "the distribution of the model over several learners",
+        "ddp", "the distribution of the model over several learners",
         note='"ddp": each holds the whole model. "fsdp": weights, gradients and optimiser are '
         "sharded (FSDP2), and each layer is gathered while it is computed. The results are "
         "the same. Each sampler on a CPU then joins a copy of the weights of its own; with "
-        '"ddp" those of a node share one.',
-        acts=(SEVERAL_LEARNERS,),
-        short="strategy",
+        '"ddp" those of a node share one.', acts=(SEVERAL_LEARNERS,), short="strategy",
         also="fsdp deepspeed",
-    )
+    )  # fmt: skip
 
 
 LEARNERS = Section.of("learners", Learners)
@@ -132,30 +112,22 @@ class FaultTolerance(Settings):
     """Handling of processes that die or hang; RLlib's settings and ours."""
 
     learner_timeout_s: float | Literal["auto"] | None = setting(
-        "auto",
-        "the time limit of a learner's answer, after which the run ends with an error",
+        "auto", "the time limit of a learner's answer, after which the run ends with an error",
         note='Tune can then restart it. "auto": ten times the slowest answer of its kind so far '
         "and at least 120 s, 1800 s for the first. Set a number to detect hangs sooner; "
-        "None: no limit.",
-        unit="seconds",
-        above=0,
-        acts=(REMOTE_LEARNERS,),
+        "None: no limit.", unit="seconds", above=0, acts=(REMOTE_LEARNERS,),
         remedy="Use None to wait for ever",
-    )
+    )  # fmt: skip
     setup_timeout_s: float | None = setting(
-        7200.0,
-        "the time limit of a trial's setup, after which it is killed",
-        note="Tune can then restart it; None: no limit.",
-        unit="seconds",
-        above=0,
+        7200.0, "the time limit of a trial's setup, after which it is killed",
+        note="Tune can then restart it; None: no limit.", unit="seconds", above=0,
         remedy="Use None to wait for ever",
-    )
+    )  # fmt: skip
     overseer: bool = setting(
-        False,
-        "whether a run under Tune can be watched and controlled while it runs",
-        note="With `rllib status`, `top`, `pause` and others. Starts a small process, on which "
-        "the run does not depend.",
-    )
+        False, "whether a run under Tune can be watched and controlled while it runs",
+        note="With `rllib status`, `top`, `pause` and others. Starts a small process, on which the "
+        "run does not depend.",
+    )  # fmt: skip
 
 
 FAULT_TOLERANCE = Section.of("fault_tolerance", FaultTolerance)
@@ -165,15 +137,12 @@ class SamplerFaults(Settings):
     """Handling of processes that die or hang; RLlib's settings and ours."""
 
     sampler_timeout_s: float | Literal["auto"] | None = setting(
-        "auto",
-        "the time limit of a sampler's answer, after which it is killed and restarted",
+        "auto", "the time limit of a sampler's answer, after which it is killed and restarted",
         note="Its prompts go to another sampler; for a request taken from a silent sampler the "
         'limit is doubled. "auto": ten times the slowest answer so far, in proportion to '
         "the number of prompts, and at least 120 s; 1800 s for the first. None: no limit.",
-        unit="seconds",
-        above=0,
-        remedy="Use None to wait for ever",
-    )
+        unit="seconds", above=0, remedy="Use None to wait for ever",
+    )  # fmt: skip
 
 
 SAMPLER_FAULTS = Section.of("fault_tolerance", SamplerFaults)
@@ -189,131 +158,85 @@ class Optimiser(Settings):
     """The optimiser, and how a batch is cut into its steps."""
 
     lr: float = setting(
-        1e-5,
-        "the peak learning rate",
-        least=0,
-        trl="learning_rate",
+        1e-5, "the peak learning rate", least=0, trl="learning_rate",
         also="learning_rate lr_rate step_size actor_lr actor_learning_rate",
         remedy="Write a number such as 1e-5; lr_schedule changes it over the updates, and "
         "`{grid_search: [...]}` tries several",
-    )
+    )  # fmt: skip
     lr_schedule: Literal["constant", "linear", "cosine"] = setting(
-        "constant",
-        "the decay of the learning rate to 0 after warm-up",
-        trl="lr_scheduler_type",
+        "constant", "the decay of the learning rate to 0 after warm-up", trl="lr_scheduler_type",
         also="lr_scheduler scheduler_type",
-    )
+    )  # fmt: skip
     lr_num_warmup_updates: int = setting(
-        0,
-        "the length of the linear warm-up",
-        note="Step u (from 0) of n uses (u + 1)/(n + 1) of `lr`; the first step is not at 0, as "
-        "in transformers.",
-        unit="optimiser steps",
-        least=0,
-        trl="warmup_steps",
-        also="num_warmup_steps lr_warmup_steps",
-    )
+        0, "the length of the linear warm-up", note="Step u (from 0) of n uses (u + 1)/(n + 1) of "
+        "`lr`; the first step is not at 0, as in transformers.", unit="optimiser steps", least=0,
+        trl="warmup_steps", also="num_warmup_steps lr_warmup_steps",
+    )  # fmt: skip
     lr_num_updates: int | None = setting(
-        None,
-        "the step at which the decay reaches 0; later steps change nothing",
-        unit="optimiser steps",
-        least=1,
-        acts=(DECAY,),
-        also="num_training_steps lr_decay_steps",
-    )
+        None, "the step at which the decay reaches 0; later steps change nothing",
+        unit="optimiser steps", least=1, acts=(DECAY,), also="num_training_steps lr_decay_steps",
+    )  # fmt: skip
     adam_betas: tuple[float, float] = setting(
-        (0.9, 0.999),
-        "the decay rates of AdamW's two moments",
-        trl="adam_beta1 adam_beta2",
+        (0.9, 0.999), "the decay rates of AdamW's two moments", trl="adam_beta1 adam_beta2",
         also="betas",
-    )
+    )  # fmt: skip
     adam_epsilon: float = setting(
-        1e-5,
-        "AdamW's ε, added to the root of the second moment",
+        1e-5, "AdamW's ε, added to the root of the second moment",
         note='1e-5 as in the original RLHF code (vwxyzjn, "The N implementation details of RLHF '
-        'with PPO").',
-        above=0,
-        also="adam_eps eps",
-    )
+        'with PPO").', above=0, also="adam_eps eps",
+    )  # fmt: skip
     weight_decay: float = setting(
-        0.0,
-        "AdamW's decoupled weight decay",
-        note="Not applied to norms and biases, as in transformers' Trainer.",
-        least=0,
-    )
+        0.0, "AdamW's decoupled weight decay", note="Not applied to norms and biases, as in "
+        "transformers' Trainer.", least=0,
+    )  # fmt: skip
     grad_clip: float | None = setting(
-        1.0,
-        "the maximum global norm of gradients",
-        above=0,
-        trl="max_grad_norm",
-        also="clip_grad gradient_clipping grad_norm",
-        reason="longer gradients are shortened to it",
+        1.0, "the maximum global norm of gradients", above=0, trl="max_grad_norm",
+        also="clip_grad gradient_clipping grad_norm", reason="longer gradients are shortened to it",
         remedy="Use null for none",
-    )
+    )  # fmt: skip
     grad_clip_by: str = setting(
         "global_norm", "the kind of gradient clipping", acts=(NEVER_CLIPPED_SO,)
     )
     num_epochs: int = setting(
-        1,
-        "the number of passes of an iteration over its batch",
-        least=1,
-        trl="num_iterations num_ppo_epochs",
-        rllib="num_sgd_iter",
+        1, "the number of passes of an iteration over its batch", least=1,
+        trl="num_iterations num_ppo_epochs", rllib="num_sgd_iter",
         also="ppo_epochs num_policy_epochs mu",
         reason="an iteration without rows or passes learns nothing",
-    )
+    )  # fmt: skip
     train_batch_size_per_learner: int = setting(
-        64,
-        "the number of completions, texts or pairs per learner in an iteration",
-        unit="rows",
-        least=1,
-        trl="generation_batch_size",
-        rllib="train_batch_size",
+        64, "the number of completions, texts or pairs per learner in an iteration", unit="rows",
+        least=1, trl="generation_batch_size", rllib="train_batch_size",
         also="batch_size rollout_batch_size train_batch",
-    )
+    )  # fmt: skip
     minibatch_size: int | None = setting(
-        None,
-        "the number of rows per optimiser step and learner",
-        note="None: all. A default above the batch size means the whole batch.",
-        unit="rows",
-        least=1,
-        trl="gradient_accumulation_steps",
-        rllib="sgd_minibatch_size",
+        None, "the number of rows per optimiser step and learner",
+        note="None: all. A default above the batch size means the whole batch.", unit="rows",
+        least=1, trl="gradient_accumulation_steps", rllib="sgd_minibatch_size",
         also="mini_batch_size ppo_mini_batch_size local_mini_batch_size",
         reason="it says how much goes through the model at a time",
         remedy="Write 32, say, or None for the whole batch",
-    )
+    )  # fmt: skip
     minibatch_tokens: int | None = setting(
-        None,
-        "the number of tokens per optimiser step and learner, instead of minibatch_size",
+        None, "the number of tokens per optimiser step and learner, instead of minibatch_size",
         note="Counts prompt and completion without padding, so short rows give more rows per step.",
-        unit="tokens",
-        least=1,
-    )
+        unit="tokens", least=1,
+    )  # fmt: skip
     micro_batch_size: int | None = setting(
-        None,
-        "the number of rows per forward and backward pass",
-        note="Does not change the gradients.",
-        unit="rows",
-        least=1,
-        trl="per_device_train_batch_size",
-        also="per_gpu_train_batch_size micro_train_batch_size",
-    )
+        None, "the number of rows per forward and backward pass",
+        note="Does not change the gradients.", unit="rows", least=1,
+        trl="per_device_train_batch_size", also="per_gpu_train_batch_size micro_train_batch_size",
+    )  # fmt: skip
     micro_batch_tokens: int | None = setting(
-        16_384,
-        "the number of tokens per forward and backward pass, padding included",
-        note="Rows of similar length are grouped. Set None to use micro_batch_size.",
-        unit="tokens",
-        least=1,
-        also="ppo_max_token_len_per_gpu max_tokens_per_batch",
+        16_384, "the number of tokens per forward and backward pass, padding included",
+        note="Rows of similar length are grouped. Set None to use micro_batch_size.", unit="tokens",
+        least=1, also="ppo_max_token_len_per_gpu max_tokens_per_batch",
         reason="it says how much goes through the model at a time",
         remedy="Write 16384, or None with micro_batch_size",
-    )
+    )  # fmt: skip
     refused_batch_dir: str | None = setting(
-        None,
-        "the folder for mini-batches with a non-finite loss",
+        None, "the folder for mini-batches with a non-finite loss",
         note="None: a new temporary folder, named in the log.",
-    )
+    )  # fmt: skip
 
 
 OPTIMISER = Section.of("training", Optimiser)

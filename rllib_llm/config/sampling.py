@@ -26,9 +26,8 @@ TORCH_SAMPLES = Condition(
 OWN_MODULE = Condition(
     "num_env_runners is 1 or more, or engine is 'torch'",
     lambda c: c.engine != "vllm" or bool(c.in_evaluation or c.num_env_runners),
-    "with num_env_runners=0: sampler and learner share one module",
-    "Use 1 or more",
-)
+    "with num_env_runners=0: sampler and learner share one module", "Use 1 or more",
+)  # fmt: skip
 TORCH_GENERATES = when(
     "engine", "is 'torch'", lambda engine: engine == "torch", "Use engine='torch'"
 )
@@ -49,166 +48,114 @@ class Drawn(Settings):
     """How a text is drawn."""
 
     temperature: float = setting(
-        1.0,
-        "the divisor of logits, in the sampler and in the loss",
-        above=0,
-        also="temp",
-        reason="logits are divided by it",
-        remedy="To sample greedily, set top_k: 1 and leave temperature at 1",
-    )
+        1.0, "the divisor of logits, in the sampler and in the loss", above=0, also="temp",
+        reason="logits are divided by it", remedy="To sample greedily, set top_k: 1 and leave "
+        "temperature at 1",
+    )  # fmt: skip
     top_p: float = setting(
-        1.0,
-        "the total probability of the likeliest tokens that are sampled from",
-        note="1.0: off, which keeps sampling on-policy.",
-        above=0,
-        most=1,
-        reason="it is a probability mass",
-        remedy="Use 1.0 to switch it off",
-    )
+        1.0, "the total probability of the likeliest tokens that are sampled from",
+        note="1.0: off, which keeps sampling on-policy.", above=0, most=1,
+        reason="it is a probability mass", remedy="Use 1.0 to switch it off",
+    )  # fmt: skip
     top_k: int = setting(
-        0,
-        "the number of likeliest tokens that are sampled from",
-        note="0: off, which keeps sampling on-policy; 1: greedy.",
-        unit="tokens",
-        least=0,
-    )
+        0, "the number of likeliest tokens that are sampled from",
+        note="0: off, which keeps sampling on-policy; 1: greedy.", unit="tokens", least=0,
+    )  # fmt: skip
     min_new_tokens: int = setting(
-        0,
-        "the minimum length of a completion, EOS included",
-        unit="tokens",
-        least=0,
+        0, "the minimum length of a completion, EOS included", unit="tokens", least=0,
         also="min_tokens min_length",
-    )
+    )  # fmt: skip
     max_new_tokens: int = setting(
-        64,
-        "the maximum length of a completion, EOS included",
-        unit="tokens",
-        least=1,
-        trl="max_completion_length",
-        also="max_tokens response_length max_response_length generate_max_len max_output_length "
-        "max_completion_len",
-    )
+        64, "the maximum length of a completion, EOS included", unit="tokens", least=1,
+        trl="max_completion_length", also="max_tokens response_length max_response_length "
+        "generate_max_len max_output_length max_completion_len",
+    )  # fmt: skip
     stop_token_ids: list[int] | None = setting(
-        None,
-        "the tokens that end a completion",
-        note="None: all EOS ids of the model.",
-        unit="token ids",
-        also="eos_token_id stop_token_id stop_tokens",
+        None, "the tokens that end a completion", note="None: all EOS ids of the model.",
+        unit="token ids", also="eos_token_id stop_token_id stop_tokens",
         remedy="Write [2] for a single one",
-    )
+    )  # fmt: skip
 
 
 class Sampling(Drawn):
     """How completions are sampled."""
 
     num_completions: int = setting(
-        1,
-        "the number of completions per prompt",
-        note="Group algorithms need at least 2.",
-        least=1,
-        trl="num_generations",
-        also="rloo_k group_size n_samples_per_prompt rollout_n num_samples n num_return_sequences",
-    )
+        1, "the number of completions per prompt", note="Group algorithms need at least 2.",
+        least=1, trl="num_generations", also="rloo_k group_size n_samples_per_prompt rollout_n "
+        "num_samples n num_return_sequences",
+    )  # fmt: skip
     sampling_batch_size: int | None = setting(
-        None,
-        "the number of completions that a sampler decodes at once",
-        note="Waiting prompts take the places of finished rows; None: as many as fit.",
-        least=1,
-        rllib="num_envs_per_env_runner",
-        also="max_num_seqs micro_rollout_batch_size local_rollout_forward_batch_size",
-    )
+        None, "the number of completions that a sampler decodes at once",
+        note="Waiting prompts take the places of finished rows; None: as many as fit.", least=1,
+        rllib="num_envs_per_env_runner", also="max_num_seqs micro_rollout_batch_size "
+        "local_rollout_forward_batch_size",
+    )  # fmt: skip
     sampling_parts: int | None = setting(
-        None,
-        "the number of parts into which an iteration's prompts are split, each for one sampler",
-        note="It limits how far a running run can be scaled (`rllib scale`): the parts stay the "
-        "same, so what is learnt does too, bit for bit. None: num_env_runners.",
-        least=1,
+        None, "the number of parts into which an iteration's prompts are split, each for one "
+        "sampler", note="It limits how far a running run can be scaled (`rllib scale`): the parts "
+        "stay the same, so what is learnt does too, bit for bit. None: num_env_runners.", least=1,
         remedy="Use the most samplers that the run may grow to",
-    )
+    )  # fmt: skip
     cuda_graphs: bool = setting(
-        True,
-        "whether decode steps of Llama-shaped models are recorded as CUDA graphs",
-        note="False launches each operation separately. No effect on a CPU.",
-        acts=(TORCH_SAMPLES,),
+        True, "whether decode steps of Llama-shaped models are recorded as CUDA graphs",
+        note="False launches each operation separately. No effect on a CPU.", acts=(TORCH_SAMPLES,),
         also="enforce_eager",
-    )
+    )  # fmt: skip
     engine: Literal["torch", "vllm", "openai"] = setting(
-        "torch",
-        "the engine of remote samplers",
+        "torch", "the engine of remote samplers",
         note='"torch": our decode loop. "openai": a server with that interface; for evaluation '
         "(in `evaluation_config`), or with `endpoint: tokens` among its engine_settings "
         "for training, where the server returns token ids, log-probs and the versions of "
         "the weights that it follows. A sampler in the driver's process shares the "
-        'learner\'s module and uses "torch" instead of "vllm".',
-        acts=(OWN_MODULE,),
-        trl="use_vllm",
+        'learner\'s module and uses "torch" instead of "vllm".', acts=(OWN_MODULE,), trl="use_vllm",
         also="backend rollout_engine",
-    )
+    )  # fmt: skip
     engine_settings: dict[str, Any] | None = setting(
-        None,
-        "arguments of `VLLMEngine`, `OpenAICompletions` or, with `endpoint: tokens`, "
-        "`TokenCompletions`",
-        acts=(ENGINE_OF_ITS_OWN,),
-        also="vllm_kwargs engine_kwargs",
+        None, "arguments of `VLLMEngine`, `OpenAICompletions` or, with `endpoint: tokens`, "
+        "`TokenCompletions`", acts=(ENGINE_OF_ITS_OWN,), also="vllm_kwargs engine_kwargs",
         remedy="Write it as {name: value}",
-    )
+    )  # fmt: skip
     generate_function: str | None = setting(
-        None,
-        "the dotted path of a function that generates a prompt's completions, instead of "
-        "plain sampling",
-        note="It may be async and can query the policy; its results are checked. See "
-        "`rllib_llm.rollouts.generate_function`.",
-        acts=(TORCH_GENERATES,),
+        None, "the dotted path of a function that generates a prompt's completions, instead of "
+        "plain sampling", note="It may be async and can query the policy; its results are checked. "
+        "See `rllib_llm.rollouts.generate_function`.", acts=(TORCH_GENERATES,),
         also="rollout_function rollout_func custom_generate_function_path",
         remedy="Write 'my_module.my_function'",
-    )
+    )  # fmt: skip
     pass_at: list[int] | None = setting(
-        None,
-        "the k of pass@k, pass^k and maj@k in evaluations",
+        None, "the k of pass@k, pass^k and maj@k in evaluations",
         note="Computed from `pass_on`, with intervals; needs an evaluation_config with explore: "
-        "true and num_completions of at least k. None: none.",
-        unit="completions",
+        "true and num_completions of at least k. None: none.", unit="completions",
         remedy="Write [1, 4]",
-    )
+    )  # fmt: skip
     pass_on: str | None = setting(
-        None,
-        "the reward component, 0 or 1, that decides what passes",
-        note="None: the score itself.",
-        acts=(PASS_AT,),
-    )
+        None, "the reward component, 0 or 1, that decides what passes",
+        note="None: the score itself.", acts=(PASS_AT,),
+    )  # fmt: skip
     answer_pattern: str | None = setting(
-        None,
-        "the regular expression of the answer for which a completion votes in maj@k",
-        note="The first group of its last match, or the whole match; completions without a "
-        "match vote for no right answer. None: the whole completion.",
-        acts=(PASS_AT,),
+        None, "the regular expression of the answer for which a completion votes in maj@k",
+        note="The first group of its last match, or the whole match; completions without a match "
+        "vote for no right answer. None: the whole completion.", acts=(PASS_AT,),
         remedy="Write '<answer>(.*?)</answer>'",
-    )
+    )  # fmt: skip
     eval_envs: dict[str, dict[str, Any]] | None = setting(
-        None,
-        "additional evaluation environments by name: eval/<name>/<metric>",
+        None, "additional evaluation environments by name: eval/<name>/<metric>",
         note="Each is {env, env_config, evaluation_duration, pass_at, ...}, merged over "
         "`evaluation_config`. None: only the training environment.",
         remedy="Write {hard: {env_config: {digits: 4}}}",
-    )
+    )  # fmt: skip
     log_samples_every: int = setting(
-        10,
-        "the interval between training samples in samples.jsonl",
-        note="Additional samples early on (iterations 1, 2, 3, 5 and 9 for an interval of 10). "
-        "0: none.",
-        unit="iterations",
-        least=0,
-        trl="log_completions",
+        10, "the interval between training samples in samples.jsonl",
+        note="Additional samples early on (iterations 1, 2, 3, 5 and 9 for an interval of 10). 0: "
+        "none.", unit="iterations", least=0, trl="log_completions",
         remedy="Write 10, or 0 for none",
-    )
+    )  # fmt: skip
     num_logged_samples: int = setting(
-        8,
-        "the number of rows written to samples.jsonl each time",
-        note="Of different prompts, if there are enough.",
-        unit="rows",
-        least=0,
+        8, "the number of rows written to samples.jsonl each time",
+        note="Of different prompts, if there are enough.", unit="rows", least=0,
         trl="num_completions_to_print",
-    )
+    )  # fmt: skip
 
 
 SAMPLING = Section.of("sampling", Sampling, positional="num_completions")
@@ -218,19 +165,13 @@ class Generate(Drawn):
     """How texts are sampled."""
 
     opening_tokens: int | None = setting(
-        None,
-        "the number of a text's first tokens that become its `prompt`, without a cut word",
-        note="None: no prompts.",
-        unit="tokens",
-        least=1,
-    )
+        None, "the number of a text's first tokens that become its `prompt`, without a cut word",
+        note="None: no prompts.", unit="tokens", least=1,
+    )  # fmt: skip
     eval_fraction: float = setting(
-        0.0,
-        "the share of the texts written to eval.jsonl",
-        note="Texts with the same opening stay together.",
-        least=0,
-        most=1,
-    )
+        0.0, "the share of the texts written to eval.jsonl",
+        note="Texts with the same opening stay together.", least=0, most=1,
+    )  # fmt: skip
     batch_size: int = setting(
         64, "the number of texts sampled at once in an iteration", least=1, remedy="Use 64"
     )
@@ -269,27 +210,20 @@ class Rollouts(Settings):
     """Storage of rollouts."""
 
     store_rollouts: bool = setting(
-        True,
-        "whether every completion is stored as a row of Parquet in the trial's folder",
+        True, "whether every completion is stored as a row of Parquet in the trial's folder",
         note="Includes rejected, failed and held-out ones, with tokens, log-probs, rewards and "
-        "advantages; written in the background. `rllib rollouts RUN` shows them.",
-        short="store",
-    )
+        "advantages; written in the background. `rllib rollouts RUN` shows them.", short="store",
+    )  # fmt: skip
     store_on_error: Literal["go_on", "stop"] = setting(
-        "go_on",
-        "the reaction when rollouts cannot be written, for example on a full disk",
-        note='"go_on": warn once and store no more; "stop": end with an error.',
-        acts=(STORED,),
+        "go_on", "the reaction when rollouts cannot be written, for example on a full disk",
+        note='"go_on": warn once and store no more; "stop": end with an error.', acts=(STORED,),
         short="on_error",
-    )
+    )  # fmt: skip
     store_keep_iterations: int | None = setting(
-        None,
-        "how many iterations' rollouts are kept, the newest",
-        note="None: all. Up to an eighth more are kept, since files are removed whole.",
-        least=1,
-        acts=(STORED,),
-        short="keep_iterations",
-    )
+        None, "how many iterations' rollouts are kept, the newest",
+        note="None: all. Up to an eighth more are kept, since files are removed whole.", least=1,
+        acts=(STORED,), short="keep_iterations",
+    )  # fmt: skip
 
 
 ROLLOUTS = Section.of("rollouts", Rollouts)

@@ -15,11 +15,10 @@ from rllib_llm.shared.errors import Problem
 from rllib_llm.shared.setting import Condition, Section, Settings, is_set, setting, when
 
 STREAMS = Condition(
-    "groups stream (max_staleness above 0, filters, or oversample above 1)",
-    lambda c: c.streams,
+    "groups stream (max_staleness above 0, filters, or oversample above 1)", lambda c: c.streams,
     "with max_staleness=0, no filters and oversample=1: each batch is sampled when it is wanted",
     "Set max_staleness=1",
-)
+)  # fmt: skip
 FREE = when(
     "schedule", "is 'free'", lambda s: s == "free", "Set schedule='free'",
     ", where time decides nothing",
@@ -28,9 +27,8 @@ BY_ROW = Condition(
     "engine is 'torch' or 'vllm' and num_env_runners is 1 or more",
     lambda c: c.engine in ("torch", "vllm") and bool(c.num_env_runners),
     "with engine={config.engine!r} and num_env_runners={config.num_env_runners}: whole groups are "
-    "sampled with one version",
-    "Use engine='torch' and num_env_runners=1",
-)
+    "sampled with one version", "Use engine='torch' and num_env_runners=1",
+)  # fmt: skip
 FILTERED = when("filters", "are set", bool, "Set filters=['reward_spread']")
 
 
@@ -38,99 +36,69 @@ class Streaming(Settings):
     """Sampling ahead of the learner, and which groups are learnt from."""
 
     max_staleness: int = setting(
-        0,
-        "the maximum age of the weights that sampled a group",
+        0, "the maximum age of the weights that sampled a group",
         note="0: samplers wait while the learner trains; 1 or more: they continue, and "
-        "`off_policy` corrects for the older data.",
-        unit="updates",
-        least=0,
+        "`off_policy` corrects for the older data.", unit="updates", least=0,
         also="pipeline_depth async_rollout max_off_policy_steps max_head_offpolicyness "
         "max_weight_staleness staleness_threshold max_trajectory_age_steps",
-        reason="it counts updates",
-        remedy="Use 0 to wait, 1 to overlap sampling and learning",
-    )
+        reason="it counts updates", remedy="Use 0 to wait, 1 to overlap sampling and learning",
+    )  # fmt: skip
     schedule: Literal["lockstep", "free"] = setting(
-        "lockstep",
-        "the weights that sample a group",
+        "lockstep", "the weights that sample a group",
         note='"lockstep": determined by the group\'s position, so a run is the same bit for bit '
         'whatever the timing, the number of samplers and the faults; "free": the newest '
-        "available.",
-        acts=(STREAMS,),
-        reason="it decides which weights sample a group",
-    )
+        "available.", acts=(STREAMS,), reason="it decides which weights sample a group",
+    )  # fmt: skip
     in_flight: Literal["finish", "recompute", "keep"] = setting(
-        "finish",
-        "the treatment of completions in flight when new weights arrive",
+        "finish", "the treatment of completions in flight when new weights arrive",
         note='"finish": they finish on their own weights while new ones start on the new '
         "weights, which needs a second copy of the weights (with vLLM, which has one, new "
         'ones wait); "recompute": they continue on the new weights with a recomputed KV '
         'cache; "keep": on the new weights with the '
-        "old cache. Each token records the version that sampled it.",
-        acts=(STREAMS, FREE, BY_ROW),
+        "old cache. Each token records the version that sampled it.", acts=(STREAMS, FREE, BY_ROW),
         also="pause_mode",
-    )
+    )  # fmt: skip
     mask_stale_prefix: bool = setting(
-        False,
-        "whether, in completions sampled by several versions, only the tokens of the last "
-        "version are trained",
-        acts=(STREAMS, FREE, BY_ROW),
+        False, "whether, in completions sampled by several versions, only the tokens of the last "
+        "version are trained", acts=(STREAMS, FREE, BY_ROW),
         also="mask_offpolicy_in_partial_rollout",
-    )
+    )  # fmt: skip
     window: int = setting(
-        1,
-        "the number of groups, counted from the oldest untrained one, from which the next "
-        "is chosen",
-        note="1: strict order. Above it, finished groups may overtake unfinished ones, and a "
-        "group's age is at most max_staleness + ⌈(window − 1)/P⌉ for P groups per "
-        "iteration.",
-        unit="groups",
-        least=1,
-        acts=(STREAMS, FREE),
-        also="window_size",
-    )
+        1, "the number of groups, counted from the oldest untrained one, from which the next is "
+        "chosen", note="1: strict order. Above it, finished groups may overtake unfinished ones, "
+        "and a group's age is at most max_staleness + ⌈(window − 1)/P⌉ for P groups per iteration.",
+        unit="groups", least=1, acts=(STREAMS, FREE), also="window_size",
+    )  # fmt: skip
     on_stale: Literal["train", "drop"] = setting(
-        "train",
-        "the treatment of groups older than max_staleness when their turn comes, since "
-        "others overtook them",
-        note='"drop": count them as rejected (`rollouts/rejected/stale`).',
+        "train", "the treatment of groups older than max_staleness when their turn comes, since "
+        "others overtook them", note='"drop": count them as rejected (`rollouts/rejected/stale`).',
         acts=(STREAMS, FREE),
-    )
+    )  # fmt: skip
     oversample: float = setting(
-        1.0,
-        "the ratio of groups in flight to those of an iteration",
+        1.0, "the ratio of groups in flight to those of an iteration",
         note="1.25: start a quarter more prompts than needed; with schedule='free' the first to "
-        "finish are trained and the rest carried over to the next iteration, so that "
-        "nothing is lost. `window` is then at least the number started for one iteration.",
-        least=1,
+        "finish are trained and the rest carried over to the next iteration, so that nothing is "
+        "lost. `window` is then at least the number started for one iteration.", least=1,
         also="over_sampling_batch_size oversample_ratio",
-    )
+    )  # fmt: skip
     filters: list[Any] | None = setting(
-        None,
-        "the filters of groups to train on",
-        note="Names (`reward_spread`, `least_reward`, `length`, `distinct`), dotted paths of "
-        "functions of one group that return (keep, reason), or {name: ..., and settings}. "
-        "Other prompts are sampled instead of rejected ones; ['reward_spread'] is DAPO's "
-        "dynamic sampling.",
+        None, "the filters of groups to train on", note="Names (`reward_spread`, `least_reward`, "
+        "`length`, `distinct`), dotted paths of functions of one group that return (keep, reason), "
+        "or {name: ..., and settings}. Other prompts are sampled instead of rejected ones; "
+        "['reward_spread'] is DAPO's dynamic sampling.",
         also="dynamic_sampling filter_groups dynamic_sampling_filter_path",
         remedy="Write ['reward_spread']",
-    )
+    )  # fmt: skip
     max_resampling: float = setting(
-        20.0,
-        "how many batches of groups in a row filters may reject before the run ends with an error",
-        unit="batches",
-        least=1,
-        acts=(FILTERED,),
-        also="max_num_gen_batches",
-    )
+        20.0, "how many batches of groups in a row filters may reject before the run ends with an "
+        "error", unit="batches", least=1, acts=(FILTERED,), also="max_num_gen_batches",
+    )  # fmt: skip
     groups_per_lease: int | None = setting(
-        None,
-        "the number of consecutive prompts that a sampler takes at once",
+        None, "the number of consecutive prompts that a sampler takes at once",
         note="None: an eighth of an iteration's. They are sampled as one batch: larger leases "
-        "decode faster, smaller ones distribute more evenly.",
-        unit="groups",
-        least=1,
+        "decode faster, smaller ones distribute more evenly.", unit="groups", least=1,
         acts=(STREAMS,),
-    )
+    )  # fmt: skip
 
 
 STREAMING = Section.of("streaming", Streaming)
@@ -152,8 +120,7 @@ class OffPolicy(Settings):
     """Corrections for data that older weights sampled."""
 
     off_policy: str | None = setting(
-        None,
-        "the correction of off-policy data; None: the data is fresh",
+        None, "the correction of off-policy data; None: the data is fresh",
         note='"decoupled": the learner computes the log-probs of the policy before the update, '
         "relative to which ratios are clipped, and weights each token by its probability "
         'there over the sampler\'s (AReaL, Fu et al. 2025); "decoupled_loglinear": the same '
@@ -161,72 +128,49 @@ class OffPolicy(Settings):
         'log-probs by the token\'s age (A-3PO); "bypass": ratios are relative to the '
         "sampler's log-probs, whatever their age. With None, old log-probs are the "
         "sampler's too; in half precision ratios are relative to the learner's own.",
-        choices=OFF_POLICIES,
-        also="recompute_old_logprobs use_decoupled_loss rollout_correction prox_logp_method "
-        "bypass_mode",
-        remedy="Use 'decoupled'",
-    )
+        choices=OFF_POLICIES, also="recompute_old_logprobs use_decoupled_loss rollout_correction "
+        "prox_logp_method bypass_mode", remedy="Use 'decoupled'",
+    )  # fmt: skip
     off_policy_weights: str | None = setting(
-        "truncate",
-        "the treatment of importance weights outside the bounds; None: all weights are 1",
+        "truncate", "the treatment of importance weights outside the bounds; None: all weights are "
+        "1",
         note='"truncate": clip them to the bounds; "mask": leave the token (or completion) out '
-        "of the loss, but not out of its denominator.",
-        choices=WEIGHT_MODES,
-        acts=(DECOUPLED,),
+        "of the loss, but not out of its denominator.", choices=WEIGHT_MODES, acts=(DECOUPLED,),
         trl="vllm_importance_sampling_correction",
         also="importance_sampling behav_imp_weight_mode rollout_is",
-    )
+    )  # fmt: skip
     off_policy_level: str = setting(
-        "token",
-        "the unit of an importance weight",
-        note='"sequence": a whole completion; unbiased, but far from 1 for long ones.',
-        choices=WEIGHT_LEVELS,
-        acts=(DECOUPLED, WEIGHED),
+        "token", "the unit of an importance weight", note='"sequence": a whole completion; '
+        'unbiased, but far from 1 for long ones.', choices=WEIGHT_LEVELS, acts=(DECOUPLED, WEIGHED),
         trl="vllm_importance_sampling_mode",
-    )
+    )  # fmt: skip
     off_policy_lower: float = setting(
-        0.0,
-        "the smallest importance weight",
-        note="IcePop masks below 0.5.",
-        least=0,
+        0.0, "the smallest importance weight", note="IcePop masks below 0.5.", least=0,
         acts=(DECOUPLED, WEIGHED),
-    )
+    )  # fmt: skip
     off_policy_upper: float = setting(
-        2.0,
-        "the largest importance weight (Yao et al. 2025: 2)",
-        above=0,
-        acts=(DECOUPLED, WEIGHED),
-        trl="vllm_importance_sampling_cap",
+        2.0, "the largest importance weight (Yao et al. 2025: 2)", above=0,
+        acts=(DECOUPLED, WEIGHED), trl="vllm_importance_sampling_cap",
         also="importance_sampling_cap tis_imp_ratio_cap behav_imp_weight_cap rollout_is_threshold",
-    )
+    )  # fmt: skip
     rejection: str | None = setting(
-        None,
-        "the estimator of the KL to the sampler's policy by which tokens are left out of "
-        "the loss; None: none is",
-        note="Denominators still count rejected tokens (`off_policy/rejected_share`). k1 is "
-        "minus the log-ratio; k3 is never negative.",
-        choices=KL_ESTIMATORS,
-        acts=(CHOSEN,),
-        also="rollout_rs",
-        remedy="Use 'k3'",
-    )
+        None, "the estimator of the KL to the sampler's policy by which tokens are left out of the "
+        "loss; None: none is", note="Denominators still count rejected tokens "
+        "(`off_policy/rejected_share`). k1 is minus the log-ratio; k3 is never negative.",
+        choices=KL_ESTIMATORS, acts=(CHOSEN,), also="rollout_rs", remedy="Use 'k3'",
+    )  # fmt: skip
     rejection_level: Literal["sequence", "token"] = setting(
-        "sequence",
-        "the unit of rejection",
-        note='"sequence": completions, by the mean over their tokens; "token": single tokens.',
-        acts=(CHOSEN, REJECTS),
-    )
+        "sequence", "the unit of rejection", note='"sequence": completions, by the mean over their '
+        'tokens; "token": single tokens.', acts=(CHOSEN, REJECTS),
+    )  # fmt: skip
     rejection_lower: float | None = setting(
         None, "the lower bound of rejection; None: none", unit="nats", acts=(CHOSEN, REJECTS)
     )
     rejection_upper: float | None = setting(
-        None,
-        "the upper bound of rejection; None: none",
-        note="0.05 suits the mean k3 of completions.",
-        unit="nats",
-        acts=(CHOSEN, REJECTS),
+        None, "the upper bound of rejection; None: none",
+        note="0.05 suits the mean k3 of completions.", unit="nats", acts=(CHOSEN, REJECTS),
         also="rollout_rs_threshold",
-    )
+    )  # fmt: skip
 
 
 OFF_POLICY = Section.of("training", OffPolicy)
@@ -239,48 +183,27 @@ class Replay(Settings):
     """Groups that are learnt from more than once."""
 
     replay_groups: int = setting(
-        0,
-        "the number of replayed groups in each batch, in addition to its fresh ones",
-        note="0: none. They are older than the policy, so `off_policy` must be set.",
-        unit="groups",
-        least=0,
-        short="groups",
-        also="replay_size num_replayed_groups",
-    )
+        0, "the number of replayed groups in each batch, in addition to its fresh ones",
+        note="0: none. They are older than the policy, so `off_policy` must be set.", unit="groups",
+        least=0, short="groups", also="replay_size num_replayed_groups",
+    )  # fmt: skip
     replay_capacity: int | None = setting(
-        None,
-        "the capacity of the replay buffer; None: four batches",
-        unit="groups",
-        least=1,
-        acts=(REPLAYS,),
-        short="capacity",
-        also="buffer_size replay_buffer_capacity",
-    )
+        None, "the capacity of the replay buffer; None: four batches", unit="groups", least=1,
+        acts=(REPLAYS,), short="capacity", also="buffer_size replay_buffer_capacity",
+    )  # fmt: skip
     replay_eviction: str = setting(
-        "oldest",
-        "the group that a full buffer evicts",
-        note='"most_used": the oldest of those trained most often.',
-        choices=EVICTIONS,
-        acts=(REPLAYS,),
-        short="eviction",
-    )
+        "oldest", "the group that a full buffer evicts",
+        note='"most_used": the oldest of those trained most often.', choices=EVICTIONS,
+        acts=(REPLAYS,), short="eviction",
+    )  # fmt: skip
     replay_max_uses: int = setting(
-        4,
-        "the number of updates, including the first, after which a group leaves the buffer",
-        unit="updates",
-        least=2,
-        acts=(REPLAYS,),
-        short="max_uses",
-        also="max_samples max_reuse",
-    )
+        4, "the number of updates, including the first, after which a group leaves the buffer",
+        unit="updates", least=2, acts=(REPLAYS,), short="max_uses", also="max_samples max_reuse",
+    )  # fmt: skip
     replay_recency: float = setting(
-        0.0,
-        "α: the i-th oldest group is drawn with weight i^α",
-        note="0: uniformly.",
-        least=0,
-        acts=(REPLAYS,),
-        short="recency",
-    )
+        0.0, "α: the i-th oldest group is drawn with weight i^α", note="0: uniformly.", least=0,
+        acts=(REPLAYS,), short="recency",
+    )  # fmt: skip
 
 
 REPLAY = Section.of("replay", Replay)

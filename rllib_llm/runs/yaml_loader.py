@@ -75,7 +75,7 @@ def read(path: Path) -> Any:
             hint = f"Files there: {', '.join(map(str, there[:8]))}."
         if near:
             hint = f"Did you mean {str(path.parent / near[0])!r}?"
-        raise Problems(f"file={str(path)!r} must be a YAML file: there is none. {hint}")
+        raise Problems("file", "be a YAML file", "there is none", hint, str(path))
     if path.suffix.lower() in _NO_EXPERIMENTS:
         raise Problems(
             "file", "be a YAML file of experiments", f"it ends in {path.suffix}",
@@ -102,10 +102,8 @@ def parse_mapping(text: str, option: str) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise Problems(
-            f"{option}={text!r} must be a mapping: it is {type(value).__name__}. Write it as JSON: "
-            f"{option} '{{\"name\": value}}'.",
-        )  # fmt: skip
+        remedy = f"Write it as JSON: {option} '{{\"name\": value}}'"
+        raise Problems(option, "be a mapping", f"it is {type(value).__name__}", remedy, text)
     return value
 
 
@@ -136,23 +134,19 @@ def with_includes(
     names = data.pop(KEY, None) or []
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise Problems(
-            f"{source}: include={names!r} must be a file or a list of files: what they say comes "
-            "before this one. Write `include: other.yaml`.",
-        )  # fmt: skip
+        why, remedy = "they are read before this one", "Write `include: other.yaml`"
+        raise Problems("include", "be a file or a list of files", why, remedy, names).within(source)
     if not names:
         return data
     merged: dict[str, Any] = {}
     for name in names:
         path = _found(name, here)
         if path in inside:
-            raise Problems(
-                f"{source}: include={name!r} must not lead back to {path.name}: it would never "
-                "end. Take one of the two out.",
-            )  # fmt: skip
+            rule, remedy = f"not lead back to {path.name}", "Take one of the two out"
+            raise Problems("include", rule, "it would never end", remedy, name).within(source)
         included = _placed(read(path), path)
         if not isinstance(included, dict):
-            raise Problems(f"{path} must hold experiments: {source} includes it. Check the file.")
+            raise Problems(str(path), "hold experiments", f"{source} includes it")
         merged = laid_over(merged, with_includes(included, str(path), path.parent, (*inside, path)))
     merged = laid_over(merged, data)
     return {key: value for key, value in merged.items() if value is not None or key == "vars"}
@@ -208,10 +202,8 @@ def apply_overrides(
         path, equals, value = text.partition("=")
         keys = path.strip().split(".")
         if not equals or not all(keys):
-            raise Problems(
-                f"--set {text!r} must be KEY=VALUE: a path of names joined by dots, and a value. "
-                "Write --set sft.config.lr=1e-3.",
-            )  # fmt: skip
+            remedy = "Write --set sft.config.lr=1e-3"
+            raise Problems("--set", "be KEY=VALUE", "KEY is names joined by dots", remedy, text)
         _apply(data, keys, parse(value, f"--set {path}"), source)
     return data
 
@@ -242,22 +234,15 @@ def _goes_nowhere(keys: list[str], experiments: dict[str, Any], source: str) -> 
     """The error of a `--set` that changes nothing."""
     name, first = keys[0], next(iter(experiments), "NAME")
     if name in experiments:
-        return Problems(
-            f"--set {name} must go on with a setting: {name!r} is an experiment of {source}, which "
-            f"has many. Write --set {name}.lr=1e-3.",
-        )  # fmt: skip
+        remedy = f"Write --set {name}.lr=1e-3"
+        return Problems("--set", "name a setting of the experiment", "", remedy, name)
     known = {key: key for key in (*experiments, *KEYS, *_known_settings(experiments))}
     known = {**_nested_settings(experiments), **known}
-    remedy = (
-        closest(name, known)
-        if nearest(name, known)
-        else f"Write --set {first}.lr=1e-3 or --set stop.training_iteration=10; `rllib config "
-        "ALGORITHM` lists the settings."
-    )
+    usual = f"Write --set {first}.lr=1e-3; `rllib config ALGORITHM` lists the settings"
     return Problems(
-        f"--set {'.'.join(keys)}: {name!r} is neither an experiment of {source} "
-        f"({', '.join(experiments)}), nor a setting of one, nor known to their algorithms. "
-        f"{remedy}",
+        "--set", f"begin with an experiment of {source} ({', '.join(experiments)}) or a setting",
+        f"{name!r} is neither", closest(name, known) if nearest(name, known) else usual,
+        ".".join(keys),
     )  # fmt: skip
 
 
@@ -277,8 +262,8 @@ def _known_variable(data: dict[str, Any], keys: list[str], source: str) -> None:
         return  # told where the file is read
     if len(keys) < 2 or keys[1] not in known:
         raise Problems(
-            f"--set {'.'.join(keys)}: {source} has no such variable. It has: "
-            f"{', '.join(known) or 'none (no `vars` at its top)'}.",
+            "--set", f"name a variable of {source}",
+            f"it has {', '.join(known) or 'no `vars` at its top'}", "", ".".join(keys),
         )  # fmt: skip
 
 
@@ -334,10 +319,8 @@ def _assign(target: dict[str, Any], keys: list[str], value: Any) -> None:
             where[key] = {}
         where = where[key]
         if not isinstance(where, dict | list):
-            raise Problems(
-                f"--set {'.'.join(keys)}: {'.'.join(keys[:done])} is {where!r}, which holds no "
-                "settings of its own. Shorten the path.",
-            )  # fmt: skip
+            why = f"{'.'.join(keys[:done])} is {where!r}"
+            raise Problems("--set", "name a setting", why, "Shorten the path", ".".join(keys))
     if isinstance(where, list):
         where[_index(where, keys[-1], keys)] = value
     else:
@@ -346,10 +329,8 @@ def _assign(target: dict[str, Any], keys: list[str], value: Any) -> None:
 
 def _index(items: list[Any], key: str, keys: list[str]) -> int:
     if not key.isdigit() or int(key) >= len(items):
-        raise Problems(
-            f"--set {'.'.join(keys)}: {key!r} must be a number from 0 to {len(items) - 1}: it "
-            "picks an item of a list. Check the position.",
-        )  # fmt: skip
+        rule = f"be a number from 0 to {len(items) - 1}"
+        raise Problems(f"--set {'.'.join(keys)}: {key}", rule, "it picks an item of a list")
     return int(key)
 
 
@@ -388,22 +369,15 @@ def sound_experiments(
         Problems: the file as a whole cannot be read as experiments.
     """
     if not isinstance(data, dict) or not data:
-        found = f"a {type(data).__name__}" if data else "empty"
-        raise Problems(
-            f"{source} must hold experiments: it is {found}. Write `name: {{run: PPOPtx, env: ..., "
-            "config: {...}}`.",
-        )  # fmt: skip
+        raise _no_experiments(source, f"it is a {type(data).__name__}" if data else "it is empty")
     data = apply_overrides(with_includes(data, source, here), overrides, source)
     values = _variables(data.pop("vars", None), source, here)
     if not data:
-        raise Problems(
-            f"{source} must hold experiments: it has nothing but `vars`. Write `name: {{run: "
-            "PPOPtx, env: ..., config: {...}}`.",
-        )  # fmt: skip
+        raise _no_experiments(source, "it has nothing but `vars`")
     if isinstance(run := data.get("run"), str):
         raise Problems(
-            f"{source}: an experiment must have a name: `run: {run}` stands at the top of the "
-            "file. Write a line such as `my-run:` above it, and indent the rest below.",
+            f"{source}: an experiment", "have a name", f"`run: {run}` stands at the top",
+            "Write a line such as `my-run:` above it, and indent the rest below",
         )  # fmt: skip
     names = list(data)
     sound: dict[str, Experiment] = {}
@@ -421,6 +395,11 @@ def sound_experiments(
     return [*sound.values()], errors
 
 
+def _no_experiments(source: str, why: str) -> Problems:
+    remedy = "Write `name: {run: PPOPtx, env: ..., config: {...}}`"
+    return Problems(source, "hold experiments", why, remedy)
+
+
 def load_file(
     file: Path, overrides: Sequence[str] | None = None
 ) -> tuple[list[Experiment], list[Problem]]:
@@ -435,10 +414,8 @@ def _variables(given: Any, source: str, here: Path | None) -> dict[str, Any]:
         Problems: `vars` is no mapping, or an entry refers to nothing or to itself.
     """
     if not isinstance(given or {}, dict):
-        raise Problems(
-            f"{source}: vars={given!r} must be a mapping: ${{vars.name}} refers to its entries. "
-            "Write `vars: {name: value}`.",
-        )  # fmt: skip
+        why, remedy = "${vars.name} refers to its entries", "Write `vars: {name: value}`"
+        raise Problems("vars", "be a mapping", why, remedy, given).within(source)
     raw = {f"vars.{key}": value for key, value in (given or {}).items()}
     if here is not None:
         raw["here"] = str(here)
@@ -446,9 +423,8 @@ def _variables(given: Any, source: str, here: Path | None) -> dict[str, Any]:
 
     def lookup(ref: str, where: str) -> Any:
         if ref in asked:
-            raise Problems(
-                f"{source}: {where} refers to itself: {' -> '.join([*asked, ref])}. Write a value.",
-            )  # fmt: skip
+            why = " -> ".join([*asked, ref])
+            raise Problems(where, "not refer to itself", why, "Write a value").within(source)
         value = _known(ref, where, values=raw, names=[], index=0)
         asked.append(ref)
         try:
@@ -463,49 +439,36 @@ def _known(ref: str, where: str, *, values: Mapping[str, Any], names: list[str],
     """Return the value of a variable, or the reference to an earlier stage unchanged."""
     if ref in values:
         if values[ref] is None:
-            name = ref.removeprefix("vars.")
-            raise Problems(
-                f"{where}: ${{{ref}}} has no value yet. Give it with --set vars.{name}=...",
-            )  # fmt: skip
+            raise Problems(where, "have a value", "", f"Give --set {ref}=...", f"${{{ref}}}")
         return values[ref]
     name, _, product = ref.rpartition(".")
     if name in names and product not in PRODUCTS:
-        raise Problems(
-            f"{where}: ${{{ref}}} must be ${{{name}.model}}, ${{{name}.checkpoint}} or "
-            f"${{{name}.rollouts}}: an experiment leaves these behind. Change what follows the "
-            "dot.",
-        )  # fmt: skip
+        left = " or ".join(f"${{{name}.{product}}}" for product in PRODUCTS)
+        raise Problems(where, f"be {left}", "an experiment leaves these", "", f"${{{ref}}}")
     if name not in names:
         known = [f"{n}.{p}" for n in names[:index] for p in PRODUCTS] + sorted(values)
         close = nearest(ref, known) or known
-        hint = (
-            f"Known here: {', '.join(close)}."
-            if close
-            else ("No experiment stands above this one, and there are no `vars`.")
-        )
-        raise Problems(f"{where}: ${{{ref}}} refers to nothing in this file. {hint}")
+        why = f"known here: {', '.join(close)}" if close else "there is none, and no `vars`"
+        rule = "refer to something above it in this file"
+        raise Problems(where, rule, why, "", f"${{{ref}}}")
     if names.index(name) >= index:
-        problem, remedy = "a later experiment", f"Move {name!r} above {names[index]!r}"
-        if name == names[index]:
-            problem, remedy = "itself", "Name another, above it"
-        raise Problems(
-            f"{where}: ${{{ref}}} refers to {problem}: experiments run in the order of the file "
-            f"({', '.join(names)}). {remedy}.",
-        )  # fmt: skip
+        is_own = name == names[index]
+        remedy = "Name another" if is_own else f"Move {name!r} above {names[index]!r}"
+        why = f"experiments run in the order of the file ({', '.join(names)})"
+        raise Problems(where, "refer to an experiment above it", why, remedy, f"${{{ref}}}")
     return f"${{{ref}}}"
 
 
 def _check_spec(name: Any, spec: Any, source: str) -> None:
     if not isinstance(name, str) or not NAME.match(name):
         raise Problems(
-            f"{source}: experiment name {name!r} must be letters, digits, - and _: it becomes a "
-            "folder name. Rename it.",
+            f"{source}: experiment name {name!r}", "be letters, digits, - and _",
+            "it becomes a folder name", "Rename it",
         )  # fmt: skip
     if not isinstance(spec, dict):
-        raise Problems(
-            f"{source}: {name}={spec!r} must be a mapping with run, env, stop, config: it is an "
-            "experiment. Indent its settings below its name.",
-        )  # fmt: skip
+        rule = "be a mapping with run, env, stop, config"
+        remedy = "Indent its settings below its name"
+        raise Problems(name, rule, "it is an experiment", remedy, spec).within(source)
     for key in spec:
         if not isinstance(key, str):
             raise Problems(

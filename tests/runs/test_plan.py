@@ -531,7 +531,7 @@ def test_types_of_settings_are_told_before_anything_runs():
     model = "rllib_llm.examples.reviews_model.build_model"
     for wrong in ({"max_new_tokens": None}, {"max_new_tokens": 4.5}, {"num_epochs": True}):
         ((name, value),) = wrong.items()
-        with pytest.raises(Problems, match=f"ppo.config: {name}={value} must be a whole number"):
+        with pytest.raises(Problems, match=f"ppo.config.{name}={value} must be a whole number"):
             check_experiments([Experiment("ppo", "PPOPtx", config={"model": model, **wrong})])
     with pytest.raises(Problems, match="rank must be a known key. Did you mean 'r'?"):
         check_experiments(
