@@ -35,11 +35,7 @@ def in_chunks(
 
     With more than one chunk, each is computed again in the backward pass instead of being held.
     """
-    if chunk_tokens < 1:
-        raise ValueError(
-            f"logits_chunk_tokens={chunk_tokens!r} must be at least 1: it is the number of "
-            "positions whose logits exist at one time. Use None to have it chosen."
-        )
+    assert chunk_tokens >= 1, chunk_tokens
     if len(per_token[0]) <= chunk_tokens:
         return function(*per_token)
     chunks = zip(*(tensor.split(chunk_tokens) for tensor in per_token), strict=True)
