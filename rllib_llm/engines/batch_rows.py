@@ -18,7 +18,7 @@ from rllib_llm.engines.protocol import NOT_FINITE, Completions, Likeliest, Token
 
 
 @dataclass(frozen=True)
-class Setting:
+class RowSettings:
     """Settings of rows, and what of them is needed on the device."""
 
     params: SamplingParams
@@ -45,7 +45,7 @@ class BatchRows:
 
     def __init__(self, device: torch.device, vocab_size: int) -> None:
         self.device, self._vocab_size = device, vocab_size
-        self.settings: list[Setting] = []  # distinct ones; that of a row is an index
+        self.settings: list[RowSettings] = []  # distinct ones; that of a row is an index
         # On the host, of each row: the column of the buffers that it is written to, the clock of
         # its place 0 and of its last place, and its settings.
         self.columns, self.born, self.last, self.setting = (
@@ -61,13 +61,9 @@ class BatchRows:
         return len(self.columns)
 
     def add(
-        self,
-        columns: list[int],
-        params: list[SamplingParams],
-        lengths: list[int],
-        num_sampled: list[int],
-        clock: int,
-    ) -> None:
+        self, columns: list[int], params: list[SamplingParams], lengths: list[int],
+        num_sampled: list[int], clock: int,
+    ) -> None:  # fmt: skip
         """Appends rows that get their first token now.
 
         Args:
@@ -105,7 +101,7 @@ class BatchRows:
         self.settings.append(self._on_device(params))
         return len(self.settings) - 1
 
-    def _on_device(self, params: SamplingParams) -> Setting:
+    def _on_device(self, params: SamplingParams) -> RowSettings:
         # Ids beyond the vocabulary are never sampled: some models name stop tokens of others.
         ids = [token for token in params.stop_token_ids if token < self._vocab_size]
         stops = torch.tensor(ids, device=self.device) if ids else None
@@ -116,7 +112,7 @@ class BatchRows:
                 torch.tensor(tokens, device=self.device),
                 torch.tensor(values, dtype=torch.float32, device=self.device),
             )
-        return Setting(params, stops, bias, bool(params.adjustments))
+        return RowSettings(params, stops, bias, bool(params.adjustments))
 
     def keep(self, moves: Moves) -> None:
         """Removes finished rows."""
@@ -132,7 +128,7 @@ class BatchRows:
         )
         self.alive = self.alive.new_ones(moves.num_rows)
 
-    def by_settings(self, start: int) -> Iterator[tuple[Setting, np.ndarray | None]]:
+    def by_settings(self, start: int) -> Iterator[tuple[RowSettings, np.ndarray | None]]:
         """Which settings rows `start` and following have, each with the rows that have them,
         counted from `start`; None where all have."""
         setting = self.setting[start:]
@@ -193,15 +189,9 @@ class CompletionBuffers:
     """
 
     def __init__(
-        self,
-        steps: int,
-        batch: int,
-        pad_token_id: int,
-        device: torch.device,
-        with_values: bool = False,
-        noise: torch.Tensor | None = None,
-        with_versions: bool = False,
-    ) -> None:
+        self, steps: int, batch: int, pad_token_id: int, device: torch.device,
+        with_values: bool = False, noise: torch.Tensor | None = None, with_versions: bool = False,
+    ) -> None:  # fmt: skip
         # One line more than is read: rows that have ended, on a device that is not asked which,
         # write there.
         lines = (steps + 1, batch)
@@ -232,14 +222,9 @@ class CompletionBuffers:
         return self._noise[places.clamp(max=self.steps - 1), rows]
 
     def write(
-        self,
-        places: int | torch.Tensor,
-        rows: torch.Tensor,
-        tokens: torch.Tensor,
-        logprobs: torch.Tensor,
-        alive: torch.Tensor,
-        values: torch.Tensor | None = None,
-    ) -> None:
+        self, places: int | torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor,
+        logprobs: torch.Tensor, alive: torch.Tensor, values: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Records one token of some completions.
 
         Args:
@@ -308,12 +293,9 @@ class CompletionBuffers:
         self._noise[: len(noise), row] = noise.to(self._noise.device)
 
     def read(
-        self,
-        rows: list[int],
-        starts: list[int],
-        ends: list[int] | None = None,
+        self, rows: list[int], starts: list[int], ends: list[int] | None = None,
         num_likeliest: list[int] | None = None,
-    ) -> list[Tokens]:
+    ) -> list[Tokens]:  # fmt: skip
         """The tokens and log-probs of some completions.
 
         Args:
@@ -384,7 +366,7 @@ class CompletionBuffers:
 
 
 @dataclass(frozen=True)
-class Group:
+class PromptGroup:
     """Rows that share a prompt."""
 
     token_ids: torch.Tensor
@@ -406,7 +388,7 @@ class PromptQueue:
     """Groups in the order in which they will be let in."""
 
     def __init__(self) -> None:
-        self._groups: deque[Group] = deque()
+        self._groups: deque[PromptGroup] = deque()
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -416,7 +398,7 @@ class PromptQueue:
         """Rows that wait."""
         return sum(len(group.columns) for group in self._groups)
 
-    def put(self, groups: Sequence[Group], first: bool = False) -> None:
+    def put(self, groups: Sequence[PromptGroup], first: bool = False) -> None:
         """Appends groups, or puts them `first`."""
         if first:
             self._groups.extendleft(reversed(groups))
@@ -425,7 +407,7 @@ class PromptQueue:
 
     def remove(self, columns: set[int]) -> None:
         """Removes rows, given by their columns of the buffers."""
-        kept: deque[Group] = deque()
+        kept: deque[PromptGroup] = deque()
         for group in self._groups:
             stays = [i for i, column in enumerate(group.columns) if column not in columns]
             if len(stays) == len(group.columns):
@@ -468,12 +450,12 @@ class PromptQueue:
         """Rows of the first `count` groups."""
         return sum(len(self._groups[i].columns) for i in range(count))
 
-    def take(self, count: int) -> list[Group]:
+    def take(self, count: int) -> list[PromptGroup]:
         """Removes and returns the first groups."""
         return [self._groups.popleft() for _ in range(count)]
 
 
-def padded(groups: Sequence[Group]) -> tuple[torch.Tensor, torch.Tensor]:
+def padded(groups: Sequence[PromptGroup]) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids and mask [groups, longest] of prompts, left-padded."""
     prompts = [group.token_ids for group in groups]
     ids = pad_sequence(prompts, batch_first=True, padding_side="left")

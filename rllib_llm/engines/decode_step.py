@@ -80,10 +80,7 @@ OpenStep = Callable[[DecodePlan, int, nn.Module | None], DecodeStep]
 
 
 def open_decode_step(
-    plan: DecodePlan,
-    steps: int,
-    value_head: nn.Module | None = None,
-    cuda_graphs: bool = True,
+    plan: DecodePlan, steps: int, value_head: nn.Module | None = None, cuda_graphs: bool = True
 ) -> DecodeStep:
     """A step of the model as it is now, for caches of the plan; it may hold copies of the weights.
 
@@ -104,13 +101,9 @@ def open_decode_step(
     ) -> torch.Tensor:
         ((cache, padding_mask),) = blocks
         return last_logits(
-            plan.model,
-            value_head,
-            input_ids=tokens.unsqueeze(1),
-            attention_mask=padding_mask,
-            position_ids=positions.unsqueeze(1),
-            past_key_values=cache,
-        )
+            plan.model, value_head, input_ids=tokens.unsqueeze(1), attention_mask=padding_mask,
+            position_ids=positions.unsqueeze(1), past_key_values=cache,
+        )  # fmt: skip
 
     return step
 
@@ -153,14 +146,9 @@ def recurring_length(num_prompts: int, length: int) -> int:
 
 
 def prefill(
-    model: nn.Module,
-    value_head: nn.Module | None,
-    ids: torch.Tensor,
-    mask: torch.Tensor,
-    cache: PromptCache,
-    start: int = 0,
-    piece_tokens: int = PIECE_TOKENS,
-) -> torch.Tensor:
+    model: nn.Module, value_head: nn.Module | None, ids: torch.Tensor, mask: torch.Tensor,
+    cache: PromptCache, start: int = 0, piece_tokens: int = PIECE_TOKENS,
+) -> torch.Tensor:  # fmt: skip
     """Logits [prompts, vocab] after the prompts' last tokens; fills the cache with the prompts.
     With a value head as `last_logits`.
 
@@ -213,11 +201,9 @@ class CudaGraph:
     """
 
     def __init__(
-        self,
-        function: Callable[[], torch.Tensor],
-        previous: CudaGraph | None,
+        self, function: Callable[[], torch.Tensor], previous: CudaGraph | None,
         device: torch.device,
-    ) -> None:
+    ) -> None:  # fmt: skip
         with torch.cuda.device(device):
             stream = _recording_stream(torch.cuda.current_device())
             stream.wait_stream(torch.cuda.current_stream())
@@ -285,12 +271,9 @@ class StaticLlamaStep:
         self.num_rows = self.num_positions = 0  # of the record
 
     def __call__(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        blocks: Blocks,
+        self, tokens: torch.Tensor, positions: torch.Tensor, blocks: Blocks,
         order: Order | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         """See `LlamaStep.__call__`, of one cache. Rows are left-padded, so positions tell which
         tokens count and the mask is not read. The logits are overwritten by the next step."""
         ((cache, _),) = blocks

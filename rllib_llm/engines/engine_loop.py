@@ -77,17 +77,10 @@ class EngineLoop:
     # --- for other threads -------------------------------------------------------------------
 
     def submit(
-        self,
-        token_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        seed: int = 0,
-        row: int = 0,
-        turn: int = 0,
-        num_sampled: int = 0,
-        conversation: Hashable | None = None,
+        self, token_ids: Sequence[int], params: SamplingParams, *, seed: int = 0, row: int = 0,
+        turn: int = 0, num_sampled: int = 0, conversation: Hashable | None = None,
         on_tokens: OnTokens | None = None,
-    ) -> Future[Ended]:
+    ) -> Future[Ended]:  # fmt: skip
         """Starts a completion. Cancelling the future takes it out of the engine.
 
         Args:
@@ -137,13 +130,9 @@ class EngineLoop:
         return self.submit(token_ids, params, **asked).result()
 
     async def complete_async(
-        self,
-        token_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        on_tokens: OnTokens | None = None,
-        **asked: Any,
-    ) -> Ended:
+        self, token_ids: Sequence[int], params: SamplingParams, *,
+        on_tokens: OnTokens | None = None, **asked: Any,
+    ) -> Ended:  # fmt: skip
         """As `complete`, for an event loop, in which `on_tokens` is called, too. Cancelled, it
         takes the completion out of the engine."""
         events = asyncio.get_running_loop()

@@ -359,12 +359,9 @@ class KeptPrefixes:
 
 
 def fill(
-    cache: SharedPromptCache,
-    prefixes: Sequence[Prefix],
-    lengths: Sequence[int],
-    new: int,
+    cache: SharedPromptCache, prefixes: Sequence[Prefix], lengths: Sequence[int], new: int,
     room: tuple[int, int],
-) -> None:
+) -> None:  # fmt: skip
     """Writes prefixes into a cache without rows, as rows that end at one position, `new` tokens
     before the ends of their prompts of `lengths` tokens; it gets `room` for rows and positions.
 

@@ -142,14 +142,9 @@ Layout = AttentionLayout | RowLayout | MaskedLayout
 
 
 def packed_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    packed_layout: Layout | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    packed_layout: Layout | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """transformers' attention on [batch, heads, length, head_dim]; with a layout, where batch is 1,
     between the tokens that it brings together. Returns [batch, length, heads, head_dim]."""
     if packed_layout is None:
