@@ -30,17 +30,17 @@ class RowSettings:
     """Whether they change logits before the temperature."""
 
 
-# Settings that nobody has are kept up to so many.
+# Unused settings are kept up to so many.
 _MOST_SETTINGS = 8
 
 
 class BatchRows:
     """Rows in the order in which they stand in the batch.
 
-    A row's tokens are counted by the decoder's clock, which goes on by one with every step: its
+    A row's tokens are counted by the decoder's clock, which advances by one with every step: its
     token at place p is sampled at the clock's `born + p`. So the host knows the places of all rows
-    and when each is full without asking the device; only who was ended by a stop token it has to
-    ask.
+    and when each is full without asking the device; it has to ask only which rows were ended by a
+    stop token.
     """
 
     def __init__(self, device: torch.device, vocab_size: int) -> None:
@@ -70,7 +70,7 @@ class BatchRows:
             lengths: tokens of each row so far.
             num_sampled: how many of them were sampled.
         """
-        if len(self.settings) > _MOST_SETTINGS + len(self):  # most are of rows that have gone
+        if len(self.settings) > _MOST_SETTINGS + len(self):  # most are of rows that have ended
             used, self.setting = np.unique(self.setting, return_inverse=True)
             self.settings = [self.settings[i] for i in used]
         born = [clock - num for num in num_sampled]
@@ -179,10 +179,10 @@ def fill_gaps(stays: torch.Tensor, device: torch.device) -> Moves | None:
 class CompletionBuffers:
     """Tokens of all completions, step-major, so that one step writes one contiguous line.
 
-    A completion is written to a column of its own, wherever its row stands in the batch.
+    Each completion is written to its own column, wherever its row stands in the batch.
 
     Args:
-        pad_token_id: what stands behind the end of a completion.
+        pad_token_id: fills the places after the end of a completion.
         with_values: whether the logits' last column is a value.
         noise: [batch, >= steps] in [0, 1), which decides the tokens; None when all are greedy.
         with_versions: whether the weights' version is kept of each token.
@@ -210,7 +210,7 @@ class CompletionBuffers:
         self._top_logprobs: torch.Tensor | None = None
 
     def split(self, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Logits [rows, vocab], and the values [rows] that are a column behind them, if any."""
+        """Logits [rows, vocab], and the values [rows], the column after them, if any."""
         return (outputs, None) if self._values is None else (outputs[:, :-1], outputs[:, -1])
 
     def noise(self, places: int | torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
@@ -300,7 +300,7 @@ class CompletionBuffers:
 
         Args:
             starts: the first place of each that is read.
-            ends: behind the last place of each; None: behind the last that was written.
+            ends: after the last place of each; None: after the last that was written.
             num_likeliest: how many of the likeliest tokens of each are read; None: none.
         """
         columns = torch.tensor(rows, dtype=torch.int64, device=self._tokens.device)

@@ -109,7 +109,7 @@ def open_decode_step(
 
 
 def last_logits(model: nn.Module, value_head: nn.Module | None, **inputs: Any) -> torch.Tensor:
-    """Logits [rows, vocab] behind each row's last token by the model's own forward, which fills the
+    """Logits [rows, vocab] after each row's last token by the model's own forward, which fills the
     cache; with a value head one column more, the values [rows] of these states.
 
     With a value head the model must be one that `take_apart` takes apart.
@@ -161,7 +161,7 @@ def prefill(
             position of each prompt at least. Changes memory, and numbers by round-off.
     """
     end = ids.shape[1]
-    # transformers' own layers may not go on with several positions.
+    # transformers' own layers may not take several positions once they hold some.
     step = end if isinstance(cache, RepeatedPromptCache) else max(1, piece_tokens // len(ids))
     positions = (mask.long().cumsum(dim=1) - 1).clamp_(min=0)
     has_padding = not bool(mask.all())
@@ -186,7 +186,7 @@ def prefill(
 #
 # Recording takes as long as several steps launched one by one. A record therefore serves all
 # tokens until the cache has grown beyond its positions or most of its rows have ended: rows in
-# excess compute what nobody reads, positions in excess are masked out. The bounds below are
+# excess compute what is never read, positions in excess are masked out. The bounds below are
 # estimates; with them a step takes 0.33 (5 M parameters) to 0.55 (0.5 B) of the time on an H100.
 
 
@@ -256,7 +256,7 @@ def can_be_recorded(model: nn.Module) -> bool:
 
 
 class StaticLlamaStep:
-    """Logits behind one new token per row, as `LlamaStep` gives them, for one cache.
+    """Logits after one new token per row, as `LlamaStep` gives them, for one cache.
 
     Args:
         step: the step that is recorded, and taken as it is where too few tokens are left.

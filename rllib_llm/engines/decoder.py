@@ -113,7 +113,7 @@ class Decoder:
             left += self._drop_ended()
         groups = self._next_groups() if admits else []
         if groups:
-            for is_turn in (False, True):  # those that begin with a kept prefix come behind
+            for is_turn in (False, True):  # those that begin with a kept prefix come second
                 alike_ones = [group for group in groups if (group.prefix is not None) == is_turn]
                 if alike_ones:
                     self._let_in(alike_ones)
@@ -136,7 +136,7 @@ class Decoder:
     # --- one step ----------------------------------------------------------------------------
 
     def _forward(self) -> torch.Tensor:
-        """Logits [rows, vocab] behind the rows' newest tokens."""
+        """Logits [rows, vocab] after the rows' newest tokens."""
         rows = self.rows
         for block in self.blocks:
             block.make_room(is_bounded=bool(self.room[1]))
@@ -175,7 +175,7 @@ class Decoder:
         elif self.clock >= last.min():
             alive &= torch.from_numpy(self.clock < last).to(self.device)
 
-    # --- who is in the batch -----------------------------------------------------------------
+    # --- rows of the batch -------------------------------------------------------------------
 
     def _drop_ended(self) -> list[int]:
         """Removes finished rows, if it is time to look; returns their columns of the buffers."""
@@ -297,7 +297,7 @@ class Decoder:
         ids, mask = padded(groups)
         block = self.blocks.block_for(*_sizes(groups))
         room = self._room_for(block, groups, longest)
-        # Where nobody is in the block its own cache is filled, and nothing has to be copied to it.
+        # Where the block is empty its own cache is filled, and nothing has to be copied to it.
         is_beside = len(block) > 0
         prompts = self.plan.make_cache(longest) if is_beside else block.cache
         fill(prompts, prefixes, lengths, new, (len(groups), longest) if is_beside else room)
@@ -347,9 +347,9 @@ class Decoder:
         )
         positions = longest + to_come
         if not self.room[1]:
-            if positions > block.cache.capacity:  # a conversation goes on, and grows
-                goes_on = any(group.prefix is not None for group in groups)
-                positions += max(to_come, positions // 2) if goes_on else to_come
+            if positions > block.cache.capacity:  # a conversation continues, and grows
+                continues = any(group.prefix is not None for group in groups)
+                positions += max(to_come, positions // 2) if continues else to_come
             return rows, positions
         waiting = self.queue.num_rows
         if len(self.blocks) == 1:

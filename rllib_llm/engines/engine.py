@@ -162,7 +162,7 @@ def _check_inputs(
         raise Problems("prompt_ids", rule, value=tuple(ids.shape))
     if not (mask[:, -1].all() and (mask.long().diff(dim=1) >= 0).all()):
         raise Problems("prompt_mask", "be left-padded, with a token in its last column")
-    assert not any(part.training for part in model.modules()), "call model.eval(): dropout"
+    assert not any(part.training for part in model.modules()), "dropout would change the log-probs"
     if not params.greedy:
         needed = (len(ids) * num_completions, params.max_new_tokens)
         assert noise is not None and noise.ndim == 2, "noise: a uniform per completion and token"

@@ -44,7 +44,7 @@ Result = TypeVar("Result")
 
 @dataclass
 class _Request:
-    """A completion that somebody waits for."""
+    """A completion that was asked for."""
 
     row: Row
     future: Future[Ended]
@@ -56,7 +56,7 @@ class EngineLoop:
     """Thread-safe client of an engine that runs in its own thread.
 
     Args:
-        engine: is used by nobody else from now on, and closed with this.
+        engine: is owned by this from now on, and closed with it.
         after_step: called in the thread when all that has come of a step, or of what was asked
             between two, was handed on.
     """
@@ -84,7 +84,7 @@ class EngineLoop:
         """Starts a completion. Cancelling the future takes it out of the engine.
 
         Args:
-            token_ids: the prompt, and behind it `num_sampled` tokens that were sampled before.
+            token_ids: the prompt, then `num_sampled` tokens that were sampled before.
             seed, row, turn: name the randomness, as `protocol.Noise`.
 
         Raises:
@@ -157,7 +157,7 @@ class EngineLoop:
         """As `Engine.load`, and waits until the engine has taken them.
 
         Raises:
-            ValueError: they are those of another model; the engine goes on with its own.
+            ValueError: they are those of another model; the engine keeps its own.
         """
         self.do(lambda: self._engine.load(weights, version, in_flight)).result()
 
@@ -273,7 +273,7 @@ class EngineLoop:
         self._num_left = max(0, self._num_left - len(wanted))
         try:
             self._engine.add([request.row for request in wanted])
-        except ValueError as error:  # of the request: others go on
+        except ValueError as error:  # of the request: others are not affected
             for request in wanted:
                 settle(request.future, error)
             return

@@ -164,10 +164,10 @@ class HotSwapEngine:
 
         Args:
             version: of the weights; None: the newest.
-            done: gets what was found, or ValueError: the version is gone, or a text is too long.
+            done: gets the scores, or ValueError: there is no such version, or a text is too long.
 
         Raises:
-            ValueError: the version is gone.
+            ValueError: there is no such version.
         """
         engine = self.engine_of(version)
         self._scorings[engine].append(_Scoring(texts, top, engine.version, done))

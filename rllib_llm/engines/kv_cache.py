@@ -15,8 +15,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and
 # Layer types whose attention pattern lives in the mask alone, so that keys and values of all
 # positions, in order, are a correct cache for them.
 _MASKED_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
-# Times what rows need that buffers may grow to while nobody is in them, so as to fit what was
-# needed before, too.
+# Buffers without rows may grow to so many times what new rows need, so as to fit what was needed
+# before, too.
 _MOST_EXCESS = 4
 
 
@@ -172,7 +172,7 @@ class StaticLayer:
     repeated: shapes and addresses stay, and where to write is a tensor.
 
     Args:
-        layer: the layer, which goes on counting its positions itself.
+        layer: the layer, which still counts its positions itself.
         column: [1] int64, the position that `update` writes to.
         rows: rows that are looked at, some of them perhaps no longer in use.
         positions: positions that are looked at, those not written yet among them.
@@ -280,7 +280,7 @@ class RepeatedPromptCache(DynamicCache):
         return 0
 
     def clear(self) -> None:
-        """Does nothing: the next prompts come with a cache of their own."""
+        """Does nothing: the next prompts come with another cache."""
 
     def move_rows(self, sources: torch.Tensor, targets: torch.Tensor, num_rows: int) -> None:
         """As `SharedPromptLayer.move_rows`."""

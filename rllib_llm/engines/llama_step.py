@@ -136,16 +136,20 @@ class _Projection:
         weights = [linear.weight for linear in linears]
         bias = None
         if any(linear.bias is not None for linear in linears):
-            bias = torch.cat([_bias_of(linear) for linear in linears])
+            bias = torch.cat([
+                linear.weight.new_zeros(len(linear.weight)) if linear.bias is None else linear.bias
+                for linear in linears
+            ])  # fmt: skip
         is_onednn = products_of(linears[0], weights[0]) is ONEDNN
         if pays(weights[0], steps) and not is_onednn:
             matrix = transposed(weights)
         else:
             whole = weights[0] if len(weights) == 1 else torch.cat(weights)
             if pays_packed(whole, steps):
-                self.matrix = packed(whole)
-                self.apply = functools.partial(packed_linear, weight=self.matrix, bias=bias)
-                self.add_to = functools.partial(_add_packed, weight=self.matrix, bias=bias)
+                # Closures hold the matrix, not `self`: a cycle would keep it in memory.
+                self.matrix = matrix = packed(whole)
+                self.apply = functools.partial(packed_linear, weight=matrix, bias=bias)
+                self.add_to = lambda residual, inputs: packed_linear(inputs, matrix, bias, residual)
                 return
             matrix = whole.t()
         self.matrix = matrix
@@ -168,16 +172,6 @@ def _adapted(
     plain = apply(inputs)
     summed = torch.addmm(plain.to(down.dtype), torch.mm(inputs.to(down.dtype), down), up)
     return summed.to(plain.dtype)
-
-
-def _add_packed(
-    residual: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    return packed_linear(inputs, weight, bias, residual)
-
-
-def _bias_of(linear: nn.Linear) -> torch.Tensor:
-    return linear.weight.new_zeros(len(linear.weight)) if linear.bias is None else linear.bias
 
 
 def _norm(module: nn.Module) -> _Norm:
@@ -273,7 +267,7 @@ class _Layer:
 
 
 class LlamaStep:
-    """Logits behind one new token per row, for models that `is_llama_shaped`.
+    """Logits after one new token per row, for models that `is_llama_shaped`.
 
     Holds copies of adapters, and of the weights where the layout pays: make a new one after they
     change.

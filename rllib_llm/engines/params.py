@@ -32,7 +32,7 @@ class SamplingParams:
     """
 
     pad_token_id: int
-    """Fills completions behind their end."""
+    """Fills completions after their end."""
     stop_token_ids: tuple[int, ...] = ()
     """Each of these ends a completion and belongs to it."""
     max_new_tokens: int = 64
@@ -48,7 +48,7 @@ class SamplingParams:
     greedy: bool = False
     """Take the likeliest token; top_k, top_p and min_p then have no effect."""
     top_logprobs: int = 0
-    """So many of the likeliest tokens are told beside each that is sampled, >= 0."""
+    """So many of the likeliest tokens are returned with each that is sampled, >= 0."""
     min_p: float = 0.0
     """Sample from tokens at least this share as likely as the likeliest, 0 .. 1; 0 switches it off
     (Nguyen et al. 2024, arXiv:2407.01082)."""

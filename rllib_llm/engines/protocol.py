@@ -2,7 +2,7 @@
 finished.
 
 A row is one completion to be sampled: its prompt, what was sampled of it before, and settings and
-randomness of its own. Everything that samples stands on this: a batch is "add all, step until
+its own randomness. Everything that samples stands on this: a batch is "add all, step until
 empty", a conversation adds a row per turn, a server adds rows as requests come.
 """
 
@@ -42,7 +42,7 @@ class Tokens(NamedTuple):
     finish: Finish | None = None
     """Why there will be no more of them; None where there may be."""
 
-    def behind(self, start: int) -> Tokens:
+    def since(self, start: int) -> Tokens:
         """Those from the token `start` on."""
         return Tokens(
             self.token_ids[start:], self.logprobs[start:], self.versions[start:],
@@ -73,7 +73,7 @@ class Guide(Protocol):
         """Why it cannot follow the row any further; "" while it can."""
 
     def allowed(self) -> torch.Tensor:
-        """[n <= vocab] bool on the CPU: what may come next. Tokens behind the last may not."""
+        """[n <= vocab] bool on the CPU: what may come next. Tokens after the last may not."""
 
     def take(self, token_id: int) -> None:
         """The token that was sampled."""
@@ -105,9 +105,9 @@ class Row:
 
     id: Hashable
     """Names the row in the engine; free again when the row has ended. `EngineLoop` gives each row
-    an id of its own."""
+    its own id."""
     token_ids: Sequence[int]
-    """The prompt, and behind it what was sampled of this completion before, without padding."""
+    """The prompt, then what was sampled of this completion before, without padding."""
     params: SamplingParams
     """max_new_tokens and min_new_tokens count what was sampled before, too."""
     num_sampled: int = 0
@@ -154,7 +154,7 @@ class Ended:
 
     @property
     def tokens(self) -> Tokens:
-        """The same as `Engine.sampled` tells it."""
+        """The same as `Engine.sampled` returns it."""
         return Tokens(self.token_ids, self.logprobs, self.versions, self.likeliest, self.finish)
 
 
@@ -234,11 +234,11 @@ class Completions:
     completion_mask: torch.Tensor
     """[batch, T] bool, True for sampled tokens, the stop token among them."""
     logprobs: torch.Tensor
-    """[batch, T] float32, log_softmax(logits / temperature) of each token, 0 behind the end."""
+    """[batch, T] float32, log_softmax(logits / temperature) of each token, 0 after the end."""
     finished: torch.Tensor
     """[batch] bool, True where a stop token ended the completion."""
     values: torch.Tensor | None = None
-    """[batch, T] float32, of the state before each token, 0 behind the end; where a critic was."""
+    """[batch, T] float32, of the state before each token, 0 after the end; with a critic."""
     versions: torch.Tensor | None = None
     """[batch, T] int32, of the weights that sampled each token, -1 where that is unknown or there
     is none; where the caller says so."""

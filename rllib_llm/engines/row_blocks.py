@@ -45,7 +45,7 @@ def is_alike(lengths: np.ndarray, rows: np.ndarray, cost: float) -> bool:
     """
     order = np.argsort(-lengths, kind="stable")
     lengths, rows = lengths[order], rows[order]
-    shorter = rows[::-1].cumsum()[::-1]  # rows of this length and of the shorter ones behind it
+    shorter = rows[::-1].cumsum()[::-1]  # rows of this length and of the shorter ones after it
     return bool(((lengths[0] - lengths) * shorter <= cost).all())
 
 
@@ -94,7 +94,7 @@ class RowBlock:
         # On the host, of each row: its column of the buffers, which names it, and where it starts.
         self.columns = self.starts = np.empty(0, dtype=np.int64)
         self.length = self.first = 0  # positions in use; those before `first` are padding only
-        self._has_padding = False  # some row has it behind `first`
+        self._has_padding = False  # some row has it after `first`
         # [rows, positions] bool, True from a row's start on, for steps to come as well: made anew
         # at each it cost a tiny model 7 % of its time. None: it is made when it is asked for.
         self._mask: torch.Tensor | None = None
@@ -214,7 +214,7 @@ class RowBlock:
 
 
 class RowBlocks:
-    """Blocks that each have rows; one block, perhaps without, where nobody is in the batch.
+    """Blocks that each have rows; one block, perhaps without, where the batch is empty.
 
     Args:
         cost: row positions that one more block has to save; infinite for one block of all rows.
@@ -275,7 +275,7 @@ class RowBlocks:
         self.find_order(columns)
 
     def _join(self) -> None:
-        """Moves the rows of blocks to longer ones where a length of their own saves too little."""
+        """Moves the rows of blocks to longer ones where their own length saves too little."""
         longer: list[RowBlock] = []
         for block in sorted(self._blocks, key=lambda block: -block.span):
             if not len(block):

@@ -56,7 +56,7 @@ def choose_for_rows(
             if column in guides and alive[i]:
                 guides[column].take(tokens[i])
     if counts:
-        counts.note(rows.columns[start:], chosen.tokens, rows.alive[start:])
+        counts.record(rows.columns[start:], chosen.tokens, rows.alive[start:])
     return chosen
 
 
@@ -162,7 +162,7 @@ class TokenCounts:
         self._prompted[slot, prompt] = True
         self._sampled[slot] = torch.bincount(sampled, minlength=self._sampled.shape[1])
 
-    def note(self, columns: np.ndarray, tokens: torch.Tensor, alive: torch.Tensor) -> None:
+    def record(self, columns: np.ndarray, tokens: torch.Tensor, alive: torch.Tensor) -> None:
         """Counts tokens [n] that were sampled for rows [n], where these are alive [n]."""
         counted = [i for i, column in enumerate(columns.tolist()) if column in self._slots]
         place = torch.tensor(counted, device=tokens.device)

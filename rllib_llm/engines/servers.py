@@ -153,7 +153,7 @@ _LABEL = re.compile(r"(?:(\d+)\.)?(\d+)\Z")  # "2.31", or "step-31"
 
 
 class TokenCompletions(CompletionClient):
-    """Asks for token ids, by vLLM's interface of its own.
+    """Asks for token ids, by vLLM's own interface.
 
     Args:
         base_url: of the server, with or without "/v1" at its end.
@@ -209,16 +209,14 @@ def _read(params: SamplingParams, asked: tuple[int, int] | None, answer: Any) ->
     if choice["finish_reason"] not in ("stop", "length") or not ids:
         raise ValueError(f"finish_reason={choice['finish_reason']!r} with {len(ids)} tokens")
     logprobs = [float(entry["logprob"]) for entry in entries]
-    if [_token_of(entry) for entry in entries] != ids or not all(map(math.isfinite, logprobs)):
+    # The token that an entry is about, in either of vLLM's shapes.
+    tokens = [int(e.get("token_id", str(e.get("token", "")).removeprefix("token_id:")))
+              for e in entries]  # fmt: skip
+    if tokens != ids or not all(map(math.isfinite, logprobs)):
         raise ValueError("the log-probs are not those of the tokens")
     versions = _versions(choice["weight_versions"], len(ids), asked)
     finish: Finish = "stop" if ids[-1] in params.stop_token_ids else "length"
     return Ended(None, ids, logprobs, versions, finish)
-
-
-def _token_of(entry: Any) -> int:
-    """The token that an entry is about, in either of vLLM's shapes."""
-    return int(entry.get("token_id", str(entry.get("token", "")).removeprefix("token_id:")))
 
 
 def _versions(spans: Any, count: int, asked: tuple[int, int] | None) -> list[int]:

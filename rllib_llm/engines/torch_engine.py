@@ -34,7 +34,7 @@ from rllib_llm.modules.packing import recurring_size
 from rllib_llm.modules.trunk import padded_hidden, take_apart, wants_recurring_sizes
 from rllib_llm.shared.errors import Problems
 
-# --- Log-probs of texts that nobody samples: what `echo` of a server shows of a prompt
+# --- Log-probs of given texts: what `echo` of a server returns of a prompt
 
 # Logits of so many positions at once: of a long text they need more memory than the model.
 _BLOCK = 512
@@ -311,7 +311,7 @@ class TorchEngine:
     def sampled(self, ids: Sequence[Hashable], starts: Sequence[int]) -> list[Tokens]:
         first = dict(zip(ids, starts, strict=True))
         found = {
-            each.id: each.tokens.behind(first[each.id]) for each in self._left if each.id in first
+            each.id: each.tokens.since(first[each.id]) for each in self._left if each.id in first
         }
         held = [self._rows[i] for i in ids if i not in found]
         # The clock says how far the rows of the batch are; the others have no new token yet.
@@ -331,7 +331,7 @@ class TorchEngine:
             finish: Finish | None = "stop"  # only a stop token ends a row before the clock says so
             if begin + len(tokens.token_ids) == end:
                 finish = finish_of(each.row, tokens, end) if tokens.token_ids else None
-            found[each.row.id] = tokens._replace(finish=finish).behind(start - begin)
+            found[each.row.id] = tokens._replace(finish=finish).since(start - begin)
         return [found[i] for i in ids]
 
     def _read(

@@ -1,9 +1,9 @@
 """vLLM as a sampler's engine, in the sampler's own process.
 
     VLLMEngine   one vLLM: its weights, its steps
-    VLLMRows     rows in it, behind the protocol of engines; there may be several of them
+    VLLMRows     rows in it, by the protocol of engines; there may be several of them
 
-Its log-probs come from kernels of its own: they are what the tokens were sampled with (the
+Its log-probs come from its own kernels: they are what the tokens were sampled with (the
 behaviour policy), and differ from the learner's by round-off. `off_policy="decoupled"` corrects for
 that.
 """
@@ -178,7 +178,7 @@ class VLLMEngine:
         """Copies the policy's weights, under the names of its state, into vLLM's parameters."""
         named = iter([(name.removeprefix(TRUNK), tensor) for name, tensor in weights.items()])
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
-        if not self._takers:  # frees what nobody can use any more
+        if not self._takers:  # frees what no request can use any more
             self._llm.reset_prefix_cache()
         self.num_loads += 1
         self.has_weights = True
@@ -298,7 +298,7 @@ class VLLMRows:
     def sampled(self, ids: Sequence[Hashable], starts: Sequence[int]) -> list[Tokens]:
         found = {row_id: held.tokens for row_id, held in self._rows.items()}
         found |= {each.id: each.tokens for each in self._ended}
-        return [found[row_id].behind(at) for row_id, at in zip(ids, starts, strict=True)]
+        return [found[row_id].since(at) for row_id, at in zip(ids, starts, strict=True)]
 
     def abort(self, ids: Sequence[Hashable]) -> list[Ended]:
         wanted = set(ids)
@@ -385,7 +385,7 @@ def _is_on_cpu() -> bool:
 
 
 def _cache_memory() -> dict[str, int]:
-    """The setting of vLLM that bounds keys and values on a CPU, where nobody else did."""
+    """The setting of vLLM that bounds keys and values on a CPU, unless it is set."""
     if not _is_on_cpu() or "VLLM_CPU_KVCACHE_SPACE" in os.environ:
         return {}
     return {"kv_cache_memory_bytes": _CPU_CACHE_BYTES}

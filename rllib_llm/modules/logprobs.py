@@ -114,7 +114,7 @@ def completion_hidden(
 ) -> Tensor:  # fmt: skip
     """The state of a bare trunk (`AutoModel`) that V_t judges, [batch, completion_len, hidden].
 
-    The same as `score_completions(..., hidden=True).hidden`, for a critic with a trunk of its own.
+    The same as `score_completions(..., hidden=True).hidden`, for a critic with its own trunk.
     """
     rows = completion_rows(prompt_ids, prompt_mask, completion_ids, completion_mask)
     wanted = wanted_tokens(trunk, rows)
@@ -126,7 +126,7 @@ class _Run:
     """One pass's outputs at the positions that predict the wanted tokens.
 
     `logits_of` turns any slice of `states` [tokens, ...] into logits [tokens, vocab], which are
-    nobody else's where `makes_logits`; else the states are logits themselves.
+    free to be overwritten where `makes_logits`; else the states are logits themselves.
     """
 
     wanted: WantedTokens

@@ -44,7 +44,7 @@ _FAILURES = (
 )  # fmt: skip
 NUM_ATTEMPTS = 3
 FIRST_DELAY_S = 1.0
-# The hub client has retries of its own; past this time further ones only keep the user waiting.
+# The hub client retries, too; past this time further ones only keep the user waiting.
 RETRY_BUDGET_S = 20.0
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -83,7 +83,7 @@ def source_kind(model: str | os.PathLike, *, name: str = "model") -> tuple[str, 
         return FOLDER, value
     if os.path.exists(value) or value.endswith(_WEIGHT_FILES):
         remedy = "Name the folder that holds it; GGUF is not read"
-        raise no_model(model, "it is a file", remedy, name)
+        raise no_model(model, "it is the name of a file", remedy, name)
     if _DOTTED.fullmatch(value):
         return DOTTED, value
     if not _HUB_ID.fullmatch(value):
@@ -298,7 +298,7 @@ def vocabulary_difference(
     """The first id of `tokenizer` that `model` reads as another token, or has no embedding for, as
     a clause about `whose` token it is; "" without one.
 
-    A model without a tokenizer of its own is asked for the number of its embeddings alone.
+    A model without a tokenizer is asked for the number of its embeddings alone.
     """
     vocabulary, own = tokenizer.get_vocab(), _tokens_by_id(model)
     for i, token in sorted((i, token) for token, i in vocabulary.items()):

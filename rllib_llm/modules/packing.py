@@ -2,7 +2,7 @@
 answers brought back.
 
 Every model reads rows of the longest's length (`pack`). Models whose attention can be laid out
-read tokens one behind another, what rows have in common only once (`pack_dense`):
+read concatenated tokens, what rows have in common only once (`pack_dense`):
 
     [prompt a | prompt b | completion a1 | completion a2 | completion b1 | ...]
 
@@ -15,7 +15,7 @@ by filler, shortest first, and wanted tokens are followed by surplus ones:
     tokens   [prompt a | completion a1 + filler | completion a2 | ...]
     wanted   [a1's tokens | a2's tokens | ... | surplus: the first one again]
 
-Attention looks back, so that no other token sees filler, and nobody reads the surplus.
+Attention looks back, so that no other token sees filler, and the surplus is not read.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class WantedTokens:
 
     def pick(self, per_position: Tensor) -> Tensor:
         """[batch, length, ...] -> [tokens, ...] at the positions that predict the wanted tokens,
-        and at the surplus ones behind them."""
+        and at the surplus ones after them."""
         return per_position.flatten(0, 1).index_select(0, self.predicted_at)
 
     def without_surplus(self, per_token: Tensor) -> Tensor:
@@ -259,17 +259,17 @@ def _filled(own: Tensor, ids: Tensor, num_others: int) -> tuple[Tensor, Tensor, 
     are a `recurring_size`, and where they are filler."""
     total = num_others + int(own.sum())
     missing = recurring_size(total) - total
-    further = -(-missing // len(own))  # columns that suffice if no row has room of its own
+    further = -(-missing // len(own))  # columns that suffice if no row has room
     own, ids = pad(own, (0, further)), pad(ids, (0, further))
-    behind = (own.flip(1).cumsum(dim=1).flip(1) == 0).cumsum(dim=1)  # 1, 2 ... behind a row's end
-    length = (own.sum(dim=1, keepdim=True) + behind).where(behind > 0, own.shape[1] + 1)
+    after = (own.flip(1).cumsum(dim=1).flip(1) == 0).cumsum(dim=1)  # 1, 2 ... after a row's end
+    length = (own.sum(dim=1, keepdim=True) + after).where(after > 0, own.shape[1] + 1)
     chosen = length.flatten().argsort(stable=True)[:missing]
     filler = torch.zeros_like(own).flatten().index_fill_(0, chosen, True).view_as(own)
     return own | filler, ids.masked_fill(filler, 0), filler
 
 
 def _with_surplus(per_token: Tensor) -> Tensor:
-    """Its first number again and again behind it, until there are a `recurring_size`."""
+    """The numbers, followed by the first again until there are a `recurring_size`."""
     return torch.cat(
         [per_token, per_token[:1].expand(recurring_size(len(per_token)) - len(per_token))]
     )

@@ -56,11 +56,11 @@ def faster_library(
 
 
 class _Torch:
-    """Matrix products without autograd of their own, by whatever torch takes for the tensors' dtype
+    """Matrix products without their own autograd, by whatever torch takes for the tensors' dtype
     and device."""
 
     def mm(self, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-        """a b; perhaps in the memory of `out`, which nobody else may need."""
+        """a b; perhaps in the memory of `out`, which must be free."""
         return torch.mm(a, b, out=out)
 
     def linear(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -68,7 +68,7 @@ class _Torch:
         return F.linear(inputs, weight, bias)
 
     def add_mm(self, total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """total + a b; perhaps in the memory of `total`, which nobody else may need."""
+        """total + a b; perhaps in the memory of `total`, which must be free."""
         return total.addmm_(a, b)
 
     def add_linear(self, total: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:

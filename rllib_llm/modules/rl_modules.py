@@ -63,7 +63,7 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
 
     pretrained_model: folder, hub id or dotted path of the policy (and its tokenizer).
     dtype: torch dtype name of the weights.
-    critic: "shared" (a value head on the policy's trunk), "separate" (a trunk of its own) or
+    critic: "shared" (a value head on the policy's trunk), "separate" (its own trunk) or
         "none" (critic-free algorithms).
     critic_model: what a separate critic starts from, usually the reward model; the policy's model
         when None.

@@ -106,7 +106,7 @@ def padded_hidden(trunk: nn.Module, input_ids: Tensor) -> Tensor:
 
 
 def reads_dense(trunk: nn.Module) -> bool:
-    """Whether a trunk gives the same states for rows one behind another as for padded ones.
+    """Whether a trunk gives the same states for concatenated rows as for padded ones.
 
     Tried once per instance (and kind of attention), on models that compute attention through
     transformers' interface by torch's SDPA; a trunk that passes is left with `packed_attention` in
@@ -262,7 +262,8 @@ def _matching_halves(model: PreTrainedModel, head: nn.Module | None) -> TrunkAnd
         seen = _run_with_probe(model, head, input_ids)
         if seen is None:
             return None
-        transform = _matching_transform(seen, model.config)
+        transforms = _declared_transforms(model.config)
+        transform = next((t for t in transforms if same_numbers(t(seen.probe), seen.logits)), None)
         # Most models call their base_model, OPT its inner decoder; ModernBERT's is its head.
         for trunk in dict.fromkeys((model.base_model, model.get_decoder())):
             if transform is None or trunk is None or trunk is model or trunk is head:
@@ -300,13 +301,6 @@ def _run_with_probe(model: nn.Module, head: nn.Module, input_ids: Tensor) -> _Se
     if len(calls) != 1 or calls[0][1].shape != logits.shape:
         return None
     return _Seen(calls[0][0], calls[0][1], logits)
-
-
-def _matching_transform(seen: _Seen, config: Any) -> LogitTransform | None:
-    for transform in _declared_transforms(config):
-        if same_numbers(transform(seen.probe), seen.logits):
-            return transform
-    return None
 
 
 def _declared_transforms(config: Any) -> Iterator[LogitTransform]:

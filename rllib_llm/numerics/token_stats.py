@@ -21,7 +21,7 @@ def token_stats(
     """Log-prob of each target [tokens] and, on request, entropy of its distribution, nats.
 
     Of logits / temperature in float32, whatever the dtype of `logits` [tokens, vocab] (float64
-    stays). With `consume` the backward pass writes the gradient over the logits, which nobody else
+    stays). With `consume` the backward pass writes the gradient over the logits, which nothing else
     may need: half the memory. Autograd refuses a second backward pass then.
     """
     logprobs, entropies = _TokenStats.apply(logits, targets, temperature, entropy, consume)

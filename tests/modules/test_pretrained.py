@@ -189,7 +189,7 @@ def test_generation_config_is_optional(folder, judge_folder):
     [
         ("/no/such/folder", "there is no folder '/no/such/folder'. Check the path"),
         ("~/no such folder", f"there is no folder '{Path.home()}/no such folder'"),
-        ("model.gguf", "it is a file. Name the folder that holds it; GGUF is not read"),
+        ("model.gguf", "it is the name of a file. Name the folder that holds it"),
         ("", "it is empty"),
         (None, "it is a NoneType"),
         (3, "it is a int"),
@@ -205,7 +205,7 @@ def test_no_model_there(value, message):
 def test_a_file_and_an_empty_folder(tmp_path):
     file = tmp_path / "weights.bin"
     file.touch()
-    with pytest.raises(Problems, match="it is a file. Name the folder"):
+    with pytest.raises(Problems, match="it is the name of a file. Name the folder"):
         load_causal_lm(file)
     (tmp_path / "empty").mkdir()
     with pytest.raises(Problems, match=r"no config.json \(it holds nothing\)"):
