@@ -129,7 +129,7 @@ class BatchRows:
         self.alive = self.alive.new_ones(moves.num_rows)
 
     def by_settings(self, start: int) -> Iterator[tuple[RowSettings, np.ndarray | None]]:
-        """Which settings rows `start` and following have, each with the rows that have them,
+        """Yields the settings that rows from `start` on have, each with the rows that have them,
         counted from `start`; None where all have."""
         setting = self.setting[start:]
         if (setting == setting[0]).all():
@@ -432,8 +432,8 @@ class PromptQueue:
         return all(group.prefix is not None for group in self._groups)
 
     def fitting(self, free: float, max_tokens: int | None, whatever: bool) -> int:
-        """How many of the first groups have together at most `free` rows, and at most `max_tokens`
-        of prompts to read if there are several; one at least if `whatever`."""
+        """The number of first groups that have together at most `free` rows, and at most
+        `max_tokens` of prompts to read if there are several; one at least if `whatever`."""
         count, longest = 0, 0
         for group in self._groups:
             free -= len(group.columns)

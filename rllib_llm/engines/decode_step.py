@@ -26,8 +26,8 @@ from rllib_llm.modules.trunk import take_apart, wants_recurring_sizes
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """How a model is decoded, decided once when it is loaded. Its layers, device and dtype must not
-    change afterwards.
+    """Decisions about decoding a model, made once when it is loaded. Its layers, device and dtype
+    must not change afterwards.
 
     num_layers: attention layers of a `SharedPromptCache`; None: it wants transformers' own cache.
     is_llama: whether `LlamaStep` computes what the model computes. is_recordable: whether its step
@@ -345,7 +345,7 @@ def positions_of_record(length: int, capacity: int) -> int:
 def visible(
     column: torch.Tensor, positions: torch.Tensor, num_positions: int, window: int | None
 ) -> torch.Tensor:
-    """Which columns of the cache a left-padded row looks at, [rows, num_positions] bool.
+    """Mask of the cache's columns that a left-padded row looks at, [rows, num_positions] bool.
 
     Args:
         column: [1] int64, the column of the rows' newest tokens.

@@ -251,7 +251,7 @@ class Decoder:
                 self._prefill_rest(alike_groups)
 
     def _length_to_read(self, num_prompts: int, length: int) -> int:
-        """How many positions of so many prompts are read where `length` would do."""
+        """The positions of so many prompts that are read where `length` would do."""
         return recurring_length(num_prompts, length) if self.plan.has_recurring_sizes else length
 
     def _prefill(self, groups: Sequence[PromptGroup]) -> None:

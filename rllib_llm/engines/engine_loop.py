@@ -126,7 +126,7 @@ class EngineLoop:
         return done
 
     def complete(self, token_ids: Sequence[int], params: SamplingParams, **asked: Any) -> Ended:
-        """As `submit`, and waits for the completion."""
+        """Calls `submit` and waits for the completion."""
         return self.submit(token_ids, params, **asked).result()
 
     async def complete_async(
@@ -154,7 +154,7 @@ class EngineLoop:
     def load(
         self, weights: dict[str, torch.Tensor], version: int, in_flight: InFlight = "finish"
     ) -> None:
-        """As `Engine.load`, and waits until the engine has taken them.
+        """Calls `Engine.load` in the thread, and waits until it has returned.
 
         Raises:
             ValueError: they are those of another model; the engine keeps its own.
@@ -318,7 +318,7 @@ class EngineLoop:
 
 
 def settle(future: Future[Result], result: Result | BaseException) -> None:
-    """Gives a future its result, or its exception, unless it was cancelled or has one."""
+    """Sets a future's result or exception, unless it was cancelled or has one."""
     with contextlib.suppress(InvalidStateError):
         if isinstance(result, BaseException):
             future.set_exception(result)

@@ -82,7 +82,7 @@ class HotSwapEngine:
 
     @property
     def versions(self) -> list[int]:
-        """Those that rows may ask for, the newest first."""
+        """The versions that rows may ask for, the newest first."""
         engines = self._engines if self._takes_older else self._engines[:1]
         return [engine.version for engine in engines if engine.version is not None]
 

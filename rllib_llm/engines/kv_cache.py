@@ -276,14 +276,14 @@ class RepeatedPromptCache(DynamicCache):
     capacity = sys.maxsize
 
     def look_from(self, first: int) -> int:
-        """As `SharedPromptCache.look_from`."""
+        """See `SharedPromptCache.look_from`."""
         return 0
 
     def clear(self) -> None:
         """Does nothing: the next prompts come with another cache."""
 
     def move_rows(self, sources: torch.Tensor, targets: torch.Tensor, num_rows: int) -> None:
-        """As `SharedPromptLayer.move_rows`."""
+        """See `SharedPromptLayer.move_rows`."""
         order = torch.arange(num_rows, device=sources.device)
         order[targets] = sources
         self.reorder_cache(order)
@@ -314,7 +314,7 @@ class Prefix:
 
     @property
     def num_bytes(self) -> int:
-        """That its keys and values take."""
+        """Bytes of its keys and values."""
         return sum(t.numel() * t.element_size() for pair in self.layers for t in pair)
 
 

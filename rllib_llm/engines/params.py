@@ -68,7 +68,8 @@ class SamplingParams:
     def of(
         cls, config: Any, pad_token_id: int = 0, ends: Sequence[int] = (), *, greedy: bool = False
     ) -> SamplingParams:
-        """As a config says, an algorithm's; `ends`: the model's, where it sets no stop tokens."""
+        """The settings of an algorithm's config; `ends`: the model's, where it sets no stop
+        tokens."""
         stops = ends if config.stop_token_ids is None else config.stop_token_ids
         names = ("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p")
         chosen = {name: getattr(config, name) for name in names}

@@ -43,7 +43,7 @@ class Tokens(NamedTuple):
     """Why there will be no more of them; None where there may be."""
 
     def since(self, start: int) -> Tokens:
-        """Those from the token `start` on."""
+        """The tokens from `start` on."""
         return Tokens(
             self.token_ids[start:], self.logprobs[start:], self.versions[start:],
             self.likeliest[start:], self.finish,

@@ -1,4 +1,4 @@
-"""How rows share memory: the blocks of a batch on a CPU, and how many rows fit into a GPU's."""
+"""Memory of rows: the blocks of a batch on a CPU, and the rows that fit into a GPU's memory."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def _choose_alike(
     setting: RowSettings, columns: np.ndarray, logits: torch.Tensor, noise: torch.Tensor | None,
     age: np.ndarray, allowed: torch.Tensor | None, counts: TokenCounts,
 ) -> Chosen:  # fmt: skip
-    """As `_choose`, of rows with the same settings, which have sampled `age` [n] tokens."""
+    """`_choose` for rows with the same settings, which have sampled `age` [n] tokens."""
     params, stops = setting.params, setting.stops
     if setting.adjusts:
         logits = counts.adjusted(columns, logits, setting)
@@ -130,7 +130,7 @@ def _allowed_by_guides(
 
 
 class TokenCounts:
-    """Which tokens have occurred in rows with penalties; false while there are none."""
+    """Counts of the tokens that have occurred in rows with penalties; false without such rows."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._slots: dict[int, int] = {}  # lines of the tensors, by column of the buffers

@@ -237,7 +237,7 @@ class TorchEngine:
         self._buffers.reserve(longest, wanted)
 
     def _begin(self, row: Row, noise: torch.Tensor | None) -> _RunningRow:
-        """Gives a row a column; `noise` unless it is greedy."""
+        """Assigns a row a column; `noise` unless it is greedy."""
         held = _RunningRow(row, self._free.pop())
         self._rows[row.id], self._ids[held.column] = held, row.id
         if row.guide is not None:

@@ -1,5 +1,5 @@
-"""Where models come from (local folders, Hugging Face hub ids, dotted paths), and what can be read
-of one without loading its weights: context length, vocabulary, size.
+"""Sources of models (local folders, Hugging Face hub ids, dotted paths), and what can be read of
+one without loading its weights: context length, vocabulary, size.
 """
 
 from __future__ import annotations

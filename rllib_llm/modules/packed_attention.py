@@ -63,7 +63,7 @@ class AttentionBlock:
 
 @dataclass(frozen=True)
 class AttentionLayout:
-    """How tokens [tokens] are spread over blocks; `places` [tokens] is where each token's own
+    """Blocks over which tokens [tokens] are spread; `places` [tokens] is where each token's own
     query stands in the blocks' flattened queries, the blocks concatenated."""
 
     blocks: tuple[AttentionBlock, ...]

@@ -77,8 +77,8 @@ class _Torch:
 
 
 class _OneDNN:
-    """By oneDNN, through the operators that torch's own compiler uses. It reads transposed matrices
-    where they lie."""
+    """Products by oneDNN, through the operators that torch's own compiler uses. It reads transposed
+    matrices where they lie."""
 
     def mm(self, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
         return self.linear(a, b.t())

@@ -124,7 +124,7 @@ def policy_eos_ids(model: str, tokenizer: Any) -> tuple[int, ...]:
 
 
 def ensure_pad_token(tokenizer: PreTrainedTokenizerBase, eos_ids: tuple[int, ...] = ()) -> None:
-    """Gives `tokenizer` a pad token that is none of `eos_ids`, without growing the vocabulary.
+    """Sets a pad token of `tokenizer` that is none of `eos_ids`, without growing the vocabulary.
 
     Pad ids are only filler here: masks say which tokens count, so any id that the embedding knows
     will do, and EOS inside a mask is learned whatever the pad token is. A distinct one is chosen

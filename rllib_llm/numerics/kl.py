@@ -66,11 +66,11 @@ class FixedKLCoefficient:
         return self.value
 
     def state_dict(self) -> dict[str, Any]:
-        """Its state for a checkpoint."""
+        """The state for a checkpoint."""
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to a checkpoint's coefficient."""
+        """Restores a checkpoint's coefficient."""
         self.value = float(state["value"])
 
 
@@ -102,9 +102,9 @@ class AdaptiveKLCoefficient:
         return self.value
 
     def state_dict(self) -> dict[str, Any]:
-        """Its state for a checkpoint."""
+        """The state for a checkpoint."""
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to a checkpoint's coefficient; target and horizon stay the config's."""
+        """Restores a checkpoint's coefficient; target and horizon stay the config's."""
         self.value = float(state["value"])

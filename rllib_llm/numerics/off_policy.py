@@ -121,7 +121,7 @@ def kept_tokens(
 def age_metrics(
     versions: Tensor, mask: Tensor, current: int, num_bins: int = 5
 ) -> dict[str, float]:
-    """How old the weights were that sampled a batch, in updates, over the tokens of `mask`.
+    """Ages of the weights that sampled a batch, in updates, over the tokens of `mask`.
 
     `age_mean`, `age_max`, `age_<k>` the share of tokens of age k (the last bin those of
     `num_bins - 1` and more), and `versions`, the mean number of versions in one completion.

@@ -102,11 +102,11 @@ class RunningScoreScale:
         return (scores - shift) / (self.std + self.eps)
 
     def state_dict(self) -> dict[str, Any]:
-        """Its state for a checkpoint."""
+        """The state for a checkpoint."""
         return {"count": self.count, "mean": self.mean, "square_sum": self._square_sum}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to a checkpoint's moments."""
+        """Restores a checkpoint's moments."""
         self.count = float(state["count"])
         self.mean = float(state["mean"])
         self._square_sum = float(state["square_sum"])
@@ -114,7 +114,7 @@ class RunningScoreScale:
 
 @dataclass(frozen=True)
 class RolloutRows:
-    """Which rows of a batch are of one rollout.
+    """The rows of a batch that are of one rollout.
 
     owners [batch] int64: the first row of each row's rollout, in the order of the batch; lasts
     [batch] int64: the last one. is_alone: whether each row is a rollout, as nearly always: then
@@ -177,11 +177,11 @@ class RolloutRows:
         return total
 
     def spread(self, per_rollout: Tensor) -> Tensor:
-        """Gives all rows of a rollout what its first row has, [batch]."""
+        """The value of each rollout's first row for all of its rows, [batch]."""
         return per_rollout if self.is_alone else per_rollout[self.owners]
 
     def at_end(self, per_row: Tensor) -> Tensor:
-        """Gives all rows of a rollout what its last row has, [batch]."""
+        """The value of each rollout's last row for all of its rows, [batch]."""
         return per_row if self.is_alone else per_row[self.lasts]
 
 
