@@ -310,7 +310,7 @@ class EngineLoop:
         request = self._requests.pop(ended.id, None)
         if request is None:
             return
-        rest = ended.tokens.behind(request.num_streamed)
+        rest = ended.tokens.since(request.num_streamed)
         if request.streams and not self._hand_on(request, rest):
             return
         problem = request.row.guide.problem if request.row.guide is not None else ""

@@ -137,6 +137,7 @@ class SamplingParams:
             (all(-100.0 <= value <= 100.0 for _, value in self.logit_bias), "logit_bias",
              "of numbers within -100 and 100", never),
         ]  # fmt: skip
-        for holds, name, rule, *remedy in rules:
+        for holds, name, rule, *remedies in rules:
             if not holds:
-                yield Problem(name, f"be {rule}", "", *remedy, value=getattr(self, name))
+                remedy = next(iter(remedies), "")
+                yield Problem(name, f"be {rule}", "", remedy, getattr(self, name))

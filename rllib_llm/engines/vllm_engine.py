@@ -402,4 +402,4 @@ def check_heads(config: Any, model: str) -> None:
     width = getattr(config, "head_dim", None) or config.hidden_size // num_heads
     if width < _MIN_HEAD_DIM:
         rule = f"have a head_dim of at least {_MIN_HEAD_DIM} with engine='vllm' on a CPU"
-        raise Problems("model", rule, f"its is {width}", "Use engine='torch'", model)
+        raise Problems("model", rule, f"it is {width}", "Use engine='torch'", model)

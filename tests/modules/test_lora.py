@@ -344,7 +344,7 @@ def test_all_wrong_settings_are_named_at_once():
     found = [(problem.name, problem.remedy) for problem in caught.value.found]
     assert found == [
         ("lora.rank", "Did you mean 'r'?"),
-        ("lora.lora_alpha", "Did you mean 'alpha'?"),
+        ("lora.lora_alpha", "Did you mean 'alpha' or 'r'?"),
         ("lora.dropout", ""),
     ]
 
