@@ -69,7 +69,7 @@ def generate(
     """
     assert num_completions >= 1 and steps_between_looks != 0 and max_rows != 0
     _check_inputs(model, prompt_ids, prompt_mask, params, num_completions, noise)
-    check_decoding_once(model)
+    check_decoding(model)
     plan = plan or DecodePlan.of(model)
     device = next(model.parameters()).device
     steps_between_looks = steps_between_looks or plan.steps_between_looks
@@ -209,17 +209,10 @@ _TOLERANCE = 0.2
 _PASSED = "decodes_with_a_cache"
 
 
-def check_decoding_once(model: nn.Module) -> None:
-    """`check_decoding`, at the first call for a model."""
-    if not getattr(model, _PASSED, False):
-        check_decoding(model)
-        setattr(model, _PASSED, True)
-
-
 @torch.no_grad()
 def check_decoding(model: nn.Module) -> None:
     """Two cached steps of two rows, one with padding, against passes without cache or padding; one
-    of the rows leaves in between. Costs a few passes over eight tokens.
+    of the rows leaves in between. Costs a few passes over eight tokens, at the first call.
 
     Args:
         model: causal LM of transformers in eval mode.
@@ -227,19 +220,22 @@ def check_decoding(model: nn.Module) -> None:
     Raises:
         ValueError: they differ: completions would be those of another model.
     """
+    if getattr(model, _PASSED, False):
+        return
     device = next(model.parameters()).device
     vocab = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.arange(5, 5 + _PROMPT_LEN + 2, device=device) * 7 % vocab
     expected = _without_cache(model, ids)
     for name, logits in _with_cache(model, ids):
         if not bool(expected[name].isfinite().all()):
-            return  # of the weights, which is found while sampling
+            break  # of the weights, which is found while sampling
         gap = _spread(logits - expected[name]) / _spread(expected[name]).clamp(min=1e-20)
         if not bool((gap <= _TOLERANCE).all()):  # this way round, NaN is refused, too
             reason = f"they differ by {float(gap.max()):.2g} of their spread ({name})"
             remedy = "Use a model without recurrent layers with engine='torch'"
             rule = "give the same logits with a cache and padding as without"
-            raise Problems("pretrained_model", rule, reason, remedy, type(model).__name__)
+            raise Problems("model", rule, reason, remedy, type(model).__name__)
+    setattr(model, _PASSED, True)
 
 
 def _without_cache(model: nn.Module, ids: torch.Tensor) -> dict[str, torch.Tensor]:

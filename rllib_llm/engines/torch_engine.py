@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from rllib_llm.engines.batch_rows import CompletionBuffers, PromptGroup
 from rllib_llm.engines.decode_step import DecodePlan, open_decode_step
 from rllib_llm.engines.decoder import Decoder
-from rllib_llm.engines.engine import check_decoding_once, check_positions, check_tokens
+from rllib_llm.engines.engine import check_decoding, check_positions, check_tokens
 from rllib_llm.engines.kv_cache import KeptPrefixes, Prefix
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import (
@@ -170,7 +170,7 @@ class TorchEngine:
         self.model, self._version = model, version
         self.device = next(model.parameters()).device
         plan = plan or DecodePlan.of(model)
-        check_decoding_once(model)
+        check_decoding(model)
         self._load_weights = load_weights or (lambda weights: copy_weights(model, weights))
         self._buffers = CompletionBuffers(0, 0, 0, self.device, with_versions=True)
         self._buffers.version = version or 0
