@@ -345,18 +345,19 @@ def sampling_params(vllm: Any, params: SamplingParams, seed: int) -> Any:
 def check_row(row: Row, temperature: float) -> None:
     """Raises ValueError where a vLLM that was started for a temperature cannot sample the row, or
     give the log-probs that `SamplingParams` documents: of the distribution before truncation."""
-    params, torch_only = row.params, "Use engine='torch'"
+    params, off = row.params, "be off with engine='vllm'"
+    wrong: list[Problem] = []
     if row.guide is not None or params.top_logprobs:
-        rule = "be off with engine='vllm'"
-        raise Problems("guide and top_logprobs", rule, remedy=torch_only)
+        wrong.append(Problem("guide and top_logprobs", off, "", "Use engine='torch'"))
     if not params.greedy and params.temperature != temperature:
         rule = f"be {temperature!r}, with which vLLM was started"
-        raise Problems("temperature", rule, value=params.temperature)
-    check_params(temperature, params.top_k, params.top_p, params.min_new_tokens, params.min_p)
+        wrong.append(Problem("temperature", rule, value=params.temperature))
     if params.adjustments and temperature == 1:
-        rule = "be off with engine='vllm' and temperature=1"
-        reason = "its log-probs are of the model's own logits there, without penalties and bias"
-        raise Problems(", ".join(params.adjustments), rule, reason, torch_only)
+        reason = "at temperature 1 its log-probs are of logits without penalties and bias"
+        wrong.append(Problem(", ".join(params.adjustments), off, reason, "Use engine='torch'"))
+    if wrong:
+        raise Problems(wrong)
+    check_params(temperature, params.top_k, params.top_p, params.min_new_tokens, params.min_p)
 
 
 def check_params(

@@ -192,16 +192,13 @@ class HuggingFaceModule(TorchRLModule):
         own = self.own_tensors()
         has_extras = any(not name.startswith(TRUNK) for name in state)
         wanted = {name for name in own if has_extras or name.startswith(TRUNK)}
-        missing = sorted(wanted - set(state))
-        if missing:
-            which = f"lacks {len(missing)} parameters, first {missing[0]!r}"
-            raise ValueError(f"the state {which}: it was saved from another architecture")
+        given = {name: torch.as_tensor(state[name]) for name in wanted & set(state)}
+        wrong = [n for n in sorted(wanted) if n not in given or given[n].shape != own[n].shape]
+        if wrong:
+            why = f"{len(wrong)} parameters are missing or have another shape, first {wrong[0]!r}"
+            raise ValueError(f"the state was saved from another architecture: {why}")
         with torch.no_grad():
-            for name in wanted:
-                source = torch.as_tensor(state[name])
-                if source.shape != own[name].shape:
-                    sizes = f"{tuple(source.shape)} in the state, not {tuple(own[name].shape)}"
-                    raise ValueError(f"{name} is {sizes}: it was saved from another architecture")
+            for name, source in given.items():
                 write_(own[name], source)
         self.cast_weights()
 

@@ -78,20 +78,23 @@ def source_kind(model: str | os.PathLike, *, name: str = "model") -> tuple[str, 
     value = os.path.expanduser(os.fspath(model))
     if is_url(value):
         value = str(local_copy(value))
+    wrong: tuple[str, str] | None = None
     if os.path.isdir(value):
-        _check_folder(value, name)
-        return FOLDER, value
-    if os.path.exists(value) or value.endswith(_WEIGHT_FILES):
-        remedy = "Name the folder that holds it; GGUF is not read"
-        raise no_model(model, "it is the name of a file", remedy, name)
-    if _DOTTED.fullmatch(value):
-        return DOTTED, value
-    if not _HUB_ID.fullmatch(value):
+        kind, wrong = FOLDER, _why_no_model(value)
+    elif os.path.exists(value) or value.endswith(_WEIGHT_FILES):
+        wrong = "it is the name of a file", "Name the folder that holds it; GGUF is not read"
+    elif _DOTTED.fullmatch(value):
+        kind = DOTTED
+    elif not _HUB_ID.fullmatch(value):
         remedy = did_you_mean_folder(value) or "Check the path"
-        raise no_model(model, f"there is no folder {os.path.abspath(value)!r}", remedy, name)
-    if hub_constants.HF_HUB_OFFLINE and not is_cached(value):
-        raise no_model(model, *_nowhere(value, OFFLINE), name)
-    return HUB, value
+        wrong = f"there is no folder {os.path.abspath(value)!r}", remedy
+    else:
+        kind = HUB
+        if hub_constants.HF_HUB_OFFLINE and not is_cached(value):
+            wrong = _nowhere(value, OFFLINE)
+    if wrong is not None:
+        raise no_model(model, *wrong, name)
+    return kind, value
 
 
 def did_you_mean_folder(model: str) -> str:
@@ -107,20 +110,18 @@ def is_cached(hub_id: str, kind: str = "model") -> bool:
     return os.path.isdir(os.path.join(hub_constants.HF_HUB_CACHE, folder, "snapshots"))
 
 
-def _check_folder(folder: str, name: str) -> None:
-    held = sorted(os.listdir(folder))
+def _why_no_model(folder: str) -> tuple[str, str] | None:
+    """(reason, remedy) for a folder that holds no model; None if it holds one."""
+    held, policy = sorted(os.listdir(folder)), os.path.join(folder, _POLICY_FOLDER)
     if "config.json" in held:
-        return
+        return None
     if "adapter_config.json" in held:
-        reason = "it holds a PEFT adapter without its base model"
         remedy = "Merge it (PeftModel.merge_and_unload) and save the result"
-    elif os.path.isdir(os.path.join(folder, _POLICY_FOLDER)):
-        reason = "it is an RLlib checkpoint"
-        remedy = f"Use {os.path.join(folder, _POLICY_FOLDER)!r}"
-    else:
-        reason = f"the folder has no config.json (it holds {', '.join(held[:6]) or 'nothing'})"
-        remedy = "Save model and tokenizer there with save_pretrained"
-    raise no_model(folder, reason, remedy, name)
+        return "it holds a PEFT adapter without its base model", remedy
+    if os.path.isdir(policy):
+        return "it is an RLlib checkpoint", f"Use {policy!r}"
+    reason = f"the folder has no config.json (it holds {', '.join(held[:6]) or 'nothing'})"
+    return reason, "Save model and tokenizer there with save_pretrained"
 
 
 def build_from_dotted(path: str) -> tuple[Any, Any]:
@@ -134,12 +135,10 @@ def build_from_dotted(path: str) -> tuple[Any, Any]:
             else.
     """
     function = import_dotted(path, name="model")
-    if not callable(function):
-        raise no_model(path, f"it names a {type(function).__name__}", "Name a function")
     try:
         inspect.signature(function).bind()
-    except TypeError as error:
-        raise no_model(path, str(error), "Give the function's arguments defaults") from error
+    except TypeError as error:  # it is no function, or needs arguments
+        raise no_model(path, str(error), "Name a function without arguments") from error
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         try:

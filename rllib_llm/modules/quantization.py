@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from rllib_llm.shared.errors import Problems, SettingWarning, warning
+from rllib_llm.shared.errors import Problem, Problems, SettingWarning, warning
 
 if TYPE_CHECKING:  # it imports what models are made of, and settings are checked without
     from transformers import PreTrainedModel
@@ -194,13 +194,14 @@ def quantize(
 
 def check_quantization(quantization: str, backend: str) -> None:
     """Raises ValueError for an unknown name, or nf4 through torchao."""
-    if quantization not in QUANTIZATIONS:
-        raise Problems("quantization", f"be one of {', '.join(QUANTIZATIONS)}", value=quantization)
-    if backend not in BACKENDS:
-        raise Problems("backend", f"be one of {', '.join(BACKENDS)}", value=backend)
-    if (quantization, backend) == ("nf4", "torchao"):
-        rule = "be 'bitsandbytes' or 'auto' with quantization='nf4'"
-        raise Problems("backend", rule, value=backend)
+    backends = BACKENDS if quantization != "nf4" else ("auto", "bitsandbytes")
+    given = ("quantization", quantization, QUANTIZATIONS), ("backend", backend, backends)
+    wrong = [
+        Problem(name, f"be one of {', '.join(allowed)}", value=value)
+        for name, value, allowed in given if value not in allowed
+    ]  # fmt: skip
+    if wrong:
+        raise Problems(wrong)
 
 
 def resolve_backend(quantization: str, backend: str, device: str | torch.device) -> str:

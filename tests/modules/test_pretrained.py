@@ -282,8 +282,8 @@ def test_folder_without_tokenizer(tmp_path):
     [
         ("no_such_package.build", "no_such_package"),
         ("tests.tiny_models.build_lama", "Did you mean 'build_llama'"),
-        ("tests.tiny_models.NOT_A_FUNCTION", "it names a int. Name a function"),
-        ("tests.tiny_models.save", "missing a required argument: 'folder'. Give the function"),
+        ("tests.tiny_models.NOT_A_FUNCTION", "is not a callable object. Name a function"),
+        ("tests.tiny_models.save", "missing a required argument: 'folder'. Name a function"),
         ("tests.tiny_models.build_nothing", "the function returned LlamaForCausalLM"),
     ],
 )

@@ -213,7 +213,7 @@ def test_rank_correlation_by_hand():
     [
         ("int4", "auto", "quantization='int4' must be one of none, bf16, int8, nf4"),
         ("int8", "gptq", "backend='gptq' must be one of auto, bitsandbytes, torchao"),
-        ("nf4", "torchao", "backend='torchao' must be 'bitsandbytes' or 'auto' with"),
+        ("nf4", "torchao", "backend='torchao' must be one of auto, bitsandbytes"),
     ],
 )
 def test_combinations_that_do_not_exist(folder, quantization, backend, message):
