@@ -89,8 +89,8 @@ class HotSwapEngine:
     @property
     def rows_by_version(self) -> dict[int, int]:
         """Rows in it, and texts that are scored, by the version that they are of."""
-        engines = [each for each in reversed(self._engines) if each.version is not None]
-        return {each.version: self._num_held(each) for each in engines}
+        engines = reversed(self._engines)
+        return {e.version: self._num_held(e) for e in engines if e.version is not None}
 
     def add(self, rows: Sequence[Row]) -> None:
         parts: dict[TorchEngine, list[Row]] = {}
@@ -126,7 +126,7 @@ class HotSwapEngine:
         return ended
 
     def _score_one(self, engine: TorchEngine) -> None:
-        """TextScores the next text of an engine, of which all are scored by the same version."""
+        """Scores the next text of an engine, of which all are scored by the same version."""
         scoring = self._scorings[engine][0]
         try:
             if not scoring.done.done():  # else it was cancelled
@@ -159,7 +159,7 @@ class HotSwapEngine:
         self, texts: Sequence[Sequence[int]], top: int, version: int | None,
         done: Future[list[TextScores]],
     ) -> None:  # fmt: skip
-        """TextScores texts in the next steps, see `TorchEngine.score`, all by one version, which is
+        """Scores texts in the next steps, see `TorchEngine.score`, all by one version, which is
         kept until they are done.
 
         Args:
