@@ -124,7 +124,8 @@ def copy_weights(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
         raise Problems("weights", "name the model's parameters", reason)
     for name, tensor in named.items():
         if tensor.shape != (needed := own[name].shape):
-            raise Problems(f"weights[{name!r}].shape", f"be {tuple(needed)}", "", "", tensor.shape)
+            given = tuple(tensor.shape)
+            raise Problems(f"weights[{name!r}].shape", f"be {tuple(needed)}", value=given)
     for name, tensor in named.items():
         own[name].copy_(tensor)
 

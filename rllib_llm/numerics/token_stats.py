@@ -117,7 +117,7 @@ class _TokenStats(torch.autograd.Function):
 
 
 def _scaled(logits: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
-    """logits / temperature in `dtype`, which is nobody else's; a pass less where it is 1."""
+    """logits / temperature in `dtype`, which may be overwritten; a pass less where it is 1."""
     if temperature == 1.0:
         return logits.to(dtype, copy=True)
     return logits.to(dtype) / temperature
