@@ -151,7 +151,7 @@ class Completer:
         }
         counts: dict[Any, int] = dict.fromkeys(left, 0)
         while left:
-            ended = {each.id: each.tokens.behind(counts[each.id]) for each in engine.step()}
+            ended = {each.id: each.tokens.since(counts[each.id]) for each in engine.step()}
             going = [i for i in left if i not in ended]
             new = engine.sampled(going, [counts[i] for i in going])
             for i, tokens in [*ended.items(), *zip(going, new, strict=True)]:

@@ -18,7 +18,7 @@ from rllib_llm.engines.protocol import NOT_FINITE, Completions, Likeliest, Token
 
 
 @dataclass(frozen=True)
-class Setting:
+class RowSettings:
     """Settings of rows, and what of them is needed on the device."""
 
     params: SamplingParams
@@ -30,22 +30,22 @@ class Setting:
     """Whether they change logits before the temperature."""
 
 
-# Settings that nobody has are kept up to so many.
+# Unused settings are kept up to so many.
 _MOST_SETTINGS = 8
 
 
 class BatchRows:
     """Rows in the order in which they stand in the batch.
 
-    A row's tokens are counted by the decoder's clock, which goes on by one with every step: its
+    A row's tokens are counted by the decoder's clock, which advances by one with every step: its
     token at place p is sampled at the clock's `born + p`. So the host knows the places of all rows
-    and when each is full without asking the device; only who was ended by a stop token it has to
-    ask.
+    and when each is full without asking the device; it has to ask only which rows were ended by a
+    stop token.
     """
 
     def __init__(self, device: torch.device, vocab_size: int) -> None:
         self.device, self._vocab_size = device, vocab_size
-        self.settings: list[Setting] = []  # distinct ones; that of a row is an index
+        self.settings: list[RowSettings] = []  # distinct ones; that of a row is an index
         # On the host, of each row: the column of the buffers that it is written to, the clock of
         # its place 0 and of its last place, and its settings.
         self.columns, self.born, self.last, self.setting = (
@@ -61,20 +61,16 @@ class BatchRows:
         return len(self.columns)
 
     def add(
-        self,
-        columns: list[int],
-        params: list[SamplingParams],
-        lengths: list[int],
-        num_sampled: list[int],
-        clock: int,
-    ) -> None:
+        self, columns: list[int], params: list[SamplingParams], lengths: list[int],
+        num_sampled: list[int], clock: int,
+    ) -> None:  # fmt: skip
         """Appends rows that get their first token now.
 
         Args:
             lengths: tokens of each row so far.
             num_sampled: how many of them were sampled.
         """
-        if len(self.settings) > _MOST_SETTINGS + len(self):  # most are of rows that have gone
+        if len(self.settings) > _MOST_SETTINGS + len(self):  # most are of rows that have ended
             used, self.setting = np.unique(self.setting, return_inverse=True)
             self.settings = [self.settings[i] for i in used]
         born = [clock - num for num in num_sampled]
@@ -105,7 +101,7 @@ class BatchRows:
         self.settings.append(self._on_device(params))
         return len(self.settings) - 1
 
-    def _on_device(self, params: SamplingParams) -> Setting:
+    def _on_device(self, params: SamplingParams) -> RowSettings:
         # Ids beyond the vocabulary are never sampled: some models name stop tokens of others.
         ids = [token for token in params.stop_token_ids if token < self._vocab_size]
         stops = torch.tensor(ids, device=self.device) if ids else None
@@ -116,7 +112,7 @@ class BatchRows:
                 torch.tensor(tokens, device=self.device),
                 torch.tensor(values, dtype=torch.float32, device=self.device),
             )
-        return Setting(params, stops, bias, bool(params.adjustments))
+        return RowSettings(params, stops, bias, bool(params.adjustments))
 
     def keep(self, moves: Moves) -> None:
         """Removes finished rows."""
@@ -132,8 +128,8 @@ class BatchRows:
         )
         self.alive = self.alive.new_ones(moves.num_rows)
 
-    def by_settings(self, start: int) -> Iterator[tuple[Setting, np.ndarray | None]]:
-        """Which settings rows `start` and following have, each with the rows that have them,
+    def by_settings(self, start: int) -> Iterator[tuple[RowSettings, np.ndarray | None]]:
+        """Yields the settings that rows from `start` on have, each with the rows that have them,
         counted from `start`; None where all have."""
         setting = self.setting[start:]
         if (setting == setting[0]).all():
@@ -183,25 +179,19 @@ def fill_gaps(stays: torch.Tensor, device: torch.device) -> Moves | None:
 class CompletionBuffers:
     """Tokens of all completions, step-major, so that one step writes one contiguous line.
 
-    A completion is written to a column of its own, wherever its row stands in the batch.
+    Each completion is written to its own column, wherever its row stands in the batch.
 
     Args:
-        pad_token_id: what stands behind the end of a completion.
+        pad_token_id: fills the places after the end of a completion.
         with_values: whether the logits' last column is a value.
         noise: [batch, >= steps] in [0, 1), which decides the tokens; None when all are greedy.
         with_versions: whether the weights' version is kept of each token.
     """
 
     def __init__(
-        self,
-        steps: int,
-        batch: int,
-        pad_token_id: int,
-        device: torch.device,
-        with_values: bool = False,
-        noise: torch.Tensor | None = None,
-        with_versions: bool = False,
-    ) -> None:
+        self, steps: int, batch: int, pad_token_id: int, device: torch.device,
+        with_values: bool = False, noise: torch.Tensor | None = None, with_versions: bool = False,
+    ) -> None:  # fmt: skip
         # One line more than is read: rows that have ended, on a device that is not asked which,
         # write there.
         lines = (steps + 1, batch)
@@ -220,7 +210,7 @@ class CompletionBuffers:
         self._top_logprobs: torch.Tensor | None = None
 
     def split(self, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Logits [rows, vocab], and the values [rows] that are a column behind them, if any."""
+        """Logits [rows, vocab], and the values [rows], the column after them, if any."""
         return (outputs, None) if self._values is None else (outputs[:, :-1], outputs[:, -1])
 
     def noise(self, places: int | torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
@@ -232,14 +222,9 @@ class CompletionBuffers:
         return self._noise[places.clamp(max=self.steps - 1), rows]
 
     def write(
-        self,
-        places: int | torch.Tensor,
-        rows: torch.Tensor,
-        tokens: torch.Tensor,
-        logprobs: torch.Tensor,
-        alive: torch.Tensor,
-        values: torch.Tensor | None = None,
-    ) -> None:
+        self, places: int | torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor,
+        logprobs: torch.Tensor, alive: torch.Tensor, values: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Records one token of some completions.
 
         Args:
@@ -308,17 +293,14 @@ class CompletionBuffers:
         self._noise[: len(noise), row] = noise.to(self._noise.device)
 
     def read(
-        self,
-        rows: list[int],
-        starts: list[int],
-        ends: list[int] | None = None,
+        self, rows: list[int], starts: list[int], ends: list[int] | None = None,
         num_likeliest: list[int] | None = None,
-    ) -> list[Tokens]:
+    ) -> list[Tokens]:  # fmt: skip
         """The tokens and log-probs of some completions.
 
         Args:
             starts: the first place of each that is read.
-            ends: behind the last place of each; None: behind the last that was written.
+            ends: after the last place of each; None: after the last that was written.
             num_likeliest: how many of the likeliest tokens of each are read; None: none.
         """
         columns = torch.tensor(rows, dtype=torch.int64, device=self._tokens.device)
@@ -384,7 +366,7 @@ class CompletionBuffers:
 
 
 @dataclass(frozen=True)
-class Group:
+class PromptGroup:
     """Rows that share a prompt."""
 
     token_ids: torch.Tensor
@@ -406,7 +388,7 @@ class PromptQueue:
     """Groups in the order in which they will be let in."""
 
     def __init__(self) -> None:
-        self._groups: deque[Group] = deque()
+        self._groups: deque[PromptGroup] = deque()
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -416,7 +398,7 @@ class PromptQueue:
         """Rows that wait."""
         return sum(len(group.columns) for group in self._groups)
 
-    def put(self, groups: Sequence[Group], first: bool = False) -> None:
+    def put(self, groups: Sequence[PromptGroup], first: bool = False) -> None:
         """Appends groups, or puts them `first`."""
         if first:
             self._groups.extendleft(reversed(groups))
@@ -425,7 +407,7 @@ class PromptQueue:
 
     def remove(self, columns: set[int]) -> None:
         """Removes rows, given by their columns of the buffers."""
-        kept: deque[Group] = deque()
+        kept: deque[PromptGroup] = deque()
         for group in self._groups:
             stays = [i for i, column in enumerate(group.columns) if column not in columns]
             if len(stays) == len(group.columns):
@@ -450,8 +432,8 @@ class PromptQueue:
         return all(group.prefix is not None for group in self._groups)
 
     def fitting(self, free: float, max_tokens: int | None, whatever: bool) -> int:
-        """How many of the first groups have together at most `free` rows, and at most `max_tokens`
-        of prompts to read if there are several; one at least if `whatever`."""
+        """The number of first groups that have together at most `free` rows, and at most
+        `max_tokens` of prompts to read if there are several; one at least if `whatever`."""
         count, longest = 0, 0
         for group in self._groups:
             free -= len(group.columns)
@@ -468,12 +450,12 @@ class PromptQueue:
         """Rows of the first `count` groups."""
         return sum(len(self._groups[i].columns) for i in range(count))
 
-    def take(self, count: int) -> list[Group]:
+    def take(self, count: int) -> list[PromptGroup]:
         """Removes and returns the first groups."""
         return [self._groups.popleft() for _ in range(count)]
 
 
-def padded(groups: Sequence[Group]) -> tuple[torch.Tensor, torch.Tensor]:
+def padded(groups: Sequence[PromptGroup]) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids and mask [groups, longest] of prompts, left-padded."""
     prompts = [group.token_ids for group in groups]
     ids = pad_sequence(prompts, batch_first=True, padding_side="left")

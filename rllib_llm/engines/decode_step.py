@@ -26,8 +26,8 @@ from rllib_llm.modules.trunk import take_apart, wants_recurring_sizes
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """How a model is decoded, decided once when it is loaded. Its layers, device and dtype must not
-    change afterwards.
+    """Decisions about decoding a model, made once when it is loaded. Its layers, device and dtype
+    must not change afterwards.
 
     num_layers: attention layers of a `SharedPromptCache`; None: it wants transformers' own cache.
     is_llama: whether `LlamaStep` computes what the model computes. is_recordable: whether its step
@@ -80,10 +80,7 @@ OpenStep = Callable[[DecodePlan, int, nn.Module | None], DecodeStep]
 
 
 def open_decode_step(
-    plan: DecodePlan,
-    steps: int,
-    value_head: nn.Module | None = None,
-    cuda_graphs: bool = True,
+    plan: DecodePlan, steps: int, value_head: nn.Module | None = None, cuda_graphs: bool = True
 ) -> DecodeStep:
     """A step of the model as it is now, for caches of the plan; it may hold copies of the weights.
 
@@ -104,19 +101,15 @@ def open_decode_step(
     ) -> torch.Tensor:
         ((cache, padding_mask),) = blocks
         return last_logits(
-            plan.model,
-            value_head,
-            input_ids=tokens.unsqueeze(1),
-            attention_mask=padding_mask,
-            position_ids=positions.unsqueeze(1),
-            past_key_values=cache,
-        )
+            plan.model, value_head, input_ids=tokens.unsqueeze(1), attention_mask=padding_mask,
+            position_ids=positions.unsqueeze(1), past_key_values=cache,
+        )  # fmt: skip
 
     return step
 
 
 def last_logits(model: nn.Module, value_head: nn.Module | None, **inputs: Any) -> torch.Tensor:
-    """Logits [rows, vocab] behind each row's last token by the model's own forward, which fills the
+    """Logits [rows, vocab] after each row's last token by the model's own forward, which fills the
     cache; with a value head one column more, the values [rows] of these states.
 
     With a value head the model must be one that `take_apart` takes apart.
@@ -153,14 +146,9 @@ def recurring_length(num_prompts: int, length: int) -> int:
 
 
 def prefill(
-    model: nn.Module,
-    value_head: nn.Module | None,
-    ids: torch.Tensor,
-    mask: torch.Tensor,
-    cache: PromptCache,
-    start: int = 0,
-    piece_tokens: int = PIECE_TOKENS,
-) -> torch.Tensor:
+    model: nn.Module, value_head: nn.Module | None, ids: torch.Tensor, mask: torch.Tensor,
+    cache: PromptCache, start: int = 0, piece_tokens: int = PIECE_TOKENS,
+) -> torch.Tensor:  # fmt: skip
     """Logits [prompts, vocab] after the prompts' last tokens; fills the cache with the prompts.
     With a value head as `last_logits`.
 
@@ -173,7 +161,7 @@ def prefill(
             position of each prompt at least. Changes memory, and numbers by round-off.
     """
     end = ids.shape[1]
-    # transformers' own layers may not go on with several positions.
+    # transformers' own layers may not take several positions once they hold some.
     step = end if isinstance(cache, RepeatedPromptCache) else max(1, piece_tokens // len(ids))
     positions = (mask.long().cumsum(dim=1) - 1).clamp_(min=0)
     has_padding = not bool(mask.all())
@@ -198,7 +186,7 @@ def prefill(
 #
 # Recording takes as long as several steps launched one by one. A record therefore serves all
 # tokens until the cache has grown beyond its positions or most of its rows have ended: rows in
-# excess compute what nobody reads, positions in excess are masked out. The bounds below are
+# excess compute what is never read, positions in excess are masked out. The bounds below are
 # estimates; with them a step takes 0.33 (5 M parameters) to 0.55 (0.5 B) of the time on an H100.
 
 
@@ -213,11 +201,9 @@ class CudaGraph:
     """
 
     def __init__(
-        self,
-        function: Callable[[], torch.Tensor],
-        previous: CudaGraph | None,
+        self, function: Callable[[], torch.Tensor], previous: CudaGraph | None,
         device: torch.device,
-    ) -> None:
+    ) -> None:  # fmt: skip
         with torch.cuda.device(device):
             stream = _recording_stream(torch.cuda.current_device())
             stream.wait_stream(torch.cuda.current_stream())
@@ -270,7 +256,7 @@ def can_be_recorded(model: nn.Module) -> bool:
 
 
 class StaticLlamaStep:
-    """Logits behind one new token per row, as `LlamaStep` gives them, for one cache.
+    """Logits after one new token per row, as `LlamaStep` gives them, for one cache.
 
     Args:
         step: the step that is recorded, and taken as it is where too few tokens are left.
@@ -285,12 +271,9 @@ class StaticLlamaStep:
         self.num_rows = self.num_positions = 0  # of the record
 
     def __call__(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        blocks: Blocks,
+        self, tokens: torch.Tensor, positions: torch.Tensor, blocks: Blocks,
         order: Order | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         """See `LlamaStep.__call__`, of one cache. Rows are left-padded, so positions tell which
         tokens count and the mask is not read. The logits are overwritten by the next step."""
         ((cache, _),) = blocks
@@ -362,7 +345,7 @@ def positions_of_record(length: int, capacity: int) -> int:
 def visible(
     column: torch.Tensor, positions: torch.Tensor, num_positions: int, window: int | None
 ) -> torch.Tensor:
-    """Which columns of the cache a left-padded row looks at, [rows, num_positions] bool.
+    """Mask of the cache's columns that a left-padded row looks at, [rows, num_positions] bool.
 
     Args:
         column: [1] int64, the column of the rows' newest tokens.

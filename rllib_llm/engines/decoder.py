@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from rllib_llm.engines.batch_rows import (
     BatchRows,
     CompletionBuffers,
-    Group,
+    PromptGroup,
     PromptQueue,
     fill_gaps,
     padded,
@@ -69,20 +69,12 @@ class Decoder:
     """
 
     def __init__(
-        self,
-        plan: DecodePlan,
-        buffers: CompletionBuffers,
-        *,
-        steps: int,
-        steps_between_looks: int = 1,
-        max_rows: int | None = None,
-        free_share: float = 0.0,
-        max_prefill: int | None = None,
-        room: tuple[int, int] = (0, 0),
-        open_step: OpenStep = open_decode_step,
-        value_head: nn.Module | None = None,
+        self, plan: DecodePlan, buffers: CompletionBuffers, *, steps: int,
+        steps_between_looks: int = 1, max_rows: int | None = None, free_share: float = 0.0,
+        max_prefill: int | None = None, room: tuple[int, int] = (0, 0),
+        open_step: OpenStep = open_decode_step, value_head: nn.Module | None = None,
         block_cost: float | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.plan, self.buffers, self.steps = plan, buffers, steps
         self.model = model = plan.model
         self.steps_between_looks, self.free_share = steps_between_looks, free_share
@@ -121,7 +113,7 @@ class Decoder:
             left += self._drop_ended()
         groups = self._next_groups() if admits else []
         if groups:
-            for is_turn in (False, True):  # those that begin with a kept prefix come behind
+            for is_turn in (False, True):  # those that begin with a kept prefix come second
                 alike_ones = [group for group in groups if (group.prefix is not None) == is_turn]
                 if alike_ones:
                     self._let_in(alike_ones)
@@ -144,7 +136,7 @@ class Decoder:
     # --- one step ----------------------------------------------------------------------------
 
     def _forward(self) -> torch.Tensor:
-        """Logits [rows, vocab] behind the rows' newest tokens."""
+        """Logits [rows, vocab] after the rows' newest tokens."""
         rows = self.rows
         for block in self.blocks:
             block.make_room(is_bounded=bool(self.room[1]))
@@ -183,7 +175,7 @@ class Decoder:
         elif self.clock >= last.min():
             alive &= torch.from_numpy(self.clock < last).to(self.device)
 
-    # --- who is in the batch -----------------------------------------------------------------
+    # --- rows of the batch -------------------------------------------------------------------
 
     def _drop_ended(self) -> list[int]:
         """Removes finished rows, if it is time to look; returns their columns of the buffers."""
@@ -227,7 +219,7 @@ class Decoder:
         self.counts.end(left.tolist())
         return left.tolist()
 
-    def _next_groups(self) -> list[Group]:
+    def _next_groups(self) -> list[PromptGroup]:
         """The prompts that are let in now."""
         running = len(self.rows)
         if not len(self.queue) or (running and not self.plan.shares_prompts):
@@ -245,7 +237,7 @@ class Decoder:
         self._num_waited = 0
         return self.queue.take(count)
 
-    def _let_in(self, groups: Sequence[Group]) -> None:
+    def _let_in(self, groups: Sequence[PromptGroup]) -> None:
         """Prefills prompts and samples the first tokens of their rows, those of like length
         together."""
         parts = alike(*_sizes(groups), self.blocks.cost)
@@ -259,10 +251,10 @@ class Decoder:
                 self._prefill_rest(alike_groups)
 
     def _length_to_read(self, num_prompts: int, length: int) -> int:
-        """How many positions of so many prompts are read where `length` would do."""
+        """The positions of so many prompts that are read where `length` would do."""
         return recurring_length(num_prompts, length) if self.plan.has_recurring_sizes else length
 
-    def _prefill(self, groups: Sequence[Group]) -> None:
+    def _prefill(self, groups: Sequence[PromptGroup]) -> None:
         """Prefills prompts of similar length."""
         copies = [len(group.columns) for group in groups]
         ids, mask = padded(groups)
@@ -288,7 +280,7 @@ class Decoder:
             logits = logits.repeat_interleave(repeats, dim=0)
         self._take(logits, before)
 
-    def _prefill_rest(self, groups: Sequence[Group]) -> None:
+    def _prefill_rest(self, groups: Sequence[PromptGroup]) -> None:
         """Prefills prompts of similar length that begin with a cached prefix; see
         `KeptPrefixes`."""
         prefixes = [group.prefix for group in groups if group.prefix is not None]
@@ -305,7 +297,7 @@ class Decoder:
         ids, mask = padded(groups)
         block = self.blocks.block_for(*_sizes(groups))
         room = self._room_for(block, groups, longest)
-        # Where nobody is in the block its own cache is filled, and nothing has to be copied to it.
+        # Where the block is empty its own cache is filled, and nothing has to be copied to it.
         is_beside = len(block) > 0
         prompts = self.plan.make_cache(longest) if is_beside else block.cache
         fill(prompts, prefixes, lengths, new, (len(groups), longest) if is_beside else room)
@@ -315,7 +307,7 @@ class Decoder:
         self._take(logits, before)
 
     def _admit(
-        self, block: RowBlock, prompts: PromptCache, groups: Sequence[Group], longest: int,
+        self, block: RowBlock, prompts: PromptCache, groups: Sequence[PromptGroup], longest: int,
         room: tuple[int, int],
     ) -> None:  # fmt: skip
         """Puts prefilled prompts into a block, and their rows into the batch."""
@@ -329,7 +321,7 @@ class Decoder:
         block.add(columns, lengths)
         self.blocks.find_order(self.rows.columns)
 
-    def _count_tokens(self, groups: Sequence[Group]) -> None:
+    def _count_tokens(self, groups: Sequence[PromptGroup]) -> None:
         """Counts the tokens of rows with penalties, including those sampled earlier."""
         for group in groups:
             for column, params, num in zip(
@@ -340,7 +332,9 @@ class Decoder:
                     text = group.token_ids
                     self.counts.begin(column, text[:prompt_len], text[prompt_len:])
 
-    def _room_for(self, block: RowBlock, groups: Sequence[Group], longest: int) -> tuple[int, int]:
+    def _room_for(
+        self, block: RowBlock, groups: Sequence[PromptGroup], longest: int
+    ) -> tuple[int, int]:
         """Rows and positions to reserve in a block for prompts of `longest` positions. With rows in
         the block the positions stay unchanged: `make_room` adds more."""
         rows = len(block) + sum(len(group.columns) for group in groups)
@@ -353,9 +347,9 @@ class Decoder:
         )
         positions = longest + to_come
         if not self.room[1]:
-            if positions > block.cache.capacity:  # a conversation goes on, and grows
-                goes_on = any(group.prefix is not None for group in groups)
-                positions += max(to_come, positions // 2) if goes_on else to_come
+            if positions > block.cache.capacity:  # a conversation continues, and grows
+                continues = any(group.prefix is not None for group in groups)
+                positions += max(to_come, positions // 2) if continues else to_come
             return rows, positions
         waiting = self.queue.num_rows
         if len(self.blocks) == 1:
@@ -368,7 +362,7 @@ class Decoder:
         return rows, max(bound, block.length if len(block) else longest)
 
 
-def _sizes(groups: Sequence[Group]) -> tuple[np.ndarray, np.ndarray]:
+def _sizes(groups: Sequence[PromptGroup]) -> tuple[np.ndarray, np.ndarray]:
     """Lengths of prompts, and the rows of each."""
     lengths = np.array([group.length for group in groups])
     return lengths, np.array([len(group.columns) for group in groups])

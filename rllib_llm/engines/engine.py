@@ -10,43 +10,33 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from rllib_llm.engines.batch_rows import CompletionBuffers, Group
+from rllib_llm.engines.batch_rows import CompletionBuffers, PromptGroup
 from rllib_llm.engines.decode_step import DecodePlan, open_decode_step, prefill
 from rllib_llm.engines.decoder import Decoder
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Completions
 from rllib_llm.engines.row_blocks import row_budget, with_fewer_rows
 from rllib_llm.modules.model_source import longrope_border
-from rllib_llm.shared.errors import require
+from rllib_llm.shared.errors import Problems
 
 # Prompts are let in when this share of the places is free: a prefill of a few is poorly used.
 _FREE_SHARE = 0.25
 
 
 def generate(
-    model: nn.Module,
-    prompt_ids: torch.Tensor,
-    prompt_mask: torch.Tensor,
-    params: SamplingParams,
-    *,
-    num_completions: int = 1,
-    noise: torch.Tensor | None = None,
-    steps_between_looks: int | None = None,
-    max_rows: int | None = None,
-    cuda_graphs: bool = True,
-    row_blocks: bool = True,
-    value_head: nn.Module | None = None,
-    on_step: Callable[[], None] | None = None,
-    on_fewer_rows: Callable[[int], None] | None = None,
+    model: nn.Module, prompt_ids: torch.Tensor, prompt_mask: torch.Tensor, params: SamplingParams,
+    *, num_completions: int = 1, noise: torch.Tensor | None = None,
+    steps_between_looks: int | None = None, max_rows: int | None = None, cuda_graphs: bool = True,
+    row_blocks: bool = True, value_head: nn.Module | None = None,
+    on_step: Callable[[], None] | None = None, on_fewer_rows: Callable[[int], None] | None = None,
     plan: DecodePlan | None = None,
-) -> Completions:
+) -> Completions:  # fmt: skip
     """Completions of each prompt; those of prompt g are rows g * num_completions and following.
 
     Args:
@@ -77,9 +67,9 @@ def generate(
             the model has, or a model that cannot be decoded here: that is tried at its first call.
         FloatingPointError: the model's logits are not finite.
     """
-    check_inputs(model, prompt_ids, prompt_mask, params, num_completions, noise)
-    check_decoding_once(model)
-    check_at_least_one(steps_between_looks=steps_between_looks, max_rows=max_rows)
+    assert num_completions >= 1 and steps_between_looks != 0 and max_rows != 0
+    _check_inputs(model, prompt_ids, prompt_mask, params, num_completions, noise)
+    check_decoding(model)
     plan = plan or DecodePlan.of(model)
     device = next(model.parameters()).device
     steps_between_looks = steps_between_looks or plan.steps_between_looks
@@ -96,17 +86,12 @@ def generate(
             noise=None if noise is None or params.greedy else noise.to(device),
         )  # fmt: skip
         decoder = Decoder(
-            plan,
-            buffers,
-            steps=params.max_new_tokens,
-            steps_between_looks=steps_between_looks,
-            max_rows=rows_at_once,
-            free_share=_FREE_SHARE,
+            plan, buffers, steps=params.max_new_tokens, steps_between_looks=steps_between_looks,
+            max_rows=rows_at_once, free_share=_FREE_SHARE,
             room=(min(rows_at_once, num_rows), positions),
             open_step=functools.partial(open_decode_step, cuda_graphs=cuda_graphs),
-            value_head=value_head,
-            block_cost=None if row_blocks else float("inf"),
-        )
+            value_head=value_head, block_cost=None if row_blocks else float("inf"),
+        )  # fmt: skip
         decoder.queue.put(groups)
         # Inference mode spares each operation its autograd bookkeeping: up to a tenth of the time.
         with torch.inference_mode(), contextlib.closing(decoder):
@@ -123,13 +108,9 @@ def generate(
 
 
 def _places(
-    plan: DecodePlan,
-    prompt_mask: torch.Tensor,
-    params: SamplingParams,
-    num_completions: int,
-    steps_between_looks: int,
-    max_rows: int | None,
-) -> tuple[int, int]:
+    plan: DecodePlan, prompt_mask: torch.Tensor, params: SamplingParams, num_completions: int,
+    steps_between_looks: int, max_rows: int | None,
+) -> tuple[int, int]:  # fmt: skip
     """(rows that are decoded at once, positions that their cache has)."""
     groups, prompt_len = prompt_mask.shape
     model = plan.model
@@ -158,12 +139,12 @@ def capacity(prompt_len: int, params: SamplingParams, steps_between_looks: int) 
 
 def groups_of(
     ids: torch.Tensor, mask: torch.Tensor, params: SamplingParams, num_completions: int
-) -> list[Group]:
+) -> list[PromptGroup]:
     """The groups of a batch of left-padded prompts; the rows of group g are `num_completions` from
     g times that on."""
     n = num_completions
     return [
-        Group(prompt[-length:], list(range(g * n, (g + 1) * n)), [params] * n, [0] * n)
+        PromptGroup(prompt[-length:], list(range(g * n, (g + 1) * n)), [params] * n, [0] * n)
         for g, (prompt, length) in enumerate(zip(ids, mask.sum(dim=1).tolist(), strict=True))
     ]
 
@@ -171,74 +152,37 @@ def groups_of(
 # --- What a generation is given, checked before compute is spent
 
 
-def check_inputs(
-    model: nn.Module,
-    prompt_ids: torch.Tensor,
-    prompt_mask: torch.Tensor,
-    params: SamplingParams,
-    num_completions: int,
-    noise: torch.Tensor | None,
-) -> None:
-    """Raises ValueError naming what does not fit; arguments are those of `engine.generate`."""
-    require(
-        prompt_ids.ndim == 2 and prompt_ids.shape == prompt_mask.shape and prompt_ids.numel(),
-        "prompt_ids", tuple(prompt_ids.shape),
-        f"be [groups, prompt_len] like prompt_mask={tuple(prompt_mask.shape)!r}",
-        "each token needs its mask", "Pass both as the environment gave them",
-    )  # fmt: skip
-    require(
-        prompt_mask.dtype == torch.bool, "prompt_mask", prompt_mask.dtype, "be torch.bool",
-        "True where a token counts", "Convert it with .bool()",
-    )  # fmt: skip
-    require(
-        num_completions >= 1, "num_completions", num_completions, "be at least 1",
-        "it counts the completions of each prompt", "Use 1 for a single one",
-    )  # fmt: skip
-    require(
-        not any(part.training for part in model.modules()), "model.training", True, "be False",
-        "dropout would make the log-probs another model's", "Call model.eval() before generating",
-    )  # fmt: skip
-    lengths = prompt_mask.sum(dim=1)
-    require(
-        bool(prompt_mask[:, -1].all()) and bool((prompt_mask.long().diff(dim=1) >= 0).all()),
-        "prompt_mask", ..., "be left-padded, with a token in its last column",
-        "completions are appended there",
-        "Move the padding of every prompt to its front; drop empty prompts",
-    )  # fmt: skip
-    check_positions(model.config, int(lengths.max()), params)
-    check_tokens(model.config, (), params)
+def _check_inputs(
+    model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, params: SamplingParams,
+    num_completions: int, noise: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """Raises ValueError for prompts, which environments of users give, that do not fit."""
+    if ids.ndim != 2 or ids.shape != mask.shape or not ids.numel() or mask.dtype != torch.bool:
+        rule = f"be [groups, prompt_len], as the bool prompt_mask={tuple(mask.shape)}"
+        raise Problems("prompt_ids", rule, value=tuple(ids.shape))
+    if not (mask[:, -1].all() and (mask.long().diff(dim=1) >= 0).all()):
+        raise Problems("prompt_mask", "be left-padded, with a token in its last column")
+    assert not any(part.training for part in model.modules()), "dropout would change the log-probs"
     if not params.greedy:
-        _check_noise(noise, prompt_ids.shape[0] * num_completions, params)
-
-
-def check_at_least_one(**settings: int | None) -> None:
-    """Raises ValueError for a setting that is given and below 1."""
-    for name, value in settings.items():
-        require(
-            value is None or value >= 1, name, value, "be at least 1", "it is a count",
-            "Leave it out for the device's own",
-        )  # fmt: skip
+        needed = (len(ids) * num_completions, params.max_new_tokens)
+        assert noise is not None and noise.ndim == 2, "noise: a uniform per completion and token"
+        assert len(noise) == needed[0] and noise.shape[1] >= needed[1], (noise.shape, needed)
+    check_positions(model.config, int(mask.sum(dim=1).max()), params)
+    check_tokens(model.config, (), params)
 
 
 def check_positions(config: PretrainedConfig, longest_prompt: int, params: SamplingParams) -> None:
     """Raises ValueError for more positions than the model has, or than its rows are independent
     of each other up to."""
-    text = config.get_text_config(decoder=True)
-    limit = getattr(text, "max_position_embeddings", None) or sys.maxsize
-    require(
-        longest_prompt + params.max_new_tokens <= limit, "max_new_tokens", params.max_new_tokens,
-        f"be at most {limit - longest_prompt}",
-        f"the longest prompt has {longest_prompt} tokens and the model {limit} positions",
-        "Shorten prompts or completions",
-    )  # fmt: skip
-    short = longrope_border(text) or sys.maxsize
-    require(
-        longest_prompt + params.max_new_tokens <= short, "max_new_tokens", params.max_new_tokens,
-        f"be at most {short - longest_prompt}",
-        f"the longest prompt has {longest_prompt} tokens, and beyond {short} positions this "
-        "model's longrope rotates every row of a batch by other factors as soon as one row is "
-        "longer, so that log-probs depend on the rows beside it", "Shorten prompts or completions",
-    )  # fmt: skip
+    text, num = config.get_text_config(decoder=True), params.max_new_tokens
+    for limit, why in (
+        (getattr(text, "max_position_embeddings", None), "the model has no more positions"),
+        (longrope_border(text), "there longrope's factors begin to depend on the rows beside it"),
+    ):
+        if limit and longest_prompt + num > limit:
+            reason = f"with a prompt of {longest_prompt} tokens that is {limit}, and {why}"
+            rule, remedy = f"be at most {limit - longest_prompt}", "Shorten prompts or completions"
+            raise Problems("max_new_tokens", rule, reason, remedy, num)
 
 
 def check_tokens(
@@ -246,31 +190,11 @@ def check_tokens(
 ) -> None:
     """Raises ValueError for tokens of a prompt, or of a bias, that the model does not have."""
     vocab_size = config.get_text_config(decoder=True).vocab_size
-    for token in (min(token_ids, default=0), max(token_ids, default=0)):
-        require(
-            0 <= token < vocab_size, "token_ids", token, f"be within 0 and {vocab_size - 1}",
-            f"the model has {vocab_size} tokens", "Give ids of the policy's own tokenizer",
-        )  # fmt: skip
-    largest = max((token for token, _ in params.logit_bias), default=0)
-    require(
-        largest < vocab_size, f"logit_bias={{{largest}: ...}}", ...,
-        f"name tokens below {vocab_size}", "the model has so many",
-        "Give ids of the policy's own tokenizer",
-    )  # fmt: skip
-
-
-def _check_noise(noise: torch.Tensor | None, batch: int, params: SamplingParams) -> None:
-    require(
-        noise is not None, "noise", noise, "be a tensor of uniforms",
-        "only greedy decoding needs none",
-        "Draw it with rllib_llm.engines.protocol.uniform_noise",
-    )  # fmt: skip
-    assert noise is not None
-    fits = noise.ndim == 2 and len(noise) == batch and noise.shape[1] >= params.max_new_tokens
-    require(
-        fits, "noise", tuple(noise.shape), f"be [{batch}, >= {params.max_new_tokens}]",
-        "one uniform per completion and token", "Draw it for groups * num_completions rows",
-    )  # fmt: skip
+    biased = [token for token, _ in params.logit_bias]
+    for name, ids in (("token_ids", token_ids), ("logit_bias", biased)):
+        if wrong := [token for token in ids if not 0 <= token < vocab_size]:
+            rule = f"be ids of the policy's own tokens, 0 to {vocab_size - 1}"
+            raise Problems(name, rule, value=wrong[0])
 
 
 # --- Whether a model decodes with a cache as it computes without one, tried on the model itself
@@ -285,17 +209,10 @@ _TOLERANCE = 0.2
 _PASSED = "decodes_with_a_cache"
 
 
-def check_decoding_once(model: nn.Module) -> None:
-    """`check_decoding`, at the first call for a model."""
-    if not getattr(model, _PASSED, False):
-        check_decoding(model)
-        setattr(model, _PASSED, True)
-
-
 @torch.no_grad()
 def check_decoding(model: nn.Module) -> None:
     """Two cached steps of two rows, one with padding, against passes without cache or padding; one
-    of the rows leaves in between. Costs a few passes over eight tokens.
+    of the rows leaves in between. Costs a few passes over eight tokens, at the first call.
 
     Args:
         model: causal LM of transformers in eval mode.
@@ -303,22 +220,22 @@ def check_decoding(model: nn.Module) -> None:
     Raises:
         ValueError: they differ: completions would be those of another model.
     """
+    if getattr(model, _PASSED, False):
+        return
     device = next(model.parameters()).device
     vocab = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.arange(5, 5 + _PROMPT_LEN + 2, device=device) * 7 % vocab
     expected = _without_cache(model, ids)
     for name, logits in _with_cache(model, ids):
         if not bool(expected[name].isfinite().all()):
-            return  # of the weights, which is found while sampling
+            break  # of the weights, which is found while sampling
         gap = _spread(logits - expected[name]) / _spread(expected[name]).clamp(min=1e-20)
-        require(
-            bool((gap <= _TOLERANCE).all()),  # this way round, NaN is refused, too
-            "pretrained_model", type(model).__name__,
-            "give the same logits with a cache and padding as without",
-            f"they differ by {float(gap.max()):.2g} of their spread ({name}). Its state (recurrent "
-            "layers, perhaps) cannot be decoded in batches here, so completions would not be the "
-            "model's", "Use a model of attention layers with engine='torch'",
-        )  # fmt: skip
+        if not bool((gap <= _TOLERANCE).all()):  # this way round, NaN is refused, too
+            reason = f"they differ by {float(gap.max()):.2g} of their spread ({name})"
+            remedy = "Use a model without recurrent layers with engine='torch'"
+            rule = "give the same logits with a cache and padding as without"
+            raise Problems("model", rule, reason, remedy, type(model).__name__)
+    setattr(model, _PASSED, True)
 
 
 def _without_cache(model: nn.Module, ids: torch.Tensor) -> dict[str, torch.Tensor]:

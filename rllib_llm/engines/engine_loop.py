@@ -44,7 +44,7 @@ Result = TypeVar("Result")
 
 @dataclass
 class _Request:
-    """A completion that somebody waits for."""
+    """A completion that was asked for."""
 
     row: Row
     future: Future[Ended]
@@ -56,7 +56,7 @@ class EngineLoop:
     """Thread-safe client of an engine that runs in its own thread.
 
     Args:
-        engine: is used by nobody else from now on, and closed with this.
+        engine: is owned by this from now on, and closed with it.
         after_step: called in the thread when all that has come of a step, or of what was asked
             between two, was handed on.
     """
@@ -77,21 +77,14 @@ class EngineLoop:
     # --- for other threads -------------------------------------------------------------------
 
     def submit(
-        self,
-        token_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        seed: int = 0,
-        row: int = 0,
-        turn: int = 0,
-        num_sampled: int = 0,
-        conversation: Hashable | None = None,
+        self, token_ids: Sequence[int], params: SamplingParams, *, seed: int = 0, row: int = 0,
+        turn: int = 0, num_sampled: int = 0, conversation: Hashable | None = None,
         on_tokens: OnTokens | None = None,
-    ) -> Future[Ended]:
+    ) -> Future[Ended]:  # fmt: skip
         """Starts a completion. Cancelling the future takes it out of the engine.
 
         Args:
-            token_ids: the prompt, and behind it `num_sampled` tokens that were sampled before.
+            token_ids: the prompt, then `num_sampled` tokens that were sampled before.
             seed, row, turn: name the randomness, as `protocol.Noise`.
 
         Raises:
@@ -133,17 +126,13 @@ class EngineLoop:
         return done
 
     def complete(self, token_ids: Sequence[int], params: SamplingParams, **asked: Any) -> Ended:
-        """As `submit`, and waits for the completion."""
+        """Calls `submit` and waits for the completion."""
         return self.submit(token_ids, params, **asked).result()
 
     async def complete_async(
-        self,
-        token_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        on_tokens: OnTokens | None = None,
-        **asked: Any,
-    ) -> Ended:
+        self, token_ids: Sequence[int], params: SamplingParams, *,
+        on_tokens: OnTokens | None = None, **asked: Any,
+    ) -> Ended:  # fmt: skip
         """As `complete`, for an event loop, in which `on_tokens` is called, too. Cancelled, it
         takes the completion out of the engine."""
         events = asyncio.get_running_loop()
@@ -165,10 +154,10 @@ class EngineLoop:
     def load(
         self, weights: dict[str, torch.Tensor], version: int, in_flight: InFlight = "finish"
     ) -> None:
-        """As `Engine.load`, and waits until the engine has taken them.
+        """Calls `Engine.load` in the thread, and waits until it has returned.
 
         Raises:
-            ValueError: they are those of another model; the engine goes on with its own.
+            ValueError: they are those of another model; the engine keeps its own.
         """
         self.do(lambda: self._engine.load(weights, version, in_flight)).result()
 
@@ -284,7 +273,7 @@ class EngineLoop:
         self._num_left = max(0, self._num_left - len(wanted))
         try:
             self._engine.add([request.row for request in wanted])
-        except ValueError as error:  # of the request: others go on
+        except ValueError as error:  # of the request: others are not affected
             for request in wanted:
                 settle(request.future, error)
             return
@@ -321,7 +310,7 @@ class EngineLoop:
         request = self._requests.pop(ended.id, None)
         if request is None:
             return
-        rest = ended.tokens.behind(request.num_streamed)
+        rest = ended.tokens.since(request.num_streamed)
         if request.streams and not self._hand_on(request, rest):
             return
         problem = request.row.guide.problem if request.row.guide is not None else ""
@@ -329,7 +318,7 @@ class EngineLoop:
 
 
 def settle(future: Future[Result], result: Result | BaseException) -> None:
-    """Gives a future its result, or its exception, unless it was cancelled or has one."""
+    """Sets a future's result or exception, unless it was cancelled or has one."""
     with contextlib.suppress(InvalidStateError):
         if isinstance(result, BaseException):
             future.set_exception(result)

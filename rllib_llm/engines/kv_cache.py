@@ -15,8 +15,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and
 # Layer types whose attention pattern lives in the mask alone, so that keys and values of all
 # positions, in order, are a correct cache for them.
 _MASKED_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
-# Times what rows need that buffers may grow to while nobody is in them, so as to fit what was
-# needed before, too.
+# Buffers without rows may grow to so many times what new rows need, so as to fit what was needed
+# before, too.
 _MOST_EXCESS = 4
 
 
@@ -172,7 +172,7 @@ class StaticLayer:
     repeated: shapes and addresses stay, and where to write is a tensor.
 
     Args:
-        layer: the layer, which goes on counting its positions itself.
+        layer: the layer, which still counts its positions itself.
         column: [1] int64, the position that `update` writes to.
         rows: rows that are looked at, some of them perhaps no longer in use.
         positions: positions that are looked at, those not written yet among them.
@@ -276,14 +276,14 @@ class RepeatedPromptCache(DynamicCache):
     capacity = sys.maxsize
 
     def look_from(self, first: int) -> int:
-        """As `SharedPromptCache.look_from`."""
+        """See `SharedPromptCache.look_from`."""
         return 0
 
     def clear(self) -> None:
-        """Does nothing: the next prompts come with a cache of their own."""
+        """Does nothing: the next prompts come with another cache."""
 
     def move_rows(self, sources: torch.Tensor, targets: torch.Tensor, num_rows: int) -> None:
-        """As `SharedPromptLayer.move_rows`."""
+        """See `SharedPromptLayer.move_rows`."""
         order = torch.arange(num_rows, device=sources.device)
         order[targets] = sources
         self.reorder_cache(order)
@@ -314,7 +314,7 @@ class Prefix:
 
     @property
     def num_bytes(self) -> int:
-        """That its keys and values take."""
+        """Bytes of its keys and values."""
         return sum(t.numel() * t.element_size() for pair in self.layers for t in pair)
 
 
@@ -359,12 +359,9 @@ class KeptPrefixes:
 
 
 def fill(
-    cache: SharedPromptCache,
-    prefixes: Sequence[Prefix],
-    lengths: Sequence[int],
-    new: int,
+    cache: SharedPromptCache, prefixes: Sequence[Prefix], lengths: Sequence[int], new: int,
     room: tuple[int, int],
-) -> None:
+) -> None:  # fmt: skip
     """Writes prefixes into a cache without rows, as rows that end at one position, `new` tokens
     before the ends of their prompts of `lengths` tokens; it gets `room` for rows and positions.
 

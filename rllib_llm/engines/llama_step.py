@@ -64,11 +64,9 @@ def packed(weight: torch.Tensor) -> torch.Tensor:
 
 
 def packed_linear(
-    inputs: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
     residual: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """residual + inputs @ weight.T + bias [rows, out], without gradient, of a `packed` weight: the
     operators that torch's own compiler uses on a CPU."""
     if residual is None:
@@ -138,16 +136,20 @@ class _Projection:
         weights = [linear.weight for linear in linears]
         bias = None
         if any(linear.bias is not None for linear in linears):
-            bias = torch.cat([_bias_of(linear) for linear in linears])
+            bias = torch.cat([
+                linear.weight.new_zeros(len(linear.weight)) if linear.bias is None else linear.bias
+                for linear in linears
+            ])  # fmt: skip
         is_onednn = products_of(linears[0], weights[0]) is ONEDNN
         if pays(weights[0], steps) and not is_onednn:
             matrix = transposed(weights)
         else:
             whole = weights[0] if len(weights) == 1 else torch.cat(weights)
             if pays_packed(whole, steps):
-                self.matrix = packed(whole)
-                self.apply = functools.partial(packed_linear, weight=self.matrix, bias=bias)
-                self.add_to = functools.partial(_add_packed, weight=self.matrix, bias=bias)
+                # Closures hold the matrix, not `self`: a cycle would keep it in memory.
+                self.matrix = matrix = packed(whole)
+                self.apply = functools.partial(packed_linear, weight=matrix, bias=bias)
+                self.add_to = lambda residual, inputs: packed_linear(inputs, matrix, bias, residual)
                 return
             matrix = whole.t()
         self.matrix = matrix
@@ -163,25 +165,13 @@ class _Projection:
 
 
 def _adapted(
-    apply: Callable[[torch.Tensor], torch.Tensor],
-    down: torch.Tensor,
-    up: torch.Tensor,
+    apply: Callable[[torch.Tensor], torch.Tensor], down: torch.Tensor, up: torch.Tensor,
     inputs: torch.Tensor,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """apply(inputs) + inputs @ down @ up, the sum in the factors' dtype, as peft computes it."""
     plain = apply(inputs)
     summed = torch.addmm(plain.to(down.dtype), torch.mm(inputs.to(down.dtype), down), up)
     return summed.to(plain.dtype)
-
-
-def _add_packed(
-    residual: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    return packed_linear(inputs, weight, bias, residual)
-
-
-def _bias_of(linear: nn.Linear) -> torch.Tensor:
-    return linear.weight.new_zeros(len(linear.weight)) if linear.bias is None else linear.bias
 
 
 def _norm(module: nn.Module) -> _Norm:
@@ -195,7 +185,7 @@ def _norm(module: nn.Module) -> _Norm:
 
 
 @dataclass
-class _Rotation:
+class _RotaryAngles:
     """cos and signed sin of the step's positions, [rows, 1, head_dim]."""
 
     cos: torch.Tensor
@@ -230,7 +220,7 @@ class _Layer:
         self.num_query_heads = attention.q_proj.out_features // self.head_dim
 
     def __call__(
-        self, hidden: torch.Tensor, rotate: _Rotation, seen: Sequence[_Seen]
+        self, hidden: torch.Tensor, rotate: _RotaryAngles, seen: Sequence[_Seen]
     ) -> torch.Tensor:
         hidden = self.output.add_to(hidden, self._attend(hidden, rotate, seen))
         normed = self.mlp_norm(hidden)
@@ -238,7 +228,7 @@ class _Layer:
         return self.down.add_to(hidden, gated)
 
     def _attend(
-        self, hidden: torch.Tensor, rotate: _Rotation, seen: Sequence[_Seen]
+        self, hidden: torch.Tensor, rotate: _RotaryAngles, seen: Sequence[_Seen]
     ) -> torch.Tensor:
         heads = self.qkv.apply(self.input_norm(hidden)).unflatten(-1, (-1, self.head_dim))
         values = heads[:, self.num_query_heads + self.num_key_heads :]
@@ -261,13 +251,9 @@ class _Layer:
         return torch.cat([self._look(q, k, v, *held) for q, k, v, held in blocks])
 
     def _look(
-        self,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        cache: SharedPromptLayer | StaticLayer,
-        mask: torch.Tensor | None,
-    ) -> torch.Tensor:
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
+        cache: SharedPromptLayer | StaticLayer, mask: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
         """Attention of a block's queries to its cache, after adding their keys and values, [rows,
         heads * head_dim]."""
         keys, values = cache.update(keys, values)
@@ -275,17 +261,13 @@ class _Layer:
         if mask is not None and start:
             mask = mask[..., start:].clone()  # CUDA's kernels read it from an aligned address
         attended = F.scaled_dot_product_attention(
-            queries,
-            keys[:, :, start:],
-            values[:, :, start:],
-            attn_mask=mask,
-            scale=self.scaling,
+            queries, keys[:, :, start:], values[:, :, start:], attn_mask=mask, scale=self.scaling
         )
         return attended.reshape(len(queries), -1)
 
 
 class LlamaStep:
-    """Logits behind one new token per row, for models that `is_llama_shaped`.
+    """Logits after one new token per row, for models that `is_llama_shaped`.
 
     Holds copies of adapters, and of the weights where the layout pays: make a new one after they
     change.
@@ -345,7 +327,7 @@ class LlamaStep:
         hidden = F.embedding(tokens, self.embedding)
         cos, sin = self.rotary(hidden, positions.unsqueeze(1))
         half = sin.shape[-1] // 2
-        rotate = _Rotation(cos, torch.cat([-sin[..., :half], sin[..., half:]], dim=-1))
+        rotate = _RotaryAngles(cos, torch.cat([-sin[..., :half], sin[..., half:]], dim=-1))
         for layer, held in zip(self.layers, seen, strict=True):
             hidden = layer(hidden, rotate, held)
         return hidden

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rllib_llm.shared.errors import require
+from rllib_llm.shared.errors import Problem, Problems
 
 # Settings that act on tokens that have occurred, and the values that switch them off.
 _PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
@@ -32,7 +32,7 @@ class SamplingParams:
     """
 
     pad_token_id: int
-    """Fills completions behind their end."""
+    """Fills completions after their end."""
     stop_token_ids: tuple[int, ...] = ()
     """Each of these ends a completion and belongs to it."""
     max_new_tokens: int = 64
@@ -48,7 +48,7 @@ class SamplingParams:
     greedy: bool = False
     """Take the likeliest token; top_k, top_p and min_p then have no effect."""
     top_logprobs: int = 0
-    """So many of the likeliest tokens are told beside each that is sampled, >= 0."""
+    """So many of the likeliest tokens are returned with each that is sampled, >= 0."""
     min_p: float = 0.0
     """Sample from tokens at least this share as likely as the likeliest, 0 .. 1; 0 switches it off
     (Nguyen et al. 2024, arXiv:2407.01082)."""
@@ -68,7 +68,8 @@ class SamplingParams:
     def of(
         cls, config: Any, pad_token_id: int = 0, ends: Sequence[int] = (), *, greedy: bool = False
     ) -> SamplingParams:
-        """As a config says, an algorithm's; `ends`: the model's, where it sets no stop tokens."""
+        """The settings of an algorithm's config; `ends`: the model's, where it sets no stop
+        tokens."""
         stops = ends if config.stop_token_ids is None else config.stop_token_ids
         names = ("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p")
         chosen = {name: getattr(config, name) for name in names}
@@ -109,74 +110,34 @@ class SamplingParams:
         pairs = bias.items() if isinstance(bias, Mapping) else bias
         sorted_bias = tuple(sorted((int(i), float(value)) for i, value in pairs))
         object.__setattr__(self, "logit_bias", sorted_bias)
-        for holds, name, rule, reason, remedy in self._rules():
-            require(holds, name, getattr(self, name), f"be {rule}", reason, remedy)
+        if wrong := list(self._wrong()):
+            raise Problems(wrong)
 
-    def _rules(self) -> Iterator[tuple[bool, str, str, str, str]]:
-        """(whether it holds, setting, rule, reason, remedy) of each rule."""
-        yield (
-            self.max_new_tokens >= 1, "max_new_tokens", "at least 1",
-            "a completion without tokens cannot be judged or learnt from",
-            "Set the longest completion you want",
-        )  # fmt: skip
-        yield (
-            0 <= self.min_new_tokens <= self.max_new_tokens, "min_new_tokens",
-            f"within 0 and max_new_tokens={self.max_new_tokens}", "more can never be sampled",
-            "Lower min_new_tokens or raise max_new_tokens",
-        )  # fmt: skip
-        yield (
-            LOWEST_TEMPERATURE <= self.temperature < math.inf, "temperature",
-            f"a finite number of at least {LOWEST_TEMPERATURE}",
-            "logits are divided by it and must stay finite",
-            "Use greedy=True for the limit of temperature 0",
-        )  # fmt: skip
-        yield (
-            self.top_k >= 0, "top_k", "0 or more", "it counts the tokens that stay",
-            "Use 0 to switch it off",
-        )  # fmt: skip
-        yield (
-            0.0 < self.top_p <= 1.0, "top_p", "above 0 and at most 1",
-            "it is a probability mass", "Use 1.0 to switch it off",
-        )  # fmt: skip
-        yield (
-            self.top_logprobs >= 0, "top_logprobs", "0 or more", "it counts tokens",
-            "Use 0 for none",
-        )  # fmt: skip
-        yield (
-            0.0 <= self.min_p <= 1.0, "min_p", "within 0 and 1",
-            "it is a share of the likeliest token's probability", "Use 0.0 to switch it off",
-        )  # fmt: skip
-        for name in ("frequency_penalty", "presence_penalty"):
-            yield (
-                -2.0 <= getattr(self, name) <= 2.0, name, "within -2 and 2, as OpenAI's",
-                "it is subtracted from logits", "Use 0.0 to switch it off",
-            )  # fmt: skip
-        yield (
-            0.01 <= self.repetition_penalty <= 100.0, "repetition_penalty",
-            "within 0.01 and 100", "logits are divided by it and must stay finite",
-            "Use 1.0 to switch it off",
-        )  # fmt: skip
-        row = "they are rows of the embedding"
-        yield (
-            self.pad_token_id >= 0, "pad_token_id", "0 or more", "it is a row of the embedding",
-            "Give the tokenizer's pad_token_id",
-        )  # fmt: skip
-        vocabulary = "Give ids of the tokenizer's vocabulary"
-        yield (
-            all(token >= 0 for token in self.stop_token_ids), "stop_token_ids", "ids of 0 or more",
-            row, vocabulary,
-        )  # fmt: skip
-        yield (
-            len(set(self.stop_token_ids)) == len(self.stop_token_ids), "stop_token_ids",
-            "distinct", "a repeated id has no effect", "Name each stop token once",
-        )  # fmt: skip
-        ids = [token for token, _ in self.logit_bias]
-        yield (
-            all(token >= 0 for token in ids) and len(set(ids)) == len(ids), "logit_bias",
-            "of distinct ids of 0 or more", row, vocabulary,
-        )  # fmt: skip
-        yield (
-            all(-100.0 <= value <= 100.0 for _, value in self.logit_bias), "logit_bias",
-            "of numbers within -100 and 100, as OpenAI's", "they are added to logits",
-            "Use -100 for tokens that must not come",
-        )  # fmt: skip
+    def _wrong(self) -> Iterator[Problem]:
+        stops, ids = self.stop_token_ids, [token for token, _ in self.logit_bias]
+        most, least = self.max_new_tokens, LOWEST_TEMPERATURE
+        greedy, never = "Use greedy=True for the limit 0", "Use -100 for tokens that must not come"
+        rules: list[tuple] = [  # whether it holds, name, rule, remedy if any
+            (most >= 1, "max_new_tokens", "at least 1"),
+            (0 <= self.min_new_tokens <= most, "min_new_tokens",
+             f"within 0 and max_new_tokens={most}"),
+            (least <= self.temperature < math.inf, "temperature", f"finite, >= {least}", greedy),
+            (self.top_k >= 0, "top_k", "0 (off) or more"),
+            (0.0 < self.top_p <= 1.0, "top_p", "above 0 and at most 1 (off)"),
+            (self.top_logprobs >= 0, "top_logprobs", "0 (none) or more"),
+            (0.0 <= self.min_p <= 1.0, "min_p", "within 0 (off) and 1"),
+            (-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "within -2 and 2"),
+            (-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "within -2 and 2"),
+            (0.01 <= self.repetition_penalty <= 100.0, "repetition_penalty", "within 0.01 and 100"),
+            (self.pad_token_id >= 0, "pad_token_id", "0 or more"),
+            (all(token >= 0 for token in stops), "stop_token_ids", "ids of 0 or more"),
+            (len(set(stops)) == len(stops), "stop_token_ids", "distinct"),
+            (all(i >= 0 for i in ids) and len(set(ids)) == len(ids), "logit_bias",
+             "of distinct ids of 0 or more"),
+            (all(-100.0 <= value <= 100.0 for _, value in self.logit_bias), "logit_bias",
+             "of numbers within -100 and 100", never),
+        ]  # fmt: skip
+        for holds, name, rule, *remedies in rules:
+            if not holds:
+                remedy = next(iter(remedies), "")
+                yield Problem(name, f"be {rule}", "", remedy, getattr(self, name))

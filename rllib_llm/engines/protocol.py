@@ -2,7 +2,7 @@
 finished.
 
 A row is one completion to be sampled: its prompt, what was sampled of it before, and settings and
-randomness of its own. Everything that samples stands on this: a batch is "add all, step until
+its own randomness. Everything that samples stands on this: a batch is "add all, step until
 empty", a conversation adds a row per turn, a server adds rows as requests come.
 """
 
@@ -18,14 +18,14 @@ import torch
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import pad_right
-from rllib_llm.shared.errors import require
+from rllib_llm.shared.errors import Problems
 
 Finish = Literal["stop", "length", "aborted", "error"]
 """A stop token was sampled; max_new_tokens were; the row was taken out; its logits were not finite.
 """
 NOT_FINITE = (
-    "logits must be finite: the model gave NaN or infinity while sampling. Check the weights it "
-    "was given, its dtype and the learning rate."
+    "logits must be finite: the model gave NaN or infinity while sampling. Check its weights, "
+    "dtype and learning rate."
 )
 Likeliest = list[tuple[int, float]]
 """Tokens and their log-probs, the likeliest first."""
@@ -42,8 +42,8 @@ class Tokens(NamedTuple):
     finish: Finish | None = None
     """Why there will be no more of them; None where there may be."""
 
-    def behind(self, start: int) -> Tokens:
-        """Those from the token `start` on."""
+    def since(self, start: int) -> Tokens:
+        """The tokens from `start` on."""
         return Tokens(
             self.token_ids[start:], self.logprobs[start:], self.versions[start:],
             self.likeliest[start:], self.finish,
@@ -73,7 +73,7 @@ class Guide(Protocol):
         """Why it cannot follow the row any further; "" while it can."""
 
     def allowed(self) -> torch.Tensor:
-        """[n <= vocab] bool on the CPU: what may come next. Tokens behind the last may not."""
+        """[n <= vocab] bool on the CPU: what may come next. Tokens after the last may not."""
 
     def take(self, token_id: int) -> None:
         """The token that was sampled."""
@@ -93,9 +93,7 @@ class Noise:
     @property
     def one_seed(self) -> int:
         """All of it in one number, 0 .. 2**63 - 1, for engines that draw their own numbers."""
-        row = np.array([self.row])
-        _check(self.seed, row, 1)
-        return int(_words(self.seed, row, 1, self.turn)[0, 0]) >> 1
+        return int(_words(self.seed, np.array([self.row]), 1, self.turn)[0, 0]) >> 1
 
 
 OnTokens = Callable[[Tokens], None]
@@ -107,9 +105,9 @@ class Row:
 
     id: Hashable
     """Names the row in the engine; free again when the row has ended. `EngineLoop` gives each row
-    an id of its own."""
+    its own id."""
     token_ids: Sequence[int]
-    """The prompt, and behind it what was sampled of this completion before, without padding."""
+    """The prompt, then what was sampled of this completion before, without padding."""
     params: SamplingParams
     """max_new_tokens and min_new_tokens count what was sampled before, too."""
     num_sampled: int = 0
@@ -130,17 +128,8 @@ class Row:
     raises ends the completion."""
 
     def __post_init__(self) -> None:
-        require(
-            0 <= self.num_sampled < len(self.token_ids), "num_sampled", self.num_sampled,
-            f"be within 0 and {len(self.token_ids) - 1}",
-            f"row {self.id!r} has {len(self.token_ids)} tokens, and its prompt at least one",
-            "Pass the prompt and behind it what was sampled",
-        )  # fmt: skip
-        require(
-            self.num_sampled < self.params.max_new_tokens, "num_sampled", self.num_sampled,
-            f"be below max_new_tokens={self.params.max_new_tokens!r}", f"row {self.id!r} has ended",
-            "Do not add it again",
-        )  # fmt: skip
+        assert 0 <= self.num_sampled < len(self.token_ids), "a prompt has a token"
+        assert self.num_sampled < self.params.max_new_tokens, "the row has ended"
 
 
 @dataclass(frozen=True)
@@ -165,26 +154,23 @@ class Ended:
 
     @property
     def tokens(self) -> Tokens:
-        """The same as `Engine.sampled` tells it."""
-        return Tokens(
-            self.token_ids, self.logprobs, self.versions, self.likeliest, self.finish
-        )  # fmt: skip
+        """The same as `Engine.sampled` returns it."""
+        return Tokens(self.token_ids, self.logprobs, self.versions, self.likeliest, self.finish)
 
 
 def check_rows(rows: Sequence[Row], held: Iterable[Hashable], version: int | None) -> None:
     """Raises ValueError where a row has an id among `held` or of another, or wants other weights
-    than the engine has."""
+    than the engine has; RuntimeError where that has none."""
+    if version is None:
+        raise RuntimeError("weights must be loaded before an engine samples")
     seen = set(held)
     for row in rows:
-        require(
-            row.id not in seen, "row.id", row.id, "be one that is not in the engine",
-            "it names the row", "Wait until that row has ended, or choose another id",
-        )  # fmt: skip
+        if row.id in seen:
+            raise Problems("row.id", "be one that is not in the engine", value=row.id)
         seen.add(row.id)
-        require(
-            row.version in (None, version), "row.version", row.version, f"be {version!r}",
-            "the engine has no other weights", "Leave it out",
-        )  # fmt: skip
+        if row.version not in (None, version):
+            rule = f"be {version!r} or left out"
+            raise Problems("row.version", rule, "the engine has no other weights", "", row.version)
 
 
 class Engine(Protocol):
@@ -248,11 +234,11 @@ class Completions:
     completion_mask: torch.Tensor
     """[batch, T] bool, True for sampled tokens, the stop token among them."""
     logprobs: torch.Tensor
-    """[batch, T] float32, log_softmax(logits / temperature) of each token, 0 behind the end."""
+    """[batch, T] float32, log_softmax(logits / temperature) of each token, 0 after the end."""
     finished: torch.Tensor
     """[batch] bool, True where a stop token ended the completion."""
     values: torch.Tensor | None = None
-    """[batch, T] float32, of the state before each token, 0 behind the end; where a critic was."""
+    """[batch, T] float32, of the state before each token, 0 after the end; with a critic."""
     versions: torch.Tensor | None = None
     """[batch, T] int32, of the weights that sampled each token, -1 where that is unknown or there
     is none; where the caller says so."""
@@ -290,10 +276,7 @@ def pad_completions(
 
 
 def uniform_noise(
-    seed: int,
-    row_ids: torch.Tensor | np.ndarray | Sequence[int],
-    length: int,
-    turn: int = 0,
+    seed: int, row_ids: torch.Tensor | np.ndarray | Sequence[int], length: int, turn: int = 0
 ) -> torch.Tensor:
     """Uniforms in [0, 1), one counter-based stream per row id and turn.
 
@@ -313,20 +296,18 @@ def uniform_noise(
         [batch, length] float32.
 
     Raises:
-        ValueError: a seed, row id, length or turn out of range.
+        ValueError: a seed out of range.
     """
     rows = np.asarray(row_ids, dtype=np.int64)
-    _check(seed, rows, length)
-    require(
-        0 <= turn < 2**64, "turn", turn, "be within 0 and 2**64 - 1", "it counts turns",
-        "Count from 0",
-    )  # fmt: skip
     halves = _words(seed, rows, (length + 1) // 2, turn).view("<u4")[:, :length] >> np.uint32(8)
     return torch.from_numpy(halves.astype(np.float32) * np.float32(2.0**-24))
 
 
 def _words(seed: int, rows: np.ndarray, count: int, turn: int) -> np.ndarray:
     """The first `count` raw words of each row's stream, [rows, count] uint64."""
+    if not 0 <= seed < 2**64:
+        raise Problems("seed", "be within 0 and 2**64 - 1", value=seed)
+    assert rows.ndim == 1 and rows.min(initial=0) >= 0 and 0 <= turn < 2**64 and count >= 0
     words = np.empty((len(rows), count), dtype="<u8")
     start = np.array([0, 0, 0, turn], dtype=np.uint64)
     bits = np.random.Philox(key=np.array([seed, 0], dtype=np.uint64), counter=start)
@@ -337,23 +318,3 @@ def _words(seed: int, rows: np.ndarray, count: int, turn: int) -> np.ndarray:
         bits.state = state
         words[i] = bits.random_raw(count)
     return words
-
-
-def _check(seed: int, rows: np.ndarray, length: int) -> None:
-    require(
-        0 <= seed < 2**64, "seed", seed, "be within 0 and 2**64 - 1",
-        "it is one word of the generator's key", "Take a non-negative integer",
-    )  # fmt: skip
-    require(
-        rows.ndim == 1, "row_ids", rows.shape, "be one-dimensional", "there is one stream per row",
-        "Pass a flat list of ids",
-    )  # fmt: skip
-    smallest = int(rows.min(initial=0))
-    require(
-        smallest >= 0, "row_ids", smallest, "be 0 or more", "a row id counts completions",
-        "Count rows from 0",
-    )  # fmt: skip
-    require(
-        length >= 0, "length", length, "be 0 or more", "it counts numbers per row",
-        "Pass max_new_tokens",
-    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""How rows share memory: the blocks of a batch on a CPU, and how many rows fit into a GPU's."""
+"""Memory of rows: the blocks of a batch on a CPU, and the rows that fit into a GPU's memory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def is_alike(lengths: np.ndarray, rows: np.ndarray, cost: float) -> bool:
     """
     order = np.argsort(-lengths, kind="stable")
     lengths, rows = lengths[order], rows[order]
-    shorter = rows[::-1].cumsum()[::-1]  # rows of this length and of the shorter ones behind it
+    shorter = rows[::-1].cumsum()[::-1]  # rows of this length and of the shorter ones after it
     return bool(((lengths[0] - lengths) * shorter <= cost).all())
 
 
@@ -94,7 +94,7 @@ class RowBlock:
         # On the host, of each row: its column of the buffers, which names it, and where it starts.
         self.columns = self.starts = np.empty(0, dtype=np.int64)
         self.length = self.first = 0  # positions in use; those before `first` are padding only
-        self._has_padding = False  # some row has it behind `first`
+        self._has_padding = False  # some row has it after `first`
         # [rows, positions] bool, True from a row's start on, for steps to come as well: made anew
         # at each it cost a tiny model 7 % of its time. None: it is made when it is asked for.
         self._mask: torch.Tensor | None = None
@@ -126,11 +126,7 @@ class RowBlock:
     # --- rows ----------------------------------------------------------------------------------
 
     def admit(
-        self,
-        prompts: PromptCache,
-        copies: list[int],
-        longest: int,
-        room: tuple[int, int],
+        self, prompts: PromptCache, copies: list[int], longest: int, room: tuple[int, int]
     ) -> None:
         """Adds the rows of prefilled prompts to the cache, unless the cache is their own: they end
         where the others end. `add` then registers them.
@@ -218,7 +214,7 @@ class RowBlock:
 
 
 class RowBlocks:
-    """Blocks that each have rows; one block, perhaps without, where nobody is in the batch.
+    """Blocks that each have rows; one block, perhaps without, where the batch is empty.
 
     Args:
         cost: row positions that one more block has to save; infinite for one block of all rows.
@@ -279,7 +275,7 @@ class RowBlocks:
         self.find_order(columns)
 
     def _join(self) -> None:
-        """Moves the rows of blocks to longer ones where a length of their own saves too little."""
+        """Moves the rows of blocks to longer ones where their own length saves too little."""
         longer: list[RowBlock] = []
         for block in sorted(self._blocks, key=lambda block: -block.span):
             if not len(block):
@@ -316,6 +312,10 @@ Result = TypeVar("Result")
 
 # Share of the free memory that is planned with; the rest is for activations and fragmentation.
 _PLANNED_SHARE = 0.8
+FEWER_ROWS = (
+    "The GPU's memory does not suffice: {} completions are decoded at once from now on, which "
+    "changes speed only. sampling_batch_size sets it from the start."
+)
 # Copies of a row's logits alive at the same time, in float32: logits, weights, cumulative sum, one
 # temporary; top-p sorts four more.
 _LOGIT_COPIES = 8
@@ -356,17 +356,15 @@ def bytes_to_plan(*, free: int, total: int, reserved: int, allocated: int, share
 
 
 def with_fewer_rows(
-    run: Callable[[int], Result],
-    rows: int,
-    num_completions: int,
-    told: Callable[[int], None] | None = None,
-) -> Result:
+    run: Callable[[int], Result], rows: int, num_completions: int,
+    on_fewer_rows: Callable[[int], None] | None = None,
+) -> Result:  # fmt: skip
     """Returns `run(rows)`, called again with half as many rows whenever a GPU runs out of memory.
 
     Args:
         run: does its work from the beginning, with so many rows at once.
         rows: whole groups of `num_completions`, which stay together.
-        told: is given the smaller number, for the next time.
+        on_fewer_rows: is given the smaller number, for the next time.
 
     Raises:
         torch.OutOfMemoryError: one group is too much.
@@ -374,16 +372,12 @@ def with_fewer_rows(
 
     def make_smaller() -> str | None:
         nonlocal rows
-        before, rows = rows, rows // num_completions // 2 * num_completions
+        rows = rows // num_completions // 2 * num_completions
         if not rows:
             return None
-        if told is not None:
-            told(rows)
-        return (
-            f"{before} completions at once do not fit into the GPU's memory: they are decoded "
-            f"{rows} at a time from now on, which changes speed only. sampling_batch_size says so "
-            "from the start."
-        )
+        if on_fewer_rows is not None:
+            on_fewer_rows(rows)
+        return FEWER_ROWS.format(rows)
 
     return until_it_fits(lambda: run(rows), make_smaller)
 

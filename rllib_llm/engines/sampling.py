@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from rllib_llm.engines.batch_rows import BatchRows, Setting
+from rllib_llm.engines.batch_rows import BatchRows, RowSettings
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Guide
 
@@ -35,14 +35,9 @@ class Chosen(NamedTuple):
 
 
 def choose_for_rows(
-    rows: BatchRows,
-    logits: torch.Tensor,
-    noise: torch.Tensor | None,
-    start: int,
-    clock: int,
-    guides: Mapping[int, Guide],
-    counts: TokenCounts,
-) -> Chosen:
+    rows: BatchRows, logits: torch.Tensor, noise: torch.Tensor | None, start: int, clock: int,
+    guides: Mapping[int, Guide], counts: TokenCounts,
+) -> Chosen:  # fmt: skip
     """Tokens of the rows from `start` on, by the settings and the guide that each has.
 
     Args:
@@ -61,19 +56,14 @@ def choose_for_rows(
             if column in guides and alive[i]:
                 guides[column].take(tokens[i])
     if counts:
-        counts.note(rows.columns[start:], chosen.tokens, rows.alive[start:])
+        counts.record(rows.columns[start:], chosen.tokens, rows.alive[start:])
     return chosen
 
 
 def _choose(
-    rows: BatchRows,
-    logits: torch.Tensor,
-    noise: torch.Tensor | None,
-    start: int,
-    clock: int,
-    allowed: torch.Tensor | None,
-    counts: TokenCounts,
-) -> Chosen:
+    rows: BatchRows, logits: torch.Tensor, noise: torch.Tensor | None, start: int, clock: int,
+    allowed: torch.Tensor | None, counts: TokenCounts,
+) -> Chosen:  # fmt: skip
     columns, born = rows.columns[start:], rows.born[start:]
     parts = list(rows.by_settings(start))
     if parts[0][1] is None:
@@ -98,15 +88,10 @@ def _choose(
 
 
 def _choose_alike(
-    setting: Setting,
-    columns: np.ndarray,
-    logits: torch.Tensor,
-    noise: torch.Tensor | None,
-    age: np.ndarray,
-    allowed: torch.Tensor | None,
-    counts: TokenCounts,
-) -> Chosen:
-    """As `_choose`, of rows with the same settings, which have sampled `age` [n] tokens."""
+    setting: RowSettings, columns: np.ndarray, logits: torch.Tensor, noise: torch.Tensor | None,
+    age: np.ndarray, allowed: torch.Tensor | None, counts: TokenCounts,
+) -> Chosen:  # fmt: skip
+    """`_choose` for rows with the same settings, which have sampled `age` [n] tokens."""
     params, stops = setting.params, setting.stops
     if setting.adjusts:
         logits = counts.adjusted(columns, logits, setting)
@@ -145,7 +130,7 @@ def _allowed_by_guides(
 
 
 class TokenCounts:
-    """Which tokens have occurred in rows with penalties; false while there are none."""
+    """Counts of the tokens that have occurred in rows with penalties; false without such rows."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._slots: dict[int, int] = {}  # lines of the tensors, by column of the buffers
@@ -177,7 +162,7 @@ class TokenCounts:
         self._prompted[slot, prompt] = True
         self._sampled[slot] = torch.bincount(sampled, minlength=self._sampled.shape[1])
 
-    def note(self, columns: np.ndarray, tokens: torch.Tensor, alive: torch.Tensor) -> None:
+    def record(self, columns: np.ndarray, tokens: torch.Tensor, alive: torch.Tensor) -> None:
         """Counts tokens [n] that were sampled for rows [n], where these are alive [n]."""
         counted = [i for i, column in enumerate(columns.tolist()) if column in self._slots]
         place = torch.tensor(counted, device=tokens.device)
@@ -185,7 +170,9 @@ class TokenCounts:
         ones = alive[place].to(torch.int32)
         self._sampled.index_put_((slots, tokens[place]), ones, accumulate=True)
 
-    def adjusted(self, columns: np.ndarray, logits: torch.Tensor, setting: Setting) -> torch.Tensor:
+    def adjusted(
+        self, columns: np.ndarray, logits: torch.Tensor, setting: RowSettings
+    ) -> torch.Tensor:
         """A copy of logits [n, vocab] of rows with the same settings, as these change them."""
         sampled = prompted = None
         if setting.params.has_penalties:
@@ -207,12 +194,10 @@ class TokenCounts:
 
 
 def adjust_logits(
-    logits: torch.Tensor,
-    params: SamplingParams,
+    logits: torch.Tensor, params: SamplingParams,
     bias: tuple[torch.Tensor, torch.Tensor] | None = None,
-    sampled: torch.Tensor | None = None,
-    prompted: torch.Tensor | None = None,
-) -> torch.Tensor:
+    sampled: torch.Tensor | None = None, prompted: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """A copy of logits [n, vocab] in float32 with bias and penalties, in vLLM's order.
 
     With c the times that a token was sampled, and s whether it occurred in prompt or completion:
@@ -243,13 +228,10 @@ def adjust_logits(
 
 
 def choose_tokens(
-    logits: torch.Tensor,
-    noise: torch.Tensor | None,
-    params: SamplingParams,
-    forbidden: torch.Tensor | None = None,
-    forbidden_rows: torch.Tensor | None = None,
+    logits: torch.Tensor, noise: torch.Tensor | None, params: SamplingParams,
+    forbidden: torch.Tensor | None = None, forbidden_rows: torch.Tensor | None = None,
     allowed: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, Likeliest | None]:
+) -> tuple[torch.Tensor, torch.Tensor, Likeliest | None]:  # fmt: skip
     """The next token of each row and its log-prob under the untruncated distribution.
 
     Sampling inverts the distribution function: the token is the first, in vocabulary order, whose
@@ -278,8 +260,11 @@ def choose_tokens(
     permitted = logits
     if forbidden is not None or allowed is not None:
         permitted = logits.clone()
-        if forbidden is not None:
-            _forbid(permitted, forbidden, forbidden_rows)
+        if forbidden is not None and forbidden_rows is None:
+            permitted.index_fill_(-1, forbidden, -torch.inf)
+        elif forbidden is not None and forbidden_rows is not None:
+            rows = forbidden_rows.unsqueeze(1)
+            permitted[:, forbidden] = permitted[:, forbidden].masked_fill(rows, -torch.inf)
         if allowed is not None:
             permitted.masked_fill_(~allowed, -torch.inf)
         if not params.greedy:
@@ -301,14 +286,6 @@ def choose_tokens(
         values, ids = scores.topk(min(params.top_logprobs, scores.shape[1]), dim=-1)
         likeliest = ids, values
     return tokens.squeeze(-1), logprobs.squeeze(-1), likeliest
-
-
-def _forbid(logits: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor | None) -> None:
-    """Sets the probability of tokens in logits [batch, vocab] to 0, in `rows` or in all."""
-    if rows is None:
-        logits.index_fill_(-1, tokens, -torch.inf)
-    else:
-        logits[:, tokens] = logits[:, tokens].masked_fill(rows.unsqueeze(1), -torch.inf)
 
 
 def invert_cdf(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:

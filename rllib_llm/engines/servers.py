@@ -12,7 +12,7 @@ from typing import Any
 
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Ended, Engine, Finish, Noise, Row
-from rllib_llm.shared.errors import require
+from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.openai_client import OpenAIClient, server_root
 
 
@@ -46,10 +46,8 @@ class CompletionClient(ABC):
 
     def open_rows(self, version: int | None = None, load_weights: Any = None) -> Engine:
         """Raises ValueError: it cannot be asked row by row."""
-        raise ValueError(
-            "engine='openai' must be 'torch' or 'vllm' for conversations: a server is asked for "
-            "whole batches of completions, not turn by turn. Set engine='torch'."
-        )
+        rule = "be 'torch' or 'vllm' for conversations"
+        raise Problems("engine", rule, "a server is asked for whole batches", value="openai")
 
     def load_weights(self, weights: dict[str, Any]) -> None:  # noqa: B027
         """Does nothing: it has its own."""
@@ -84,20 +82,13 @@ class OpenAICompletions(CompletionClient):
     """
 
     def __init__(
-        self,
-        tokenizer: Any,
-        stop_token_ids: tuple[int, ...] = (),
-        *,
-        base_url: str,
-        served_model: str,
-        prompt_format: str = "token_ids",
-        extra_body: dict[str, Any] | None = None,
-        **client: Any,
-    ) -> None:
-        require(
-            prompt_format in PROMPT_FORMATS, "engine_settings['prompt_format']", prompt_format,
-            f"be one of {PROMPT_FORMATS}", "prompts travel in no other way", "Use 'token_ids'",
-        )  # fmt: skip
+        self, tokenizer: Any, stop_token_ids: tuple[int, ...] = (), *, base_url: str,
+        served_model: str, prompt_format: str = "token_ids",
+        extra_body: dict[str, Any] | None = None, **client: Any,
+    ) -> None:  # fmt: skip
+        if prompt_format not in PROMPT_FORMATS:
+            rule = f"be one of {PROMPT_FORMATS}"
+            raise Problems("engine_settings.prompt_format", rule, value=prompt_format)
         self._served_model, self._prompt_format = served_model, prompt_format
         self._extra_body = dict(extra_body or {})
         super().__init__(OpenAIClient(base_url, **client), tokenizer, stop_token_ids)
@@ -128,12 +119,10 @@ class OpenAICompletions(CompletionClient):
         if token_ids[0] == self.tokenizer.bos_token_id:  # which the server puts there itself
             token_ids = token_ids[1:]
         special = set(self.tokenizer.all_special_ids).intersection(token_ids)
-        require(
-            not special, "engine_settings['prompt_format']", "text",
-            "be used with prompts of plain text",
-            f"special tokens {self.tokenizer.convert_ids_to_tokens(sorted(special))} of chat "
-            "markup would vanish", "Use 'token_ids' and a server of the policy's tokenizer",
-        )  # fmt: skip
+        if special:
+            names = self.tokenizer.convert_ids_to_tokens(sorted(special))
+            rule, reason = "be 'token_ids' for chats", f"the special tokens {names} would vanish"
+            raise Problems("engine_settings.prompt_format", rule, reason, value="text")
         return str(self.tokenizer.decode(token_ids))
 
     def _read(self, params: SamplingParams, answer: Any) -> Ended:
@@ -164,7 +153,7 @@ _LABEL = re.compile(r"(?:(\d+)\.)?(\d+)\Z")  # "2.31", or "step-31"
 
 
 class TokenCompletions(CompletionClient):
-    """Asks for token ids, by vLLM's interface of its own.
+    """Asks for token ids, by vLLM's own interface.
 
     Args:
         base_url: of the server, with or without "/v1" at its end.
@@ -178,17 +167,10 @@ class TokenCompletions(CompletionClient):
     """
 
     def __init__(
-        self,
-        tokenizer: Any = None,
-        stop_token_ids: tuple[int, ...] = (),
-        *,
-        base_url: str,
-        served_model: str | None = None,
-        follows_run: bool = False,
-        exact_noise: bool = True,
-        extra_params: Mapping[str, Any] | None = None,
-        **client: Any,
-    ) -> None:
+        self, tokenizer: Any = None, stop_token_ids: tuple[int, ...] = (), *, base_url: str,
+        served_model: str | None = None, follows_run: bool = False, exact_noise: bool = True,
+        extra_params: Mapping[str, Any] | None = None, **client: Any,
+    ) -> None:  # fmt: skip
         self._served_model, self._follows_run = served_model, follows_run
         self._exact_noise, self._extra = exact_noise, dict(extra_params or {})
         # What is no text is refused by the client.
@@ -227,16 +209,14 @@ def _read(params: SamplingParams, asked: tuple[int, int] | None, answer: Any) ->
     if choice["finish_reason"] not in ("stop", "length") or not ids:
         raise ValueError(f"finish_reason={choice['finish_reason']!r} with {len(ids)} tokens")
     logprobs = [float(entry["logprob"]) for entry in entries]
-    if [_token_of(entry) for entry in entries] != ids or not all(map(math.isfinite, logprobs)):
+    # The token that an entry is about, in either of vLLM's shapes.
+    tokens = [int(e.get("token_id", str(e.get("token", "")).removeprefix("token_id:")))
+              for e in entries]  # fmt: skip
+    if tokens != ids or not all(map(math.isfinite, logprobs)):
         raise ValueError("the log-probs are not those of the tokens")
     versions = _versions(choice["weight_versions"], len(ids), asked)
     finish: Finish = "stop" if ids[-1] in params.stop_token_ids else "length"
     return Ended(None, ids, logprobs, versions, finish)
-
-
-def _token_of(entry: Any) -> int:
-    """The token that an entry is about, in either of vLLM's shapes."""
-    return int(entry.get("token_id", str(entry.get("token", "")).removeprefix("token_id:")))
 
 
 def _versions(spans: Any, count: int, asked: tuple[int, int] | None) -> list[int]:
@@ -285,10 +265,8 @@ def open_server(model: str, *, endpoint: str = "completions", **settings: Any) -
     # Here, since transformers would make importing the package slow.
     from rllib_llm.modules.tokenizer import load_tokenizer, policy_eos_ids
 
-    require(
-        endpoint in ENDPOINTS, "engine_settings['endpoint']", endpoint, f"be one of {ENDPOINTS}",
-        "a server is asked in no other way", "Use 'tokens' for one that gives token ids",
-    )  # fmt: skip
+    if endpoint not in ENDPOINTS:
+        raise Problems("engine_settings.endpoint", f"be one of {ENDPOINTS}", value=endpoint)
     tokenizer = load_tokenizer(model)
     kind = TokenCompletions if endpoint == "tokens" else OpenAICompletions
     return kind(tokenizer, policy_eos_ids(model, tokenizer), **settings)

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from rllib_llm.engines.batch_rows import CompletionBuffers, Group
+from rllib_llm.engines.batch_rows import CompletionBuffers, PromptGroup
 from rllib_llm.engines.decode_step import DecodePlan, open_decode_step
 from rllib_llm.engines.decoder import Decoder
-from rllib_llm.engines.engine import check_decoding_once, check_positions, check_tokens
+from rllib_llm.engines.engine import check_decoding, check_positions, check_tokens
 from rllib_llm.engines.kv_cache import KeptPrefixes, Prefix
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import (
@@ -29,19 +29,19 @@ from rllib_llm.engines.protocol import (
     check_rows,
     uniform_noise,
 )
-from rllib_llm.engines.row_blocks import row_budget
+from rllib_llm.engines.row_blocks import FEWER_ROWS, row_budget
 from rllib_llm.modules.packing import recurring_size
 from rllib_llm.modules.trunk import padded_hidden, take_apart, wants_recurring_sizes
-from rllib_llm.shared.errors import require
+from rllib_llm.shared.errors import Problems
 
-# --- Log-probs of texts that nobody samples: what `echo` of a server shows of a prompt
+# --- Log-probs of given texts: what `echo` of a server returns of a prompt
 
 # Logits of so many positions at once: of a long text they need more memory than the model.
 _BLOCK = 512
 
 
 @dataclass(frozen=True)
-class Scores:
+class TextScores:
     """Log-probs of a text's tokens from the second on."""
 
     logprobs: list[float]
@@ -61,7 +61,7 @@ class Scores:
 
 
 @torch.inference_mode()
-def score_text(model: nn.Module, token_ids: Sequence[int], top: int) -> Scores:
+def score_text(model: nn.Module, token_ids: Sequence[int], top: int) -> TextScores:
     """One forward pass over a text.
 
     Args:
@@ -95,7 +95,7 @@ def score_text(model: nn.Module, token_ids: Sequence[int], top: int) -> Scores:
         top_logprobs.append(values.cpu())
     none = torch.empty(0, 0)
     ids_found, values_found = torch.cat(top_ids or [none]), torch.cat(top_logprobs or [none])
-    return Scores(logprobs, ranks, ids_found.numpy(), values_found.numpy())
+    return TextScores(logprobs, ranks, ids_found.numpy(), values_found.numpy())
 
 
 # --- Published weights put into a model that an engine owns
@@ -119,18 +119,13 @@ def copy_weights(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
     loaded = {own[name].data_ptr() for name in named if name in own}
     missing = [name for name in own if name not in named and own[name].data_ptr() not in loaded]
     unknown = sorted(set(named) - set(own))
-    require(
-        not missing and not unknown, f"weights={sorted(named)[:3]!r}...", ...,
-        "name the model's parameters",
-        f"{missing[:3]} are missing and {unknown[:3]} are unknown",
-        "Load the weights of the same model",
-    )  # fmt: skip
+    if missing or unknown:
+        reason = f"{missing[:3]} are missing and {unknown[:3]} are unknown"
+        raise Problems("weights", "name the model's parameters", reason)
     for name, tensor in named.items():
-        require(
-            tensor.shape == own[name].shape, f"weights[{name!r}].shape", tuple(tensor.shape),
-            f"be {tuple(own[name].shape)!r}", "the parameter has it",
-            "Load the weights of the same model",
-        )  # fmt: skip
+        if tensor.shape != (needed := own[name].shape):
+            given = tuple(tensor.shape)
+            raise Problems(f"weights[{name!r}].shape", f"be {tuple(needed)}", value=given)
     for name, tensor in named.items():
         own[name].copy_(tensor)
 
@@ -143,7 +138,7 @@ _ONE_TOKEN = SamplingParams(pad_token_id=0, max_new_tokens=1)
 
 
 @dataclass
-class _Held:
+class _RunningRow:
     """A row in the engine."""
 
     row: Row
@@ -168,22 +163,15 @@ class TorchEngine:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        version: int | None,
-        max_rows: int | None = None,
-        max_positions: int = 2048,
-        steps_between_looks: int | None = None,
+        self, model: nn.Module, *, version: int | None, max_rows: int | None = None,
+        max_positions: int = 2048, steps_between_looks: int | None = None,
         load_weights: Callable[[dict[str, torch.Tensor]], None] | None = None,
-        cuda_graphs: bool = True,
-        plan: DecodePlan | None = None,
-        max_prefill: int | None = None,
-    ) -> None:
+        cuda_graphs: bool = True, plan: DecodePlan | None = None, max_prefill: int | None = None,
+    ) -> None:  # fmt: skip
         self.model, self._version = model, version
         self.device = next(model.parameters()).device
         plan = plan or DecodePlan.of(model)
-        check_decoding_once(model)
+        check_decoding(model)
         self._load_weights = load_weights or (lambda weights: copy_weights(model, weights))
         self._buffers = CompletionBuffers(0, 0, 0, self.device, with_versions=True)
         self._buffers.version = version or 0
@@ -193,7 +181,7 @@ class TorchEngine:
             max_rows=max_rows or row_budget(model, max_positions), max_prefill=max_prefill,
             open_step=functools.partial(open_decode_step, cuda_graphs=cuda_graphs),
         )  # fmt: skip
-        self._rows: dict[Hashable, _Held] = {}
+        self._rows: dict[Hashable, _RunningRow] = {}
         self._ids: dict[int, Hashable] = {}  # by column
         self._free: list[int] = []
         self._left: list[Ended] = []  # rows that ended while others were taken out
@@ -216,11 +204,6 @@ class TorchEngine:
     # --- rows --------------------------------------------------------------------------------
 
     def add(self, rows: Sequence[Row]) -> None:
-        if self.version is None:
-            raise RuntimeError(
-                "weights=None must be loaded before rows are added: the engine was given none, and "
-                "would sample from random ones. Call load(weights, version) first."
-            )
         check_rows(rows, [*self._rows, *(each.id for each in self._left)], self.version)
         alike: dict[SamplingParams, list[Row]] = {}  # the config is read once for each
         for row in rows:
@@ -254,27 +237,29 @@ class TorchEngine:
         self._free += range(batch, wanted)
         self._buffers.reserve(longest, wanted)
 
-    def _begin(self, row: Row, noise: torch.Tensor | None) -> _Held:
-        """Gives a row a column; `noise` unless it is greedy."""
-        held = _Held(row, self._free.pop())
+    def _begin(self, row: Row, noise: torch.Tensor | None) -> _RunningRow:
+        """Assigns a row a column; `noise` unless it is greedy."""
+        held = _RunningRow(row, self._free.pop())
         self._rows[row.id], self._ids[held.column] = held, row.id
         if row.guide is not None:
             self._decoder.guides[held.column] = row.guide
         self._buffers.begin(held.column, noise)
         return held
 
-    def _queue(self, rows: Iterable[tuple[_Held, Sequence[int], int]], first: bool = False) -> None:
+    def _queue(
+        self, rows: Iterable[tuple[_RunningRow, Sequence[int], int]], first: bool = False
+    ) -> None:
         """Queues rows to be prefilled, each with its tokens so far and how many of them were
         sampled: those of a group together where their tokens are the same; before all that wait,
         if `first`."""
-        parts: dict[object, list[tuple[_Held, Sequence[int], int]]] = {}
+        parts: dict[object, list[tuple[_RunningRow, Sequence[int], int]]] = {}
         for held, token_ids, num_sampled in rows:
             group = held.row.group
             key = held.column if group is None else (group, tuple(token_ids))
             parts.setdefault(key, []).append((held, token_ids, num_sampled))
         self._decoder.queue.put([self._group(part) for part in parts.values()], first)
 
-    def _group(self, part: Sequence[tuple[_Held, Sequence[int], int]]) -> Group:
+    def _group(self, part: Sequence[tuple[_RunningRow, Sequence[int], int]]) -> PromptGroup:
         """Rows of the same tokens, as they wait for a place."""
         held, (token_ids, *_), num_sampled = zip(*part, strict=True)
         ids = torch.tensor(list(token_ids), dtype=torch.int64, device=self.device)
@@ -283,7 +268,7 @@ class TorchEngine:
         if len(held) == 1 and conversation is not None and self._decoder.plan.shares_prompts:
             self._decoder.wanted.add(columns[0])
             prefix = self._kept.take(conversation, token_ids)
-        return Group(ids, columns, params, list(num_sampled), prefix)
+        return PromptGroup(ids, columns, params, list(num_sampled), prefix)
 
     def step(self) -> list[Ended]:
         ended, self._left = self._left, []
@@ -304,11 +289,7 @@ class TorchEngine:
     def _begin_again(self, max_rows: int) -> list[Ended]:
         """Limits the batch to so many rows. All rows are prefilled again with their sampled tokens;
         finished rows are returned."""
-        warnings.warn(
-            f"The GPU's memory does not suffice: {max_rows} completions are decoded at once from "
-            "now on, which changes speed only. sampling_batch_size says so from the start.",
-            stacklevel=2,
-        )
+        warnings.warn(FEWER_ROWS.format(max_rows), stacklevel=2)
         ended = self._let_go(self._decoder.drop_ended())
         self._decoder.forget_all()
         self._decoder.max_rows = max_rows
@@ -316,7 +297,7 @@ class TorchEngine:
         self._requeue(list(self._rows.values()))
         return ended
 
-    def _requeue(self, held: Sequence[_Held], first: bool = False) -> None:
+    def _requeue(self, held: Sequence[_RunningRow], first: bool = False) -> None:
         """Queues rows that are not in the batch, to be prefilled again with their sampled tokens;
         see `_queue`."""
         self._queue(
@@ -331,7 +312,7 @@ class TorchEngine:
     def sampled(self, ids: Sequence[Hashable], starts: Sequence[int]) -> list[Tokens]:
         first = dict(zip(ids, starts, strict=True))
         found = {
-            each.id: each.tokens.behind(first[each.id]) for each in self._left if each.id in first
+            each.id: each.tokens.since(first[each.id]) for each in self._left if each.id in first
         }
         held = [self._rows[i] for i in ids if i not in found]
         # The clock says how far the rows of the batch are; the others have no new token yet.
@@ -351,15 +332,13 @@ class TorchEngine:
             finish: Finish | None = "stop"  # only a stop token ends a row before the clock says so
             if begin + len(tokens.token_ids) == end:
                 finish = finish_of(each.row, tokens, end) if tokens.token_ids else None
-            found[each.row.id] = tokens._replace(finish=finish).behind(start - begin)
+            found[each.row.id] = tokens._replace(finish=finish).since(start - begin)
         return [found[i] for i in ids]
 
     def _read(
-        self,
-        held: Sequence[_Held],
-        starts: list[int] | None = None,
+        self, held: Sequence[_RunningRow], starts: list[int] | None = None,
         ends: list[int] | None = None,
-    ) -> list[Tokens]:
+    ) -> list[Tokens]:  # fmt: skip
         """The tokens of rows since they were added, or between two indices of each."""
         return self._buffers.read(
             [each.column for each in held],
@@ -398,7 +377,7 @@ class TorchEngine:
             )  # fmt: skip
         return ended
 
-    def _keep(self, held: _Held, sampled: list[int]) -> None:
+    def _keep(self, held: _RunningRow, sampled: list[int]) -> None:
         """Keeps the cache of a turn that is over. The last token was never fed to the model."""
         self._decoder.wanted.discard(held.column)
         layers = self._decoder.taken_along.pop(held.column, None)
@@ -440,7 +419,7 @@ class TorchEngine:
         """Whether a row of this id is in it."""
         return row_id in self._rows or any(each.id == row_id for each in self._left)
 
-    def score(self, token_ids: Sequence[int], top: int) -> Scores:
+    def score(self, token_ids: Sequence[int], top: int) -> TextScores:
         """Log-probs of a text's tokens, and the `top` likeliest at the place of each.
 
         Raises:

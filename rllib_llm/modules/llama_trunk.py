@@ -93,13 +93,9 @@ def rms_norm(inputs: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def normed_linears(
-    inputs: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    weights: tuple[Tensor, ...],
-    biases: tuple[Tensor | None, ...],
-    products: Products = TORCH,
-) -> tuple[Tensor, ...]:
+    inputs: Tensor, norm_weight: Tensor, eps: float, weights: tuple[Tensor, ...],
+    biases: tuple[Tensor | None, ...], products: Products = TORCH,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Several linear layers, weights [out_i, in], of the RMS norm of the same inputs [tokens, in];
     returns [tokens, out_i] each."""
     count = len(weights)
@@ -113,14 +109,9 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def gated_mlp(
-    inputs: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    gate: Tensor,
-    up: Tensor,
-    down: Tensor,
+    inputs: Tensor, norm_weight: Tensor, eps: float, gate: Tensor, up: Tensor, down: Tensor,
     products: Products = TORCH,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """inputs + down(silu(gate(normed)) * up(normed)), a Llama layer's second half (Shazeer 2020).
 
     inputs [tokens, hidden]; gate and up [inner, hidden], down [hidden, inner].
@@ -164,14 +155,9 @@ class _RMSNorm(torch.autograd.Function):
 class _NormedLinears(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        inputs: Tensor,
-        norm_weight: Tensor,
-        eps: float,
-        products: Products,
-        count: int,
+        ctx: Any, inputs: Tensor, norm_weight: Tensor, eps: float, products: Products, count: int,
         *parameters: Tensor,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         weights, biases = parameters[:count], parameters[count:]
         scale = _norm_scale(inputs, eps)
         normed = _normed(inputs, scale, norm_weight)
@@ -220,15 +206,9 @@ class _Rotation(torch.autograd.Function):
 class _GatedMLP(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        inputs: Tensor,
-        norm_weight: Tensor,
-        eps: float,
-        gate: Tensor,
-        up: Tensor,
-        down: Tensor,
-        products: Products,
-    ) -> Tensor:
+        ctx: Any, inputs: Tensor, norm_weight: Tensor, eps: float, gate: Tensor, up: Tensor,
+        down: Tensor, products: Products,
+    ) -> Tensor:  # fmt: skip
         scale = _norm_scale(inputs, eps)
         normed = _normed(inputs, scale, norm_weight)
         gates, ups = products.linear(normed, gate), products.linear(normed, up)
@@ -396,23 +376,16 @@ def _layout(
 
 
 def _attend(
-    layer: nn.Module,
-    hidden: Tensor,
-    rotation: tuple[Tensor, Tensor],
-    layout: AttentionLayout | HeadLayout,
-    picked: Tensor | None,
-) -> Tensor:
+    layer: nn.Module, hidden: Tensor, rotation: tuple[Tensor, Tensor],
+    layout: AttentionLayout | HeadLayout, picked: Tensor | None,
+) -> Tensor:  # fmt: skip
     """The layer's first half, [tokens, hidden]; with `picked`, of these tokens alone."""
     attention, norm = layer.self_attn, layer.input_layernorm
     linears = attention.q_proj, attention.k_proj, attention.v_proj
     projected = normed_linears(
-        hidden,
-        norm.weight,
-        norm.variance_epsilon,
-        tuple(linear.weight for linear in linears),
-        tuple(linear.bias for linear in linears),
-        products_of(attention.q_proj, hidden),
-    )
+        hidden, norm.weight, norm.variance_epsilon, tuple(linear.weight for linear in linears),
+        tuple(linear.bias for linear in linears), products_of(attention.q_proj, hidden),
+    )  # fmt: skip
     query, key, value = (part.unflatten(-1, (-1, attention.head_dim)) for part in projected)
     if hasattr(attention, "q_norm"):
         query = rms_norm(query, attention.q_norm.weight, attention.q_norm.variance_epsilon)
@@ -436,11 +409,6 @@ def _attend(
 def _mlp(layer: nn.Module, hidden: Tensor) -> Tensor:
     norm, mlp = layer.post_attention_layernorm, layer.mlp
     return gated_mlp(
-        hidden,
-        norm.weight,
-        norm.variance_epsilon,
-        mlp.gate_proj.weight,
-        mlp.up_proj.weight,
-        mlp.down_proj.weight,
-        products_of(mlp.gate_proj, hidden),
-    )
+        hidden, norm.weight, norm.variance_epsilon, mlp.gate_proj.weight, mlp.up_proj.weight,
+        mlp.down_proj.weight, products_of(mlp.gate_proj, hidden),
+    )  # fmt: skip

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rllib_llm.modules.packing import Rows, WantedTokens, completion_rows, text_rows
+from rllib_llm.modules.packing import TokenRows, WantedTokens, completion_rows, text_rows
 from rllib_llm.modules.trunk import take_apart, wanted_hidden, wanted_tokens
 from rllib_llm.numerics.kl import full_kl
 from rllib_llm.numerics.token_stats import in_chunks, token_stats
@@ -59,18 +59,11 @@ class ReferencePolicy:
 
 
 def score_completions(
-    model: nn.Module,
-    prompt_ids: Tensor,
-    prompt_mask: Tensor,
-    completion_ids: Tensor,
-    completion_mask: Tensor,
-    *,
-    temperature: float = 1.0,
-    entropy: bool = False,
-    hidden: bool = False,
-    full_kl_to: ReferencePolicy | None = None,
+    model: nn.Module, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor,
+    completion_mask: Tensor, *, temperature: float = 1.0, entropy: bool = False,
+    hidden: bool = False, full_kl_to: ReferencePolicy | None = None,
     logits_chunk_tokens: int | None = None,
-) -> CompletionOutputs:
+) -> CompletionOutputs:  # fmt: skip
     """Log-probs (entropy, hidden states) of completions under `model`, an `AutoModelForCausalLM`.
 
     Prompts [batch, prompt_len] are left-padded, completions [batch, completion_len] right-padded,
@@ -101,13 +94,9 @@ def score_completions(
 
 
 def text_logprobs(
-    model: nn.Module,
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    loss_mask: Tensor | None = None,
-    *,
-    logits_chunk_tokens: int | None = None,
-) -> Tensor:
+    model: nn.Module, input_ids: Tensor, attention_mask: Tensor, loss_mask: Tensor | None = None,
+    *, logits_chunk_tokens: int | None = None,
+) -> Tensor:  # fmt: skip
     """Log-prob of each token of given texts after those before it, float32 [texts, length].
 
     `input_ids` [texts, length], padded on either side, `attention_mask` and `loss_mask` bool. 0
@@ -120,15 +109,12 @@ def text_logprobs(
 
 
 def completion_hidden(
-    trunk: nn.Module,
-    prompt_ids: Tensor,
-    prompt_mask: Tensor,
-    completion_ids: Tensor,
+    trunk: nn.Module, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor,
     completion_mask: Tensor,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The state of a bare trunk (`AutoModel`) that V_t judges, [batch, completion_len, hidden].
 
-    The same as `score_completions(..., hidden=True).hidden`, for a critic with a trunk of its own.
+    The same as `score_completions(..., hidden=True).hidden`, for a critic with its own trunk.
     """
     rows = completion_rows(prompt_ids, prompt_mask, completion_ids, completion_mask)
     wanted = wanted_tokens(trunk, rows)
@@ -140,7 +126,7 @@ class _Run:
     """One pass's outputs at the positions that predict the wanted tokens.
 
     `logits_of` turns any slice of `states` [tokens, ...] into logits [tokens, vocab], which are
-    nobody else's where `makes_logits`; else the states are logits themselves.
+    free to be overwritten where `makes_logits`; else the states are logits themselves.
     """
 
     wanted: WantedTokens
@@ -151,7 +137,7 @@ class _Run:
     default_chunk_tokens: int
 
 
-def _run(model: Any, rows: Rows, hidden: bool) -> _Run:
+def _run(model: Any, rows: TokenRows, hidden: bool) -> _Run:
     chunk_tokens = max(1, _CHUNK_LOGITS // model.config.get_text_config().vocab_size)
     halves = take_apart(model)
     wanted = wanted_tokens(None if halves is None else halves.trunk, rows)
@@ -160,21 +146,15 @@ def _run(model: Any, rows: Rows, hidden: bool) -> _Run:
         return _Run(wanted, states, halves.logits, True, states if hidden else None, chunk_tokens)
     output = model(input_ids=wanted.input_ids, use_cache=False, output_hidden_states=hidden)
     last = wanted.pick(output.hidden_states[-1]) if hidden else None
-    return _Run(wanted, wanted.pick(output.logits), _unchanged, False, last, chunk_tokens)
-
-
-def _unchanged(logits: Tensor) -> Tensor:
-    return logits
+    logits = wanted.pick(output.logits)
+    return _Run(wanted, logits, lambda states: states, False, last, chunk_tokens)
 
 
 def _stats(
-    run: _Run,
-    temperature: float,
-    entropy: bool,
-    logits_chunk_tokens: int | None,
+    run: _Run, temperature: float, entropy: bool, logits_chunk_tokens: int | None
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs [tokens] and entropies [tokens] or None."""
-    _require_positive_temperature(temperature)
+    assert temperature > 0, temperature
 
     def stats_of(states: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         logits = run.logits_of(states)
@@ -191,12 +171,9 @@ def _stats(
 
 
 def _full_kl(
-    run: _Run,
-    reference: ReferencePolicy,
-    rows: Rows,
-    temperature: float,
+    run: _Run, reference: ReferencePolicy, rows: TokenRows, temperature: float,
     logits_chunk_tokens: int | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Exact KL [tokens] of what `run` computed from the reference; no gradient in the latter."""
     with torch.no_grad(), reference.context():
         ref_run = _run(reference.model, rows, False)
@@ -211,11 +188,3 @@ def _full_kl(
     both = (each.wanted.without_surplus(each.states) for each in (run, ref_run))
     (kl,) = in_chunks(kl_of, tuple(both), chunk_tokens)
     return kl
-
-
-def _require_positive_temperature(temperature: float) -> None:
-    if not temperature > 0:
-        raise ValueError(
-            f"temperature={temperature!r} must be above 0: logits are divided by it. "
-            "Use the temperature that the completions were sampled with."
-        )

@@ -39,19 +39,15 @@ from transformers.pytorch_utils import Conv1D
 
 from rllib_llm.modules.llama_trunk import is_called_plainly, is_plain_tensor
 from rllib_llm.modules.quantization import quantize
-from rllib_llm.shared.errors import Problems, closest, unknown_key
+from rllib_llm.shared.errors import Problem, Problems, closest, unknown_key
 
 ADAPTER = "default"  # peft's own name for the only adapter of a model
 DEFAULTS = {"r": 16, "alpha": 32, "dropout": 0.0, "target_modules": "all-linear"}
 # Further fields of peft's LoraConfig that change which layers get what, and leave W + s B A.
 PASSED_ON = (
-    "alpha_pattern",
-    "exclude_modules",
-    "layers_pattern",
-    "layers_to_transform",
-    "rank_pattern",
+    "alpha_pattern", "exclude_modules", "layers_pattern", "layers_to_transform", "rank_pattern",
     "use_rslora",
-)
+)  # fmt: skip
 _PEFT_PREFIX = "base_model.model."  # what a PeftModel has in front of the names
 # What peft and others call them.
 OTHER_NAMES = {"rank": "r", "lora_r": "r", "lora_alpha": "alpha", "lora_dropout": "dropout"}
@@ -60,47 +56,38 @@ OTHER_NAMES = {"rank": "r", "lora_r": "r", "lora_alpha": "alpha", "lora_dropout"
 def check_lora(lora: Any) -> None:
     """Raises ValueError for settings of adapters that are none; see `add_adapters`."""
     if not isinstance(lora, dict):
-        raise Problems(
-            "lora", f"be a dict such as {DEFAULTS} or None", "it describes the adapters",
-            "Use {} for the defaults, None to train all weights", lora,
-        )  # fmt: skip
+        raise Problems("lora", f"be a dict such as {DEFAULTS}, or None", value=lora)
+    if wrong := list(_wrong_settings(lora)):
+        raise Problems(wrong)
+
+
+def _wrong_settings(lora: dict[str, Any]) -> Iterator[Problem]:
     allowed = [*DEFAULTS, *PASSED_ON]
     called = {**{name: name for name in allowed}, **OTHER_NAMES}
-    if unknown := [key for key in lora if key not in allowed]:
-        near = {key: closest(str(key), called) for key in unknown}
-        raise Problems(unknown_key("lora", key, allowed, near[key]) for key in unknown)
-    settings = {**DEFAULTS, **lora}
+    yield from (
+        unknown_key("lora", key, allowed, closest(str(key), called))
+        for key in lora if key not in allowed
+    )  # fmt: skip
+    settings = {**dict.fromkeys(PASSED_ON), **DEFAULTS, **lora}
     for key, (is_right, rule) in _RULES.items():
-        if key not in settings or (key in PASSED_ON and settings[key] is None):
-            continue
-        if not is_right(settings[key]):
-            default = f" to use {DEFAULTS[key]!r}" if key in DEFAULTS else ""
-            raise Problems(
-                f"lora.{key}", f"be {rule}", "adapters add (alpha / r) times the product B A to a "
-                "weight matrix", f"Leave it out{default}", settings[key],
-            )  # fmt: skip
-    picks_layers = settings.get("layers_to_transform") is not None
-    if picks_layers and isinstance(settings["target_modules"], str):
-        raise Problems(
-            "lora.target_modules", "be a list of names with lora.layers_to_transform",
-            "layers are picked by number among those of a name",
-            "Write [q_proj, v_proj], say, or leave layers_to_transform out",
-            settings["target_modules"],
-        )  # fmt: skip
-    if settings.get("layers_pattern") is not None and not picks_layers:
-        raise Problems(
-            "lora.layers_pattern", "come with lora.layers_to_transform",
-            "it says where the numbers of layers stand in their names", "Leave it out",
-            settings["layers_pattern"],
-        )  # fmt: skip
+        value = settings[key]
+        if not is_right(value) and not (key in PASSED_ON and value is None):
+            yield Problem(f"lora.{key}", f"be {rule}", value=value)
+    picks_layers = settings["layers_to_transform"] is not None
+    targets, pattern = settings["target_modules"], settings["layers_pattern"]
+    if picks_layers and isinstance(targets, str):
+        rule = "be a list of names with lora.layers_to_transform"
+        yield Problem("lora.target_modules", rule, value=targets)
+    if pattern is not None and not picks_layers:
+        yield Problem("lora.layers_pattern", "come with lora.layers_to_transform", value=pattern)
 
 
-def _is_whole(value: Any, least: int) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+def _is_layer(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
 
 
 def _is_rank(value: Any) -> bool:
-    return _is_whole(value, 1) and value < 2**16
+    return _is_layer(value) and 1 <= value < 2**16
 
 
 def _is_number(value: Any) -> bool:
@@ -109,10 +96,6 @@ def _is_number(value: Any) -> bool:
 
 def _is_alpha(value: Any) -> bool:
     return _is_number(value) and value > 0
-
-
-def _is_layer(value: Any) -> bool:
-    return _is_whole(value, 0)
 
 
 def _is_pattern(value: Any) -> bool:
@@ -124,21 +107,16 @@ def _is_pattern(value: Any) -> bool:
 
 
 def _is_one_or_list(is_one: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    def check(value: Any) -> bool:
-        if not isinstance(value, list | tuple | set):
-            return is_one(value)
-        return bool(value) and all(map(is_one, value))
-
-    return check
+    return lambda value: (
+        bool(value) and all(map(is_one, value))
+        if isinstance(value, list | tuple | set) else is_one(value)
+    )  # fmt: skip
 
 
 def _is_table(is_value: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    def check(value: Any) -> bool:
-        return isinstance(value, dict) and all(
-            _is_pattern(name) and is_value(one) for name, one in value.items()
-        )
-
-    return check
+    return lambda value: isinstance(value, dict) and all(
+        _is_pattern(name) and is_value(one) for name, one in value.items()
+    )
 
 
 _NAMES = "a name, a regular expression or a list of names"
@@ -157,7 +135,7 @@ _RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType({
 })  # fmt: skip
 
 
-def add_adapters(model: nn.Module, lora: dict[str, Any], *, seed: int = 0) -> None:
+def add_adapters(model: Any, lora: dict[str, Any], *, seed: int = 0) -> None:
     """Freezes `model`, a causal language model, and puts trainable adapters into its layers.
 
     lora: `r` (rank), `alpha` (the adapters' share is scaled by alpha/r), `dropout` of their input
@@ -184,35 +162,25 @@ def add_adapters(model: nn.Module, lora: dict[str, Any], *, seed: int = 0) -> No
         except ValueError as error:
             targets, numbers = settings.target_modules, settings.layers_to_transform
             if numbers is not None and targets <= layers:
-                text = model.config.get_text_config(decoder=True)
-                raise Problems(
-                    "lora.layers_to_transform", "number layers of the model, 0 to "
-                    f"{text.num_hidden_layers - 1}", "adapters cannot be put there",
-                    "Leave it out for all of them", numbers,
-                ) from error  # fmt: skip
+                last = model.config.get_text_config(decoder=True).num_hidden_layers - 1
+                rule = f"number layers of the model, 0 to {last}"
+                raise Problems("lora.layers_to_transform", rule, value=numbers) from error
             raise _no_such_layers({**DEFAULTS, **lora}["target_modules"], layers) from error
-    if unknown := _names_of_nothing(model):
-        raise _no_such_layers(unknown, layers)
+    targets = model.peft_config[ADAPTER].target_modules
+    if not isinstance(targets, str):
+        names = [f".{name}" for name, _ in model.named_modules()]
+        wrong = [t for t in targets or () if not any(name.endswith(f".{t}") for name in names)]
+        if wrong:
+            raise _no_such_layers(sorted(wrong), layers)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     model.eval()
 
 
-def _names_of_nothing(model: Any) -> list[str]:
-    """The names in the adapters' target_modules that no layer of the model has."""
-    targets = model.peft_config[ADAPTER].target_modules
-    if isinstance(targets, str):
-        return []
-    layers = [f".{name}" for name, _ in model.named_modules()]
-    return sorted(t for t in targets or () if not any(name.endswith(f".{t}") for name in layers))
-
-
 def _no_such_layers(targets: Any, layers: set[str]) -> Problems:
-    return Problems(
-        "lora.target_modules", "name layers of the model", "adapters cannot be put there",
-        f"Linear layers of this model: {', '.join(sorted(layers))}", targets,
-    )  # fmt: skip
+    rule = f"name linear layers of the model: {', '.join(sorted(layers))}"
+    return Problems("lora.target_modules", rule, value=targets)
 
 
 def peft_config(lora: dict[str, Any]) -> Any:
@@ -455,10 +423,7 @@ def read_adapters(folder: str | Path, model: nn.Module) -> dict[str, torch.Tenso
     """
     file = Path(folder) / WEIGHTS
     if not file.is_file():
-        raise FileNotFoundError(
-            f"checkpoint={str(folder)!r} must hold {WEIGHTS}: none was found. "
-            "Pick a complete checkpoint of a run with lora; an interrupted one can be deleted."
-        )
+        raise FileNotFoundError(f"checkpoint={str(folder)!r} must hold {WEIGHTS}: it is incomplete")
     return own_state(model, load_file(str(file)))
 
 

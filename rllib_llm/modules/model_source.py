@@ -1,5 +1,5 @@
-"""Where models come from (local folders, Hugging Face hub ids, dotted paths), and what can be read
-of one without loading its weights: context length, vocabulary, size.
+"""Sources of models (local folders, Hugging Face hub ids, dotted paths), and what can be read of
+one without loading its weights: context length, vocabulary, size.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 FOLDER, HUB, DOTTED = "folder", "hub", "dotted"
 ALLOWED = (
-    "a local folder that holds config.json and weights, a hub id such as 'org/name', or a dotted "
-    "path 'package.module.function' to a function returning (model, tokenizer)"
+    "a local folder with config.json and weights, a hub id such as 'org/name', or a dotted path "
+    "'package.module.function' to a function returning (model, tokenizer)"
 )
 OFFLINE = "it is not in the local cache and HF_HUB_OFFLINE is set"
 # Of files that are missing, cut short or hold something else: RuntimeError, EOFError,
@@ -44,7 +44,7 @@ _FAILURES = (
 )  # fmt: skip
 NUM_ATTEMPTS = 3
 FIRST_DELAY_S = 1.0
-# The hub client has retries of its own; past this time further ones only keep the user waiting.
+# The hub client retries, too; past this time further ones only keep the user waiting.
 RETRY_BUDGET_S = 20.0
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -56,7 +56,7 @@ _TRANSIENT_ERRNO = {errno.EIO, errno.EAGAIN, errno.EINTR, errno.ESTALE, errno.ET
 T = TypeVar("T")
 
 
-def no_model(model: Any, reason: str, remedy: str, name: str = "model") -> Problems:
+def no_model(model: Any, reason: str, remedy: str = "", name: str = "model") -> Problems:
     """The error for a setting, `name`, from which no model can be loaded."""
     return Problems(name, f"be {ALLOWED}", reason, remedy, model)
 
@@ -74,34 +74,27 @@ def source_kind(model: str | os.PathLike, *, name: str = "model") -> tuple[str, 
     """
     if not isinstance(model, (str, os.PathLike)) or not os.fspath(model):
         reason = "it is empty" if model == "" else f"it is a {type(model).__name__}"
-        raise no_model(model, reason, "Give the name as text", name=name)
+        raise no_model(model, reason, name=name)
     value = os.path.expanduser(os.fspath(model))
     if is_url(value):
         value = str(local_copy(value))
+    wrong: tuple[str, str] | None = None
     if os.path.isdir(value):
-        _check_folder(value, name)
-        return FOLDER, value
-    if os.path.exists(value):
-        raise no_model(model, "it is a file", "Name the folder that holds it", name=name)
-    if value.endswith(_WEIGHT_FILES):
-        why = "there is no such file, and a model is a folder with weights and config.json"
-        raise no_model(model, why, "Name the folder; GGUF is not read", name=name)
-    if _DOTTED.fullmatch(value):
-        return DOTTED, value
-    if not _HUB_ID.fullmatch(value):
-        raise no_model(
-            model,
-            f"there is no folder {value!r}"
-            if os.path.isabs(value)
-            else f"there is no such folder (looked in {os.getcwd()!r})",
-            did_you_mean_folder(value)
-            or "Check the path"
-            + ("" if os.path.isabs(value) else "; write it absolute if the run starts elsewhere"),
-            name=name,
-        )
-    if hub_constants.HF_HUB_OFFLINE and not is_cached(value):
-        raise no_model(model, *_nowhere(value, OFFLINE), name=name)
-    return HUB, value
+        kind, wrong = FOLDER, _why_no_model(value)
+    elif os.path.exists(value) or value.endswith(_WEIGHT_FILES):
+        wrong = "it is the name of a file", "Name the folder that holds it; GGUF is not read"
+    elif _DOTTED.fullmatch(value):
+        kind = DOTTED
+    elif not _HUB_ID.fullmatch(value):
+        remedy = did_you_mean_folder(value) or "Check the path"
+        wrong = f"there is no folder {os.path.abspath(value)!r}", remedy
+    else:
+        kind = HUB
+        if hub_constants.HF_HUB_OFFLINE and not is_cached(value):
+            wrong = _nowhere(value, OFFLINE)
+    if wrong is not None:
+        raise no_model(model, *wrong, name)
+    return kind, value
 
 
 def did_you_mean_folder(model: str) -> str:
@@ -117,21 +110,18 @@ def is_cached(hub_id: str, kind: str = "model") -> bool:
     return os.path.isdir(os.path.join(hub_constants.HF_HUB_CACHE, folder, "snapshots"))
 
 
-def _check_folder(folder: str, name: str) -> None:
-    held = sorted(os.listdir(folder))
+def _why_no_model(folder: str) -> tuple[str, str] | None:
+    """(reason, remedy) for a folder that holds no model; None if it holds one."""
+    held, policy = sorted(os.listdir(folder)), os.path.join(folder, _POLICY_FOLDER)
     if "config.json" in held:
-        return
+        return None
     if "adapter_config.json" in held:
-        reason = "it holds a PEFT adapter without its base model"
-        remedy = "Merge it (PeftModel.merge_and_unload) and save the result with save_pretrained"
-    elif os.path.isdir(os.path.join(folder, _POLICY_FOLDER)):
-        reason = "it is an RLlib checkpoint, which holds the model further inside"
-        remedy = f"Use {os.path.join(folder, _POLICY_FOLDER)!r}"
-    else:
-        shown = ", ".join(held[:6]) or "nothing"
-        reason = f"the folder has no config.json (it holds {shown})"
-        remedy = "Save model and tokenizer there with save_pretrained, or name the right folder"
-    raise no_model(folder, reason, remedy, name=name)
+        remedy = "Merge it (PeftModel.merge_and_unload) and save the result"
+        return "it holds a PEFT adapter without its base model", remedy
+    if os.path.isdir(policy):
+        return "it is an RLlib checkpoint", f"Use {policy!r}"
+    reason = f"the folder has no config.json (it holds {', '.join(held[:6]) or 'nothing'})"
+    return reason, "Save model and tokenizer there with save_pretrained"
 
 
 def build_from_dotted(path: str) -> tuple[Any, Any]:
@@ -141,38 +131,31 @@ def build_from_dotted(path: str) -> tuple[Any, Any]:
     weights: torch's CPU random state is set to a fixed seed for the call and restored after it.
 
     Raises:
-        Problems: nothing of that name can be imported.
-        Problems: it is no function, or returns something else.
+        Problems: nothing of that name can be imported, it is no function, or returns something
+            else.
     """
     function = import_dotted(path, name="model")
-    if not callable(function):
-        raise no_model(path, f"it names a {type(function).__name__}", "Name a function")
     try:
         inspect.signature(function).bind()
-    except TypeError as error:
-        why = f"the function is called without arguments: {error}"
-        raise no_model(path, why, "Give its arguments defaults") from error
+    except TypeError as error:  # it is no function, or needs arguments
+        raise no_model(path, str(error), "Name a function without arguments") from error
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         try:
             built = function()
         except Exception as error:
-            raise no_model(path, raised(error), "Correct the function") from error
+            raise no_model(path, raised(error)) from error
     is_pair = isinstance(built, (tuple, list)) and len(built) == 2
     if not is_pair or not isinstance(built[0], torch.nn.Module):
         got = [type(part).__name__ for part in built] if is_pair else type(built).__name__
-        raise no_model(path, f"the function returned {got}", "Return (model, tokenizer)")
+        raise no_model(path, f"the function returned {got}")
     return built[0], built[1]
 
 
 def load_with_retries(
-    load: Callable[[], T],
-    model: str,
-    kind: str,
-    *,
-    first_delay_s: float = FIRST_DELAY_S,
-    offline: bool = hub_constants.HF_HUB_OFFLINE,
-) -> T:
+    load: Callable[[], T], model: str, kind: str, *,
+    first_delay_s: float = FIRST_DELAY_S, offline: bool = hub_constants.HF_HUB_OFFLINE,
+) -> T:  # fmt: skip
     """Returns load(), called again where the failure may pass, after a delay that doubles.
 
     offline: the hub may not be asked, so that what is not in the local cache never will be.
@@ -180,68 +163,55 @@ def load_with_retries(
     Raises:
         Problems: it failed for good; the cause is chained.
     """
-    start = time.monotonic()
-    for attempt in range(1, NUM_ATTEMPTS + 1):
+    start, attempt = time.monotonic(), 0
+    while True:
+        attempt += 1
         try:
             return load()
-        except Problems:
-            raise
-        except torch.OutOfMemoryError:
+        except (Problems, torch.OutOfMemoryError):
             raise
         except _FAILURES as error:
             transient = not offline and _is_transient(error)
             waited = time.monotonic() - start
             if not transient or attempt == NUM_ATTEMPTS or waited > RETRY_BUDGET_S:
-                reason, remedy = _explain(error, model, kind, attempt, transient, offline)
-                raise no_model(model, reason, remedy) from error
+                if kind == FOLDER:
+                    found = _unreadable(error, model)
+                elif transient:
+                    why = f"the hub could not be reached (attempt {attempt}: {_first_line(error)})"
+                    found = _nowhere(model, why)
+                elif offline:
+                    found = _nowhere(model, OFFLINE)
+                else:
+                    access = "Check the spelling; for private or gated models run hf auth login"
+                    found = _nowhere(model, f"the hub answered: {_first_line(error)}", access)
+                raise no_model(model, *found) from error
             delay = first_delay_s * 2 ** (attempt - 1)
             logger.warning(
                 "Loading model=%r failed (attempt %d of %d): %s. Trying again in %.0f s.",
                 model, attempt, NUM_ATTEMPTS, _first_line(error), delay,
             )  # fmt: skip
             time.sleep(delay)
-    raise AssertionError("the loop above returns or raises")
 
 
-def _explain(
-    error: Exception, model: str, kind: str, attempt: int, transient: bool, offline: bool
-) -> tuple[str, str]:
-    """(reason, remedy) of a failure that is final."""
-    if kind == FOLDER and "backend tokenizer" in str(error):
-        held = ", ".join(sorted(os.listdir(model))[:6])
-        return (
-            f"the folder has no tokenizer (it holds {held})",
-            "Save the tokenizer of the model there, too, with its save_pretrained",
-        )
-    if kind == FOLDER:
-        # The first line of torch's own recommends to run what the file holds.
-        is_pickle = isinstance(error, pickle.UnpicklingError)
-        told = "its weights are no pickle of tensors alone" if is_pickle else _first_line(error)
-        return (
-            f"the folder cannot be loaded ({told})",
-            "Save model and tokenizer there again with save_pretrained",
-        )
-    if transient or offline:
-        how = f"the hub could not be reached (attempt {attempt}: {_first_line(error)})"
-        return _nowhere(model, how if transient else OFFLINE)
-    remedy = "Check the spelling; for private or gated models run hf auth login"
-    return (
-        f"there is no such folder (looked in {os.getcwd()!r}) and the hub answered: "
-        f"{_first_line(error)}",
-        f"{did_you_mean_folder(model)} {remedy}".lstrip(),
-    )
+def _unreadable(error: Exception, folder: str) -> tuple[str, str]:
+    """(reason, remedy) of a folder that cannot be loaded."""
+    if "backend tokenizer" in str(error):
+        held = ", ".join(sorted(os.listdir(folder))[:6])
+        return f"the folder has no tokenizer (it holds {held})", "Save it there, too"
+    # The first line of torch's own recommends to run what the file holds.
+    is_pickle = isinstance(error, pickle.UnpicklingError)
+    why = "its weights are no pickle of tensors alone" if is_pickle else _first_line(error)
+    return f"the folder cannot be loaded ({why})", "Save model and tokenizer there again"
 
 
-def _nowhere(model: str, why: str) -> tuple[str, str]:
-    """(reason, remedy) for a hub id that is neither a folder nor to be had from the hub."""
-    remedy = (
+def _nowhere(model: str, why: str, access: str = "") -> tuple[str, str]:
+    """(reason, remedy) for a hub id that is neither a folder nor available from the hub."""
+    access = access or (
         f"Give a local folder (hf download {model} --local-dir FOLDER, on a machine with "
         "network), or fill the cache there and set HF_HUB_OFFLINE=1"
     )
-    return (
-        f"there is no such folder (looked in {os.getcwd()!r}) and {why}",
-        f"{did_you_mean_folder(model)} {remedy}".lstrip(),
-    )
+    reason = f"there is no such folder (looked in {os.getcwd()!r}) and {why}"
+    return reason, f"{did_you_mean_folder(model)} {access}".lstrip()
 
 
 def _is_transient(error: BaseException) -> bool:
@@ -317,11 +287,8 @@ def check_reference_vocabulary(
     """Raises ValueError where a reference reads the policy's `tokenizer` otherwise; see
     `vocabulary_difference`."""
     if difference := vocabulary_difference(reference, tokenizer, "its"):
-        raise Problems(
-            f"reference.model={str(reference)!r}", "have the vocabulary of the policy",
-            f"{difference}, and a KL between them would be of nothing",
-            "Name the model that training starts from, or leave reference out",
-        )  # fmt: skip
+        rule, remedy = "have the vocabulary of the policy", "Leave reference out"
+        raise Problems("reference.model", rule, difference, remedy, str(reference))
 
 
 def vocabulary_difference(
@@ -330,7 +297,7 @@ def vocabulary_difference(
     """The first id of `tokenizer` that `model` reads as another token, or has no embedding for, as
     a clause about `whose` token it is; "" without one.
 
-    A model without a tokenizer of its own is asked for the number of its embeddings alone.
+    A model without a tokenizer is asked for the number of its embeddings alone.
     """
     vocabulary, own = tokenizer.get_vocab(), _tokens_by_id(model)
     for i, token in sorted((i, token) for token, i in vocabulary.items()):
@@ -355,13 +322,9 @@ def _tokens_by_id(model: str | os.PathLike) -> dict[int, str]:
 
 
 def check_lengths(
-    positions: int | None,
-    *,
-    max_prompt_len: int,
-    max_new_tokens: int,
-    model: str = "the model",
-    longest_prompt: int | None = None,
-) -> None:
+    positions: int | None, *, max_prompt_len: int, max_new_tokens: int,
+    model: str = "the model", longest_prompt: int | None = None,
+) -> None:  # fmt: skip
     """Raises ValueError where prompt and completion can be longer than `positions`.
 
     `longest_prompt`: tokens of the longest prompt of the data, where that is known: shorter ones
@@ -370,19 +333,14 @@ def check_lengths(
     longest = min(max_prompt_len, longest_prompt or max_prompt_len)
     if positions is None or longest + max_new_tokens <= positions:
         return
-    told = f"the longest prompt has {longest_prompt} tokens, and " if longest_prompt else ""
-    room = positions - max_new_tokens
-    if room <= 0:
-        raise Problems(
-            "max_new_tokens", f"be at most {positions - min(longest, positions - 1)}",
-            f"{told}{model} reads {positions} tokens, of prompt and completion together",
-            "Lower it, or take a model with more positions", max_new_tokens,
-        )  # fmt: skip
-    raise Problems(
-        "env_config.max_prompt_len", f"be at most {room} with max_new_tokens={max_new_tokens}",
-        f"{told}{model} reads {positions} tokens, of prompt and completion together",
-        f"Set max_prompt_len: {room}, or take a model with more positions", max_prompt_len,
-    )  # fmt: skip
+    reason = f"{model} reads {positions} tokens, of prompt and completion together"
+    if longest_prompt:
+        reason = f"the longest prompt has {longest_prompt} tokens, and {reason}"
+    if positions <= max_new_tokens:
+        rule = f"be at most {positions - min(longest, positions - 1)}"
+        raise Problems("max_new_tokens", rule, reason, value=max_new_tokens)
+    rule = f"be at most {positions - max_new_tokens} with max_new_tokens={max_new_tokens}"
+    raise Problems("env_config.max_prompt_len", rule, reason, value=max_prompt_len)
 
 
 class TruncatedWeightsError(Problems):
@@ -419,7 +377,5 @@ def num_parameters(folder: str | os.PathLike) -> int | None:
 
 
 def _truncated(file: Path, size: int, needed: int) -> TruncatedWeightsError:
-    return TruncatedWeightsError(
-        "truncated", f"have at least {needed} bytes, as its header says", f"it has {size}",
-        "Copy it again", str(file),
-    )  # fmt: skip
+    rule = f"have at least {needed} bytes, as its header says"
+    return TruncatedWeightsError("truncated", rule, f"it has {size}", "Copy it again", str(file))

@@ -1,4 +1,4 @@
-"""Attention between rows that lie one behind another without padding, prompts once per group.
+"""Attention between concatenated rows without padding, prompts once per group.
 
     tokens  [prompt a | prompt b | completion a1 | completion a2 | completion b1 ...]
 
@@ -7,7 +7,7 @@ Attention is one of three kernels (setting `attn_implementation`):
 
     sdpa               gathers the tokens into blocks of padded rows, runs there, puts results back
     flash_attention_2  flash attention for rows of different lengths, each with its own prompt
-    flex_attention     torch's flex attention, with a mask that says who sees whom
+    flex_attention     torch's flex attention, with a mask that says which token sees which
 
 On a processor torch's kernel for the gradient has no matrix instructions: in bfloat16 it takes four
 times as long as in float32. There `half_attention` computes scores again, whole, by products that
@@ -63,8 +63,8 @@ class AttentionBlock:
 
 @dataclass(frozen=True)
 class AttentionLayout:
-    """How tokens [tokens] are spread over blocks; `places` [tokens] is where each token's own
-    query stands in the blocks' flattened queries, one block behind another."""
+    """Blocks over which tokens [tokens] are spread; `places` [tokens] is where each token's own
+    query stands in the blocks' flattened queries, the blocks concatenated."""
 
     blocks: tuple[AttentionBlock, ...]
     places: Tensor
@@ -142,14 +142,9 @@ Layout = AttentionLayout | RowLayout | MaskedLayout
 
 
 def packed_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    packed_layout: Layout | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    packed_layout: Layout | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """transformers' attention on [batch, heads, length, head_dim]; with a layout, where batch is 1,
     between the tokens that it brings together. Returns [batch, length, heads, head_dim]."""
     if packed_layout is None:
@@ -222,7 +217,7 @@ class HeadRows:
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """An `AttentionLayout` for so many heads; the blocks' own tokens, one block behind another, are
+    """An `AttentionLayout` for so many heads; the blocks' own tokens, concatenated, are
     all tokens in their order."""
 
     heads: int

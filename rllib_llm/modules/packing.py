@@ -2,7 +2,7 @@
 answers brought back.
 
 Every model reads rows of the longest's length (`pack`). Models whose attention can be laid out
-read tokens one behind another, what rows have in common only once (`pack_dense`):
+read concatenated tokens, what rows have in common only once (`pack_dense`):
 
     [prompt a | prompt b | completion a1 | completion a2 | completion b1 | ...]
 
@@ -15,7 +15,7 @@ by filler, shortest first, and wanted tokens are followed by surplus ones:
     tokens   [prompt a | completion a1 + filler | completion a2 | ...]
     wanted   [a1's tokens | a2's tokens | ... | surplus: the first one again]
 
-Attention looks back, so that no other token sees filler, and nobody reads the surplus.
+Attention looks back, so that no other token sees filler, and the surplus is not read.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from rllib_llm.modules.packed_attention import (
     MaskedLayout,
     RowLayout,
 )
+from rllib_llm.shared.errors import Problems
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class WantedTokens:
 
     def pick(self, per_position: Tensor) -> Tensor:
         """[batch, length, ...] -> [tokens, ...] at the positions that predict the wanted tokens,
-        and at the surplus ones behind them."""
+        and at the surplus ones after them."""
         return per_position.flatten(0, 1).index_select(0, self.predicted_at)
 
     def without_surplus(self, per_token: Tensor) -> Tensor:
@@ -74,7 +75,7 @@ class WantedTokens:
 
 
 @dataclass(frozen=True)
-class Rows:
+class TokenRows:
     """Padded rows: ids [batch, length], which tokens the model reads and which are scored.
 
     A wanted token is attended and not the first such of its row. The first `num_leading` columns,
@@ -89,7 +90,7 @@ class Rows:
 
 def completion_rows(
     prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor, completion_mask: Tensor
-) -> Rows:
+) -> TokenRows:
     """Every masked-in completion token, after its prompt; the result is [batch, completion_len].
 
     Raises ValueError for a row without a prompt token.
@@ -98,13 +99,10 @@ def completion_rows(
     has_prompt = prompt_mask.any(dim=1)
     if not bool(has_prompt.all()):
         row = int((~has_prompt).nonzero()[0])
-        raise ValueError(
-            f"prompt_mask[{row}]=all False must have a True: a completion's first token is "
-            "predicted by the prompt's last. Put a BOS token into empty prompts."
-        )
+        raise Problems(f"prompt_mask[{row}]", "be True somewhere", "", "Put a BOS token there")
     # Everything up to the last masked-in token is context, tool output between them included.
     is_context = completion_mask.flip(1).cumsum(dim=1).flip(1) > 0
-    return Rows(
+    return TokenRows(
         torch.cat([prompt_ids, completion_ids], dim=1),
         torch.cat([prompt_mask, is_context], dim=1),
         torch.cat([torch.zeros_like(prompt_mask), completion_mask], dim=1),
@@ -112,16 +110,16 @@ def completion_rows(
     )
 
 
-def text_rows(input_ids: Tensor, attention_mask: Tensor, loss_mask: Tensor | None) -> Rows:
+def text_rows(input_ids: Tensor, attention_mask: Tensor, loss_mask: Tensor | None) -> TokenRows:
     """Every target of a text but its first token, which nothing predicts; the result is
     [texts, length]."""
     attended = attention_mask.bool()
     targets = attended if loss_mask is None else attended & loss_mask.bool()
     has_past = attended.cumsum(dim=1) > 1
-    return Rows(input_ids, attended, targets & has_past)
+    return TokenRows(input_ids, attended, targets & has_past)
 
 
-def pack(rows: Rows) -> WantedTokens:
+def pack(rows: TokenRows) -> WantedTokens:
     """Rows with their attended tokens moved to the left and the longest row's length."""
     ids, attended = rows.ids, rows.attended
     lengths = attended.sum(dim=1)
@@ -156,10 +154,7 @@ def token_batches(lengths: Tensor, batch_tokens: int) -> list[Tensor]:
         ValueError: batch_tokens below 1.
     """
     if batch_tokens < 1:
-        raise ValueError(
-            f"batch_tokens={batch_tokens!r} must be at least 1: it bounds the tokens of one "
-            "forward pass. Use some thousands on a CPU, more on a GPU."
-        )
+        raise Problems("batch_tokens", "be at least 1", value=batch_tokens)
     order = lengths.argsort(descending=True, stable=True).cpu()
     sorted_lengths = lengths.cpu()[order].tolist()
     batches, start = [], 0
@@ -203,7 +198,7 @@ _WIDTH_STEP = 8  # of rows' lengths in attention, which are small and cost with 
 
 
 def pack_dense(
-    rows: Rows, max_mask: int = MAX_MASK, recurring: bool = False, kernel: Kernel = "sdpa"
+    rows: TokenRows, max_mask: int = MAX_MASK, recurring: bool = False, kernel: Kernel = "sdpa"
 ) -> WantedTokens:
     """`rows` as tokens [1, tokens] with positions and attention layout; see `packing.pack`.
 
@@ -264,17 +259,17 @@ def _filled(own: Tensor, ids: Tensor, num_others: int) -> tuple[Tensor, Tensor, 
     are a `recurring_size`, and where they are filler."""
     total = num_others + int(own.sum())
     missing = recurring_size(total) - total
-    further = -(-missing // len(own))  # columns that suffice if no row has room of its own
+    further = -(-missing // len(own))  # columns that suffice if no row has room
     own, ids = pad(own, (0, further)), pad(ids, (0, further))
-    behind = (own.flip(1).cumsum(dim=1).flip(1) == 0).cumsum(dim=1)  # 1, 2 ... behind a row's end
-    length = (own.sum(dim=1, keepdim=True) + behind).where(behind > 0, own.shape[1] + 1)
+    after = (own.flip(1).cumsum(dim=1).flip(1) == 0).cumsum(dim=1)  # 1, 2 ... after a row's end
+    length = (own.sum(dim=1, keepdim=True) + after).where(after > 0, own.shape[1] + 1)
     chosen = length.flatten().argsort(stable=True)[:missing]
     filler = torch.zeros_like(own).flatten().index_fill_(0, chosen, True).view_as(own)
     return own | filler, ids.masked_fill(filler, 0), filler
 
 
 def _with_surplus(per_token: Tensor) -> Tensor:
-    """Its first number again and again behind it, until there are a `recurring_size`."""
+    """The numbers, followed by the first again until there are a `recurring_size`."""
     return torch.cat(
         [per_token, per_token[:1].expand(recurring_size(len(per_token)) - len(per_token))]
     )
@@ -313,14 +308,9 @@ def _multipliers(content: Tensor) -> Tensor:
 
 
 def _layout(
-    kernel: Kernel,
-    prompt_starts: Tensor,
-    prompt_lengths: Tensor,
-    own_starts: Tensor,
-    own_lengths: Tensor,
-    group: Tensor | None,
-    recurring: bool,
-) -> Layout:
+    kernel: Kernel, prompt_starts: Tensor, prompt_lengths: Tensor, own_starts: Tensor,
+    own_lengths: Tensor, group: Tensor | None, recurring: bool,
+) -> Layout:  # fmt: skip
     """Prompts attend to themselves, the tokens of a row to its prompt and to their own past."""
     if kernel == "flash_attention_2":
         starts = torch.cat([own_starts, own_starts[-1:] + own_lengths[-1:]])

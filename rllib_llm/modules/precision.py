@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from rllib_llm.shared.errors import SettingWarning, warning
 from rllib_llm.shared.process import multiplies_bfloat16, processor_features
 
 LIBRARIES = ("mkl", "onednn")
@@ -55,11 +56,11 @@ def faster_library(
 
 
 class _Torch:
-    """Matrix products without autograd of their own, by whatever torch takes for the tensors' dtype
+    """Matrix products without their own autograd, by whatever torch takes for the tensors' dtype
     and device."""
 
     def mm(self, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-        """a b; perhaps in the memory of `out`, which nobody else may need."""
+        """a b; perhaps in the memory of `out`, which must be free."""
         return torch.mm(a, b, out=out)
 
     def linear(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -67,7 +68,7 @@ class _Torch:
         return F.linear(inputs, weight, bias)
 
     def add_mm(self, total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """total + a b; perhaps in the memory of `total`, which nobody else may need."""
+        """total + a b; perhaps in the memory of `total`, which must be free."""
         return total.addmm_(a, b)
 
     def add_linear(self, total: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
@@ -76,8 +77,8 @@ class _Torch:
 
 
 class _OneDNN:
-    """By oneDNN, through the operators that torch's own compiler uses. It reads transposed matrices
-    where they lie."""
+    """Products by oneDNN, through the operators that torch's own compiler uses. It reads transposed
+    matrices where they lie."""
 
     def mm(self, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
         return self.linear(a, b.t())
@@ -178,19 +179,15 @@ def cuda_multiplies_bfloat16() -> bool:
 
 
 def warn_of_emulation(
-    dtype: torch.dtype | None,
-    device: torch.device | str,
+    dtype: torch.dtype | None, device: torch.device | str,
     multiplies: Callable[[], bool] = multiplies_bfloat16,
-) -> None:
+) -> None:  # fmt: skip
     """Warns if the processor emulates products of `dtype`; see `multiplies`."""
     if dtype is None or torch.device(device).type != "cpu" or multiplies():
         return
-    warnings.warn(
-        "mixed_precision='bf16' is several times slower than float32 here: this processor has "
-        "neither AMX nor AVX512-BF16 and emulates products of bfloat16. The run goes on in it, "
-        "so that its numbers stay comparable; leave mixed_precision out in a new one.",
-        stacklevel=2,
-    )
+    effect = "is several times slower than float32 here: this processor emulates bfloat16"
+    problem = warning("mixed_precision", "", effect, "Leave it out in a new run", "bf16")
+    warnings.warn(SettingWarning(problem), stacklevel=2)
 
 
 def cast_parameters_(model: nn.Module, dtype: torch.dtype) -> None:
@@ -214,7 +211,7 @@ class ComputingCopy:
     ) -> None:
         kept = {id(parameter) for part in keep for parameter in part.parameters()}
         memo: dict[int, object] = {id(part): part for part in keep}
-        self._twins: dict[int, nn.Parameter] = {}
+        self._copies: dict[int, nn.Parameter] = {}
         self._trained: list[nn.Parameter] = []
         for parameter in weights.parameters():
             memo[id(parameter)] = parameter
@@ -223,30 +220,29 @@ class ComputingCopy:
             if not parameter.requires_grad:
                 parameter.data = parameter.data.to(dtype)
                 continue
-            twin = nn.Parameter(parameter.detach().to(dtype))
-            twin.register_post_accumulate_grad_hook(_adds_to(parameter))
-            memo[id(parameter)] = self._twins[id(parameter)] = twin
+            made = nn.Parameter(parameter.detach().to(dtype))
+            made.register_post_accumulate_grad_hook(_adds_to(parameter))
+            memo[id(parameter)] = self._copies[id(parameter)] = made
             self._trained.append(parameter)
         self.model: nn.Module = copy.deepcopy(weights, memo)
 
-    def twin(self, weight: torch.Tensor) -> torch.Tensor:
+    def copy_of(self, weight: torch.Tensor) -> torch.Tensor:
         """The computing copy of a weight; the weight itself if it is shared."""
-        return self._twins.get(id(weight), weight)
+        return self._copies.get(id(weight), weight)
 
     @torch.no_grad()
     def cast(self) -> None:
         """Copies the current weights."""
-        twins = [self._twins[id(weight)] for weight in self._trained]
-        torch._foreach_copy_(twins, self._trained)
+        torch._foreach_copy_([self._copies[id(weight)] for weight in self._trained], self._trained)
 
 
 def _adds_to(weight: nn.Parameter) -> Callable[[torch.Tensor], None]:
-    def add(twin: torch.Tensor) -> None:
-        assert twin.grad is not None
+    def add(made: torch.Tensor) -> None:
+        assert made.grad is not None
         if weight.grad is None:  # as the weight lies, whichever way the gradient was computed
-            weight.grad = torch.empty_like(weight).copy_(twin.grad)
+            weight.grad = torch.empty_like(weight).copy_(made.grad)
         else:
-            weight.grad.add_(twin.grad)
-        twin.grad = None
+            weight.grad.add_(made.grad)
+        made.grad = None
 
     return add

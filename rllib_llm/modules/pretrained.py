@@ -54,12 +54,9 @@ _NO_GENERATOR = (_CLASSIFIER, "ForTokenClassification", "ForQuestionAnswering", 
 
 
 def load_causal_lm(
-    model: str | os.PathLike,
-    *,
-    dtype: str | torch.dtype = "float32",
-    device: str | torch.device = "cpu",
-    quantization_config: Any = None,
-) -> PreTrainedModel:
+    model: str | os.PathLike, *, dtype: str | torch.dtype = "float32",
+    device: str | torch.device = "cpu", quantization_config: Any = None,
+) -> PreTrainedModel:  # fmt: skip
     """Returns the causal language model of `model`, in eval mode, every dropout at 0.
 
     A folder of adapters (`lora.py`) is merged with the base that it names.
@@ -85,11 +82,8 @@ def load_causal_lm(
         config = model_config(value)
         architectures = config.architectures or []
     if any(name.endswith(_NO_GENERATOR) for name in architectures):
-        raise no_model(
-            model,
-            f"it holds a {architectures[0]}, and a causal language model is wanted here",
-            "Name a model saved from AutoModelForCausalLM; a classifier can be a reward_model",
-        )
+        reason = f"it holds a {architectures[0]}, and a causal language model is wanted here"
+        raise no_model(model, reason, "A classifier can be a reward_model")
     if kind != DOTTED:
         placement = _placement(config, device, quantization_config)
         network = _from_pretrained(AutoModelForCausalLM, value, kind, dtype=dtype, **placement)
@@ -97,11 +91,8 @@ def load_causal_lm(
 
 
 def _not_merged(model: Any, why: str) -> Problems:
-    return no_model(
-        model,
-        f"it holds adapters, and {why}",
-        "Merge them first: load_causal_lm(model).save_pretrained(folder) and the tokenizer's",
-    )
+    remedy = "Merge them first: load_causal_lm(model).save_pretrained(folder) and the tokenizer's"
+    return no_model(model, f"it holds adapters, and {why}", remedy)
 
 
 def without_weights(model: str | os.PathLike, kind_of: Any = AutoModelForCausalLM) -> nn.Module:
@@ -122,14 +113,10 @@ def merge_folder(source: str | Path, target: str | Path) -> Path:
 
 
 def load_sequence_classifier(
-    model: str | os.PathLike,
-    *,
-    dtype: str | torch.dtype = "float32",
-    device: str | torch.device = "cpu",
-    new_head: bool = False,
-    seed: int = 0,
+    model: str | os.PathLike, *, dtype: str | torch.dtype = "float32",
+    device: str | torch.device = "cpu", new_head: bool = False, seed: int = 0,
     quantization_config: Any = None,
-) -> PreTrainedModel:
+) -> PreTrainedModel:  # fmt: skip
     """Returns the sequence classifier (reward model) of `model`, in eval mode, dropout at 0.
 
     new_head: where `model` is no classifier (a reward model about to be trained), put a head with
@@ -153,12 +140,8 @@ def load_sequence_classifier(
         architectures = config.architectures or []
     needs_head = bool(architectures) and not any(n.endswith(_CLASSIFIER) for n in architectures)
     if needs_head and not new_head:
-        raise no_model(
-            model,
-            f"it holds a {architectures[0]}, and a sequence classifier is wanted here",
-            "Name a reward model: a folder saved from AutoModelForSequenceClassification, such "
-            "as the RewardModel stage writes",
-        )
+        reason = f"it holds a {architectures[0]}, and a sequence classifier is wanted here"
+        raise no_model(model, reason, "Name a reward model, such as the RewardModel stage writes")
     if needs_head:
         config.num_labels = 1
     if kind != DOTTED:
@@ -181,11 +164,8 @@ def score_head(classifier: nn.Module) -> nn.Linear:
         head = getattr(classifier, name, None)
         if isinstance(head, nn.Module):
             return [layer for layer in head.modules() if isinstance(layer, nn.Linear)][-1]
-    raise ValueError(
-        f"model={type(classifier).__name__} must have a linear layer called score or classifier: "
-        "it is no sequence classifier this package knows. Load it with "
-        "AutoModelForSequenceClassification, or wrap it as a reward function of your own."
-    )
+    rule = "have a linear layer called score or classifier"
+    raise Problems("model", rule, "", "Wrap it as a reward function", type(classifier).__name__)
 
 
 def disable_dropout(model: nn.Module) -> None:
@@ -205,15 +185,10 @@ _AUTO_CLASS = {
 
 
 def load_quantized(
-    load: Callable[..., PreTrainedModel],
-    model: str | os.PathLike,
-    *,
-    quantization: str = "none",
-    backend: str = "auto",
-    dtype: str | torch.dtype = "float32",
-    device: str | torch.device = "cpu",
-    products: str = "mkl",
-) -> PreTrainedModel:
+    load: Callable[..., PreTrainedModel], model: str | os.PathLike, *,
+    quantization: str = "none", backend: str = "auto", dtype: str | torch.dtype = "float32",
+    device: str | torch.device = "cpu", products: str = "mkl",
+) -> PreTrainedModel:  # fmt: skip
     """Returns load(model) in the asked precision, frozen, in eval mode, on `device`.
 
     load: `load_causal_lm` or `load_sequence_classifier`.
@@ -237,7 +212,13 @@ def load_quantized(
     if chosen == "bitsandbytes" and kind != DOTTED and not nf4_on_cpu:
         refuse_quantized(model_config(value), quantization, model)
         heads = head_names(without_weights(value, _AUTO_CLASS[load]))
-        bnb_config = _bitsandbytes_config(quantization, dtype, heads)
+        if quantization == "int8":
+            bnb_config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=heads)
+        else:
+            bnb_config = BitsAndBytesConfig(
+                load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+                bnb_4bit_compute_dtype=dtype, llm_int8_skip_modules=heads,
+            )  # fmt: skip
         network = load(model, dtype=dtype, device=device, quantization_config=bnb_config)
         verify_quantized(network, quantization)
         calm_bitsandbytes()
@@ -247,32 +228,17 @@ def load_quantized(
     network.requires_grad_(False)
     if products == "onednn":
         use_onednn(network)
-    logger.info(
-        "%r holds %.1f MB (quantization=%s).", str(model), model_bytes(network) / 1e6, quantization
-    )
+    megabytes = model_bytes(network) / 1e6
+    logger.info("%r holds %.1f MB (quantization=%s).", str(model), megabytes, quantization)
     return network
-
-
-def _bitsandbytes_config(quantization: str, dtype: torch.dtype, heads: list[str]) -> Any:
-    if quantization == "int8":
-        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=heads)
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
-        llm_int8_skip_modules=heads,
-    )
 
 
 def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """Returns the torch dtype of that name; raises ValueError for one that cannot hold weights."""
     found = dtype if isinstance(dtype, torch.dtype) else DTYPES.get(str(dtype))
     if found is None or found not in DTYPES.values():
-        raise Problems(
-            "dtype", f"be one of {', '.join(DTYPES)}", "weights are kept in it",
-            "For fewer bits see the quantization setting", dtype,
-        )  # fmt: skip
+        rule, remedy = f"be one of {', '.join(DTYPES)}", "For fewer bits set quantization"
+        raise Problems("dtype", rule, "", remedy, dtype)
     return found
 
 
@@ -306,16 +272,11 @@ def _from_pretrained(auto_class: Any, value: str, kind: str, **kwargs: Any) -> P
         missing = {k for k in missing if k.startswith(trunk) and ".pooler." not in k}
     wrong = sorted(missing) + sorted(str(k) for k in report["mismatched_keys"])
     if wrong:
-        raise no_model(
-            value,
-            f"{len(wrong)} weights of {type(network).__name__} are missing from it or have "
-            f"another shape, the first is {wrong[0]}",
-            "Its config.json and weights do not belong together; save both again with "
-            "save_pretrained",
-        )
-    logger.info(
-        "Loaded %s from %r in %.1f s.", type(network).__name__, value, time.monotonic() - start
-    )
+        which = f"{len(wrong)} weights of {type(network).__name__}"
+        reason = f"{which} are missing from it or have another shape, the first is {wrong[0]}"
+        raise no_model(value, reason, "Save config.json and weights again with save_pretrained")
+    took = time.monotonic() - start
+    logger.info("Loaded %s from %r in %.1f s.", type(network).__name__, value, took)
     return network
 
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from rllib_llm.shared.errors import Problems
+from rllib_llm.shared.errors import Problem, Problems, SettingWarning, warning
 
 if TYPE_CHECKING:  # it imports what models are made of, and settings are checked without
     from transformers import PreTrainedModel
@@ -72,16 +72,12 @@ def verify_quantized(model: PreTrainedModel, quantization: str) -> None:
     layers = list(quantizable_layers(model, head_names(model)))
     left = [name for name, layer in layers if not is_quantized(layer)]
     if len(left) == len(layers):
-        raise Problems(
-            "quantization", "find linear layers", f"{type(model).__name__} has {len(layers)} "
-            "outside its head and none could be quantised", "Choose 'bf16' or 'none'", quantization,
-        )  # fmt: skip
+        rule = f"be 'none' or 'bf16' for {type(model).__name__}"
+        reason = f"none of its {len(layers)} linear layers outside the head can be quantised"
+        raise Problems("quantization", rule, reason, value=quantization)
     if left:
-        warnings.warn(
-            f"{len(left)} of {len(layers)} linear layers of {type(model).__name__} stay "
-            f"unquantised, the first is {left[0]!r}.",
-            stacklevel=2,
-        )
+        which = f"{len(left)} of {len(layers)} linear layers of {type(model).__name__}"
+        warnings.warn(f"{which} stay unquantised, the first is {left[0]!r}.", stacklevel=2)
 
 
 def model_bytes(model: nn.Module) -> int:
@@ -105,7 +101,7 @@ def _tensor_bytes(tensor: Tensor) -> int:
 def bitsandbytes_layer(
     layer: nn.Linear, quantization: str, device: str | torch.device
 ) -> nn.Linear:
-    """The bitsandbytes twin of `layer` on `device`; `layer` itself where there is none.
+    """`layer` quantised by bitsandbytes on `device`; `layer` itself where it cannot be.
 
     bitsandbytes (0.50) quantises nf4 weights in blocks over the flattened matrix, but on a CPU
     reads them back with blocks that begin anew in each row: rows must be whole blocks there, or
@@ -120,20 +116,17 @@ def bitsandbytes_layer(
     sizes = (layer.in_features, layer.out_features, layer.bias is not None)
     weight = layer.weight.data
     if quantization == "int8":
-        twin: nn.Linear = bnb.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=6.0)
-        twin.weight = bnb.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
+        made: nn.Linear = bnb.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=6.0)
+        made.weight = bnb.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
     else:
-        twin = bnb.Linear4bit(*sizes, compute_dtype=weight.dtype, quant_type="nf4")
-        twin.weight = bnb.Params4bit(
-            weight,
-            requires_grad=False,
-            quant_type="nf4",
-            compress_statistics=True,
+        made = bnb.Linear4bit(*sizes, compute_dtype=weight.dtype, quant_type="nf4")
+        made.weight = bnb.Params4bit(
+            weight, requires_grad=False, quant_type="nf4", compress_statistics=True,
             blocksize=block,
-        )
-    twin.bias = layer.bias
-    keep_unpacked(twin)
-    return twin.to(device).eval()
+        )  # fmt: skip
+    made.bias = layer.bias
+    keep_unpacked(made)
+    return made.to(device).eval()
 
 
 def keep_unpacked(model: nn.Module) -> None:
@@ -157,10 +150,10 @@ def linear_for_conv1d(model: nn.Module) -> None:
     for name, module in list(model.named_modules()):
         if isinstance(module, Conv1D):
             in_features, out_features = module.weight.shape
-            twin = nn.Linear(in_features, out_features, device="meta")
-            twin.weight = nn.Parameter(module.weight.data.T.contiguous())
-            twin.bias = module.bias
-            model.set_submodule(name, twin.eval())
+            linear = nn.Linear(in_features, out_features, device="meta")
+            linear.weight = nn.Parameter(module.weight.data.T.contiguous())
+            linear.bias = module.bias
+            model.set_submodule(name, linear.eval())
 
 
 QUANTIZATIONS = ("none", "bf16", "int8", "nf4")
@@ -168,11 +161,7 @@ BACKENDS = ("auto", "bitsandbytes", "torchao")
 
 
 def quantize(
-    model: Any,
-    quantization: str,
-    *,
-    backend: str = "auto",
-    device: str | torch.device = "cpu",
+    model: Any, quantization: str, *, backend: str = "auto", device: str | torch.device = "cpu"
 ) -> PreTrainedModel:
     """Returns `model` (a PreTrainedModel) with its linear layers quantised in place, on `device`.
 
@@ -192,11 +181,8 @@ def quantize(
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
         inside = {name for name, _ in quantizable_layers(model, heads)}
-        quantize_(
-            model.to(device),
-            Int8WeightOnlyConfig(set_inductor_config=False),
-            filter_fn=lambda _, name: name in inside,
-        )
+        weights_only = Int8WeightOnlyConfig(set_inductor_config=False)
+        quantize_(model.to(device), weights_only, filter_fn=lambda _, name: name in inside)
     else:
         for name, layer in list(quantizable_layers(model, heads)):
             model.set_submodule(name, bitsandbytes_layer(layer, quantization, device))
@@ -208,20 +194,14 @@ def quantize(
 
 def check_quantization(quantization: str, backend: str) -> None:
     """Raises ValueError for an unknown name, or nf4 through torchao."""
-    for name, given, allowed in (
-        ("quantization", quantization, QUANTIZATIONS),
-        ("backend", backend, BACKENDS),
-    ):
-        if given not in allowed:
-            raise Problems(
-                name, f"be one of {', '.join(allowed)}", "nothing else is built in",
-                f"{allowed[0]!r} is the default", given,
-            )  # fmt: skip
-    if (quantization, backend) == ("nf4", "torchao"):
-        raise Problems(
-            "backend", "be 'bitsandbytes' or 'auto' with quantization='nf4'",
-            "torchao is used for int8 only", "Change one of the two", "torchao",
-        )  # fmt: skip
+    backends = BACKENDS if quantization != "nf4" else ("auto", "bitsandbytes")
+    given = ("quantization", quantization, QUANTIZATIONS), ("backend", backend, backends)
+    wrong = [
+        Problem(name, f"be one of {', '.join(allowed)}", value=value)
+        for name, value, allowed in given if value not in allowed
+    ]  # fmt: skip
+    if wrong:
+        raise Problems(wrong)
 
 
 def resolve_backend(quantization: str, backend: str, device: str | torch.device) -> str:
@@ -236,30 +216,24 @@ def resolve_backend(quantization: str, backend: str, device: str | torch.device)
     check_quantization(quantization, backend)
     if quantization in ("none", "bf16"):
         if backend != "auto":
-            warnings.warn(
-                f"backend={backend!r} has no effect with quantization={quantization!r}: torch does "
-                "it alone. Remove it, or choose int8 or nf4.",
-                stacklevel=2,
-            )
+            effect = f"has no effect with quantization={quantization!r}: torch does it alone"
+            problem = warning("backend", "", effect, "Remove it", backend)
+            warnings.warn(SettingWarning(problem), stacklevel=2)
         return "none"
     if backend == "auto":
         on_cpu = torch.device(device).type == "cpu"
         backend = "torchao" if quantization == "int8" and on_cpu else "bitsandbytes"
     if importlib.util.find_spec(backend) is None:
-        raise ImportError(
-            f"quantization={quantization!r} on {device!s} needs {backend}, which is not installed. "
-            f"Run pip install {backend}, or choose quantization 'bf16' or 'none'."
-        )
+        where = f"quantization={quantization!r} on {device!s}"
+        raise ImportError(f"{where} needs {backend}: run pip install {backend}, or choose 'bf16'")
     return backend
 
 
 def refuse_quantized(config: Any, quantization: str, model: object) -> None:
     """Raises ValueError if the `config` of `model` declares quantised weights."""
     if getattr(config, "quantization_config", None) is not None:
-        raise Problems(
-            "quantization", f"be 'none' for model={str(model)!r}", "it was saved quantised already",
-            "Use 'none', or the unquantised model", quantization,
-        )  # fmt: skip
+        rule = f"be 'none' for model={str(model)!r}"
+        raise Problems("quantization", rule, "it was saved quantised already", "", quantization)
 
 
 def calm_bitsandbytes() -> None:
@@ -281,16 +255,10 @@ def next_token_drift(
     """
     attention_mask = mask.long()
     logprobs, exact_logprobs = (
-        m(
-            input_ids=ids.to(m.device),
-            attention_mask=attention_mask.to(m.device),
-            use_cache=False,
-        )
-        .logits.to(ids.device)[mask]
-        .float()
-        .log_softmax(-1)
+        m(input_ids=ids.to(m.device), attention_mask=attention_mask.to(m.device), use_cache=False)
+        .logits.to(ids.device)[mask].float().log_softmax(-1)
         for m in (model, exact_model)
-    )
+    )  # fmt: skip
     kl = (exact_logprobs.exp() * (exact_logprobs - logprobs)).sum(-1)
     same = logprobs.argmax(-1) == exact_logprobs.argmax(-1)
     return {"kl": kl.mean().item(), "top1": same.float().mean().item()}

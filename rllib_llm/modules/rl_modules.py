@@ -63,7 +63,7 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
 
     pretrained_model: folder, hub id or dotted path of the policy (and its tokenizer).
     dtype: torch dtype name of the weights.
-    critic: "shared" (a value head on the policy's trunk), "separate" (a trunk of its own) or
+    critic: "shared" (a value head on the policy's trunk), "separate" (its own trunk) or
         "none" (critic-free algorithms).
     critic_model: what a separate critic starts from, usually the reward model; the policy's model
         when None.
@@ -112,38 +112,25 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
 
     @torch.no_grad()
     def _forward_exploration(
-        self,
-        batch: dict[str, Any],
-        *,
-        generate: Callable[..., Any],
-        **options: Any,
+        self, batch: dict[str, Any], *, generate: Callable[..., Any], **options: Any
     ) -> dict[str, torch.Tensor]:
         """The columns of completions of `batch`'s prompts.
 
         generate: `engines.engine.generate` or what has its arguments; options: its settings.
         """
-        completions = generate(
-            self.computing_model,
-            batch[columns.PROMPT_IDS],
-            batch[columns.PROMPT_MASK],
-            value_head=self._sampling_value_head(),
-            **options,
-        )
-        return completions.columns()
+        prompts = batch[columns.PROMPT_IDS], batch[columns.PROMPT_MASK]
+        head = self._sampling_value_head()
+        return generate(self.computing_model, *prompts, value_head=head, **options).columns()
 
     _forward_inference = _forward_exploration
 
     # --- learning --------------------------------------------------------------------------
 
     def _forward_train(
-        self,
-        batch: dict[str, Any],
-        *,
-        names: Collection[str] | None = None,
-        full_kl_to: ReferencePolicy | None = None,
-        ref_logprobs_of: ReferencePolicy | None = None,
+        self, batch: dict[str, Any], *, names: Collection[str] | None = None,
+        full_kl_to: ReferencePolicy | None = None, ref_logprobs_of: ReferencePolicy | None = None,
         **kwargs,
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, torch.Tensor]:  # fmt: skip
         """`logprobs`, `entropy` and, with a critic, `values`, each [B, T] float32; where texts
         are given (`input_ids`), `text_logprobs` [N, L] of their target tokens.
 
@@ -161,13 +148,10 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
         outputs: dict[str, torch.Tensor] = {}
         if columns.COMPLETION_IDS in batch:
             scored = score_completions(
-                self.computing_model,
-                *_completion_columns(batch),
-                temperature=self.temperature,
+                self.computing_model, *_completion_columns(batch), temperature=self.temperature,
                 entropy=names is None or columns.ENTROPY in names,
-                hidden=values and self.model_config["critic"] == "shared",
-                full_kl_to=full_kl_to,
-            )
+                hidden=values and self.model_config["critic"] == "shared", full_kl_to=full_kl_to,
+            )  # fmt: skip
             outputs[columns.LOGPROBS] = scored.logprobs
             counts = scored.num_computed, scored.num_padding
             outputs[columns.COMPUTED_AND_PADDING] = torch.tensor(counts, dtype=torch.float32)
@@ -178,12 +162,9 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
             if values:
                 outputs[columns.VALUES] = self.compute_values(batch, embeddings=scored.hidden)
         if columns.INPUT_IDS in batch:
-            outputs[columns.TEXT_LOGPROBS] = text_logprobs(
-                self.computing_model,
-                batch[columns.INPUT_IDS],
-                batch[columns.ATTENTION_MASK],
-                batch[columns.LOSS_MASK],
-            )
+            names_of_text = (columns.INPUT_IDS, columns.ATTENTION_MASK, columns.LOSS_MASK)
+            texts = (batch[name] for name in names_of_text)
+            outputs[columns.TEXT_LOGPROBS] = text_logprobs(self.computing_model, *texts)
         return outputs
 
     def compute_values(self, batch: dict[str, Any], embeddings: Any = None) -> torch.Tensor:
@@ -194,13 +175,12 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
         if self.model_config["critic"] == "separate":
             embeddings = completion_hidden(self.computing("critic"), *_completion_columns(batch))
         elif embeddings is None:
-            halves = take_apart(self.computing_model)
+            model, rows = self.computing_model, _completion_columns(batch)
+            halves = take_apart(model)
             if halves is None:
-                embeddings = score_completions(
-                    self.computing_model, *_completion_columns(batch), hidden=True
-                ).hidden
+                embeddings = score_completions(model, *rows, hidden=True).hidden
             else:
-                embeddings = completion_hidden(halves.trunk, *_completion_columns(batch))
+                embeddings = completion_hidden(halves.trunk, *rows)
         return self.value_head(embeddings)
 
     @torch.no_grad()
@@ -215,11 +195,9 @@ def _completion_columns(batch: dict[str, Any]) -> tuple[torch.Tensor, ...]:
     """The columns of a batch of completions: sampled tokens are scored, earlier ones are
     context."""
     return (
-        batch[columns.PROMPT_IDS],
-        batch[columns.PROMPT_MASK],
-        batch[columns.COMPLETION_IDS],
+        batch[columns.PROMPT_IDS], batch[columns.PROMPT_MASK], batch[columns.COMPLETION_IDS],
         columns.sampled_mask(batch),
-    )
+    )  # fmt: skip
 
 
 def _state_size(model: Any) -> int:
@@ -233,11 +211,9 @@ def _load_policy(config: dict[str, Any]) -> nn.Module:
     lora = config.get("lora")
     if lora is None:
         return load_causal_lm(config["pretrained_model"], dtype=config["dtype"])
+    bits, dtype = config.get("quantization", "none"), config["dtype"]
     model = load_quantized(
-        load_causal_lm,
-        config["pretrained_model"],
-        quantization=config.get("quantization", "none"),
-        dtype=config["dtype"],
+        load_causal_lm, config["pretrained_model"], quantization=bits, dtype=dtype
     )
     add_adapters(model, lora, seed=config.get("seed", 0))
     return model
@@ -257,11 +233,8 @@ def _separate_critic(
         model = load_causal_lm(config["pretrained_model"], dtype=config["dtype"])
         return model.base_model, ValueHead(_state_size(model))
     if load_tokenizer(source).get_vocab() != tokenizer.get_vocab():
-        raise Problems(
-            "critic_model", f"have the vocabulary of model={config['pretrained_model']!r}",
-            "a critic reads the policy's token ids", "Leave critic_model out, or train a reward "
-            "model on the policy's own trunk", source,
-        )  # fmt: skip
+        rule = f"have the vocabulary of model={config['pretrained_model']!r}"
+        raise Problems("critic_model", rule, "a critic reads the policy's token ids", "", source)
     model = load_sequence_classifier(source, dtype=config["dtype"])
     head = score_head(model)
     value_head = ValueHead(head.in_features)
@@ -290,11 +263,8 @@ class RewardModelModule(HuggingFaceModule):
         self.save_memory(self.model)
         outputs = score_head(self.model).out_features
         if outputs != 1:
-            raise ValueError(
-                f"pretrained_model={config['pretrained_model']!r} has {outputs} outputs and must "
-                "have 1: preference pairs train a single score. Start from a causal LM, or a "
-                "classifier with num_labels=1."
-            )
+            reason, value = "preference pairs train a single score", config["pretrained_model"]
+            raise Problems("model", f"have one output, not {outputs}", reason, value=value)
 
     def _forward_train(self, batch: dict[str, Any], **kwargs) -> dict[str, torch.Tensor]:
         """`scores` [2N]: of the N chosen texts, then of the N rejected ones, from one forward; or

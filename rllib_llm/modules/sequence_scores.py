@@ -20,8 +20,9 @@ from torch.nn.functional import pad
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rllib_llm.modules.model_source import model_config
-from rllib_llm.modules.packing import Rows
+from rllib_llm.modules.packing import TokenRows
 from rllib_llm.modules.trunk import wanted_hidden, wanted_tokens
+from rllib_llm.shared.errors import Problems
 
 POSITIVE_NAMES = ("positive", "pos", "good", "chosen")
 
@@ -40,10 +41,9 @@ def sequence_scores(
         ValueError: an encoder-decoder, or a label that the classifier does not have.
     """
     if classifier.config.is_encoder_decoder:
-        raise ValueError(
-            f"model={type(classifier).__name__} must be a decoder or an encoder: this one is both, "
-            "and pools at EOS tokens that a cut completion lacks. Take a reward model of one kind."
-        )
+        reason = "this one is both, and pools at EOS tokens that a cut completion lacks"
+        kind = type(classifier).__name__
+        raise Problems("reward_model", "be a decoder or an encoder", reason, value=kind)
     head = getattr(classifier, "score", None)
     if isinstance(head, nn.Module):
         states = _last_states(classifier.base_model, ids, mask)
@@ -63,7 +63,7 @@ def _last_states(trunk: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
     lengths = mask.sum(dim=1)
     # The state wanted is the one that predicts whatever comes next.
     place = torch.arange(ids.shape[1] + 1, device=ids.device)
-    rows = Rows(
+    rows = TokenRows(
         ids=pad(ids, (0, 1)),
         attended=place <= lengths.unsqueeze(1),
         wanted=place == lengths.unsqueeze(1),
@@ -95,10 +95,8 @@ def label_index(config: PretrainedConfig, label: int | str | None = None) -> int
         same_name = [i for i, name in names.items() if name.lower() == str(label).lower()]
         if same_name:
             return int(same_name[0])
-    raise ValueError(
-        f"label={label!r} must be one of the classifier's labels {names}, by number or name: its "
-        "log-odds are the score. Name the label that good completions should get."
-    )
+    rule = f"be one of the classifier's labels {names}, by number or name"
+    raise Problems("label", rule, "its log-odds are the score", value=label)
 
 
 MEAN_KEY, STD_KEY = "rllib_llm_score_mean", "rllib_llm_score_std"
@@ -143,8 +141,5 @@ def read_score_normalization(source: Any) -> tuple[float, float] | None:
 def check_normalization(mean: float, std: float) -> None:
     """Raises ValueError where (score - mean) / std would not be a number."""
     if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
-        raise ValueError(
-            f"normalize={(mean, std)!r} must be a finite mean and a standard deviation above 0: "
-            "scores become (score - mean) / std. Measure both on reference samples; a deviation "
-            "of 0 means that the model gives every text the same score."
-        )
+        rule = "be a finite mean and a standard deviation above 0"
+        raise Problems("normalize", rule, "scores become (score - mean) / std", value=(mean, std))

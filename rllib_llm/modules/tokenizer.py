@@ -43,11 +43,8 @@ def load_tokenizer(
     if kind == DOTTED:
         network, tokenizer = build_from_dotted(value)
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
-            raise no_model(
-                value,
-                f"the function returned a {type(tokenizer).__name__} as tokenizer",
-                "Return (model, tokenizer), the tokenizer a transformers tokenizer",
-            )
+            got = type(tokenizer).__name__
+            raise no_model(value, f"the function returned a {got}, no transformers tokenizer")
         sources: tuple[Any, ...] = (network, tokenizer)
         num_embeddings = len(network.get_input_embeddings().weight)
     else:
@@ -55,7 +52,7 @@ def load_tokenizer(
         tokenizer = load_with_retries(lambda: AutoTokenizer.from_pretrained(value), value, kind)
         sources = (config, tokenizer, load_generation_config(value))
         num_embeddings = config.get_text_config().vocab_size
-    check_vocabulary(tokenizer, num_embeddings)
+    _check_vocabulary(tokenizer, num_embeddings)
     ensure_pad_token(tokenizer, eos_token_ids(*sources))
     if chat_template is not None:
         tokenizer.chat_template = read_chat_template(chat_template)
@@ -79,10 +76,7 @@ def read_chat_template(given: str) -> str:
     except TemplateSyntaxError as error:
         found = f"line {error.lineno}: {error.message}"
     if found:
-        raise Problems(
-            "chat_template", "be a Jinja template or the file of one", found,
-            "Give the file chat_template.jinja of a model with the same special tokens", given,
-        )  # fmt: skip
+        raise Problems("chat_template", "be a Jinja template or its file", found, value=given)
     return text
 
 
@@ -130,7 +124,7 @@ def policy_eos_ids(model: str, tokenizer: Any) -> tuple[int, ...]:
 
 
 def ensure_pad_token(tokenizer: PreTrainedTokenizerBase, eos_ids: tuple[int, ...] = ()) -> None:
-    """Gives `tokenizer` a pad token that is none of `eos_ids`, without growing the vocabulary.
+    """Sets a pad token of `tokenizer` that is none of `eos_ids`, without growing the vocabulary.
 
     Pad ids are only filler here: masks say which tokens count, so any id that the embedding knows
     will do, and EOS inside a mask is learned whatever the pad token is. A distinct one is chosen
@@ -142,23 +136,18 @@ def ensure_pad_token(tokenizer: PreTrainedTokenizerBase, eos_ids: tuple[int, ...
         return
     choice = _spare_token(tokenizer, ends)
     if choice is None and tokenizer.eos_token is None:
-        raise Problems(
-            "tokenizer.pad_token", "be a token", "the vocabulary holds no pad, reserved, unknown, "
-            "BOS or EOS token to pad with", "Set tokenizer.pad_token and save it again", None,
-        )  # fmt: skip
+        reason = "the vocabulary has no pad, reserved, unknown, BOS or EOS token"
+        raise Problems("tokenizer.pad_token", "be a token", reason, "Set it and save again", None)
     tokenizer.pad_token = choice or tokenizer.eos_token
 
 
-def check_vocabulary(tokenizer: PreTrainedTokenizerBase, num_embeddings: int) -> None:
+def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, num_embeddings: int) -> None:
     """Raises ValueError where `tokenizer` has an id without a row in the embedding."""
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if largest >= num_embeddings:
-        raise ValueError(
-            f"len(tokenizer)={len(tokenizer)!r} (largest id {largest}) must be at most the "
-            f"{num_embeddings} rows of the model's embedding: a token beyond them has no vector. "
-            "Call model.resize_token_embeddings(len(tokenizer)) and save the model again, or use "
-            "the tokenizer that belongs to it."
-        )
+        rule = f"be below {num_embeddings}, the rows of the model's embedding"
+        remedy = "Call model.resize_token_embeddings(len(tokenizer)) and save the model again"
+        raise Problems("the tokenizer's largest id", rule, "", remedy, largest)
 
 
 def _spare_token(tokenizer: PreTrainedTokenizerBase, ends: set[int]) -> str | None:

@@ -23,7 +23,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from rllib_llm.modules.llama_trunk import fused_hidden, is_fusible
 from rllib_llm.modules.packed_attention import PACKED, AttentionLayout, Kernel
-from rllib_llm.modules.packing import Rows, WantedTokens, completion_rows, pack, pack_dense
+from rllib_llm.modules.packing import TokenRows, WantedTokens, completion_rows, pack, pack_dense
 from rllib_llm.modules.precision import multiplies_by_onednn
 from rllib_llm.shared.errors import Problems
 
@@ -38,7 +38,7 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _verdicts: WeakKeyDictionary[nn.Module, tuple[str, bool]] = WeakKeyDictionary()
 
 
-def wanted_tokens(trunk: nn.Module | None, rows: Rows) -> WantedTokens:
+def wanted_tokens(trunk: nn.Module | None, rows: TokenRows) -> WantedTokens:
     """`rows` as `trunk` reads them: without padding and shared prompts once where its attention
     can be laid out, else padded to the longest (as for None)."""
     if trunk is None or not reads_dense(trunk) or not bool(rows.wanted.any()):
@@ -83,12 +83,9 @@ def trunk_hidden(trunk: nn.Module, wanted: WantedTokens) -> Tensor:
     # A mask of four dimensions is taken as it is; without one a square of all tokens is made.
     unused = torch.ones(1, 1, 1, 1, device=wanted.input_ids.device)
     return trunk(
-        input_ids=wanted.input_ids,
-        position_ids=wanted.position_ids,
-        attention_mask=unused,
-        use_cache=False,
-        packed_layout=wanted.layout,
-    ).last_hidden_state
+        input_ids=wanted.input_ids, position_ids=wanted.position_ids, attention_mask=unused,
+        use_cache=False, packed_layout=wanted.layout,
+    ).last_hidden_state  # fmt: skip
 
 
 def wanted_hidden(trunk: nn.Module, wanted: WantedTokens) -> Tensor:
@@ -109,7 +106,7 @@ def padded_hidden(trunk: nn.Module, input_ids: Tensor) -> Tensor:
 
 
 def reads_dense(trunk: nn.Module) -> bool:
-    """Whether a trunk gives the same states for rows one behind another as for padded ones.
+    """Whether a trunk gives the same states for concatenated rows as for padded ones.
 
     Tried once per instance (and kind of attention), on models that compute attention through
     transformers' interface by torch's SDPA; a trunk that passes is left with `packed_attention` in
@@ -125,11 +122,9 @@ def reads_dense(trunk: nn.Module) -> bool:
         dense = _can_be_laid_out(trunk) and _same_states(trunk)
         known = _verdicts[trunk] = trunk.config._attn_implementation, dense
     if not known[1] and kernel_of(trunk) != "sdpa":
-        raise Problems(
-            "attn_implementation", f"be 'sdpa' for {type(trunk).__name__}",
-            "this model computes attention in a way of its own, or other numbers where rows lie "
-            "one behind another, as other kernels read them", "Leave it out", kernel_of(trunk),
-        )  # fmt: skip
+        rule = f"be 'sdpa' for {type(trunk).__name__}"
+        reason = "this model gives other numbers where rows are concatenated"
+        raise Problems("attn_implementation", rule, reason, value=kernel_of(trunk))
     return known[1]
 
 
@@ -244,12 +239,9 @@ def take_apart(model: nn.Module) -> TrunkAndHead | None:
     halves = _matching_halves(inner, head)
     _halves_of[inner] = (head, halves)
     if halves is None:
-        warnings.warn(
-            f"{type(inner).__name__} is run whole for log-probs: its logits are not those of its "
-            "trunk and output embedding. The numbers are the model's own, but logits are computed "
-            "at every position, which costs time and memory.",
-            stacklevel=3,
-        )
+        slow = f"{type(inner).__name__} is run whole for log-probs, which costs time and memory"
+        why = "its logits are not those of its trunk and output embedding"
+        warnings.warn(f"{slow}: {why}.", stacklevel=3)
     return halves
 
 
@@ -257,10 +249,7 @@ def _without_peft_shell(model: Any) -> PreTrainedModel:
     if not hasattr(model, "get_base_model"):
         return model
     if model.active_peft_config.is_prompt_learning:
-        raise ValueError(
-            f"model={type(model).__name__} must not prepend virtual tokens: log-probs are computed "
-            "at the positions of real ones. Use LoRA or another adapter inside the layers."
-        )
+        raise ValueError(f"{type(model).__name__} must not prepend virtual tokens: use LoRA")
     return model.get_base_model()
 
 
@@ -273,7 +262,8 @@ def _matching_halves(model: PreTrainedModel, head: nn.Module | None) -> TrunkAnd
         seen = _run_with_probe(model, head, input_ids)
         if seen is None:
             return None
-        transform = _matching_transform(seen, model.config)
+        transforms = _declared_transforms(model.config)
+        transform = next((t for t in transforms if same_numbers(t(seen.probe), seen.logits)), None)
         # Most models call their base_model, OPT its inner decoder; ModernBERT's is its head.
         for trunk in dict.fromkeys((model.base_model, model.get_decoder())):
             if transform is None or trunk is None or trunk is model or trunk is head:
@@ -311,13 +301,6 @@ def _run_with_probe(model: nn.Module, head: nn.Module, input_ids: Tensor) -> _Se
     if len(calls) != 1 or calls[0][1].shape != logits.shape:
         return None
     return _Seen(calls[0][0], calls[0][1], logits)
-
-
-def _matching_transform(seen: _Seen, config: Any) -> LogitTransform | None:
-    for transform in _declared_transforms(config):
-        if same_numbers(transform(seen.probe), seen.logits):
-            return transform
-    return None
 
 
 def _declared_transforms(config: Any) -> Iterator[LogitTransform]:

@@ -162,20 +162,11 @@ class _GroupTable:
     @classmethod
     def lay_out(cls, scores: Tensor, groups: Tensor, valid: Tensor | None) -> _GroupTable:
         """The rows of each group in the order of the batch."""
-        if scores.ndim != 1 or groups.shape != scores.shape:
-            raise ValueError(
-                f"groups of shape {tuple(groups.shape)} must be that of scores, "
-                f"{tuple(scores.shape)}, with one dimension: it says which group a row belongs "
-                "to. Give an id for each row."
-            )
+        assert scores.ndim == 1 and groups.shape == scores.shape, (groups.shape, scores.shape)
         line, sizes = torch.unique(groups, return_inverse=True, return_counts=True)[1:]
         width = int(sizes.max())
         if width < 2:
-            raise ValueError(
-                f"groups={groups.tolist()} must have two rows alike: a score is judged against "
-                "the other completions of its prompt. Sample more per prompt, or use an advantage "
-                "without a group (gae, reinforce_returns)."
-            )
+            raise ValueError("groups must have two rows alike: scores are judged within a group")
         order = line.argsort(stable=True)
         starts = sizes.cumsum(dim=0) - sizes
         places = torch.empty_like(line)

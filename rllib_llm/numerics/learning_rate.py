@@ -21,20 +21,14 @@ def learning_rate_factor(
         ValueError: unknown schedule, or a decay without `num_total_updates`.
     """
     if schedule not in SCHEDULES:
-        raise Problems(
-            "lr_schedule", f"be one of {SCHEDULES}", "no other is known",
-            "Choose 'constant' to leave the learning rate as it is after warm-up", schedule,
-        )  # fmt: skip
+        raise Problems("lr_schedule", f"be one of {SCHEDULES}", value=schedule)
     if update < num_warmup_updates:
         return (update + 1) / (num_warmup_updates + 1)
     if schedule == "constant":
         return 1.0
     if not num_total_updates:
-        raise Problems(
-            "lr_num_updates", f"be a positive number of updates with lr_schedule={schedule!r}",
-            "the decay needs its end", "Set it to the optimiser updates of the whole run",
-            num_total_updates,
-        )  # fmt: skip
+        rule = f"be the optimiser updates of the whole run with lr_schedule={schedule!r}"
+        raise Problems("lr_num_updates", rule, "the decay needs its end", "", num_total_updates)
     span = max(1, num_total_updates - num_warmup_updates)
     progress = min(1.0, (update - num_warmup_updates) / span)
     if schedule == "linear":

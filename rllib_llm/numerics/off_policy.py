@@ -47,7 +47,7 @@ def loglinear_proximal(logprobs: Tensor, behaviour: Tensor, age: Tensor) -> Tens
 
 
 @dataclass(frozen=True)
-class Weights:
+class ImportanceWeights:
     """Importance weights w: `weights`, detached, 1 where masked out, and the tokens of which the
     bounds changed them, `bounded` bool."""
 
@@ -63,41 +63,22 @@ def importance_weights(
     level: str = "token",
     lower: float = 0.0,
     upper: float = 2.0,
-) -> Weights:
+) -> ImportanceWeights:
     """w = π_p/π_β of each token, within bounds.
 
     "truncate": clip(w, lower, upper) (Yao et al. 2025, truncated importance sampling, upper 2).
     "mask": w, or 0 outside the bounds (IcePop, Zhao et al. 2025: 0.5 and 5). At level "sequence"
     all tokens of a row have w = exp(Σ_t log w_t), unbiased for the whole completion, at most e^20.
 
-    Raises:
-        ValueError: a mode or level that is none, or bounds between which nothing lies.
     """
-    _check_weights(mode, level, lower, upper)
+    assert mode in WEIGHT_MODES and level in WEIGHT_LEVELS, (mode, level)
+    assert 0 <= lower < upper, (lower, upper)
     if level == "sequence":
         log_ratios = log_ratios.sum(dim=1, keepdim=True).expand_as(log_ratios)
     raw = log_ratios.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
     bounded = mask & ((raw < lower) | (raw > upper))
     weights = raw.clamp(lower, upper) if mode == "truncate" else raw.masked_fill(bounded, 0.0)
-    return Weights(torch.where(mask, weights, torch.ones_like(weights)), bounded)
-
-
-def _check_weights(mode: str, level: str, lower: float, upper: float) -> None:
-    if mode not in WEIGHT_MODES:
-        raise ValueError(
-            f"mode={mode!r} must be 'truncate' or 'mask': a weight outside the bounds is cut to "
-            "them, or its token is left out. Use 'truncate' unless the policies are far apart."
-        )
-    if level not in WEIGHT_LEVELS:
-        raise ValueError(
-            f"level={level!r} must be 'token' or 'sequence': a weight belongs to one token or to "
-            "the whole completion. Use 'token' unless completions are short."
-        )
-    if not 0 <= lower < upper:
-        raise ValueError(
-            f"lower={lower!r} must be at least 0 and below upper={upper!r}: weights are held "
-            "between them. Usual are 0 and 2."
-        )
+    return ImportanceWeights(torch.where(mask, weights, torch.ones_like(weights)), bounded)
 
 
 def mismatch(log_ratios: Tensor, estimator: str) -> Tensor:
@@ -140,7 +121,7 @@ def kept_tokens(
 def age_metrics(
     versions: Tensor, mask: Tensor, current: int, num_bins: int = 5
 ) -> dict[str, float]:
-    """How old the weights were that sampled a batch, in updates, over the tokens of `mask`.
+    """Ages of the weights that sampled a batch, in updates, over the tokens of `mask`.
 
     `age_mean`, `age_max`, `age_<k>` the share of tokens of age k (the last bin those of
     `num_bins - 1` and more), and `versions`, the mean number of versions in one completion.

@@ -16,13 +16,13 @@ from torch import Tensor
 
 def pass_at_k(num_right: int, num_samples: int, k: int) -> float:
     """Chance that at least one of k samples is right: 1 - C(n - c, k) / C(n, k)."""
-    _check(num_right, num_samples, k)
+    assert 0 <= num_right <= num_samples and 1 <= k <= num_samples, (num_right, num_samples, k)
     return 1.0 - comb(num_samples - num_right, k) / comb(num_samples, k)
 
 
 def pass_hat_k(num_right: int, num_samples: int, k: int) -> float:
     """Chance that all of k samples are right, pass^k: C(c, k) / C(n, k)."""
-    _check(num_right, num_samples, k)
+    assert 0 <= num_right <= num_samples and 1 <= k <= num_samples, (num_right, num_samples, k)
     return comb(num_right, k) / comb(num_samples, k)
 
 
@@ -34,7 +34,7 @@ def majority_at_k(answers: Sequence[Hashable], right: Hashable, k: int) -> float
     with none oftener than the right one and t as often.
     """
     counts = Counter(answers)
-    _check(counts[right], len(answers), k)
+    assert 1 <= k <= len(answers), (len(answers), k)
     others = [count for answer, count in counts.items() if answer != right]
     won = 0.0
     for most in range(1, min(counts[right], k) + 1):
@@ -56,11 +56,7 @@ def bootstrap_interval(
 ) -> tuple[float, float]:
     """Percentile interval of the mean of `per_prompt` [prompts], whole prompts drawn with
     replacement (Efron & Tibshirani 1993, chapter 13)."""
-    if not 0 < confidence < 1 or per_prompt.ndim != 1 or not len(per_prompt):
-        raise ValueError(
-            f"confidence={confidence!r} must be within 0 and 1, and per_prompt of shape "
-            f"{tuple(per_prompt.shape)} have one number for each prompt, at least one. Take 0.95."
-        )
+    assert 0 < confidence < 1 and per_prompt.ndim == 1 and len(per_prompt), per_prompt.shape
     generator = torch.Generator().manual_seed(seed)
     draws = torch.randint(len(per_prompt), (num_draws, len(per_prompt)), generator=generator)
     means = per_prompt.double()[draws].mean(dim=1)
@@ -128,11 +124,3 @@ def _majority(cast: Sequence[tuple[Hashable, bool]], k: int) -> float:
 def _with_interval(chances: Sequence[float]) -> tuple[float, float, float]:
     column = torch.tensor(chances)
     return float(column.mean()), *bootstrap_interval(column)
-
-
-def _check(num_right: int, num_samples: int, k: int) -> None:
-    if not 0 <= num_right <= num_samples or not 1 <= k <= num_samples:
-        raise ValueError(
-            f"k={k!r} must be within 1 and num_samples={num_samples!r}, of which num_right="
-            f"{num_right!r} are right: fewer samples do not tell. Sample more, or lower k."
-        )

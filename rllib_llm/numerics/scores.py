@@ -16,23 +16,19 @@ from rllib_llm.shared import columns
 
 def clip_scores(scores: Tensor, limit: float) -> Tensor:
     """Scores held to [-limit, limit], [batch]."""
-    if not limit > 0:
-        raise ValueError(
-            f"limit={limit!r} must be above 0: scores are held to [-limit, limit]. "
-            "Leave clipping off to keep them as they are."
-        )
+    assert limit > 0, limit
     return scores.clamp(-limit, limit)
 
 
 def missing_eos_penalty(scores: Tensor, finished: Tensor, penalty: float) -> Tensor:
     """Scores [batch], less `penalty` (>= 0) where no stop token ended the completion."""
-    _require_penalty("penalty", penalty)
+    assert penalty >= 0, penalty
     return torch.where(finished, scores, scores - penalty)
 
 
 def length_penalty(scores: Tensor, lengths: Tensor, coeff: float) -> Tensor:
     """Scores [batch], less `coeff` (>= 0) for each of the `lengths` [batch] completion tokens."""
-    _require_penalty("coeff", coeff)
+    assert coeff >= 0, coeff
     return scores - coeff * lengths
 
 
@@ -42,11 +38,7 @@ def overlong_penalty(scores: Tensor, lengths: Tensor, max_len: int, buffer: int)
     0 up to max_len - buffer tokens, then falling linearly to -1 at max_len, -1 beyond; `lengths` in
     tokens [batch].
     """
-    if not 0 < buffer <= max_len:
-        raise ValueError(
-            f"buffer={buffer!r} must be in 1..max_len ({max_len}): the punishment grows over the "
-            "last `buffer` tokens before max_len. DAPO used 4096 of 20480."
-        )
+    assert 0 < buffer <= max_len, (buffer, max_len)
     return scores + ((max_len - buffer - lengths) / buffer).clamp(-1.0, 0.0)
 
 
@@ -110,27 +102,19 @@ class RunningScoreScale:
         return (scores - shift) / (self.std + self.eps)
 
     def state_dict(self) -> dict[str, Any]:
-        """Its state for a checkpoint."""
+        """The state for a checkpoint."""
         return {"count": self.count, "mean": self.mean, "square_sum": self._square_sum}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to a checkpoint's moments."""
+        """Restores a checkpoint's moments."""
         self.count = float(state["count"])
         self.mean = float(state["mean"])
         self._square_sum = float(state["square_sum"])
 
 
-def _require_penalty(name: str, number: float) -> None:
-    if not number >= 0:
-        raise ValueError(
-            f"{name}={number!r} must be >= 0: it is subtracted from the score. "
-            "Use 0 to switch it off, or a reward function to reward the opposite."
-        )
-
-
 @dataclass(frozen=True)
 class RolloutRows:
-    """Which rows of a batch are of one rollout.
+    """The rows of a batch that are of one rollout.
 
     owners [batch] int64: the first row of each row's rollout, in the order of the batch; lasts
     [batch] int64: the last one. is_alone: whether each row is a rollout, as nearly always: then
@@ -193,11 +177,11 @@ class RolloutRows:
         return total
 
     def spread(self, per_rollout: Tensor) -> Tensor:
-        """Gives all rows of a rollout what its first row has, [batch]."""
+        """The value of each rollout's first row for all of its rows, [batch]."""
         return per_rollout if self.is_alone else per_rollout[self.owners]
 
     def at_end(self, per_row: Tensor) -> Tensor:
-        """Gives all rows of a rollout what its last row has, [batch]."""
+        """The value of each rollout's last row for all of its rows, [batch]."""
         return per_row if self.is_alone else per_row[self.lasts]
 
 

@@ -21,7 +21,7 @@ def token_stats(
     """Log-prob of each target [tokens] and, on request, entropy of its distribution, nats.
 
     Of logits / temperature in float32, whatever the dtype of `logits` [tokens, vocab] (float64
-    stays). With `consume` the backward pass writes the gradient over the logits, which nobody else
+    stays). With `consume` the backward pass writes the gradient over the logits, which nothing else
     may need: half the memory. Autograd refuses a second backward pass then.
     """
     logprobs, entropies = _TokenStats.apply(logits, targets, temperature, entropy, consume)
@@ -35,11 +35,7 @@ def in_chunks(
 
     With more than one chunk, each is computed again in the backward pass instead of being held.
     """
-    if chunk_tokens < 1:
-        raise ValueError(
-            f"logits_chunk_tokens={chunk_tokens!r} must be at least 1: it is the number of "
-            "positions whose logits exist at one time. Use None to have it chosen."
-        )
+    assert chunk_tokens >= 1, chunk_tokens
     if len(per_token[0]) <= chunk_tokens:
         return function(*per_token)
     chunks = zip(*(tensor.split(chunk_tokens) for tensor in per_token), strict=True)
@@ -121,7 +117,7 @@ class _TokenStats(torch.autograd.Function):
 
 
 def _scaled(logits: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
-    """logits / temperature in `dtype`, which is nobody else's; a pass less where it is 1."""
+    """logits / temperature in `dtype`, which may be overwritten; a pass less where it is 1."""
     if temperature == 1.0:
         return logits.to(dtype, copy=True)
     return logits.to(dtype) / temperature

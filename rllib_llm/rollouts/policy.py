@@ -14,7 +14,7 @@ import torch
 from ray.rllib.core.rl_module.rl_module import RLModule
 
 from rllib_llm.engines.decode_step import DecodePlan
-from rllib_llm.engines.engine import check_decoding_once, generate
+from rllib_llm.engines.engine import check_decoding, generate
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Engine, Noise, Row, pad_completions, uniform_noise
 from rllib_llm.engines.servers import CompletionClient
@@ -95,7 +95,7 @@ class ModulePolicy:
         Raises:
             ValueError: it cannot be decoded here.
         """
-        check_decoding_once(module.computing_model)
+        check_decoding(module.computing_model)
         self.module, self._is_shared, self.has_weights = module, True, True
         self._pending_state = None
 
@@ -107,7 +107,7 @@ class ModulePolicy:
         """
         if self.module is None:
             self.module = self._make_module()
-            check_decoding_once(self.module.computing_model)
+            check_decoding(self.module.computing_model)
             if self._pending_state is not None:
                 self.module.set_state(self._pending_state)
                 self._pending_state = None

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 
-from rllib_llm.engines.hot_swap import LaneEngine
+from rllib_llm.engines.hot_swap import HotSwapEngine
 from rllib_llm.engines.protocol import (
     NOT_FINITE,
     Ended,
@@ -80,7 +80,7 @@ class RowStream:
             return self._engine_of(sampler.policy)
         sampler.twin = sampler.twin or sampler.policy.twin()
         newest, older = self._engine_of(sampler.policy), self._engine_of(sampler.twin)
-        return LaneEngine(cast(TorchEngine, newest), cast(TorchEngine, older))
+        return HotSwapEngine(cast(TorchEngine, newest), cast(TorchEngine, older))
 
     def _engine_of(self, policy: SamplingPolicy) -> Engine:
         return policy.open_engine(None, load_weights=functools.partial(self._put, policy))

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import torch
 
 from rllib_llm.engines.engine_loop import EngineLoop, settle
-from rllib_llm.engines.hot_swap import LaneEngine, LaneLoader
+from rllib_llm.engines.hot_swap import HotSwapEngine, HotSwapLoader
 from rllib_llm.engines.protocol import Ended, Row
-from rllib_llm.engines.torch_engine import Scores, TorchEngine
+from rllib_llm.engines.torch_engine import TextScores, TorchEngine
 from rllib_llm.modules.precision import faster_library, use_onednn
 from rllib_llm.modules.pretrained import load_causal_lm
 from rllib_llm.modules.tokenizer import eos_token_ids, load_tokenizer
@@ -106,8 +106,8 @@ class EngineHost(Protocol):
 
     def score(
         self, texts: Sequence[Sequence[int]], top: int, version: int | None
-    ) -> Future[list[Scores]]:
-        """As `LaneEngine.score`. Cancelling the future takes the texts out of the engine."""
+    ) -> Future[list[TextScores]]:
+        """As `HotSwapEngine.score`. Cancelling the future takes the texts out of the engine."""
 
     def count(self) -> Future[Counts]:
         """The completions in it; that it answers shows that the engine is alive."""
@@ -157,9 +157,9 @@ class ThreadHost:
         self._in_flight = settings.in_flight
         other = copy.deepcopy(model) if self._in_flight == "finish" else None
         newest = engine or _engine(model, 0, settings)
-        self.engine = LaneEngine(newest, other and _engine(other, None, settings))
+        self.engine = HotSwapEngine(newest, other and _engine(other, None, settings))
         self.loop = EngineLoop(self.engine, after_step)
-        self._loader = LaneLoader(self.loop, self.engine)
+        self._loader = HotSwapLoader(self.loop, self.engine)
         self._grammars = Grammars(tokenizer, eos_token_ids[0] if eos_token_ids else None)
         self.pause, self.resume, self.abort = self.loop.pause, self.loop.resume, self.loop.abort
         self.check_open = self.loop.check_open
@@ -187,8 +187,8 @@ class ThreadHost:
 
     def score(
         self, texts: Sequence[Sequence[int]], top: int, version: int | None
-    ) -> Future[list[Scores]]:
-        done: Future[list[Scores]] = Future()
+    ) -> Future[list[TextScores]]:
+        done: Future[list[TextScores]] = Future()
         begun = self.loop.do(lambda: self.engine.score(texts, top, version, done))
         begun.add_done_callback(partial(_hand_on_error, done))
         return done

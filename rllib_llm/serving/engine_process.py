@@ -42,7 +42,7 @@ import torch
 
 from rllib_llm.engines.engine_loop import settle
 from rllib_llm.engines.protocol import Ended, EngineEndedError, Row, Tokens
-from rllib_llm.engines.torch_engine import Scores
+from rllib_llm.engines.torch_engine import TextScores
 from rllib_llm.serving.engine_host import Counts, ModelFacts, open_thread
 from rllib_llm.serving.settings import ENVIRONMENT_PREFIX, ServeSettings
 from rllib_llm.shared.process import forget_startup
@@ -240,7 +240,7 @@ class EngineProcess:
 
     def score(
         self, texts: Sequence[Sequence[int]], top: int, version: int | None
-    ) -> Future[list[Scores]]:
+    ) -> Future[list[TextScores]]:
         return self._call("score", texts, top, version)
 
     def count(self) -> Future[Counts]:

@@ -32,7 +32,7 @@ from rllib_llm.data.decoding import TextStream, TokenTexts
 from rllib_llm.engines.engine_loop import settle
 from rllib_llm.engines.hot_swap import VersionGoneError
 from rllib_llm.engines.protocol import Ended, EngineEndedError, GuideError, Tokens
-from rllib_llm.engines.torch_engine import Scores
+from rllib_llm.engines.torch_engine import TextScores
 from rllib_llm.serving.engine_host import Counts, EngineHost
 from rllib_llm.serving.guides import BusyError, no_good
 from rllib_llm.serving.jobs import Job, Limits
@@ -180,7 +180,7 @@ class RunningJob:
         )
         for i, future in enumerate(self._futures):
             future.add_done_callback(self._ender(i))
-        self._scoring: Future[list[Scores]] | None = None
+        self._scoring: Future[list[TextScores]] | None = None
         if job.prompt_logprobs is not None:
             self._scoring = self._service.host.score(job.prompts, job.prompt_logprobs, job.version)
         seconds = self._settings.deadline_s
@@ -233,7 +233,7 @@ class RunningJob:
         text = TextStream(self._service.tokenizer, before, job.stops, job.keeps_stop, least)
         return Choice(text, job.params.stop_token_ids, job.eos_token_ids)
 
-    async def scores(self) -> list[Scores]:
+    async def scores(self) -> list[TextScores]:
         """The scores of each prompt.
 
         Raises:

@@ -11,7 +11,7 @@ from typing import Any
 
 from rllib_llm.conversations.chat_format import ChatFormat
 from rllib_llm.data.decoding import TextStream
-from rllib_llm.engines.torch_engine import Scores
+from rllib_llm.engines.torch_engine import TextScores
 from rllib_llm.serving import chat
 from rllib_llm.serving.schemas import ChatRequest, CompletionRequest, GenerateRequest
 from rllib_llm.serving.service import RunningJob, Service
@@ -81,7 +81,7 @@ def token_logprobs(piece: Piece, top: int) -> dict[str, Any]:
 
 
 def prompt_logprobs(
-    service: Service, prompt: Sequence[int], scores: Scores
+    service: Service, prompt: Sequence[int], scores: TextScores
 ) -> list[dict[str, dict[str, Any]] | None]:
     """vLLM's `prompt_logprobs`: at each place of a prompt its token and the likeliest, by number;
     nothing at the first."""
@@ -124,7 +124,7 @@ class View:
     """
 
     running: RunningJob
-    scores: Sequence[Scores] = ()
+    scores: Sequence[TextScores] = ()
     on_piece: Callable[[Piece], None] | None = None
 
     def __init__(self, service: Service, names: Mapping[str, Any]) -> None:

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from rllib_llm.engines.engine import generate
-from rllib_llm.engines.params import SamplingParams
+from rllib_llm.shared.errors import Problems
 from tests.engines.tiny_generations import (
     MODELS,
     PAD,
@@ -208,8 +207,9 @@ def test_rows_that_would_depend_on_longer_ones_beside_them_are_refused():
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 20}
     model = tiny_model("llama", rope_parameters={**rope, **factors}, max_position_embeddings=64)
     ids, mask = ragged_prompts()
-    with pytest.raises(ValueError, match="max_new_tokens=12 must be at most 11.* longrope"):
+    with pytest.raises(Problems, match="longrope") as caught:
         greedy(model, ids, mask, max_new_tokens=12)
+    assert caught.value.problem.rule == "be at most 11"
     together = greedy(model, ids, mask, max_new_tokens=11)
     for row in range(5):
         own = int(mask[row].sum())
@@ -222,29 +222,14 @@ def test_rows_that_would_depend_on_longer_ones_beside_them_are_refused():
 def test_inputs_that_do_not_fit_are_named():
     model = tiny_model("llama")
     ids, mask = ragged_prompts()
-    params = SamplingParams(pad_token_id=PAD, max_new_tokens=4)
-    noise = torch.rand(5, 4)
     cases = [
-        ("prompt_ids=", {"prompt_ids": ids[:, 1:]}),
-        ("prompt_mask=torch.int64 must be torch.bool", {"prompt_mask": mask.long()}),
-        ("left-padded", {"prompt_mask": mask.flip(dims=[1])}),
-        ("left-padded", {"prompt_mask": mask & (torch.arange(9) != 7)}),
-        ("left-padded", {"prompt_mask": mask & (torch.arange(5)[:, None] != 2)}),
-        ("num_completions=0", {"num_completions": 0}),
-        ("noise=None must be", {"noise": None}),
-        (r"noise=\(5, 3\) must be \[5, >= 4\]", {"noise": noise[:, :3]}),
-        (r"must be \[10, >= 4\]", {"num_completions": 2}),
-        ("steps_between_looks=0 must be at least 1", {"steps_between_looks": 0}),
-        ("max_rows=0 must be at least 1", {"max_rows": 0}),
+        ("prompt_ids", ids[:, 1:], mask),
+        ("prompt_ids", ids, mask.long()),
+        ("prompt_mask", ids, mask.flip(dims=[1])),
+        ("prompt_mask", ids, mask & (torch.arange(9) != 7)),
+        ("prompt_mask", ids, mask & (torch.arange(5)[:, None] != 2)),
     ]
-    for message, change in cases:
-        arguments = {"prompt_ids": ids, "prompt_mask": mask, "params": params, "noise": noise}
-        with pytest.raises(ValueError, match=message):
-            generate(model, **{**arguments, **change})
-
-
-def test_a_model_in_training_mode_is_refused():
-    model = tiny_model("llama").train()
-
-    with pytest.raises(ValueError, match="model.training=True must be False"):
-        greedy(model, *ragged_prompts())
+    for name, prompt_ids, prompt_mask in cases:
+        with pytest.raises(Problems) as caught:
+            greedy(model, prompt_ids, prompt_mask, max_new_tokens=4)
+        assert caught.value.problem.name == name

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rllib_llm.engines.engine_loop import EngineLoop
-from rllib_llm.engines.hot_swap import LaneEngine, LaneLoader
+from rllib_llm.engines.hot_swap import HotSwapEngine, HotSwapLoader, VersionGoneError
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Noise, Row
 from rllib_llm.engines.torch_engine import TorchEngine
@@ -26,9 +26,9 @@ def models(count: int):
     return [tiny_model("llama", seed=seed) for seed in range(count)]
 
 
-def lanes(**settings) -> LaneEngine:
+def two_versions(**settings) -> HotSwapEngine:
     first, second = tiny_model("llama"), tiny_model("llama")
-    return LaneEngine(
+    return HotSwapEngine(
         TorchEngine(first, version=0, **settings), TorchEngine(second, version=None, **settings)
     )
 
@@ -37,11 +37,11 @@ def row(i: int, **changes) -> Row:
     return Row(f"row {i}", prompts()[i % 5], PARAMS, noise=Noise(1, i), **changes)
 
 
-def put(engine: LaneEngine, model, version: int) -> None:
-    """As `LaneLoader`, in one thread."""
-    lane = engine.empty_lane().result(0)
-    lane.load(published(model), version)
-    lane.open()
+def put(engine: HotSwapEngine, model, version: int) -> None:
+    """As `HotSwapLoader`, in one thread."""
+    older = engine.drained().result(0)
+    older.load(published(model), version)
+    older.open()
     engine.switch()
 
 
@@ -54,7 +54,7 @@ def assert_of(ended, model, wanted: Row, version: int) -> None:
 
 def test_rows_finish_on_the_weights_that_they_began_with():
     old, new = models(2)
-    engine = lanes()
+    engine = two_versions()
     engine.add([row(0), row(1)])
     found = [*engine.step(), *engine.step()]
     put(engine, new, 7)
@@ -67,31 +67,31 @@ def test_rows_finish_on_the_weights_that_they_began_with():
 
 def test_a_third_version_waits_until_the_oldest_is_empty_which_takes_no_more_rows():
     _, second, third = models(3)
-    engine = lanes()
+    engine = two_versions()
     engine.add([row(0)])
     engine.step()
     put(engine, second, 1)
-    waiting = engine.empty_lane()
+    waiting = engine.drained()
     engine.step()
     assert not waiting.done()
-    with pytest.raises(ValueError, match=r"row.version=0 must be one of \[1\]"):
+    with pytest.raises(VersionGoneError, match=r"row.version=0 must be one of \[1\]"):
         engine.add([row(1, version=0)])
     found = until_empty(engine)
     assert set(found["row 0"].versions) == {0}
-    lane = waiting.result(0)
-    lane.load(published(third), 2)
+    older = waiting.result(0)
+    older.load(published(third), 2)
     engine.switch()
     assert engine.versions == [2, 1]
     engine.add([row(1)])
     assert_of(until_empty(engine)["row 1"], third, row(1), 2)
 
 
-def test_loaded_between_two_steps_the_newest_weights_wait_for_the_older_lane():
+def test_loaded_between_two_steps_the_newest_weights_wait_for_the_older_engine():
     _, second, third, fourth = models(4)
-    engine = lanes()
+    engine = two_versions()
     engine.add([row(0)])
     engine.step()
-    engine.load(published(second), 1)  # the older lane is empty
+    engine.load(published(second), 1)  # the older engine is empty
     engine.add([row(1)])
     engine.step()
     engine.load(published(third), 2)
@@ -104,20 +104,20 @@ def test_loaded_between_two_steps_the_newest_weights_wait_for_the_older_lane():
     assert_of(until_empty(engine)["row 2"], fourth, row(2), 3)
 
 
-def test_an_aborted_row_empties_the_lane():
-    engine = lanes()
+def test_an_aborted_row_drains_the_engine():
+    engine = two_versions()
     engine.add([row(0)])
     engine.step()
     put(engine, models(2)[1], 1)
-    waiting = engine.empty_lane()
+    waiting = engine.drained()
     engine.abort(["row 0"])
     assert waiting.done()
 
 
-def test_who_waits_for_a_lane_is_told_that_the_engine_was_closed():
-    engine = lanes()
+def test_a_waiting_load_fails_where_the_engine_is_closed():
+    engine = two_versions()
     loop = EngineLoop(engine)
-    loader = LaneLoader(loop, engine)
+    loader = HotSwapLoader(loop, engine)
     loader.load(published(models(2)[1]), 1)
     loop.pause()  # so that the row of version 0 stays
     loop.submit_all([replace(row(0), version=0)])
@@ -139,9 +139,9 @@ def test_who_waits_for_a_lane_is_told_that_the_engine_was_closed():
 
 
 def test_weights_of_another_model_change_nothing():
-    engine = lanes()
+    engine = two_versions()
     loop = EngineLoop(engine)
-    loader = LaneLoader(loop, engine)
+    loader = HotSwapLoader(loop, engine)
     loader.load(published(models(2)[1]), 1)
     with pytest.raises(ValueError, match="must name the model's parameters"):
         loader.load({"other": torch.zeros(1)}, 2)
@@ -152,9 +152,9 @@ def test_weights_of_another_model_change_nothing():
 
 def test_versions_swap_under_load_and_no_answer_is_mixed():
     all_models, asked = models(3), prompts()  # whose seed is everybody's
-    engine = lanes()
+    engine = two_versions()
     loop = EngineLoop(engine)
-    loader = LaneLoader(loop, engine)
+    loader = HotSwapLoader(loop, engine)
     ended, is_done = [], threading.Event()
 
     def ask(number: int) -> None:
@@ -182,7 +182,7 @@ def test_versions_swap_under_load_and_no_answer_is_mixed():
 
 def test_the_likeliest_tokens_and_a_text_scored_are_those_of_a_plain_forward_pass():
     model = tiny_model("llama")
-    engine = lanes()
+    engine = two_versions()
     params = replace(PARAMS, top_logprobs=3, temperature=0.7)
     wanted = [replace(row(0), params=params), row(1), replace(row(2), params=params)]
     engine.add(wanted)
@@ -233,7 +233,7 @@ class EvenThenStop:
 def test_a_guide_says_what_its_row_may_sample_and_others_are_as_before(greedy):
     model = tiny_model("llama")
     params = replace(PARAMS, stop_token_ids=STOPS, greedy=greedy)
-    engine, guides = lanes(), [EvenThenStop(), EvenThenStop()]
+    engine, guides = two_versions(), [EvenThenStop(), EvenThenStop()]
     plain = [replace(row(i), params=params) for i in range(4)]
     engine.add([replace(plain[0], guide=guides[0]), plain[1]])
     engine.step()

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rllib_llm.engines.batch_rows import Group, PromptQueue
+from rllib_llm.engines.batch_rows import PromptGroup, PromptQueue
 from rllib_llm.engines.kv_cache import KeptPrefixes, Prefix
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Noise, Row
@@ -215,5 +215,5 @@ def test_the_bound_on_prompts_counts_the_tokens_that_are_read():
     for prefix, fit in ((Prefix([0] * 3950, []), 32), (None, 2)):
         queue = PromptQueue()
         text = torch.zeros(4000)
-        queue.put([Group(text, [i], [None], [0], prefix) for i in range(32)])
+        queue.put([PromptGroup(text, [i], [None], [0], prefix) for i in range(32)])
         assert queue.fitting(64, 8192, True) == fit

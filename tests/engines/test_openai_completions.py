@@ -12,6 +12,7 @@ from rllib_llm.engines.protocol import Noise, Row
 from rllib_llm.engines.servers import CompletionClient, OpenAICompletions, open_server
 from rllib_llm.modules.tokenizer import load_tokenizer
 from rllib_llm.rollouts.judged_batch import SampleRequest
+from rllib_llm.shared.errors import Problems
 from tests.algorithms import tiny_runs as tiny
 from tests.engines.tiny_generations import sampled_by
 from tests.envs.tiny_tokenizers import word_tokenizer
@@ -126,8 +127,9 @@ def test_prompts_travel_as_text_where_nothing_is_lost():
         with pytest.raises(ValueError, match=r"special tokens \['<user>', '<assistant>'\]"):
             client.submit(Row(0, [1, 4, 6, 5], settings))
         client.close()
-        with pytest.raises(ValueError, match="'messages' must be one of"):
+        with pytest.raises(Problems) as caught:
             chat_client(server, prompt_format="messages")
+        assert caught.value.problem.name == "engine_settings.prompt_format"
     assert [body["prompt"] for _, body, _ in server.requests] == ["the cat"]
 
 

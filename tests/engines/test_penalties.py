@@ -10,6 +10,7 @@ import torch
 from rllib_llm.engines.engine import generate
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Noise, Row, uniform_noise
+from rllib_llm.shared.errors import Problems
 from tests.engines.test_torch_engine import (
     PARAMS,
     assert_sampled,
@@ -156,8 +157,9 @@ def test_the_likeliest_tokens_are_those_with_the_penalties(model):
 
 def test_tokens_that_the_model_does_not_have_are_refused_or_passed_over(model):
     ours = engine(model)
-    with pytest.raises(ValueError, match=f"must name tokens below {VOCAB}"):
+    with pytest.raises(Problems) as caught:
         ours.add([Row("row", [1], replace(PARAMS, logit_bias={VOCAB: 1.0}))])
+    assert (caught.value.problem.name, caught.value.problem.value) == ("logit_bias", VOCAB)
     # A stop token that is never sampled: forbidding it must not end the engine.
     params = SamplingParams(PAD, (*STOPS, VOCAB + 5), max_new_tokens=4, min_new_tokens=4)
     ours.add([Row("row", [1], params)])

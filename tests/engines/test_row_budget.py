@@ -12,6 +12,7 @@ from rllib_llm.engines.engine import generate
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import uniform_noise
 from rllib_llm.engines.row_blocks import (
+    FEWER_ROWS,
     bytes_of_row,
     bytes_to_plan,
     row_budget,
@@ -92,11 +93,11 @@ def test_rows_are_halved_in_whole_groups_until_they_fit(rows, fits, asked):
 
     assert memory.asked == asked
     assert told == asked[1:]
-    assert [str(each.message).partition(" ")[0] for each in said] == [str(n) for n in asked[:-1]]
+    assert [str(each.message) for each in said] == [FEWER_ROWS.format(n) for n in asked[1:]]
 
 
 def test_a_group_that_does_not_fit_ends_the_run():
-    with pytest.raises(torch.OutOfMemoryError), pytest.warns(UserWarning, match="8 at a time"):
+    with pytest.raises(torch.OutOfMemoryError), pytest.warns(UserWarning, match="8 completions"):
         with_fewer_rows(Memory(4), 16, 8)
 
 
@@ -118,7 +119,7 @@ def test_completions_are_the_same_when_memory_runs_out():
     settings = {"num_completions": 2, "noise": uniform_noise(0, range(16), 4)}
     mask, told = torch.ones_like(ids, dtype=torch.bool), []
 
-    with pytest.warns(UserWarning, match="4 at a time"):
+    with pytest.warns(UserWarning, match="4 completions are decoded at once"):
         less = generate(short, ids, mask, params, on_fewer_rows=told.append, **settings)
 
     assert told == [8, 4]

@@ -12,6 +12,7 @@ from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Ended, Noise, Row, uniform_noise
 from rllib_llm.engines.torch_engine import TorchEngine
 from rllib_llm.modules.logprobs import score_completions
+from rllib_llm.shared.errors import Problems
 from tests.engines.tiny_generations import PAD, STOPS, continued, ragged_prompts, seeded
 from tests.modules import tiny_models
 from tests.modules.tiny_models import VOCAB
@@ -285,8 +286,9 @@ def test_rows_that_end_while_others_are_taken_out_are_in_the_engine_still():
     running.abort(["row 1"])
     assert running.num_running == 5
     assert running.sampled(["ends"], [0]) == [told]
-    with pytest.raises(ValueError, match="'ends' must be one that is not in the engine"):
+    with pytest.raises(Problems) as caught:
         running.add([Row("ends", [1], PARAMS)])
+    assert (caught.value.problem.name, caught.value.problem.value) == ("row.id", "ends")
     (taken,) = running.abort(["ends"])
     assert (taken.token_ids, taken.finish) == (told.token_ids, "stop")
     assert running.num_running == 4
@@ -362,7 +364,7 @@ def test_rows_may_keep_the_cache_of_the_old_weights():
 
 def test_weights_are_needed_first():
     ours = engine(tiny_model("llama"), version=None)
-    with pytest.raises(RuntimeError, match="must be loaded before rows are added"):
+    with pytest.raises(RuntimeError, match="weights must be loaded"):
         ours.add(rows())
     ours.load(published(tiny_model("llama", seed=1)), 7)
     ours.add(rows()[:1])
@@ -377,8 +379,9 @@ def test_weights_of_another_model_are_refused_and_nothing_changes():
     lost = weights.pop("model.lm_head.weight")
     with pytest.raises(ValueError, match=r"\['lm_head.weight'\] are missing"):
         ours.load(weights, 1)
-    with pytest.raises(ValueError, match="shape=\\(3, 32\\)' must be|shape=\\(3, 32\\) must be"):
+    with pytest.raises(Problems) as caught:
         ours.load({**weights, "model.lm_head.weight": lost[:3]}, 1)
+    assert caught.value.problem.name == "weights['lm_head.weight'].shape"
     assert ours.version == 0
     ours.add(rows()[:1])
     assert_sampled(until_empty(ours)["row 0"], alone(tiny_model("llama"), rows()[0]))
@@ -416,15 +419,15 @@ def test_what_does_not_fit_is_named():
     ours = engine(tiny_model("gpt2"))  # 64 positions
     row = rows()[0]
     ours.add([row])
-    with pytest.raises(ValueError, match="'row 0' must be one that is not in the engine"):
-        ours.add([row])
-    with pytest.raises(ValueError, match="max_new_tokens=56 must be at most 55"):
-        ours.add([replace(row, id="long", params=replace(PARAMS, max_new_tokens=56))])
+    for wrong, name in [
+        (row, "row.id"),
+        (replace(row, id="long", params=replace(PARAMS, max_new_tokens=56)), "max_new_tokens"),
+        (replace(row, id="other", version=3), "row.version"),
+    ]:
+        with pytest.raises(Problems) as caught:
+            ours.add([wrong])
+        assert caught.value.problem.name == name
     assert ours.num_running == 1
-    with pytest.raises(ValueError, match="num_sampled=9 must be within 0 and 8"):
-        replace(row, num_sampled=9)
-    with pytest.raises(ValueError, match="num_sampled=3 must be below max_new_tokens=3"):
-        replace(row, num_sampled=3, params=replace(PARAMS, max_new_tokens=3))
 
 
 class ShortOfMemory(torch.nn.Module):
@@ -470,10 +473,9 @@ def test_a_row_that_does_not_fit_alone_ends_the_run():
 @pytest.mark.parametrize(
     "wrong, named",
     [
-        ({"noise": Noise(-1, 0)}, "seed=-1 must be within 0"),
-        ({"noise": Noise(1, -2)}, "row_ids=-2 must be 0 or more"),
-        ({"token_ids": [3, VOCAB]}, f"token_ids={VOCAB} must be within 0 and {VOCAB - 1}"),
-        ({"token_ids": [-1, 3]}, f"token_ids=-1 must be within 0 and {VOCAB - 1}"),
+        ({"noise": Noise(-1, 0)}, "seed=-1"),
+        ({"token_ids": [3, VOCAB]}, f"token_ids={VOCAB}"),
+        ({"token_ids": [-1, 3]}, "token_ids=-1"),
     ],
 )
 def test_rows_that_are_refused_leave_nothing_behind(wrong, named):
@@ -481,8 +483,9 @@ def test_rows_that_are_refused_leave_nothing_behind(wrong, named):
     model = tiny_model("llama")
     decoded = engine(model)
     good, other = rows()[:2]
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises(Problems) as caught:
         decoded.add([good, replace(other, **wrong)])
+    assert caught.value.problem.found == named
     assert decoded.num_running == 0
     decoded.add([good])
     found = until_empty(decoded)

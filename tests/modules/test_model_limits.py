@@ -58,7 +58,7 @@ def test_prompt_and_completion_share_the_positions():
 def test_a_reference_with_another_vocabulary_is_refused(tmp_path):
     ours = tiny.byte_tokenizer()
     other = tiny.save(tmp_path / "other", tiny.llama(), tiny.byte_tokenizer(reverse=True))
-    with pytest.raises(ValueError, match="its token 4 is .* a KL between them would be of nothing"):
+    with pytest.raises(ValueError, match="its token 4 is "):
         model_source.check_reference_vocabulary(other, ours)
     small = tiny.save(tmp_path / "small", tiny.llama(vocab_size=260), ours)
     model_source.check_reference_vocabulary(small, ours)

@@ -162,8 +162,10 @@ def test_vocabulary_larger_than_the_embedding(tmp_path):
     tokenizer = tiny.byte_tokenizer()
     tokenizer.add_tokens(["extra"])
     path = tiny.save(tmp_path, tiny.llama(), tokenizer)
-    with pytest.raises(ValueError, match=r"len\(tokenizer\)=261.*260 rows.*resize_token_embed"):
+    with pytest.raises(Problems) as caught:
         load_tokenizer(path)
+    assert caught.value.problem.name == "the tokenizer's largest id"
+    assert caught.value.problem.value == 260
 
 
 def test_eos_ids_of_every_source():
@@ -187,7 +189,7 @@ def test_generation_config_is_optional(folder, judge_folder):
     [
         ("/no/such/folder", "there is no folder '/no/such/folder'. Check the path"),
         ("~/no such folder", f"there is no folder '{Path.home()}/no such folder'"),
-        ("model.gguf", "there is no such file, .* Name the folder; GGUF is not read"),
+        ("model.gguf", "it is the name of a file. Name the folder that holds it"),
         ("", "it is empty"),
         (None, "it is a NoneType"),
         (3, "it is a int"),
@@ -203,7 +205,7 @@ def test_no_model_there(value, message):
 def test_a_file_and_an_empty_folder(tmp_path):
     file = tmp_path / "weights.bin"
     file.touch()
-    with pytest.raises(Problems, match="it is a file. Name the folder"):
+    with pytest.raises(Problems, match="it is the name of a file. Name the folder"):
         load_causal_lm(file)
     (tmp_path / "empty").mkdir()
     with pytest.raises(Problems, match=r"no config.json \(it holds nothing\)"):
@@ -244,7 +246,7 @@ def test_broken_folders(folder):
     with pytest.raises(Problems, match=r"9 weights.*missing.*first is model.layers.2"):
         load_causal_lm(folder)
     write(json.dumps(config | {"intermediate_size": 99}))
-    with pytest.raises(Problems, match="another shape.*do not belong together"):
+    with pytest.raises(Problems, match="missing from it or have another shape"):
         load_causal_lm(folder)
     write(json.dumps(config))
     (Path(folder) / "model.safetensors").write_text("cut off")
@@ -280,9 +282,9 @@ def test_folder_without_tokenizer(tmp_path):
     [
         ("no_such_package.build", "no_such_package"),
         ("tests.tiny_models.build_lama", "Did you mean 'build_llama'"),
-        ("tests.tiny_models.NOT_A_FUNCTION", "it names a int. Name a function"),
-        ("tests.tiny_models.save", "missing a required argument: 'folder'. Give its arguments def"),
-        ("tests.tiny_models.build_nothing", r"returned LlamaForCausalLM. Return \(model, tok"),
+        ("tests.tiny_models.NOT_A_FUNCTION", "is not a callable object. Name a function"),
+        ("tests.tiny_models.save", "missing a required argument: 'folder'. Name a function"),
+        ("tests.tiny_models.build_nothing", "the function returned LlamaForCausalLM"),
     ],
 )
 def test_bad_dotted_paths(path, message):
@@ -322,15 +324,13 @@ def test_a_name_that_is_nowhere_is_refused_where_the_hub_may_not_be_asked(
     monkeypatch.chdir(tmp_path)
     assert source_kind("tiny2") == ("hub", "tiny2")
     monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(
-        Problems, match=r"model='tiny2' must be .* not in the local cache .*\. Give a local"
-    ):
+    with pytest.raises(Problems, match="not in the local cache") as caught:
         source_kind("tiny2")
+    assert caught.value.problem.remedy.startswith("Give a local folder")
     (tmp_path / "tiny").mkdir()
-    with pytest.raises(
-        Problems, match=r"set\. Did you mean '\./tiny'\? Give a local folder"
-    ):
+    with pytest.raises(Problems) as caught:
         source_kind("tiny2")
+    assert caught.value.problem.remedy.startswith("Did you mean './tiny'? Give a local folder")
     with pytest.raises(Problems, match="not in the local cache and HF_HUB_OFFLINE is set"):
         source_kind("org/name")
     (tmp_path / "cache" / "models--tiny2" / "snapshots").mkdir(parents=True)

@@ -213,7 +213,7 @@ def test_rank_correlation_by_hand():
     [
         ("int4", "auto", "quantization='int4' must be one of none, bf16, int8, nf4"),
         ("int8", "gptq", "backend='gptq' must be one of auto, bitsandbytes, torchao"),
-        ("nf4", "torchao", "backend='torchao' must be 'bitsandbytes' or 'auto' with"),
+        ("nf4", "torchao", "backend='torchao' must be one of auto, bitsandbytes"),
     ],
 )
 def test_combinations_that_do_not_exist(folder, quantization, backend, message):
@@ -227,7 +227,7 @@ def test_backend_without_effect_warns():
 
 
 def test_model_without_linear_layers_outside_its_head():
-    with pytest.raises(ValueError, match="0 outside its head and none could be quantised"):
+    with pytest.raises(ValueError, match="none of its 0 linear layers"):
         quantize(tiny.llama(num_hidden_layers=0), "int8", backend="torchao")
 
 

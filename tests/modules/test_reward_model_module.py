@@ -66,7 +66,7 @@ def test_the_saved_folder_is_a_classifier(tmp_path):
 
 def test_a_classifier_with_two_outputs_is_refused(tmp_path):
     folder = save(tmp_path / "two", llama_classifier(num_labels=2), byte_tokenizer())
-    with pytest.raises(ValueError, match="has 2 outputs and must have 1"):
+    with pytest.raises(ValueError, match="must have one output, not 2"):
         build(folder)
 
 

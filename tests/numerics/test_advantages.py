@@ -294,8 +294,6 @@ def test_advantages_do_not_depend_on_other_groups_or_shifts():
 
 
 @pytest.mark.parametrize("function", [leave_one_out, group_normalized, zero_variance_rows])
-def test_groups_of_one_and_rows_without_a_group_are_refused(function):
-    with pytest.raises(ValueError, match=r"groups=\[0, 1, 2\] must have two rows alike"):
+def test_groups_of_one_are_refused(function):
+    with pytest.raises(ValueError, match="groups must have two rows alike"):
         function(SCORES[:3], torch.arange(3))
-    with pytest.raises(ValueError, match=r"groups of shape \(3,\) must be that of scores, \(9,\)"):
-        function(SCORES, torch.zeros(3))

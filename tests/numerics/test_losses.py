@@ -397,23 +397,8 @@ def test_loss_and_gradient_do_not_depend_on_the_split(kind, reduction, batch):
 # --- errors --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "settings_, message",
-    [
-        ({"kind": "trpo"}, "kind='trpo' must be one of ppo, gspo, rloo, cispo"),
-        ({"clip_low": -0.1}, "clip_low=-0.1 must be >= 0"),
-        ({"clip_high": math.nan}, "clip_high=nan must be >= 0"),
-        ({"dual_clip": 1.0}, "dual_clip=1.0 must be above 1"),
-        ({"dual_clip": 3.0, "kind": "cispo"}, "kind='cispo' not 'cispo'"),
-    ],
-)
-def test_senseless_policy_loss_settings_are_refused(settings_, message):
-    with pytest.raises(ValueError, match=message):
-        policy_loss(NEW, OLD, ADVANTAGES, MASK, **settings_)
-
-
-def test_other_senseless_settings_are_refused():
-    with pytest.raises(ValueError, match="level='row' must be"):
-        importance_ratio(NEW, OLD, MASK, "row")
+def test_unknown_losses_and_reductions_are_refused():
+    with pytest.raises(ValueError, match="kind='trpo' must be one of ppo, gspo, rloo, cispo"):
+        policy_loss(NEW, OLD, ADVANTAGES, MASK, kind="trpo")
     with pytest.raises(ValueError, match="reduction='mean' must be one of"):
         reduce_loss(NEW, MASK, "mean", LossDenominators.count(MASK))

@@ -133,17 +133,6 @@ def test_ages_by_hand():
     assert age_metrics(versions, torch.zeros_like(mask), 7) == {}
 
 
-@pytest.mark.parametrize("settings, message", [
-    ({"mode": "drop"}, "mode='drop' must be"),
-    ({"level": "row"}, "level='row' must be"),
-    ({"upper": 0.0}, "lower=0.0 must be at least 0 and below upper=0.0"),
-    ({"lower": -1.0}, "lower=-1.0 must be at least 0"),
-])  # fmt: skip
-def test_senseless_weights_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        importance_weights(RATIOS, MASK, **settings)
-
-
 def test_an_unknown_estimator_is_refused():
     with pytest.raises(ValueError, match="estimator='k4' must be one of"):
         mismatch(RATIOS, "k4")

@@ -100,15 +100,3 @@ def test_running_scale_goes_on_from_a_checkpoint():
     for scale in (before, after):
         scale.update(torch.tensor([8.0, -3.0]))
     assert after.state_dict() == before.state_dict()
-
-
-def test_senseless_settings_are_refused():
-    scores = torch.zeros(2)
-    with pytest.raises(ValueError, match="limit=0 must be above 0"):
-        clip_scores(scores, 0)
-    with pytest.raises(ValueError, match="penalty=-1 must be >= 0"):
-        missing_eos_penalty(scores, torch.tensor([True, True]), -1)
-    with pytest.raises(ValueError, match="coeff=-0.1 must be >= 0"):
-        length_penalty(scores, scores, -0.1)
-    with pytest.raises(ValueError, match=r"buffer=101 must be in 1..max_len \(100\)"):
-        overlong_penalty(scores, scores, 100, 101)

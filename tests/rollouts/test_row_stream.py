@@ -177,8 +177,8 @@ def test_new_weights_abort_nothing_in_flight(sampler, in_flight):
 
 def test_rows_finish_on_their_weights_while_others_begin_on_newer_ones(sampler):
     """Complaint: weights that come while others are loaded race with them (SkyRL #1605). Rows in
-    flight end on their weights; those that come while both lanes have rows wait until one is empty,
-    and never begin on weights before their lease's, from which their age is counted."""
+    flight end on their weights; those that come while both engines have rows wait until one is
+    empty, and never begin on weights before their lease's, from which their age is counted."""
     made = stream(sampler, in_flight="finish")
     versions = {}
 

@@ -73,7 +73,7 @@ def test_a_server_multiplies_by_the_faster_library(library, monkeypatch):
     monkeypatch.setattr("rllib_llm.serving.engine_host.faster_library", lambda: library)
     host = open_thread(settings(in_flight="finish"), SOURCE)
     try:
-        models = [lane.model for lane in host.engine._lanes]
+        models = [each.model for each in host.engine._engines]
         assert [*map(multiplies_by_onednn, models)] == [library == "onednn"] * 2
     finally:
         host.close()
