@@ -36,7 +36,7 @@ from ray.rllib.utils.metrics.metrics_logger import MetricsLogger
 
 from rllib_llm.config.checks import require
 from rllib_llm.numerics.pass_at_k import majority_rates, rates
-from rllib_llm.rollouts.errors import NoSamplersError, NoServerError, SamplingError
+from rllib_llm.rollouts.errors import NoSamplersError, NoServerError
 from rllib_llm.rollouts.judged_batch import JudgedBatch
 from rllib_llm.rollouts.schedule import ServingSettings
 from rllib_llm.shared import columns
@@ -203,7 +203,7 @@ def evaluate_held_out(algorithm, group: EnvRunnerGroup) -> tuple[dict[str, Any],
     there are no held-out results, rather than old ones.
 
     Raises:
-        SamplingError: a sampler failed, or all die of it whenever they are asked.
+        RuntimeError: a sampler failed, or all die of it whenever they are asked.
         NoSamplersError, NoServerError: none came back or the server gave no answer,
             `evaluation_error_after_n_consecutive_skips` times.
     """
@@ -257,7 +257,7 @@ def _results(batch: JudgedBatch, config) -> dict[str, float]:
     return results
 
 
-def _skip(algorithm, error: SamplingError) -> None:
+def _skip(algorithm, error: RuntimeError) -> None:
     algorithm.eval_metrics = None
     algorithm.faults.evaluations_skipped += 1
     algorithm.num_evaluations_skipped += 1

@@ -34,7 +34,7 @@ from rllib_llm.algorithms.results import (
 from rllib_llm.algorithms.rlhf_config import RLHFConfig
 from rllib_llm.numerics.off_policy import age_metrics
 from rllib_llm.overseer import diagnosis
-from rllib_llm.rollouts.errors import BrokenSamplerError, Faults, PublishedWeightsLostError
+from rllib_llm.rollouts.errors import BrokenSamplerError, Faults
 from rllib_llm.rollouts.judged_batch import JudgedBatch
 from rllib_llm.rollouts.recorder import RolloutRecorder, SampleLog
 from rllib_llm.rollouts.replay import open_replay
@@ -47,7 +47,7 @@ from rllib_llm.weights.publisher import BackgroundPublisher, WeightsPublisher
 from rllib_llm.weights.push import WeightsPush, open_servers
 
 if TYPE_CHECKING:
-    from rllib_llm.rollouts.source import Rollouts
+    from rllib_llm.rollouts.source import RolloutSource
 
 PIPELINE_STATE = "rllib_llm"  # the algorithm's own share of its state
 
@@ -70,7 +70,7 @@ class RLHF(LanguageModelAlgorithm):
         self.faults = Faults()
         self.num_evaluations_skipped = 0  # in a row
         self._pools: dict[EnvRunnerGroup, SamplerPool] = {}
-        self._held_out: dict[EnvRunnerGroup, Rollouts] = {}
+        self._held_out: dict[EnvRunnerGroup, RolloutSource] = {}
         self.evaluation_groups: dict[str, tuple[RLHFConfig, EnvRunnerGroup]] = {}
         start = time.monotonic()
         if self.config.env_runner_cls is None:
@@ -123,7 +123,7 @@ class RLHF(LanguageModelAlgorithm):
             needs_epoch=config.asks_a_server,
         )
 
-    def make_rollouts(self) -> Rollouts:
+    def make_rollouts(self) -> RolloutSource:
         """Where batches come from; algorithms that sample otherwise override it."""
         from rllib_llm.rollouts.source import open_rollouts
 
@@ -281,7 +281,7 @@ class RLHF(LanguageModelAlgorithm):
             raise BrokenSamplerError(batch.cause)
         return batch
 
-    def _publish_again(self, error: PublishedWeightsLostError) -> PublishedWeights:
+    def _publish_again(self, error: str) -> PublishedWeights:
         published = self.weights.publish_again(error)
         self.rollouts.publish(published)
         return published

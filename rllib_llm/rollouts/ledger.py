@@ -337,7 +337,7 @@ class Ledger:
             entry.num_failures += not failure.weights_lost  # which is no group's
             most = max(most, entry.num_failures)
             if self._has_failed(entry, failure):
-                self._outcomes.fail(entry, failure.kind)
+                self._outcomes.fail(entry, failure.error.partition(":")[0])
         self._failures.append((sampler, (failure, most)))
         self._schedule.admit_all()
 
