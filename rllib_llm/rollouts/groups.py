@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -179,8 +179,7 @@ class GroupTable:
 
     def begin(self, position: int) -> None:
         """Empties it; the next group has `position`."""
-        self.next = position
-        self._entries, self._waiting = {}, []
+        self.next, self._entries, self._waiting = position, {}, []
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -196,11 +195,10 @@ class GroupTable:
         return self._entries.get(position)
 
     def admit(self, num_groups: int, turn: int | None) -> None:
-        """The next groups, which are sampled as one batch, and wait from now on."""
-        unit = self.next
-        for position in range(unit, unit + num_groups):
+        """Takes the next groups in, which are sampled as one batch, and wait from now on."""
+        unit, self.next = self.next, self.next + num_groups
+        for position in range(unit, self.next):
             self.put(Entry(position, turn, unit))
-        self.next = unit + num_groups
 
     def put(self, entry: Entry) -> None:
         """Takes a group in; it waits unless it is judged."""
@@ -236,20 +234,15 @@ class GroupTable:
         """
         entries: list[Entry] = []
         while (entry := self.first_waiting()) is not None and can_sample(entry):
-            fits = not entries or (
+            if entries and not (
                 entry.unit == entries[0].unit
                 and entry.position == entries[-1].position + 1
                 and (whole or len(entries) < room)
-            )
-            if not fits:
+            ):
                 break
             heapq.heappop(self._waiting)
             entries.append(entry)
         return entries
-
-    def rank(self, entry: Entry) -> int:
-        """Groups before this one."""
-        return next(i for i, each in enumerate(self) if each is entry)
 
     def close(self, entry: Entry) -> None:
         """Takes a group out."""
@@ -264,15 +257,6 @@ class GroupTable:
     def num_tokens(self) -> int:
         """Tokens of all groups in the table."""
         return sum(entry.num_tokens for entry in self)
-
-    def num_judged(self, num_oldest: int) -> int:
-        """How many of the `num_oldest` oldest groups are judged."""
-        oldest = itertools.islice(self, num_oldest)
-        return sum(entry.group is not None for entry in oldest)
-
-    def counts(self) -> Counter[State]:
-        """Groups by state."""
-        return Counter(entry.state for entry in self)
 
 
 _GENERATION = 1_000_000_000  # leases of one ledger before it is restored
@@ -349,8 +333,6 @@ class Leases:
         if not held:
             del self._held[entry.lease]
             self._leases_of[entry.sampler].discard(entry.lease)
-            if not self._leases_of[entry.sampler]:
-                del self._leases_of[entry.sampler]
 
     def end(self, lease: int, positions: Collection[int] | None = None) -> list[Entry]:
         """Ends a lease, or takes some of its groups out of it; those groups, which wait again."""
@@ -394,17 +376,19 @@ class Leases:
         for sampler in self._leases_of:
             self.put_off(sampler, seconds)
 
+    def _entries(self) -> Iterator[Entry]:
+        return itertools.chain.from_iterable(held.values() for held in self._held.values())
+
     def grant(self, until: float) -> None:
         """Ends no lease before then, since their holders cannot renew them."""
-        for held in self._held.values():
-            for entry in held.values():
-                entry.deadline = max(entry.deadline, until)
+        for entry in self._entries():
+            entry.deadline = max(entry.deadline, until)
 
     def has_late(self, now: float) -> bool:
         """Whether the time of a lease is up."""
         if now <= self._none_late_before:
             return False
-        deadlines = (entry.deadline for held in self._held.values() for entry in held.values())
+        deadlines = (entry.deadline for entry in self._entries())
         self._none_late_before = min(deadlines, default=float("inf"))
         return self._none_late_before < now
 
@@ -419,11 +403,9 @@ class Leases:
             for entry in held:
                 entry.num_expired += 1
         for sampler, held in {held[0].sampler: held for held in late}.items():
-            why = (
-                f"it gave no answer in {now - held[0].leased_at:.0f} s in which it had cores to "
-                f"work on (sampler_timeout_s={self._limit.setting!r}; slowest answer so far "
-                f"{self._limit.slowest:.1f} s)"
-            )
+            silent, limit = now - held[0].leased_at, self._limit
+            why = (f"it had cores and gave no answer in {silent:.0f} s (sampler_timeout_s="
+                   f"{limit.setting!r}; slowest answer so far {limit.slowest:.1f} s)")  # fmt: skip
             self._expired.append((sampler, why))
             for lease in self._of_sampler(sampler):
                 self.num_expired += 1
@@ -451,9 +433,8 @@ class Leases:
 
     def words(self, now: float) -> str:
         """The samplers being waited for, as text."""
-        parts = [
+        return "; ".join(
             f"groups {min(held)}-{max(held)} with sampler {_first(held).sampler} for "
             f"{now - _first(held).leased_at:.0f} s"
             for held in self._held.values()
-        ]
-        return "; ".join(parts) or "nobody samples"
+        ) or "no sampler works"  # fmt: skip

@@ -335,7 +335,7 @@ class Free(Schedule):
     def version(self, entry: Entry) -> int | None:
         """The newest; none for groups beyond the capacity, which other rules have admitted."""
         num_open = self._rules.capacity + self._num_extra_taken
-        if len(self._table) > num_open and self._table.rank(entry) >= num_open:
+        if len(self._table) > num_open and entry not in itertools.islice(self._table, num_open):
             return None
         return self.step
 

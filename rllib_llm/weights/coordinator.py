@@ -22,7 +22,6 @@ from typing import Any
 
 import ray
 
-from rllib_llm.shared.errors import require
 from rllib_llm.shared.remote import NAMESPACE, PASSING, NamedActor
 
 
@@ -92,10 +91,7 @@ class VersionLog:
     """
 
     def __init__(self, keep: int = 2, clock: Callable[[], int] = time.time_ns):
-        require(
-            keep >= 1, "keep", keep, "be at least 1", "receivers ask for the latest weights",
-            "Use 1",
-        )  # fmt: skip
+        assert keep >= 1, keep
         self._keep, self._clock = keep, clock
         self._epoch = 0  # of the latest publication
         self._given = 0  # the last number given to a publisher
@@ -239,14 +235,9 @@ class CoordinatorClient(NamedActor):
     """
 
     def __init__(
-        self,
-        name: str,
-        *,
-        keep: int = 2,
-        restarts_hung: bool = False,
-        idle_seconds: float = IDLE_SECONDS,
-        **given: Any,
-    ):
+        self, name: str, *, keep: int = 2, restarts_hung: bool = False,
+        idle_seconds: float = IDLE_SECONDS, **given: Any,
+    ):  # fmt: skip
         self.name = name
         self._keep, self._idle_seconds = keep, idle_seconds
         super().__init__(
@@ -255,23 +246,14 @@ class CoordinatorClient(NamedActor):
         )  # fmt: skip
 
     def _find_or_make(self) -> Any:
-        return (
-            ray.remote(WeightsCoordinator)
-            .options(
-                name=self.name,
-                namespace=NAMESPACE,
-                get_if_exists=True,
-                # Receivers may outlast the run that made it, and wait for the next: it must not go
-                # with a trial's placement group.
-                lifetime="detached",
-                scheduling_strategy="DEFAULT",
-                num_cpus=0,
-                max_restarts=-1,
-                max_task_retries=-1,
-                max_concurrency=MAX_CONCURRENT_CALLS,
-            )
-            .remote(self._keep, self._idle_seconds)
-        )
+        # Receivers may outlast the run that made it, and wait for the next: it must not go with a
+        # trial's placement group.
+        kind = ray.remote(WeightsCoordinator).options(
+            name=self.name, namespace=NAMESPACE, get_if_exists=True, lifetime="detached",
+            scheduling_strategy="DEFAULT", num_cpus=0, max_restarts=-1, max_task_retries=-1,
+            max_concurrency=MAX_CONCURRENT_CALLS,
+        )  # fmt: skip
+        return kind.remote(self._keep, self._idle_seconds)
 
     def begin_epoch(self) -> int:
         """See `VersionLog.begin_epoch`."""
@@ -286,11 +268,7 @@ class CoordinatorClient(NamedActor):
         return self.call("call", "latest")
 
     def wait_for(
-        self,
-        min_version: int = 0,
-        timeout: float = 60.0,
-        *,
-        after: tuple[int, int] | None = None,
+        self, min_version: int = 0, timeout: float = 60.0, *, after: tuple[int, int] | None = None
     ) -> PublishedWeights | None:
         """The newest weights once their version is at least `min_version` and they come after the
         (epoch, version) `after`; None after `timeout` seconds without."""

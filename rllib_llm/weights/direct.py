@@ -18,6 +18,7 @@ import torch
 from ray.experimental import deregister_nixl_memory, register_nixl_memory
 from torch.multiprocessing import reductions
 
+from rllib_llm.shared.errors import require
 from rllib_llm.shared.ray_compat import put_direct
 from rllib_llm.weights.flat_buffer import (
     FlatBuffer,
@@ -80,10 +81,7 @@ class DirectTransport:
             ModuleNotFoundError: NIXL is not installed.
         """
         if self._transport == "nixl" and not has_nixl():
-            raise ModuleNotFoundError(
-                "weights_transport='nixl' must find the package nixl wherever a learner or a "
-                "sampler runs: pip install 'rllib-llm[nixl]'. Or set weights_transport='store'."
-            )
+            raise ModuleNotFoundError("weights_transport='nixl': pip install 'rllib-llm[nixl]'")
         slots, firsts, end = lay_out(tensors)
         memory = self._free_memory(end, next(iter(tensors.values())).device)
         fill_slots(memory, tensors, slots, firsts)
@@ -147,10 +145,6 @@ _STAMP_BYTES = 8
 _BEING_WRITTEN = -1
 
 
-class DeviceWeightsError(TicketError):
-    """Weights on a device cannot be read by this process, or not any more."""
-
-
 @dataclass(frozen=True)
 class CudaMemory:
     """Memory of the CUDA device `device` (its uuid), with a key of its own in any process;
@@ -164,34 +158,29 @@ class CudaMemory:
         """The memory, [num_bytes] uint8, opened in another process of the node.
 
         Raises:
-            DeviceWeightsError: it cannot be had.
+            TicketError: it cannot be had.
         """
         visible = [_uuid(index) for index in range(torch.cuda.device_count())]
         if self.device not in visible:
-            raise DeviceWeightsError(
-                f"the learner's device {self.device} must be among this process's {visible}: CUDA "
-                "IPC works on one device"
-            )
+            raise TicketError(f"the learner's {self.device} must be among the devices {visible}")
         call = inspect.signature(reductions.rebuild_cuda_tensor).bind(*self.arguments)
         # Processes number devices by what they see of them.
         call.arguments["storage_device"] = visible.index(self.device)
         try:
             return reductions.rebuild_cuda_tensor(*call.args, **call.kwargs)
         except RuntimeError as error:  # torch has no closer class for what CUDA answers
-            raise DeviceWeightsError(f"CUDA IPC: {error}") from error
+            raise TicketError(f"CUDA IPC: {error}") from error
 
 
 def allocate_cuda(num_bytes: int, device: torch.device) -> tuple[torch.Tensor, CudaMemory]:
     """New memory of a CUDA device, [num_bytes] uint8, and what finds it in other processes.
 
     Raises:
-        ValueError: it is no CUDA device.
+        Problems: it is no CUDA device.
     """
-    if device.type != "cuda":
-        raise ValueError(
-            "weights_transport='cuda_ipc' must have the learner's weights on a CUDA device, not on "
-            f"{[device.type]}. Set num_gpus_per_learner, or weights_transport='store'."
-        )
+    require(device.type == "cuda", "weights_transport", "cuda_ipc",
+            f"be 'store' on the learner's device, {device.type!r}", "",
+            "Or set num_gpus_per_learner")  # fmt: skip
     memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     _, arguments = reductions.reduce_tensor(memory)
     return memory, CudaMemory(uuid.uuid4().hex, _uuid(memory.device.index), arguments)
@@ -256,7 +245,7 @@ class CudaIpcTransport:
         """The weights as a flat buffer on the device, to be copied from within the block.
 
         Raises:
-            DeviceWeightsError: this process cannot read them; or, at the end of the block, they
+            TicketError: this process cannot read them; or, at the end of the block, they
                 were written over: what was copied may be of two versions.
         """
         memory = self._attach(ticket.memory)
@@ -276,8 +265,4 @@ class CudaIpcTransport:
 def _require_number(memory: torch.Tensor, snapshot: DeviceSnapshot) -> None:
     found = int(memory[snapshot.num_bytes :].view(torch.int64))
     if found != snapshot.number:
-        what = "being written" if found == _BEING_WRITTEN else f"snapshot {found}"
-        raise DeviceWeightsError(
-            f"snapshot {snapshot.number} was written over: its buffer holds {what}, for two "
-            "publications came after it"
-        )
+        raise TicketError(f"snapshot {snapshot.number} was written over by a later one")

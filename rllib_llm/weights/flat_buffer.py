@@ -221,11 +221,8 @@ def verify(flat: FlatBuffer) -> None:
         return
     found = _crc32(flat.data)
     if found != flat.checksum:
-        raise ChecksumError(
-            f"checksum={found:#010x} must be {flat.checksum:#010x}: {flat.num_bytes} bytes of "
-            "weights changed after they were packed. Fetch them again; if it goes on, the memory "
-            "or a process that writes into shared weights is at fault."
-        )
+        wrong = f"checksum={found:#010x} must be {flat.checksum:#010x}"
+        raise ChecksumError(f"{wrong}: {flat.num_bytes} bytes of weights changed on their way")
 
 
 def _crc32(data: np.ndarray | torch.Tensor, before: int = 0) -> int:
@@ -267,9 +264,7 @@ def _from_parts(
     return FlatBuffer(data, slots, checksum)
 
 
-def lay_out(
-    tensors: dict[str, torch.Tensor],
-) -> tuple[dict[str, Slot], list[str], int]:
+def lay_out(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, Slot], list[str], int]:
     """Every name's slot, the first name of each slot, and the size in bytes: a multiple of the
     alignment."""
     slots: dict[str, Slot] = {}
@@ -286,11 +281,9 @@ def lay_out(
 
 
 def fill_slots(
-    buffer: torch.Tensor,
-    tensors: dict[str, torch.Tensor],
-    slots: dict[str, Slot],
+    buffer: torch.Tensor, tensors: dict[str, torch.Tensor], slots: dict[str, Slot],
     firsts: list[str],
-) -> None:
+) -> None:  # fmt: skip
     """Copies `tensors` into their slots of `buffer` [num_bytes] uint8, and zeros behind them: equal
     tensors give equal bytes. Copies between devices may still be under way (`wait_for`)."""
     for name in firsts:
@@ -322,11 +315,5 @@ def _view(buffer: torch.Tensor, slot: Slot) -> torch.Tensor:
 
 
 def _storage_identity(tensor: torch.Tensor) -> tuple:
-    return (
-        tensor.device,
-        tensor.untyped_storage().data_ptr(),
-        tensor.storage_offset(),
-        tuple(tensor.shape),
-        tensor.stride(),
-        tensor.dtype,
-    )
+    address = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
+    return tensor.device, *address, tuple(tensor.shape), tensor.stride(), tensor.dtype

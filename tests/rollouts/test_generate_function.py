@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 import pytest
 import torch
@@ -95,9 +96,8 @@ def texts(asked):
     ("texts", "a completion"),
 ])  # fmt: skip
 def test_what_cannot_be_learnt_from_is_refused(function, name):
-    with pytest.raises(Problems) as caught:
+    with pytest.raises(Problems, match=f"Problems: {re.escape(name)}=.* must be"):
         serve(function)
-    assert caught.value.problem.name == name
 
 
 def test_settings_that_cannot_be():

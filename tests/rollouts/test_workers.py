@@ -137,7 +137,9 @@ def test_one_that_raises_is_alive_and_its_exception_is_told_to_the_ledger(world)
     actors.answer = answer
     look(workers, now)
     ((name, sampler, failure),) = ledger.called
-    assert (name, sampler) == ("give_back", "2") and failure.error.startswith("RayTaskError(ValueError)")
+    assert (name, sampler) == ("give_back", "2") and failure.error.startswith(
+        "RayTaskError(ValueError)"
+    )
     assert "at its place" in failure.error
     assert actors.killed == []
 
