@@ -39,7 +39,7 @@ from rllib_llm.algorithms.results import HEADLINE, with_headline
 from rllib_llm.checkpoints.algorithm import WholeCheckpoints, in_its_folder
 from rllib_llm.checkpoints.folder import make_readable
 from rllib_llm.config.checks import given
-from rllib_llm.learners.metrics import MEANS, MESSAGES, NUM_PARAMETERS, TOLD
+from rllib_llm.learners.metrics import MEANS, MESSAGES, NUM_PARAMETERS, REPORT
 from rllib_llm.overseer.diagnosis import BETWEEN, PAUSED, SAVING
 from rllib_llm.overseer.oversight import Oversight
 from rllib_llm.rollouts.recorder import SAMPLES_FILE
@@ -327,7 +327,7 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         self, columns: dict[str, Any], num_rows: int, version: int | None = None
     ) -> dict[str, Any]:
         """Updates all learners with a batch, which they share row by row. Returns the learners'
-        messages, see `LanguageModelLearner.told`; `version`: see `LanguageModelLearner.update`."""
+        messages, see `LanguageModelLearner.report`; `version`: see `LanguageModelLearner.update`."""
         self.has_begun_to_learn = True
         self._learner_means = {}  # RLlib may ask for several steps for one result: the last counts
         batch = MultiAgentBatch({DEFAULT_MODULE_ID: SampleBatch(columns)}, env_steps=num_rows)
@@ -359,7 +359,7 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         of means are summed, warnings are logged."""
         told: dict[str, Any] = {}
         for result in results:
-            told |= (mine := result.pop(TOLD))
+            told |= (mine := result.pop(REPORT))
             self.tell(mine[MESSAGES])
             for name, share in mine[MEANS].items():
                 self._learner_means[name] = self._learner_means.get(name, 0.0) + share

@@ -10,10 +10,10 @@ from typing import TypeVar
 
 import torch
 
-from rllib_llm.shared.errors import Problems
+from rllib_llm.shared.errors import require
 
-TOLD = "told"  # of an update's results, beside the metrics: see `LanguageModelLearner.told`
-MESSAGES, MEANS, NUM_PARAMETERS = "messages", "means", "num_parameters"  # of what is told
+REPORT = "report"  # of an update's results, beside the metrics: see `LanguageModelLearner.report`
+MESSAGES, MEANS, NUM_PARAMETERS = "messages", "means", "num_parameters"  # of a report
 
 # --- means --------------------------------------------------------------------------------------
 
@@ -45,11 +45,9 @@ class WeightedMeans:
             Problems: it is not one number.
         """
         if isinstance(total, torch.Tensor):
-            if total.numel() != 1:
-                raise Problems(
-                    f"metric {name!r} of shape {tuple(total.shape)}", "be one number",
-                    "totals are added up", "Pass its sum()",
-                )  # fmt: skip
+            shape = tuple(total.shape)
+            require(total.numel() == 1, f"metric {name!r} of shape", shape, "be one number", "",
+                    "Pass its sum()")  # fmt: skip
             total = total.detach()
         self._totals.setdefault(name, []).append(total)
 
@@ -165,13 +163,9 @@ class RefusedUpdates:
         path = folder / f"refused_batch_{self.num_refused}_{self._rank}.pt"
         # Who looks at it may have no GPU.
         torch.save({name: column.cpu() for name, column in minibatch.items()}, path)
-        message = (
-            f"loss={loss.item()} and gradient norm={norm.item()} must be finite: the update was "
-            f"refused, weights and optimiser are unchanged. The mini-batch is in {path}."
-        )
+        message = (f"loss={loss.item()} and gradient norm={norm.item()} must be finite: the update "
+                   f"was refused, its mini-batch is in {path}.")  # fmt: skip
         logger.error(message)
         if self.num_in_a_row >= MAX_IN_A_ROW:
-            raise FloatingPointError(
-                f"{message} It happened {self.num_in_a_row} times in a row: "
-                "lower lr, or look at the scores in that batch."
-            )
+            remedy = "lower lr, or look at the scores in that batch"
+            raise FloatingPointError(f"{message} {self.num_in_a_row} times in a row: {remedy}.")

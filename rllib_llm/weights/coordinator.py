@@ -153,11 +153,9 @@ class VersionLog:
 
     def stats(self) -> dict[str, int]:
         """Kept versions, their bytes, and how many of them are lost."""
-        return {
-            "num_versions": len(self._kept),
-            "num_bytes": sum(kept.num_bytes for kept in self._kept),
-            "num_lost": len(self._lost),
-        }
+        num_bytes = sum(kept.num_bytes for kept in self._kept)
+        return {"num_versions": len(self._kept), "num_bytes": num_bytes,
+                "num_lost": len(self._lost)}  # fmt: skip
 
 
 MAX_CONCURRENT_CALLS = 1000  # receivers that wait at the same time

@@ -71,7 +71,10 @@ class DirectTransport:
         self._transport, self._get = transport, get
         self._buffers: list[_Buffer] = []
         if transport == "nixl":
-            weakref.finalize(self, _deregister, self._buffers).atexit = False
+            weakref.finalize(
+                self, lambda all_: [deregister_nixl_memory(each.memory) for each in all_],
+                self._buffers,
+            ).atexit = False  # fmt: skip
 
     def export(self, tensors: dict[str, torch.Tensor], *, checksum: bool = False) -> DirectSnapshot:
         """A snapshot of `tensors`, which are all on one device; valid for as long as somebody
@@ -124,11 +127,6 @@ class _Buffer:
         view = self.memory.view(-1)
         self._taken = weakref.ref(view)
         return view
-
-
-def _deregister(buffers: list[_Buffer]) -> None:
-    for buffer in buffers:
-        deregister_nixl_memory(buffer.memory)
 
 
 # --- CUDA IPC: they stay on one device, where processes that work on the same one read them
@@ -223,22 +221,18 @@ class CudaIpcTransport:
         slots, firsts, end = lay_out(tensors)
         device = next(iter(tensors.values())).device
         self._number += 1
-        memory, handle = self._buffer(self._number % 2, end + _STAMP_BYTES, device)
+        turn, num_bytes = self._number % 2, end + _STAMP_BYTES
+        buffer = self._buffers[turn]
+        if buffer is None or len(buffer[0]) != num_bytes or buffer[0].device != device:
+            self._buffers[turn] = None  # the old one goes before the new one comes
+            self._buffers[turn] = buffer = self._allocate(num_bytes, device)
+        memory, handle = buffer
         stamp = memory[end:].view(torch.int64)
         stamp.fill_(_BEING_WRITTEN)
         fill_slots(memory, tensors, slots, firsts)
         stamp.fill_(self._number)
         wait_for([memory.device, device])
         return DeviceSnapshot(handle, self._number, end, slots)
-
-    def _buffer(
-        self, turn: int, num_bytes: int, device: torch.device
-    ) -> tuple[torch.Tensor, CudaMemory]:
-        buffer = self._buffers[turn]
-        if buffer is None or len(buffer[0]) != num_bytes or buffer[0].device != device:
-            self._buffers[turn] = None  # the old one goes before the new one comes
-            self._buffers[turn] = buffer = self._allocate(num_bytes, device)
-        return buffer
 
     @contextmanager
     def open(self, ticket: DeviceSnapshot) -> Iterator[FlatBuffer]:
@@ -248,18 +242,16 @@ class CudaIpcTransport:
             TicketError: this process cannot read them; or, at the end of the block, they
                 were written over: what was copied may be of two versions.
         """
-        memory = self._attach(ticket.memory)
+        key = ticket.memory.key
+        if key not in self._attached:
+            newest = list(self._attached)[-1:]  # an exporter has two
+            self._attached = {each: self._attached[each] for each in newest}
+            self._attached[key] = ticket.memory.attach()
+        memory = self._attached[key]
         _require_number(memory, ticket)
         yield FlatBuffer(memory[: ticket.num_bytes], ticket.slots)
         wait_for([memory.device])
         _require_number(memory, ticket)
-
-    def _attach(self, memory: CudaMemory) -> torch.Tensor:
-        if memory.key not in self._attached:
-            newest = list(self._attached)[-1:]  # an exporter has two
-            self._attached = {key: self._attached[key] for key in newest}
-            self._attached[memory.key] = memory.attach()
-        return self._attached[memory.key]
 
 
 def _require_number(memory: torch.Tensor, snapshot: DeviceSnapshot) -> None:

@@ -234,12 +234,10 @@ class _Span:
 
     def __init__(self, arrays: list[np.ndarray]):
         self._arrays = arrays  # they own the memory
+        shape = (sum(array.nbytes for array in arrays),)
         self.__array_interface__ = {
-            "data": (arrays[0].ctypes.data, True),
-            "shape": (sum(array.nbytes for array in arrays),),
-            "typestr": "|u1",
-            "version": 3,
-        }
+            "data": (arrays[0].ctypes.data, True), "shape": shape, "typestr": "|u1", "version": 3,
+        }  # fmt: skip
 
 
 def _merge(arrays: list[np.ndarray]) -> list[np.ndarray]:

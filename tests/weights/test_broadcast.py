@@ -131,7 +131,7 @@ def test_weights_that_are_gone_are_said_to_be(ray_session):
         raise ObjectLostError("ff" * 28, None, "here")
 
     receiver = WeightsReceiver(get=get, sleep=lambda seconds: None, max_attempts=3)
-    with pytest.raises(WeightsLostError, match="weights_version=1 .* 3 attempts"):
+    with pytest.raises(WeightsLostError, match="weights 1 .* 3 attempts"):
         receiver.ensure(published(1, 10), Module().load)
     assert receiver.version == -1
     assert receiver.metrics()["failures/ObjectLostError"] == 3
