@@ -327,7 +327,7 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         self, columns: dict[str, Any], num_rows: int, version: int | None = None
     ) -> dict[str, Any]:
         """Updates all learners with a batch, which they share row by row. Returns the learners'
-        messages, see `LanguageModelLearner.report`; `version`: see `LanguageModelLearner.update`."""
+        report; `version`: see `LanguageModelLearner.update`."""
         self.has_begun_to_learn = True
         self._learner_means = {}  # RLlib may ask for several steps for one result: the last counts
         batch = MultiAgentBatch({DEFAULT_MODULE_ID: SampleBatch(columns)}, env_steps=num_rows)
