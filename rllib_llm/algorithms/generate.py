@@ -19,6 +19,7 @@ from rllib_llm.config.sections import SectionMethod
 from rllib_llm.config.tabled_config import TabledConfig
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import uniform_noise
+from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.setting import Section
 
 TRAIN_FILE, EVAL_FILE = "train.jsonl", "eval.jsonl"
@@ -97,16 +98,11 @@ class Generate(Trainable):
         self.settings.validate()
         model = self.settings.given_model()
         self.tokenizer = load_tokenizer(model)
-        require(
-            self.tokenizer.bos_token_id is not None, "model", model,
-            "one whose tokenizer has a BOS token", "texts are sampled from it alone",
-            "Set tokenizer.bos_token and save the tokenizer again",
-        )  # fmt: skip
-        self.model = load_causal_lm(
-            model,
-            dtype=self.settings.dtype,
-            device="cuda" if self.settings.num_gpus else "cpu",
-        )
+        if self.tokenizer.bos_token_id is None:
+            raise Problems("model", "have a BOS token", "texts are sampled from it alone",
+                           "Set tokenizer.bos_token and save it again", model)  # fmt: skip
+        device = "cuda" if self.settings.num_gpus else "cpu"
+        self.model = load_causal_lm(model, dtype=self.settings.dtype, device=device)
         ends = eos_token_ids(self.tokenizer, self.model, load_generation_config(model))
         self._params = SamplingParams.of(self.settings, self.tokenizer.pad_token_id, ends)
         self._rows: list[dict[str, str]] = []
@@ -117,15 +113,10 @@ class Generate(Trainable):
         start = time.perf_counter()
         first, count = len(self._rows), self.settings.batch_size
         bos = torch.full((count, 1), self.tokenizer.bos_token_id)
-        sampled = generate(
-            self.model,
-            bos,
-            torch.ones_like(bos, dtype=torch.bool),
-            self._params,
-            noise=uniform_noise(
-                self.settings.seed, range(first, first + count), self.settings.max_new_tokens
-            ),
-        )
+        rows = range(first, first + count)
+        noise = uniform_noise(self.settings.seed, rows, self.settings.max_new_tokens)
+        mask = torch.ones_like(bos, dtype=torch.bool)
+        sampled = generate(self.model, bos, mask, self._params, noise=noise)
         for ids, mask in zip(sampled.completion_ids, sampled.completion_mask, strict=True):
             self._rows.append(self._row(ids[mask].tolist()))
         num_tokens = int(sampled.completion_mask.sum())
@@ -136,17 +127,15 @@ class Generate(Trainable):
         }
 
     def _row(self, ids: list[int]) -> dict[str, str]:
-        text = self._decode(ids)
-        if self.settings.opening_tokens is None:
-            return {"text": text}
-        return {
-            "prompt": opening(text, self._decode(ids[: self.settings.opening_tokens])),
-            "text": text,
-        }
+        def decode(ids: list[int]) -> str:
+            decoded = self.tokenizer.decode(
+                ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+            return str(decoded)
 
-    def _decode(self, ids: list[int]) -> str:
-        return str(
-            self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text, num = decode(ids), self.settings.opening_tokens
+        return {"text": text} | (
+            {} if num is None else {"prompt": opening(text, decode(ids[:num]))}
         )
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:

@@ -44,7 +44,7 @@ class UnderWay(Generic[Result]):
             TimeoutError: it is not there after `timeout_s`; else whatever the call raised.
         """
         if not wait([self._future], timeout_s).done:
-            raise TimeoutError(f"The call has not ended in {timeout_s:g} s.")
+            raise TimeoutError(f"the call has not ended in {timeout_s:g} s")
         return self._future.result()
 
     @property
