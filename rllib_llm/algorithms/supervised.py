@@ -137,8 +137,8 @@ class Supervised(LanguageModelAlgorithm):
             self._eval_source = config.make_source(config.eval_data, shuffle=False, **settings)
             num_rows, num_read = len(self._eval_source), config.evaluation_duration
             if num_read < num_rows:
-                warnings.warn(f"evaluation_duration={num_read} is less than the {num_rows} held-out "
-                              "rows: the others are never evaluated.", stacklevel=2)  # fmt: skip
+                text = f"evaluation_duration={num_read} is less than the {num_rows} held-out rows"
+                warnings.warn(f"{text}: the others are never evaluated.", stacklevel=2)
 
     @classmethod
     def _should_create_evaluation_env_runners(cls, eval_config) -> bool:
@@ -187,9 +187,9 @@ class Supervised(LanguageModelAlgorithm):
         return self.summarize(totals)
 
     def totals(
-        self, source: BatchSource, num_rows: int, sums: Callable[[Any, Any], dict[str, float]]
+        self, source: BatchSource, num_rows: int, sums: Callable[..., dict[str, float]]
     ) -> Counter[str]:
-        """The sums that learners give of the first rows of `source`, by (learner, batch)."""
+        """The sums that learners give of the first rows of `source`, by (learner, batch=...)."""
         totals: Counter[str] = Counter()
         for position in range(0, num_rows, EVALUATION_BATCH):
             batch = source.batch(position, min(EVALUATION_BATCH, num_rows - position))

@@ -265,5 +265,5 @@ class RowStream:
 def _joined(before: PartialCompletion, rest: Ended | Tokens, finish: str) -> PartialCompletion:
     """A row's initial tokens followed by those sampled since."""
     names = ("token_ids", "logprobs", "versions")
-    joined = ((*getattr(before, name), *getattr(rest, name)) for name in names)
-    return PartialCompletion(*joined, finish, before.prompt)
+    ids, logprobs, versions = ((*getattr(before, n), *getattr(rest, n)) for n in names)
+    return PartialCompletion(ids, logprobs, versions, finish, before.prompt)

@@ -130,8 +130,8 @@ class SamplingEnvironment:
         texts = {}
         if "completion_texts" in infos:
             texts = {"prompt": infos["prompt_texts"], "completion": infos["completion_texts"]}
-        numbers = (dict(infos.get(name, {})) for name in ("components", "metrics"))
-        return Judgement(rewards, judged, *numbers, texts)
+        components, metrics = (dict(infos.get(name, {})) for name in ("components", "metrics"))
+        return Judgement(rewards, judged, components, metrics, texts)
 
 
 @dataclass

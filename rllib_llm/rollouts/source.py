@@ -106,15 +106,15 @@ class RolloutSource:
         Raises:
             RuntimeError: no sampler can sample, or all groups are rejected.
         """
-        can_undo = self._rules.num_parts is not None and not self._handed_out
-        before = self._saved() | {"weights_version": self._step} if can_undo else {}
-        weights = self._kept.get(self._step)
+        before = None
+        if self._rules.num_parts is not None and not self._handed_out:
+            before = self._saved() | {"weights_version": self._step}, self._kept[self._step]
         try:
             fresh = self._next()
         except Exception:
-            if can_undo:
-                self.set_state(before)
-                self.publish(weights)
+            if before is not None:
+                self.set_state(before[0])
+                self.publish(before[1])
             raise
         return fresh if self._replay is None else self._replay.extend(fresh)
 

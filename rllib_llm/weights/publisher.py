@@ -233,7 +233,7 @@ class BackgroundPublisher:
             self.publish_seconds = time.perf_counter() - start
 
     def _stored(self, job: _Publication) -> PublishedWeights:
-        """The job's weights in the store: a snapshot is put there."""
+        """The weights in the store: a snapshot is put there."""
         if isinstance(job.weights, PublishedWeights):
             return job.weights
         ref, num_bytes = self._put(job.weights), job.weights.num_bytes
@@ -358,10 +358,8 @@ class WeightsPublisher:
             refs, num_bytes = (ray.put(ticket),), ticket.num_bytes
         else:
             # The return value of an actor's task is owned by its caller: it survives the learner.
-            ids = None if sharded else [0]
-            results = self._learner_group.foreach_learner(
-                export, remote_actor_ids=ids, return_obj_refs=True
-            )
+            asked = {"remote_actor_ids": None if sharded else [0], "return_obj_refs": True}
+            results = self._learner_group.foreach_learner(export, **asked)
             refs, num_bytes = tuple(result.get() for result in results), 0
             refs = refs if in_shards else refs[:1]
         seconds = time.perf_counter() - start

@@ -171,11 +171,9 @@ class WeightsPush:
         self._export(begun)
         shutil.rmtree(target, ignore_errors=True)
         begun.rename(target)
-        told = [
-            self._threads.submit(server.update, target, epoch, version) for server in self._servers
-        ]
-        for each in told:
-            each.result()
+        submit = self._threads.submit
+        for call in [submit(each.update, target, epoch, version) for each in self._servers]:
+            call.result()
         self._remove_old(target)
         self.seconds = time.perf_counter() - start
 

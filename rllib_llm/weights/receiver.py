@@ -230,16 +230,13 @@ class WeightsReceiver:
     def metrics(self) -> dict[str, float]:
         """Bytes and seconds of the last transfer and load, age of the weights in use in seconds;
         versions passed over (`skips`) and failed transfers by kind so far."""
-        seconds = self.transfer_seconds + self.load_seconds
+        transfer, load, num_bytes = self.transfer_seconds, self.load_seconds, self._num_bytes
         return {
-            "bytes": float(self._num_bytes),
-            "transfer_seconds": self.transfer_seconds,
-            "load_seconds": self.load_seconds,
-            "gb_per_s": self._num_bytes / 1e9 / seconds if seconds else 0.0,
+            "bytes": float(num_bytes), "transfer_seconds": transfer, "load_seconds": load,
+            "gb_per_s": num_bytes / 1e9 / (transfer + load) if transfer + load else 0.0,
             "age_seconds": 0.0 if self.in_use is None else self.in_use.age_seconds,
-            "skips": float(self.num_skipped),
-            **failure_metrics(self.failures),
-        }
+            "skips": float(self.num_skipped), **failure_metrics(self.failures),
+        }  # fmt: skip
 
 
 # --- Following a run from any process: a replica of a server, say
