@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -257,6 +257,10 @@ class GroupTable:
     def num_tokens(self) -> int:
         """Tokens of all groups in the table."""
         return sum(entry.num_tokens for entry in self)
+
+    def counts(self) -> Counter[State]:
+        """Groups by state."""
+        return Counter(entry.state for entry in self)
 
 
 _GENERATION = 1_000_000_000  # leases of one ledger before it is restored

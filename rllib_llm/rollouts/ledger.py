@@ -345,7 +345,7 @@ class Ledger:
     def look(self) -> dict[str, Any]:
         """`metrics`, `position`, `waits_for` (samplers being waited for) and `num_old` (groups to
         be sampled by older weights than the newest)."""
-        counts = Counter(entry.state for entry in self.table)
+        counts = self.table.counts()
         rest = ", ".join(f"{count} {state}" for state, count in counts.items())
         return {
             "metrics": self.metrics(),
@@ -356,7 +356,7 @@ class Ledger:
 
     def metrics(self) -> dict[str, float]:
         """Metrics under `rollouts/`: counts of outcomes, and the table's contents."""
-        counts = Counter(entry.state for entry in self.table)
+        counts = self.table.counts()
         names: tuple[State, ...] = ("waiting", "leased", "partial", "judged", "ready")
         return {
             **self.account.metrics(self.table.num_tokens),
