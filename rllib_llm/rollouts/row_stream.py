@@ -110,7 +110,7 @@ class RowStream:
         """Puts the newest weights into a policy, which is the sampler's from now on."""
         sampler = self._sampler
         assert self._newest is not None, "weights are given before they are loaded"
-        sampler.weights.ensure(self._newest, policy.load)
+        sampler.weights.receive(self._newest, policy.load)
         if policy is sampler.older_policy:
             sampler.policy, sampler.older_policy = sampler.older_policy, sampler.policy
         self._is_loaded = True

@@ -211,7 +211,7 @@ class Sampler:
     def _generate_with(self, request: SampleRequest, published: PublishedWeights) -> UnjudgedBatch:
         cores = CpuClock()
         if self.policy.takes_weights:
-            self.weights.ensure(published, self.policy.load)
+            self.weights.receive(published, self.policy.load)
         self._published, self._step = published.order, published.version
         generated = self._begin(request)
         generated.weights = self.weights.metrics()
@@ -307,7 +307,7 @@ class Sampler:
             return []
         try:
             if published is not None:
-                self.weights.ensure(published, self.policy.load)
+                self.weights.receive(published, self.policy.load)
             return self.policy.differing(self.weights.published_bytes())
         except WeightsLostError as error:
             return [str(error)]

@@ -177,9 +177,9 @@ class RolloutSource:
         for sampler, why in answer.expired:
             self._workers.replace(sampler, why)
         for sampler, (failure, num_failures) in answer.failures:
-            self._require_may_pass(sampler, failure, num_failures)
+            self._handle_failure(sampler, failure, num_failures)
 
-    def _require_may_pass(self, sampler: str, failure: SampleFailure, num_failures: int) -> None:
+    def _handle_failure(self, sampler: str, failure: SampleFailure, num_failures: int) -> None:
         if failure.weights_lost:
             self._replace_lost(failure)
             return
@@ -215,12 +215,10 @@ class RolloutSource:
         counts = ", ".join(f"{count} {reason}" for reason, count in ending.counts.items())
         # A cause says itself what to correct: the environment, or a reward function.
         what, remedy = {
-            "unjudged": ("got no score", "Reward functions returned None for all completions; "
-                         "return a number, such as 0.0 for a wrong answer."),
+            "unjudged": ("got no score", "Reward functions returned None for all completions."),
             "failed": ("failed", self._last_failure),
-            "rejected": ("were rejected", "Give easier or harder prompts, loosen filters, or raise "
-                         "max_resampling."),
-        }[ending.kind]  # fmt: skip
+            "rejected": ("were rejected", "Change prompts or filters, or raise max_resampling."),
+        }[ending.kind]
         cause = f"The last without a score: {ending.cause}" if ending.cause else ""
         is_broken = ending.kind == "unjudged"
         kind = BrokenSamplerError if is_broken else RuntimeError

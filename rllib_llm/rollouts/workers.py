@@ -70,11 +70,14 @@ class PlainWorker(Workers):
 
     def work(self) -> None:
         """Does some work; exceptions propagate."""
+        try:
+            self._work()
+        except ServerError as error:
+            raise NoServerError(str(error)) from error
+
+    def _work(self) -> None:
         for lease in self._ledger.call("lease", "0", 1, []):
-            try:
-                batch = self._runner.serve(request_of(lease, self._settings), lease.weights)
-            except ServerError as error:
-                raise NoServerError(str(error)) from error
+            batch = self._runner.serve(request_of(lease, self._settings), lease.weights)
             assert isinstance(batch, JudgedBatch), "the local sampler raises its errors"
             groups = judged_groups(batch, min_valid=self._settings.min_valid)
             self._ledger.call("push", lease.id, groups)
@@ -92,7 +95,7 @@ class LocalWorker(PlainWorker):
         self._is_eager, self._sampler = ledger.rules.schedule == "lockstep", runner.sampler
         self._judges = JudgeThreads(self._sampler.judge, settings)
 
-    def work(self) -> None:
+    def _work(self) -> None:
         while self._serve_one() and self._is_eager:
             pass
 
@@ -102,17 +105,14 @@ class LocalWorker(PlainWorker):
         if not self._judges.is_full:
             size, holding = self._settings.groups_per_lease, self._judges.leases
             leases = self._ledger.call("lease", "0", size, holding)
-        try:
-            for lease in leases:
-                request = request_of(lease, self._settings)
-                self._judges.begin(lease, self._sampler.generate(request, lease.weights))
-            is_judging = bool(self._judges.calls)
-            if not leases:
-                wait(self._judges.calls, return_when=FIRST_COMPLETED)
-            for each in self._judges.finished():
-                self._ledger.call("push", each.lease.id, each.call.result())
-        except ServerError as error:
-            raise NoServerError(str(error)) from error
+        for lease in leases:
+            request = request_of(lease, self._settings)
+            self._judges.begin(lease, self._sampler.generate(request, lease.weights))
+        is_judging = bool(self._judges.calls)
+        if not leases:
+            wait(self._judges.calls, return_when=FIRST_COMPLETED)
+        for each in self._judges.finished():
+            self._ledger.call("push", each.lease.id, each.call.result())
         return bool(leases) or is_judging
 
     def stop(self) -> None:

@@ -2,7 +2,7 @@
 
     where from ── latest() ──▶ ticket ── transport ──▶ flat buffer ── load ──▶ the model
 
-A sampler is told by each request which weights to use (`ensure`); who follows a run asks its
+A sampler is told by each request which weights to use (`receive`); who follows a run asks its
 coordinator (`WeightsFollower`).
 """
 
@@ -115,7 +115,7 @@ class WeightsReceiver:
         """The version in use; -1 without one."""
         return -1 if self.in_use is None else self.in_use.version
 
-    def ensure(self, published: PublishedWeights, load: Callable[[FlatBuffer], None]) -> None:
+    def receive(self, published: PublishedWeights, load: Callable[[FlatBuffer], None]) -> None:
         """Calls `load` with the published weights unless they are the ones in use.
 
         A lower version than the one in use is loaded too: a restored run goes back.
@@ -246,13 +246,13 @@ class WeightsFollower:
     """Keeps one model at the newest weights of a run.
 
         follower = WeightsFollower(CoordinatorClient("my_run"), load)
-        follower.require(timeout=60)      # before the first generation
+        follower.wait_for_weights(timeout=60)  # before the first generation
         follower.start()                  # fetches newer weights beside the work
         while serving:
             follower.swap()               # between batches: loads what has arrived
             generate(...)
 
-    load: makes the model use what `prepare` gave; called by `require` and `swap` only, never by the
+    load: makes the model use what `prepare` gave; called by `wait_for_weights` and `swap` only, never by the
         thread.
     prepare: what can be done with the bytes beside the work, in the thread; the buffer itself if
         left out. With `ModuleLoader.prepare` here, `load` has only to call what it gives.
@@ -284,7 +284,7 @@ class WeightsFollower:
         load."""
         return self._receiver.in_use
 
-    def require(self, min_version: int = 0, timeout: float = 60.0) -> PublishedWeights:
+    def wait_for_weights(self, min_version: int = 0, timeout: float = 60.0) -> PublishedWeights:
         """Loads the newest weights, waiting until there are some of at least `min_version`.
 
         Raises:

@@ -83,7 +83,7 @@ def _read_there(pipe):
     pretend.install()
     receiver, found = WeightsReceiver(get=get_itself), {}
     while (weights := pipe.recv()) is not None:
-        receiver.ensure(weights, lambda flat: found.update(
+        receiver.receive(weights, lambda flat: found.update(
             {name: (tensor.is_cuda, tensor.clone().cpu()) for name, tensor in unpack(flat).items()}
         ))  # fmt: skip
         pipe.send(found)

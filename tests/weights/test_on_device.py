@@ -89,7 +89,7 @@ class Sampler:
         self.receiver = WeightsReceiver(get=get)
 
     def receive(self, published):
-        self.receiver.ensure(published, lambda flat: self.loader.load(self.module, flat))
+        self.receiver.receive(published, lambda flat: self.loader.load(self.module, flat))
         return float(self.module.weight.sum()), self.module.head.tolist()
 
 
@@ -152,7 +152,7 @@ def test_weights_written_over_while_they_are_copied_are_loaded_again():
         exporter.export(tensors_of(4))
 
     with pytest.raises(WeightsLostError, match="snapshot 2 was written over"):
-        sampler.receiver.ensure(torn, load_slowly)
+        sampler.receiver.receive(torn, load_slowly)
     assert sampler.receiver.version == -1  # what it holds counts for nothing
     newest = published(3, exporter.export(tensors_of(5)))
     assert sampler.receive(newest) == (60.0, 5 * [6.0])
@@ -187,7 +187,7 @@ def _read_on_cuda(pipe):
     """A process that reads snapshots on its own and sends what it found."""
     receiver, found = WeightsReceiver(get=get_itself), {}
     while (weights := pipe.recv()) is not None:
-        receiver.ensure(weights, lambda flat: found.update(
+        receiver.receive(weights, lambda flat: found.update(
             {name: tensor.clone().cpu() for name, tensor in unpack(flat).items()}
         ))  # fmt: skip
         pipe.send(found)
