@@ -34,7 +34,7 @@ from rllib_llm.algorithms.language_model_config import (
     frozen_with,
     with_decided_precision,
 )
-from rllib_llm.algorithms.places import processes, require_places
+from rllib_llm.algorithms.places import processes, wait_for_places
 from rllib_llm.algorithms.results import HEADLINE, with_headline
 from rllib_llm.checkpoints.algorithm import WholeCheckpoints, in_its_folder
 from rllib_llm.checkpoints.folder import make_readable
@@ -187,7 +187,7 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         self.config = in_its_folder(self.config)
         self.config = with_decided_precision(self.config)
         self._join_overseer()
-        require_places(self.config)
+        wait_for_places(self.config)
         self.read_data()
         super().setup(config)
         self._tell_of_learners()

@@ -20,8 +20,8 @@ MAX_SECONDS_OCCUPIED = 60.0  # until processes of a run that just ended have lef
 SECONDS_BETWEEN_LOOKS = 0.5
 
 
-def require_places(config: Any) -> None:
-    """Checks that every process of a run, by its `AlgorithmConfig`, finds its resources.
+def wait_for_places(config: Any) -> None:
+    """Waits until every process of a run, by its `AlgorithmConfig`, finds its resources.
 
     Under Tune there is nothing to check: the trial starts when its resources are reserved.
 
@@ -39,16 +39,14 @@ def require_places(config: Any) -> None:
     if first_without_place(bundles, totals) is not None:
         raise RuntimeError(
             f"{_ask(bundles)} must fit into the cluster's {_totals(totals)}. Lower num_env_runners,"
-            " evaluation_num_env_runners, num_learners or the CPUs and GPUs of each, or give Ray "
-            "more nodes. Where a cluster grows, tune.Tuner asks for them."
+            " num_learners or the resources of each; on a cluster that grows, use tune.Tuner."
         )
     start = time.monotonic()
     while first_without_place(bundles, free := free_by_node()) is not None:
         if time.monotonic() - start > MAX_SECONDS_OCCUPIED:
             raise RuntimeError(
                 f"{_ask(bundles)} must fit into what others have left of the cluster, "
-                f"{_totals(free)}, for {MAX_SECONDS_OCCUPIED:.0f} s now. Stop other algorithms "
-                "(.stop()), or run under tune.Tuner, which waits."
+                f"{_totals(free)}. Stop other algorithms, or run under tune.Tuner, which waits."
             )
         time.sleep(SECONDS_BETWEEN_LOOKS)
 
@@ -167,12 +165,12 @@ def check_nodes(reservation: Reservation, nodes: Sequence[Mapping[str, float]]) 
                 "Give Ray larger nodes, or lower what that process asks for")  # fmt: skip
     left = first_without_place(bundles, nodes, apart=reservation.strategy == "STRICT_SPREAD")
     if left is not None:
-        bundle, together = bundles[left], f"find places together ({reservation.strategy})"
+        bundle, largest = bundles[left], _largest(nodes, bundles[left])
         raise Problems(
-            f"the {len(bundles)} bundles of one trial", f"{together} on {len(nodes)} nodes",
+            f"the {len(bundles)} bundles of one trial",
+            f"find places together ({reservation.strategy}) on {len(nodes)} nodes",
             f"none is left for that of {uses[left]}, {_named(bundle, bundle)}; the largest node "
-            f"has {_named(_largest(nodes, bundle), bundle)} in all",
-            "Give Ray more or larger nodes, or lower num_env_runners or num_learners",
+            f"has {_named(largest, bundle)} in all", "Give Ray nodes, or lower num_env_runners",
         )  # fmt: skip
 
 

@@ -247,13 +247,13 @@ class WeightsFollower:
 
         follower = WeightsFollower(CoordinatorClient("my_run"), load)
         follower.wait_for_weights(timeout=60)  # before the first generation
-        follower.start()                  # fetches newer weights beside the work
+        follower.start()                       # fetches newer weights beside the work
         while serving:
-            follower.swap()               # between batches: loads what has arrived
+            follower.swap()                    # between batches: loads what has arrived
             generate(...)
 
-    load: makes the model use what `prepare` gave; called by `wait_for_weights` and `swap` only, never by the
-        thread.
+    load: makes the model use what `prepare` gave; called by `wait_for_weights` and `swap` only,
+        never by the thread.
     prepare: what can be done with the bytes beside the work, in the thread; the buffer itself if
         left out. With `ModuleLoader.prepare` here, `load` has only to call what it gives.
     wait_seconds: of one question to the coordinator, and the longest that `stop` takes.

@@ -161,7 +161,7 @@ class Receiver:
 
     version = 0
 
-    def ensure(self, published, load):
+    def receive(self, published, load):
         self.version = published.version
 
     def metrics(self):
