@@ -331,7 +331,7 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         return self._take(results)
 
     def pop_learner_metrics(self) -> dict[str, dict[str, float]]:
-        """`learner_metrics`, which are forgotten: in a loop of one's own no result does so."""
+        """`learner_metrics`, which are forgotten: in a custom loop no result does so."""
         groups = self.learner_metrics()
         self._learner_means = {}
         return groups

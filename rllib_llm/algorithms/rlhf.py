@@ -20,10 +20,10 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.env.env_runner_group import EnvRunnerGroup
 from ray.rllib.utils.metrics import ENV_RUNNER_RESULTS, EVALUATION_RESULTS
 
+from rllib_llm.algorithms.custom_loop import CustomLoop, Metrics, PendingCall
 from rllib_llm.algorithms.evaluation import evaluate_by_request, open_eval_envs
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
 from rllib_llm.algorithms.language_model_config import frozen_with
-from rllib_llm.algorithms.own_loop import Metrics, OwnLoop, UnderWay
 from rllib_llm.algorithms.results import (
     log_as_rllib,
     stored_rollouts,
@@ -67,7 +67,7 @@ class RLHF(LanguageModelAlgorithm):
     def setup(self, config) -> None:
         self.weights_version = 0  # learner updates so far
         self._server: Any = None  # beside the run
-        self.own_loop = OwnLoop(self)
+        self.custom_loop = CustomLoop(self)
         self.faults = Faults()
         self.num_evaluations_skipped = 0  # in a row
         self._pools: dict[EnvRunnerGroup, SamplerPool] = {}
@@ -204,30 +204,30 @@ class RLHF(LanguageModelAlgorithm):
         )
         self._record_trained(sampled, self.foreach_learner(call))
 
-    # --- its steps in a loop of one's own, see `own_loop.py` ---------------------------------
+    # --- its steps in a custom loop, see `custom_loop.py` ---------------------------------
 
-    def next_batch(self) -> UnderWay[JudgedBatch]:
+    def next_batch(self) -> PendingCall[JudgedBatch]:
         """The batch to be learnt from next."""
-        return self.own_loop.begin(self.rollouts.next)
+        return self.custom_loop.begin(self.rollouts.next)
 
-    def submit(self, batch: JudgedBatch) -> UnderWay[Metrics]:
+    def submit(self, batch: JudgedBatch) -> PendingCall[Metrics]:
         """Learns from a batch and publishes the weights; the learners' metrics by group."""
-        return self.own_loop.begin_learning(self.learn, batch)
+        return self.custom_loop.begin_learning(self.learn, batch)
 
-    def forward_backward(self, batch: JudgedBatch) -> UnderWay[Metrics]:
+    def forward_backward(self, batch: JudgedBatch) -> PendingCall[Metrics]:
         """Adds a batch's gradient to what `optimizer_step` takes: the whole batch at once, each
         row once; the learners' metrics by group."""
-        return self.own_loop.begin_learning(self.add_gradients, batch)
+        return self.custom_loop.begin_learning(self.add_gradients, batch)
 
-    def optimizer_step(self) -> UnderWay[Metrics]:
+    def optimizer_step(self) -> PendingCall[Metrics]:
         """Takes an optimiser step with the gradients added up; its metrics by group."""
         from rllib_llm.learners.rlhf_learner import RLHFLearner
 
-        return self.own_loop.begin_learning(self.foreach_learner, RLHFLearner.optimizer_step)
+        return self.custom_loop.begin_learning(self.foreach_learner, RLHFLearner.optimizer_step)
 
-    def publish_weights(self) -> UnderWay[None]:
+    def publish_weights(self) -> PendingCall[None]:
         """Gives samplers the weights as they are; the next batch is one version later."""
-        return self.own_loop.begin(self.publish_next)
+        return self.custom_loop.begin(self.publish_next)
 
     def _record_trained(self, sampled: JudgedBatch, report: dict[str, Any]) -> None:
         """Stores the batch with the first learner's advantages."""
@@ -364,7 +364,7 @@ class RLHF(LanguageModelAlgorithm):
         return self._pools[env_runner_group].pop_revived()
 
     def cleanup(self) -> None:
-        self.own_loop.stop()
+        self.custom_loop.stop()
         if self._server is not None:
             self._server.close()
         self.rollouts.stop()

@@ -12,7 +12,7 @@ the first P groups that are ready, within the window.
 
 Batches are numbered, from the number of updates that were done when the table was begun. A batch is
 handed out, and learnt from when the next weights are published: one for each update in `train()`,
-several where a loop of one's own takes several.
+several where a custom loop takes several.
 """
 
 from __future__ import annotations
