@@ -238,7 +238,7 @@ class LanguageModelAlgorithm(WholeCheckpoints):
             Problems: that cannot be; stages without samplers refuse all numbers.
         """
         raise Problems("samplers", "be left as they are",
-                       f"{type(self).__name__} has none", value=num_samplers)  # fmt: skip
+                       f"{type(self).__name__} has no samplers", value=num_samplers)  # fmt: skip
 
     def read_data(self) -> None:
         """Reads the data. Called before learners are built, so that faults in data show first."""

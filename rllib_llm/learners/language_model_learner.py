@@ -182,7 +182,8 @@ class LanguageModelLearner(SharedPasses):
             raise CallOrderError("call optimizer_step() before train() or submit()")
         with self._listening():
             self.before_gradient_based_update(timesteps=timesteps or {})
-            training_data = training_data or TrainingData(batch=batch, batch_refs=batch_refs)
+            if training_data is None:
+                training_data = TrainingData(batch=batch, batch_refs=batch_refs)
             training_data.validate()
             training_data.solve_refs()
             columns = training_data.batch.policy_batches[DEFAULT_MODULE_ID]
