@@ -3,7 +3,7 @@
 Completions are greedy, one of each prompt, unless `evaluation_config` has `explore: true`. The same
 prompts and the same noise every time: a change in a result is a change in the policy. Training's
 prompt position and randomness are untouched, being functions of position and seed. Of several
-completions of each prompt pass@k, pass^k and maj@k are told.
+completions of each prompt pass@k, pass^k and maj@k are reported.
 
 Further environments have names, the setting `eval_envs`:
 
@@ -11,7 +11,7 @@ Further environments have names, the setting `eval_envs`:
       hard: {env_config: {digits: 4}}
       gsm: {env: rllib_llm/RLHF-v0, env_config: {prompts: gsm.jsonl, ...}, evaluation_duration: 32}
 
-Each is a group of samplers of its own, with `evaluation_config` and what its name has laid over the
+Each is a separate group of samplers, with `evaluation_config` and what its name has laid over the
 config; one of another `env` begins with an empty `env_config`.
 """
 

@@ -146,7 +146,7 @@ class Generate(Trainable):
         for name, rows in files.items():
             lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
             (Path(checkpoint_dir) / name).write_text("".join(lines), encoding="utf-8")
-        # The order in which they were sampled, to go on from.
+        # The order in which they were sampled, to be continued.
         state = {"rows": self._rows}
         (Path(checkpoint_dir) / "state.json").write_text(json.dumps(state), encoding="utf-8")
         write_manifest(Path(checkpoint_dir), {"algorithm": "Generate"})

@@ -48,7 +48,7 @@ from rllib_llm.shared.storage import fetch_file
 
 logger = logging.getLogger(__name__)
 
-# Ends quietly when it is told to, or its parent is dead: it is somebody else's child then. A pipe
+# Ends quietly on a signal, or when its parent is dead: it is another's child then. A pipe
 # would not tell: any process that is forked meanwhile holds its other end as well.
 _WATCHER = """
 import os, signal, sys, time
@@ -103,7 +103,7 @@ class LanguageModelAlgorithm(WholeCheckpoints):
     @classmethod
     def default_resource_request(cls, config: Any) -> PlacementGroupFactory:
         """As RLlib's, with a bundle for every process of ours; `num_cpus_for_main_process` decides
-        alone where the learner is in the main process and nobody set its CPUs: RLlib would take a
+        alone where the learner is in the main process and its CPUs are not set: RLlib would take a
         whole one for it at least."""
         request = super().default_resource_request(config)
         settings = cls.get_default_config().update_from_dict(config)

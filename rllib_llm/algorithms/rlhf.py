@@ -79,7 +79,7 @@ class RLHF(LanguageModelAlgorithm):
             self.config = frozen_with(self.config, env_runner_cls=default)
         try:
             super().setup(config)
-        except IndexError:  # RLlib asked the first sampler for its spaces, and nobody answered
+        except IndexError:  # RLlib asked the first sampler for its spaces, without an answer
             SamplerPool(SamplerActors(self.env_runner_group), self.faults).require_built()
             raise
         if self.eval_env_runner_group is not None:
@@ -359,7 +359,7 @@ class RLHF(LanguageModelAlgorithm):
         return pool.scale(num_samplers, at_most=None if self.config.streams else pool.num_parts)
 
     def restore_env_runners(self, env_runner_group: EnvRunnerGroup) -> list[int]:
-        """Ids of the samplers that came back. Nobody waits for the others, and nothing has to be
+        """Ids of the samplers that came back. The others are not waited for, and nothing has to be
         restored: a request brings the weights with it."""
         return self._pools[env_runner_group].pop_revived()
 

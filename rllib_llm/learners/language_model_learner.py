@@ -210,7 +210,7 @@ class LanguageModelLearner(SharedPasses):
         `optimizer_step` takes next; results as those of `update`.
 
         `version`: of the weights as they were published last. Ages of tokens count from it: steps
-        that nobody has published, and batches that failed, make nothing older.
+        that were not published, and batches that failed, make nothing older.
         """
         with self._listening():
             self._weights_seq_no = version + 1

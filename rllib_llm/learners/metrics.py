@@ -65,7 +65,7 @@ class WeightedMeans:
     def pop(self, uncounted: str = "") -> dict[str, float]:
         """All means, then forgets them; a name with nothing counted, or no total, is left out.
 
-        uncounted: a name whose count is also that of totals which nobody has counted.
+        uncounted: a name whose count is also that of totals that were not counted.
         """
         number = _fetched([*self._totals.values(), *self._counts.values()])
         counts = {name: sum(map(number, parts)) for name, parts in self._counts.items()}
@@ -109,7 +109,7 @@ class EffectiveSettings:
         self._values: dict[str, float] = {}
 
     def use(self, name: str, value: Setting) -> Setting:
-        """Returns `value`, and notes it; None, a setting that is off, is not noted."""
+        """Returns `value`, and records it; None, a setting that is off, is left out."""
         if value is not None:
             self._values[name] = float(value)
         return value

@@ -82,7 +82,7 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
             part = f"{kind} {self.worker_index} of trial {trial}"
             self.watch.join(Path(folder), part, trial=trial, device=str(self._device))
         self._listener = Listener(str(self))
-        # The driver's process has a listener of its own.
+        # The driver's process has another listener.
         with self._listener if self.worker_index else nullcontext():
             self._make_parts()
 

@@ -1,7 +1,7 @@
 """Filters of prompt groups that are worth training on; each rejection has a reason.
 
 A filter is a function of one group, `keep, reason = filter(group)`: one of those here by name, with
-settings of its own, or anybody's by dotted path. Groups that one refuses are counted by its reason
+settings, or a user's by dotted path. Groups that one refuses are counted by its reason
 and other prompts are sampled in their place.
 """
 

@@ -6,7 +6,7 @@ The function is asked for the completions of one prompt:
         ended = await asyncio.gather(*[asked.complete(i) for i in range(asked.num_completions)])
         return [Generated(e.token_ids, e.logprobs) for e in ended]
 
-It may ask the policy as often as it wants, call tools, or join texts of its own; what it gives back
+It may ask the policy as often as it wants, call tools, or join other texts; what it gives back
 is checked before it is judged and learnt from. Log-probs must be those of the policy that is
 trained: ratios are taken to them.
 """
@@ -77,7 +77,7 @@ class Asked:
         self, i: int, token_ids: Sequence[int] = (), *, params: SamplingParams | None = None,
         turn: int = 0,
     ) -> Future[Ended]:  # fmt: skip
-        """Begins the policy's own completion number `i`, behind the prompt and `token_ids`.
+        """Begins the policy's own completion number `i`, after the prompt and `token_ids`.
 
         Args:
             turn: names the randomness where one completion is asked for several times.

@@ -16,7 +16,7 @@ from rllib_llm.weights.coordinator import PublishedWeights
 UNJUDGED = "unjudged"  # reason for which a group is rejected
 
 State = Literal["waiting", "leased", "partial", "judged", "ready", "taken"]
-"""Nobody samples it yet; a sampler does; nobody does, but tokens of it are there; judged, and its
+"""No sampler has it yet; a sampler does; none does, but tokens of it are there; judged, and its
 turn has not come; to be learnt from; being learnt from. Closed groups leave the table: they were
 trained, rejected or failed."""
 
@@ -41,11 +41,11 @@ class JudgedGroup:
 
     payload: the rows (see `judged_batch.py`); the ledger never opens it.
     num_tokens: sampled tokens of all rows.
-    num_lost: of them, those of rows that were not judged, which nobody learns from.
+    num_lost: of them, those of rows that were not judged, which are not learnt from.
     oldest_version: of the weights that sampled any of the tokens.
     reason: why it is not to be learnt from, "" where it is; `UNJUDGED` where no row has a score.
     cause: what was raised where nothing could be judged.
-    continues: whether it goes on with what there was of it when it was leased.
+    continues: whether it continues the partial output that it was leased with.
     """
 
     position: int
@@ -175,7 +175,7 @@ class GroupTable:
     def __init__(self) -> None:
         self.next = 0  # position admitted next
         self._entries: dict[int, Entry] = {}  # in the order of their positions
-        self._waiting: list[int] = []  # heap of positions that nobody samples, among others
+        self._waiting: list[int] = []  # heap of positions that no sampler has, among others
 
     def begin(self, position: int) -> None:
         """Empties it; the next group has `position`."""
@@ -209,13 +209,13 @@ class GroupTable:
             entry.state = "judged"
 
     def wait(self, entry: Entry) -> None:
-        """Nobody samples the group any more."""
+        """Marks a group that no sampler has any more."""
         entry.state = "partial" if entry.partial else "waiting"
         entry.lease, entry.sampler = 0, ""
         heapq.heappush(self._waiting, entry.position)
 
     def first_waiting(self) -> Entry | None:
-        """The first group that nobody samples."""
+        """The first group that no sampler has."""
         while self._waiting:
             entry = self._entries.get(self._waiting[0])
             if entry is not None and entry.state in ("waiting", "partial"):
@@ -293,7 +293,7 @@ class Leases:
         self._none_late_before = float("inf")
         self._num_remembered = num_remembered
         self._of_closed: OrderedDict[int, int] = OrderedDict()  # leases by position, the last ones
-        self._expired: list[tuple[str, str]] = []  # that the driver was not told of
+        self._expired: list[tuple[str, str]] = []  # not yet reported to the driver
 
     def begin(self, num_given: int = 0) -> None:
         """None is held; those given before, or `num_given` others, are refused from now on."""

@@ -57,7 +57,7 @@ class JudgedBatch:
     columns: the training columns of `rllib_llm.shared.columns`, B rows, on the sampler's device.
     rewards: [B] float32, the environment's own (score minus its KL share).
     components, metrics: [B] float32 by name; what the score is made of, and what it is not. A
-        metric is NaN in rows of which nobody reported it.
+        metric is NaN in rows for which it was not reported.
     node: id of the node that made it.
     messages: what was said in the process that made it.
     pad_token_id: what stands in prompts and completions where there is no token.
@@ -164,7 +164,7 @@ class JudgedBatch:
     def distinct_share(self, is_greedy: bool = False) -> float:
         """Different completions over rollouts. Where sampling `is_greedy`, those of one prompt
         cannot differ, and equal ones count once."""
-        # What stands behind the end differs with who made the row.
+        # What stands after the end differs with who made the row.
         mask = self.columns[columns.COMPLETION_MASK]
         ids = self.columns[columns.COMPLETION_IDS].where(mask, -1)
         # Sorting rows, as torch.unique does, takes ten times as long.
@@ -346,7 +346,7 @@ def judged_groups(batch: JudgedBatch, *, min_valid: int = 1) -> list[JudgedGroup
 
 
 def as_bytes(group: JudgedGroup | None) -> JudgedGroup | None:
-    """The group as bytes of its own, for a checkpoint."""
+    """The group as separate bytes, for a checkpoint."""
     if group is None or isinstance(group.payload, bytes):
         return group
     return dataclasses.replace(group, payload=pack(opened(group.payload)))
@@ -389,7 +389,7 @@ def _parts(groups: Sequence[JudgedGroup]) -> Iterator[tuple[JudgedBatch, bool]]:
 
 
 def _shared_batch(group: JudgedGroup) -> int:
-    """Names the batch that a group is a part of; 0 where it is bytes of its own."""
+    """Names the batch that a group is a part of; 0 where it is separate bytes."""
     return id(group.payload.batch) if isinstance(group.payload, Places) else 0
 
 

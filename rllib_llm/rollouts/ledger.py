@@ -41,7 +41,7 @@ from rllib_llm.weights.coordinator import PublishedWeights
 _CAPACITIES_REMEMBERED = 4  # of closed groups whose leases are still known
 _OWN = ("rules", "_clock", "_weights")  # of a process
 # After so many seconds without a call, in which this process perhaps had no core, renewals may wait
-# behind the next one: no lease ends before so many more.
+# after the next one: no lease ends before so many more.
 SILENT_SECONDS, GRANTED_SECONDS = 5.0, 2.0
 
 
@@ -64,7 +64,7 @@ class Ledger:
         self._has_all_weights = False  # that groups are to be sampled with, as far as was asked
         self._num_published = 0
         self._orders: dict[int, int] = {}  # of publications, by version
-        self._failures: list[tuple[str, Any]] = []  # that the driver was not told of
+        self._failures: list[tuple[str, Any]] = []  # not yet reported to the driver
         self.table = GroupTable()
         limit = TimeLimit(rules.timeout_s)
         self.leases = Leases(self.table, limit, _CAPACITIES_REMEMBERED * rules.capacity)
@@ -87,7 +87,7 @@ class Ledger:
         return getattr(self, name)(*args)
 
     def was_away(self, seconds: float) -> None:
-        """Puts off all deadlines: nobody could renew a lease meanwhile, nor hand anything in."""
+        """Puts off all deadlines: no sampler could renew a lease or hand anything in meanwhile."""
         self._called += seconds
         self.leases.put_off_all(seconds)
 
@@ -100,7 +100,7 @@ class Ledger:
     # --- the driver ----------------------------------------------------------------------------
 
     def begin(self, position: int, step: int) -> None:
-        """An empty table and account that go on at `position` after `step` updates."""
+        """An empty table and account that continue at `position` after `step` updates."""
         self.table.begin(position)
         self.leases.begin()
         self.step = step
@@ -317,7 +317,7 @@ class Ledger:
         is_lockstep = self.rules.schedule == "lockstep"
         for entry in entries:
             if len(entries) > 1 and not is_lockstep:
-                entry.unit = entry.position  # alone next time: nobody knows which of them fails
+                entry.unit = entry.position  # alone next time: it is unknown which of them fails
                 continue
             entry.num_failures += not failure.weights_lost  # which is no group's
             most = max(most, entry.num_failures)

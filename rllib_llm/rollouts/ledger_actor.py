@@ -1,5 +1,5 @@
 """A ledger in a named actor, with a journal: samplers that ask for work, and the driver, wait for
-it. A process that samples and learns in turn calls a `Ledger` of its own instead."""
+it. A process that samples and learns in turn calls a `Ledger` itself instead."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _read(path: Path) -> Iterator[tuple[Any, ...]]:
                 return
 
 
-# May end somebody's wait; the last ones, as leases end by them.
+# May end a caller's wait; the last ones, as leases end by them.
 _WAKE = ("begin", "publish", "offer", "push", "fail", "give_back", "set_state", "report", "take")
 WAIT_SECONDS = 0.5  # of a driver for a batch, between looks at samplers
 

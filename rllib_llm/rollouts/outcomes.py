@@ -27,7 +27,7 @@ class TokenAccount:
     failed_groups: int = 0
 
     def reject(self, reason: str, num_tokens: int, *, num_groups: int = 1) -> None:
-        """Tokens, or whole groups, that nobody learns from."""
+        """Tokens, or whole groups, that are not learnt from."""
         self.rejected[reason] += num_tokens
         self.rejected_groups[reason] += num_groups
 
@@ -140,7 +140,7 @@ class Outcomes:
         return None
 
     def unseen(self, num_seen: int) -> tuple[tuple[Closed, ...], int]:
-        """Closed groups behind the first `num_seen`, and how many there were in all."""
+        """Closed groups after the first `num_seen`, and how many there were in all."""
         known = max(0, num_seen - self._num_seen)
         self._closed, self._num_seen = self._closed[known:], self._num_seen + known
         return tuple(self._closed), self._num_seen + len(self._closed)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rllib_llm.engines.vllm_engine import VLLMEngine
 
 LoadWeights: TypeAlias = Callable[[dict[str, torch.Tensor]], None]
-EVALUATION_SEED = 1_000_003  # added to the seed, so that evaluation has noise of its own
+EVALUATION_SEED = 1_000_003  # added to the seed, so that evaluation has other noise
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Generation:
 class ModulePolicy:
     """An RLModule, made on first use or shared with the learner in the same process.
 
-    takes_weights: whether it generates with published weights; if not, with a model of its own.
+    takes_weights: whether it generates with published weights; if not, with another model.
     has_weights: whether it was given weights to generate with, or needs none.
 
     Args:

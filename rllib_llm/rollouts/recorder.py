@@ -39,7 +39,7 @@ class AboutRun:
     top_p: float
     top_k: int
     seed: int
-    tokenizer: Any = None  # for texts that nobody decoded; None: the ids alone are stored
+    tokenizer: Any = None  # for texts that were not decoded; None: the ids alone are stored
     vocabulary: str = ""  # a hash of it
 
 
@@ -174,7 +174,7 @@ def _by_name(found: dict[str, Tensor], num_rows: int) -> pa.Array:
     """Each row's numbers by name, as JSON, without missing (NaN) and infinite ones."""
     by_name: list[list[str]] = []
     for name in sorted(found):
-        # Rows share few numbers: each becomes text once. They are told apart by their bits.
+        # Rows share few numbers: each becomes text once. They are compared by their bits.
         bits, places = np.unique(found[name].float().numpy().view(np.int32), return_inverse=True)
         # The shortest decimal of a float32: 0.1, not 0.10000000149.
         texts = [

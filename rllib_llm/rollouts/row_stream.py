@@ -133,12 +133,12 @@ class RowStream:
         for position in lease.positions:
             try:
                 groups[position] = self._group(lease, position)
-            except Exception as error:  # noqa: BLE001  (a prompt's; the ledger is told)
+            except Exception as error:  # noqa: BLE001  (a prompt's; reported to the ledger)
                 failed.append((error, [position]))
         self._groups |= groups
         try:
             self._begin_waiting(groups)
-        except Exception as error:  # noqa: BLE001  (the ledger is told)
+        except Exception as error:  # noqa: BLE001  (reported to the ledger)
             for position in groups:
                 del self._groups[position]
             failed.append((error, list(groups)))
@@ -205,7 +205,7 @@ class RowStream:
         return rows
 
     def drop(self, lease: int) -> None:
-        """Gives the groups of a lease up, which somebody else samples now."""
+        """Gives the groups of a lease up, which another sampler has now."""
         self._give_up([p for p, group in self._groups.items() if group.lease.id == lease])
 
     def _give_up(self, positions: Iterable[int]) -> None:

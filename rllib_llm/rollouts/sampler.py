@@ -106,7 +106,7 @@ class SamplingEnvironment:
         """The results of `step` for completions of the last prompts.
 
         Args:
-            global_step: updates behind the weights that made them, for reward functions that ask.
+            global_step: updates done before these were sampled, for reward functions that ask.
 
         What is learnt from is `infos["scores"]`. An environment that gives none is learnt from by
         its rewards, all rows of which count unless `infos["valid"]` says otherwise. One that said
@@ -139,7 +139,7 @@ class UnjudgedBatch:
     """Completions of a request that are to be judged.
 
     version: of the weights that made them. prompts: columns of the prompts. completions: columns,
-    or conversations that are over. step: updates behind what was published for the request.
+    or conversations that are over. step: updates done when the weights were published.
     timings, weights: see `JudgedBatch`. masks_stale_prefix: see `RowStream`.
     """
 
@@ -178,7 +178,7 @@ class Sampler:
         self.older_policy: SamplingPolicy | None = None
         self.weights = WeightsReceiver()
         self._published: tuple[int, int] | None = None  # of the last request
-        self._step = 0  # updates behind what was published for it
+        self._step = 0  # updates done when those were published
         self.params, self.seed, self.name, self._on_judged = params, seed, name, on_judged
 
     def serve(self, request: SampleRequest, published: PublishedWeights) -> JudgedBatch:

@@ -28,8 +28,8 @@ LEAVE_SECONDS = 2.0  # to one that leaves alone, for its last report
 class SamplerActors:
     """Handles of the samplers that RLlib's group has created, by worker (from 1, and never twice).
 
-    A call belongs to its caller: an abandoned one blocks nobody else.
-    RLlib is told who is dead and who is back, so that what it reports stays true.
+    A call belongs to its caller: an abandoned one blocks no other.
+    RLlib learns who is dead and who is back, so that what it reports stays true.
     """
 
     def __init__(self, group: EnvRunnerGroup) -> None:

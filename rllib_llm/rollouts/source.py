@@ -54,7 +54,7 @@ class RolloutSource:
     Args:
         publish_again: publishes the current weights anew, given why they could not be fetched.
         tell: called with the groups of the next batch that are judged, as they come.
-        replay: groups of earlier batches, some of which come behind each.
+        replay: groups of earlier batches, some of which follow each.
     """
 
     def __init__(

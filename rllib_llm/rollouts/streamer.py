@@ -182,7 +182,7 @@ class Work:
             # The ledger has ended, and the run with it; where it has not, the driver, which asks
             # every second, starts another thread.
             self._stopped.set()
-        except BaseException as error:  # noqa: BLE001  (the border of the thread; the driver is told)
+        except BaseException as error:  # noqa: BLE001  (the border of the thread; reported to the driver)
             self.failure = SampleFailure.from_exception(error)
             self._stopped.set()
         finally:
@@ -338,7 +338,7 @@ class RowWork(Work):
             self._wait(SECONDS_BETWEEN_RENEWALS)
         for lease in self._leased():
             if not self._begin_with(lease):
-                return  # the leases behind it have ended as well
+                return  # the leases after it have ended as well
 
     def _begin_with(self, lease: Lease) -> bool:
         """Whether its weights are there, and so the engine."""

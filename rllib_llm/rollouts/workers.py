@@ -1,4 +1,4 @@
-"""The samplers behind a ledger as the driver sees them: in process, called by the driver, or
+"""The samplers of a ledger as the driver sees them: in process, called by the driver, or
 leasing work themselves while the learner trains."""
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class RemoteWorkers(Workers):
         self._looked = self._someone_seen = time.monotonic()
 
     def note_progress(self) -> None:
-        """Nobody looked at samplers while the learner learnt."""
+        """Samplers were not looked at while the learner learnt."""
         self._someone_seen = time.monotonic()
         self._num_losses = 0
 

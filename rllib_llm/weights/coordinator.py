@@ -4,7 +4,7 @@ server replicas, evaluators of other runs.
     publisher ── announce(weights) ──▶ coordinator ◀── wait_for(version), report_lost ── receivers
 
 Bytes do not pass through it: it holds object references. Killed, it is restarted by Ray, empty; the
-publisher, which looks in several times a second, tells it again. Receivers go on with what they
+publisher, which looks in several times a second, announces again. Receivers keep what they
 have.
 """
 
@@ -45,7 +45,7 @@ class PublishedWeights:
     (inside a tuple, so that Ray does not fetch it before it is wanted), one of each learner's part
     where learners hold shards, or none where sampler and learner share the module. `epoch` says
     whose count `version` is: a learner that was restarted or restored has a higher one, and counts
-    on from any number (0: nobody else asks).
+    on from any number (0: there are no other receivers).
     `nodes`: ids of the nodes that are about to pull, which take turns (`receiver.py`).
     """
 
@@ -101,7 +101,7 @@ class VersionLog:
     def begin_epoch(self) -> int:
         """A number for a new publisher, whose first announcement fences off all earlier ones.
 
-        Being asked fences off nobody: a question whose asker gave up, and asked again, is answered
+        Being asked fences off none: a question whose asker gave up, and asked again, is answered
         late when the process is restarted or wakes up.
         """
         self._given = max(self._given + 1, self._epoch + 1, self._clock() // 1000)
@@ -168,7 +168,7 @@ SECONDS_TO_END = 5.0
 class WeightsCoordinator:
     """A `VersionLog` that can be waited for. Its methods run in turns on one event loop.
 
-    idle_seconds: it ends when nobody has called it for so long. Publishers that stop close it;
+    idle_seconds: it ends after so long without a call. Publishers that stop close it;
         one that was killed cannot, and may be started again soon.
     """
 

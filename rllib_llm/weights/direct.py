@@ -36,7 +36,7 @@ from rllib_llm.weights.flat_buffer import (
 #     sampler   reads it: RDMA or NVLink between GPUs, else TCP or shared memory ── copy ──▶
 #               parameters
 #
-# Readers act alone: one that died or hangs stops nobody, and a learner that died is an error that
+# Readers act alone: one that died or hangs stops no other, and a learner that died is an error that
 # passes, to them. This transport of Ray's is alpha in 2.60:
 # https://docs.ray.io/en/latest/ray-core/direct-transport/direct-transport.html
 
@@ -60,7 +60,7 @@ class DirectTransport:
     """See `Transport`. Puts snapshots of tensors into buffers that stay registered: as many as
     snapshots are in use at a time.
 
-    A buffer of its own for each snapshot would be taken from NIXL again after it. Readers then
+    A new buffer for each snapshot would be taken from NIXL again after it. Readers then
     connect anew, and what they were connected by stays open: a socket on both sides per read.
 
     transport: "nixl", or another that Ray knows and whose readers act alone.
@@ -77,8 +77,8 @@ class DirectTransport:
             ).atexit = False  # fmt: skip
 
     def export(self, tensors: dict[str, torch.Tensor], *, checksum: bool = False) -> DirectSnapshot:
-        """A snapshot of `tensors`, which are all on one device; valid for as long as somebody
-        refers to it. It has no checksum, which would have to be computed on the host.
+        """A snapshot of `tensors`, which are all on one device; valid for as long as it is
+        referred to. It has no checksum, which would have to be computed on the host.
 
         Raises:
             ModuleNotFoundError: NIXL is not installed.
@@ -135,8 +135,8 @@ class _Buffer:
 #     store     where the buffer is, and what lies in it: a few kB     (`DeviceSnapshot`)
 #     sampler   the same buffer, mapped once by CUDA IPC ── copy ──▶ parameters
 #
-# Nobody waits for readers: a buffer is written again at the second publication after its own. The
-# number of the snapshot stands behind the bytes, and is no longer there as soon as others are
+# Readers are not waited for: a buffer is written again at the second publication after its own. The
+# number of the snapshot stands after the bytes, and is no longer there as soon as others are
 # written over them: readers check it before and after.
 
 _STAMP_BYTES = 8
@@ -145,7 +145,7 @@ _BEING_WRITTEN = -1
 
 @dataclass(frozen=True)
 class CudaMemory:
-    """Memory of the CUDA device `device` (its uuid), with a key of its own in any process;
+    """Memory of the CUDA device `device` (its uuid), with a unique key;
     `arguments` are torch's own for sharing it."""
 
     key: str

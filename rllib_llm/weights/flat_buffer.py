@@ -71,7 +71,7 @@ class ScatteredBuffer:
     """A flat buffer that was not put together: `parts`, uint8, are views of the tensors themselves,
     padding between them. Pickled, it arrives as a `FlatBuffer`.
 
-    Into the object store its bytes are copied once, one part behind the other. It is valid for as
+    Into the object store its bytes are copied once, one part after the other. It is valid for as
     long as the tensors do not change.
     """
 
@@ -163,7 +163,7 @@ def lay_side_by_side(tensors: dict[str, torch.Tensor]) -> None:
     for key, tensor in own.items():
         slot = slots[str(key)]
         if slot.offset not in moved:
-            # A storage of its own, by way of numpy.
+            # A separate storage, by way of numpy.
             place = memory.numpy()[slot.offset :][: slot.num_bytes]
             moved[slot.offset] = torch.from_numpy(place).view(slot.dtype).view(slot.shape)
             moved[slot.offset].copy_(tensor.detach())
@@ -186,7 +186,7 @@ def unpack(flat: FlatBuffer) -> dict[str, torch.Tensor]:
 
 def join(parts: Sequence[FlatBuffer]) -> FlatBuffer:
     """One buffer of tensors that are cut along their first dimension over `parts`, in order; what
-    is in the first part alone is whole. In host memory of its own, unless there is one part."""
+    is in the first part alone is whole. In new host memory, unless there is one part."""
     if len(parts) == 1:
         return parts[0]
     views = [unpack(part) for part in parts]
@@ -230,7 +230,7 @@ def _crc32(data: np.ndarray | torch.Tensor, before: int = 0) -> int:
 
 
 class _Span:
-    """Memory from the first byte of `arrays`, which lie one behind the other, to the last one."""
+    """Memory from the first byte of `arrays`, which lie one after the other, to the last one."""
 
     def __init__(self, arrays: list[np.ndarray]):
         self._arrays = arrays  # they own the memory
@@ -241,7 +241,7 @@ class _Span:
 
 
 def _merge(arrays: list[np.ndarray]) -> list[np.ndarray]:
-    """The same bytes in as few arrays as possible: one for all that lie one behind the other."""
+    """The same bytes in as few arrays as possible: one for all that lie one after the other."""
     runs: list[list[np.ndarray]] = []
     end = None
     for array in arrays:
@@ -282,7 +282,7 @@ def fill_slots(
     buffer: torch.Tensor, tensors: dict[str, torch.Tensor], slots: dict[str, Slot],
     firsts: list[str],
 ) -> None:  # fmt: skip
-    """Copies `tensors` into their slots of `buffer` [num_bytes] uint8, and zeros behind them: equal
+    """Copies `tensors` into their slots of `buffer` [num_bytes] uint8, and zeros after them: equal
     tensors give equal bytes. Copies between devices may still be under way (`wait_for`)."""
     for name in firsts:
         slot, tensor = slots[name], tensors[name].detach()

@@ -120,7 +120,7 @@ class ModuleLoader:
     """Loads flat buffers into one module, a `HuggingFaceModule`.
 
     alias: parameters may become views of shared memory. Writing to such a parameter ends the
-    process (`read_only.py`); `own_memory` gives it memory of its own again.
+    process (`read_only`); `own_memory` gives it writable memory again.
     """
 
     def __init__(self, *, alias: bool):

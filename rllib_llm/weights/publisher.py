@@ -253,7 +253,7 @@ class WeightsPublisher:
 
         learners ──▶ samplers
           ├── coordinator ──▶ followers, by the run's name
-          └── folder ──▶ servers that follow nobody, by its path
+          └── folder ──▶ servers that follow no run, by its path
 
     Args:
         shared_module: the only sampler uses the learner's module itself: nothing travels to it.

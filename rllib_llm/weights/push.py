@@ -51,7 +51,7 @@ class PushedServer(ABC):
 
 
 class VLLMServer(PushedServer):
-    """vLLM's: paused, given the weights, and told to go on. After an error it stays paused: it may
+    """vLLM's: paused, given the weights, and resumed. After an error it stays paused: it may
     have parts of two versions.
 
     Args:

@@ -2,7 +2,7 @@
 
     where from ── latest() ──▶ ticket ── transport ──▶ flat buffer ── load ──▶ the model
 
-A sampler is told by each request which weights to use (`receive`); who follows a run asks its
+Each request says which weights a sampler uses (`receive`); who follows a run asks its
 coordinator (`WeightsFollower`).
 """
 
