@@ -52,7 +52,7 @@ TESTS = [
     "tests/modules/test_logprobs.py",
     "tests/engines/test_decoder.py",
     "tests/engines/test_static_step.py",
-    "tests/rollouts/test_asked_workers.py",
+    "tests/rollouts/test_synchronous_workers.py",
 ]
 
 

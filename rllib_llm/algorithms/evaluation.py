@@ -3,7 +3,7 @@
 Completions are greedy, one of each prompt, unless `evaluation_config` has `explore: true`. The same
 prompts and the same noise every time: a change in a result is a change in the policy. Training's
 prompt position and randomness are untouched, being functions of position and seed. Of several
-completions of each prompt pass@k, pass^k and maj@k are told.
+completions of each prompt pass@k, pass^k and maj@k are reported.
 
 Further environments have names, the setting `eval_envs`:
 
@@ -11,7 +11,7 @@ Further environments have names, the setting `eval_envs`:
       hard: {env_config: {digits: 4}}
       gsm: {env: rllib_llm/RLHF-v0, env_config: {prompts: gsm.jsonl, ...}, evaluation_duration: 32}
 
-Each is a group of samplers of its own, with `evaluation_config` and what its name has laid over the
+Each is a separate group of samplers, with `evaluation_config` and what its name has laid over the
 config; one of another `env` begins with an empty `env_config`.
 """
 
@@ -35,7 +35,7 @@ from ray.rllib.utils.metrics import (
 from ray.rllib.utils.metrics.metrics_logger import MetricsLogger
 
 from rllib_llm.numerics.pass_at_k import majority_rates, rates
-from rllib_llm.rollouts.errors import NoSamplersError, NoServerError, SamplingError
+from rllib_llm.rollouts.errors import NoSamplersError, NoServerError
 from rllib_llm.rollouts.judged_batch import JudgedBatch
 from rllib_llm.rollouts.schedule import ServingSettings
 from rllib_llm.shared import columns
@@ -53,18 +53,15 @@ def pass_metrics(
     `answers_of`.
 
     Raises:
-        ValueError: what says that a completion has passed is not there, or neither 0 nor 1.
+        Problems: what says that a completion has passed is not there, or neither 0 nor 1.
     """
     valid = batch.columns[columns.VALID] & batch.rollouts.is_first
     column = batch.columns[columns.SCORES] if on is None else batch.components.get(on)
     if column is None or not bool(((column == 0) | (column == 1))[valid & ~column.isnan()].all()):
         found = "there is none of this name" if column is None else "it has other values, too"
-        what = "which is the score: " if on is None else ""
-        raise Problems(
-            "pass_on", "be a component of the reward that is 0 or 1", f"{what}{found}",
-            f"Components: {', '.join(sorted(batch.components)) or 'none'}. Name one that is 0 or "
-            "1, or leave pass_at out", on,
-        )  # fmt: skip
+        names = ", ".join(sorted(batch.components)) or "none"
+        raise Problems("pass_on", "be a component of the reward that is 0 or 1", found,
+                       f"Components: {names}. None is the score", on)  # fmt: skip
     right, counts = column == 1, valid & ~column.isnan()
     # A prompt that comes again, since there are fewer than an evaluation judges, is the same one.
     groups = batch.columns.get(columns.PROMPT_INDEX, batch.columns[columns.GROUP])
@@ -144,15 +141,11 @@ def open_eval_envs(algorithm: Any) -> dict[str, tuple[Any, EnvRunnerGroup]]:
         config = eval_env_config(algorithm.config, name)
         config.validate()
         config.freeze()
-        group = EnvRunnerGroup(
-            config=config,
-            local_env_runner=config.create_local_env_runner,
-            logdir=algorithm.logdir,
-            tune_trial_id=algorithm.trial_id,
-            pg_offset=offset,
-        )
+        opened[name] = config, EnvRunnerGroup(
+            config=config, local_env_runner=config.create_local_env_runner,
+            logdir=algorithm.logdir, tune_trial_id=algorithm.trial_id, pg_offset=offset,
+        )  # fmt: skip
         offset += config.num_env_runners
-        opened[name] = (config, group)
     return opened
 
 
@@ -164,30 +157,22 @@ def evaluate_by_request(algorithm) -> dict[str, Any]:
     request, so the whole state of the model need not be copied to them twice.
 
     Raises:
-        ValueError: the algorithm was built without evaluation samplers.
+        Problems: the algorithm was built without evaluation samplers.
     """
     config, group = algorithm.config, algorithm.eval_env_runner_group
     if group is None:
-        raise ValueError(
-            f"evaluation_interval={config.evaluation_interval!r} must be at least 1: an algorithm "
-            "that is built without it has no samplers of held-out prompts. Set it, large where "
-            "evaluate() is to be called by hand alone."
-        )
+        raise Problems("evaluation_interval", "be at least 1", "else there are no samplers for it",
+                       "Set it, large where only evaluate() is called", None)  # fmt: skip
     options = {"algorithm": algorithm, "metrics_logger": algorithm.metrics}
     make_callback(
-        "on_evaluate_start",
-        callbacks_objects=algorithm.callbacks,
-        callbacks_functions=config.callbacks_on_evaluate_start,
-        kwargs=options,
+        "on_evaluate_start", algorithm.callbacks, config.callbacks_on_evaluate_start, kwargs=options
     )
     config.custom_evaluation_function(algorithm, group)
     results = algorithm.metrics.peek(key=EVALUATION_RESULTS, default={}, latest_merged_only=True)
     make_callback(
-        "on_evaluate_end",
-        callbacks_objects=algorithm.callbacks,
-        callbacks_functions=config.callbacks_on_evaluate_end,
+        "on_evaluate_end", algorithm.callbacks, config.callbacks_on_evaluate_end,
         kwargs={**options, "evaluation_metrics": results},
-    )
+    )  # fmt: skip
     return results
 
 
@@ -198,7 +183,7 @@ def evaluate_held_out(algorithm, group: EnvRunnerGroup) -> tuple[dict[str, Any],
     there are no held-out results, rather than old ones.
 
     Raises:
-        SamplingError: a sampler failed, or all die of it whenever they are asked.
+        RuntimeError: a sampler failed, or all die of it whenever they are asked.
         NoSamplersError, NoServerError: none came back or the server gave no answer,
             `evaluation_error_after_n_consecutive_skips` times.
     """
@@ -218,12 +203,8 @@ def evaluate_held_out(algorithm, group: EnvRunnerGroup) -> tuple[dict[str, Any],
     algorithm.eval_metrics = results
     algorithm.recorder.record(batch, "evaluated", iteration=results["iteration"])
     for split, rows in {"eval": batch, **{f"eval/{n}": b for n, b in further.items()}}.items():
-        algorithm.samples.write(
-            rows,
-            iteration=results["iteration"],
-            split=split,
-            limit=algorithm.evaluation_config.num_logged_samples,
-        )
+        limit = algorithm.evaluation_config.num_logged_samples
+        algorithm.samples.write(rows, iteration=results["iteration"], split=split, limit=limit)
     # RLlib's own place and names, reduced as an EnvRunner's results would be.
     rllib_results = MetricsLogger(root=False)
     for name in (NUM_EPISODES, NUM_ENV_STEPS_SAMPLED):
@@ -246,13 +227,12 @@ def _judged(algorithm, config, group: EnvRunnerGroup) -> JudgedBatch:
 def _results(batch: JudgedBatch, config) -> dict[str, float]:
     """Metrics of one evaluation batch, under `eval/` or its environment's name."""
     results = held_out_metrics(batch, is_greedy=not config.explore)
-    if config.pass_at:
-        asked = (config.pass_at, config.pass_on, config.answer_pattern)
-        results.update(pass_metrics(batch, *asked))
-    return results
+    if not config.pass_at:
+        return results
+    return results | pass_metrics(batch, config.pass_at, config.pass_on, config.answer_pattern)
 
 
-def _skip(algorithm, error: SamplingError) -> None:
+def _skip(algorithm, error: RuntimeError) -> None:
     algorithm.eval_metrics = None
     algorithm.faults.evaluations_skipped += 1
     algorithm.num_evaluations_skipped += 1

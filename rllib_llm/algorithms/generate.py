@@ -19,7 +19,7 @@ from rllib_llm.config.sections import SectionMethod
 from rllib_llm.config.tabled_config import TabledConfig
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import uniform_noise
-from rllib_llm.shared.errors import Problem, require
+from rllib_llm.shared.errors import Problem, Problems
 from rllib_llm.shared.setting import Section
 
 TRAIN_FILE, EVAL_FILE = "train.jsonl", "eval.jsonl"
@@ -93,16 +93,11 @@ class Generate(Trainable):
         self.settings.validate()
         model = self.settings.given_model()
         self.tokenizer = load_tokenizer(model)
-        require(
-            self.tokenizer.bos_token_id is not None, "model", model,
-            "be one whose tokenizer has a BOS token", "texts are sampled from it alone",
-            "Set tokenizer.bos_token and save the tokenizer again",
-        )  # fmt: skip
-        self.model = load_causal_lm(
-            model,
-            dtype=self.settings.dtype,
-            device="cuda" if self.settings.num_gpus else "cpu",
-        )
+        if self.tokenizer.bos_token_id is None:
+            raise Problems("model", "have a BOS token", "texts are sampled from it alone",
+                           "Set tokenizer.bos_token and save it again", model)  # fmt: skip
+        device = "cuda" if self.settings.num_gpus else "cpu"
+        self.model = load_causal_lm(model, dtype=self.settings.dtype, device=device)
         ends = eos_token_ids(self.tokenizer, self.model, load_generation_config(model))
         self._params = SamplingParams.of(self.settings, self.tokenizer.pad_token_id, ends)
         self._rows: list[dict[str, str]] = []
@@ -113,15 +108,10 @@ class Generate(Trainable):
         start = time.perf_counter()
         first, count = len(self._rows), self.settings.batch_size
         bos = torch.full((count, 1), self.tokenizer.bos_token_id)
-        sampled = generate(
-            self.model,
-            bos,
-            torch.ones_like(bos, dtype=torch.bool),
-            self._params,
-            noise=uniform_noise(
-                self.settings.seed, range(first, first + count), self.settings.max_new_tokens
-            ),
-        )
+        rows = range(first, first + count)
+        noise = uniform_noise(self.settings.seed, rows, self.settings.max_new_tokens)
+        mask = torch.ones_like(bos, dtype=torch.bool)
+        sampled = generate(self.model, bos, mask, self._params, noise=noise)
         for ids, mask in zip(sampled.completion_ids, sampled.completion_mask, strict=True):
             self._rows.append(self._row(ids[mask].tolist()))
         num_tokens = int(sampled.completion_mask.sum())
@@ -132,17 +122,15 @@ class Generate(Trainable):
         }
 
     def _row(self, ids: list[int]) -> dict[str, str]:
-        text = self._decode(ids)
-        if self.settings.opening_tokens is None:
-            return {"text": text}
-        return {
-            "prompt": opening(text, self._decode(ids[: self.settings.opening_tokens])),
-            "text": text,
-        }
+        def decode(ids: list[int]) -> str:
+            decoded = self.tokenizer.decode(
+                ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+            return str(decoded)
 
-    def _decode(self, ids: list[int]) -> str:
-        return str(
-            self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text, num = decode(ids), self.settings.opening_tokens
+        return {"text": text} | (
+            {} if num is None else {"prompt": opening(text, decode(ids[:num]))}
         )
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
@@ -153,7 +141,7 @@ class Generate(Trainable):
         for name, rows in files.items():
             lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
             (Path(checkpoint_dir) / name).write_text("".join(lines), encoding="utf-8")
-        # The order in which they were sampled, to go on from.
+        # The order in which they were sampled, to be continued.
         state = {"rows": self._rows}
         (Path(checkpoint_dir) / "state.json").write_text(json.dumps(state), encoding="utf-8")
         write_manifest(Path(checkpoint_dir), {"algorithm": "Generate"})

@@ -34,21 +34,21 @@ from rllib_llm.algorithms.language_model_config import (
     frozen_with,
     with_decided_precision,
 )
-from rllib_llm.algorithms.places import processes, require_places
+from rllib_llm.algorithms.places import processes, wait_for_places
 from rllib_llm.algorithms.results import HEADLINE, with_headline
 from rllib_llm.checkpoints.algorithm import WholeCheckpoints, in_its_folder
 from rllib_llm.checkpoints.folder import make_readable
-from rllib_llm.config.checks import given
-from rllib_llm.learners.metrics import MEANS, MESSAGES, NUM_PARAMETERS, TOLD
+from rllib_llm.learners.metrics import MEANS, MESSAGES, NUM_PARAMETERS, REPORT
 from rllib_llm.overseer.diagnosis import BETWEEN, PAUSED, SAVING
 from rllib_llm.overseer.oversight import Oversight
 from rllib_llm.rollouts.recorder import SAMPLES_FILE
+from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.messages import MESSAGES_FILE, Listener, Message, MessageLog, raise_plainly
 from rllib_llm.shared.storage import fetch_file
 
 logger = logging.getLogger(__name__)
 
-# Ends quietly when it is told to, or its parent is dead: it is somebody else's child then. A pipe
+# Ends quietly on a signal, or when its parent is dead: it is another's child then. A pipe
 # would not tell: any process that is forked meanwhile holds its other end as well.
 _WATCHER = """
 import os, signal, sys, time
@@ -87,13 +87,6 @@ def is_trial() -> bool:
 TRIAL_ID = re.compile(r"[0-9a-f]{5,8}_\d{5}")  # Tune's, in the name of a trial's folder
 
 
-def _processes(config: LanguageModelConfig) -> str:
-    """The resources of the processes that an algorithm starts."""
-    counts = {"sampler": config.num_env_runners or 0, "learner": config.num_learners or 0}
-    parts = [f"{n} {name}{'s' * (n > 1)}" for name, n in counts.items() if n]
-    return f", starting {' and '.join(parts)}" if parts else ""
-
-
 class LanguageModelAlgorithm(WholeCheckpoints):
     """An Algorithm whose checkpoints contain the model as a Hugging Face folder, and whose results
     have the field's usual metric names at top level."""
@@ -104,16 +97,13 @@ class LanguageModelAlgorithm(WholeCheckpoints):
 
     @classmethod
     def get_default_config(cls) -> Any:
-        config_class = given(
-            cls.config_class, f"{cls.__name__}.config_class", "a subclass of LanguageModelConfig",
-            "it has the algorithm's settings", "Set it in the class",
-        )  # fmt: skip
-        return config_class(algo_class=cls)
+        assert cls.config_class is not None, f"{cls.__name__}.config_class must be set"
+        return cls.config_class(algo_class=cls)
 
     @classmethod
     def default_resource_request(cls, config: Any) -> PlacementGroupFactory:
         """As RLlib's, with a bundle for every process of ours; `num_cpus_for_main_process` decides
-        alone where the learner is in the main process and nobody set its CPUs: RLlib would take a
+        alone where the learner is in the main process and its CPUs are not set: RLlib would take a
         whole one for it at least."""
         request = super().default_resource_request(config)
         settings = cls.get_default_config().update_from_dict(config)
@@ -143,7 +133,7 @@ class LanguageModelAlgorithm(WholeCheckpoints):
                 super().__init__(config=config, env=env, **kwargs)
         except ValueError as error:
             raise_plainly(error)
-        self.doing("starting an iteration")
+        self.set_activity("starting an iteration")
 
     def __repr__(self) -> str:
         return type(self).__name__  # in Ray's messages
@@ -173,7 +163,7 @@ class LanguageModelAlgorithm(WholeCheckpoints):
             for messages in (answer.get() for answer in answers if answer.ok):
                 self.tell(messages)
 
-    def doing(self, activity: str, phase: str | None = None) -> None:
+    def set_activity(self, activity: str, phase: str | None = None) -> None:
         """Publishes the trial's current activity. `phase`: the clock to which its time is
         attributed, see `overseer/diagnosis.py`."""
         self.oversight.doing(activity, phase)
@@ -184,18 +174,20 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         self.known_metrics: dict[str, Any] = {}  # of the latest iteration, nested by group
         self._learner_means: dict[str, float] = {}  # by name, of the iteration or call under way
         self._num_parameters: dict[str, dict[str, int]] = {}  # of each module
-        self._told_config: dict[str, Any] | None = None  # as results have it
+        self._config_in_results: dict[str, Any] | None = None
         self.eval_metrics: dict[str, float] | None = None  # the latest held-out results
         self.eval_env_runner_group = None
         self._fetch_logs()
         self._message_log = MessageLog(self.trial_folder)
         if self._listener is not None:
             self._listener.take()  # what settings warn of was said where they were given
-        self.doing(f"loading models{_processes(self.config)}")
+        counts = {"samplers": self.config.num_env_runners, "learners": self.config.num_learners}
+        started = " and ".join(f"{n} {name}" for name, n in counts.items() if n)
+        self.set_activity(f"loading models{started and f', starting {started}'}")
         self.config = in_its_folder(self.config)
         self.config = with_decided_precision(self.config)
         self._join_overseer()
-        require_places(self.config)
+        wait_for_places(self.config)
         self.read_data()
         super().setup(config)
         self._tell_of_learners()
@@ -223,21 +215,19 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         if not overseen:
             return
         self.oversight.join(
-            folder,
-            f"trial {trial}",
-            trial=trial,
-            stage=folder.name,
-            algorithm=type(self).__name__,
+            folder, f"trial {trial}", trial=trial, stage=folder.name, algorithm=type(self).__name__
         )
-        self.oversight.obey(self, lambda: self.doing(f"{PAUSED}: rllib resume goes on", PAUSED))
+        self.oversight.obey(
+            self, lambda: self.set_activity(f"{PAUSED}: rllib resume goes on", PAUSED)
+        )
 
     def get_auto_filled_metrics(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """As RLlib's, which makes a dict of the config for every result: once suffices."""
         metrics = Trainable.get_auto_filled_metrics(self, *args, **kwargs)
         if isinstance(metrics.get("config"), AlgorithmConfig):
-            if self._told_config is None:
-                self._told_config = self.config.to_dict()
-            metrics["config"] = dict(self._told_config)
+            if self._config_in_results is None:
+                self._config_in_results = self.config.to_dict()
+            metrics["config"] = dict(self._config_in_results)
         return metrics
 
     def scale_samplers(self, num_samplers: int) -> str:
@@ -245,12 +235,10 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         change.
 
         Raises:
-            ValueError: that cannot be; stages without samplers refuse all numbers.
+            Problems: that cannot be; stages without samplers refuse all numbers.
         """
-        raise ValueError(
-            f"samplers={num_samplers} cannot be set: {type(self).__name__} has no samplers. "
-            "Ask a stage that has."
-        )
+        raise Problems("samplers", "be left as they are",
+                       f"{type(self).__name__} has no samplers", value=num_samplers)  # fmt: skip
 
     def read_data(self) -> None:
         """Reads the data. Called before learners are built, so that faults in data show first."""
@@ -262,11 +250,8 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         return True
 
     def _begin_again(self, config: Any, env: Any = None) -> None:
-        kept = {
-            name: value
-            for name, value in vars(self).items()
-            if name == "_trial_info" or name.startswith(("_stdout", "_stderr"))
-        }
+        of_tune = ("_trial_info", "_stdout", "_stderr")
+        kept = {name: value for name, value in vars(self).items() if name.startswith(of_tune)}
         self.cleanup()
         type(self).__init__(self, config=config, env=env, storage=self._storage)
         self.__dict__.update(kept)
@@ -289,10 +274,7 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         if not kept:
             return
         for name, value in kept.items():
-            logger.warning(
-                "%s='auto' is %r in this run, as its checkpoint has it, and not what it would be "
-                "here.", name, value,
-            )  # fmt: skip
+            logger.warning("%s='auto' is %r, as in this run's checkpoint", name, value)
         if isinstance(config, Mapping):
             config = {**config, **kept}
         else:
@@ -327,7 +309,7 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         self, columns: dict[str, Any], num_rows: int, version: int | None = None
     ) -> dict[str, Any]:
         """Updates all learners with a batch, which they share row by row. Returns the learners'
-        messages, see `LanguageModelLearner.told`; `version`: see `LanguageModelLearner.update`."""
+        report; `version`: see `LanguageModelLearner.update`."""
         self.has_begun_to_learn = True
         self._learner_means = {}  # RLlib may ask for several steps for one result: the last counts
         batch = MultiAgentBatch({DEFAULT_MODULE_ID: SampleBatch(columns)}, env_steps=num_rows)
@@ -349,7 +331,7 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         return self._take(results)
 
     def pop_learner_metrics(self) -> dict[str, dict[str, float]]:
-        """`learner_metrics`, which are forgotten: in a loop of one's own no result does so."""
+        """`learner_metrics`, which are forgotten: in a custom loop no result does so."""
         groups = self.learner_metrics()
         self._learner_means = {}
         return groups
@@ -357,16 +339,16 @@ class LanguageModelAlgorithm(WholeCheckpoints):
     def _take(self, results: list[dict[str, Any]]) -> dict[str, Any]:
         """Removes the learners' messages from their results, so that RLlib's metrics remain. Shares
         of means are summed, warnings are logged."""
-        told: dict[str, Any] = {}
+        report: dict[str, Any] = {}
         for result in results:
-            told |= (mine := result.pop(TOLD))
+            report |= (mine := result.pop(REPORT))
             self.tell(mine[MESSAGES])
             for name, share in mine[MEANS].items():
                 self._learner_means[name] = self._learner_means.get(name, 0.0) + share
             self._num_parameters = mine[NUM_PARAMETERS]
         if any(results):
             self.metrics.aggregate(results, key=LEARNER_RESULTS)
-        return told
+        return report
 
     def train(self) -> dict[str, Any]:
         """One iteration, as RLlib's. Commands of the overseer are carried out between iterations. A
@@ -405,10 +387,10 @@ class LanguageModelAlgorithm(WholeCheckpoints):
             return
         counted = list(self._num_parameters.values())
         total = {name: sum(each[name] for each in counted) for name in counted[0]}
-        told: dict[str, dict[str, Any]] = {**self._num_parameters, ALL_MODULES: total}
-        told[DEFAULT_MODULE_ID] = told[DEFAULT_MODULE_ID] | means
+        of_modules: dict[str, dict[str, Any]] = {**self._num_parameters, ALL_MODULES: total}
+        of_modules[DEFAULT_MODULE_ID] = of_modules[DEFAULT_MODULE_ID] | means
         found = results.setdefault(LEARNER_RESULTS, {})
-        for module, own in told.items():
+        for module, own in of_modules.items():
             found[module] = {**found.get(module, {}), **own}
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
@@ -418,7 +400,7 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         self.oversight.clock.enter(BETWEEN)
 
     def cleanup(self) -> None:
-        self.doing("")
+        self.set_activity("")
         self.oversight.close()
         super().cleanup()
 
@@ -427,9 +409,8 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         path = str(folder.resolve())
-        results = self.learner_group.foreach_learner(lambda learner: learner.export_model(path))
-        errors = [result.get() for result in results if not result.ok]
-        if errors:
-            raise errors[0]
+        for result in self.learner_group.foreach_learner(lambda each: each.export_model(path)):
+            if not result.ok:
+                raise result.get()
         make_readable(folder)
         return folder

@@ -13,24 +13,20 @@ from typing import Any
 import ray
 from ray.util.placement_group import get_current_placement_group
 
-from rllib_llm.shared.errors import Problems
+from rllib_llm.shared.errors import Problems, require
 from rllib_llm.shared.ray_compat import free_by_node, resources_by_node
 
 MAX_SECONDS_OCCUPIED = 60.0  # until processes of a run that just ended have left
 SECONDS_BETWEEN_LOOKS = 0.5
 
 
-class NoPlaceError(RuntimeError):
-    """The cluster is too small for the processes of the run, or taken by others."""
-
-
-def require_places(config: Any) -> None:
-    """Checks that every process of a run, by its `AlgorithmConfig`, finds its resources.
+def wait_for_places(config: Any) -> None:
+    """Waits until every process of a run, by its `AlgorithmConfig`, finds its resources.
 
     Under Tune there is nothing to check: the trial starts when its resources are reserved.
 
     Raises:
-        NoPlaceError: some would wait for ever, saying what is asked and what the cluster has.
+        RuntimeError: some would wait for ever, saying what is asked and what the cluster has.
     """
     bundles = processes(config)
     if not bundles:
@@ -40,14 +36,19 @@ def require_places(config: Any) -> None:
     if get_current_placement_group() is not None:
         return
     totals = resources_by_node()
-    if not fits(bundles, totals):
-        raise NoPlaceError(
-            f"{_ask(bundles)} must fit into the cluster's {_totals(totals)}: the others would wait "
-            "for ever. Lower num_env_runners, evaluation_num_env_runners, num_learners or the CPUs "
-            "and GPUs of each, or give Ray more: ray.init(num_cpus=...), more nodes. On a cluster "
-            "that grows by itself, run under tune.Tuner, which asks for the nodes."
+    if first_without_place(bundles, totals) is not None:
+        raise RuntimeError(
+            f"{_ask(bundles)} must fit into the cluster's {_totals(totals)}. Lower num_env_runners,"
+            " num_learners or the resources of each; on a cluster that grows, use tune.Tuner."
         )
-    _wait_for_others(bundles)
+    start = time.monotonic()
+    while first_without_place(bundles, free := free_by_node()) is not None:
+        if time.monotonic() - start > MAX_SECONDS_OCCUPIED:
+            raise RuntimeError(
+                f"{_ask(bundles)} must fit into what others have left of the cluster, "
+                f"{_totals(free)}. Stop other algorithms, or run under tune.Tuner, which waits."
+            )
+        time.sleep(SECONDS_BETWEEN_LOOKS)
 
 
 def processes(config: Any) -> list[dict[str, float]]:
@@ -71,29 +72,10 @@ def processes(config: Any) -> list[dict[str, float]]:
     return samplers + [learner] * config.num_learners
 
 
-def _wait_for_others(bundles: Sequence[Mapping[str, float]]) -> None:
-    start = time.monotonic()
-    while not fits(bundles, free := free_by_node()):
-        if time.monotonic() - start > MAX_SECONDS_OCCUPIED:
-            raise NoPlaceError(
-                f"{_ask(bundles)} must fit into what others have left of the cluster, "
-                f"{_totals(free)}, for {MAX_SECONDS_OCCUPIED:.0f} s now. Stop other "
-                "algorithms (.stop()), wait for other jobs, or run under tune.Tuner, which waits."
-            )
-        time.sleep(SECONDS_BETWEEN_LOOKS)
-
-
-def fits(bundles: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]]) -> bool:
-    """Whether all bundles find a node: see `first_without_place`."""
-    return first_without_place(bundles, nodes) is None
-
-
 def first_without_place(
-    bundles: Sequence[Mapping[str, float]],
-    nodes: Sequence[Mapping[str, float]],
-    *,
+    bundles: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]], *,
     apart: bool = False,
-) -> int | None:
+) -> int | None:  # fmt: skip
     """Index of the first bundle that no node has room for; None: all find a place.
 
     Those that the fewest nodes could hold come first, of these the largest, each on the first node
@@ -107,11 +89,9 @@ def first_without_place(
 
 
 def _first_left(
-    bundles: Sequence[Mapping[str, float]],
-    nodes: Sequence[Mapping[str, float]],
-    apart: bool,
+    bundles: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]], apart: bool,
     emptiest: bool,
-) -> int | None:
+) -> int | None:  # fmt: skip
     free = [dict(node) for node in nodes]
 
     def rank(index: int) -> tuple[float, ...]:
@@ -179,22 +159,18 @@ def check_nodes(reservation: Reservation, nodes: Sequence[Mapping[str, float]]) 
     if reservation.strategy == "STRICT_PACK":
         bundles, uses = (reservation.totals,), ("all processes (placement_strategy: STRICT_PACK)",)
     for bundle, use in zip(bundles, uses, strict=True):
-        if not any(holds(node, bundle) for node in nodes):
-            raise Problems(
-                f"the bundle of {use}, {_named(bundle, bundle)},", "fit into one node",
-                f"the largest has {_named(_largest(nodes, bundle), bundle)}",
-                "Give Ray larger nodes, or lower what that process asks for",
-            )  # fmt: skip
+        name, largest = f"the bundle of {use}, {_named(bundle, bundle)},", _largest(nodes, bundle)
+        require(any(holds(node, bundle) for node in nodes), name, ..., "fit into one node",
+                f"the largest has {_named(largest, bundle)}",
+                "Give Ray larger nodes, or lower what that process asks for")  # fmt: skip
     left = first_without_place(bundles, nodes, apart=reservation.strategy == "STRICT_SPREAD")
     if left is not None:
-        bundle = bundles[left]
+        bundle, largest = bundles[left], _largest(nodes, bundles[left])
         raise Problems(
-            f"the {len(bundles)} bundles of one trial", "find places together "
-            f"({reservation.strategy}) on {len(nodes)} nodes",
+            f"the {len(bundles)} bundles of one trial",
+            f"find places together ({reservation.strategy}) on {len(nodes)} nodes",
             f"none is left for that of {uses[left]}, {_named(bundle, bundle)}; the largest node "
-            f"has {_named(_largest(nodes, bundle), bundle)} in all",
-            "Give Ray more nodes or larger ones, or lower num_env_runners, num_learners or what "
-            "each asks for",
+            f"has {_named(largest, bundle)} in all", "Give Ray nodes, or lower num_env_runners",
         )  # fmt: skip
 
 

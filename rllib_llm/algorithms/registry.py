@@ -8,16 +8,11 @@ from rllib_llm.shared.dotted import import_dotted, looks_dotted
 from rllib_llm.shared.errors import Problems, did_you_mean
 from rllib_llm.shared.ray_compat import register_trainable, rllib_algorithm_class
 
-ALGORITHMS: dict[str, str] = {
-    "PPOPtx": "rllib_llm.algorithms.ppo_ptx:PPOPtx",
-    "GRPO": "rllib_llm.algorithms.grpo:GRPO",
-    "RLOO": "rllib_llm.algorithms.rloo:RLOO",
-    "ReinforcePP": "rllib_llm.algorithms.reinforce_pp:ReinforcePP",
-    "SFT": "rllib_llm.algorithms.sft:SFT",
-    "RewardModel": "rllib_llm.algorithms.reward_model:RewardModel",
-    "DPO": "rllib_llm.algorithms.dpo:DPO",
-    "Generate": "rllib_llm.algorithms.generate:Generate",
-}
+_FILES = {
+    "PPOPtx": "ppo_ptx", "GRPO": "grpo", "RLOO": "rloo", "ReinforcePP": "reinforce_pp",
+    "SFT": "sft", "RewardModel": "reward_model", "DPO": "dpo", "Generate": "generate",
+}  # fmt: skip
+ALGORITHMS = {name: f"rllib_llm.algorithms.{file}:{name}" for name, file in _FILES.items()}
 
 
 # What are settings of an algorithm here, by the letters of their names.
@@ -50,10 +45,8 @@ def get_algorithm_class(name: str) -> Any:
     known = (*RLLIB_ALGORITHMS, *ALGORITHMS)
     variant = VARIANTS.get("".join(filter(str.isalpha, name.lower())))
     meant = did_you_mean(name, known, 2, cutoff=0.4, otherwise="Check the spelling")
-    raise Problems(
-        "run", f"be one of {list(ALGORITHMS)}, an algorithm of RLlib, or a dotted path",
-        "it is none of these", f"Write `{variant}`" if variant else meant, name,
-    )  # fmt: skip
+    raise Problems("run", f"be one of {[*ALGORITHMS]}, an algorithm of RLlib, or a dotted path", "",
+                   f"Write `{variant}`" if variant else meant, name)  # fmt: skip
 
 
 class _ByName:

@@ -55,11 +55,9 @@ def weights_metrics(
 ) -> dict[str, Any]:
     """Metrics of the last published weights, and the staleness of the oldest row."""
     found = {
-        "version": published.version,
-        "publish_seconds": published.publish_seconds,
-        **publisher,
-        **sampled.weights_metrics(),
-    }
+        "version": published.version, "publish_seconds": published.publish_seconds,
+        **publisher, **sampled.weights_metrics(),
+    }  # fmt: skip
     sampled_with = published.version - 1  # the last ones are for the next iteration
     if "oldest_version" in found:
         found["versions_behind"] = sampled_with - found["oldest_version"]
@@ -89,21 +87,13 @@ def log_as_rllib(metrics: MetricsLogger, sampled: JudgedBatch, mean_reward: floa
 # Short name: where it stands in a result, "" for its top. The first four that there are become
 # columns; every stage has four, so that none is filled with a counter of RLlib's.
 HEADLINE: Mapping[str, tuple[str, str]] = {
-    "reward": ("objective", "scores"),
-    "held_out_reward": ("eval", "scores"),
-    "kl": ("objective", "kl"),
-    "length": ("train", "output_length"),
-    "sft_loss": ("loss", "sft"),
-    "rm_loss": ("loss", "reward_model"),
-    "dpo_loss": ("loss", "dpo"),
-    "held_out_loss": ("eval", "loss"),
-    "accuracy": ("train", "accuracy"),
-    "held_out_accuracy": ("eval", "accuracy"),
-    "entropy": ("policy", "entropy_avg"),
-    "tokens_per_s": ("throughput", "tokens_per_s"),
-    "episode": ("", "episode"),
-    "lr": ("", "lr"),
-}
+    "reward": ("objective", "scores"), "held_out_reward": ("eval", "scores"),
+    "kl": ("objective", "kl"), "length": ("train", "output_length"),
+    "sft_loss": ("loss", "sft"), "rm_loss": ("loss", "reward_model"), "dpo_loss": ("loss", "dpo"),
+    "held_out_loss": ("eval", "loss"), "accuracy": ("train", "accuracy"),
+    "held_out_accuracy": ("eval", "accuracy"), "entropy": ("policy", "entropy_avg"),
+    "tokens_per_s": ("throughput", "tokens_per_s"), "episode": ("", "episode"), "lr": ("", "lr"),
+}  # fmt: skip
 
 
 def with_headline(result: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,17 +113,11 @@ def stored_rollouts(config: Any, storage: Any, trial_folder: Path) -> RolloutRec
     held_out = config.get_evaluation_config_object()
     samples_held_out = held_out is not None and held_out.explore
     about = AboutRun(
-        run=trial_folder.name,
-        env=str(config.env),
-        num_completions=config.num_completions,
+        run=trial_folder.name, env=str(config.env), num_completions=config.num_completions,
         num_held_out_completions=held_out.num_completions if samples_held_out else 1,
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        seed=config.seed or 0,
-        tokenizer=tokenizer,
-        vocabulary=vocabulary_hash(tokenizer),
-    )
+        temperature=config.temperature, top_p=config.top_p, top_k=config.top_k,
+        seed=config.seed or 0, tokenizer=tokenizer, vocabulary=vocabulary_hash(tokenizer),
+    )  # fmt: skip
     folder, filesystem = str(trial_folder / ROLLOUTS), None
     if storage is not None and not isinstance(storage.storage_filesystem, LocalFileSystem):
         folder, filesystem = f"{storage.trial_fs_path}/{ROLLOUTS}", storage.storage_filesystem

@@ -13,7 +13,7 @@ from rllib_llm.data.texts import TextSource
 from rllib_llm.shared.setting import Section, Settings, setting
 
 
-class Scores(Settings):
+class ScoreSettings(Settings):
     """The scores."""
 
     center_rewards_coeff: float = setting(
@@ -28,7 +28,7 @@ class Scores(Settings):
     )  # fmt: skip
 
 
-REWARD_MODEL = Section.of("training", Scores)
+REWARD_MODEL = Section.of("training", ScoreSettings)
 
 
 class RewardModelConfig(SupervisedConfig):
@@ -61,13 +61,9 @@ class RewardModel(Supervised):
         self._reference_source: TextSource | None = None
         if self.config.normalization_data is not None:
             self._reference_source = TextSource(
-                self.config.normalization_data,
-                tokenizer=self.tokenizer,
-                max_length=self.max_length,
-                loss_on="all",
-                shuffle=False,
-                keep_end=True,
-            )
+                self.config.normalization_data, tokenizer=self.tokenizer,
+                max_length=self.max_length, loss_on="all", shuffle=False, keep_end=True,
+            )  # fmt: skip
 
     def summarize(self, totals: Counter[str]) -> dict[str, float]:
         means = super().summarize(totals)

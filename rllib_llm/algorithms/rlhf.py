@@ -20,10 +20,10 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.env.env_runner_group import EnvRunnerGroup
 from ray.rllib.utils.metrics import ENV_RUNNER_RESULTS, EVALUATION_RESULTS
 
+from rllib_llm.algorithms.custom_loop import CustomLoop, Metrics, PendingCall
 from rllib_llm.algorithms.evaluation import evaluate_by_request, open_eval_envs
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
 from rllib_llm.algorithms.language_model_config import frozen_with
-from rllib_llm.algorithms.own_loop import Metrics, OwnLoop, UnderWay
 from rllib_llm.algorithms.results import (
     log_as_rllib,
     stored_rollouts,
@@ -34,20 +34,21 @@ from rllib_llm.algorithms.results import (
 from rllib_llm.algorithms.rlhf_config import RLHFConfig
 from rllib_llm.numerics.off_policy import age_metrics
 from rllib_llm.overseer import diagnosis
-from rllib_llm.rollouts.errors import BrokenSamplerError, Faults, PublishedWeightsLostError
+from rllib_llm.rollouts.errors import BrokenSamplerError, Faults
 from rllib_llm.rollouts.judged_batch import JudgedBatch
 from rllib_llm.rollouts.recorder import RolloutRecorder, SampleLog
 from rllib_llm.rollouts.replay import open_replay
 from rllib_llm.rollouts.sampler_pool import SamplerActors, SamplerPool
 from rllib_llm.rollouts.schedule import ServingSettings, StreamRules, texts_are_due
 from rllib_llm.shared import columns
+from rllib_llm.shared.errors import require
 from rllib_llm.shared.ray_compat import local_learner
 from rllib_llm.weights.coordinator import CoordinatorClient, PublishedWeights
 from rllib_llm.weights.publisher import BackgroundPublisher, WeightsPublisher
 from rllib_llm.weights.push import WeightsPush, open_servers
 
 if TYPE_CHECKING:
-    from rllib_llm.rollouts.source import Rollouts
+    from rllib_llm.rollouts.source import RolloutSource
 
 PIPELINE_STATE = "rllib_llm"  # the algorithm's own share of its state
 
@@ -66,11 +67,11 @@ class RLHF(LanguageModelAlgorithm):
     def setup(self, config) -> None:
         self.weights_version = 0  # learner updates so far
         self._server: Any = None  # beside the run
-        self.own_loop = OwnLoop(self)
+        self.custom_loop = CustomLoop(self)
         self.faults = Faults()
         self.num_evaluations_skipped = 0  # in a row
         self._pools: dict[EnvRunnerGroup, SamplerPool] = {}
-        self._held_out: dict[EnvRunnerGroup, Rollouts] = {}
+        self._held_out: dict[EnvRunnerGroup, RolloutSource] = {}
         self.evaluation_groups: dict[str, tuple[RLHFConfig, EnvRunnerGroup]] = {}
         start = time.monotonic()
         if self.config.env_runner_cls is None:
@@ -78,12 +79,18 @@ class RLHF(LanguageModelAlgorithm):
             self.config = frozen_with(self.config, env_runner_cls=default)
         try:
             super().setup(config)
-        except IndexError:  # RLlib asked the first sampler for its spaces, and nobody answered
+        except IndexError:  # RLlib asked the first sampler for its spaces, without an answer
             SamplerPool(SamplerActors(self.env_runner_group), self.faults).require_built()
             raise
         if self.eval_env_runner_group is not None:
             self.evaluation_groups = open_eval_envs(self)
-        self._pools = self._make_pools(time.monotonic() - start)
+        own, named = self.env_runner_group, [group for _, group in self.evaluation_groups.values()]
+        seconds, parts = time.monotonic() - start, self.config.sampling_parts
+        for group in (own, self.eval_env_runner_group, *named):
+            if group is not None:
+                num_parts = parts if group is own else None
+                actors = SamplerActors(group)
+                self._pools[group] = SamplerPool(actors, self.faults, seconds, num_parts)
         for pool in self._pools.values():
             pool.require_built()
         self._samples_here = not self._pools[self.env_runner_group].num_samplers
@@ -91,12 +98,12 @@ class RLHF(LanguageModelAlgorithm):
         self.weights = self._open_weights()
         if self.learner_group.is_local:
             module = local_learner(self.learner_group).module[DEFAULT_MODULE_ID].unwrapped()
-            named = (group.local_env_runner for _, group in self.evaluation_groups.values())
-            for runner in (self.env_runner, self.eval_env_runner, *named):
+            runners = (group.local_env_runner for group in named)
+            for runner in (self.env_runner, self.eval_env_runner, *runners):
                 if runner is not None:
                     runner.share_module(module)
         if self.env_runner is not None:
-            self.env_runner.watch.tell(lambda text: self.doing(self._sampling(f", {text}")))
+            self.env_runner.watch.tell(lambda text: self.set_activity(self._sampling(f", {text}")))
         self.recorder = self.make_recorder()
         self.rollouts = self.make_rollouts()
         self._publish()
@@ -113,31 +120,24 @@ class RLHF(LanguageModelAlgorithm):
             folder = Path(config.weights_push_folder or self.trial_folder / "pushed")
             push = WeightsPush(open_servers(config.weights_push), folder, self.export_model)
         return WeightsPublisher(
-            self.learner_group,
+            self.learner_group, checksum=config.weights_checksum, background=background, push=push,
             shared_module=self.learner_group.is_local and config.num_env_runners == 0,
-            checksum=config.weights_checksum,
-            background=background,
-            transport=config.weights_transport,
-            push=push,
-            push_every=config.weights_push_every,
+            transport=config.weights_transport, push_every=config.weights_push_every,
             needs_epoch=config.asks_a_server,
-        )
+        )  # fmt: skip
 
-    def make_rollouts(self) -> Rollouts:
+    def make_rollouts(self) -> RolloutSource:
         """Where batches come from; algorithms that sample otherwise override it."""
         from rllib_llm.rollouts.source import open_rollouts
 
+        num = self.config.num_completions
         return open_rollouts(
-            self._pools[self.env_runner_group],
-            self.env_runner,
-            self.config.stream_rules(),
-            self.config.serving_settings(),
-            folder=self.trial_folder / "ledger",
-            recorder=self.recorder,
-            publish_again=self._publish_again,
-            tell=self._tell_of_answers,
+            self._pools[self.env_runner_group], self.env_runner, self.config.stream_rules(),
+            self.config.serving_settings(), folder=self.trial_folder / "ledger",
+            recorder=self.recorder, publish_again=self._publish_again,
+            tell=lambda prompts: self.set_activity(self._sampling(f", {prompts * num} are there")),
             replay=open_replay(self.config),
-        )
+        )  # fmt: skip
 
     def make_recorder(self) -> RolloutRecorder:
         """The recorder of rollouts, or one that records nothing."""
@@ -148,18 +148,17 @@ class RLHF(LanguageModelAlgorithm):
 
     def training_step(self) -> None:
         if self.position == 0 and self.config.evaluation_interval and self.eval_metrics is None:
-            self.doing(
-                f"evaluating {self.config.evaluation_duration} completions before training",
-                diagnosis.EVALUATING,
-            )
+            num_rows = self.config.evaluation_duration
+            activity = f"evaluating {num_rows} completions before training"
+            self.set_activity(activity, diagnosis.EVALUATING)
             self.evaluate()
         start = time.perf_counter()
         num_rows = self.config.num_prompts_per_iteration * self.config.num_completions
-        self.doing(self._sampling(), diagnosis.WAITING)
+        self.set_activity(self._sampling(), diagnosis.WAITING)
         sampled = self.rollouts.next()
         self.tell(sampled.messages)
         learn_start = time.perf_counter()
-        self.doing(f"learning from {num_rows} completions", diagnosis.LEARNING)
+        self.set_activity(f"learning from {num_rows} completions", diagnosis.LEARNING)
         of_samplers = {**sampled.timings, **sampled.weights}
         if self._samples_here:
             of_samplers.pop("starved_seconds", None)  # it is this thread, which is measured anyway
@@ -167,29 +166,25 @@ class RLHF(LanguageModelAlgorithm):
         publish_start = self.learn(sampled)
         end = time.perf_counter()
         self.oversight.clock.enter(diagnosis.BETWEEN)
-        self._log_ages(sampled)
-        self._log(
-            sampled.fresh,
-            {
-                "iteration": end - start,
-                "sample": learn_start - start,
-                "learn": publish_start - learn_start,
-                "publish": end - publish_start,
-            },
-        )
+        ages: dict[str, float] = {}  # of all rows that were learnt from, where it is corrected for
+        if self.config.off_policy is not None:
+            versions = sampled.columns[columns.WEIGHTS_VERSION]
+            mask = columns.sampled_mask(sampled.columns)
+            ages = age_metrics(versions, mask, self.weights_version - 1)
+        seconds = {
+            "iteration": end - start, "sample": learn_start - start,
+            "learn": publish_start - learn_start, "publish": end - publish_start,
+        }  # fmt: skip
+        self._log(sampled.fresh, ages, seconds)
 
     def _sampling(self, so_far: str = "") -> str:
         num_rows = self.config.num_prompts_per_iteration * self.config.num_completions
         return f"sampling and judging {num_rows} completions{so_far}"
 
-    def _tell_of_answers(self, num_prompts: int) -> None:
-        num_rows = num_prompts * self.config.num_completions
-        self.doing(self._sampling(f", {num_rows} are there"))
-
     def learn(self, sampled: JudgedBatch) -> float:
         """Updates the learners and publishes their weights; when it began to publish."""
-        told = self.update_learners(sampled.columns, sampled.num_rows, self.weights_version)
-        self._record_trained(sampled, told)
+        report = self.update_learners(sampled.columns, sampled.num_rows, self.weights_version)
+        self._record_trained(sampled, report)
         start = time.perf_counter()
         self.oversight.clock.enter(diagnosis.PUBLISHING)
         self.publish_next()
@@ -204,43 +199,41 @@ class RLHF(LanguageModelAlgorithm):
         """Adds the gradients of a batch on all learners; it is kept as one that was learnt from."""
         from rllib_llm.learners.rlhf_learner import RLHFLearner
 
-        told = self.foreach_learner(
-            functools.partial(
-                RLHFLearner.forward_backward, batch=sampled.columns, version=self.weights_version
-            )
+        call = functools.partial(
+            RLHFLearner.forward_backward, batch=sampled.columns, version=self.weights_version
         )
-        self._record_trained(sampled, told)
+        self._record_trained(sampled, self.foreach_learner(call))
 
-    # --- its steps in a loop of one's own, see `own_loop.py` ---------------------------------
+    # --- its steps in a custom loop, see `custom_loop.py` ---------------------------------
 
-    def next_batch(self) -> UnderWay[JudgedBatch]:
+    def next_batch(self) -> PendingCall[JudgedBatch]:
         """The batch to be learnt from next."""
-        return self.own_loop.begin(self.rollouts.next)
+        return self.custom_loop.begin(self.rollouts.next)
 
-    def submit(self, batch: JudgedBatch) -> UnderWay[Metrics]:
+    def submit(self, batch: JudgedBatch) -> PendingCall[Metrics]:
         """Learns from a batch and publishes the weights; the learners' metrics by group."""
-        return self.own_loop.begin_learning(self.learn, batch)
+        return self.custom_loop.begin_learning(self.learn, batch)
 
-    def forward_backward(self, batch: JudgedBatch) -> UnderWay[Metrics]:
+    def forward_backward(self, batch: JudgedBatch) -> PendingCall[Metrics]:
         """Adds a batch's gradient to what `optimizer_step` takes: the whole batch at once, each
         row once; the learners' metrics by group."""
-        return self.own_loop.begin_learning(self.add_gradients, batch)
+        return self.custom_loop.begin_learning(self.add_gradients, batch)
 
-    def optimizer_step(self) -> UnderWay[Metrics]:
+    def optimizer_step(self) -> PendingCall[Metrics]:
         """Takes an optimiser step with the gradients added up; its metrics by group."""
         from rllib_llm.learners.rlhf_learner import RLHFLearner
 
-        return self.own_loop.begin_learning(self.foreach_learner, RLHFLearner.optimizer_step)
+        return self.custom_loop.begin_learning(self.foreach_learner, RLHFLearner.optimizer_step)
 
-    def publish_weights(self) -> UnderWay[None]:
+    def publish_weights(self) -> PendingCall[None]:
         """Gives samplers the weights as they are; the next batch is one version later."""
-        return self.own_loop.begin(self.publish_next)
+        return self.custom_loop.begin(self.publish_next)
 
-    def _record_trained(self, sampled: JudgedBatch, told: dict[str, Any]) -> None:
+    def _record_trained(self, sampled: JudgedBatch, report: dict[str, Any]) -> None:
         """Stores the batch with the first learner's advantages."""
         if not self.config.store_rollouts:
             return
-        found = {name: told[name] for name in (columns.ADVANTAGES,) if name in told}
+        found = {name: report[name] for name in (columns.ADVANTAGES,) if name in report}
         sampled = sampled.to("cpu")  # where the advantages are
         sampled = dataclasses.replace(sampled, columns=sampled.columns | found)
         self.recorder.record(sampled.fresh, "trained", iteration=self.weights_version + 1)
@@ -281,7 +274,7 @@ class RLHF(LanguageModelAlgorithm):
             raise BrokenSamplerError(batch.cause)
         return batch
 
-    def _publish_again(self, error: PublishedWeightsLostError) -> PublishedWeights:
+    def _publish_again(self, error: str) -> PublishedWeights:
         published = self.weights.publish_again(error)
         self.rollouts.publish(published)
         return published
@@ -314,17 +307,14 @@ class RLHF(LanguageModelAlgorithm):
         are those of `serving.deployment.serve`. Close the returned object to stop it.
 
         Raises:
-            ValueError: the run has no name for its weights.
+            Problems: the run has no name for its weights.
         """
         # Here, since few runs need it, and it needs the extra `serve`.
         from rllib_llm.serving.deployment import serve
 
         config = self.config
-        if config.weights_name is None:
-            raise ValueError(
-                "weights_name=None must be a name: a server finds the run's weights by it. Set "
-                "weights_name."
-            )
+        require(config.weights_name, "weights_name", None, "be a name",
+                "a server finds the run's weights by it", "Set weights_name")  # fmt: skip
         given = {
             "name": config.weights_name, "weights_name": config.weights_name,
             "chat_template": config.chat_template,
@@ -339,18 +329,8 @@ class RLHF(LanguageModelAlgorithm):
 
     # --- results -----------------------------------------------------------------------------
 
-    def _log_ages(self, sampled: JudgedBatch) -> None:
-        """Notes how old all rows are that were learnt from, where that is corrected for."""
-        self._ages: dict[str, float] = {}
-        if self.config.off_policy is not None:
-            versions = sampled.columns[columns.WEIGHTS_VERSION]
-            mask = columns.sampled_mask(sampled.columns)
-            self._ages = age_metrics(versions, mask, self.weights_version - 1)
-
-    def _log(self, sampled: JudgedBatch, seconds: dict[str, float]) -> None:
-        groups = with_sampling(
-            self.learner_metrics(), sampled, self.weights_version - 1, self._ages
-        )
+    def _log(self, sampled: JudgedBatch, ages: dict[str, float], seconds: dict[str, float]) -> None:
+        groups = with_sampling(self.learner_metrics(), sampled, self.weights_version - 1, ages)
         groups |= self.rollouts.metrics()
         groups["rollout_store"] = self.recorder.metrics()
         groups["weights"] = weights_metrics(self.weights.published, self.weights.metrics(), sampled)
@@ -359,12 +339,8 @@ class RLHF(LanguageModelAlgorithm):
         self.note(groups, self.position * self.config.num_completions, rate)
         log_as_rllib(self.metrics, sampled, groups["train"]["rewards"])
         if texts_are_due(self.weights_version - 1, self.config.log_samples_every):
-            self.samples.write(
-                sampled,
-                iteration=self.iteration + 1,
-                split="train",
-                limit=self.config.num_logged_samples,
-            )
+            limit = self.config.num_logged_samples
+            self.samples.write(sampled, iteration=self.iteration + 1, split="train", limit=limit)
 
     def step(self) -> dict[str, Any]:
         """With what samplers suffered; no held-out results but the latest."""
@@ -376,17 +352,6 @@ class RLHF(LanguageModelAlgorithm):
 
     # --- samplers ----------------------------------------------------------------------------
 
-    def _make_pools(self, start_seconds: float) -> dict[EnvRunnerGroup, SamplerPool]:
-        own, parts = self.env_runner_group, self.config.sampling_parts
-        named = (group for _, group in self.evaluation_groups.values())
-        return {
-            group: SamplerPool(
-                SamplerActors(group), self.faults, start_seconds, parts if group is own else None
-            )
-            for group in (own, self.eval_env_runner_group, *named)
-            if group is not None
-        }
-
     def scale_samplers(self, num_samplers: int) -> str:
         """Sets the number of samplers between two iterations; does not change what is learnt."""
         pool = self._pools[self.env_runner_group]
@@ -394,12 +359,12 @@ class RLHF(LanguageModelAlgorithm):
         return pool.scale(num_samplers, at_most=None if self.config.streams else pool.num_parts)
 
     def restore_env_runners(self, env_runner_group: EnvRunnerGroup) -> list[int]:
-        """Ids of the samplers that came back. Nobody waits for the others, and nothing has to be
+        """Ids of the samplers that came back. The others are not waited for, and nothing has to be
         restored: a request brings the weights with it."""
         return self._pools[env_runner_group].pop_revived()
 
     def cleanup(self) -> None:
-        self.own_loop.stop()
+        self.custom_loop.stop()
         if self._server is not None:
             self._server.close()
         self.rollouts.stop()
@@ -414,11 +379,9 @@ class RLHF(LanguageModelAlgorithm):
     def get_state(self, components=None, *, not_components=None, **kwargs) -> dict[str, Any]:
         state = super().get_state(components, not_components=not_components, **kwargs)
         state[PIPELINE_STATE] = {
-            "weights_version": self.weights_version,
-            "eval_metrics": self.eval_metrics,
-            **self.rollouts.state(),
-            "recorded": self.recorder.state(),
-        }
+            "weights_version": self.weights_version, "eval_metrics": self.eval_metrics,
+            **self.rollouts.state(), "recorded": self.recorder.state(),
+        }  # fmt: skip
         return state
 
     def set_state(self, state: dict[str, Any]) -> None:

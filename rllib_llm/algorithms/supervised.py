@@ -6,6 +6,7 @@ its seeded order, epoch after epoch.
 
 from __future__ import annotations
 
+import functools
 import time
 import warnings
 from collections import Counter
@@ -20,7 +21,7 @@ from rllib_llm.algorithms.language_model_config import LanguageModelConfig
 from rllib_llm.config.checks import given, wrong
 from rllib_llm.data.texts import BatchSource
 from rllib_llm.overseer.diagnosis import EVALUATING, LEARNING
-from rllib_llm.shared.errors import Problem
+from rllib_llm.shared.errors import Problem, Problems
 from rllib_llm.shared.setting import Section, Settings, setting
 
 PIPELINE_STATE = "rllib_llm"
@@ -124,17 +125,10 @@ class Supervised(LanguageModelAlgorithm):
         self._eval_source: BatchSource | None = None
         if config.eval_data is not None:
             self._eval_source = config.make_source(config.eval_data, shuffle=False, **settings)
-            self._tell_of_rows_not_evaluated(len(self._eval_source))
-
-    def _tell_of_rows_not_evaluated(self, num_rows: int) -> None:
-        num_read = self.config.evaluation_duration
-        if num_read < num_rows:
-            warnings.warn(
-                f"evaluation_duration={num_read} is less than the {num_rows} held-out rows: the "
-                f"first {num_read} of them are evaluated, the others never. Set "
-                f"evaluation_duration: {num_rows} to read them all.",
-                stacklevel=3,
-            )
+            num_rows, num_read = len(self._eval_source), config.evaluation_duration
+            if num_read < num_rows:
+                text = f"evaluation_duration={num_read} is less than the {num_rows} held-out rows"
+                warnings.warn(f"{text}: the others are never evaluated.", stacklevel=2)
 
     @classmethod
     def _should_create_evaluation_env_runners(cls, eval_config) -> bool:
@@ -142,11 +136,11 @@ class Supervised(LanguageModelAlgorithm):
 
     def training_step(self) -> None:
         if self.position == 0 and self.config.evaluation_interval and self.eval_metrics is None:
-            self.doing("evaluating before training", EVALUATING)
+            self.set_activity("evaluating before training", EVALUATING)
             self.evaluate()
         start = time.perf_counter()
         num_rows = self.config.total_train_batch_size
-        self.doing(f"learning from {num_rows} rows", LEARNING)
+        self.set_activity(f"learning from {num_rows} rows", LEARNING)
         rows = self._source.batch(self.position, num_rows)
         self.update_learners(rows, num_rows)
         self.position += num_rows
@@ -156,13 +150,9 @@ class Supervised(LanguageModelAlgorithm):
     def _log(self, num_rows: int, rows: dict[str, Any], seconds: float) -> None:
         groups = self.learner_metrics()
         num_tokens = sum(int(mask.sum()) for name, mask in rows.items() if name.endswith("_mask"))
-        groups["throughput"] = {
-            "tokens_per_s": num_tokens / seconds,
-            "samples_per_s": num_rows / seconds,
-            "iteration_seconds": seconds,
-        }
-        train = groups.setdefault("train", {})
-        train["truncated_share"] = self._source.truncated_share
+        rates = {"tokens_per_s": num_tokens / seconds, "samples_per_s": num_rows / seconds}
+        groups["throughput"] = {**rates, "iteration_seconds": seconds}
+        groups.setdefault("train", {})["truncated_share"] = self._source.truncated_share
         self.note(groups, self.position, num_rows / seconds)
         self.known_metrics["epoch"] = self.position / len(self._source)
 
@@ -176,27 +166,25 @@ class Supervised(LanguageModelAlgorithm):
         """The metrics of an evaluation, without recording it.
 
         Raises:
-            ValueError: there is no `eval_data`.
+            Problems: there is no `eval_data`.
         """
-        source = given(
-            self._eval_source, "eval_data", "a data set", "evaluation needs held-out rows",
-            "Name a file, a hub id or a dotted path",
-        )  # fmt: skip
+        source = self._eval_source
+        if source is None:
+            raise Problems("eval_data", "be a data set", "evaluation needs held-out rows",
+                           "Name a file, a hub id or a dotted path", None)  # fmt: skip
         num_rows = min(self.config.evaluation_duration, len(source))
         totals = self.totals(source, num_rows, lambda learner, batch: learner.evaluate_batch(batch))
         return self.summarize(totals)
 
     def totals(
-        self, source: BatchSource, num_rows: int, sums: Callable[[Any, Any], dict[str, float]]
+        self, source: BatchSource, num_rows: int, sums: Callable[..., dict[str, float]]
     ) -> Counter[str]:
-        """The sums that learners give of the first rows of `source`, by (learner, batch)."""
+        """The sums that learners give of the first rows of `source`, by (learner, batch=...)."""
         totals: Counter[str] = Counter()
         for position in range(0, num_rows, EVALUATION_BATCH):
             batch = source.batch(position, min(EVALUATION_BATCH, num_rows - position))
-            results = self.learner_group.foreach_learner(
-                lambda learner, batch=batch: sums(learner, batch)
-            )
-            for result in results:
+            call = functools.partial(sums, batch=batch)
+            for result in self.learner_group.foreach_learner(call):
                 totals.update(result.get())
         return totals
 
@@ -211,11 +199,8 @@ class Supervised(LanguageModelAlgorithm):
 
     def get_state(self, components=None, *, not_components=None, **kwargs) -> dict[str, Any]:
         state = super().get_state(components, not_components=not_components, **kwargs)
-        state[PIPELINE_STATE] = {
-            "position": self.position,
-            "num_updates": self.num_updates,
-            "eval_metrics": self.eval_metrics,
-        }
+        names = ("position", "num_updates", "eval_metrics")
+        state[PIPELINE_STATE] = {name: getattr(self, name) for name in names}
         return state
 
     def set_state(self, state: dict[str, Any]) -> None:

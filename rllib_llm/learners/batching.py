@@ -17,70 +17,44 @@ _LEFT_PADDED: dict[str, tuple[str, ...]] = {
 }
 _RIGHT_PADDED: dict[str, tuple[str, ...]] = {
     columns.COMPLETION_MASK: (
-        columns.COMPLETION_IDS,
-        columns.COMPLETION_MASK,
-        columns.LOSS_MASK,
-        columns.WEIGHTS_VERSION,
-        columns.SAMPLER_LOGPROBS,
-        columns.SAMPLER_VALUES,
-        columns.REF_LOGPROBS,
-        columns.REWARDS,
-        columns.OLD_LOGPROBS,
-        columns.OLD_VALUES,
-        columns.ADVANTAGES,
-        columns.RETURNS,
-        columns.LOGPROBS,
-        columns.ENTROPY,
-        columns.VALUES,
+        columns.COMPLETION_IDS, columns.COMPLETION_MASK, columns.LOSS_MASK, columns.WEIGHTS_VERSION,
+        columns.SAMPLER_LOGPROBS, columns.SAMPLER_VALUES, columns.REF_LOGPROBS, columns.REWARDS,
+        columns.OLD_LOGPROBS, columns.OLD_VALUES, columns.ADVANTAGES, columns.RETURNS,
+        columns.LOGPROBS, columns.ENTROPY, columns.VALUES,
     ),
     columns.ATTENTION_MASK: (columns.INPUT_IDS, columns.LOSS_MASK, columns.ATTENTION_MASK),
     columns.CHOSEN_MASK: (columns.CHOSEN_IDS, columns.CHOSEN_MASK, columns.CHOSEN_LOSS_MASK),
     columns.REJECTED_MASK: (
-        columns.REJECTED_IDS,
-        columns.REJECTED_MASK,
-        columns.REJECTED_LOSS_MASK,
+        columns.REJECTED_IDS, columns.REJECTED_MASK, columns.REJECTED_LOSS_MASK
     ),
-}
+}  # fmt: skip
 
 
 def minibatch_indices(
-    num_rows: int,
-    minibatch_size: int | None,
-    num_epochs: int = 1,
+    num_rows: int, minibatch_size: int | None, num_epochs: int = 1,
     generator: torch.Generator | None = None,
-) -> Iterator[Tensor]:
+) -> Iterator[Tensor]:  # fmt: skip
     """Row indices (int64) of each mini-batch, shuffled in each epoch.
 
     Every row comes once per epoch; the last mini-batch of an epoch may be smaller. `None` takes
     all rows at once.
     """
     minibatch_size = minibatch_size or num_rows
-    for name, number in (("num_rows", num_rows), ("minibatch_size", minibatch_size)):
-        if number < 1:
-            raise ValueError(
-                f"{name}={number!r} must be at least 1: it is a number of completions. Use None as "
-                "the size to take all at once."
-            )
+    assert num_rows > 0 and minibatch_size > 0, (num_rows, minibatch_size)
     for _ in range(num_epochs):
         yield from torch.randperm(num_rows, generator=generator).split(minibatch_size)
 
 
 def minibatch_indices_by_tokens(
-    lengths: Tensor,
-    token_budget: int,
-    num_epochs: int = 1,
+    lengths: Tensor, token_budget: int, num_epochs: int = 1,
     generator: torch.Generator | None = None,
-) -> Iterator[Tensor]:
+) -> Iterator[Tensor]:  # fmt: skip
     """As `minibatch_indices`, each mini-batch of at most `token_budget` tokens.
 
     `lengths` [batch] in tokens, padding not counted: what a step learns from. Rows are drawn in a
     shuffled order until the next would pass the budget; one that is larger than it stands alone.
     """
-    if token_budget < 1:
-        raise ValueError(
-            f"token_budget={token_budget!r} must be at least 1: it is a number of tokens. Use a "
-            "few times the tokens of a completion."
-        )
+    assert token_budget > 0, token_budget
     sizes = lengths.cpu()
     for _ in range(num_epochs):
         order = torch.randperm(len(sizes), generator=generator)
@@ -123,19 +97,16 @@ def _dealt(order: list[int], lengths: list[int], num_shares: int, most: int) -> 
 
 
 def even_micro_batches(
-    lengths: Tensor,
-    num_shares: int,
-    *,
-    micro_batch_size: int | None = None,
+    lengths: Tensor, num_shares: int, *, micro_batch_size: int | None = None,
     token_budget: int | None = None,
-) -> list[list[Tensor]]:
+) -> list[list[Tensor]]:  # fmt: skip
     """Row indices of each micro-batch of each share, for learners that meet in every micro-batch.
 
     The i-th micro-batches of all shares have rows of similar length and about as many tokens; some
     shares may have one micro-batch fewer. `lengths` [batch] in tokens. A micro-batch has at most
     `micro_batch_size` rows, or `token_budget` tokens with padding, or is one row.
     """
-    _check_cut(micro_batch_size, token_budget)
+    assert None in (micro_batch_size, token_budget), "each says alone where to cut"
     order = lengths.argsort(descending=True, stable=True).tolist()
     sizes = lengths.tolist()
     shares: list[list[Tensor]] = [[] for _ in range(num_shares)]
@@ -150,35 +121,19 @@ def even_micro_batches(
 
 
 def micro_batch_indices(
-    lengths: Tensor,
-    *,
-    micro_batch_size: int | None = None,
-    token_budget: int | None = None,
+    lengths: Tensor, *, micro_batch_size: int | None = None, token_budget: int | None = None
 ) -> list[Tensor]:
     """Row indices of each micro-batch, rows of similar length (`lengths` [batch], in tokens)
     together.
 
     By `micro_batch_size` rows, by `token_budget` (see `token_batches`), or one with all rows.
     """
-    _check_cut(micro_batch_size, token_budget)
+    assert None in (micro_batch_size, token_budget), "each says alone where to cut"
     if token_budget is not None:
         return token_batches(lengths, token_budget)
     if micro_batch_size is None or micro_batch_size >= len(lengths):
         return [torch.arange(len(lengths), device=lengths.device)]
     return list(lengths.argsort(descending=True, stable=True).split(micro_batch_size))
-
-
-def _check_cut(micro_batch_size: int | None, token_budget: int | None) -> None:
-    if micro_batch_size is not None and token_budget is not None:
-        raise ValueError(
-            f"micro_batch_size={micro_batch_size!r} must be None when "
-            f"token_budget={token_budget!r} is given: each says alone where to cut. Keep one."
-        )
-    if micro_batch_size is not None and micro_batch_size < 1:
-        raise ValueError(
-            f"micro_batch_size={micro_batch_size!r} must be at least 1: it is the number of rows "
-            "of one forward pass. Use None to pass all rows at once."
-        )
 
 
 def take_rows(batch: dict[str, Tensor], rows: Tensor) -> dict[str, Tensor]:
@@ -203,10 +158,7 @@ def row_lengths(batch: dict[str, Tensor]) -> Tensor:
     """Number of tokens that a model reads of each row over all its sequences, int64 [batch]."""
     lengths = [_num_read(batch, name) for name in (*_LEFT_PADDED, *_RIGHT_PADDED) if name in batch]
     if not lengths:
-        raise ValueError(
-            f"batch with columns {sorted(batch)} must have one of "
-            f"{[*_LEFT_PADDED, *_RIGHT_PADDED]}: they say how long a row is. Add the mask."
-        )
+        raise ValueError(f"a batch must have a mask, and has {sorted(batch)}")
     return torch.stack(lengths).sum(dim=0)
 
 
@@ -224,18 +176,15 @@ def trim(batch: dict[str, Tensor]) -> dict[str, Tensor]:
             _cut(trimmed, names, slice(dead, None))
     for mask_name, names in _RIGHT_PADDED.items():
         if mask_name in batch:
-            mask = (
-                columns.sampled_mask(batch)
-                if _ends_at_sampled(batch, mask_name)
-                else batch[mask_name]
-            )
+            ends_at_sampled = _ends_at_sampled(batch, mask_name)
+            mask = columns.sampled_mask(batch) if ends_at_sampled else batch[mask_name]
             _cut(trimmed, names, slice(None, _largest(_num_up_to_last(mask))))
     return trimmed
 
 
 def _ends_at_sampled(batch: dict[str, Tensor], mask_name: str) -> bool:
-    """Whether a model reads up to the last sampled token: nobody asks what follows from those
-    behind it."""
+    """Whether a model reads up to the last sampled token: what follows from those after it is of
+    no use."""
     return mask_name == columns.COMPLETION_MASK and columns.LOSS_MASK in batch
 
 

@@ -35,7 +35,7 @@ from rllib_llm.learners.metrics import (
     MEANS,
     MESSAGES,
     NUM_PARAMETERS,
-    TOLD,
+    REPORT,
     EffectiveSettings,
     RefusedUpdates,
     WeightedMeans,
@@ -87,8 +87,8 @@ class LanguageModelLearner(SharedPasses):
         """Records warnings and log lines while a block runs, if this process is an actor."""
         return self._listener or nullcontext()
 
-    def told(self) -> dict[str, Any]:
-        """Values returned with an update under `TOLD`: messages of this process, and its share of
+    def report(self) -> dict[str, Any]:
+        """Values returned with an update under `REPORT`: messages of this process, and its share of
         the means over all learners. (RLlib's logger, which handles `metrics`, takes 0.1 ms for each
         name.)"""
         return {
@@ -136,13 +136,10 @@ class LanguageModelLearner(SharedPasses):
         biases do not decay."""
         params = [p for p in self.get_parameters(self._module[module_id]) if p.requires_grad]
         optimizer = torch.optim.AdamW(
-            decay_groups(self._module[module_id], params),
-            lr=float(config.lr),
-            betas=tuple(config.adam_betas),
-            eps=config.adam_epsilon,
+            decay_groups(self._module[module_id], params), lr=float(config.lr), fused=True,
+            betas=tuple(config.adam_betas), eps=config.adam_epsilon,
             weight_decay=config.weight_decay,
-            fused=True,
-        )
+        )  # fmt: skip
         self.register_optimizer(module_id=module_id, optimizer=optimizer, params=params)
 
     def _get_optimizer_state(self) -> dict[str, Any]:
@@ -162,48 +159,41 @@ class LanguageModelLearner(SharedPasses):
     @property
     def learning_rate(self) -> float:
         """The learning rate of the next optimiser step."""
-        return float(self.config.lr) * learning_rate_factor(
-            self.num_updates,
-            schedule=self.config.lr_schedule,
-            num_warmup_updates=self.config.lr_num_warmup_updates,
-            num_total_updates=self.config.lr_num_updates,
-        )
+        config = self.config
+        return float(config.lr) * learning_rate_factor(
+            self.num_updates, schedule=config.lr_schedule,
+            num_warmup_updates=config.lr_num_warmup_updates,
+            num_total_updates=config.lr_num_updates,
+        )  # fmt: skip
 
     # --- the update --------------------------------------------------------------------------
 
     def update(
-        self,
-        batch=None,
-        *,
-        training_data=None,
-        batch_refs=None,
-        timesteps=None,
-        version: int | None = None,
-        **kwargs,
-    ) -> dict[str, Any]:
+        self, batch=None, *, training_data=None, batch_refs=None, timesteps=None,
+        version: int | None = None, **kwargs,
+    ) -> dict[str, Any]:  # fmt: skip
         """Takes all optimiser steps for one batch, which every learner receives in whole. The
-        results contain `told` under `TOLD`, which saves a separate call.
+        results contain `report` under `REPORT`, which saves a separate call.
 
         `version`: see `forward_backward`; None: each update publishes one.
         """
         self._check_is_built()
         if self._accumulated:
-            raise CallOrderError(
-                f"batches={len(self._accumulated)} must be 0: so many have added gradients that no "
-                "step has taken, and an update takes steps of its own. Call optimizer_step() "
-                "before train() or submit()."
-            )
+            raise CallOrderError("call optimizer_step() before train() or submit()")
         with self._listening():
             self.before_gradient_based_update(timesteps=timesteps or {})
             if training_data is None:
                 training_data = TrainingData(batch=batch, batch_refs=batch_refs)
-            rows = self.prepare(self._columns(training_data))
+            training_data.validate()
+            training_data.solve_refs()
+            columns = training_data.batch.policy_batches[DEFAULT_MODULE_ID]
+            rows = self.prepare(self._on_device(columns))
             if version is not None:
                 self._weights_seq_no = version
             self._weights_seq_no += 1
             self._take_steps(rows)
             self.after_gradient_based_update(timesteps=timesteps or {})
-        return {**self.metrics.reduce(), TOLD: self.told()}
+        return {**self.metrics.reduce(), REPORT: self.report()}
 
     def _take_steps(self, rows: Batch) -> None:
         minibatches = list(self._minibatches(rows))
@@ -220,7 +210,7 @@ class LanguageModelLearner(SharedPasses):
         `optimizer_step` takes next; results as those of `update`.
 
         `version`: of the weights as they were published last. Ages of tokens count from it: steps
-        that nobody has published, and batches that failed, make nothing older.
+        that were not published, and batches that failed, make nothing older.
         """
         with self._listening():
             self._weights_seq_no = version + 1
@@ -228,7 +218,7 @@ class LanguageModelLearner(SharedPasses):
             self.start_update(rows, [torch.arange(_num_rows(rows))])
             with self._training(self.num_updates + 1):
                 self._add_gradient(rows)
-        return {**self.metrics.reduce(), TOLD: self.told()}
+        return {**self.metrics.reduce(), REPORT: self.report()}
 
     def optimizer_step(self) -> dict[str, Any]:
         """Takes one optimiser step with the gradients added up; results as those of `update`.
@@ -237,18 +227,10 @@ class LanguageModelLearner(SharedPasses):
             CallOrderError: there are none.
         """
         if not self._accumulated:
-            raise CallOrderError(
-                "batches=0 must be at least 1: there is no gradient to take a step with. Call "
-                "forward_backward(batch) first."
-            )
+            raise CallOrderError("call forward_backward(batch) before optimizer_step()")
         with self._listening():
             self._step()
-        return {**self.metrics.reduce(), TOLD: self.told()}
-
-    def _columns(self, training_data: TrainingData) -> Batch:
-        training_data.validate()
-        training_data.solve_refs()
-        return self._on_device(training_data.batch.policy_batches[DEFAULT_MODULE_ID])
+        return {**self.metrics.reduce(), REPORT: self.report()}
 
     def _on_device(self, batch: Mapping[str, Any]) -> Batch:
         return {name: torch.as_tensor(column).to(self._device) for name, column in batch.items()}
@@ -260,21 +242,12 @@ class LanguageModelLearner(SharedPasses):
         generator = torch.Generator().manual_seed(
             (self.config.seed or 0) * 1_000_003 + self._weights_seq_no
         )
+        epochs = self.config.num_epochs
         if self.config.minibatch_tokens is not None:
-            return minibatch_indices_by_tokens(
-                row_lengths(rows),
-                self.config.minibatch_tokens * self.world_size,
-                self.config.num_epochs,
-                generator,
-            )
-        return iter(
-            minibatch_indices(
-                num_rows,
-                size * self.world_size if size else num_rows,
-                self.config.num_epochs,
-                generator,
-            )
-        )
+            budget = self.config.minibatch_tokens * self.world_size
+            return minibatch_indices_by_tokens(row_lengths(rows), budget, epochs, generator)
+        size = size * self.world_size if size else num_rows
+        return minibatch_indices(num_rows, size, epochs, generator)
 
     @contextmanager
     def _training(self, place: int) -> Iterator[None]:
@@ -333,11 +306,8 @@ class LanguageModelLearner(SharedPasses):
             module_id=DEFAULT_MODULE_ID, config=self.config, batch=micro_batch, fwd_out=outputs
         )
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            shown = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise TypeError(
-                f"{type(self).__name__}.compute_loss_for_module must return the loss, a tensor of "
-                f"one number: it returned {shown}. Look at its `return`."
-            )
+            name = f"{type(self).__name__}.compute_loss_for_module"
+            raise TypeError(f"{name} must return a tensor of one number, and returned {loss!r:.99}")
         self.backward(loss)
         return loss.detach().reshape(())
 

@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 
 SECONDS_BEHIND = 1.0  # that an answer may be behind another before that one is looked at
 ADVICE = (
-    "The weights since the last checkpoint are lost. Under Tune, FailureConfig(max_failures=...) "
-    "starts again from there; without it, build the algorithm again and restore_from_path."
+    "What was learnt since the last checkpoint is lost: set Tune's FailureConfig(max_failures=...),"
+    " or build the algorithm again and restore_from_path."
 )
 
 
@@ -50,16 +50,10 @@ class LearnerActors(FaultTolerantActorManager):
         self.limits: dict[str, TimeLimit] = defaultdict(lambda: TimeLimit(timeout_s))
 
     def foreach_actor(
-        self,
-        func: Any,
-        *,
-        kwargs: Any = None,
-        healthy_only: bool = True,
-        remote_actor_ids: list[int] | None = None,
-        timeout_seconds: float | None = None,
-        return_obj_refs: bool = False,
-        mark_healthy: bool = False,
-    ) -> RemoteCallResults:
+        self, func: Any, *, kwargs: Any = None, healthy_only: bool = True,
+        remote_actor_ids: list[int] | None = None, timeout_seconds: float | None = None,
+        return_obj_refs: bool = False, mark_healthy: bool = False,
+    ) -> RemoteCallResults:  # fmt: skip
         """The results of the called learners, in their order.
 
         Raises:
@@ -97,17 +91,15 @@ class LearnerActors(FaultTolerantActorManager):
                     answers[ref] = self._get(ref, learner_of[ref], what)
                 ready = []
             if waiting and limit is not None and time.monotonic() - start > limit:
-                self._end_silent([learner_of[ref] for ref in waiting], what, limit)
+                self.end()
+                silent, known = sorted(learner_of[ref] for ref in waiting), self.limits[what]
+                raise LearnerError(
+                    f"Of {self.num_actors()} learners, {silent} gave no answer to {what} in "
+                    f"{limit:.0f} s and were killed (learner_timeout_s={known.setting!r}, "
+                    f"slowest answer so far {known.slowest:.1f} s). {ADVICE}"
+                )
         self.limits[what].record(time.monotonic() - start)
         return answers
-
-    def _end_silent(self, learners: list[int], what: str, limit: float) -> None:
-        self.end()
-        raise LearnerError(
-            f"Of {self.num_actors()} learners, {sorted(learners)} gave no answer to {what} in "
-            f"{limit:.0f} s and were killed (learner_timeout_s={self.limits[what].setting!r}, "
-            f"slowest answer so far {self.limits[what].slowest:.1f} s). {ADVICE}"
-        )
 
     def _get(self, ref: ray.ObjectRef, learner: int, what: str) -> Any:
         try:
@@ -176,8 +168,5 @@ class LanguageModelLearnerGroup(LearnerGroup):
             state = self.get_state()
         path = super().save_to_path(path, state=state, **kwargs)
         if not (Path(path) / COMPONENT_LEARNER / LEARNER_DONE).is_file():
-            raise OSError(
-                f"checkpoint={str(path)!r} must hold what the learner knows: it could not write "
-                "all of it. The learner's log says why; usually its disk is full."
-            )
+            raise OSError(f"the learner did not write all of {path}; usually its disk is full")
         return path

@@ -10,10 +10,10 @@ from typing import TypeVar
 
 import torch
 
-from rllib_llm.shared.errors import Problems
+from rllib_llm.shared.errors import require
 
-TOLD = "told"  # of an update's results, beside the metrics: see `LanguageModelLearner.told`
-MESSAGES, MEANS, NUM_PARAMETERS = "messages", "means", "num_parameters"  # of what is told
+REPORT = "report"  # of an update's results, beside the metrics: see `LanguageModelLearner.report`
+MESSAGES, MEANS, NUM_PARAMETERS = "messages", "means", "num_parameters"  # of a report
 
 # --- means --------------------------------------------------------------------------------------
 
@@ -45,11 +45,9 @@ class WeightedMeans:
             Problems: it is not one number.
         """
         if isinstance(total, torch.Tensor):
-            if total.numel() != 1:
-                raise Problems(
-                    f"metric {name!r} of shape {tuple(total.shape)}", "be one number",
-                    "totals are added up", "Pass its sum()",
-                )  # fmt: skip
+            shape = tuple(total.shape)
+            require(total.numel() == 1, f"metric {name!r} of shape", shape, "be one number", "",
+                    "Pass its sum()")  # fmt: skip
             total = total.detach()
         self._totals.setdefault(name, []).append(total)
 
@@ -67,7 +65,7 @@ class WeightedMeans:
     def pop(self, uncounted: str = "") -> dict[str, float]:
         """All means, then forgets them; a name with nothing counted, or no total, is left out.
 
-        uncounted: a name whose count is also that of totals which nobody has counted.
+        uncounted: a name whose count is also that of totals that were not counted.
         """
         number = _fetched([*self._totals.values(), *self._counts.values()])
         counts = {name: sum(map(number, parts)) for name, parts in self._counts.items()}
@@ -111,7 +109,7 @@ class EffectiveSettings:
         self._values: dict[str, float] = {}
 
     def use(self, name: str, value: Setting) -> Setting:
-        """Returns `value`, and notes it; None, a setting that is off, is not noted."""
+        """Returns `value`, and records it; None, a setting that is off, is left out."""
         if value is not None:
             self._values[name] = float(value)
         return value
@@ -165,13 +163,9 @@ class RefusedUpdates:
         path = folder / f"refused_batch_{self.num_refused}_{self._rank}.pt"
         # Who looks at it may have no GPU.
         torch.save({name: column.cpu() for name, column in minibatch.items()}, path)
-        message = (
-            f"loss={loss.item()} and gradient norm={norm.item()} must be finite: the update was "
-            f"refused, weights and optimiser are unchanged. The mini-batch is in {path}."
-        )
+        message = (f"loss={loss.item()} and gradient norm={norm.item()} must be finite: the update "
+                   f"was refused, its mini-batch is in {path}.")  # fmt: skip
         logger.error(message)
         if self.num_in_a_row >= MAX_IN_A_ROW:
-            raise FloatingPointError(
-                f"{message} It happened {self.num_in_a_row} times in a row: "
-                "lower lr, or look at the scores in that batch."
-            )
+            remedy = "lower lr, or look at the scores in that batch"
+            raise FloatingPointError(f"{message} {self.num_in_a_row} times in a row: {remedy}.")

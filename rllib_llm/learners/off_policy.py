@@ -39,13 +39,9 @@ class OffPolicyCorrection:
     """
 
     def __init__(
-        self,
-        mode: str | None,
-        *,
-        weights: dict[str, Any] | None,
-        rejection: dict[str, Any] | None,
-        means: WeightedMeans,
-    ) -> None:
+        self, mode: str | None, *, weights: dict[str, Any] | None,
+        rejection: dict[str, Any] | None, means: WeightedMeans,
+    ) -> None:  # fmt: skip
         self._mode = mode
         self._weights = weights if mode != "bypass" else None
         self._rejection = rejection
@@ -56,24 +52,15 @@ class OffPolicyCorrection:
     @classmethod
     def from_config(cls, config: Any, means: WeightedMeans) -> OffPolicyCorrection:
         """The correction that an RLHF config asks for."""
-        bounds = {
-            "mode": config.off_policy_weights,
-            "level": config.off_policy_level,
-            "lower": config.off_policy_lower,
-            "upper": config.off_policy_upper,
-        }
-        rejection = {
-            "estimator": config.rejection,
-            "level": config.rejection_level,
-            "lower": config.rejection_lower,
-            "upper": config.rejection_upper,
-        }
+        names = ("level", "lower", "upper")
+        weights = {name: getattr(config, f"off_policy_{name}") for name in names}
+        rejection = {name: getattr(config, f"rejection_{name}") for name in names}
+        mode, estimator = config.off_policy_weights, config.rejection
         return cls(
-            config.off_policy,
-            weights=None if config.off_policy_weights is None else bounds,
-            rejection=None if config.rejection is None else rejection,
-            means=means,
-        )
+            config.off_policy, means=means,
+            weights=None if mode is None else {"mode": mode, **weights},
+            rejection=None if estimator is None else {"estimator": estimator, **rejection},
+        )  # fmt: skip
 
     @property
     def recomputes(self) -> bool:

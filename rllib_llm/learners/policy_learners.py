@@ -101,12 +101,9 @@ class PPOPtxLearner(RLHFLearner):
         if data is None:
             return None
         return TextSource(
-            data,
-            tokenizer=self.module[DEFAULT_MODULE_ID].unwrapped().tokenizer,
-            max_length=self.config.ptx_max_length,
-            seed=self.config.seed or 0,
-            loss_on="all",
-        )
+            data, tokenizer=self.module[DEFAULT_MODULE_ID].unwrapped().tokenizer,
+            max_length=self.config.ptx_max_length, seed=self.config.seed or 0, loss_on="all",
+        )  # fmt: skip
 
     def prepare(self, batch: Batch) -> Batch:
         self._text_not_measured = True
@@ -129,13 +126,9 @@ class PPOPtxLearner(RLHFLearner):
         rewards = self.token_rewards(batch, scores, kl)
         if self.config.whiten_rewards:
             rewards = masked_whiten(rewards, mask, shift_mean=False)
-        advantages, returns = gae(
-            rewards,
-            batch[columns.OLD_VALUES],
-            mask,
-            self.effective.use("gamma", self.config.gamma),
-            self.effective.use("lambda_", self.config.lambda_),
-        )
+        gamma = self.effective.use("gamma", self.config.gamma)
+        lambda_ = self.effective.use("lambda_", self.config.lambda_)
+        advantages, returns = gae(rewards, batch[columns.OLD_VALUES], mask, gamma, lambda_)
         if self.config.whiten_advantages:
             advantages = masked_whiten(advantages, mask)
         return {columns.ADVANTAGES: advantages, columns.RETURNS: returns}

@@ -23,6 +23,7 @@ from rllib_llm.numerics.advantages import token_rewards
 from rllib_llm.numerics.kl import AdaptiveKLCoefficient, FixedKLCoefficient, kl_estimate
 from rllib_llm.numerics.scores import RolloutRows, with_turn_rewards
 from rllib_llm.shared import columns
+from rllib_llm.shared.errors import require
 
 
 class RLHFLearner(LanguageModelLearner):
@@ -65,10 +66,10 @@ class RLHFLearner(LanguageModelLearner):
 
     # --- once per update ---------------------------------------------------------------------
 
-    def told(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         """Also the first learner's advantages, where rollouts are kept."""
         found, self._advantages = self._advantages, None
-        return super().told() | ({} if found is None else {columns.ADVANTAGES: found})
+        return super().report() | ({} if found is None else {columns.ADVANTAGES: found})
 
     def prepare(self, batch: Batch) -> Batch:
         self._num_minibatches = 0
@@ -115,12 +116,9 @@ class RLHFLearner(LanguageModelLearner):
             name = columns.REF_LOGPROBS
             batch.update(self.evaluate_rows(batch, [name], ref_logprobs_of=self.reference))
         if columns.REF_LOGPROBS not in batch:
-            if self.ref_kl.value > 0:
-                raise ValueError(
-                    f"ref_kl_coeff={self.ref_kl.value} must be 0 without a reference: the "
-                    "environment gave no reference log-probs. Set env_config.reference (the SFT "
-                    "model), reference_in='learner', or ref_kl_coeff=0."
-                )
+            require(self.ref_kl.value <= 0, "ref_kl_coeff", self.ref_kl.value,
+                    "be 0 without a reference", "the environment gave no reference log-probs",
+                    "Set env_config.reference or reference_in='learner'")  # fmt: skip
             return None
         estimate = kl_estimate(
             batch[columns.OLD_LOGPROBS],
@@ -214,14 +212,9 @@ class RLHFLearner(LanguageModelLearner):
         )
         self._approx_kl_total = torch.zeros((), device=self._device)
         for name in (
-            "policy/approxkl_avg",
-            "policy/clipfrac_avg",
-            "policy/entropy_avg",
-            "val/clipfrac_avg",
-            "val/ratio",
-            "val/ratio_square",
-            "loss/ref_kl_avg",
-        ):
+            "policy/approxkl_avg", "policy/clipfrac_avg", "policy/entropy_avg", "val/clipfrac_avg",
+            "val/ratio", "val/ratio_square", "loss/ref_kl_avg",
+        ):  # fmt: skip
             self.means.add_count(name, self.denominators.num_tokens)
         self._num_minibatches += 1
         if self._num_minibatches == 1:
@@ -290,12 +283,9 @@ class RLHFLearner(LanguageModelLearner):
         return self._weights_seq_no - 1
 
     def _loss_kl(
-        self,
-        logprobs: torch.Tensor,
-        batch: Batch,
-        mask: torch.Tensor,
+        self, logprobs: torch.Tensor, batch: Batch, mask: torch.Tensor,
         full: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         """KL to the reference at each token, [B, T], with its gradient; `full`: the exact one."""
         if full is None:
             ratio = None
@@ -310,12 +300,9 @@ class RLHFLearner(LanguageModelLearner):
 
     def _value_loss(self, batch: Batch, fwd_out: dict, mask: torch.Tensor) -> torch.Tensor:
         per_token, clipped = losses.value_loss(
-            fwd_out[columns.VALUES],
-            batch[columns.OLD_VALUES],
-            batch[columns.RETURNS],
-            mask,
+            fwd_out[columns.VALUES], batch[columns.OLD_VALUES], batch[columns.RETURNS], mask,
             clip=self.effective.use("vf_clip_param", self.config.vf_clip_param),
-        )
+        )  # fmt: skip
         value_loss = losses.reduce_loss(per_token, mask, "token_mean", self.denominators)
         self.means.add_total("loss/value_avg", value_loss)
         self.means.add_total("val/clipfrac_avg", clipped.sum())

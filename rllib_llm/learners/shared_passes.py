@@ -2,7 +2,7 @@
 
     whole batch ─▶ this learner's rows ─▶ micro-batches ─▶ `forward`
 
-A learner's shares are a function of the batch, which all learners have: nobody has to ask.
+A learner's shares are a function of the batch, which all learners have: they need not ask.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SharedPasses(TorchLearner):
     """Forward passes over this learner's share of a batch."""
 
     _sharded: ShardedModule | None = None  # with the strategy "fsdp"
-    _passes_names = True  # whether the module is told which outputs are needed
+    _passes_names = True  # whether the module is given the names of needed outputs
     _num_parts = 1  # that each micro-batch is cut into, more where memory did not suffice
 
     # --- learners ----------------------------------------------------------------------------
@@ -144,7 +144,7 @@ class SharedPasses(TorchLearner):
         """The shortest row of `batch`, as often as another learner has more micro-batches of it.
 
         Nothing is learnt from it: the weights' shards are gathered by all learners or none.
-        Everyone knows the whole batch, so nobody has to ask.
+        All know the whole batch, so they need not ask.
         """
         if self._sharded is None:
             return

@@ -84,12 +84,8 @@ class RewardModelLearner(LanguageModelLearner):
             sums["score_sum"] += float(scores.sum())
             sums["score_square_sum"] += float(scores.double().square().sum())
             num_pairs += len(correct)
-        return {
-            **sums,
-            "loss_count": num_pairs,
-            "accuracy_count": num_pairs,
-            "score_count": 2 * num_pairs,
-        }
+        counts = {"loss": num_pairs, "accuracy": num_pairs, "score": 2 * num_pairs}
+        return sums | {f"{name}_count": count for name, count in counts.items()}
 
     def score_texts(self, batch: Batch) -> dict[str, float]:
         """Sums over this learner's texts (`input_ids`, `attention_mask` [N, L]) of their scores
@@ -176,15 +172,9 @@ class DPOLearner(LanguageModelLearner):
             )
         }  # fmt: skip
         losses = preference_losses(
-            self.config.loss_type,
-            chosen,
-            rejected,
-            kl_coeff=beta,
-            label_smoothing=self.config.label_smoothing,
-            target_margin=self.config.target_margin,
-            kl=kl,
-            **lengths,
-        )
+            self.config.loss_type, chosen, rejected, kl_coeff=beta, kl=kl, **lengths,
+            label_smoothing=self.config.label_smoothing, target_margin=self.config.target_margin,
+        )  # fmt: skip
         rewards = beta * chosen.detach(), beta * rejected.detach()
         return {
             "loss/dpo": losses,

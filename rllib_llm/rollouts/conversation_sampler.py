@@ -24,21 +24,12 @@ from rllib_llm.engines.protocol import NOT_FINITE, Ended
 from rllib_llm.engines.torch_engine import TorchEngine
 from rllib_llm.envs.adapters.agent import AgentEnv, open_for, run_agents
 from rllib_llm.envs.conversation import ConversationEnv
-from rllib_llm.envs.conversation_rollouts import (
-    Complete,
-    EngineFailed,
-    judge,
-    run_rollouts,
-)
+from rllib_llm.envs.conversation_rollouts import Complete, EngineFailed, judge, run_rollouts
 from rllib_llm.envs.judges.rewards import UnjudgedError
 from rllib_llm.rollouts.judged_batch import JudgedBatch, SampleRequest
-from rllib_llm.rollouts.sampler import (
-    Sampler,
-    SamplingEnvironment,
-    UnjudgedBatch,
-    failed_metrics,
-)
+from rllib_llm.rollouts.sampler import Sampler, SamplingEnvironment, UnjudgedBatch, failed_metrics
 from rllib_llm.shared import columns
+from rllib_llm.shared.errors import require
 
 
 class ConversationSampler(Sampler):
@@ -101,13 +92,10 @@ class ConversationSampler(Sampler):
         """The conversations of a request, which are over."""
         with contextlib.closing(EngineLoop(self.policy.open_engine(self.weights.version))) as loop:
             return run_rollouts(
-                env,
-                env.tasks.rows(request.position, request.num_prompts),
-                first_position=request.position,
-                num_completions=request.num_completions,
-                complete=completer(loop, params, self.seed),
-                max_new_tokens=params.max_new_tokens,
-            )
+                env, env.tasks.rows(request.position, request.num_prompts),
+                first_position=request.position, num_completions=request.num_completions,
+                complete=completer(loop, params, self.seed), max_new_tokens=params.max_new_tokens,
+            )  # fmt: skip
 
 
 def _tool_share(metrics: Mapping[str, torch.Tensor]) -> float:
@@ -150,28 +138,19 @@ class AgentSampler(ConversationSampler):
 
         assert isinstance(env, AgentEnv), "the environment runner chose this sampler"
         engine = self.policy.open_engine(self.weights.version)
-        if not isinstance(engine, TorchEngine):
-            raise ValueError(
-                "engine='vllm' must be 'torch' with agents: their server samples by our own decode "
-                "loop. Set engine='torch'."
-            )
+        require(isinstance(engine, TorchEngine), "engine", "vllm", "be 'torch' with agents",
+                "their server samples by our own decode loop", "Set engine='torch'")  # fmt: skip
         server = open_for(env, engine, open_agent_server, params.stop_token_ids, self.name)
         return run_agents(
-            env,
-            env.tasks.rows(request.position, request.num_prompts),
-            first_position=request.position,
-            num_completions=request.num_completions,
-            server=server,
-            sampling=sampling_fields(params, self.seed),
+            env, env.tasks.rows(request.position, request.num_prompts),
+            first_position=request.position, num_completions=request.num_completions,
+            server=server, sampling=sampling_fields(params, self.seed),
             max_new_tokens=params.max_new_tokens,
-        )
+        )  # fmt: skip
 
 
 def sampling_fields(params: SamplingParams, seed: int) -> dict[str, object]:
     """The fields of a chat completion that sample as `params` say."""
-    return {
-        **params.drawn_by,
-        "min_tokens": params.min_new_tokens,
-        "stop_token_ids": list(params.stop_token_ids),
-        "seed": seed,
-    }
+    ends = list(params.stop_token_ids)
+    least = params.min_new_tokens
+    return {**params.drawn_by, "min_tokens": least, "stop_token_ids": ends, "seed": seed}

@@ -43,16 +43,10 @@ from rllib_llm.rollouts.conversation_sampler import AgentSampler, ConversationSa
 from rllib_llm.rollouts.errors import SampleFailure
 from rllib_llm.rollouts.generate_function import FunctionPolicy
 from rllib_llm.rollouts.judged_batch import JudgedBatch, SampleRequest
-from rllib_llm.rollouts.policy import (
-    EVALUATION_SEED,
-    EnginePolicy,
-    ModulePolicy,
-    SamplingPolicy,
-)
+from rllib_llm.rollouts.policy import EVALUATION_SEED, EnginePolicy, ModulePolicy, SamplingPolicy
 from rllib_llm.rollouts.sampler import Sampler, SamplingEnvironment
 from rllib_llm.rollouts.streamer import Work, stop_streaming
 from rllib_llm.shared.dotted import import_dotted
-from rllib_llm.shared.errors import require
 from rllib_llm.shared.messages import Listener
 from rllib_llm.shared.process import keep_freed_memory, threads_for
 from rllib_llm.weights.coordinator import PublishedWeights
@@ -83,16 +77,14 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         self.watch = SamplerWatch()
         overseer = getattr(self.config, "_overseer", None)
         if overseer is not None and self.worker_index:
-            self._join_overseer(*overseer)
+            folder, trial = overseer
+            kind = "evaluation sampler" if self.config.in_evaluation else "sampler"
+            part = f"{kind} {self.worker_index} of trial {trial}"
+            self.watch.join(Path(folder), part, trial=trial, device=str(self._device))
         self._listener = Listener(str(self))
-        # The driver's process has a listener of its own.
+        # The driver's process has another listener.
         with self._listener if self.worker_index else nullcontext():
             self._make_parts()
-
-    def _join_overseer(self, folder: str, trial: str) -> None:
-        kind = "evaluation sampler" if self.config.in_evaluation else "sampler"
-        part = f"{kind} {self.worker_index} of trial {trial}"
-        self.watch.join(Path(folder), part, trial=trial, device=str(self._device))
 
     def _make_parts(self) -> None:
         if self._device.type == "cpu":
@@ -103,15 +95,15 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
             share = self.config.num_gpus_per_env_runner
             if self._device.type == "cuda" and share < 1:  # others have the rest
                 torch.cuda.set_per_process_memory_fraction(share, self._device)
-        self.sampler = _sampler_class(self.env)(
-            SamplingEnvironment(self.env, self.worker_index),
-            self._make_policy(),
-            params=self._sampling_params,
+        kind = Sampler
+        if isinstance(self.env, ConversationEnv):
+            kind = AgentSampler if isinstance(self.env, AgentEnv) else ConversationSampler
+        self.sampler = kind(
+            SamplingEnvironment(self.env, self.worker_index), self._make_policy(),
+            params=self._sampling_params, name=str(self), watch=self.watch,
             seed=(self.config.seed or 0) + EVALUATION_SEED * bool(self.config.in_evaluation),
-            name=str(self),
-            watch=self.watch,
-            told=self._tell_of,
-        )
+            on_judged=self._on_judged,
+        )  # fmt: skip
 
     # --- parts -------------------------------------------------------------------------------
 
@@ -121,9 +113,7 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         given = dict(config.env_config)
         if config.chat_template is not None:
             given.setdefault("chat_template", config.chat_template)
-        # Else the learner has it. By default it is a copy of the policy.
-        has_reference = config.reference_place == "environment" and bool(config.ref_kl_coeff)
-        defaults = {
+        defaults: dict[str, Any] = {
             "model": config.pretrained_model,
             "max_completion_len": config.max_new_tokens,
             "temperature": config.temperature,
@@ -134,33 +124,25 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
             "frozen_quantization": "bf16" if config.mixed_precision else "none",
             "frozen_products": config.float32_products,
         }
-        if has_reference and not config.in_evaluation:
+        # Else the learner has the reference. By default it is a copy of the policy.
+        is_here = config.reference_place == "environment" and bool(config.ref_kl_coeff)
+        if is_here and not config.in_evaluation:
             defaults["reference"] = {"model": config.pretrained_model}
         context = EnvContext({**defaults, **given}, self.worker_index, num_workers=self.num_workers)
         self.env = make(config.env, context)
         check_batched(self.env)
         self.env.max_steps = config.planned_iterations or 0  # of a reward function that asks
         check_env_lengths(
-            self.env,
-            model=config.pretrained_model,
-            max_new_tokens=config.max_new_tokens,
+            self.env, model=config.pretrained_model, max_new_tokens=config.max_new_tokens,
             chosen="max_prompt_len" in config.env_config,
-        )
-        self._call_back(
-            "on_environment_created",
-            config.callbacks_on_environment_created,
-            env_runner=self,
-            metrics_logger=self.metrics,
-            env=self.env,
-            env_context=context,
-        )
+        )  # fmt: skip
+        self._call_back("on_environment_created", env=self.env, env_context=context)
 
     def _make_policy(self) -> SamplingPolicy:
         config = self.config
         if config.engine == "openai":
-            return EnginePolicy(
-                open_server(config.pretrained_model, **config.server_engine_settings())
-            )
+            settings = config.server_engine_settings()
+            return EnginePolicy(open_server(config.pretrained_model, **settings))
         # The driver's own sampler may share the learner's module, and wants no second policy.
         if config.engine == "vllm" and self.worker_index:
             return EnginePolicy(self._open_vllm())
@@ -169,12 +151,10 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
             function = import_dotted(config.generate_function, name="generate_function")
             make_policy = functools.partial(FunctionPolicy, function)
         policy = make_policy(
-            self._make_module,
+            self._make_module, max_rows=config.sampling_batch_size, cuda_graphs=config.cuda_graphs,
             alias=bool(self.worker_index),  # the learner's own may be written to
-            max_rows=config.sampling_batch_size,
-            cuda_graphs=config.cuda_graphs,
             is_pretrained=not self.worker_index,
-        )
+        )  # fmt: skip
         if self.worker_index:
             policy.build()
         return policy
@@ -238,14 +218,9 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
     # --- sampling ----------------------------------------------------------------------------
 
     def sample(
-        self,
-        *,
-        num_timesteps: int | None = None,
-        num_episodes: int | None = None,
-        explore: bool | None = None,
-        random_actions: bool = False,
-        force_reset: bool = False,
-    ) -> list[MultiAgentBatch]:
+        self, *, num_timesteps: int | None = None, num_episodes: int | None = None,
+        explore: bool | None = None, random_actions: bool = False, force_reset: bool = False,
+    ) -> list[MultiAgentBatch]:  # fmt: skip
         """RLlib's own call: one judged batch of at least so many completions (an episode and a
         step are the same here), from where the last such call ended, with the weights of the last
         request or `set_state`.
@@ -253,10 +228,7 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         Raises:
             RuntimeError: it was never given any.
         """
-        require(
-            not random_actions, "random_actions", random_actions, "be False",
-            "random token ids are no text", "Sample from the policy",
-        )  # fmt: skip
+        assert not random_actions, "random token ids are no text"
         group = self.config.num_completions
         num_prompts = -(-(num_episodes or num_timesteps or self.env.num_envs) // group)
         explore = self.config.explore if explore is None else explore
@@ -284,21 +256,17 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         except Exception as error:  # noqa: BLE001  (the border of the process; raised by the source)
             return SampleFailure.from_exception(error)
 
-    def _tell_of(self, batch: JudgedBatch) -> JudgedBatch:
+    def _on_judged(self, batch: JudgedBatch) -> JudgedBatch:
         """The batch as it leaves the sampler, after `on_sample_end`; in any thread."""
         if self.worker_index and ray.is_initialized():
             batch.node = ray.get_runtime_context().get_node_id()
         with self._calling_back:
-            self._call_back(
-                "on_sample_end",
-                self.config.callbacks_on_sample_end,
-                env_runner=self,
-                metrics_logger=self.metrics,
-                samples=[batch],
-            )
+            self._call_back("on_sample_end", samples=[batch])
         return batch.to("cpu") if self.worker_index else batch
 
-    def _call_back(self, name: str, functions: Any, **arguments: Any) -> None:
+    def _call_back(self, name: str, **arguments: Any) -> None:
+        arguments |= {"env_runner": self, "metrics_logger": self.metrics}
+        functions = getattr(self.config, f"callbacks_{name}")
         make_callback(name, self._callbacks, functions, kwargs=arguments)
 
     # --- RLlib's side ------------------------------------------------------------------------
@@ -334,11 +302,8 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         return self.worker_index, self.sampler.differing(published)
 
     def get_ctor_args_and_kwargs(self):
-        return (), {
-            "config": self.config,
-            "worker_index": self.worker_index,
-            "num_workers": self.num_workers,
-        }
+        names = ("config", "worker_index", "num_workers")
+        return (), {name: getattr(self, name) for name in names}
 
     def get_checkpointable_components(self):
         return []
@@ -355,10 +320,3 @@ def _num_gpus(config: Any, worker_index: int) -> float:
     if worker_index:
         return config.num_gpus_per_env_runner
     return 0 if config.num_learners else config.num_gpus_per_learner
-
-
-def _sampler_class(env: Any) -> type[Sampler]:
-    """The sampler class for an environment."""
-    if isinstance(env, AgentEnv):
-        return AgentSampler
-    return ConversationSampler if isinstance(env, ConversationEnv) else Sampler

@@ -14,23 +14,15 @@ from rllib_llm.shared.openai_client import ServerError
 from rllib_llm.weights.coordinator import WeightsLostError
 
 
-class SamplingError(RuntimeError):
-    """No sampler can serve the request; the message carries the first sampler's traceback."""
-
-
-class BrokenSamplerError(SamplingError):
+class BrokenSamplerError(RuntimeError):
     """A bug in code that samplers run, such as a reward function; retrying does not help."""
 
 
-class PublishedWeightsLostError(SamplingError):
-    """A sampler could not get the weights that it was asked to sample with."""
-
-
-class NoServerError(SamplingError):
+class NoServerError(RuntimeError):
     """The server that generates for the samplers gave no answer, however often it was asked."""
 
 
-class NoSamplersError(SamplingError):
+class NoSamplersError(RuntimeError):
     """All samplers are gone and none came back in time."""
 
 
@@ -51,11 +43,6 @@ class SampleFailure:
     lost_key: str = ""
     no_server: bool = False
 
-    @property
-    def kind(self) -> str:
-        """The exception's class, one word."""
-        return self.error.partition(":")[0]
-
     @classmethod
     def from_exception(cls, error: BaseException) -> SampleFailure:
         return cls(
@@ -63,7 +50,7 @@ class SampleFailure:
             short_traceback(error),
             may_pass=_may_pass(error),
             weights_lost=isinstance(error, WeightsLostError),
-            lost_key=error.key if isinstance(error, WeightsLostError) else "",
+            lost_key=getattr(error, "key", ""),
             no_server=isinstance(error, ServerError),
         )
 

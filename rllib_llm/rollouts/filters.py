@@ -1,7 +1,7 @@
 """Filters of prompt groups that are worth training on; each rejection has a reason.
 
 A filter is a function of one group, `keep, reason = filter(group)`: one of those here by name, with
-settings of its own, or anybody's by dotted path. Groups that one refuses are counted by its reason
+settings, or a user's by dotted path. Groups that one refuses are counted by its reason
 and other prompts are sampled in their place.
 """
 
@@ -18,7 +18,7 @@ import torch
 from rllib_llm.rollouts.judged_batch import JudgedBatch
 from rllib_llm.shared import columns
 from rllib_llm.shared.dotted import import_dotted, looks_dotted
-from rllib_llm.shared.errors import Problems, did_you_mean, require
+from rllib_llm.shared.errors import did_you_mean, require
 
 
 class Verdict(NamedTuple):
@@ -91,12 +91,9 @@ def distinct(group: RolloutGroup, *, least: int = 2) -> Verdict:
     return Verdict(len(set(group.completions)) >= least, "not_distinct")
 
 
-FILTERS: Mapping[str, Callable[..., tuple[bool, str]]] = MappingProxyType({
-    "reward_spread": reward_spread,
-    "least_reward": least_reward,
-    "length": length,
-    "distinct": distinct,
-})  # fmt: skip
+FILTERS: Mapping[str, Callable[..., tuple[bool, str]]] = MappingProxyType(
+    {each.__name__: each for each in (reward_spread, least_reward, length, distinct)}
+)
 
 
 class Filters:
@@ -129,11 +126,9 @@ class Filters:
         group = rollout_group(batch)
         for name, judge in self._filters:
             verdict = judge(group)
-            require(
-                isinstance(verdict, tuple) and len(verdict) == 2,
-                f"filter {name!r} returned {verdict!r}, which", ..., "be (keep, reason)",
-                "the reason becomes a metric", "Return (True, '') or (False, 'why')", Problems,
-            )  # fmt: skip
+            is_pair = isinstance(verdict, tuple) and len(verdict) == 2
+            require(is_pair, f"what filter {name!r} returned", verdict, "be (keep, reason)",
+                    "", "Return (True, '') or (False, 'why')")  # fmt: skip
             keep, reason = verdict
             if not keep:
                 return str(reason) or name.rpartition(".")[2]
@@ -144,15 +139,9 @@ def _open(setting: str | Mapping[str, Any]) -> tuple[str, Filter]:
     """The filter's name, and the filter with its settings."""
     arguments: dict[str, Any]
     arguments = dict(setting) if isinstance(setting, Mapping) else {"name": setting}
-    name = arguments.pop("name", None)
-    found: Filter
-    if name in FILTERS:
-        found = FILTERS[name]
-    elif isinstance(name, str) and looks_dotted(name):
-        found = import_dotted(name, name="filters")
-    else:
-        raise Problems(
-            "filters", f"be among {sorted(FILTERS)} or a function's dotted path", "it is neither",
-            did_you_mean(str(name), FILTERS, otherwise="Write 'reward_spread'"), setting,
-        )  # fmt: skip
-    return str(name), functools.partial(found, **arguments) if arguments else found
+    name = str(arguments.pop("name", None))
+    require(name in FILTERS or looks_dotted(name), "filters", setting,
+            f"be among {sorted(FILTERS)} or a function's dotted path", "",
+            did_you_mean(name, FILTERS, otherwise="Write 'reward_spread'"))  # fmt: skip
+    found: Filter = FILTERS[name] if name in FILTERS else import_dotted(name, name="filters")
+    return name, functools.partial(found, **arguments) if arguments else found

@@ -6,7 +6,7 @@ The function is asked for the completions of one prompt:
         ended = await asyncio.gather(*[asked.complete(i) for i in range(asked.num_completions)])
         return [Generated(e.token_ids, e.logprobs) for e in ended]
 
-It may ask the policy as often as it wants, call tools, or join texts of its own; what it gives back
+It may ask the policy as often as it wants, call tools, or join other texts; what it gives back
 is checked before it is judged and learnt from. Log-probs must be those of the policy that is
 trained: ratios are taken to them.
 """
@@ -29,7 +29,7 @@ from rllib_llm.engines.protocol import Ended, Finish, pad_completions
 from rllib_llm.rollouts.policy import Generation, ModulePolicy
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import pad_right
-from rllib_llm.shared.errors import Problems, require
+from rllib_llm.shared.errors import require
 from rllib_llm.shared.remote import EventLoop, call
 
 
@@ -62,13 +62,9 @@ class Asked:
     """
 
     def __init__(
-        self,
-        loop: EngineLoop,
-        prompt_ids: list[int],
-        params: SamplingParams,
-        seed: int,
+        self, loop: EngineLoop, prompt_ids: list[int], params: SamplingParams, seed: int,
         row_ids: list[int],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.prompt_ids, self.params, self.row_ids = prompt_ids, params, row_ids
         self._loop, self._seed = loop, seed
 
@@ -78,14 +74,10 @@ class Asked:
         return len(self.row_ids)
 
     def begin(
-        self,
-        i: int,
-        token_ids: Sequence[int] = (),
-        *,
-        params: SamplingParams | None = None,
+        self, i: int, token_ids: Sequence[int] = (), *, params: SamplingParams | None = None,
         turn: int = 0,
-    ) -> Future[Ended]:
-        """Begins the policy's own completion number `i`, behind the prompt and `token_ids`.
+    ) -> Future[Ended]:  # fmt: skip
+        """Begins the policy's own completion number `i`, after the prompt and `token_ids`.
 
         Args:
             turn: names the randomness where one completion is asked for several times.
@@ -104,7 +96,9 @@ class Asked:
         return self.begin(*args, **kwargs).result()
 
 
-Generate: TypeAlias = Callable[[Asked], Sequence[Generated] | Awaitable[Sequence[Generated]]]
+GenerateFunction: TypeAlias = Callable[
+    [Asked], Sequence[Generated] | Awaitable[Sequence[Generated]]
+]
 
 
 class FunctionPolicy(ModulePolicy):
@@ -114,7 +108,9 @@ class FunctionPolicy(ModulePolicy):
         function: is called for each prompt, for many at once.
     """
 
-    def __init__(self, function: Generate, make_module: Callable[[], Any], **settings: Any) -> None:
+    def __init__(
+        self, function: GenerateFunction, make_module: Callable[[], Any], **settings: Any
+    ) -> None:
         super().__init__(make_module, **settings)
         self._function = function
         self._events = EventLoop("generation")
@@ -131,16 +127,15 @@ class FunctionPolicy(ModulePolicy):
                 for g in range(len(ids))
             ]  # fmt: skip
             made = self._events.run(self._all(wanted))
-        rows = [
-            _checked(row, asked.params, self._num_tokens)
-            for group, one in zip(made, wanted, strict=True)
-            for row in _counted(group, one.num_completions)
-        ]
+        vocab_size = self.build().model.config.get_text_config(decoder=True).vocab_size
+        rows = []
+        for group in made:
+            given = len(group) if isinstance(group, Sequence) else type(group).__name__
+            require(given == n, "completions of generate_function", given, f"be {n}",
+                    "so many were asked for (asked.num_completions)",
+                    "Return a list of as many Generated")  # fmt: skip
+            rows += [_checked(row, asked.params, vocab_size) for row in group]
         return {name: column.to(ids.device) for name, column in _columns(rows, asked).items()}
-
-    @property
-    def _num_tokens(self) -> int:
-        return int(self.build().model.config.get_text_config(decoder=True).vocab_size)
 
     async def _all(self, wanted: list[Asked]) -> list[Any]:
         """Calls the function for each prompt; the engine samples for all calls together."""
@@ -151,44 +146,24 @@ class FunctionPolicy(ModulePolicy):
         super().close()
 
 
-def _counted(group: Any, num_completions: int) -> list[Generated]:
-    given = len(group) if isinstance(group, Sequence) else type(group).__name__
-    require(
-        given == num_completions, "completions of generate_function", given,
-        f"be {num_completions}", "so many were asked for (asked.num_completions)",
-        "Return a list of as many Generated", Problems,
-    )  # fmt: skip
-    return list(group)
-
-
 def _checked(row: Any, params: SamplingParams, vocab_size: int) -> Generated:
     """The completion, if it can be learnt from."""
-    require(
-        isinstance(row, Generated), "a completion", type(row).__name__, "be a Generated",
-        "it has token_ids and logprobs", "Return a list of Generated", Problems,
-    )  # fmt: skip
-    num = len(row.token_ids)
-    sampled = [True] * num if row.sampled is None else list(row.sampled)
-    are_known = all(0 <= int(i) < vocab_size for i in row.token_ids)
-    rules = {
-        "len(token_ids)": (num, 1 <= num <= params.max_new_tokens,
-                           f"in 1..max_new_tokens={params.max_new_tokens}"),
-        "token_ids": (list(row.token_ids), are_known, f"ids of 0 or more, below {vocab_size}"),
-        "len(logprobs)": (len(row.logprobs), len(row.logprobs) == num, f"{num}, one each"),
-        "len(sampled)": (len(sampled), len(sampled) == num, f"{num}, one each"),
-        "logprobs": (list(row.logprobs),
-                     all(math.isfinite(p) and p <= 1e-4 for p in row.logprobs),
-                     "finite and at most 0"),
-    }  # fmt: skip
-    for name, (value, holds, rule) in rules.items():
-        require(
-            holds, name, value, f"be {rule}", "the completion is learnt from as it is",
-            "Correct what generate_function returns", Problems,
-        )  # fmt: skip
-    finished = row.finished
-    if finished is None:
-        finished = row.token_ids[-1] in params.stop_token_ids
-    return Generated(list(row.token_ids), list(row.logprobs), finished, sampled)
+    remedy = "Correct what generate_function returns"
+    require(isinstance(row, Generated), "a completion", row, "be a Generated", "", remedy)
+    ids, logprobs, most = [*map(int, row.token_ids)], [*row.logprobs], params.max_new_tokens
+    sampled = [True] * len(ids) if row.sampled is None else [*row.sampled]
+    one_each = f"be {len(ids)}, one for each token"
+    for name, value, holds, rule in (
+        ("len(token_ids)", len(ids), 1 <= len(ids) <= most, f"be in 1..max_new_tokens={most}"),
+        ("token_ids", ids, all(0 <= i < vocab_size for i in ids), f"be below {vocab_size}"),
+        ("len(logprobs)", len(logprobs), len(logprobs) == len(ids), one_each),
+        ("len(sampled)", len(sampled), len(sampled) == len(ids), one_each),
+        ("logprobs", logprobs, all(math.isfinite(p) and p <= 1e-4 for p in logprobs),
+         "be finite and at most 0"),
+    ):  # fmt: skip
+        require(holds, name, value, rule, "", remedy)
+    finished = ids[-1] in params.stop_token_ids if row.finished is None else row.finished
+    return Generated(ids, logprobs, finished, sampled)
 
 
 def _columns(rows: list[Generated], asked: Generation) -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ from rllib_llm.weights.coordinator import PublishedWeights
 UNJUDGED = "unjudged"  # reason for which a group is rejected
 
 State = Literal["waiting", "leased", "partial", "judged", "ready", "taken"]
-"""Nobody samples it yet; a sampler does; nobody does, but tokens of it are there; judged, and its
+"""No sampler has it yet; a sampler does; none does, but tokens of it are there; judged, and its
 turn has not come; to be learnt from; being learnt from. Closed groups leave the table: they were
 trained, rejected or failed."""
 
@@ -41,11 +41,11 @@ class JudgedGroup:
 
     payload: the rows (see `judged_batch.py`); the ledger never opens it.
     num_tokens: sampled tokens of all rows.
-    num_lost: of them, those of rows that were not judged, which nobody learns from.
+    num_lost: of them, those of rows that were not judged, which are not learnt from.
     oldest_version: of the weights that sampled any of the tokens.
     reason: why it is not to be learnt from, "" where it is; `UNJUDGED` where no row has a score.
     cause: what was raised where nothing could be judged.
-    continues: whether it goes on with what there was of it when it was leased.
+    continues: whether it continues the partial output that it was leased with.
     """
 
     position: int
@@ -175,12 +175,11 @@ class GroupTable:
     def __init__(self) -> None:
         self.next = 0  # position admitted next
         self._entries: dict[int, Entry] = {}  # in the order of their positions
-        self._waiting: list[int] = []  # heap of positions that nobody samples, among others
+        self._waiting: list[int] = []  # heap of positions that no sampler has, among others
 
     def begin(self, position: int) -> None:
         """Empties it; the next group has `position`."""
-        self.next = position
-        self._entries, self._waiting = {}, []
+        self.next, self._entries, self._waiting = position, {}, []
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -196,11 +195,10 @@ class GroupTable:
         return self._entries.get(position)
 
     def admit(self, num_groups: int, turn: int | None) -> None:
-        """The next groups, which are sampled as one batch, and wait from now on."""
-        unit = self.next
-        for position in range(unit, unit + num_groups):
+        """Takes the next groups in, which are sampled as one batch, and wait from now on."""
+        unit, self.next = self.next, self.next + num_groups
+        for position in range(unit, self.next):
             self.put(Entry(position, turn, unit))
-        self.next = unit + num_groups
 
     def put(self, entry: Entry) -> None:
         """Takes a group in; it waits unless it is judged."""
@@ -211,13 +209,13 @@ class GroupTable:
             entry.state = "judged"
 
     def wait(self, entry: Entry) -> None:
-        """Nobody samples the group any more."""
+        """Marks a group that no sampler has any more."""
         entry.state = "partial" if entry.partial else "waiting"
         entry.lease, entry.sampler = 0, ""
         heapq.heappush(self._waiting, entry.position)
 
     def first_waiting(self) -> Entry | None:
-        """The first group that nobody samples."""
+        """The first group that no sampler has."""
         while self._waiting:
             entry = self._entries.get(self._waiting[0])
             if entry is not None and entry.state in ("waiting", "partial"):
@@ -236,20 +234,15 @@ class GroupTable:
         """
         entries: list[Entry] = []
         while (entry := self.first_waiting()) is not None and can_sample(entry):
-            fits = not entries or (
+            if entries and not (
                 entry.unit == entries[0].unit
                 and entry.position == entries[-1].position + 1
                 and (whole or len(entries) < room)
-            )
-            if not fits:
+            ):
                 break
             heapq.heappop(self._waiting)
             entries.append(entry)
         return entries
-
-    def rank(self, entry: Entry) -> int:
-        """Groups before this one."""
-        return next(i for i, each in enumerate(self) if each is entry)
 
     def close(self, entry: Entry) -> None:
         """Takes a group out."""
@@ -264,11 +257,6 @@ class GroupTable:
     def num_tokens(self) -> int:
         """Tokens of all groups in the table."""
         return sum(entry.num_tokens for entry in self)
-
-    def num_judged(self, num_oldest: int) -> int:
-        """How many of the `num_oldest` oldest groups are judged."""
-        oldest = itertools.islice(self, num_oldest)
-        return sum(entry.group is not None for entry in oldest)
 
     def counts(self) -> Counter[State]:
         """Groups by state."""
@@ -305,7 +293,7 @@ class Leases:
         self._none_late_before = float("inf")
         self._num_remembered = num_remembered
         self._of_closed: OrderedDict[int, int] = OrderedDict()  # leases by position, the last ones
-        self._expired: list[tuple[str, str]] = []  # that the driver was not told of
+        self._expired: list[tuple[str, str]] = []  # not yet reported to the driver
 
     def begin(self, num_given: int = 0) -> None:
         """None is held; those given before, or `num_given` others, are refused from now on."""
@@ -349,8 +337,6 @@ class Leases:
         if not held:
             del self._held[entry.lease]
             self._leases_of[entry.sampler].discard(entry.lease)
-            if not self._leases_of[entry.sampler]:
-                del self._leases_of[entry.sampler]
 
     def end(self, lease: int, positions: Collection[int] | None = None) -> list[Entry]:
         """Ends a lease, or takes some of its groups out of it; those groups, which wait again."""
@@ -394,17 +380,19 @@ class Leases:
         for sampler in self._leases_of:
             self.put_off(sampler, seconds)
 
+    def _entries(self) -> Iterator[Entry]:
+        return itertools.chain.from_iterable(held.values() for held in self._held.values())
+
     def grant(self, until: float) -> None:
         """Ends no lease before then, since their holders cannot renew them."""
-        for held in self._held.values():
-            for entry in held.values():
-                entry.deadline = max(entry.deadline, until)
+        for entry in self._entries():
+            entry.deadline = max(entry.deadline, until)
 
     def has_late(self, now: float) -> bool:
         """Whether the time of a lease is up."""
         if now <= self._none_late_before:
             return False
-        deadlines = (entry.deadline for held in self._held.values() for entry in held.values())
+        deadlines = (entry.deadline for entry in self._entries())
         self._none_late_before = min(deadlines, default=float("inf"))
         return self._none_late_before < now
 
@@ -419,11 +407,9 @@ class Leases:
             for entry in held:
                 entry.num_expired += 1
         for sampler, held in {held[0].sampler: held for held in late}.items():
-            why = (
-                f"it gave no answer in {now - held[0].leased_at:.0f} s in which it had cores to "
-                f"work on (sampler_timeout_s={self._limit.setting!r}; slowest answer so far "
-                f"{self._limit.slowest:.1f} s)"
-            )
+            silent, limit = now - held[0].leased_at, self._limit
+            why = (f"it had cores and gave no answer in {silent:.0f} s (sampler_timeout_s="
+                   f"{limit.setting!r}; slowest answer so far {limit.slowest:.1f} s)")  # fmt: skip
             self._expired.append((sampler, why))
             for lease in self._of_sampler(sampler):
                 self.num_expired += 1
@@ -451,9 +437,8 @@ class Leases:
 
     def words(self, now: float) -> str:
         """The samplers being waited for, as text."""
-        parts = [
+        return "; ".join(
             f"groups {min(held)}-{max(held)} with sampler {_first(held).sampler} for "
             f"{now - _first(held).leased_at:.0f} s"
             for held in self._held.values()
-        ]
-        return "; ".join(parts) or "nobody samples"
+        ) or "no sampler works"  # fmt: skip

@@ -57,7 +57,7 @@ class JudgedBatch:
     columns: the training columns of `rllib_llm.shared.columns`, B rows, on the sampler's device.
     rewards: [B] float32, the environment's own (score minus its KL share).
     components, metrics: [B] float32 by name; what the score is made of, and what it is not. A
-        metric is NaN in rows of which nobody reported it.
+        metric is NaN in rows for which it was not reported.
     node: id of the node that made it.
     messages: what was said in the process that made it.
     pad_token_id: what stands in prompts and completions where there is no token.
@@ -100,11 +100,7 @@ class JudgedBatch:
 
     def to(self, device: torch.device | str) -> JudgedBatch:
         """The batch with its tensors on `device`."""
-
-        def moved(column: Column) -> Column:
-            return column.to(device)
-
-        return JudgedBatch(**_mapped(vars(self), moved))
+        return JudgedBatch(**_mapped(vars(self), lambda column: column.to(device)))
 
     @property
     def sampled_mask(self) -> Column:
@@ -154,13 +150,11 @@ class JudgedBatch:
         `distinct_share`."""
         first = self.rollouts.is_first
         valid = self.columns[columns.VALID] & first
-        means = {
-            name: _mean(
-                column, (first if name.endswith(columns.FAILED) else valid) & ~column.isnan()
-            )
-            for name, column in self.metrics.items()
-            if name != columns.PROMPT_TRUNCATED
-        }
+        means = {}
+        for name, column in self.metrics.items():
+            if name != columns.PROMPT_TRUNCATED:
+                counted = first if name.endswith(columns.FAILED) else valid
+                means[name] = _mean(column, counted & ~column.isnan())
         if columns.LOSS_MASK in self.columns:
             mask = self.columns[columns.COMPLETION_MASK]
             means["sampled_share"] = float(self.sampled_mask.sum() / mask.sum())
@@ -170,7 +164,7 @@ class JudgedBatch:
     def distinct_share(self, is_greedy: bool = False) -> float:
         """Different completions over rollouts. Where sampling `is_greedy`, those of one prompt
         cannot differ, and equal ones count once."""
-        # What stands behind the end differs with who made the row.
+        # What stands after the end differs with who made the row.
         mask = self.columns[columns.COMPLETION_MASK]
         ids = self.columns[columns.COMPLETION_IDS].where(mask, -1)
         # Sorting rows, as torch.unique does, takes ten times as long.
@@ -233,10 +227,10 @@ def concatenate(batches: list[JudgedBatch]) -> JudgedBatch:
     )
 
 
-def _largest(told: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def _largest(numbers: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The largest number of each name."""
-    names = dict.fromkeys(name for each in told for name in each)
-    return {name: max(each.get(name, 0.0) for each in told) for name in names}
+    names = dict.fromkeys(name for each in numbers for name in each)
+    return {name: max(each.get(name, 0.0) for each in numbers) for name in names}
 
 
 def _column(batch: JudgedBatch, name: str, kind: Column) -> Column:
@@ -249,10 +243,7 @@ def _column(batch: JudgedBatch, name: str, kind: Column) -> Column:
     if not bool(batch.columns[columns.VALID].any()):
         like = batch.rewards if kind.ndim == 1 else batch.columns[columns.COMPLETION_MASK]
         return torch.zeros_like(like, dtype=kind.dtype)
-    raise ValueError(
-        f"column={name!r} must be in all batches that are joined: nothing takes its place. Have "
-        "the environment return it always, or never."
-    )
+    raise ValueError(f"the environment must return {name!r} with all batches, or with none")
 
 
 def take_rows(batch: JudgedBatch, rows: Column) -> JudgedBatch:
@@ -283,23 +274,16 @@ def _filler(name: str, pad_token_id: int) -> int:
 
 
 def _concatenate_all(batches: list[JudgedBatch], group: str) -> dict[str, Column]:
-    parts = [getattr(batch, group) for batch in batches]
-    return {
-        name: torch.cat(
-            [
-                part.get(name, torch.full_like(batch.rewards, torch.nan))
-                for part, batch in zip(parts, batches, strict=True)
-            ]
-        )
-        for name in {name: None for part in parts for name in part}
-    }
+    parts = [(getattr(batch, group), torch.full_like(batch.rewards, torch.nan))
+             for batch in batches]  # fmt: skip
+    names = dict.fromkeys(name for part, _ in parts for name in part)
+    return {name: torch.cat([part.get(name, nan) for part, nan in parts]) for name in names}
 
 
 def _stack(parts: list[Column], name: str, filler: int) -> Column:
     if parts[0].ndim == 1:
         return torch.cat(parts)
     longest = max(part.shape[1] for part in parts)
-
     left = name in _LEFT_PADDED
     return torch.cat([widen(part, longest, filler, left=left) for part in parts])
 
@@ -354,22 +338,15 @@ def judged_groups(batch: JudgedBatch, *, min_valid: int = 1) -> list[JudgedGroup
     numbers = np.stack([by_row[0, firsts], firsts, lasts, *sums, oldest])
     return [
         JudgedGroup(
-            position, Places(batch, first, last), num_tokens, num_lost, version,
-            _too_few(num_valid, min_valid), cause=batch.cause,
+            position, Places(batch, first, last), num_tokens, num_lost, version, cause=batch.cause,
+            reason="" if num_valid >= min_valid else TOO_FEW if num_valid else UNJUDGED,
         )
         for position, first, last, num_valid, num_tokens, num_lost, version in numbers.T.tolist()
     ]  # fmt: skip
 
 
-def _too_few(num_valid: int, min_valid: int) -> str:
-    """Why a group with so many scores is not learnt from, "" where it is."""
-    if num_valid >= min_valid:
-        return ""
-    return TOO_FEW if num_valid else UNJUDGED
-
-
 def as_bytes(group: JudgedGroup | None) -> JudgedGroup | None:
-    """The group as bytes of its own, for a checkpoint."""
+    """The group as separate bytes, for a checkpoint."""
     if group is None or isinstance(group.payload, bytes):
         return group
     return dataclasses.replace(group, payload=pack(opened(group.payload)))
@@ -412,7 +389,7 @@ def _parts(groups: Sequence[JudgedGroup]) -> Iterator[tuple[JudgedBatch, bool]]:
 
 
 def _shared_batch(group: JudgedGroup) -> int:
-    """Names the batch that a group is a part of; 0 where it is bytes of its own."""
+    """Names the batch that a group is a part of; 0 where it is separate bytes."""
     return id(group.payload.batch) if isinstance(group.payload, Places) else 0
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 from rllib_llm.rollouts.errors import SampleFailure
@@ -40,7 +41,7 @@ from rllib_llm.weights.coordinator import PublishedWeights
 _CAPACITIES_REMEMBERED = 4  # of closed groups whose leases are still known
 _OWN = ("rules", "_clock", "_weights")  # of a process
 # After so many seconds without a call, in which this process perhaps had no core, renewals may wait
-# behind the next one: no lease ends before so many more.
+# after the next one: no lease ends before so many more.
 SILENT_SECONDS, GRANTED_SECONDS = 5.0, 2.0
 
 
@@ -52,12 +53,9 @@ class Ledger:
     """
 
     def __init__(
-        self,
-        rules: StreamRules,
-        *,
-        keeps_rejected: bool = False,
+        self, rules: StreamRules, *, keeps_rejected: bool = False,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.rules = rules
         self.step = 0  # updates done
         self._num_handed_out = 0  # batches, for the update under way
@@ -66,17 +64,14 @@ class Ledger:
         self._has_all_weights = False  # that groups are to be sampled with, as far as was asked
         self._num_published = 0
         self._orders: dict[int, int] = {}  # of publications, by version
-        self._failures: list[tuple[str, Any]] = []  # that the driver was not told of
+        self._failures: list[tuple[str, Any]] = []  # not yet reported to the driver
         self.table = GroupTable()
         limit = TimeLimit(rules.timeout_s)
         self.leases = Leases(self.table, limit, _CAPACITIES_REMEMBERED * rules.capacity)
         self._outcomes = Outcomes(
-            self.table,
-            self.leases,
-            max_rejected=rules.max_rejected,
-            max_failed=rules.num_groups,
+            self.table, self.leases, max_rejected=rules.max_rejected, max_failed=rules.num_groups,
             keeps_rejected=keeps_rejected,
-        )
+        )  # fmt: skip
         self._schedule = open_schedule(rules, self.table, self._outcomes)
 
     @property
@@ -92,7 +87,7 @@ class Ledger:
         return getattr(self, name)(*args)
 
     def was_away(self, seconds: float) -> None:
-        """Puts off all deadlines: nobody could renew a lease meanwhile, nor hand anything in."""
+        """Puts off all deadlines: no sampler could renew a lease or hand anything in meanwhile."""
         self._called += seconds
         self.leases.put_off_all(seconds)
 
@@ -105,7 +100,7 @@ class Ledger:
     # --- the driver ----------------------------------------------------------------------------
 
     def begin(self, position: int, step: int) -> None:
-        """An empty table and account that go on at `position` after `step` updates."""
+        """An empty table and account that continue at `position` after `step` updates."""
         self.table.begin(position)
         self.leases.begin()
         self.step = step
@@ -167,7 +162,7 @@ class Ledger:
             groups,
             closed=closed,
             num_closed=num_closed,
-            num_judged=self.table.num_judged(self.rules.num_groups),
+            num_judged=sum(e.group is not None for e in islice(self.table, self.rules.num_groups)),
             failures=tuple(failures),
             expired=tuple(self.leases.take_expired()),
             missing=tuple(self._missing()),
@@ -195,10 +190,7 @@ class Ledger:
         age = step - group.oldest_version
         largest = self.rules.largest_age + entry.num_updates_extra
         is_known = group.oldest_version >= 0 and self.rules.bounds_age
-        assert not is_known or age <= largest, (
-            f"age={age} of group {entry.position} must be at most {largest}: "
-            "the ledger let samplers get too far ahead"
-        )
+        assert not is_known or age <= largest, f"group {entry.position}: age {age} > {largest}"
         return group
 
     def _missing(self) -> list[int]:
@@ -252,19 +244,15 @@ class Ledger:
         return self._schedule.version(entry) in self._weights
 
     def _lease_to(self, sampler: str, entries: Sequence[Entry]) -> Lease:
-        first = entries[0]
-        version = self._schedule.version(first)
+        version = self._schedule.version(entries[0])
         assert version is not None, "only what can be sampled is leased"
-        every = self.rules.texts_every
         return Lease(
-            self.leases.give(sampler, entries, self._clock()),
-            first.position,
-            len(entries),
+            self.leases.give(sampler, entries, self._clock()), entries[0].position, len(entries),
             self._weights[version],
-            return_texts=texts_are_due(version, every),
+            return_texts=texts_are_due(version, self.rules.texts_every),
             partial={e.position: e.partial for e in entries if e.partial},
             order=self._orders[version],
-        )
+        )  # fmt: skip
 
     def renew(
         self, sampler: str, holding: Iterable[int]
@@ -284,7 +272,9 @@ class Ledger:
         for group in groups:
             entry = self.leases.entry(lease, group.position)
             if entry is None:
-                self._refuse(lease, group)
+                if not self.leases.was_handed_in(lease, group.position):
+                    self.account.generated += group.num_tokens
+                    self.account.reject("late", group.num_tokens)
                 continue
             self.leases.hand_in(entry, self._clock())
             before = entry.num_tokens
@@ -296,11 +286,6 @@ class Ledger:
             num_accepted += 1
         self._schedule.decide(group.position for group in groups)
         return num_accepted
-
-    def _refuse(self, lease: int, group: JudgedGroup) -> None:
-        if not self.leases.was_handed_in(lease, group.position):
-            self.account.generated += group.num_tokens
-            self.account.reject("late", group.num_tokens)
 
     def keep_partial(self, lease: int, partial: dict[int, tuple[PartialCompletion, ...]]) -> None:
         """Records the partial output of groups that their sampler continues; () where it cannot
@@ -332,12 +317,13 @@ class Ledger:
         is_lockstep = self.rules.schedule == "lockstep"
         for entry in entries:
             if len(entries) > 1 and not is_lockstep:
-                entry.unit = entry.position  # alone next time: nobody knows which of them fails
+                entry.unit = entry.position  # alone next time: it is unknown which of them fails
                 continue
             entry.num_failures += not failure.weights_lost  # which is no group's
             most = max(most, entry.num_failures)
-            if self._has_failed(entry, failure):
-                self._outcomes.fail(entry, failure.kind)
+            may_fail = self.rules.schedule == "free" and failure.may_pass
+            if may_fail and entry.num_failures >= self.rules.max_failures:
+                self._outcomes.fail(entry, failure.error.partition(":")[0])
         self._failures.append((sampler, (failure, most)))
         self._schedule.admit_all()
 
@@ -350,37 +336,22 @@ class Ledger:
         if failure is not None:
             self._failures.append((sampler, (failure, 0)))
 
-    def _has_failed(self, entry: Entry, failure: SampleFailure) -> bool:
-        return (
-            self.rules.schedule == "free"
-            and failure.may_pass
-            and entry.num_failures >= self.rules.max_failures
-        )
-
     def expire(self) -> None:
         """Ends expired leases."""
         self.leases.expire(self._clock())
 
     # --- what is known -------------------------------------------------------------------------
 
-    @property
-    def num_old(self) -> int:
-        """Groups that weights before the newest have to sample, and have not yet."""
-        return len(self._old_versions())
-
-    def waits_for(self) -> str:
-        """The samplers being waited for, as text."""
-        rest = ", ".join(f"{count} {state}" for state, count in self.table.counts().items())
-        return f"{self.leases.words(self._clock())} (groups: {rest})"
-
     def look(self) -> dict[str, Any]:
         """`metrics`, `position`, `waits_for` (samplers being waited for) and `num_old` (groups to
         be sampled by older weights than the newest)."""
+        counts = self.table.counts()
+        rest = ", ".join(f"{count} {state}" for state, count in counts.items())
         return {
             "metrics": self.metrics(),
             "position": self.table.position,
-            "waits_for": self.waits_for(),
-            "num_old": self.num_old,
+            "waits_for": f"{self.leases.words(self._clock())} (groups: {rest})",
+            "num_old": len(self._old_versions()),
         }
 
     def metrics(self) -> dict[str, float]:

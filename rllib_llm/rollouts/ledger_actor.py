@@ -1,5 +1,5 @@
 """A ledger in a named actor, with a journal: samplers that ask for work, and the driver, wait for
-it. A process that samples and learns in turn calls a `Ledger` of its own instead."""
+it. A process that samples and learns in turn calls a `Ledger` itself instead."""
 
 from __future__ import annotations
 
@@ -46,20 +46,16 @@ class JournaledLedger:
     """
 
     def __init__(
-        self,
-        rules: StreamRules,
-        folder: Path,
-        *,
-        keeps_rejected: bool = False,
+        self, rules: StreamRules, folder: Path, *, keeps_rejected: bool = False,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._clock, self._now = clock, clock()
         self.ledger = Ledger(rules, keeps_rejected=keeps_rejected, clock=lambda: self._now)
         self._path = folder / _FILE
         self._file: Any = None  # open for calls to be added
         self._num_bytes = 0
-        self.was_restored = False
-        if self._path.exists():
+        self.was_restored = self._path.exists()
+        if self.was_restored:
             self._replay()
         folder.mkdir(parents=True, exist_ok=True)
         self._compact()
@@ -70,7 +66,10 @@ class JournaledLedger:
             return self.ledger.call(name, *args)
         assert name in CALLS, name
         now = self._clock()
-        self._write((name, now, *_without_references(args)))
+        self._write((name, now, *(
+            dataclasses.replace(arg, ref=()) if isinstance(arg, PublishedWeights) else arg
+            for arg in args
+        )))  # fmt: skip
         self._now = now
         answer = self.ledger.call(name, *args)
         if self._num_bytes > _COMPACT_BYTES:
@@ -98,7 +97,6 @@ class JournaledLedger:
         self.ledger.forget_weights()
         away, self._now = self._clock() - self._now, self._clock()
         self.ledger.was_away(away)
-        self.was_restored = True
 
     def _compact(self) -> None:
         """Replaces the logged calls by a snapshot of the table."""
@@ -112,13 +110,6 @@ class JournaledLedger:
         self._num_bytes = 0
 
 
-def _without_references(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(
-        dataclasses.replace(arg, ref=()) if isinstance(arg, PublishedWeights) else arg
-        for arg in args
-    )
-
-
 def _read(path: Path) -> Iterator[tuple[Any, ...]]:
     with path.open("rb") as file:
         while True:
@@ -128,7 +119,7 @@ def _read(path: Path) -> Iterator[tuple[Any, ...]]:
                 return
 
 
-# May end somebody's wait; the last ones, as leases end by them.
+# May end a caller's wait; the last ones, as leases end by them.
 _WAKE = ("begin", "publish", "offer", "push", "fail", "give_back", "set_state", "report", "take")
 WAIT_SECONDS = 0.5  # of a driver for a batch, between looks at samplers
 
@@ -251,29 +242,17 @@ class RemoteLedger:
     """
 
     def __init__(
-        self,
-        name: str,
-        rules: StreamRules,
-        folder: Path,
-        *,
-        keeps_rejected: bool = False,
+        self, name: str, rules: StreamRules, folder: Path, *, keeps_rejected: bool = False,
         answer_seconds: float = CALL_SECONDS,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._folder = folder
         node = ray.get_runtime_context().get_node_id()
-        actor = (
-            ray.remote(LedgerActor)
-            .options(
-                name=name,
-                namespace=NAMESPACE,
-                num_cpus=0,
-                max_restarts=-1,
-                max_task_retries=-1,
-                max_concurrency=MAX_CONCURRENT_CALLS,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-            )
-            .remote(rules, str(folder), keeps_rejected)
-        )
+        kind = ray.remote(LedgerActor).options(
+            name=name, namespace=NAMESPACE, num_cpus=0, max_restarts=-1, max_task_retries=-1,
+            max_concurrency=MAX_CONCURRENT_CALLS,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+        )  # fmt: skip
+        actor = kind.remote(rules, str(folder), keeps_rejected)
         self.named = NamedActor(
             lambda: actor, answer_seconds=answer_seconds, patience_seconds=MAX_SECONDS_OF_A_CALL,
             reconnects=False,

@@ -27,14 +27,9 @@ class TokenAccount:
     failed_groups: int = 0
 
     def reject(self, reason: str, num_tokens: int, *, num_groups: int = 1) -> None:
-        """Tokens, or whole groups, that nobody learns from."""
+        """Tokens, or whole groups, that are not learnt from."""
         self.rejected[reason] += num_tokens
         self.rejected_groups[reason] += num_groups
-
-    def fail(self, num_tokens: int) -> None:
-        """A group that is not to be had, with what there was of it."""
-        self.failed_groups += 1
-        self.reject("failed", num_tokens, num_groups=0)
 
     def copy(self) -> TokenAccount:
         """One that counts for itself."""
@@ -44,18 +39,11 @@ class TokenAccount:
 
     def check(self, carried: int) -> None:
         """Raises AssertionError where a token is not accounted for."""
-        told = self.trained + self.rejected.total() + carried
-        assert self.generated == told, (
-            f"tokens_generated={self.generated} must be trained ({self.trained}) + rejected "
-            f"({self.rejected.total()}) + carried ({carried}): the ledger lost count"
-        )
+        assert self.generated == self.trained + self.rejected.total() + carried, (self, carried)
 
     def metrics(self, carried: int) -> dict[str, float]:
         """Metrics under `rollouts/`; `check`s their sums first."""
         self.check(carried)
-        reasons = {
-            f"rejected/{reason}": float(self.rejected_groups[reason]) for reason in self.rejected
-        }
         return {
             "tokens_generated": float(self.generated),
             "tokens_trained": float(self.trained),
@@ -64,7 +52,7 @@ class TokenAccount:
             "groups_trained": float(self.trained_groups),
             "groups_rejected": float(self.rejected_groups.total()),
             "groups_failed": float(self.failed_groups),
-            **reasons,
+            **{f"rejected/{each}": float(self.rejected_groups[each]) for each in self.rejected},
         }
 
 
@@ -79,14 +67,9 @@ class Outcomes:
     """
 
     def __init__(
-        self,
-        table: GroupTable,
-        leases: Leases,
-        *,
-        max_rejected: int,
-        max_failed: int,
+        self, table: GroupTable, leases: Leases, *, max_rejected: int, max_failed: int,
         keeps_rejected: bool,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.account = TokenAccount()
         self._table, self._leases = table, leases
         self._max_rejected, self._max_failed = max_rejected, max_failed
@@ -121,16 +104,15 @@ class Outcomes:
         """Counts groups in a row that no judge could score, in the order of decisions."""
         group = entry.group
         assert group is not None, "it was judged"
-        if group.reason == UNJUDGED:
-            self._num_unjudged += 1
-            self._cause = group.cause or self._cause
-        else:
-            self._num_unjudged = 0
+        is_unjudged = group.reason == UNJUDGED
+        self._num_unjudged = self._num_unjudged + 1 if is_unjudged else 0
+        self._cause = group.cause or self._cause
 
     def fail(self, entry: Entry, reason: str) -> None:
         """The group is not to be had from any sampler."""
         self._close(entry)
-        self.account.fail(entry.num_tokens)
+        self.account.failed_groups += 1
+        self.account.reject("failed", entry.num_tokens, num_groups=0)
         self._failed_in_row[reason] += 1
         if self._keeps_rejected:
             self._closed.append(Closed(entry.position, "failed", reason))
@@ -158,7 +140,7 @@ class Outcomes:
         return None
 
     def unseen(self, num_seen: int) -> tuple[tuple[Closed, ...], int]:
-        """Closed groups behind the first `num_seen`, and how many there were in all."""
+        """Closed groups after the first `num_seen`, and how many there were in all."""
         known = max(0, num_seen - self._num_seen)
         self._closed, self._num_seen = self._closed[known:], self._num_seen + known
         return tuple(self._closed), self._num_seen + len(self._closed)

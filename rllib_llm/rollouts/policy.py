@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rllib_llm.engines.vllm_engine import VLLMEngine
 
 LoadWeights: TypeAlias = Callable[[dict[str, torch.Tensor]], None]
-EVALUATION_SEED = 1_000_003  # added to the seed, so that evaluation has noise of its own
+EVALUATION_SEED = 1_000_003  # added to the seed, so that evaluation has other noise
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Generation:
 class ModulePolicy:
     """An RLModule, made on first use or shared with the learner in the same process.
 
-    takes_weights: whether it generates with published weights; if not, with a model of its own.
+    takes_weights: whether it generates with published weights; if not, with another model.
     has_weights: whether it was given weights to generate with, or needs none.
 
     Args:
@@ -63,14 +63,9 @@ class ModulePolicy:
     takes_weights = True
 
     def __init__(
-        self,
-        make_module: Callable[[], RLModule],
-        *,
-        alias: bool,
-        max_rows: int | None = None,
-        cuda_graphs: bool = True,
-        is_pretrained: bool = True,
-    ) -> None:
+        self, make_module: Callable[[], RLModule], *, alias: bool, max_rows: int | None = None,
+        cuda_graphs: bool = True, is_pretrained: bool = True,
+    ) -> None:  # fmt: skip
         self.module: Any = None
         self.loader = ModuleLoader(alias=alias)
         self._alias = alias
@@ -82,8 +77,8 @@ class ModulePolicy:
         self._is_shared = False
         self._pending_state: Mapping[str, torch.Tensor] | None = None
 
-    def twin(self) -> ModulePolicy:
-        """A copy with a module of its own, to hold another version of the weights."""
+    def another(self) -> ModulePolicy:
+        """A copy with a separate module, to hold another version of the weights."""
         return type(self)(
             self._make_module, alias=self._alias, max_rows=self._max_rows,
             cuda_graphs=self._cuda_graphs, is_pretrained=False,

@@ -39,7 +39,7 @@ class AboutRun:
     top_p: float
     top_k: int
     seed: int
-    tokenizer: Any = None  # for texts that nobody decoded; None: the ids alone are stored
+    tokenizer: Any = None  # for texts that were not decoded; None: the ids alone are stored
     vocabulary: str = ""  # a hash of it
 
 
@@ -161,14 +161,8 @@ class _Ragged:
         kept = flat[start] != NO_VERSION
         start, end = start[kept], end[kept]
         rows = np.searchsorted(firsts, start, side="right") - 1
-        spans = pa.StructArray.from_arrays(
-            [
-                pa.array(flat[start]),
-                pa.array((start - firsts[rows]).astype(np.int32)),
-                pa.array((end - firsts[rows]).astype(np.int32)),
-            ],
-            names=["version", "start", "end"],
-        )
+        parts = flat[start], *((at - firsts[rows]).astype(np.int32) for at in (start, end))
+        spans = pa.StructArray.from_arrays([*map(pa.array, parts)], ["version", "start", "end"])
         return pa.ListArray.from_arrays(_offsets(np.bincount(rows, minlength=len(firsts))), spans)
 
 
@@ -178,17 +172,17 @@ def _offsets(lengths: np.ndarray) -> pa.Array:
 
 def _by_name(found: dict[str, Tensor], num_rows: int) -> pa.Array:
     """Each row's numbers by name, as JSON, without missing (NaN) and infinite ones."""
-    told: list[list[str]] = []
+    by_name: list[list[str]] = []
     for name in sorted(found):
-        # Rows share few numbers: each becomes text once. They are told apart by their bits.
+        # Rows share few numbers: each becomes text once. They are compared by their bits.
         bits, places = np.unique(found[name].float().numpy().view(np.int32), return_inverse=True)
         # The shortest decimal of a float32: 0.1, not 0.10000000149.
         texts = [
             f"{json.dumps(name)}: {float(str(number))}" if np.isfinite(number) else ""
             for number in bits.view(np.float32)
         ]
-        told.append([texts[place] for place in places.tolist()])
-    rows = zip(*told, strict=True) if told else [()] * num_rows
+        by_name.append([texts[place] for place in places.tolist()])
+    rows = zip(*by_name, strict=True) if by_name else [()] * num_rows
     return pa.array(["{" + ", ".join(filter(None, row)) + "}" for row in rows], pa.string())
 
 
@@ -255,9 +249,8 @@ class RolloutRecorder:
         # Rows that wait hold no memory of a GPU, and the caller may add columns meanwhile.
         groups = groups.to("cpu")
         ended = datetime.datetime.now(datetime.timezone.utc)
-        make = functools.partial(
-            rows_of, groups, self._about, status=status, reason=reason, ended=ended
-        )
+        make = functools.partial(rows_of, groups, self._about, status=status, reason=reason,
+                                 ended=ended)  # fmt: skip
         self._store.put(iteration, groups.num_rows, make)
 
     def state(self) -> dict[str, Any]:
@@ -297,7 +290,8 @@ class SampleLog:
         if not batch.texts:
             return
         chosen = _spread(batch.columns[columns.PROMPT_INDEX].tolist(), limit)
-        rows = [_row(batch, row, iteration, split) for row in chosen]
+        about = {"iteration": iteration, "split": split}
+        rows = [about | _row(batch, row) for row in chosen]
         with self._file.writing():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self._is_new:
@@ -317,27 +311,20 @@ def _spread(prompts: Sequence[int], limit: int) -> list[int]:
     return sorted(sorted(range(len(prompts)), key=turn.__getitem__)[:limit])
 
 
-def _row(batch: JudgedBatch, row: int, iteration: int, split: str) -> dict[str, Any]:
+def _row(batch: JudgedBatch, row: int) -> dict[str, Any]:
+    wrong = (columns.FAILED, columns.PROMPT_TRUNCATED)  # metrics of what went wrong, where it did
+    numbers = batch.components | {
+        name: column for name, column in batch.metrics.items()
+        if column[row] != 0 or not name.endswith(wrong)
+    }  # fmt: skip
     return {
-        "iteration": iteration,
-        "split": split,
         "prompt_index": int(batch.columns[columns.PROMPT_INDEX][row]),
         "prompt": batch.texts["prompt"][row],
         "completion": batch.texts["completion"][row],
         "score": round(float(batch.columns[columns.SCORES][row]), 6),
         **{
             name: round(float(column[row]), 6)
-            for name, column in {**batch.components, **_told(batch, row)}.items()
-            if not column[row].isnan()  # not judged by it, or nobody reported it
+            for name, column in numbers.items()
+            if not column[row].isnan()  # not judged by it, or not reported
         },
-    }
-
-
-def _told(batch: JudgedBatch, row: int) -> dict[str, Any]:
-    """The metrics by name; what went wrong only where it did."""
-    wrong = (columns.FAILED, columns.PROMPT_TRUNCATED)
-    return {
-        name: column
-        for name, column in batch.metrics.items()
-        if column[row] != 0 or not name.endswith(wrong)
     }

@@ -1,4 +1,4 @@
-"""Groups that were learnt from once, kept to be learnt from again behind a batch's fresh ones."""
+"""Groups that were learnt from once, kept to be learnt from again after a batch's fresh ones."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ReplayBuffer:
         return len(self._kept)
 
     def extend(self, fresh: JudgedBatch) -> JudgedBatch:
-        """A fresh batch and behind it groups of earlier ones, counted by `num_replayed`; the buffer
+        """A fresh batch followed by groups of earlier ones, counted by `num_replayed`; the buffer
         has the fresh ones from now on."""
         self.iteration += 1
         drawn = self.draw()

@@ -57,13 +57,9 @@ class RowStream:
     """
 
     def __init__(
-        self,
-        sampler: Sampler,
-        num_completions: int,
-        *,
-        in_flight: InFlight,
+        self, sampler: Sampler, num_completions: int, *, in_flight: InFlight,
         masks_stale_prefix: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._sampler, self._n = sampler, num_completions
         self._in_flight, self._masks_stale_prefix = in_flight, masks_stale_prefix
         self._groups: dict[int, _Group] = {}  # by position
@@ -78,8 +74,8 @@ class RowStream:
         # vLLM has one copy of the weights: new rows wait for those that finish on the old ones.
         if self._in_flight != "finish" or not isinstance(sampler.policy, ModulePolicy):
             return self._engine_of(sampler.policy)
-        sampler.twin = sampler.twin or sampler.policy.twin()
-        newest, older = self._engine_of(sampler.policy), self._engine_of(sampler.twin)
+        sampler.older_policy = sampler.older_policy or sampler.policy.another()
+        newest, older = self._engine_of(sampler.policy), self._engine_of(sampler.older_policy)
         return HotSwapEngine(cast(TorchEngine, newest), cast(TorchEngine, older))
 
     def _engine_of(self, policy: SamplingPolicy) -> Engine:
@@ -114,9 +110,9 @@ class RowStream:
         """Puts the newest weights into a policy, which is the sampler's from now on."""
         sampler = self._sampler
         assert self._newest is not None, "weights are given before they are loaded"
-        sampler.weights.ensure(self._newest, policy.load)
-        if policy is sampler.twin:
-            sampler.policy, sampler.twin = sampler.twin, sampler.policy
+        sampler.weights.receive(self._newest, policy.load)
+        if policy is sampler.older_policy:
+            sampler.policy, sampler.older_policy = sampler.older_policy, sampler.policy
         self._is_loaded = True
 
     def _note_loaded(self) -> None:
@@ -137,12 +133,12 @@ class RowStream:
         for position in lease.positions:
             try:
                 groups[position] = self._group(lease, position)
-            except Exception as error:  # noqa: BLE001  (a prompt's; the ledger is told)
+            except Exception as error:  # noqa: BLE001  (a prompt's; reported to the ledger)
                 failed.append((error, [position]))
         self._groups |= groups
         try:
             self._begin_waiting(groups)
-        except Exception as error:  # noqa: BLE001  (the ledger is told)
+        except Exception as error:  # noqa: BLE001  (reported to the ledger)
             for position in groups:
                 del self._groups[position]
             failed.append((error, list(groups)))
@@ -209,7 +205,7 @@ class RowStream:
         return rows
 
     def drop(self, lease: int) -> None:
-        """Gives the groups of a lease up, which somebody else samples now."""
+        """Gives the groups of a lease up, which another sampler has now."""
         self._give_up([p for p, group in self._groups.items() if group.lease.id == lease])
 
     def _give_up(self, positions: Iterable[int]) -> None:
@@ -239,7 +235,8 @@ class RowStream:
 
     def _generated(self, group: _Group) -> UnjudgedBatch:
         weights = self._sampler.weights
-        made = self._columns([group.ended[i] for i in range(self._n)])
+        rows, pad = [group.ended[i] for i in range(self._n)], self._sampler.policy.pad_token_id
+        made = pad_completions(rows, pad, with_versions=True).columns()
         return UnjudgedBatch(
             group.request, weights.version, group.prompts, made, weights.version,
             weights=weights.metrics(), masks_stale_prefix=self._masks_stale_prefix,
@@ -260,10 +257,6 @@ class RowStream:
             found.setdefault(group.lease.id, {})[position] = rows
         return found
 
-    def _columns(self, rows: list[PartialCompletion]) -> dict[str, torch.Tensor]:
-        pad = self._sampler.policy.pad_token_id
-        return pad_completions(rows, pad, with_versions=True).columns()
-
     def close(self) -> None:
         """Frees the engine."""
         self._engine.close()
@@ -271,10 +264,6 @@ class RowStream:
 
 def _joined(before: PartialCompletion, rest: Ended | Tokens, finish: str) -> PartialCompletion:
     """A row's initial tokens followed by those sampled since."""
-    return PartialCompletion(
-        (*before.token_ids, *rest.token_ids),
-        (*before.logprobs, *rest.logprobs),
-        (*before.versions, *rest.versions),
-        finish,
-        before.prompt,
-    )
+    names = ("token_ids", "logprobs", "versions")
+    ids, logprobs, versions = ((*getattr(before, n), *getattr(rest, n)) for n in names)
+    return PartialCompletion(ids, logprobs, versions, finish, before.prompt)

@@ -85,11 +85,8 @@ class SamplingEnvironment:
     def prompts(self, request: SampleRequest) -> dict[str, torch.Tensor]:
         """The prompts of a request, those of a group adjacent, and which they are."""
         n = request.num_completions
-        options = {
-            "position": request.position,
-            "num_prompts": request.num_prompts,
-            "num_completions": n,
-        }
+        names = ("position", "num_prompts", "num_completions")
+        options = {name: getattr(request, name) for name in names}
         with self._turns:
             self.env.return_texts = request.return_texts
             observation, infos = self.env.reset(options=options)
@@ -109,7 +106,7 @@ class SamplingEnvironment:
         """The results of `step` for completions of the last prompts.
 
         Args:
-            global_step: updates behind the weights that made them, for reward functions that ask.
+            global_step: updates done before these were sampled, for reward functions that ask.
 
         What is learnt from is `infos["scores"]`. An environment that gives none is learnt from by
         its rewards, all rows of which count unless `infos["valid"]` says otherwise. One that said
@@ -133,13 +130,8 @@ class SamplingEnvironment:
         texts = {}
         if "completion_texts" in infos:
             texts = {"prompt": infos["prompt_texts"], "completion": infos["completion_texts"]}
-        return Judgement(
-            rewards,
-            judged,
-            dict(infos.get("components", {})),
-            dict(infos.get("metrics", {})),
-            texts,
-        )
+        components, metrics = (dict(infos.get(name, {})) for name in ("components", "metrics"))
+        return Judgement(rewards, judged, components, metrics, texts)
 
 
 @dataclass
@@ -147,7 +139,7 @@ class UnjudgedBatch:
     """Completions of a request that are to be judged.
 
     version: of the weights that made them. prompts: columns of the prompts. completions: columns,
-    or conversations that are over. step: updates behind what was published for the request.
+    or conversations that are over. step: updates done when the weights were published.
     timings, weights: see `JudgedBatch`. masks_stale_prefix: see `RowStream`.
     """
 
@@ -167,31 +159,27 @@ class Sampler:
     Args:
         params: says how to sample; given whether to explore.
         seed: of the noise, together with the id of a row.
-        told: is given each batch that was judged for a request; what it returns is handed out.
+        on_judged: is given each batch that was judged for a request; what it returns is handed
+            out.
     """
 
     takes_rows = True  # whether its completions are independent rows of an engine
 
     def __init__(
-        self,
-        environment: SamplingEnvironment,
-        policy: SamplingPolicy,
-        *,
-        params: Callable[[bool], SamplingParams],
-        seed: int,
-        name: str = "the sampler",
+        self, environment: SamplingEnvironment, policy: SamplingPolicy, *,
+        params: Callable[[bool], SamplingParams], seed: int, name: str = "the sampler",
         watch: SamplerWatch | None = None,
-        told: Callable[[JudgedBatch], JudgedBatch] = lambda batch: batch,
-    ) -> None:
+        on_judged: Callable[[JudgedBatch], JudgedBatch] = lambda batch: batch,
+    ) -> None:  # fmt: skip
         self.watch = watch or SamplerWatch()
         self.environment = environment
         self.policy = policy
-        # Of the policy, where rows finish on weights before the newest.
-        self.twin: SamplingPolicy | None = None
+        # A second copy of the policy, where rows finish on weights before the newest.
+        self.older_policy: SamplingPolicy | None = None
         self.weights = WeightsReceiver()
         self._published: tuple[int, int] | None = None  # of the last request
-        self._step = 0  # updates behind what was published for it
-        self.params, self.seed, self.name, self._told = params, seed, name, told
+        self._step = 0  # updates done when those were published
+        self.params, self.seed, self.name, self._on_judged = params, seed, name, on_judged
 
     def serve(self, request: SampleRequest, published: PublishedWeights) -> JudgedBatch:
         """Judged completions made with the published weights; where no row could be judged, rows
@@ -223,7 +211,7 @@ class Sampler:
     def _generate_with(self, request: SampleRequest, published: PublishedWeights) -> UnjudgedBatch:
         cores = CpuClock()
         if self.policy.takes_weights:
-            self.weights.ensure(published, self.policy.load)
+            self.weights.receive(published, self.policy.load)
         self._published, self._step = published.order, published.version
         generated = self._begin(request)
         generated.weights = self.weights.metrics()
@@ -271,7 +259,7 @@ class Sampler:
             batch = self._score(environment, generated)
         except UnjudgedError as error:
             batch = self._unjudged(generated, error)
-        return self._told(batch)
+        return self._on_judged(batch)
 
     def _score(self, environment: SamplingEnvironment, generated: UnjudgedBatch) -> JudgedBatch:
         start = time.perf_counter()
@@ -300,25 +288,16 @@ class Sampler:
             newest = versions.max(dim=1, keepdim=True).values
             made[columns.LOSS_MASK] = sampled & (versions == newest)
         return JudgedBatch(
-            columns=made,
-            rewards=judged.rewards,
-            components=judged.components,
-            metrics=judged.metrics,
-            texts=judged.texts,
-            timings={**generated.timings, "judge_seconds": seconds},
-            weights=generated.weights,
+            columns=made, rewards=judged.rewards, components=judged.components,
+            metrics=judged.metrics, texts=judged.texts, cause=judged.cause,
+            timings={**generated.timings, "judge_seconds": seconds}, weights=generated.weights,
             pad_token_id=self.policy.pad_token_id,
-            cause=judged.cause,
-        )
+        )  # fmt: skip
 
     def require_weights(self) -> None:
         """Raises RuntimeError where the policy was never given weights."""
         if not self.policy.has_weights:
-            raise RuntimeError(
-                f"weights_version={self.weights.version} of {self.name} must be that of weights "
-                "it was given: what it started from is not the policy that is trained. Call "
-                "serve() with published weights, or set_state(), first."
-            )
+            raise RuntimeError(f"{self.name} has no weights yet: call serve() or set_state() first")
 
     def differing(self, published: PublishedWeights | None = None) -> list[str]:
         """Names of the parameters that are not as published, after these were loaded; None: not as
@@ -328,7 +307,7 @@ class Sampler:
             return []
         try:
             if published is not None:
-                self.weights.ensure(published, self.policy.load)
+                self.weights.receive(published, self.policy.load)
             return self.policy.differing(self.weights.published_bytes())
         except WeightsLostError as error:
             return [str(error)]
@@ -336,8 +315,8 @@ class Sampler:
     def close(self) -> None:
         """Closes the policy and the environment."""
         self.policy.close()
-        if self.twin is not None:
-            self.twin.close()
+        if self.older_policy is not None:
+            self.older_policy.close()
         self.environment.env.close()
 
 

@@ -13,12 +13,13 @@ from ray.exceptions import ActorDiedError, RayError
 from ray.rllib.env.env_runner_group import EnvRunnerGroup
 
 from rllib_llm.rollouts.errors import BrokenSamplerError, Faults
+from rllib_llm.shared.errors import require
 from rllib_llm.shared.ray_compat import (
     new_sampler,
     processes_of,
     room_for_samplers,
     sampler_manager,
-)
+)  # fmt: skip
 
 STOP_SECONDS = 5.0
 LEAVE_SECONDS = 2.0  # to one that leaves alone, for its last report
@@ -27,8 +28,8 @@ LEAVE_SECONDS = 2.0  # to one that leaves alone, for its last report
 class SamplerActors:
     """Handles of the samplers that RLlib's group has created, by worker (from 1, and never twice).
 
-    A call belongs to its caller: an abandoned one blocks nobody else.
-    RLlib is told who is dead and who is back, so that what it reports stays true.
+    A call belongs to its caller: an abandoned one blocks no other.
+    RLlib learns who is dead and who is back, so that what it reports stays true.
     """
 
     def __init__(self, group: EnvRunnerGroup) -> None:
@@ -87,25 +88,21 @@ class SamplerActors:
         """Starts so many more; their workers.
 
         Raises:
-            ValueError: the cluster has no place for all of them.
+            Problems: the cluster has no place for all of them.
         """
         numbers = range(len(self._handles) + 1, len(self._handles) + num_samplers + 1)
         # Places of samplers that left are the trial's still.
         num_unreserved = sum(number > self._num_reserved for number in numbers)
         room = room_for_samplers(self._group) if num_unreserved else 0
-        if num_unreserved > room:
-            raise ValueError(
-                f"{num_unreserved} more samplers must find CPUs and GPUs that nobody has reserved: "
-                f"there is room for {room}. Give Ray more (--ray-num-cpus, more nodes)."
-            )
-        return [self._add(number) for number in numbers]
-
-    def _add(self, number: int) -> int:
-        handle = new_sampler(self._group, number, is_reserved=number <= self._num_reserved)
-        self._manager.add_actors([handle])
-        worker = max(self._manager.actors())
-        self._handles[worker] = handle
-        return worker
+        require(num_unreserved <= room, "further samplers", num_unreserved, f"be at most {room}",
+                "free CPUs and GPUs suffice for no more", "Give Ray more nodes")  # fmt: skip
+        workers = []
+        for number in numbers:
+            handle = new_sampler(self._group, number, is_reserved=number <= self._num_reserved)
+            self._manager.add_actors([handle])
+            workers.append(max(self._manager.actors()))
+            self._handles[workers[-1]] = handle
+        return workers
 
     def remove(self, worker: int) -> None:
         """Removes a sampler for good; its requests go to others."""
@@ -131,12 +128,9 @@ class SamplerPool:
     waiting; those that do not respond are killed so that Ray restarts them too."""
 
     def __init__(
-        self,
-        actors: SamplerActors,
-        faults: Faults,
-        start_seconds: float = 0.0,
+        self, actors: SamplerActors, faults: Faults, start_seconds: float = 0.0,
         num_parts: int | None = None,
-    ):
+    ):  # fmt: skip
         """
         Args:
             num_parts: that requests are cut into, however many samplers there are; as many as
@@ -176,20 +170,14 @@ class SamplerPool:
             at_most: how many are ever asked at once; None: all there are.
 
         Raises:
-            ValueError: nobody would ask so many, there are none, or the cluster has no place.
+            Problems: no request would reach so many, there are none, or the cluster has no place.
         """
         have = self.num_samplers
-        if not have:
-            raise ValueError(
-                f"samplers={num_samplers} cannot be set: this run samples in the learner's "
-                "process. Start it with num_env_runners: 1 or more."
-            )
-        if at_most is not None and num_samplers > at_most:
-            raise ValueError(
-                f"samplers={num_samplers} must be at most {at_most}: a request is cut into "
-                "so many parts, and others would change round-off. Start runs that are to grow "
-                "with sampling_parts set."
-            )
+        require(have, "samplers", num_samplers, "be left as they are",
+                "this run samples in the learner's process", "Set num_env_runners")  # fmt: skip
+        require(at_most is None or num_samplers <= at_most, "samplers", num_samplers,
+                f"be at most {at_most}", "requests are cut into so many parts, which decide the "
+                "round-off", "Set sampling_parts in runs that are to grow")  # fmt: skip
         with self.lock:
             for worker in self.actors.add(max(0, num_samplers - have)):
                 self._added.add(worker)
@@ -240,12 +228,6 @@ class SamplerPool:
             if now - since > self.start_limit:
                 self.replace(worker, f"it did not come back in {now - since:.0f} s")
         # Answers to earlier pings first: who answers is healthy again.
-        self._read_pings()
-        for worker in self._down():
-            if worker not in self._pings:
-                self._pings[worker] = self.actors.call(worker, "ping")
-
-    def _read_pings(self) -> None:
         answered = self.actors.ready(list(self._pings.values()), 0.0)
         for worker, call in list(self._pings.items()):
             if call not in answered:
@@ -262,3 +244,6 @@ class SamplerPool:
                 continue
             self._revived.append(worker)
             self.faults.sampler_restarts += 1
+        for worker in self._down():
+            if worker not in self._pings:
+                self._pings[worker] = self.actors.call(worker, "ping")

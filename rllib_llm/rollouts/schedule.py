@@ -12,7 +12,7 @@ the first P groups that are ready, within the window.
 
 Batches are numbered, from the number of updates that were done when the table was begun. A batch is
 handed out, and learnt from when the next weights are published: one for each update in `train()`,
-several where a loop of one's own takes several.
+several where a custom loop takes several.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ class Lockstep(Schedule):
         self._is_fitted = any((entry.turn or 0) > self._full for entry in self._table)
 
     def decide(self, positions: Iterable[int]) -> None:
-        # Nothing is decided behind a group that ends the run: else it would depend on time whether
+        # Nothing is decided after a group that ends the run: else it would depend on time whether
         # the driver hears of that end.
         while self._outcomes.ending() is None and (entry := self._next_judged()) is not None:
             self._undecided += 1
@@ -305,10 +305,10 @@ class Lockstep(Schedule):
         return None
 
     def fit(self, entries: Sequence[Entry], first: int) -> None:
-        behind = self._rules.max_staleness
+        lag = self._rules.max_staleness
         self._is_fitted = True
         for i, entry in enumerate(entries):
-            entry.turn = first + max(0, i // self._rules.num_groups - behind)
+            entry.turn = first + max(0, i // self._rules.num_groups - lag)
             entry.unit = entry.position
 
 
@@ -335,7 +335,7 @@ class Free(Schedule):
     def version(self, entry: Entry) -> int | None:
         """The newest; none for groups beyond the capacity, which other rules have admitted."""
         num_open = self._rules.capacity + self._num_extra_taken
-        if len(self._table) > num_open and self._table.rank(entry) >= num_open:
+        if len(self._table) > num_open and entry not in itertools.islice(self._table, num_open):
             return None
         return self.step
 
@@ -367,7 +367,7 @@ class Free(Schedule):
         return super().choose(nth)
 
     def _can_fill(self) -> bool:
-        """Whether P groups are ready, none further than the window behind the first that is not."""
+        """Whether P groups are ready, none further than the window after the first that is not."""
         while self._first_open < self._table.next and not self._is_open(self._first_open):
             self._first_open += 1
             self._num_within += self._first_open + self._rules.window - 1 in self._ready

@@ -19,13 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rllib_llm.rollouts.errors import (
-    BrokenSamplerError,
-    NoServerError,
-    PublishedWeightsLostError,
-    SampleFailure,
-    SamplingError,
-)
+from rllib_llm.rollouts.errors import BrokenSamplerError, NoServerError, SampleFailure
 from rllib_llm.rollouts.groups import Answer, Ending
 from rllib_llm.rollouts.judged_batch import JudgedBatch, as_bytes, batch_of, rows_of
 from rllib_llm.rollouts.ledger import Ledger
@@ -35,12 +29,12 @@ from rllib_llm.rollouts.replay import ReplayBuffer
 from rllib_llm.rollouts.sampler_pool import SamplerPool
 from rllib_llm.rollouts.schedule import ServingSettings, StreamRules
 from rllib_llm.rollouts.workers import (
-    AskedWorkers,
     LeasingWorkers,
     LocalWorker,
     PlainWorker,
+    SynchronousWorkers,
     Workers,
-)
+)  # fmt: skip
 from rllib_llm.shared.process import LEAST_SECONDS
 from rllib_llm.weights.coordinator import PublishedWeights
 
@@ -53,31 +47,21 @@ SECONDS_BETWEEN_REPORTS = 0.02  # of the ledger, while a state waits for older w
 SECONDS_BETWEEN_WORDS = 60.0  # about who is waited for
 
 
-class FilteredOutError(SamplingError):
-    """Filters refuse, or samplers fail to make, so many groups that no batch gets full."""
-
-
-class Rollouts:
+class RolloutSource:
     """Judged completions, batch after batch: `RLHF.training_step` is next, update, publish. They
     are the groups of a ledger.
 
     Args:
-        publish_again: publishes the current weights anew, since somebody could not get them.
+        publish_again: publishes the current weights anew, given why they could not be fetched.
         tell: called with the groups of the next batch that are judged, as they come.
-        replay: groups of earlier batches, some of which come behind each.
+        replay: groups of earlier batches, some of which follow each.
     """
 
     def __init__(
-        self,
-        ledger: LedgerCalls,
-        workers: Workers,
-        rules: StreamRules,
-        *,
-        recorder: RolloutRecorder,
-        publish_again: Callable[[PublishedWeightsLostError], PublishedWeights],
-        tell: Callable[[int], None] = lambda num_groups: None,
-        replay: ReplayBuffer | None = None,
-    ) -> None:
+        self, ledger: LedgerCalls, workers: Workers, rules: StreamRules, *,
+        recorder: RolloutRecorder, publish_again: Callable[[str], PublishedWeights],
+        tell: Callable[[int], None] = lambda num_groups: None, replay: ReplayBuffer | None = None,
+    ) -> None:  # fmt: skip
         self._replay = replay
         self._ledger, self._workers, self._rules = ledger, workers, rules
         self._recorder, self._publish_again, self._tell = recorder, publish_again, tell
@@ -120,22 +104,19 @@ class Rollouts:
         call: its checkpoint is one of the iteration before, and the same prompts come again.
 
         Raises:
-            FilteredOutError: filters refuse everything.
-            SamplingError: nobody can sample.
+            RuntimeError: no sampler can sample, or all groups are rejected.
         """
-        fresh = self._fresh()
-        return fresh if self._replay is None else self._replay.extend(fresh)
-
-    def _fresh(self) -> JudgedBatch:
-        if self._rules.num_parts is None or self._handed_out:
-            return self._next()
-        before, weights = self._saved() | {"weights_version": self._step}, self._kept[self._step]
+        before = None
+        if self._rules.num_parts is not None and not self._handed_out:
+            before = self._saved() | {"weights_version": self._step}, self._kept[self._step]
         try:
-            return self._next()
+            fresh = self._next()
         except Exception:
-            self.set_state(before)
-            self.publish(weights)
+            if before is not None:
+                self.set_state(before[0])
+                self.publish(before[1])
             raise
+        return fresh if self._replay is None else self._replay.extend(fresh)
 
     def _next(self) -> JudgedBatch:
         start = said = time.monotonic()
@@ -157,8 +138,7 @@ class Rollouts:
                 waits_for = self.look()["waits_for"]
                 logger.warning("Update %d waits for a batch: %s", self._step, waits_for)
         self._wait_seconds = time.monotonic() - start
-        ages = [self._step - group.oldest_version for group in answer.groups]
-        self._ages = [float(age) for age in ages]
+        self._ages = [float(self._step - group.oldest_version) for group in answer.groups]
         self._num_failures.clear()
         self._handed_out.append(len(answer.groups))
         self._position += len(answer.groups)
@@ -197,11 +177,11 @@ class Rollouts:
         for sampler, why in answer.expired:
             self._workers.replace(sampler, why)
         for sampler, (failure, num_failures) in answer.failures:
-            self._require_may_pass(sampler, failure, num_failures)
+            self._handle_failure(sampler, failure, num_failures)
 
-    def _require_may_pass(self, sampler: str, failure: SampleFailure, num_failures: int) -> None:
+    def _handle_failure(self, sampler: str, failure: SampleFailure, num_failures: int) -> None:
         if failure.weights_lost:
-            self._replace_lost(PublishedWeightsLostError(failure.error), failure.lost_key)
+            self._replace_lost(failure)
             return
         if failure.no_server:
             raise NoServerError(failure.error)
@@ -210,67 +190,53 @@ class Rollouts:
             self._num_failures[sampler] += 1
             num_failures, is_lockstep = self._num_failures[sampler], True
         if not failure.may_pass or (is_lockstep and num_failures >= self._rules.max_failures):
-            kind = SamplingError if failure.may_pass else BrokenSamplerError
+            kind = RuntimeError if failure.may_pass else BrokenSamplerError
             raise kind(f"{failure.error}\n\nIn sampler {sampler}:\n{failure.traceback}")
-        self._last_failure = f" The last failure: {failure.error}"
+        self._last_failure = f"The last failure: {failure.error}"
         logger.warning("Sampler %s failed and is asked again: %s", sampler, failure.error)
 
-    def _replace_lost(self, error: PublishedWeightsLostError, key: str) -> None:
+    def _replace_lost(self, failure: SampleFailure) -> None:
         """Publishes weights again that were lost, unless others have taken their place already.
 
         Raises:
-            PublishedWeightsLostError: so many were lost, one after the other.
+            RuntimeError: so many were lost, one after the other.
         """
+        key = failure.lost_key
         if key and all(key != kept.key for kept in self._kept.values()):
             return
         self._num_lost += 1
         if self._num_lost >= self._rules.max_failures:
-            raise error
-        again = self._publish_again(error)
+            raise RuntimeError(failure.error)
+        again = self._publish_again(failure.error)
         self._kept[again.version] = again
         self._ledger.call("offer", again)
 
-    def _ended(self, ending: Ending) -> SamplingError:
+    def _ended(self, ending: Ending) -> RuntimeError:
         counts = ", ".join(f"{count} {reason}" for reason, count in ending.counts.items())
-        number = sum(ending.counts.values())
-        lacking = f"update {self._step} has too few completions to train on"
-        if ending.kind == "unjudged":
-            # A cause says itself what to correct: the environment, or a reward function.
-            cause = (
-                "The reward functions returned None for all their completions. Return a number, "
-            )
-            cause += "as 0.0 for a wrong answer; None means that a completion is not judged."
-            if ending.cause:
-                cause = f"The last: {ending.cause}"
-            return BrokenSamplerError(
-                f"{number} groups in a row got no score, and at most {ending.limit} may: "
-                f"{lacking}. {cause}"
-            )
-        if ending.kind == "failed":
-            return SamplingError(
-                f"{number} groups in a row failed, and at most {ending.limit} may: "
-                f"{lacking} ({counts}).{self._last_failure}"
-            )
-        cause = f" The last without a score: {ending.cause}" if ending.cause else ""
-        return FilteredOutError(
-            f"{number} groups in a row were rejected, and at most {ending.limit} may "
-            f"(max_resampling batches): {lacking} ({counts}). Give easier or harder prompts, "
-            f"loosen filters, or raise max_resampling.{cause}"
+        # A cause says itself what to correct: the environment, or a reward function.
+        what, remedy = {
+            "unjudged": ("got no score", "Reward functions returned None for all completions."),
+            "failed": ("failed", self._last_failure),
+            "rejected": ("were rejected", "Change prompts or filters, or raise max_resampling."),
+        }[ending.kind]
+        cause = f"The last without a score: {ending.cause}" if ending.cause else ""
+        is_broken = ending.kind == "unjudged"
+        kind = BrokenSamplerError if is_broken else RuntimeError
+        return kind(
+            f"{sum(ending.counts.values())} groups in a row {what}, and at most {ending.limit} may "
+            f"({counts}): update {self._step} has too few completions to train on. "
+            + " ".join(filter(None, [remedy if not (is_broken and cause) else "", cause]))
         )
 
     def metrics(self) -> dict[str, dict[str, float]]:
         """`rollouts`, see `Ledger.metrics`, with `age_mean` and `age_max` of the
         last batch's groups in updates, and the seconds that it was waited for; `replay`."""
         look = self.look()
-        ages = self._ages or [0.0]
-        told = {
-            **look["metrics"],
-            "age_mean": sum(ages) / len(ages),
-            "age_max": max(ages),
-            "wait_seconds": self._wait_seconds,
-        }
+        of_batch = self._ages or [0.0]
+        ages = {"age_mean": sum(of_batch) / len(of_batch), "age_max": max(of_batch)}
         replay = {} if self._replay is None else {"replay": self._replay.metrics()}
-        return {**replay, "rollouts": told}
+        waited = {"wait_seconds": self._wait_seconds}
+        return {**replay, "rollouts": {**look["metrics"], **ages, **waited}}
 
     def look(self) -> dict[str, Any]:
         """See `Ledger.look`."""
@@ -329,44 +295,35 @@ class Rollouts:
 
 
 def open_rollouts(
-    pool: SamplerPool,
-    local: RLHFEnvRunner | None,
-    rules: StreamRules,
-    settings: ServingSettings,
-    *,
-    folder: Path,
-    recorder: RolloutRecorder,
-    publish_again: Callable[[PublishedWeightsLostError], PublishedWeights],
-    tell: Callable[[int], None] = lambda num_groups: None,
-    replay: ReplayBuffer | None = None,
-) -> Rollouts:
-    """Where batches come from that these samplers make.
+    pool: SamplerPool, local: RLHFEnvRunner | None, rules: StreamRules, settings: ServingSettings,
+    *, folder: Path, recorder: RolloutRecorder, **given: Any,
+) -> RolloutSource:  # fmt: skip
+    """The source of the batches that these samplers make.
 
     Args:
         pool: remote samplers. local: that of this process, where there are none.
         folder: for the journal of a ledger in an actor, which goes with the run.
+        given: see `RolloutSource`.
     """
-    told: dict[str, Any] = {
-        "recorder": recorder, "publish_again": publish_again, "tell": tell, "replay": replay,
-    }  # fmt: skip
-    if not pool.num_samplers:  # nobody could replace a sampler that is this very process
-        rules = dataclasses.replace(rules, timeout_s=None)
-    own = Ledger(rules, keeps_rejected=recorder.keeps)
-    is_asked = rules.num_parts is not None
-    if is_asked and pool.num_samplers:
-        return Rollouts(own, AskedWorkers(pool, own, settings), rules, **told)
-    if not pool.num_samplers:
+    workers: Workers
+    ledger: LedgerCalls
+    is_synchronous = rules.num_parts is not None
+    if not pool.num_samplers:  # nothing could replace a sampler that is this very process
         assert local is not None, "a group without remote samplers has a local one"
-        if is_asked:
-            return Rollouts(own, PlainWorker(local, own, settings), rules, **told)
-        is_eager = rules.schedule == "lockstep"
-        return Rollouts(own, LocalWorker(local, own, settings, is_eager=is_eager), rules, **told)
-    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed here
-    name = f"ledger-{uuid.uuid4().hex}"
-    limit = rules.timeout_s if isinstance(rules.timeout_s, (int, float)) else LEAST_SECONDS
-    ledger = RemoteLedger(
-        name, rules, folder, keeps_rejected=recorder.keeps, answer_seconds=min(limit, CALL_SECONDS)
-    )
-    workers = LeasingWorkers(pool, ledger, settings, answer_seconds=limit)
-    workers.watch()
-    return Rollouts(ledger, workers, rules, **told)
+        rules = dataclasses.replace(rules, timeout_s=None)
+        ledger = Ledger(rules, keeps_rejected=recorder.keeps)
+        worker = PlainWorker if is_synchronous else LocalWorker
+        workers = worker(local, ledger, settings)
+    elif is_synchronous:
+        ledger = Ledger(rules, keeps_rejected=recorder.keeps)
+        workers = SynchronousWorkers(pool, ledger, settings)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed here
+        limit = rules.timeout_s if isinstance(rules.timeout_s, (int, float)) else LEAST_SECONDS
+        ledger = RemoteLedger(
+            f"ledger-{uuid.uuid4().hex}", rules, folder, keeps_rejected=recorder.keeps,
+            answer_seconds=min(limit, CALL_SECONDS),
+        )  # fmt: skip
+        workers = LeasingWorkers(pool, ledger, settings, answer_seconds=limit)
+        workers.watch()
+    return RolloutSource(ledger, workers, rules, recorder=recorder, **given)

@@ -12,7 +12,7 @@ import dataclasses
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from ray.exceptions import RayActorError
 
 from rllib_llm.rollouts.errors import SampleFailure
 from rllib_llm.rollouts.filters import Filters
-from rllib_llm.rollouts.groups import JudgedGroup, Lease, PartialCompletion
+from rllib_llm.rollouts.groups import JudgedGroup, Lease
 from rllib_llm.rollouts.judged_batch import (
     JudgedBatch,
     SampleRequest,
@@ -86,10 +86,9 @@ class JudgeThreads:
             if groups:
                 rows.messages = []  # they go with the first
             reason = group.reason or self._filters.reason(rows)
-            packed = dataclasses.replace(
+            groups.append(dataclasses.replace(
                 group, payload=pack(rows), reason=reason, continues=continues
-            )
-            groups.append(packed)
+            ))  # fmt: skip
         return groups
 
     @property
@@ -121,17 +120,12 @@ class JudgeThreads:
 class Work:
     """A streaming sampler at work, turn by turn."""
 
-    def __init__(
-        self,
-        ledger: SamplerLedger,
-        sampler: Sampler,
-        settings: ServingSettings,
-    ) -> None:
+    def __init__(self, ledger: SamplerLedger, sampler: Sampler, settings: ServingSettings) -> None:
         self._ledger, self._sampler, self._settings = ledger, sampler, settings
         self.listener = Listener(sampler.name)
         self._judges = JudgeThreads(self._judged, settings)
         self._asked: Future[list[Lease]] | None = None  # for leases
-        self._told: list[tuple[int, Future[Any]]] = []  # calls that are not answered, and leases
+        self._pending: list[tuple[int, Future[Any]]] = []  # calls that are not answered, and leases
         self._renewing: Future[Any] | None = None
         self._renewed = 0.0
         self._was_judged = True  # something, since the last renewal
@@ -188,7 +182,7 @@ class Work:
             # The ledger has ended, and the run with it; where it has not, the driver, which asks
             # every second, starts another thread.
             self._stopped.set()
-        except BaseException as error:  # noqa: BLE001  (the border of the thread; the driver is told)
+        except BaseException as error:  # noqa: BLE001  (the border of the thread; reported to the driver)
             self.failure = SampleFailure.from_exception(error)
             self._stopped.set()
         finally:
@@ -216,8 +210,7 @@ class Work:
         return set()
 
     def _holding(self) -> set[int]:
-        told = {lease for lease, _ in self._told}
-        return self._sampling() | self._judges.leases | told
+        return self._sampling() | self._judges.leases | {lease for lease, _ in self._pending}
 
     def _ask(self, num_groups: int) -> None:
         if self._asked is None and num_groups > 0:
@@ -238,11 +231,9 @@ class Work:
         return answer
 
     def _wait(self, seconds: float) -> None:
-        """For leases, or for a judge."""
-        calls: list[Future[Any]] = [*self._judges.calls]
-        if self._asked is not None:
-            calls.append(self._asked)
-        wait(calls, seconds, FIRST_COMPLETED)
+        """Waits for leases, or for a judge."""
+        asked: list[Future[Any]] = [] if self._asked is None else [self._asked]
+        wait([*self._judges.calls, *asked], seconds, FIRST_COMPLETED)
 
     def _hand_in(self) -> None:
         """Hands judged groups to the ledger; a group whose judge raised fails alone."""
@@ -250,20 +241,21 @@ class Work:
             self._was_judged = True
             error = each.call.exception()
             if error is None:
-                self._told.append(
-                    (each.lease.id, self._ledger.call("push", each.lease.id, each.call.result()))
-                )
+                self._tell("push", each.lease.id, each.call.result())
             else:
                 self._report(each.lease, error, each.positions)
-        for told in [told for told in self._told if told[1].done()]:
-            self._told.remove(told)
-            told[1].result()  # raises what became of the call
+        for answered in [pending for pending in self._pending if pending[1].done()]:
+            self._pending.remove(answered)
+            answered[1].result()  # raises what became of the call
+
+    def _tell(self, name: str, lease: int, *args: Any) -> None:
+        """Calls the ledger about a lease; the answer is looked at in a later turn."""
+        self._pending.append((lease, self._ledger.call(name, lease, *args)))
 
     def _report(self, lease: Lease, error: BaseException, positions: Collection[int]) -> None:
         """Tells the ledger of an exception that concerns these groups of a lease."""
         failure = SampleFailure.from_exception(error)
-        call = self._ledger.call("fail", lease.id, failure, list(positions))
-        self._told.append((lease.id, call))
+        self._tell("fail", lease.id, failure, list(positions))
 
     def _begin_renewal(self) -> None:
         """Renews leases of groups being sampled, and of those being judged while their judges make
@@ -346,7 +338,7 @@ class RowWork(Work):
             self._wait(SECONDS_BETWEEN_RENEWALS)
         for lease in self._leased():
             if not self._begin_with(lease):
-                return  # the leases behind it have ended as well
+                return  # the leases after it have ended as well
 
     def _begin_with(self, lease: Lease) -> bool:
         """Whether its weights are there, and so the engine."""
@@ -359,11 +351,8 @@ class RowWork(Work):
         for raised, positions in self._rows.add(lease):
             self._report(lease, raised, positions)
         if anew := self._rows.begun_anew(lease):
-            self._keep(lease.id, dict.fromkeys(anew, ()))
+            self._tell("keep_partial", lease.id, dict.fromkeys(anew, ()))
         return True
-
-    def _keep(self, lease: int, partial: Mapping[int, tuple[PartialCompletion, ...]]) -> None:
-        self._told.append((lease, self._ledger.call("keep_partial", lease, partial)))
 
     def _renew(self, held: Sequence[int], newest: PublishedWeights | None, order: int) -> None:
         """Gives up the leases that have ended, and loads the newest weights."""
@@ -372,7 +361,7 @@ class RowWork(Work):
         self._new.clear()
         if newest is not None and self._rows.is_news(newest, order):
             for lease, partial in self._rows.partial().items():
-                self._keep(lease, partial)
+                self._tell("keep_partial", lease, partial)
             self._rows.load(newest, order)
 
     def _fail(self, error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""The samplers behind a ledger as the driver sees them: in process, called by the driver, or
+"""The samplers of a ledger as the driver sees them: in process, called by the driver, or
 leasing work themselves while the learner trains."""
 
 from __future__ import annotations
@@ -15,18 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayError, RayTaskError
 
-from rllib_llm.rollouts.errors import NoSamplersError, NoServerError, SampleFailure, SamplingError
+from rllib_llm.rollouts.errors import NoSamplersError, NoServerError, SampleFailure
 from rllib_llm.rollouts.groups import Lease
 from rllib_llm.rollouts.judged_batch import JudgedBatch, judged_groups, request_of
 from rllib_llm.rollouts.ledger import Ledger
 from rllib_llm.rollouts.ledger_actor import STOP_SECONDS, LedgerCalls, RemoteLedger
 from rllib_llm.rollouts.sampler_pool import SamplerPool
 from rllib_llm.rollouts.schedule import ServingSettings
-from rllib_llm.rollouts.streamer import (
-    JudgeThreads,
-    be_streaming,
-    stop_streaming,
-)
+from rllib_llm.rollouts.streamer import JudgeThreads, be_streaming, stop_streaming
 from rllib_llm.shared.openai_client import ServerError
 from rllib_llm.shared.process import LEAST_SECONDS, StarvedProcesses
 
@@ -40,10 +36,7 @@ POLL_SECONDS = 0.2  # for answers, between looks at who died; those of all are s
 SECONDS_BETWEEN_LOOKS = 1.0
 LEAST_STARVED_SECONDS = 0.2  # reported to the ledger
 SECONDS_GONE = 10.0  # in which the last call of a sampler that left may still be given a lease
-ADVICE = (
-    "Look for the reason in the workers' logs (out of memory is common), and raise "
-    "max_num_env_runner_restarts or sampler_timeout_s."
-)
+ADVICE = "See the workers' logs; raise max_num_env_runner_restarts or sampler_timeout_s"
 
 
 class Workers:
@@ -53,7 +46,7 @@ class Workers:
         """Keeps the samplers busy; called repeatedly while a batch is awaited.
 
         Raises:
-            SamplingError: nobody can sample.
+            RuntimeError: no sampler can sample.
         """
 
     def replace(self, sampler: str, reason: str) -> None:
@@ -77,14 +70,15 @@ class PlainWorker(Workers):
 
     def work(self) -> None:
         """Does some work; exceptions propagate."""
+        try:
+            self._work()
+        except ServerError as error:
+            raise NoServerError(str(error)) from error
+
+    def _work(self) -> None:
         for lease in self._ledger.call("lease", "0", 1, []):
-            try:
-                batch = self._runner.serve(request_of(lease, self._settings), lease.weights)
-            except ServerError as error:
-                raise NoServerError(str(error)) from error
-            assert isinstance(batch, JudgedBatch), (
-                "what the sampler of this process raises, it raises"
-            )
+            batch = self._runner.serve(request_of(lease, self._settings), lease.weights)
+            assert isinstance(batch, JudgedBatch), "the local sampler raises its errors"
             groups = judged_groups(batch, min_valid=self._settings.min_valid)
             self._ledger.call("push", lease.id, groups)
 
@@ -92,44 +86,33 @@ class PlainWorker(Workers):
 class LocalWorker(PlainWorker):
     """The sampler in this process. It works while the driver waits, and judges in parallel.
 
-    Args:
-        is_eager: whether it works off all there is before the learner goes on: in lockstep, since
-            a module shared with the learner has older weights no more.
+    In lockstep it works off all there is before the learner continues: a module shared with the
+    learner has older weights no more.
     """
 
-    def __init__(
-        self,
-        runner: RLHFEnvRunner,
-        ledger: Ledger,
-        settings: ServingSettings,
-        *,
-        is_eager: bool,
-    ) -> None:
+    def __init__(self, runner: RLHFEnvRunner, ledger: Ledger, settings: ServingSettings) -> None:
         super().__init__(runner, ledger, settings)
-        self._is_eager, self._sampler = is_eager, runner.sampler
+        self._is_eager, self._sampler = ledger.rules.schedule == "lockstep", runner.sampler
         self._judges = JudgeThreads(self._sampler.judge, settings)
 
-    def work(self) -> None:
+    def _work(self) -> None:
         while self._serve_one() and self._is_eager:
             pass
 
     def _serve_one(self) -> bool:
-        """Whether there was anything to be done."""
-        try:
-            leases: list[Lease] = []
-            if not self._judges.is_full:
-                size, holding = self._settings.groups_per_lease, self._judges.leases
-                leases = self._ledger.call("lease", "0", size, holding)
-            for lease in leases:
-                request = request_of(lease, self._settings)
-                self._judges.begin(lease, self._sampler.generate(request, lease.weights))
-            is_judging = bool(self._judges.calls)
-            if not leases:
-                wait(self._judges.calls, return_when=FIRST_COMPLETED)
-            for each in self._judges.finished():
-                self._ledger.call("push", each.lease.id, each.call.result())
-        except ServerError as error:
-            raise NoServerError(str(error)) from error
+        """Samples, or waits for judges; returns whether there was anything to do."""
+        leases: list[Lease] = []
+        if not self._judges.is_full:
+            size, holding = self._settings.groups_per_lease, self._judges.leases
+            leases = self._ledger.call("lease", "0", size, holding)
+        for lease in leases:
+            request = request_of(lease, self._settings)
+            self._judges.begin(lease, self._sampler.generate(request, lease.weights))
+        is_judging = bool(self._judges.calls)
+        if not leases:
+            wait(self._judges.calls, return_when=FIRST_COMPLETED)
+        for each in self._judges.finished():
+            self._ledger.call("push", each.lease.id, each.call.result())
         return bool(leases) or is_judging
 
     def stop(self) -> None:
@@ -137,7 +120,7 @@ class LocalWorker(PlainWorker):
 
 
 @dataclass(eq=False)
-class _Asked:
+class _Call:
     """A call to a sampler that is under way.
 
     began: monotonic seconds, later by those without a core.
@@ -168,14 +151,14 @@ class RemoteWorkers(Workers):
     ) -> None:
         self._pool, self._actors, self._ledger = pool, pool.actors, ledger
         self._settings, self._starvation = settings, starvation
-        self._asked: dict[int, _Asked] = {}  # by worker
+        self._asked: dict[int, _Call] = {}  # by worker
         self._gone: dict[int, float] = {}  # workers that left, and when
         self._starved: dict[int, StarvedProcesses] = {}  # by worker
         self._num_losses = 0
         self._looked = self._someone_seen = time.monotonic()
 
     def note_progress(self) -> None:
-        """Nobody looked at samplers while the learner learnt."""
+        """Samplers were not looked at while the learner learnt."""
         self._someone_seen = time.monotonic()
         self._num_losses = 0
 
@@ -184,7 +167,7 @@ class RemoteWorkers(Workers):
             self._pool.replace(int(sampler), reason)
             self._lose(int(sampler))
 
-    def _answers(self, timeout_s: float) -> Iterator[tuple[int, _Asked, Any]]:
+    def _answers(self, timeout_s: float) -> Iterator[tuple[int, _Call, Any]]:
         """The calls that have ended, with their workers and answers. Waits for all of them, at most
         `timeout_s`; the work of those that died is given to others."""
         workers = {asked.call: worker for worker, asked in self._asked.items()}
@@ -239,19 +222,15 @@ class RemoteWorkers(Workers):
         pool, now = self._pool, time.monotonic()
         if is_someone_there:
             self._someone_seen = now
-        have = f"num_healthy_samplers={len(self._actors.healthy())} must be at least 1"
+        lost = f"all samplers died or hung, {self._num_losses} times in a row"
         if self._num_losses >= MAX_LOSSES_PER_SAMPLER * pool.num_samplers:
-            raise SamplingError(
-                f"{have}: all died or hung, {self._num_losses} times in a row. {ADVICE}\n"
-                f"{pool.last_words()}"
-            )
+            raise RuntimeError(f"{lost}. {ADVICE}\n{pool.last_words()}")
+        gone = f"all samplers are gone, and none came back in {pool.start_limit:.0f} s"
         if now - self._someone_seen > pool.start_limit:
-            raise NoSamplersError(
-                f"{have}: none came back in {pool.start_limit:.0f} s. {ADVICE}\n{pool.last_words()}"
-            )
+            raise NoSamplersError(f"{gone}. {ADVICE}\n{pool.last_words()}")
 
 
-class AskedWorkers(RemoteWorkers):
+class SynchronousWorkers(RemoteWorkers):
     """Samplers that are dealt one lease each, and answer it by one call.
 
     A sampler has no state: what one did not answer is given to the next that is idle, and the
@@ -301,9 +280,9 @@ class AskedWorkers(RemoteWorkers):
             weights = dataclasses.replace(lease.weights, nodes=tuple(filter(None, nodes)))
             request = request_of(lease, self._settings)
             call = self._actors.call(worker, "serve", request, weights)
-            self._asked[worker] = _Asked(call, began, lease.id)
+            self._asked[worker] = _Call(call, began, lease.id)
 
-    def _take(self, worker: int, asked: _Asked, answer: JudgedBatch | SampleFailure) -> None:
+    def _take(self, worker: int, asked: _Call, answer: JudgedBatch | SampleFailure) -> None:
         if isinstance(answer, SampleFailure):
             if asked.is_wanted:
                 self._pool.faults.requests_retried += answer.may_pass
@@ -358,10 +337,8 @@ class LeasingWorkers(RemoteWorkers):
 
     def _keep_looking(self) -> None:
         try:
-            while not self._ended.wait(SECONDS_BETWEEN_LOOKS):
+            while not self._ended.wait(SECONDS_BETWEEN_LOOKS) and not self._actors.are_gone:
                 with self._pool.lock:
-                    if self._actors.are_gone:
-                        return
                     self._look_if_due()
         except Exception as error:  # noqa: BLE001  (the border of the thread; raised by `work`)
             self._error = error
@@ -392,9 +369,9 @@ class LeasingWorkers(RemoteWorkers):
                 self.replace(str(worker), f"it was silent for {silent:.0f} s")
         for worker in self._pool.healthy():
             if worker not in self._asked and worker not in self._failed:
-                told = self._key, self._actor, str(worker), self._settings
-                call = self._actors.call(worker, "apply", be_streaming, *told)
-                self._asked[worker] = _Asked(call, self._looked)
+                stream = self._key, self._actor, str(worker), self._settings
+                call = self._actors.call(worker, "apply", be_streaming, *stream)
+                self._asked[worker] = _Call(call, self._looked)
 
     def replace(self, sampler: str, reason: str) -> None:
         with self._pool.lock:

@@ -4,7 +4,7 @@ server replicas, evaluators of other runs.
     publisher ── announce(weights) ──▶ coordinator ◀── wait_for(version), report_lost ── receivers
 
 Bytes do not pass through it: it holds object references. Killed, it is restarted by Ray, empty; the
-publisher, which looks in several times a second, tells it again. Receivers go on with what they
+publisher, which looks in several times a second, announces again. Receivers keep what they
 have.
 """
 
@@ -22,7 +22,6 @@ from typing import Any
 
 import ray
 
-from rllib_llm.shared.errors import require
 from rllib_llm.shared.remote import NAMESPACE, PASSING, NamedActor
 
 
@@ -46,7 +45,7 @@ class PublishedWeights:
     (inside a tuple, so that Ray does not fetch it before it is wanted), one of each learner's part
     where learners hold shards, or none where sampler and learner share the module. `epoch` says
     whose count `version` is: a learner that was restarted or restored has a higher one, and counts
-    on from any number (0: nobody else asks).
+    on from any number (0: there are no other receivers).
     `nodes`: ids of the nodes that are about to pull, which take turns (`receiver.py`).
     """
 
@@ -92,10 +91,7 @@ class VersionLog:
     """
 
     def __init__(self, keep: int = 2, clock: Callable[[], int] = time.time_ns):
-        require(
-            keep >= 1, "keep", keep, "be at least 1", "receivers ask for the latest weights",
-            "Use 1",
-        )  # fmt: skip
+        assert keep >= 1, keep
         self._keep, self._clock = keep, clock
         self._epoch = 0  # of the latest publication
         self._given = 0  # the last number given to a publisher
@@ -105,7 +101,7 @@ class VersionLog:
     def begin_epoch(self) -> int:
         """A number for a new publisher, whose first announcement fences off all earlier ones.
 
-        Being asked fences off nobody: a question whose asker gave up, and asked again, is answered
+        Being asked fences off none: a question whose asker gave up, and asked again, is answered
         late when the process is restarted or wakes up.
         """
         self._given = max(self._given + 1, self._epoch + 1, self._clock() // 1000)
@@ -157,11 +153,9 @@ class VersionLog:
 
     def stats(self) -> dict[str, int]:
         """Kept versions, their bytes, and how many of them are lost."""
-        return {
-            "num_versions": len(self._kept),
-            "num_bytes": sum(kept.num_bytes for kept in self._kept),
-            "num_lost": len(self._lost),
-        }
+        num_bytes = sum(kept.num_bytes for kept in self._kept)
+        return {"num_versions": len(self._kept), "num_bytes": num_bytes,
+                "num_lost": len(self._lost)}  # fmt: skip
 
 
 MAX_CONCURRENT_CALLS = 1000  # receivers that wait at the same time
@@ -174,7 +168,7 @@ SECONDS_TO_END = 5.0
 class WeightsCoordinator:
     """A `VersionLog` that can be waited for. Its methods run in turns on one event loop.
 
-    idle_seconds: it ends when nobody has called it for so long. Publishers that stop close it;
+    idle_seconds: it ends after so long without a call. Publishers that stop close it;
         one that was killed cannot, and may be started again soon.
     """
 
@@ -239,14 +233,9 @@ class CoordinatorClient(NamedActor):
     """
 
     def __init__(
-        self,
-        name: str,
-        *,
-        keep: int = 2,
-        restarts_hung: bool = False,
-        idle_seconds: float = IDLE_SECONDS,
-        **given: Any,
-    ):
+        self, name: str, *, keep: int = 2, restarts_hung: bool = False,
+        idle_seconds: float = IDLE_SECONDS, **given: Any,
+    ):  # fmt: skip
         self.name = name
         self._keep, self._idle_seconds = keep, idle_seconds
         super().__init__(
@@ -255,23 +244,14 @@ class CoordinatorClient(NamedActor):
         )  # fmt: skip
 
     def _find_or_make(self) -> Any:
-        return (
-            ray.remote(WeightsCoordinator)
-            .options(
-                name=self.name,
-                namespace=NAMESPACE,
-                get_if_exists=True,
-                # Receivers may outlast the run that made it, and wait for the next: it must not go
-                # with a trial's placement group.
-                lifetime="detached",
-                scheduling_strategy="DEFAULT",
-                num_cpus=0,
-                max_restarts=-1,
-                max_task_retries=-1,
-                max_concurrency=MAX_CONCURRENT_CALLS,
-            )
-            .remote(self._keep, self._idle_seconds)
-        )
+        # Receivers may outlast the run that made it, and wait for the next: it must not go with a
+        # trial's placement group.
+        kind = ray.remote(WeightsCoordinator).options(
+            name=self.name, namespace=NAMESPACE, get_if_exists=True, lifetime="detached",
+            scheduling_strategy="DEFAULT", num_cpus=0, max_restarts=-1, max_task_retries=-1,
+            max_concurrency=MAX_CONCURRENT_CALLS,
+        )  # fmt: skip
+        return kind.remote(self._keep, self._idle_seconds)
 
     def begin_epoch(self) -> int:
         """See `VersionLog.begin_epoch`."""
@@ -286,11 +266,7 @@ class CoordinatorClient(NamedActor):
         return self.call("call", "latest")
 
     def wait_for(
-        self,
-        min_version: int = 0,
-        timeout: float = 60.0,
-        *,
-        after: tuple[int, int] | None = None,
+        self, min_version: int = 0, timeout: float = 60.0, *, after: tuple[int, int] | None = None
     ) -> PublishedWeights | None:
         """The newest weights once their version is at least `min_version` and they come after the
         (epoch, version) `after`; None after `timeout` seconds without."""

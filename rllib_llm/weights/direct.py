@@ -18,6 +18,7 @@ import torch
 from ray.experimental import deregister_nixl_memory, register_nixl_memory
 from torch.multiprocessing import reductions
 
+from rllib_llm.shared.errors import require
 from rllib_llm.shared.ray_compat import put_direct
 from rllib_llm.weights.flat_buffer import (
     FlatBuffer,
@@ -35,7 +36,7 @@ from rllib_llm.weights.flat_buffer import (
 #     sampler   reads it: RDMA or NVLink between GPUs, else TCP or shared memory ── copy ──▶
 #               parameters
 #
-# Readers act alone: one that died or hangs stops nobody, and a learner that died is an error that
+# Readers act alone: one that died or hangs stops no other, and a learner that died is an error that
 # passes, to them. This transport of Ray's is alpha in 2.60:
 # https://docs.ray.io/en/latest/ray-core/direct-transport/direct-transport.html
 
@@ -59,7 +60,7 @@ class DirectTransport:
     """See `Transport`. Puts snapshots of tensors into buffers that stay registered: as many as
     snapshots are in use at a time.
 
-    A buffer of its own for each snapshot would be taken from NIXL again after it. Readers then
+    A new buffer for each snapshot would be taken from NIXL again after it. Readers then
     connect anew, and what they were connected by stays open: a socket on both sides per read.
 
     transport: "nixl", or another that Ray knows and whose readers act alone.
@@ -70,20 +71,20 @@ class DirectTransport:
         self._transport, self._get = transport, get
         self._buffers: list[_Buffer] = []
         if transport == "nixl":
-            weakref.finalize(self, _deregister, self._buffers).atexit = False
+            weakref.finalize(
+                self, lambda all_: [deregister_nixl_memory(each.memory) for each in all_],
+                self._buffers,
+            ).atexit = False  # fmt: skip
 
     def export(self, tensors: dict[str, torch.Tensor], *, checksum: bool = False) -> DirectSnapshot:
-        """A snapshot of `tensors`, which are all on one device; valid for as long as somebody
-        refers to it. It has no checksum, which would have to be computed on the host.
+        """A snapshot of `tensors`, which are all on one device; valid for as long as it is
+        referred to. It has no checksum, which would have to be computed on the host.
 
         Raises:
             ModuleNotFoundError: NIXL is not installed.
         """
         if self._transport == "nixl" and not has_nixl():
-            raise ModuleNotFoundError(
-                "weights_transport='nixl' must find the package nixl wherever a learner or a "
-                "sampler runs: pip install 'rllib-llm[nixl]'. Or set weights_transport='store'."
-            )
+            raise ModuleNotFoundError("weights_transport='nixl': pip install 'rllib-llm[nixl]'")
         slots, firsts, end = lay_out(tensors)
         memory = self._free_memory(end, next(iter(tensors.values())).device)
         fill_slots(memory, tensors, slots, firsts)
@@ -128,32 +129,23 @@ class _Buffer:
         return view
 
 
-def _deregister(buffers: list[_Buffer]) -> None:
-    for buffer in buffers:
-        deregister_nixl_memory(buffer.memory)
-
-
 # --- CUDA IPC: they stay on one device, where processes that work on the same one read them
 #
 #     learner   tensors ── copy ──▶ one of two buffers on the device
 #     store     where the buffer is, and what lies in it: a few kB     (`DeviceSnapshot`)
 #     sampler   the same buffer, mapped once by CUDA IPC ── copy ──▶ parameters
 #
-# Nobody waits for readers: a buffer is written again at the second publication after its own. The
-# number of the snapshot stands behind the bytes, and is no longer there as soon as others are
+# Readers are not waited for: a buffer is written again at the second publication after its own. The
+# number of the snapshot stands after the bytes, and is no longer there as soon as others are
 # written over them: readers check it before and after.
 
 _STAMP_BYTES = 8
 _BEING_WRITTEN = -1
 
 
-class DeviceWeightsError(TicketError):
-    """Weights on a device cannot be read by this process, or not any more."""
-
-
 @dataclass(frozen=True)
 class CudaMemory:
-    """Memory of the CUDA device `device` (its uuid), with a key of its own in any process;
+    """Memory of the CUDA device `device` (its uuid), with a unique key;
     `arguments` are torch's own for sharing it."""
 
     key: str
@@ -164,34 +156,29 @@ class CudaMemory:
         """The memory, [num_bytes] uint8, opened in another process of the node.
 
         Raises:
-            DeviceWeightsError: it cannot be had.
+            TicketError: it cannot be had.
         """
         visible = [_uuid(index) for index in range(torch.cuda.device_count())]
         if self.device not in visible:
-            raise DeviceWeightsError(
-                f"the learner's device {self.device} must be among this process's {visible}: CUDA "
-                "IPC works on one device"
-            )
+            raise TicketError(f"the learner's {self.device} must be among the devices {visible}")
         call = inspect.signature(reductions.rebuild_cuda_tensor).bind(*self.arguments)
         # Processes number devices by what they see of them.
         call.arguments["storage_device"] = visible.index(self.device)
         try:
             return reductions.rebuild_cuda_tensor(*call.args, **call.kwargs)
         except RuntimeError as error:  # torch has no closer class for what CUDA answers
-            raise DeviceWeightsError(f"CUDA IPC: {error}") from error
+            raise TicketError(f"CUDA IPC: {error}") from error
 
 
 def allocate_cuda(num_bytes: int, device: torch.device) -> tuple[torch.Tensor, CudaMemory]:
     """New memory of a CUDA device, [num_bytes] uint8, and what finds it in other processes.
 
     Raises:
-        ValueError: it is no CUDA device.
+        Problems: it is no CUDA device.
     """
-    if device.type != "cuda":
-        raise ValueError(
-            "weights_transport='cuda_ipc' must have the learner's weights on a CUDA device, not on "
-            f"{[device.type]}. Set num_gpus_per_learner, or weights_transport='store'."
-        )
+    require(device.type == "cuda", "weights_transport", "cuda_ipc",
+            f"be 'store' on the learner's device, {device.type!r}", "",
+            "Or set num_gpus_per_learner")  # fmt: skip
     memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     _, arguments = reductions.reduce_tensor(memory)
     return memory, CudaMemory(uuid.uuid4().hex, _uuid(memory.device.index), arguments)
@@ -234,7 +221,12 @@ class CudaIpcTransport:
         slots, firsts, end = lay_out(tensors)
         device = next(iter(tensors.values())).device
         self._number += 1
-        memory, handle = self._buffer(self._number % 2, end + _STAMP_BYTES, device)
+        turn, num_bytes = self._number % 2, end + _STAMP_BYTES
+        buffer = self._buffers[turn]
+        if buffer is None or len(buffer[0]) != num_bytes or buffer[0].device != device:
+            self._buffers[turn] = None  # the old one goes before the new one comes
+            self._buffers[turn] = buffer = self._allocate(num_bytes, device)
+        memory, handle = buffer
         stamp = memory[end:].view(torch.int64)
         stamp.fill_(_BEING_WRITTEN)
         fill_slots(memory, tensors, slots, firsts)
@@ -242,42 +234,27 @@ class CudaIpcTransport:
         wait_for([memory.device, device])
         return DeviceSnapshot(handle, self._number, end, slots)
 
-    def _buffer(
-        self, turn: int, num_bytes: int, device: torch.device
-    ) -> tuple[torch.Tensor, CudaMemory]:
-        buffer = self._buffers[turn]
-        if buffer is None or len(buffer[0]) != num_bytes or buffer[0].device != device:
-            self._buffers[turn] = None  # the old one goes before the new one comes
-            self._buffers[turn] = buffer = self._allocate(num_bytes, device)
-        return buffer
-
     @contextmanager
     def open(self, ticket: DeviceSnapshot) -> Iterator[FlatBuffer]:
         """The weights as a flat buffer on the device, to be copied from within the block.
 
         Raises:
-            DeviceWeightsError: this process cannot read them; or, at the end of the block, they
+            TicketError: this process cannot read them; or, at the end of the block, they
                 were written over: what was copied may be of two versions.
         """
-        memory = self._attach(ticket.memory)
+        key = ticket.memory.key
+        if key not in self._attached:
+            newest = list(self._attached)[-1:]  # an exporter has two
+            self._attached = {each: self._attached[each] for each in newest}
+            self._attached[key] = ticket.memory.attach()
+        memory = self._attached[key]
         _require_number(memory, ticket)
         yield FlatBuffer(memory[: ticket.num_bytes], ticket.slots)
         wait_for([memory.device])
         _require_number(memory, ticket)
 
-    def _attach(self, memory: CudaMemory) -> torch.Tensor:
-        if memory.key not in self._attached:
-            newest = list(self._attached)[-1:]  # an exporter has two
-            self._attached = {key: self._attached[key] for key in newest}
-            self._attached[memory.key] = memory.attach()
-        return self._attached[memory.key]
-
 
 def _require_number(memory: torch.Tensor, snapshot: DeviceSnapshot) -> None:
     found = int(memory[snapshot.num_bytes :].view(torch.int64))
     if found != snapshot.number:
-        what = "being written" if found == _BEING_WRITTEN else f"snapshot {found}"
-        raise DeviceWeightsError(
-            f"snapshot {snapshot.number} was written over: its buffer holds {what}, for two "
-            "publications came after it"
-        )
+        raise TicketError(f"snapshot {snapshot.number} was written over by a later one")

@@ -71,7 +71,7 @@ class ScatteredBuffer:
     """A flat buffer that was not put together: `parts`, uint8, are views of the tensors themselves,
     padding between them. Pickled, it arrives as a `FlatBuffer`.
 
-    Into the object store its bytes are copied once, one part behind the other. It is valid for as
+    Into the object store its bytes are copied once, one part after the other. It is valid for as
     long as the tensors do not change.
     """
 
@@ -163,7 +163,7 @@ def lay_side_by_side(tensors: dict[str, torch.Tensor]) -> None:
     for key, tensor in own.items():
         slot = slots[str(key)]
         if slot.offset not in moved:
-            # A storage of its own, by way of numpy.
+            # A separate storage, by way of numpy.
             place = memory.numpy()[slot.offset :][: slot.num_bytes]
             moved[slot.offset] = torch.from_numpy(place).view(slot.dtype).view(slot.shape)
             moved[slot.offset].copy_(tensor.detach())
@@ -186,7 +186,7 @@ def unpack(flat: FlatBuffer) -> dict[str, torch.Tensor]:
 
 def join(parts: Sequence[FlatBuffer]) -> FlatBuffer:
     """One buffer of tensors that are cut along their first dimension over `parts`, in order; what
-    is in the first part alone is whole. In host memory of its own, unless there is one part."""
+    is in the first part alone is whole. In new host memory, unless there is one part."""
     if len(parts) == 1:
         return parts[0]
     views = [unpack(part) for part in parts]
@@ -221,11 +221,8 @@ def verify(flat: FlatBuffer) -> None:
         return
     found = _crc32(flat.data)
     if found != flat.checksum:
-        raise ChecksumError(
-            f"checksum={found:#010x} must be {flat.checksum:#010x}: {flat.num_bytes} bytes of "
-            "weights changed after they were packed. Fetch them again; if it goes on, the memory "
-            "or a process that writes into shared weights is at fault."
-        )
+        wrong = f"checksum={found:#010x} must be {flat.checksum:#010x}"
+        raise ChecksumError(f"{wrong}: {flat.num_bytes} bytes of weights changed on their way")
 
 
 def _crc32(data: np.ndarray | torch.Tensor, before: int = 0) -> int:
@@ -233,20 +230,18 @@ def _crc32(data: np.ndarray | torch.Tensor, before: int = 0) -> int:
 
 
 class _Span:
-    """Memory from the first byte of `arrays`, which lie one behind the other, to the last one."""
+    """Memory from the first byte of `arrays`, which lie one after the other, to the last one."""
 
     def __init__(self, arrays: list[np.ndarray]):
         self._arrays = arrays  # they own the memory
+        shape = (sum(array.nbytes for array in arrays),)
         self.__array_interface__ = {
-            "data": (arrays[0].ctypes.data, True),
-            "shape": (sum(array.nbytes for array in arrays),),
-            "typestr": "|u1",
-            "version": 3,
-        }
+            "data": (arrays[0].ctypes.data, True), "shape": shape, "typestr": "|u1", "version": 3,
+        }  # fmt: skip
 
 
 def _merge(arrays: list[np.ndarray]) -> list[np.ndarray]:
-    """The same bytes in as few arrays as possible: one for all that lie one behind the other."""
+    """The same bytes in as few arrays as possible: one for all that lie one after the other."""
     runs: list[list[np.ndarray]] = []
     end = None
     for array in arrays:
@@ -267,9 +262,7 @@ def _from_parts(
     return FlatBuffer(data, slots, checksum)
 
 
-def lay_out(
-    tensors: dict[str, torch.Tensor],
-) -> tuple[dict[str, Slot], list[str], int]:
+def lay_out(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, Slot], list[str], int]:
     """Every name's slot, the first name of each slot, and the size in bytes: a multiple of the
     alignment."""
     slots: dict[str, Slot] = {}
@@ -286,12 +279,10 @@ def lay_out(
 
 
 def fill_slots(
-    buffer: torch.Tensor,
-    tensors: dict[str, torch.Tensor],
-    slots: dict[str, Slot],
+    buffer: torch.Tensor, tensors: dict[str, torch.Tensor], slots: dict[str, Slot],
     firsts: list[str],
-) -> None:
-    """Copies `tensors` into their slots of `buffer` [num_bytes] uint8, and zeros behind them: equal
+) -> None:  # fmt: skip
+    """Copies `tensors` into their slots of `buffer` [num_bytes] uint8, and zeros after them: equal
     tensors give equal bytes. Copies between devices may still be under way (`wait_for`)."""
     for name in firsts:
         slot, tensor = slots[name], tensors[name].detach()
@@ -322,11 +313,5 @@ def _view(buffer: torch.Tensor, slot: Slot) -> torch.Tensor:
 
 
 def _storage_identity(tensor: torch.Tensor) -> tuple:
-    return (
-        tensor.device,
-        tensor.untyped_storage().data_ptr(),
-        tensor.storage_offset(),
-        tuple(tensor.shape),
-        tensor.stride(),
-        tensor.dtype,
-    )
+    address = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
+    return tensor.device, *address, tuple(tensor.shape), tensor.stride(), tensor.dtype

@@ -50,11 +50,14 @@ def read_only(array: np.ndarray) -> np.ndarray:
     """
     if not array.nbytes:
         return array
-    start = array.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
+    libc, start = _libc(), array.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
     offset = array.ctypes.data - start
     length = offset + array.nbytes
     try:
-        address = _map_again(start, length)
+        # An old size of 0 copies the mapping of shared pages: mremap(2).
+        address = libc.mremap(start, 0, length, _MREMAP_MAYMOVE)
+        _check(address != _MAP_FAILED, "mremap")
+        _check(not libc.mprotect(address, length, _PROT_READ), "mprotect")
     except OSError as error:
         if error.errno == errno.EINVAL:  # private memory, or a part of a huge page
             return array.copy()
@@ -67,21 +70,9 @@ def read_only(array: np.ndarray) -> np.ndarray:
     return view
 
 
-def _map_again(start: int, length: int) -> int:
-    """The address of a second, read-only mapping of shared pages."""
-    libc = _libc()
-    # An old size of 0 copies the mapping: mremap(2).
-    address = libc.mremap(start, 0, length, _MREMAP_MAYMOVE)
-    if address == _MAP_FAILED:
-        raise _error("mremap")
-    if libc.mprotect(address, length, _PROT_READ):
-        raise _error("mprotect")
-    return address
-
-
 def later(function: Callable[..., object], *arguments: object) -> None:
     """Calls it in a thread of this process, in turn: for what frees memory, which takes tens of
-    milliseconds per GB that nobody has to wait for. An error is logged: nobody is there to be told.
+    milliseconds per GB. An error is logged, since there is no caller to raise it in.
     """
     _jobs().put((function, arguments))
 
@@ -105,8 +96,7 @@ def _work(jobs: queue.SimpleQueue) -> None:
 
 def _unmap(address: int, length: int, array: np.ndarray) -> None:
     """Unmaps pages that belong to `array`."""
-    if _libc().munmap(address, length):
-        raise _error("munmap")
+    _check(not _libc().munmap(address, length), "munmap")
 
 
 @functools.cache
@@ -120,16 +110,17 @@ def _libc() -> ctypes.CDLL:
     return libc
 
 
-def _error(call: str) -> OSError:
-    number = ctypes.get_errno()
-    return OSError(number, f"{call}: {os.strerror(number)}")
+def _check(succeeded: bool, call: str) -> None:
+    if not succeeded:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{call}: {os.strerror(number)}")
 
 
 class ModuleLoader:
     """Loads flat buffers into one module, a `HuggingFaceModule`.
 
     alias: parameters may become views of shared memory. Writing to such a parameter ends the
-    process (`read_only.py`); `own_memory` gives it memory of its own again.
+    process (`read_only`); `own_memory` gives it writable memory again.
     """
 
     def __init__(self, *, alias: bool):
@@ -197,9 +188,8 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _same_layout(own: Mapping[str, torch.Tensor], flat: FlatBuffer) -> bool:
-    in_host_memory = isinstance(flat.data, np.ndarray)
     return (
-        in_host_memory
+        isinstance(flat.data, np.ndarray)  # in host memory
         and own.keys() == flat.slots.keys()
         and all(
             tensor.device.type == "cpu"

@@ -37,12 +37,8 @@ MAX_SECONDS_TO_ANNOUNCE = 120.0  # it may have to be started again
 logger = logging.getLogger(__name__)
 
 
-class FencedError(RuntimeError):
-    """Another publisher has taken over the name."""
-
-
 @dataclasses.dataclass
-class _Job:
+class _Publication:
     """Weights on their way: a snapshot in staging buffer `slot`, or already in the store.
 
     `published`: as they were announced last.
@@ -67,19 +63,15 @@ class BackgroundPublisher:
     """
 
     def __init__(
-        self,
-        client: CoordinatorClient,
-        *,
-        put: Callable[[Any], ray.ObjectRef] = ray.put,
-        look_in_seconds: float = 0.1,
-        checksum: bool = False,
-    ):
+        self, client: CoordinatorClient, *, put: Callable[[Any], ray.ObjectRef] = ray.put,
+        look_in_seconds: float = 0.1, checksum: bool = False,
+    ):  # fmt: skip
         self._client, self._put, self._checksum = client, put, checksum
         self._look_in_seconds = look_in_seconds
         self._staging = (StagingBuffer(), StagingBuffer())
         self._changed = threading.Condition()
-        self._pending: _Job | None = None
-        self._current: _Job | None = None  # published last, or being published
+        self._pending: _Publication | None = None
+        self._current: _Publication | None = None  # published last, or being published
         self._busy = False  # the thread is at `_current`
         self._stopped = False
         self._error: Exception | None = None
@@ -102,28 +94,31 @@ class BackgroundPublisher:
         A version that does not grow begins a new epoch: the learner was restored.
 
         Raises:
-            FencedError: another publisher has taken over the name.
-            Exception: any other that ended the thread.
+            Exception: what ended the thread, as that another publisher has taken over the name.
         """
         start = time.perf_counter()
         slot = self._withdraw_pending()
         flat = self._staging[slot].pack(tensors, checksum=self._checksum)
         self.snapshot_seconds = time.perf_counter() - start
-        self._hand_over(_Job(version, flat, slot))
+        self._hand_over(_Publication(version, flat, slot))
 
     def announce(self, published: PublishedWeights) -> None:
         """Publishes weights that are in the object store already, owned by this process.
 
         Raises:
-            FencedError: another publisher has taken over the name.
+            Exception: see `submit`.
         """
         self._withdraw_pending()
-        self._hand_over(_Job(published.version, published))
+        self._hand_over(_Publication(published.version, published))
 
     def wait(self, timeout: float) -> bool:
         """Whether all that was handed over is published, after at most `timeout` seconds."""
+
+        def is_idle() -> bool:
+            return self._error is not None or (self._pending is None and not self._busy)
+
         with self._changed:
-            return self._changed.wait_for(self._is_idle, timeout)
+            return self._changed.wait_for(is_idle, timeout)
 
     def wait_epoch(self, timeout: float = MAX_SECONDS_TO_ANNOUNCE) -> int:
         """The epoch of the last weights handed over, once they are published.
@@ -136,10 +131,8 @@ class BackgroundPublisher:
         if self._error is not None:
             raise self._error
         if not is_known:
-            raise TimeoutError(
-                f"weights_name={self._client.name!r} must be announced in {timeout:g} s: its "
-                "coordinator does not answer. Is the cluster well?"
-            )
+            name = self._client.name
+            raise TimeoutError(f"the coordinator of {name!r} did not answer in {timeout:g} s")
         return self._epoch
 
     def stop(self) -> None:
@@ -176,16 +169,13 @@ class BackgroundPublisher:
             current = self._current.slot if self._current is not None else None
             return 0 if current is None else 1 - current
 
-    def _hand_over(self, job: _Job) -> None:
+    def _hand_over(self, job: _Publication) -> None:
         with self._changed:
             if self._last_version is not None and job.version <= self._last_version:
                 self._begins_epoch = True
             self._last_version = job.version
             self._pending = job
             self._changed.notify_all()
-
-    def _is_idle(self) -> bool:
-        return self._error is not None or (self._pending is None and not self._busy)
 
     # --- the thread's side -------------------------------------------------------------------
 
@@ -220,7 +210,7 @@ class BackgroundPublisher:
                     self._changed.notify_all()
                 return
 
-    def _publish(self, job: _Job) -> None:
+    def _publish(self, job: _Publication) -> None:
         """Puts the weights where they are not in the store, and sees that they are known."""
         start = time.perf_counter()
         if job.begins_epoch:
@@ -231,19 +221,19 @@ class BackgroundPublisher:
             job.published = published = dataclasses.replace(published, epoch=self._epoch)
         verdict = self._client.announce(published)
         if verdict is Announced.LOST and isinstance(job.weights, FlatBuffer):
-            job.published = published = self._stored(job)
+            job.published = self._stored(job)
             self.num_republished += 1
-            verdict = self._client.announce(published)
+            verdict = self._client.announce(job.published)
         if verdict is Announced.FENCED:
-            raise FencedError(
+            raise RuntimeError(
                 f"weights_name={self._client.name!r} must have one publisher at a time: another "
-                "one has begun since. End one of them, or give each a name of its own."
+                "one has begun. End one of them, or rename it."
             )
         if is_new:
             self.publish_seconds = time.perf_counter() - start
 
-    def _stored(self, job: _Job) -> PublishedWeights:
-        """The job's weights in the store: a snapshot is put there."""
+    def _stored(self, job: _Publication) -> PublishedWeights:
+        """The weights in the store: a snapshot is put there."""
         if isinstance(job.weights, PublishedWeights):
             return job.weights
         ref, num_bytes = self._put(job.weights), job.weights.num_bytes
@@ -263,7 +253,7 @@ class WeightsPublisher:
 
         learners ──▶ samplers
           ├── coordinator ──▶ followers, by the run's name
-          └── folder ──▶ servers that follow nobody, by its path
+          └── folder ──▶ servers that follow no run, by its path
 
     Args:
         shared_module: the only sampler uses the learner's module itself: nothing travels to it.
@@ -279,17 +269,10 @@ class WeightsPublisher:
     published: PublishedWeights  # the newest
 
     def __init__(
-        self,
-        learner_group,
-        *,
-        shared_module: bool,
-        checksum: bool = False,
-        background: BackgroundPublisher | None = None,
-        transport: str = "store",
-        push: WeightsPush | None = None,
-        push_every: int = 1,
-        needs_epoch: bool = False,
-    ):
+        self, learner_group, *, shared_module: bool, checksum: bool = False,
+        background: BackgroundPublisher | None = None, transport: str = "store",
+        push: WeightsPush | None = None, push_every: int = 1, needs_epoch: bool = False,
+    ):  # fmt: skip
         self._learner_group = learner_group
         self._shared_module = shared_module
         self._checksum = checksum
@@ -314,10 +297,10 @@ class WeightsPublisher:
         self.published = published
         return published
 
-    def publish_again(self, error: Exception) -> PublishedWeights:
+    def publish_again(self, reason: str) -> PublishedWeights:
         """Publishes the current weights again after a receiver could not fetch them, from now on
         through the object store."""
-        logger.warning("Weights %d are published again: %s", self._version, error)
+        logger.warning("Weights %d are published again: %s", self._version, reason)
         if self._transport != "store":
             logger.warning("Weights go through the object store from version %d on", self._version)
             self._transport = "store"
@@ -354,7 +337,7 @@ class WeightsPublisher:
         return metrics if self._push is None else metrics | {"push_seconds": self._push.seconds}
 
     def stop(self) -> None:
-        """Tells nobody any more."""
+        """Ends the background publisher and the connections to servers."""
         if self._background is not None:
             self._background.stop()
         if self._push is not None:
@@ -375,11 +358,8 @@ class WeightsPublisher:
             refs, num_bytes = (ray.put(ticket),), ticket.num_bytes
         else:
             # The return value of an actor's task is owned by its caller: it survives the learner.
-            results = self._learner_group.foreach_learner(
-                export,
-                remote_actor_ids=None if sharded else [0],
-                return_obj_refs=True,
-            )
+            asked = {"remote_actor_ids": None if sharded else [0], "return_obj_refs": True}
+            results = self._learner_group.foreach_learner(export, **asked)
             refs, num_bytes = tuple(result.get() for result in results), 0
             refs = refs if in_shards else refs[:1]
         seconds = time.perf_counter() - start

@@ -51,7 +51,7 @@ class PushedServer(ABC):
 
 
 class VLLMServer(PushedServer):
-    """vLLM's: paused, given the weights, and told to go on. After an error it stays paused: it may
+    """vLLM's: paused, given the weights, and resumed. After an error it stays paused: it may
     have parts of two versions.
 
     Args:
@@ -69,14 +69,9 @@ class VLLMServer(PushedServer):
     def __init__(
         self, base_url: str, *, method: str = "reload", pause_mode: str = "wait", **client: Any
     ) -> None:
-        for name, value, known in (
-            ("method", method, ("reload", "transfer")),
-            ("pause_mode", pause_mode, ("wait", "keep", "abort")),
-        ):
-            require(
-                value in known, name, value, f"be one of {known}", "vLLM knows no other way",
-                f"Use {known[0]!r}",
-            )  # fmt: skip
+        ways, modes = ("reload", "transfer"), ("wait", "keep", "abort")
+        require(method in ways, "method", method, f"be one of {ways}", "", "")
+        require(pause_mode in modes, "pause_mode", pause_mode, f"be one of {modes}", "", "")
         self._pause = f"pause?mode={pause_mode}&clear_cache=true"
         self._give = self._transfer if method == "transfer" else self._reload
         super().__init__(base_url, **client)
@@ -128,21 +123,17 @@ def open_servers(entries: Sequence[Mapping[str, Any]]) -> list[PushedServer]:
     """The servers that `weights_push` names.
 
     Raises:
-        ValueError: an entry that names none.
+        Problems: an entry that names none.
     """
-    kinds: dict[str, Callable[..., PushedServer]] = {
-        "vllm": VLLMServer, "sglang": SGLangServer, "rllib_llm": RllibServer,
-    }  # fmt: skip
+    kinds: tuple[Callable[..., PushedServer], ...] = (VLLMServer, SGLangServer, RllibServer)
     servers = []
     for i, entry in enumerate(entries):
         given = {str(k): v for k, v in entry.items()} if isinstance(entry, Mapping) else {}
-        kind = kinds.get(str(given.pop("server", "")))
-        require(
-            kind is not None and isinstance(given.get("base_url"), str), f"weights_push[{i}]",
-            entry, f"be a mapping with `server`, one of {SERVERS}, and `base_url`",
-            "they say who is told, and how", "Write {server: vllm, base_url: 'http://host:8000'}",
-        )  # fmt: skip
-        assert kind is not None
+        server = given.pop("server", None)
+        require(server in SERVERS and isinstance(given.get("base_url"), str), f"weights_push[{i}]",
+                entry, f"be a mapping with `server`, one of {SERVERS}, and `base_url`", "",
+                "Write {server: vllm, base_url: 'http://host:8000'}")  # fmt: skip
+        kind = kinds[SERVERS.index(server)]
         try:
             servers.append(kind(**given))
         except ValueError as error:
@@ -180,11 +171,9 @@ class WeightsPush:
         self._export(begun)
         shutil.rmtree(target, ignore_errors=True)
         begun.rename(target)
-        told = [
-            self._threads.submit(server.update, target, epoch, version) for server in self._servers
-        ]
-        for each in told:
-            each.result()
+        submit = self._threads.submit
+        for call in [submit(each.update, target, epoch, version) for each in self._servers]:
+            call.result()
         self._remove_old(target)
         self.seconds = time.perf_counter() - start
 

@@ -2,7 +2,7 @@
 
     where from ── latest() ──▶ ticket ── transport ──▶ flat buffer ── load ──▶ the model
 
-A sampler is told by each request which weights to use (`ensure`); who follows a run asks its
+Each request says which weights a sampler uses (`receive`); who follows a run asks its
 coordinator (`WeightsFollower`).
 """
 
@@ -52,13 +52,10 @@ def nodes_with_a_copy(ref: ray.ObjectRef) -> list[str]:
 
 
 def wait_for_turn(
-    published: PublishedWeights,
-    *,
-    node: str | None = None,
+    published: PublishedWeights, *, node: str | None = None,
     holders: Callable[[ray.ObjectRef], Collection[str]] = nodes_with_a_copy,
-    sleep: Callable[[float], None] = time.sleep,
-    clock: Callable[[], float] = time.monotonic,
-) -> None:
+    sleep: Callable[[float], None] = time.sleep, clock: Callable[[], float] = time.monotonic,
+) -> None:  # fmt: skip
     """Returns when this node, or another, may pull, at the latest after `MAX_WAIT_SECONDS`."""
     node = node or ray.get_runtime_context().get_node_id()
     deadline = clock() + MAX_WAIT_SECONDS
@@ -97,15 +94,11 @@ class WeightsReceiver:
     """
 
     def __init__(
-        self,
-        *,
-        get: Callable[..., Any] = ray.get,
-        sleep: Callable[[float], None] = time.sleep,
+        self, *, get: Callable[..., Any] = ray.get, sleep: Callable[[float], None] = time.sleep,
         uniform: Callable[[float, float], float] = random.uniform,
         wait_for_turn: Callable[[PublishedWeights], None] = wait_for_turn,
-        timeout_seconds: float = 60.0,
-        max_attempts: int = 5,
-    ) -> None:
+        timeout_seconds: float = 60.0, max_attempts: int = 5,
+    ) -> None:  # fmt: skip
         self._get = functools.partial(get, timeout=timeout_seconds)
         self._sleep, self._uniform = sleep, uniform
         self._wait_for_turn, self._max_attempts = wait_for_turn, max_attempts
@@ -122,7 +115,7 @@ class WeightsReceiver:
         """The version in use; -1 without one."""
         return -1 if self.in_use is None else self.in_use.version
 
-    def ensure(self, published: PublishedWeights, load: Callable[[FlatBuffer], None]) -> None:
+    def receive(self, published: PublishedWeights, load: Callable[[FlatBuffer], None]) -> None:
         """Calls `load` with the published weights unless they are the ones in use.
 
         A lower version than the one in use is loaded too: a restored run goes back.
@@ -192,12 +185,10 @@ class WeightsReceiver:
                     if attempt + 1 < self._max_attempts:
                         self._sleep(backoff_seconds(attempt, self._uniform))
             else:
-                raise WeightsLostError(
-                    f"weights_version={published.version} must be in the object store: "
-                    f"{self._max_attempts} attempts failed, the last with {type(last).__name__}: "
-                    f"{last}. Publish again.",
-                    published.key,
-                ) from last
+                text = (f"weights {published.version} are not in the object store: "
+                        f"{self._max_attempts} attempts failed, the last with "
+                        f"{type(last).__name__}: {last}")  # fmt: skip
+                raise WeightsLostError(text, published.key) from last
             self.transfer_seconds = time.perf_counter() - start
             yield published, flat
             try:
@@ -219,11 +210,8 @@ class WeightsReceiver:
     def _unreadable(self, published: PublishedWeights, error: TicketError) -> WeightsLostError:
         """The error for bytes that this process can never read, so that retrying is pointless."""
         self.failures[type(error).__name__] += 1
-        return WeightsLostError(
-            f"weights_version={published.version} must be readable where they were left: {error}. "
-            "Publish again, through the object store.",
-            published.key,
-        )
+        text = f"weights {published.version} cannot be read where they were left: {error}"
+        return WeightsLostError(text, published.key)
 
     def published_bytes(self) -> FlatBuffer:
         """The weights in use as they were published, on a device a copy of them.
@@ -242,16 +230,13 @@ class WeightsReceiver:
     def metrics(self) -> dict[str, float]:
         """Bytes and seconds of the last transfer and load, age of the weights in use in seconds;
         versions passed over (`skips`) and failed transfers by kind so far."""
-        seconds = self.transfer_seconds + self.load_seconds
+        transfer, load, num_bytes = self.transfer_seconds, self.load_seconds, self._num_bytes
         return {
-            "bytes": float(self._num_bytes),
-            "transfer_seconds": self.transfer_seconds,
-            "load_seconds": self.load_seconds,
-            "gb_per_s": self._num_bytes / 1e9 / seconds if seconds else 0.0,
+            "bytes": float(num_bytes), "transfer_seconds": transfer, "load_seconds": load,
+            "gb_per_s": num_bytes / 1e9 / (transfer + load) if transfer + load else 0.0,
             "age_seconds": 0.0 if self.in_use is None else self.in_use.age_seconds,
-            "skips": float(self.num_skipped),
-            **failure_metrics(self.failures),
-        }
+            "skips": float(self.num_skipped), **failure_metrics(self.failures),
+        }  # fmt: skip
 
 
 # --- Following a run from any process: a replica of a server, say
@@ -261,14 +246,14 @@ class WeightsFollower:
     """Keeps one model at the newest weights of a run.
 
         follower = WeightsFollower(CoordinatorClient("my_run"), load)
-        follower.require(timeout=60)      # before the first generation
-        follower.start()                  # fetches newer weights beside the work
+        follower.wait_for_weights(timeout=60)  # before the first generation
+        follower.start()                       # fetches newer weights beside the work
         while serving:
-            follower.swap()               # between batches: loads what has arrived
+            follower.swap()                    # between batches: loads what has arrived
             generate(...)
 
-    load: makes the model use what `prepare` gave; called by `require` and `swap` only, never by the
-        thread.
+    load: makes the model use what `prepare` gave; called by `wait_for_weights` and `swap` only,
+        never by the thread.
     prepare: what can be done with the bytes beside the work, in the thread; the buffer itself if
         left out. With `ModuleLoader.prepare` here, `load` has only to call what it gives.
     wait_seconds: of one question to the coordinator, and the longest that `stop` takes.
@@ -279,14 +264,10 @@ class WeightsFollower:
     """
 
     def __init__(
-        self,
-        client: CoordinatorClient,
-        load: Callable[[Any], None],
-        *,
+        self, client: CoordinatorClient, load: Callable[[Any], None], *,
         prepare: Callable[[FlatBuffer], Any] = lambda flat: flat,
-        receiver: WeightsReceiver | None = None,
-        wait_seconds: float = 5.0,
-    ):
+        receiver: WeightsReceiver | None = None, wait_seconds: float = 5.0,
+    ):  # fmt: skip
         self._client, self._load, self._prepare = client, load, prepare
         self._receiver = receiver or WeightsReceiver()
         self._wait_seconds = wait_seconds
@@ -303,7 +284,7 @@ class WeightsFollower:
         load."""
         return self._receiver.in_use
 
-    def require(self, min_version: int = 0, timeout: float = 60.0) -> PublishedWeights:
+    def wait_for_weights(self, min_version: int = 0, timeout: float = 60.0) -> PublishedWeights:
         """Loads the newest weights, waiting until there are some of at least `min_version`.
 
         Raises:
@@ -314,11 +295,9 @@ class WeightsFollower:
         while self.in_use is None or self.in_use.version < min_version:
             rest = deadline - time.monotonic()
             if rest <= 0:
-                have = None if self.in_use is None else self.in_use.version
                 raise TimeoutError(
-                    f"weights_version={have} must be at least {min_version}: nothing newer was "
-                    f"published as {self._client.name!r} in {timeout} s. Is the run alive, and "
-                    "its weights_name the same?"
+                    f"no weights of version {min_version} or newer were published as "
+                    f"{self._client.name!r} in {timeout} s: is the run alive, under this name?"
                 )
             if self._thread is None:
                 self._fetch(min_version, min(rest, self._wait_seconds))
@@ -381,14 +360,13 @@ class WeightsFollower:
         `versions_behind` (of those fetched), `skips` and `failures/<kind>`."""
         metrics = self._receiver.metrics()
         in_use, newest = self.in_use, self.newest
-        if in_use is not None:
-            metrics["version"] = float(in_use.version)
-            behind = 0
-            if newest is not None and newest.epoch == in_use.epoch:
-                behind = newest.version - in_use.version
-            metrics["versions_behind"] = float(behind)
-        else:
+        if in_use is None:
             del metrics["age_seconds"]
+        else:
+            same = newest is not None and newest.epoch == in_use.epoch
+            latest = newest.version if newest is not None and same else in_use.version
+            metrics["version"] = float(in_use.version)
+            metrics["versions_behind"] = float(latest - in_use.version)
         return metrics | failure_metrics(self._receiver.failures + self._client.failures)
 
     def _run(self) -> None:
@@ -414,11 +392,10 @@ class WeightsFollower:
                 raise WeightsLostError("nothing was published in place of weights that are lost")
             return found
 
-        def report(lost: PublishedWeights) -> None:
-            self._client.report_lost(lost.key)
-
         try:
-            with self._receiver.open(latest, report) as (published, flat):
+            report_lost = self._client.report_lost
+            with self._receiver.open(latest, lambda lost: report_lost(lost.key)) as opened:
+                published, flat = opened
                 prepared = self._prepare(flat)
         except WeightsLostError:  # asked again in the next round
             self._stop.wait(PAUSE_SECONDS)

@@ -59,7 +59,7 @@ class StoreTransport:
     alias. From a GPU they come by page-locked memory.
 
     A ticket is to be put into the store before the next export, and before the
-    tensors change; there it is valid for as long as somebody refers to it, opened or not."""
+    tensors change; there it is valid for as long as it is referred to, opened or not."""
 
     def __init__(self) -> None:
         self._staging = StagingBuffer()
@@ -92,7 +92,7 @@ class Transports:
         self._made: dict[str, Transport] = {}
 
     def _of(self, name: str) -> Transport:
-        """A dotted path leads to somebody's own; any other name that is not ours is Ray's."""
+        """A dotted path leads to a user's class; any other name that is not ours is Ray's."""
         if name not in self._made:
             if name == "store":
                 self._made[name] = StoreTransport()
@@ -120,7 +120,7 @@ class Transports:
 
 
 def is_own(name: str) -> bool:
-    """Whether a transport's name is the dotted path of somebody's own."""
+    """Whether a transport's name is the dotted path of a user's class."""
     return "." in name or ":" in name
 
 

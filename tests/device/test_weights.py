@@ -7,8 +7,14 @@ import multiprocessing
 import pytest
 import torch
 
-from rllib_llm.weights.direct import CudaIpcTransport, CudaMemory, DeviceWeightsError
-from rllib_llm.weights.flat_buffer import StagingBuffer, fill_slots, lay_out, unpack
+from rllib_llm.weights.direct import CudaIpcTransport, CudaMemory
+from rllib_llm.weights.flat_buffer import (
+    StagingBuffer,
+    TicketError,
+    fill_slots,
+    lay_out,
+    unpack,
+)
 from rllib_llm.weights.loading import ModuleLoader, differing
 from rllib_llm.weights.receiver import WeightsReceiver
 from tests.device import pretend
@@ -66,9 +72,9 @@ def test_modules_there_are_copied_into_and_never_aliased(gpu):
 
 def test_the_process_that_made_the_memory_cannot_open_it(gpu):
     snapshot = CudaIpcTransport().export(tensors_there())
-    with pytest.raises(DeviceWeightsError, match="CUDA IPC: .*invalid resource handle"):
+    with pytest.raises(TicketError, match="CUDA IPC: .*invalid resource handle"):
         snapshot.memory.attach()
-    with pytest.raises(DeviceWeightsError, match="GPU-far must be among this process's"):
+    with pytest.raises(TicketError, match="GPU-far must be among"):
         CudaMemory("key", "GPU-far", snapshot.memory.arguments).attach()
 
 
@@ -77,7 +83,7 @@ def _read_there(pipe):
     pretend.install()
     receiver, found = WeightsReceiver(get=get_itself), {}
     while (weights := pipe.recv()) is not None:
-        receiver.ensure(weights, lambda flat: found.update(
+        receiver.receive(weights, lambda flat: found.update(
             {name: (tensor.is_cuda, tensor.clone().cpu()) for name, tensor in unpack(flat).items()}
         ))  # fmt: skip
         pipe.send(found)

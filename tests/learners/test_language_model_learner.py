@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from rllib_llm.learners.metrics import MAX_IN_A_ROW, MEANS, NUM_PARAMETERS, TOLD
+from rllib_llm.learners.metrics import MAX_IN_A_ROW, MEANS, NUM_PARAMETERS, REPORT
 from rllib_llm.shared import columns
 from tests.algorithms.tiny_runs import assert_same_weights, grpo, ppo
 from tests.learners import tiny_learners as tiny
@@ -60,7 +60,7 @@ def test_the_number_of_parameters_is_reported_by_every_update():
     told = []
     for _ in range(3):
         tiny.update(learner, batch)
-        told.append(learner.told()[NUM_PARAMETERS])
+        told.append(learner.report()[NUM_PARAMETERS])
     counts = {"num_trainable_parameters": num, "num_non_trainable_parameters": 0}
     assert told == [{"default_policy": counts}] * 3
 
@@ -262,7 +262,7 @@ def test_gradients_without_a_step_are_taken_or_refused_never_added_unseen():
     learner, other = (tiny.build(one_step()) for _ in range(2))
     batch = tiny.judged(learner)
     learner.forward_backward(batch, version=0)
-    with pytest.raises(RuntimeError, match=r"batches=1 must be 0.*Call optimizer_step\(\)"):
+    with pytest.raises(RuntimeError, match=r"call optimizer_step\(\) before"):
         tiny.update(learner, batch)
     learner.optimizer_step()
     tiny.update(other, batch)
@@ -281,10 +281,10 @@ def test_passes_that_fail_drop_the_gradients_that_were_added():
     broken = batch | {columns.COMPLETION_IDS: torch.full_like(batch[columns.COMPLETION_IDS], 999)}
     with pytest.raises(IndexError):  # no embedding has that row
         learner.forward_backward(broken, version=0)
-    with pytest.raises(RuntimeError, match="batches=0 must be at least 1"):
+    with pytest.raises(RuntimeError, match=r"call forward_backward\(batch\)"):
         learner.optimizer_step()
     # Nor are its counts among the next batch's, whose ratio is that of an on-policy pass.
-    means = learner.forward_backward(batch, version=0)[TOLD][MEANS]
+    means = learner.forward_backward(batch, version=0)[REPORT][MEANS]
     assert means["val/ratio"] == pytest.approx(1, abs=1e-5)
     learner.optimizer_step()
     tiny.update(learner, batch)
@@ -298,7 +298,7 @@ def test_gradients_in_half_precision_are_exactly_on_policy(before):
     if before == "an update":
         tiny.update(learner, batch)
         batch = tiny.judged(learner)
-    means = learner.forward_backward(batch, version=learner.num_updates)[TOLD][MEANS]
+    means = learner.forward_backward(batch, version=learner.num_updates)[REPORT][MEANS]
     assert means["val/ratio"] == 1 and means["policy/approxkl_avg"] == 0
 
 
@@ -310,7 +310,7 @@ def test_steps_that_nobody_published_make_no_token_older():
     with pytest.raises(IndexError):
         learner.forward_backward(broken, version=0)
     for _ in range(3):
-        means = learner.forward_backward(batch, version=0)[TOLD][MEANS]
+        means = learner.forward_backward(batch, version=0)[REPORT][MEANS]
         assert "off_policy/k1_lag_0" in means and "off_policy/k1_lag_1" not in means
         learner.optimizer_step()
     means = tiny.update(learner, batch, version=0)

@@ -54,7 +54,7 @@ def test_learner_group_of_shards_learns_publishes_and_saves(group, one_and_batch
 
     received = {}
     published = WeightsPublisher(group, shared_module=False).publish(2)
-    WeightsReceiver().ensure(published, lambda flat: received.update(unpack(flat)))
+    WeightsReceiver().receive(published, lambda flat: received.update(unpack(flat)))
     whole = sharded["rl_module"][DEFAULT_MODULE_ID]
     assert set(received) == {name for name in whole if name.startswith("model.")}
     for name, tensor in received.items():

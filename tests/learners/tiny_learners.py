@@ -10,7 +10,7 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.policy.sample_batch import MultiAgentBatch, SampleBatch
 from ray.rllib.utils.spaces.repeated import Repeated
 
-from rllib_llm.learners.metrics import MEANS, TOLD
+from rllib_llm.learners.metrics import MEANS, REPORT
 from rllib_llm.shared import columns
 
 SPACE = Repeated(Discrete(18), 8)  # ids of the character tokenizer
@@ -31,7 +31,7 @@ def update(learner, batch: dict[str, torch.Tensor], **options) -> dict[str, floa
     rows = SampleBatch(copy.deepcopy(batch))
     batch = MultiAgentBatch({DEFAULT_MODULE_ID: rows}, env_steps=len(rows))
     result = learner.update(batch=batch, **options)
-    return result[TOLD][MEANS]
+    return result[REPORT][MEANS]
 
 
 def parameters(learner) -> dict[str, torch.Tensor]:

@@ -71,7 +71,7 @@ class Run:
             if len(self.batches) >= num_batches:
                 return self
             self._turn()
-        raise AssertionError(f"it hangs: {self.made.waits_for()}")
+        raise AssertionError(f"it hangs: {self.made.look()['waits_for']}")
 
     def _turn(self):
         made = self.made

@@ -16,7 +16,7 @@ from rllib_llm.rollouts.ledger import Ledger
 from rllib_llm.rollouts.ledger_actor import LedgerActor
 from rllib_llm.rollouts.recorder import RolloutRecorder
 from rllib_llm.rollouts.schedule import StreamRules
-from rllib_llm.rollouts.source import Rollouts
+from rllib_llm.rollouts.source import RolloutSource
 from rllib_llm.weights.coordinator import PublishedWeights
 from tests.rollouts.simulated import Clock, Run, judged, ledger, partial, serve
 
@@ -199,7 +199,7 @@ def test_the_wait_that_is_reported_is_that_for_this_batch(monkeypatch):
     """Complaint: an idle share that is wrong, by which users tune (verl #6693)."""
     monkeypatch.setattr("rllib_llm.rollouts.source.batch_of", lambda groups: groups)
     rules = StreamRules(num_groups=4, max_staleness=0)
-    source = Rollouts(
+    source = RolloutSource(
         SlowLedger(rules), NobodyToAsk(), rules, recorder=RolloutRecorder(), publish_again=None
     )
     for version in range(2):
@@ -221,7 +221,7 @@ class FillingLedger(Ledger):
 def test_who_waits_for_a_batch_is_told_how_much_of_it_is_there(monkeypatch):
     monkeypatch.setattr("rllib_llm.rollouts.source.batch_of", lambda groups: groups)
     rules, told = StreamRules(num_groups=4, max_staleness=0), []
-    source = Rollouts(
+    source = RolloutSource(
         FillingLedger(rules), NobodyToAsk(), rules, recorder=RolloutRecorder(), publish_again=None,
         tell=told.append,
     )  # fmt: skip

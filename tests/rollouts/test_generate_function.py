@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 import pytest
 import torch
@@ -89,16 +90,13 @@ def texts(asked):
     return ["5"] * asked.num_completions
 
 
-@pytest.mark.parametrize("function, message", [
-    ("too_few", "completions of generate_function=1 must be 2"),
-    ("too_long", r"len\(token_ids\)=6 must be in 1..max_new_tokens=5"),
-    ("unknown_token", r"token_ids=\[10000\] must be ids of 0 or more, below"),
-    ("no_logprobs", r"len\(logprobs\)=1 must be 2, one each"),
-    ("probabilities", r"logprobs=\[0.3\] must be finite and at most 0"),
-    ("texts", "a completion='str' must be a Generated"),
+@pytest.mark.parametrize("function, name", [
+    ("too_few", "completions of generate_function"), ("too_long", "len(token_ids)"),
+    ("unknown_token", "token_ids"), ("no_logprobs", "len(logprobs)"), ("probabilities", "logprobs"),
+    ("texts", "a completion"),
 ])  # fmt: skip
-def test_what_cannot_be_learnt_from_is_refused(function, message):
-    with pytest.raises(Problems, match=message):
+def test_what_cannot_be_learnt_from_is_refused(function, name):
+    with pytest.raises(Problems, match=f"Problems: {re.escape(name)}=.* must be"):
         serve(function)
 
 

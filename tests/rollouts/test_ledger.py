@@ -191,7 +191,7 @@ def test_a_worker_that_never_returns_does_not_hang_the_run():
         serve(made, lease)
     clock.now = 5.0
     assert made.take(0).groups is None
-    assert "groups 0-0 with sampler 1 for 5 s" in made.waits_for()
+    assert "groups 0-0 with sampler 1 for 5 s" in made.look()["waits_for"]
     clock.now = 11.0
     answer = made.take(0)
     ((sampler, why),) = answer.expired

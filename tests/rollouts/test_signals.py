@@ -69,7 +69,7 @@ class DisturbedRun(Run):
         return super()._learn()
 
     def _save(self) -> None:
-        if self.made.num_old:  # a checkpoint waits for what older weights have to sample
+        if self.made.look()["num_old"]:  # a checkpoint waits for what older weights have to sample
             return
         self.checkpoint = copy.deepcopy(
             {"ledger": self.made.state(), "version": self.version, "batches": self.batches,

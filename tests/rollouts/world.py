@@ -23,7 +23,7 @@ from rllib_llm.rollouts.ledger import Ledger
 from rllib_llm.rollouts.policy import ModulePolicy
 from rllib_llm.rollouts.sampler import Sampler
 from rllib_llm.rollouts.schedule import ServingSettings, StreamRules
-from rllib_llm.rollouts.source import Rollouts
+from rllib_llm.rollouts.source import RolloutSource
 from rllib_llm.rollouts.streamer import JudgeThreads, LeaseWork, RowWork
 from rllib_llm.rollouts.workers import LeasingWorkers
 from rllib_llm.shared import columns
@@ -161,7 +161,7 @@ class Receiver:
 
     version = 0
 
-    def ensure(self, published, load):
+    def receive(self, published, load):
         self.version = published.version
 
     def metrics(self):
@@ -462,7 +462,7 @@ class World:
         self.failed_judging: Counter = Counter()
         self.raised: set[int] = set()
         self.ledger = SimulatedLedger(rules, self.clock, self.raised)
-        self.source = Rollouts(
+        self.source = RolloutSource(
             self.ledger, self, rules, recorder=self.fates, publish_again=None,
             tell=lambda num_groups: None,
         )  # fmt: skip

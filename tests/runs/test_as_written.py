@@ -31,7 +31,7 @@ JUDGE = {"functions": ["rllib_llm.examples.arithmetic.correct"]}
             {"env": "rllib_llm/Arithmetic-v0", "prompts": {"data": ["1"], "column": "prompt"}},
             "a.config.prompts.column must be a known key. The environment has its own",
         ),
-        ({"prompts": {"data": ["1"]}, "rewards": {"weights": [1]}}, "a.config.rewards.weights must"),
+        ({"prompts": {"data": ["1"]}, "rewards": {"weights": [1]}}, "rewards.weights must be"),
         ({"env_config": {"prompts": "no.csv"}, "rewards": JUDGE}, "env_config.prompts='no.csv'"),
         (
             {"prompts": {"data": [{"prompt": "1", "answer": "2"}]}, "rewards": JUDGE,

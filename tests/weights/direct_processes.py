@@ -135,7 +135,7 @@ class Sampler:
             found.extend([float(weight.min()), float(weight.max()), flat.num_bytes])
             found.extend([tensors["head"].tolist(), tensors["embedding"].tolist()])
 
-        self._receiver.ensure(published, load)
+        self._receiver.receive(published, load)
         return found
 
     def received_bytes(self) -> int:

@@ -34,7 +34,7 @@ class Receiver:
     def receive(self, published: PublishedWeights) -> int:
         """The number that all its bytes are."""
         found = []
-        self.receiver.ensure(published, lambda flat: found.extend(unpack(flat)["x"].aminmax()))
+        self.receiver.receive(published, lambda flat: found.extend(unpack(flat)["x"].aminmax()))
         low, high = found
         assert low == high
         return int(low)

@@ -10,7 +10,7 @@ from ray.exceptions import GetTimeoutError
 
 from rllib_llm.weights.coordinator import PublishedWeights
 from rllib_llm.weights.flat_buffer import unpack
-from rllib_llm.weights.publisher import BackgroundPublisher, FencedError
+from rllib_llm.weights.publisher import BackgroundPublisher
 from tests.weights.fakes import Coordinator, Store
 
 LONG = 60.0  # seconds that nothing here takes
@@ -108,7 +108,7 @@ def test_another_publisher_of_that_name_ends_this_one(parts):
     other = PublishedWeights(5, epoch=coordinator.begin_epoch())
     coordinator.log.announce(other)
     assert seen(lambda: publisher._error is not None)  # at the next look
-    with pytest.raises(FencedError, match="weights_name='a_run' must have one publisher"):
+    with pytest.raises(RuntimeError, match="weights_name='a_run' must have one publisher"):
         publisher.submit(weights(2), 2)
     assert coordinator.latest() == other
 

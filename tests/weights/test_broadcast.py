@@ -38,7 +38,7 @@ def test_every_publication_is_loaded_once(ray_session):
         receiver.published_bytes()
     first, second = published(0, 10), published(1, 11)
     for weights in (first, first, second, second):
-        receiver.ensure(weights, module.load)
+        receiver.receive(weights, module.load)
     assert module.loaded == [10, 11]
     assert receiver.version == 1
     metrics = receiver.metrics()
@@ -51,17 +51,17 @@ def test_every_publication_is_loaded_once(ray_session):
 
 def test_a_lower_version_and_the_same_version_again_are_loaded(ray_session):
     receiver, module = WeightsReceiver(), Module()
-    receiver.ensure(published(5, 50), module.load)
-    receiver.ensure(published(2, 20), module.load)
+    receiver.receive(published(5, 50), module.load)
+    receiver.receive(published(2, 20), module.load)
     assert receiver.version == 2
-    receiver.ensure(published(2, 21), module.load)  # restored: same count, other weights
+    receiver.receive(published(2, 21), module.load)  # restored: same count, other weights
     assert module.loaded == [50, 20, 21]
 
 
 def test_versions_that_a_receiver_passed_over_are_counted(ray_session):
     receiver, module = WeightsReceiver(), Module()
     for version, num_skipped in ((3, 0), (4, 0), (7, 2), (5, 2), (6, 2), (8, 3)):
-        receiver.ensure(published(version, version), module.load)
+        receiver.receive(published(version, version), module.load)
         assert receiver.metrics()["skips"] == num_skipped
 
 
@@ -73,25 +73,25 @@ def test_a_load_that_fails_is_tried_again(ray_session):
 
     weights = published(1, 10)
     with pytest.raises(RuntimeError, match="no memory"):
-        receiver.ensure(weights, fail)
+        receiver.receive(weights, fail)
     assert receiver.version == -1
-    receiver.ensure(weights, module.load)
+    receiver.receive(weights, module.load)
     assert module.loaded == [10]
 
 
 def test_after_half_a_load_no_version_is_in_use(ray_session):
     receiver, module = WeightsReceiver(), Module()
     first = published(1, 10)
-    receiver.ensure(first, module.load)
+    receiver.receive(first, module.load)
 
     def load_half(flat):
         module.loaded.append("half of 11")
         raise RuntimeError("no memory")
 
     with pytest.raises(RuntimeError, match="no memory"):
-        receiver.ensure(published(2, 11), load_half)
+        receiver.receive(published(2, 11), load_half)
     assert receiver.version == -1 and receiver.in_use is None
-    receiver.ensure(first, module.load)  # it is not what the module holds
+    receiver.receive(first, module.load)  # it is not what the module holds
     assert module.loaded == [10, "half of 11", 10]
     assert receiver.version == 1
 
@@ -112,7 +112,7 @@ def test_a_publication_holds_the_policy_without_critic_and_outlives_later_update
     before = tiny_learners.parameters(learner)
     tiny_learners.update(learner, tiny_learners.judged(learner))
     received = {}
-    WeightsReceiver().ensure(weights, lambda flat: received.update(unpack(flat)))
+    WeightsReceiver().receive(weights, lambda flat: received.update(unpack(flat)))
     assert weights.version == 4 and weights.num_bytes > 0
     assert received.keys() == {name for name in before if name.startswith("model.")}
     for name, tensor in received.items():
@@ -131,8 +131,8 @@ def test_weights_that_are_gone_are_said_to_be(ray_session):
         raise ObjectLostError("ff" * 28, None, "here")
 
     receiver = WeightsReceiver(get=get, sleep=lambda seconds: None, max_attempts=3)
-    with pytest.raises(WeightsLostError, match="weights_version=1 .* 3 attempts"):
-        receiver.ensure(published(1, 10), Module().load)
+    with pytest.raises(WeightsLostError, match="weights 1 .* 3 attempts"):
+        receiver.receive(published(1, 10), Module().load)
     assert receiver.version == -1
     assert receiver.metrics()["failures/ObjectLostError"] == 3
 

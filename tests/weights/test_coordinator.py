@@ -38,7 +38,7 @@ class Replica:
         self.value = float(unpack(flat)["x"][0])
 
     def use(self, version):
-        self.follower.require(version, timeout=LONG)
+        self.follower.wait_for_weights(version, timeout=LONG)
         return self.follower.in_use.version, self.value
 
 

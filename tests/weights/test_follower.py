@@ -57,19 +57,19 @@ def run():
 
 
 def test_nothing_is_used_before_something_came(run):
-    with pytest.raises(TimeoutError, match="weights_version=None must be at least 0"):
-        run.follower.require(timeout=0.05)
+    with pytest.raises(TimeoutError, match="no weights of version 0"):
+        run.follower.wait_for_weights(timeout=0.05)
     assert run.loaded == [] and run.follower.in_use is None
     run.publish(4)
-    assert run.follower.require(timeout=LONG).version == 4
+    assert run.follower.wait_for_weights(timeout=LONG).version == 4
     assert run.loaded == [4]
-    with pytest.raises(TimeoutError, match="weights_version=4 must be at least 5"):
-        run.follower.require(5, timeout=0.05)
+    with pytest.raises(TimeoutError, match="no weights of version 5"):
+        run.follower.wait_for_weights(5, timeout=0.05)
 
 
 def test_weights_change_at_a_swap_only_and_to_the_latest_that_arrived(run):
     run.publish(1)
-    run.follower.require(timeout=LONG)
+    run.follower.wait_for_weights(timeout=LONG)
     run.follower.start()
     for version in (2, 3):
         run.publish(version)
@@ -96,7 +96,7 @@ def test_what_was_prepared_is_loaded_at_the_swap(run):
     )  # fmt: skip
     run.follower = follower
     run.publish(1)
-    follower.require(timeout=LONG)
+    follower.wait_for_weights(timeout=LONG)
     follower.start()
     run.publish(2)
     assert run.arrives(2)
@@ -116,13 +116,13 @@ def test_an_error_while_weights_are_prepared_is_raised_at_the_next_swap(run):
     run.publish(1)
     for _ in range(2):
         with pytest.raises(OSError, match="no memory"):
-            run.follower.require(timeout=LONG)
+            run.follower.wait_for_weights(timeout=LONG)
     assert run.follower.in_use is None
 
 
 def test_after_half_a_load_no_version_is_in_use_and_the_next_swap_tries_again(run):
     run.publish(1)
-    run.follower.require(timeout=LONG)
+    run.follower.wait_for_weights(timeout=LONG)
     run.follower.start()
     run.publish(2)
     assert run.arrives(2)
@@ -137,7 +137,7 @@ def test_after_half_a_load_no_version_is_in_use_and_the_next_swap_tries_again(ru
 
 def test_a_restored_run_goes_back_and_its_predecessor_is_not_listened_to(run):
     run.publish(9)
-    run.follower.require(timeout=LONG)
+    run.follower.wait_for_weights(timeout=LONG)
     new = run.coordinator.begin_epoch()
     run.publish(2, epoch=new)
     run.publish(10)  # of the run that was fenced off
@@ -151,17 +151,17 @@ def test_lost_weights_are_reported_and_their_replacement_is_loaded(run):
     lost = run.publish(1)
     run.store.lost.add(lost.ref[0])
     with pytest.raises(TimeoutError):
-        run.follower.require(timeout=0.1)
+        run.follower.wait_for_weights(timeout=0.1)
     assert run.coordinator.log.stats()["num_lost"] == 1
     run.publish(1)
-    assert run.follower.require(timeout=LONG).version == 1
+    assert run.follower.wait_for_weights(timeout=LONG).version == 1
     assert run.follower.metrics()["failures/ObjectLostError"] == 1
 
 
 def test_lost_weights_do_not_take_a_receiver_back_to_older_ones(run):
     run.publish(1)
     run.publish(2)
-    run.follower.require(timeout=LONG)
+    run.follower.wait_for_weights(timeout=LONG)
     run.coordinator.report_lost(run.coordinator.latest().key)
     assert run.coordinator.latest().version == 1
     run.follower.start()

@@ -111,14 +111,14 @@ def test_damaged_bytes_are_fetched_again():
 
 def test_after_the_last_attempt_the_weights_are_lost():
     fetching, slept = transfer(Store(lost(), lost(OwnerDiedError)), max_attempts=2)
-    with pytest.raises(WeightsLostError, match="weights_version=3 .* OwnerDiedError"):
+    with pytest.raises(WeightsLostError, match="weights 3 .* OwnerDiedError"):
         fetch(fetching)
     assert slept == [0.05]  # not after the last
 
 
 def test_a_ticket_that_cannot_be_opened_here_is_lost_at_once():
     fetching, slept = transfer(Store(Refused()))
-    with pytest.raises(WeightsLostError, match="weights_version=3 must be readable .* another"):
+    with pytest.raises(WeightsLostError, match="weights 3 cannot be read .* another"):
         fetch(fetching)
     assert slept == [] and fetching.failures == {"TicketError": 1}
 

@@ -106,8 +106,3 @@ def test_newer_asks_for_a_version_and_for_what_comes_after():
     assert log.newer(6) is None
     assert log.newer(after=(2, 4)) == head == log.newer(after=(1, 9))
     assert log.newer(after=(2, 5)) is None
-
-
-def test_keeping_nothing_is_refused():
-    with pytest.raises(ValueError, match="keep=0 must be at least 1"):
-        VersionLog(0)

@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 Metrics: TypeAlias = dict[str, dict[str, float]]
 
 
-class UnderWay(Generic[Result]):
+class PendingCall(Generic[Result]):
     """A call that was begun: `await` it, or ask for its `result()`."""
 
     def __init__(self, future: Future[Result]) -> None:
@@ -44,7 +44,7 @@ class UnderWay(Generic[Result]):
             TimeoutError: it is not there after `timeout_s`; else whatever the call raised.
         """
         if not wait([self._future], timeout_s).done:
-            raise TimeoutError(f"The call has not ended in {timeout_s:g} s.")
+            raise TimeoutError(f"the call has not ended in {timeout_s:g} s")
         return self._future.result()
 
     @property
@@ -53,18 +53,18 @@ class UnderWay(Generic[Result]):
         return self._future.done()
 
 
-class OwnLoop:
+class CustomLoop:
     """The calls of an algorithm, one after the other."""
 
     def __init__(self, algorithm: Any) -> None:
         self._algorithm = algorithm
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="own-loop")
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="custom-loop")
 
-    def begin(self, call: Callable[..., Result], *args: Any) -> UnderWay[Result]:
+    def begin(self, call: Callable[..., Result], *args: Any) -> PendingCall[Result]:
         """Makes the call when those before it have ended."""
-        return UnderWay(self._thread.submit(call, *args))
+        return PendingCall(self._thread.submit(call, *args))
 
-    def begin_learning(self, call: Callable[..., Any], *args: Any) -> UnderWay[Metrics]:
+    def begin_learning(self, call: Callable[..., Any], *args: Any) -> PendingCall[Metrics]:
         """As `begin`; the result is the learners' metrics by group."""
 
         def learn() -> Metrics:

@@ -78,7 +78,7 @@ def test_a_step_in_three_parts_is_a_step_of_learners_in_processes_of_their_own(
         for _ in range(3):
             batch = algorithm.next_batch().result()
             algorithm.forward_backward(batch)
-            with pytest.raises(RuntimeError, match="batches=1 must be 0"):
+            with pytest.raises(RuntimeError, match=r"call optimizer_step\(\)"):
                 algorithm.submit(batch).result()  # the learners live on
             stepped = algorithm.optimizer_step().result()
             algorithm.publish_weights().result()
@@ -107,7 +107,7 @@ def test_gradients_of_several_batches_add_up():
             for _ in range(num_times):
                 algorithm.forward_backward(batch)
             found.append(algorithm.optimizer_step().result()[""]["grad_norm"])
-            with pytest.raises(RuntimeError, match="batches=0 must be at least 1"):
+            with pytest.raises(RuntimeError, match=r"call forward_backward\(batch\)"):
                 algorithm.optimizer_step().result()
     assert found[1] == pytest.approx(2 * found[0], rel=1e-5)
 
