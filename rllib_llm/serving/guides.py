@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from rllib_llm.engines.engine_loop import settle
-from rllib_llm.serving.schemas import ApiError, ResponseFormat
+from rllib_llm.serving.schemas import ApiError, ResponseFormat, refuse
 
 MAX_GRAMMAR_CHARS = 2**16
 _MAX_KEPT = 64
@@ -38,7 +38,7 @@ class BusyError(RuntimeError):
 
 
 @dataclass
-class _Entry:
+class _CompiledGrammar:
     """A grammar that is or will be compiled. waiting: requests that wait for it. pins: requests
     that may still use it."""
 
@@ -58,8 +58,8 @@ class Grammars:
     def __init__(self, tokenizer: Any, eos_token_id: int | None) -> None:
         self._tokenizer, self._eos = tokenizer, eos_token_id
         self._lock = threading.RLock()  # callbacks of a future that is cancelled run at once
-        self._entries: OrderedDict[str, _Entry] = OrderedDict()
-        self._pins: dict[int, _Entry] = {}
+        self._entries: OrderedDict[str, _CompiledGrammar] = OrderedDict()
+        self._pins: dict[int, _CompiledGrammar] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._tokens: Any = None  # llguidance's view of the vocabulary; of the thread alone
 
@@ -82,7 +82,9 @@ class Grammars:
                 waiting = sum(not each.guide.done() for each in self._entries.values())
                 if waiting >= _MAX_WAITING:
                     raise BusyError(f"{waiting} other grammars wait to be compiled")
-                entry = self._entries[grammar] = _Entry(self._thread.submit(self._compile, grammar))
+                entry = self._entries[grammar] = _CompiledGrammar(
+                    self._thread.submit(self._compile, grammar)
+                )
             entry.waiting += 1
             entry.pins += 1
             self._pins[pin] = entry
@@ -91,7 +93,7 @@ class Grammars:
         entry.guide.add_done_callback(lambda guide: _hand_on(guide, done))
         return done
 
-    def _gone(self, grammar: str, entry: _Entry) -> None:
+    def _gone(self, grammar: str, entry: _CompiledGrammar) -> None:
         """Somebody waits no more."""
         with self._lock:
             entry.waiting -= 1
@@ -99,7 +101,7 @@ class Grammars:
                 self._forget(grammar, entry)
             self._evict()
 
-    def _forget(self, grammar: str, entry: _Entry) -> None:
+    def _forget(self, grammar: str, entry: _CompiledGrammar) -> None:
         if self._entries.get(grammar) is entry:
             del self._entries[grammar]
 
@@ -123,15 +125,11 @@ class Grammars:
         return guide
 
     def guide(self, grammar: str) -> LlGuide:
-        """A guide by a grammar that was compiled, and not released.
-
-        Raises:
-            RuntimeError: it was not: nothing is compiled here, where others wait.
-        """
+        """A guide by a grammar that was compiled, and not released: nothing is compiled here, where
+        others wait."""
         with self._lock:
             entry = self._entries.get(grammar)
-        if entry is None or not entry.guide.done():
-            raise RuntimeError("a grammar must be compiled before it guides")
+        assert entry is not None and entry.guide.done(), "a grammar is compiled before it guides"
         return entry.guide.result().copy()
 
     def release(self, pin: int) -> None:
@@ -189,11 +187,7 @@ class LlGuide:
 
 def grammar_of(wanted: ResponseFormat) -> tuple[str, str] | None:
     """The field of a response format that contains a grammar, and the grammar for llguidance; None
-    for free text.
-
-    Raises:
-        ApiError: 400, it is missing, too long, or cannot be read.
-    """
+    for free text; 400 where it is too long, or cannot be read."""
     if wanted.type == "text":
         return None
     from llguidance import LLMatcher
@@ -207,11 +201,6 @@ def grammar_of(wanted: ResponseFormat) -> tuple[str, str] | None:
     }
     name, given, read = known[wanted.type]
     field = f"response_format.{name}"
-    if given is None or given == "":
-        raise ApiError(
-            400, f"{field} must be given with type={wanted.type!r}.", param=field,
-            code="missing_required_parameter",
-        )  # fmt: skip
     try:
         grammar = read(given)
     except (ValueError, RecursionError) as error:
@@ -221,9 +210,9 @@ def grammar_of(wanted: ResponseFormat) -> tuple[str, str] | None:
 
 
 def check_length(grammar: str, field: str) -> None:
-    """Raises ApiError for a grammar that would take long to compile."""
-    if len(grammar) > MAX_GRAMMAR_CHARS:
-        raise no_good(field, f"it has more than {MAX_GRAMMAR_CHARS} characters.")
+    """Refuses a grammar that would take long to compile."""
+    refuse(len(grammar) > MAX_GRAMMAR_CHARS,
+           f"{field} must be a grammar of at most {MAX_GRAMMAR_CHARS} characters.", field)
 
 
 def with_single_spaces(schema: Any) -> Any:
@@ -242,6 +231,4 @@ def _as_schema(schema: Any) -> str:
 
 def no_good(field: str, problem: str) -> ApiError:
     """The answer to a grammar that is refused."""
-    return ApiError(
-        400, f"{field} must be one that can be followed: {problem[:500]}", param=field,
-    )  # fmt: skip
+    return ApiError(400, f"{field} must be one that can be followed: {problem[:500]}", field)

@@ -42,13 +42,13 @@ from rllib_llm.serving.engine_host import (
 )
 from rllib_llm.serving.engine_process import EngineProcess
 from rllib_llm.serving.metrics import set_gauges
-from rllib_llm.serving.openai_routes import Completer, openai_router
+from rllib_llm.serving.openai_routes import RequestCompleter, openai_router
 from rllib_llm.serving.schemas import (
+    FAILED,
     AbortRequest,
     ApiError,
     UpdateRequest,
     documented,
-    failed,
     field_error,
 )
 from rllib_llm.serving.security import (
@@ -60,11 +60,11 @@ from rllib_llm.serving.security import (
     with_cors,
 )
 from rllib_llm.serving.service import Service, engine_ended
-from rllib_llm.serving.sessions import Rules, Session
+from rllib_llm.serving.sessions import Session, SessionRules
 from rllib_llm.serving.settings import ServeSettings
 from rllib_llm.serving.training_routes import session_router, token_router
 from rllib_llm.serving.weight_sources import load_folder
-from rllib_llm.serving.weights import Weights
+from rllib_llm.serving.weights import ServedWeights
 from rllib_llm.shared.errors import nearest
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ def make_app(
         clients = read_clients(settings)
     guards = Guards(clients)
     app = _App(title="rllib_llm", docs_url=None, redoc_url=None, lifespan=_lifespan(service))
-    completer = Completer(service)
+    completer = RequestCompleter(service)
     for router in (
         openai_router(service, completer, guards),
         token_router(service, completer, guards),
@@ -175,7 +175,7 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def of_fields(request: Request, error: RequestValidationError) -> JSONResponse:
         kind = request.headers.get("content-type", "")
-        return field_error(list(error.errors()), kind, request.url.path).response()
+        return field_error(error.errors()[0], kind, request.url.path).response()
 
     @app.exception_handler(HTTPException)
     async def of_http(request: Request, error: HTTPException) -> JSONResponse:
@@ -189,12 +189,12 @@ def _add_errors(app: FastAPI) -> None:
         headers = dict(error.headers or {})
         if error.status_code == 405:  # Starlette names those of the first route of this path
             headers["Allow"] = ", ".join(_methods(request))
-        return ApiError(error.status_code, message, code=code, headers=headers).response()
+        return ApiError(error.status_code, message, None, code, headers).response()
 
     @app.exception_handler(Exception)
     async def of_the_server(request: Request, error: Exception) -> JSONResponse:
         logger.exception("%s %s failed", request.method, request.url.path)
-        return failed().response()
+        return ApiError(500, FAILED).response()
 
 
 def _methods(request: Request) -> list[str]:
@@ -255,7 +255,7 @@ def _administration(service: Service, guards: Guards) -> APIRouter:
             try:
                 loaded = await asyncio.to_thread(load_folder, service, body.path, epoch, version)
             except (ValueError, OSError) as error:
-                raise ApiError(400, str(error), param="path") from error
+                raise ApiError(400, str(error), "path") from error
         return _told(loaded)
 
     @router.post("/drain")
@@ -266,7 +266,7 @@ def _administration(service: Service, guards: Guards) -> APIRouter:
     return router
 
 
-def _told(weights: Weights) -> dict[str, Any]:
+def _told(weights: ServedWeights) -> dict[str, Any]:
     return {name: value for name, value in asdict(weights).items() if name != "serial"}
 
 
@@ -482,7 +482,7 @@ class AgentServer:
         template_settings: Mapping[str, Any],
     ) -> Iterator[tuple[str, Session]]:
         """A session's address and record."""
-        rules = Rules(
+        rules = SessionRules(
             sampling, max_new_tokens=max_new_tokens, max_turns=max_turns,
             max_tokens=self.max_tokens, template_settings=template_settings,
         )  # fmt: skip

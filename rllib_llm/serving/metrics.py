@@ -7,7 +7,7 @@ import time
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from rllib_llm.serving.engine_host import Counts
-from rllib_llm.serving.weights import LiveWeights, Weights
+from rllib_llm.serving.weights import LiveWeights, ServedWeights
 
 PREFIX = "rllib_llm_"
 _SECONDS = (
@@ -49,7 +49,7 @@ class Metrics:
         self.lane_rows = gauge("lane_rows", "Completions by the version that samples.", "version")
         self.lag = gauge("event_loop_lag_seconds", "By how much the last timer was late.")
 
-    def swapped(self, weights: Weights) -> None:
+    def swapped(self, weights: ServedWeights) -> None:
         """Counts a swap."""
         self.swap.observe(weights.load_seconds)
         self.swaps.inc()

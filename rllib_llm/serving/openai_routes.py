@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Hashable
+from collections.abc import AsyncIterator, Hashable, Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -15,27 +15,24 @@ from rllib_llm.conversations.chat_format import ChatFormat
 from rllib_llm.data.encoding import encode_text
 from rllib_llm.serving import chat
 from rllib_llm.serving.guides import check_length, grammar_of
-from rllib_llm.serving.jobs import (
-    Job,
-    check_tokens,
-    check_whole,
-    make_job,
-    read_lengths,
-)
+from rllib_llm.serving.jobs import Job, check_tokens, make_job, read_lengths
 from rllib_llm.serving.schemas import (
     ApiError,
     CallItem,
     CallOutputItem,
     ChatRequest,
     CompletionRequest,
+    DecodingFields,
     MessageItem,
     ResponsePart,
     ResponseRequest,
     ResponseTool,
     ResponseToolName,
-    Sampling,
     StreamOptions,
     documented,
+    field_error,
+    fields_named,
+    refuse,
 )
 from rllib_llm.serving.security import OF_CLIENTS, Guards, JsonRoute
 from rllib_llm.serving.service import RequestContext, Service
@@ -53,7 +50,7 @@ STREAMED: dict[int | str, dict[str, Any]] = {
 }
 
 
-def openai_router(service: Service, completer: Completer, guards: Guards) -> APIRouter:
+def openai_router(service: Service, completer: RequestCompleter, guards: Guards) -> APIRouter:
     """The routes."""
     router = APIRouter(
         route_class=JsonRoute, prefix="/v1", dependencies=[guards.client], responses=OF_CLIENTS
@@ -82,7 +79,7 @@ def openai_router(service: Service, completer: Completer, guards: Guards) -> API
     async def responses(body: ResponseRequest, request: Request) -> Response:
         context = await service.context_of(request, body.model)
         asked = await context.beside_loop(chat_request, body)
-        chunks = _renamed(completer.chat(asked, context))
+        chunks = with_fields_named(completer.chat(asked, context), _FIELDS)
         events = _response_events(body, context, chunks)
         if not body.stream:
             events = _last_response(events)
@@ -111,7 +108,7 @@ def model_cards(service: Service) -> list[dict[str, Any]]:
     return cards
 
 
-class Completer:
+class RequestCompleter:
     """Answers both completion endpoints: events, of which a whole answer is the only one."""
 
     def __init__(self, service: Service) -> None:
@@ -176,11 +173,6 @@ class Completer:
             body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         )
         field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        if body.top_logprobs and not body.logprobs:
-            raise ApiError(
-                400, "top_logprobs must come with logprobs=true.", param="top_logprobs",
-            )  # fmt: skip
-        check_whole(body.stream, body.prompt_logprobs)
         lengths = read_lengths(
             [view.prompt], asked, service.limits, default=service.limits.default_max_tokens,
             field=field, prompt_field="messages",
@@ -222,7 +214,6 @@ class Completer:
             prompts, body.max_tokens, service.limits, default=_COMPLETION_TOKENS,
             field="max_tokens", prompt_field="prompt", least=0 if body.echo else 1,
         )  # fmt: skip
-        check_whole(body.stream, body.prompt_logprobs)
         scored = body.prompt_logprobs
         if body.echo and body.logprobs is not None:
             scored = max(scored or 0, body.logprobs)
@@ -248,11 +239,7 @@ class Completer:
                 each = encode_text(tokenizer, each)
             prompts.append(list(each))
         for prompt in prompts:
-            if not prompt:
-                raise ApiError(
-                    400, "prompt must have at least one token: there is nothing to go on from.",
-                    param="prompt",
-                )  # fmt: skip
+            refuse(not prompt, "prompt must have at least one token.", "prompt")
             check_tokens(prompt, limits, "prompt")
         return prompts
 
@@ -274,16 +261,12 @@ class Completer:
             within: the part of the field that says it, where it is one.
         """
         ends = self._service.limits.eos_token_ids
-        if not ends or ends[0] not in job.params.stop_token_ids:
-            raise ApiError(
-                400, f"{field} must come with the model's EOS token as a stop token: it ends the "
-                "answer. Leave out ignore_eos.", param=field, code="unsupported_value",
-            )  # fmt: skip
-        if job.params.min_new_tokens:
-            raise ApiError(
-                400, f"min_tokens must be left out with {field}, which says when the answer ends.",
-                param="min_tokens", code="unsupported_value",
-            )  # fmt: skip
+        refuse(not ends or ends[0] not in job.params.stop_token_ids,
+               f"{field} must come without ignore_eos: the model's EOS token ends the answer.",
+               field, "unsupported_value")  # fmt: skip
+        refuse(job.params.min_new_tokens,
+               f"min_tokens must be left out with {field}, which says when the answer ends.",
+               "min_tokens", "unsupported_value")  # fmt: skip
         return dataclasses.replace(job, grammar=grammar, grammar_field=within or field)
 
 
@@ -341,7 +324,7 @@ def chat_request(body: ResponseRequest) -> ChatRequest:
         ApiError: 400, there is none.
     """
     asked: dict[str, Any] = {
-        **body.model_dump(include={*Sampling.model_fields}),
+        **body.model_dump(include={*DecodingFields.model_fields}),
         "messages": _messages(body), "model": body.model, "stream": True,
         "max_completion_tokens": body.max_output_tokens,
         "parallel_tool_calls": body.parallel_tool_calls,
@@ -366,19 +349,17 @@ def chat_request(body: ResponseRequest) -> ChatRequest:
         return ChatRequest.model_validate(asked)
     except ValidationError as error:  # such as an input that says nothing
         first = error.errors(include_url=False)[0]
-        name = _FIELDS.get(str(first["loc"][0]), str(first["loc"][0]))
-        raise ApiError(400, f"{name} must be corrected: {first['msg']}.", param=name) from error
+        with fields_named(_FIELDS):
+            raise field_error({**first, "loc": ("body", *first["loc"])}, "json", "") from error
 
 
-async def _renamed(events: AsyncIterator[Event]) -> AsyncIterator[Event]:
-    """The events; an error names the field that the response's request has."""
-    try:
+async def with_fields_named(
+    events: AsyncIterator[Event], names: Mapping[str, str]
+) -> AsyncIterator[Event]:
+    """The events; see `fields_named`."""
+    with fields_named(names):
         async for event in events:
             yield event
-    except ApiError as error:
-        if error.param in _FIELDS:
-            error.rename(_FIELDS[error.param])
-        raise
 
 
 def _tool(tool: ResponseTool) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from rllib_llm.serving.engine_host import Counts, EngineHost
 from rllib_llm.serving.guides import BusyError, no_good
 from rllib_llm.serving.jobs import Job, Limits
 from rllib_llm.serving.metrics import Metrics
-from rllib_llm.serving.schemas import ApiError
+from rllib_llm.serving.schemas import ApiError, refuse
 from rllib_llm.serving.security import Client
 from rllib_llm.serving.sessions import Sessions
 from rllib_llm.serving.settings import ServeSettings
@@ -45,14 +45,14 @@ from rllib_llm.serving.streams import (
     GONE,
     Choice,
     ClientGoneError,
+    CompletionPiece,
     Event,
     EventStream,
-    Piece,
     encoded,
     encoded_in_parts,
     while_there,
 )
-from rllib_llm.serving.weights import LiveWeights, Weights, fingerprint
+from rllib_llm.serving.weights import LiveWeights, ServedWeights, fingerprint
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -141,16 +141,13 @@ class Mailbox:
 
 def engine_ended() -> ApiError:
     """The answer where the engine is gone."""
-    message = "The server's engine has ended with an error, which its log shows."
-    return ApiError(503, message, code="engine_ended")
+    return ApiError(503, "The server's engine has ended; its log says how.", None, "engine_ended")
 
 
 def deadline_passed(seconds: float) -> ApiError:
     """The answer to a request that takes too long."""
-    return ApiError(
-        504, f"The request took longer than {seconds:g} s, the server's limit.",
-        code="deadline_exceeded",
-    )  # fmt: skip
+    message = f"The request took longer than {seconds:g} s, the server's limit."
+    return ApiError(504, message, None, "deadline_exceeded")
 
 
 class RunningJob:
@@ -169,7 +166,7 @@ class RunningJob:
         self.num_left = job.num_rows
         num_choices = len(job.prompts) * job.n
         self.choices = [self._choice(job.prompts[i // job.n]) for i in range(num_choices)]
-        self.on_piece: Callable[[Piece], None] | None = None
+        self.on_piece: Callable[[CompletionPiece], None] | None = None
         self._serials: dict[int, None] = {}  # of the weights that have sampled, in their order
         self._texts: dict[int, str] = {}  # for the log, if it is to have them
         self._events: deque[tuple[int, Tokens | Ended | BaseException]] = deque()
@@ -234,11 +231,7 @@ class RunningJob:
         return Choice(text, job.params.stop_token_ids, job.eos_token_ids)
 
     async def scores(self) -> list[Scores]:
-        """The scores of each prompt.
-
-        Raises:
-            ApiError: the deadline has passed, or the engine refuses or has ended.
-        """
+        """The scores of each prompt."""
         assert self._scoring is not None, "they were not asked for"
         try:
             with anyio.fail_after(self._deadline - anyio.current_time()):
@@ -253,7 +246,7 @@ class RunningJob:
     def __aiter__(self) -> RunningJob:
         return self
 
-    async def __anext__(self) -> tuple[int, Piece]:
+    async def __anext__(self) -> tuple[int, CompletionPiece]:
         while True:
             i, event = await self._next_event()
             choice = self.choices[i]
@@ -273,7 +266,7 @@ class RunningJob:
                 self._leave(i, piece)
             return i, piece
 
-    def _leave(self, i: int, piece: Piece) -> None:
+    def _leave(self, i: int, piece: CompletionPiece) -> None:
         if self._futures[i].cancel():
             self._rows_left -= 1
         self.num_left -= 1
@@ -284,24 +277,20 @@ class RunningJob:
         if isinstance(error, VersionGoneError):  # it went between the request and the step
             return self._service.weights.gone("the version that was asked for")
         if isinstance(error, GuideError):
-            return ApiError(
-                400, "response_format must be one that can be followed to the end: what was "
-                f"sampled could not be ({error}). Simplify it, or ask a model whose tokens can "
-                "write it.", param="response_format",
-                code="grammar_failed",
-            )  # fmt: skip
+            message = f"response_format must be one that can be followed to the end: {error}."
+            return ApiError(400, message, "response_format", "grammar_failed")
         return ApiError(400, str(error)) if isinstance(error, ValueError) else engine_ended()
 
-    async def collect(self) -> list[Piece]:
+    async def collect(self) -> list[CompletionPiece]:
         """All of each completion."""
         finish = None if self.job.samples else "length"
-        whole = [Piece(finish_reason=finish) for _ in self.choices]
+        whole = [CompletionPiece(finish_reason=finish) for _ in self.choices]
         async for i, piece in self:
             whole[i].add(piece)
         return whole
 
     @property
-    def weights(self) -> list[Weights]:
+    def weights(self) -> list[ServedWeights]:
         """Those that have sampled, in their order; where nothing was sampled yet, those that were
         asked for, or the newest."""
         found = [self._service.weights.of(serial) for serial in self._serials]
@@ -320,7 +309,7 @@ class RunningJob:
             self._service.host.abort(future)
         if self._scoring is not None:
             message = "The request was aborted before its prompts were scored. Send it again."
-            settle(self._scoring, ApiError(503, message, code="aborted"))
+            settle(self._scoring, ApiError(503, message, None, "aborted"))
 
     def close(self) -> None:
         """Aborts its rows in the engine."""
@@ -370,7 +359,7 @@ class Service:
             default_max_tokens=settings.default_max_tokens,
             max_prompt_chars=settings.max_prompt_chars,
         )
-        first = Weights(serial, 0, serial, facts.fingerprint, source)
+        first = ServedWeights(serial, 0, serial, facts.fingerprint, source)
         self.weights = LiveWeights(settings.served_name, first)
         self._serials = itertools.count(serial + 1)
         self._load_lock = threading.Lock()
@@ -424,7 +413,7 @@ class Service:
 
     def load(
         self, weights: Mapping[str, torch.Tensor], *, epoch: int, version: int, source: str
-    ) -> Weights:
+    ) -> ServedWeights:
         """Loads weights for new requests. Thread-safe, except in the event loop's own thread; waits
         until rows of the version before the newest have ended.
 
@@ -440,7 +429,7 @@ class Service:
             tensors = dict(weights)
             serial = next(self._serials)
             # Told before a token can be sampled by them.
-            loaded = Weights(serial, epoch, version, fingerprint(tensors), source)
+            loaded = ServedWeights(serial, epoch, version, fingerprint(tensors), source)
             self.weights.remember(loaded)
             serials = self.host.load(tensors, serial)
             loaded = replace(loaded, load_seconds=time.perf_counter() - start)
@@ -454,36 +443,27 @@ class Service:
         return loaded
 
     async def check_takes_weights(self) -> None:
-        """Raises ApiError, 409, where `load` would wait for completions that a pause holds up."""
+        """Refuses weights, 409, where `load` would wait for completions that a pause holds up."""
         if not self.host.is_paused or self.settings.in_flight != "finish":
             return
-        counts = (await self.counts()).by_version
-        held = {self.weights.of(serial).label: number for serial, number in counts.items()
-                if number and serial != self.weights.newest.serial}  # fmt: skip
-        if held:
-            (label, number), *_ = held.items()
-            raise ApiError(
-                409, f"Weights {self.weights.newest.label} must be the last that are loaded while "
-                f"the server is paused: {number} completions of {label} have to end first, since "
-                "in_flight='finish' holds two versions. POST /resume, or /abort_requests.",
-                code="paused",
-            )  # fmt: skip
+        newest = self.weights.newest
+        for serial, number in (await self.counts()).by_version.items():
+            refuse(number and serial != newest.serial, f"Weights {newest.label} must be the last "
+                   f"that are loaded while the server is paused: {number} completions of "
+                   f"{self.weights.of(serial).label} have to end first. POST /resume, or "
+                   "/abort_requests.", None, "paused", 409)  # fmt: skip
 
     # --- requests ----------------------------------------------------------------------------
 
     def check_open(self) -> None:
-        """Raises ApiError or EngineEndedError where no request can be taken now."""
-        if not self.is_ready or self.is_draining:
-            message = SHUTTING_DOWN if self.is_draining else self.why_not_ready
-            raise ApiError(503, message, code="unavailable", headers={"Retry-After": "1"})
+        """Refuses requests, 503, where none can be taken now."""
+        message = SHUTTING_DOWN if self.is_draining else self.why_not_ready
+        refuse(not self.is_ready or self.is_draining, message, None, "unavailable", 503)
         self.host.check_open()
 
     async def context_of(self, request: Request, model: str | None) -> RequestContext:
-        """The context of a request, once the weights are there that it asks for.
-
-        Raises:
-            ApiError: they are gone, or do not come.
-        """
+        """The context of a request, once the weights are there that it asks for; see
+        `LiveWeights.wait_for` and `named`."""
         self.check_open()
         wanted = request.headers.get("x-min-weight-version")
         await self.weights.wait_for(wanted, self.settings.weights_wait_s)
@@ -507,76 +487,53 @@ class Service:
         return await anyio.to_thread.run_sync(work, *arguments, limiter=self.threads)
 
     async def counts(self) -> Counts:
-        """Returns the completions in the engine.
-
-        Raises:
-            ApiError: 503, it does not answer, or has ended.
-        """
+        """Returns the completions in the engine; 503 where it does not answer, or has ended."""
         try:
             with anyio.fail_after(_ALIVE_SECONDS):
                 return await asyncio.wrap_future(self.host.count())
         except TimeoutError:
-            raise ApiError(
-                503, f"The server's engine has not answered in {_ALIVE_SECONDS:g} s.",
-                code="engine_silent",
-            ) from None  # fmt: skip
+            message = f"The server's engine has not answered in {_ALIVE_SECONDS:g} s."
+            raise ApiError(503, message, None, "engine_silent") from None
         except Exception as error:  # whatever its step has raised
             raise engine_ended() from error
 
     @asynccontextmanager
     async def guided(self, job: Job) -> AsyncIterator[None]:
-        """Compiles a job's grammar, if it has one, and keeps it during the block.
-
-        Raises:
-            ApiError: 400, it is no good; 429, too many wait; 503, it takes too long.
-        """
+        """Compiles a job's grammar, if it has one, and keeps it during the block; 400 where it is
+        no good, 429 where too many wait, 503 where it takes too long."""
         if job.grammar is None:
             yield
             return
-        pin = next(self._pins)
+        pin, field = next(self._pins), job.grammar_field
         try:
-            await self._compile(job.grammar, pin, job.grammar_field)
+            try:
+                with anyio.fail_after(_GRAMMAR_SECONDS):
+                    await asyncio.wrap_future(self.host.compile(job.grammar, pin))
+            except TimeoutError:
+                message = f"{field} was not compiled in {_GRAMMAR_SECONDS:g} s. Make it smaller."
+                raise ApiError(503, message, field, "grammar_timeout") from None
+            except ValueError as error:
+                raise no_good(field, str(error)) from error
+            except BusyError as error:
+                self.metrics.refused("queue")
+                message = f"{field} cannot be compiled now: {error}."
+                raise ApiError(429, message, field, "server_overloaded") from error
             yield
         finally:
             self.host.release(pin)
 
-    async def _compile(self, grammar: str, pin: int, field: str) -> None:
-        try:
-            with anyio.fail_after(_GRAMMAR_SECONDS):
-                await asyncio.wrap_future(self.host.compile(grammar, pin))
-        except TimeoutError:
-            raise ApiError(
-                503, f"{field} was not compiled within {_GRAMMAR_SECONDS:g} s: others are compiled "
-                "before it, or it is too large. Try again later, or make it smaller.", param=field,
-                code="grammar_timeout", headers={"Retry-After": "1"},
-            ) from None  # fmt: skip
-        except ValueError as error:
-            raise no_good(field, str(error)) from error
-        except BusyError as error:
-            self.metrics.refused("queue")
-            raise ApiError(
-                429, f"{field} cannot be compiled now: {error}. Try again later.", param=field,
-                code="server_overloaded", headers={"Retry-After": "1"},
-            ) from error  # fmt: skip
-
     def _admit(self, job: Job) -> None:
-        """Raises ApiError where there is no place for a job: 429, or 400 where there never is."""
+        """Refuses a job for which there is no place: 429, or 400 where there never is."""
         most = self.settings.max_rows + self.settings.max_waiting
-        if job.num_rows > most:
-            raise ApiError(
-                400, f"n={job.n} completions of {len(job.prompts)} prompts must be at most {most} "
-                "together, the server's places. Ask for them in several requests.",
-                param="n", code="too_many_completions",
-            )  # fmt: skip
+        refuse(job.num_rows > most, f"n={job.n} completions of {len(job.prompts)} prompts must be "
+               f"at most {most} together, the server's places.", "n", "too_many_completions")
         if self.num_rows + job.num_rows > most:
             self.metrics.refused("queue")
             raise ApiError(
-                429,
-                f"The server is full: {self.num_rows} completions are under way or wait, and "
-                f"{job.num_rows} more would be above {most}. Try again later.",
-                code="server_overloaded",
-                headers={"Retry-After": str(self._retry_seconds())},
-            )
+                429, f"The server is full: {self.num_rows} completions are under way or wait, and "
+                f"{job.num_rows} more would be above {most}.", None, "server_overloaded",
+                {"Retry-After": str(self._retry_seconds())},
+            )  # fmt: skip
 
     def _retry_seconds(self) -> int:
         """Seconds until half of the queue has begun, at the rate at which completions have ended
@@ -603,12 +560,8 @@ class Service:
         self, request_id: str, job: Job, client: Client | None = None
     ) -> AsyncIterator[RunningJob]:
         """Starts a job; what of it has not ended at the end of the block leaves the engine. The
-        client's tokens are booked as if it took the most, and corrected at the end.
-
-        Raises:
-            ApiError: 400 or 429, too much is asked for; 503, the server is about to stop; 504, the
-                engine does not take it in.
-        """
+        client's tokens are booked as if it took the most, and corrected at the end. 504 where the
+        engine does not take it in."""
         self.check_open()
         self._admit(job)
         try:

@@ -13,11 +13,11 @@ from starlette.types import Message, Receive, Scope, Send
 
 from rllib_llm.data.decoding import TextStream
 from rllib_llm.engines.protocol import Ended, Likeliest, Tokens
-from rllib_llm.serving.schemas import ApiError, failed
+from rllib_llm.serving.schemas import FAILED, ApiError, refuse
 
 
 @dataclass
-class Piece:
+class CompletionPiece:
     """The part of a completion since the previous piece."""
 
     text: str = ""
@@ -31,7 +31,7 @@ class Piece:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
-    def add(self, other: Piece) -> None:
+    def add(self, other: CompletionPiece) -> None:
         """Puts a later piece behind this one."""
         self.text += other.text
         self.token_ids += other.token_ids
@@ -61,9 +61,9 @@ class Choice:
         self.spans: list[list[int]] = []
         """[serial number of weights, first token, behind the last that they sampled]."""
 
-    def tokens(self, new: Tokens) -> Piece:
+    def tokens(self, new: Tokens) -> CompletionPiece:
         """The piece that sampled tokens add; tokens after a stop sequence add nothing."""
-        piece = Piece()
+        piece = CompletionPiece()
         for i, (token, logprob) in enumerate(zip(new.token_ids, new.logprobs, strict=True)):
             if self.is_done:
                 break
@@ -83,17 +83,13 @@ class Choice:
                 self._finish(piece, "stop", self._text.stopped_by)
         return piece
 
-    def end(self, ended: Ended) -> Piece:
-        """The last piece.
-
-        Raises:
-            ApiError: 500, the model gave no numbers.
-        """
-        piece = Piece()
+    def end(self, ended: Ended) -> CompletionPiece:
+        """The last piece; 500 where the model gave no numbers."""
+        piece = CompletionPiece()
         if self.is_done:
             return piece
-        if ended.finish == "error":
-            raise ApiError(500, "The model's logits are not finite: its weights are broken.")
+        refuse(ended.finish == "error",
+               "The model's logits are not finite: its weights are broken.", status=500)
         piece.text = self._text.finish()
         if self._text.stopped_by is not None:
             self._finish(piece, "stop", self._text.stopped_by)
@@ -104,7 +100,7 @@ class Choice:
         self._finish(piece, reasons.get(ended.finish, ended.finish), last if is_named else None)
         return piece
 
-    def _finish(self, piece: Piece, reason: str, stop_reason: str | int | None) -> None:
+    def _finish(self, piece: CompletionPiece, reason: str, stop_reason: str | int | None) -> None:
         self.is_done = True
         piece.finish_reason, piece.stop_reason = reason, stop_reason
 
@@ -242,7 +238,7 @@ class EventStream(Response):
             await self._error(error.body())
         except Exception:
             if self._has_started:
-                await self._error(failed().body())
+                await self._error(ApiError(500, FAILED).body())
             raise
         finally:
             await self._events.aclose()  # type: ignore[attr-defined]  # of a generator

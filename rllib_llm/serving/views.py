@@ -15,7 +15,7 @@ from rllib_llm.engines.torch_engine import Scores
 from rllib_llm.serving import chat
 from rllib_llm.serving.schemas import ChatRequest, CompletionRequest, GenerateRequest
 from rllib_llm.serving.service import RunningJob, Service
-from rllib_llm.serving.streams import Piece
+from rllib_llm.serving.streams import CompletionPiece
 from rllib_llm.serving.tool_grammars import forced_syntax
 
 _LOWEST = -9999.0  # JSON has no -inf
@@ -34,7 +34,7 @@ def finite(logprob: float) -> float | None:
     return None if math.isnan(logprob) else max(_LOWEST, logprob)
 
 
-def chat_logprobs(service: Service, piece: Piece, top: int) -> dict[str, Any]:
+def chat_logprobs(service: Service, piece: CompletionPiece, top: int) -> dict[str, Any]:
     """`logprobs` of a chat's choice: an entry for each token, the stop token among them."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def chat_logprobs(service: Service, piece: Piece, top: int) -> dict[str, Any]:
 
 
 def _entries(
-    piece: Piece, top: int, entry: Callable[[int, float], dict[str, Any]]
+    piece: CompletionPiece, top: int, entry: Callable[[int, float], dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """An entry for each token of a piece, in which the likeliest stand."""
     found = []
@@ -55,7 +55,9 @@ def _entries(
     return found
 
 
-def text_logprobs(service: Service, piece: Piece, top: int, start: int = 0) -> dict[str, Any]:
+def text_logprobs(
+    service: Service, piece: CompletionPiece, top: int, start: int = 0
+) -> dict[str, Any]:
     """`logprobs` of a text completion whose text begins at character `start`."""
     return {
         "tokens": [service.texts.of(token)[0] for token in piece.token_ids],
@@ -70,7 +72,7 @@ def text_logprobs(service: Service, piece: Piece, top: int, start: int = 0) -> d
     }
 
 
-def token_logprobs(piece: Piece, top: int) -> dict[str, Any]:
+def token_logprobs(piece: CompletionPiece, top: int) -> dict[str, Any]:
     """`logprobs` of /inference/v1/generate: entries that name tokens by text and by number, for
     clients of either of vLLM's shapes."""
 
@@ -102,7 +104,7 @@ def prompt_logprobs(
 
 
 def _ended(
-    piece: Piece, finish: str | None, logprobs: Any, prompt: list[int] | None
+    piece: CompletionPiece, finish: str | None, logprobs: Any, prompt: list[int] | None
 ) -> dict[str, Any]:
     """The end of a choice. prompt: its token ids, where they are returned."""
     ended: dict[str, Any] = {"logprobs": logprobs, "finish_reason": finish}
@@ -125,7 +127,7 @@ class View:
 
     running: RunningJob
     scores: Sequence[Scores] = ()
-    on_piece: Callable[[Piece], None] | None = None
+    on_piece: Callable[[CompletionPiece], None] | None = None
 
     def __init__(self, service: Service, names: Mapping[str, Any]) -> None:
         self._service, self._names = service, names
@@ -161,7 +163,7 @@ class View:
         """Fields of the response besides its choices."""
         return {}
 
-    def choices(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+    def choices(self, pieces: Sequence[CompletionPiece]) -> list[dict[str, Any]]:
         """The choices of a complete response."""
         return [choice for i, piece in enumerate(pieces) for choice in self.chunks(i, piece)]
 
@@ -169,7 +171,7 @@ class View:
         """Chunks that come before anything is sampled."""
         return []
 
-    def chunks(self, i: int, piece: Piece) -> list[dict[str, Any]]:
+    def chunks(self, i: int, piece: CompletionPiece) -> list[dict[str, Any]]:
         """The chunks of a stream for a piece of choice `i`."""
         raise NotImplementedError
 
@@ -202,7 +204,7 @@ class ChatView(View):
         self._syntax = forced_syntax(chat_format) if self.is_forced else None
         self._call_ids: defaultdict[tuple[int, int], str] = defaultdict(chat.new_call_id)
         self._begun: set[int] = set()
-        self._held: dict[int, Piece] = {}
+        self._held: dict[int, CompletionPiece] = {}
 
     @property
     def further(self) -> dict[str, Any]:
@@ -211,14 +213,14 @@ class ChatView(View):
         told = prompt_logprobs(self._service, self.prompt, self.scores[0])
         return {"prompt_logprobs": told}
 
-    def choices(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+    def choices(self, pieces: Sequence[CompletionPiece]) -> list[dict[str, Any]]:
         return [self._choice(i, piece) for i, piece in enumerate(pieces)]
 
-    def _choice(self, i: int, piece: Piece) -> dict[str, Any]:
+    def _choice(self, i: int, piece: CompletionPiece) -> dict[str, Any]:
         message, finish = self.message(i, piece)
         return {"index": i, "message": {**message, "refusal": None}, **self._end(piece, finish)}
 
-    def message(self, i: int, piece: Piece) -> tuple[dict[str, Any], str | None]:
+    def message(self, i: int, piece: CompletionPiece) -> tuple[dict[str, Any], str | None]:
         """The message of choice `i`, and why it ended."""
         if not self.has_tools or isinstance(piece.stop_reason, str):
             return {"role": "assistant", "content": piece.text}, piece.finish_reason
@@ -228,15 +230,15 @@ class ChatView(View):
             1 if self.body.parallel_tool_calls is False else None,
         )  # fmt: skip
 
-    def _end(self, piece: Piece, finish: str | None) -> dict[str, Any]:
+    def _end(self, piece: CompletionPiece, finish: str | None) -> dict[str, Any]:
         logprobs = None
         if self.body.logprobs:
             logprobs = chat_logprobs(self._service, piece, self.body.top_logprobs or 0)
         return _ended(piece, finish, logprobs, self.prompt if self.body.return_token_ids else None)
 
-    def chunks(self, i: int, piece: Piece) -> list[dict[str, Any]]:
+    def chunks(self, i: int, piece: CompletionPiece) -> list[dict[str, Any]]:
         if self.has_tools:
-            held = self._held.setdefault(i, Piece())
+            held = self._held.setdefault(i, CompletionPiece())
             held.add(piece)
             if piece.finish_reason is None:
                 return []
@@ -249,12 +251,12 @@ class ChatView(View):
             return []
         return [self._chunk(i, piece, {"content": piece.text}, piece.finish_reason)]
 
-    def _told(self, piece: Piece) -> bool:
+    def _told(self, piece: CompletionPiece) -> bool:
         """Whether token ids are returned, whatever their text."""
         return bool(piece.token_ids and (self.body.logprobs or self.body.return_token_ids))
 
     def _chunk(
-        self, i: int, piece: Piece, delta: dict[str, Any], finish: str | None
+        self, i: int, piece: CompletionPiece, delta: dict[str, Any], finish: str | None
     ) -> dict[str, Any]:
         if i not in self._begun:
             self._begun.add(i)
@@ -279,7 +281,7 @@ class TextView(View):
             decode = service.tokenizer.decode
             self._echoes = [decode(prompt, skip_special_tokens=True) for prompt in prompts]
 
-    def choices(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+    def choices(self, pieces: Sequence[CompletionPiece]) -> list[dict[str, Any]]:
         """The choices of a complete response, in which the echoed prompt and the completion are one
         text."""
         found = []
@@ -302,13 +304,13 @@ class TextView(View):
         echoes = [self._echo(at) for at in range(len(self._echoes))]
         return [{"index": i, **echoes[i // self._n]} for i in range(len(echoes) * self._n)]
 
-    def chunks(self, i: int, piece: Piece) -> list[dict[str, Any]]:
+    def chunks(self, i: int, piece: CompletionPiece) -> list[dict[str, Any]]:
         told = piece.token_ids and (self._body.logprobs is not None or self._body.return_token_ids)
         if not (piece.text or piece.finish_reason or told):
             return []
         return [self._choice(i, piece)]
 
-    def _choice(self, i: int, piece: Piece) -> dict[str, Any]:
+    def _choice(self, i: int, piece: CompletionPiece) -> dict[str, Any]:
         at, logprobs = i // self._n, None
         if self._body.logprobs is not None:
             start = len(self._echoes[at]) if self._echoes else 0
@@ -324,7 +326,7 @@ class TextView(View):
             ids, scores = self._prompts[at], self.scores[at]
             logprobs, likeliest = [math.nan, *scores.logprobs], [[], *scores.likeliest]
             offsets = _offsets(self._service.tokenizer, ids)
-            prompt = Piece("", ids, logprobs, likeliest, offsets=offsets)
+            prompt = CompletionPiece("", ids, logprobs, likeliest, offsets=offsets)
             told = text_logprobs(self._service, prompt, self._body.logprobs)
         return {"text": self._echoes[at], "logprobs": told, "finish_reason": None}
 
@@ -362,7 +364,7 @@ class TokenView(View):
         returned = prompt if self._body.return_token_ids else None
         return {"prompt_token_ids": returned, "prompt_logprobs": told}
 
-    def chunks(self, i: int, piece: Piece) -> list[dict[str, Any]]:
+    def chunks(self, i: int, piece: CompletionPiece) -> list[dict[str, Any]]:
         top = self._body.sampling_params.logprobs
         choice: dict[str, Any] = {
             "index": i,

@@ -19,7 +19,7 @@ from rllib_llm.modules.pretrained import load_causal_lm
 from rllib_llm.modules.quantization import quantize
 from rllib_llm.serving.service import Service
 from rllib_llm.serving.settings import ServeSettings
-from rllib_llm.serving.weights import Weights
+from rllib_llm.serving.weights import ServedWeights
 from rllib_llm.weights.coordinator import CoordinatorClient
 from rllib_llm.weights.flat_buffer import FlatBuffer, unpack
 from rllib_llm.weights.receiver import WeightsFollower, WeightsReceiver
@@ -84,7 +84,7 @@ class AdapterMerger:
         return whole.state_dict()
 
 
-def load_folder(service: Service, path: str, epoch: int, version: int) -> Weights:
+def load_folder(service: Service, path: str, epoch: int, version: int) -> ServedWeights:
     """Puts the weights of a checkpoint, trial or Hugging Face folder into a server.
 
     Raises:
