@@ -425,14 +425,12 @@ class EngineWorker:
 
     def cancel(self, number: int) -> None:
         """Nobody waits for it any more."""
-        future = self._futures.get(number)
-        if future is not None:  # it has not ended meanwhile
+        if (future := self._futures.get(number)) is not None:  # it has not ended meanwhile
             future.cancel()
 
     def abort(self, number: int) -> None:
         """Aborts a row, returning its partial output."""
-        future = self._futures.get(number)
-        if future is not None:
+        if (future := self._futures.get(number)) is not None:
             self._host.abort(future)
 
 

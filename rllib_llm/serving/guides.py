@@ -39,8 +39,7 @@ class BusyError(RuntimeError):
 
 @dataclass
 class _CompiledGrammar:
-    """A grammar that is or will be compiled. waiting: requests that wait for it. pins: requests
-    that may still use it."""
+    """A grammar that is or will be compiled; how many requests wait for it, or may still use it."""
 
     guide: Future[LlGuide]
     waiting: int = 0
@@ -64,16 +63,12 @@ class Grammars:
         self._tokens: Any = None  # llguidance's view of the vocabulary; of the thread alone
 
     def compile(self, grammar: str, pin: int) -> Future[None]:
-        """Done when guides can be made by this grammar; the same grammar is compiled once. What
-        nobody waits for any more, since all have cancelled, is not compiled.
-
-        The future raises GrammarError for one that llguidance does not take.
+        """Done when guides can be made by this grammar, or with the GrammarError of one that
+        llguidance does not take; the same grammar is compiled once. What nobody waits for any more,
+        since all have cancelled, is not compiled. BusyError where too many wait.
 
         Args:
             pin: a number of the caller's; the grammar is kept until `release` is called with it.
-
-        Raises:
-            BusyError: too many wait.
         """
         done: Future[None] = Future()
         with self._lock:
@@ -90,20 +85,19 @@ class Grammars:
             self._pins[pin] = entry
             self._entries.move_to_end(grammar)
         done.add_done_callback(lambda _: self._gone(grammar, entry))
-        entry.guide.add_done_callback(lambda guide: _hand_on(guide, done))
+        entry.guide.add_done_callback(
+            lambda guide: done.cancel() if guide.cancelled() else settle(done, guide.exception())
+        )
         return done
 
     def _gone(self, grammar: str, entry: _CompiledGrammar) -> None:
         """Somebody waits no more."""
         with self._lock:
             entry.waiting -= 1
-            if not entry.waiting and not entry.guide.done() and entry.guide.cancel():
-                self._forget(grammar, entry)
+            is_unwanted = not entry.waiting and not entry.guide.done() and entry.guide.cancel()
+            if is_unwanted and self._entries.get(grammar) is entry:
+                del self._entries[grammar]
             self._evict()
-
-    def _forget(self, grammar: str, entry: _CompiledGrammar) -> None:
-        if self._entries.get(grammar) is entry:
-            del self._entries[grammar]
 
     def _evict(self) -> None:
         """Forgets the oldest of those that are done and that nobody has pinned."""
@@ -145,13 +139,6 @@ class Grammars:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-def _hand_on(guide: Future[LlGuide], done: Future[None]) -> None:
-    if guide.cancelled():
-        done.cancel()
-    else:
-        settle(done, guide.exception())
-
-
 class LlGuide:
     """See `engines.protocol.Guide`; one of llguidance's matchers."""
 
@@ -185,10 +172,10 @@ class LlGuide:
         self._matcher.consume_token(token_id)
 
 
-def grammar_of(wanted: ResponseFormat) -> tuple[str, str] | None:
+def grammar_of(wanted: ResponseFormat | None) -> tuple[str, str] | None:
     """The field of a response format that contains a grammar, and the grammar for llguidance; None
     for free text; 400 where it is too long, or cannot be read."""
-    if wanted.type == "text":
+    if wanted is None or wanted.type == "text":
         return None
     from llguidance import LLMatcher
 

@@ -92,44 +92,6 @@ class Limits:
                f"{len(text)}.", field, "context_length_exceeded")  # fmt: skip
 
 
-def read_params(
-    fields: SamplingFields, limits: Limits, *, stop_token_ids: Sequence[int] = (),
-    top_logprobs: int = 0,
-) -> SamplingParams:  # fmt: skip
-    """The settings of sampling, its longest length aside.
-
-    Args:
-        stop_token_ids: further ones, which the chat format ends a turn with.
-        top_logprobs: how many of the likeliest tokens the answer tells.
-    """
-    eos = () if fields.ignore_eos else (*limits.eos_token_ids, *stop_token_ids)
-    stops = tuple(dict.fromkeys((*eos, *(fields.stop_token_ids or ()))))
-    check_tokens(fields.stop_token_ids or (), limits, "stop_token_ids")
-    bias = {int(token): value for token, value in (fields.logit_bias or {}).items()}
-    check_tokens(tuple(bias), limits, "logit_bias")
-    temperature = 1.0 if fields.temperature is None else fields.temperature
-    greedy = temperature < LOWEST_TEMPERATURE  # the limit of temperature 0
-    try:
-        return SamplingParams(
-            pad_token_id=limits.pad_token_id,
-            stop_token_ids=stops,
-            max_new_tokens=max(1, fields.min_tokens or 0),
-            min_new_tokens=fields.min_tokens or 0,
-            temperature=1.0 if greedy else temperature,
-            top_k=max(0, fields.top_k or 0),
-            top_p=1.0 if fields.top_p is None else fields.top_p,
-            greedy=greedy,
-            top_logprobs=top_logprobs,
-            min_p=fields.min_p or 0.0,
-            frequency_penalty=fields.frequency_penalty or 0.0,
-            presence_penalty=fields.presence_penalty or 0.0,
-            repetition_penalty=fields.repetition_penalty or 1.0,
-            logit_bias=tuple(bias.items()),
-        )
-    except ValueError as error:
-        raise ApiError(400, str(error)) from error
-
-
 def check_tokens(token_ids: Sequence[int], limits: Limits, field: str) -> None:
     """Refuses ids that the model has no embedding for. Of a large request it is called beside the
     event loop."""
@@ -190,10 +152,36 @@ def make_job(
     refuse(num > MAX_LOGPROBS, f"{name}={given.get(name)} must ask for at most {MAX_LOGPROBS} "
            f"log-probs in an answer: of these tokens they may be {num}. Lower it or max_tokens.",
            name, "too_many_logprobs")  # fmt: skip
+    check_tokens(fields.stop_token_ids or (), limits, "stop_token_ids")
+    bias = {int(token): value for token, value in (fields.logit_bias or {}).items()}
+    check_tokens(tuple(bias), limits, "logit_bias")
+    ends = (*limits.eos_token_ids, *turn_ends)
+    temperature = 1.0 if fields.temperature is None else fields.temperature
+    greedy = temperature < LOWEST_TEMPERATURE  # the limit of temperature 0
+    stop_token_ids = (*(() if fields.ignore_eos else ends), *(fields.stop_token_ids or ()))
+    try:
+        params = SamplingParams(
+            pad_token_id=limits.pad_token_id,
+            stop_token_ids=tuple(dict.fromkeys(stop_token_ids)),
+            max_new_tokens=max(1, least),
+            min_new_tokens=least,
+            temperature=1.0 if greedy else temperature,
+            top_k=max(0, fields.top_k or 0),
+            top_p=1.0 if fields.top_p is None else fields.top_p,
+            greedy=greedy,
+            top_logprobs=top_logprobs,
+            min_p=fields.min_p or 0.0,
+            frequency_penalty=fields.frequency_penalty or 0.0,
+            presence_penalty=fields.presence_penalty or 0.0,
+            repetition_penalty=fields.repetition_penalty or 1.0,
+            logit_bias=tuple(bias.items()),
+        )
+    except ValueError as error:
+        raise ApiError(400, str(error)) from error
     stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
     return Job(
         prompts=prompts,
-        params=read_params(fields, limits, stop_token_ids=turn_ends, top_logprobs=top_logprobs),
+        params=params,
         max_tokens=lengths,
         n=fields.n or 1,
         seed=secrets.randbits(63) if fields.seed is None else fields.seed % 2**64,
@@ -201,7 +189,7 @@ def make_job(
         noise_turn=fields.noise_turn or 0,
         stops=tuple(filter(None, stops)),
         keeps_stop=bool(fields.include_stop_str_in_output),
-        eos_token_ids=(*limits.eos_token_ids, *turn_ends),
+        eos_token_ids=ends,
         prompt_logprobs=prompt_logprobs,
         **further,
     )

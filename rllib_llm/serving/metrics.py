@@ -60,20 +60,16 @@ class Metrics:
         """Counts a request that was not taken."""
         self.refusals.labels(reason).inc()
 
-    def watch(self, prompt_tokens: int) -> JobWatch:
-        """The clock of one request."""
-        self.prompt_tokens.inc(prompt_tokens)
-        return JobWatch(self)
-
     def text(self) -> bytes:
         """All of it, in Prometheus' format."""
         return generate_latest(self.registry)
 
 
 class JobWatch:
-    """Times one request."""
+    """Times one request, whose prompts have so many tokens."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, prompt_tokens: int) -> None:
+        metrics.prompt_tokens.inc(prompt_tokens)
         self._metrics = metrics
         self._start = time.perf_counter()
         self._first: dict[int, float] = {}

@@ -163,7 +163,7 @@ class SamplingFields(DecodingFields):
 class OfAll(Ruled):
     """Fields of OpenAI's endpoints."""
 
-    rules = (FieldRule("stream_options", "come with stream=true",
+    rules: ClassVar[tuple[FieldRule, ...]] = (FieldRule("stream_options", "come with stream=true",
                        lambda asked: asked.stream or asked.stream_options is None),)  # fmt: skip
 
     model: str | None = None

@@ -211,18 +211,10 @@ def _read_entries(text: str) -> list[_KeyEntry]:
 # --- in front of the routes ----------------------------------------------------------------------
 
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}\Z", re.ASCII)
-_Given = Annotated[
-    HTTPAuthorizationCredentials | None,
-    Security(HTTPBearer(auto_error=False, scheme_name="key", description="A client's key.")),
-]
-_GivenByAdmin = Annotated[
-    HTTPAuthorizationCredentials | None,
-    Security(
-        HTTPBearer(auto_error=False, scheme_name="admin_key", description="The administration's.")
-    ),
-]
-
-
+_KEY = HTTPBearer(auto_error=False, scheme_name="key", description="A client's key.")
+_ADMIN = HTTPBearer(auto_error=False, scheme_name="admin_key", description="The administration's.")
+_Given = Annotated[HTTPAuthorizationCredentials | None, Security(_KEY)]
+_GivenByAdmin = Annotated[HTTPAuthorizationCredentials | None, Security(_ADMIN)]
 OF_CLIENTS = documented(401, 429)
 """The errors of routes that want a client's key."""
 
@@ -254,7 +246,7 @@ def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
         app,
         allow_origins=origins,
         allow_methods=["GET", "POST", "DELETE"],
-        allow_headers=["authorization", "content-type", "x-request-id", "x-min-weight-version"],
+        allow_headers=["*"],  # OpenAI's client sends a dozen of its own, as x-stainless-os
     )
 
 
@@ -276,16 +268,24 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers = {name.lower(): value for name, value in scope["headers"]}
-        request_id = _request_id(headers.get(b"x-request-id"))
-        state = scope.setdefault("state", {})
+        given = headers.get(b"x-request-id", b"").decode("latin-1")
+        request_id = given if _REQUEST_ID.match(given) else f"req-{uuid.uuid4().hex}"
         key = _bearer(headers.get(b"authorization", b""))
-        client = self._clients.of(key)
+        client, method, status = self._clients.of(key), scope["method"], 0
+        state = scope.setdefault("state", {})
         state |= {"request_id": request_id, "key": key, "client": client}
-        method = scope["method"]
         if method == "HEAD":  # answered as GET, whose body the HTTP server leaves out
             scope = {**scope, "method": "GET"}
-        name = [(b"x-request-id", request_id.encode())] if self._names_requests else []
-        answer = _WatchedSend(send, name)
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                if self._names_requests:
+                    named = [*message.get("headers", []), (b"x-request-id", request_id.encode())]
+                    message = {**message, "headers": named}
+            await send(message)
+
         start = time.perf_counter()
         try:
             known = client is not None or self._clients.is_admin(key)
@@ -293,13 +293,14 @@ class Gate:
             state["size"] = len(body)
             await self._app(scope, _replayed(body, receive), answer)
         except ApiError as error:
-            if not answer.status:  # else it has begun: the client sees that it is cut off
+            if not status:  # else it has begun: the client sees that it is cut off
                 await error.response()(scope, receive, answer)
         finally:
             if logger.isEnabledFor(logging.INFO):
+                host, _ = scope.get("client") or ("", 0)
                 told = {
                     "request_id": request_id, "method": method, "path": scope["path"],
-                    "status": answer.status, "client": _who(scope),
+                    "status": status, "client": client.name if client and client.name else host,
                     "seconds": round(time.perf_counter() - start, 4),
                 }  # fmt: skip
                 logger.info(json.dumps(told))
@@ -342,18 +343,6 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
     return again
 
 
-def _who(scope: Scope) -> str:
-    """The name of the key that came with a request; without one, the address it came from."""
-    client: Client | None = scope["state"]["client"]
-    host, _ = scope.get("client") or ("", 0)
-    return client.name if client is not None and client.name else host
-
-
-def _request_id(given: bytes | None) -> str:
-    text = (given or b"").decode("latin-1")
-    return text if _REQUEST_ID.match(text) else f"req-{uuid.uuid4().hex}"
-
-
 MAX_PARTS = 2**15
 """Objects and lists of a request: reading, copying and validating them takes the event loop, and
 each pass of Python's garbage collector over them stops all threads."""
@@ -370,11 +359,7 @@ class _JsonRequest(Request):
 
     async def json(self) -> Any:
         """The body. Halves of characters, other encodings than UTF-8, more than 200 levels of
-        nesting, on which what walks it would fail, and very many objects and lists are errors.
-
-        Raises:
-            HTTPException: 400, it is no such JSON.
-        """
+        nesting, on which what walks it would fail, and very many objects and lists are errors."""
         body = await self.body()
         if _has_many_parts(body) and _has_many_parts(_TEXT.sub(b"", body)):
             raise HTTPException(400, f"the request must have at most {MAX_PARTS} objects and lists")
@@ -396,17 +381,3 @@ class JsonRoute(APIRoute):
             return await handle(_JsonRequest(request.scope, request.receive))
 
         return handle_json
-
-
-class _WatchedSend:
-    """Sends a response with additional headers, and knows whether it has started."""
-
-    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
-        self._send, self._headers = send, headers
-        self.status = 0  # none yet
-
-    async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-            message = {**message, "headers": [*message.get("headers", []), *self._headers]}
-        await self._send(message)

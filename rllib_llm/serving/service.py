@@ -22,6 +22,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import anyio
@@ -36,7 +37,7 @@ from rllib_llm.engines.torch_engine import Scores
 from rllib_llm.serving.engine_host import Counts, EngineHost
 from rllib_llm.serving.guides import BusyError, no_good
 from rllib_llm.serving.jobs import Job, Limits
-from rllib_llm.serving.metrics import Metrics
+from rllib_llm.serving.metrics import JobWatch, Metrics
 from rllib_llm.serving.schemas import ApiError, refuse
 from rllib_llm.serving.security import Client
 from rllib_llm.serving.sessions import Sessions
@@ -63,6 +64,12 @@ _ALIVE_SECONDS = 10.0  # a step with long prompts may take some
 _GRAMMAR_SECONDS = 10.0
 _MOST_RETRY_SECONDS = 30
 SHUTTING_DOWN = "The server is about to stop and takes no more requests."
+
+
+class JsonResponse(Response):
+    """JSON that is made already."""
+
+    media_type = "application/json"
 
 
 @dataclass
@@ -97,15 +104,9 @@ class RequestContext:
             return await self.service.encoded(self.has_large_answer, event)
 
         try:
-            whole = await while_there(self.request.receive, body)
+            return JsonResponse(await while_there(self.request.receive, body))
         except ClientGoneError:
             return Response(status_code=GONE)
-        return Response(whole, media_type="application/json")
-
-    async def told(self, work: Callable[..., Event], *arguments: Any) -> Response:
-        """The JSON of what `work` returns, made in a thread if the request is large."""
-        body = await self.beside_loop(lambda: encoded(work(*arguments)))
-        return Response(body, media_type="application/json")
 
     async def beside_loop(self, work: Callable[..., Result], *arguments: Any) -> Result:
         """Returns the result of `work`, run in a thread if the request is large."""
@@ -152,20 +153,15 @@ def deadline_passed(seconds: float) -> ApiError:
 
 class RunningJob:
     """A job in the engine. `async for i, piece in job` yields the pieces of completion i, whose
-    prompt is number i // n; the last piece of each has a finish_reason.
-
-    Args:
-        job: what is asked.
-    """
+    prompt is number i // n; the last piece of each has a finish_reason."""
 
     def __init__(self, service: Service, request_id: str, job: Job) -> None:
         self.request_id, self.job = request_id, job
         self._service, self._settings = service, service.settings
-        self._watch = service.metrics.watch(sum(map(len, job.prompts)))
+        self._watch = JobWatch(service.metrics, sum(map(len, job.prompts)))
         rows = job.rows()
         self.num_left = job.num_rows
-        num_choices = len(job.prompts) * job.n
-        self.choices = [self._choice(job.prompts[i // job.n]) for i in range(num_choices)]
+        self.choices = [self._choice(prompt) for prompt in job.prompts for _ in range(job.n)]
         self.on_piece: Callable[[CompletionPiece], None] | None = None
         self._serials: dict[int, None] = {}  # of the weights that have sampled, in their order
         self._texts: dict[int, str] = {}  # for the log, if it is to have them
@@ -173,10 +169,11 @@ class RunningJob:
         self._arrived = asyncio.Event()
         self._rows_left = len(rows)
         self._futures = self._service.host.submit_all(
-            [replace(each, on_tokens=self._teller(i)) for i, each in enumerate(rows)], job.grammar
+            [replace(each, on_tokens=partial(self._post, i)) for i, each in enumerate(rows)],
+            job.grammar,
         )
         for i, future in enumerate(self._futures):
-            future.add_done_callback(self._ender(i))
+            future.add_done_callback(partial(self._post_end, i))
         self._scoring: Future[list[Scores]] | None = None
         if job.prompt_logprobs is not None:
             self._scoring = self._service.host.score(job.prompts, job.prompt_logprobs, job.version)
@@ -186,15 +183,12 @@ class RunningJob:
             seconds, self._put, -1, deadline_passed(seconds)
         )
 
-    def _teller(self, i: int) -> Callable[[Tokens], None]:
-        return lambda tokens: self._service.mailbox.post(self._put, i, tokens)
+    def _post(self, i: int, event: Tokens | Ended | BaseException) -> None:
+        self._service.mailbox.post(self._put, i, event)
 
-    def _ender(self, i: int) -> Callable[[Future], None]:
-        def tell(future: Future) -> None:
-            if not future.cancelled():
-                self._service.mailbox.post(self._put, i, future.exception() or future.result())
-
-        return tell
+    def _post_end(self, i: int, future: Future) -> None:
+        if not future.cancelled():
+            self._post(i, future.exception() or future.result())
 
     def _put(self, i: int, event: Tokens | Ended | BaseException) -> None:
         self._events.append((i, event))
@@ -263,14 +257,10 @@ class RunningJob:
             if self._settings.log_prompts:
                 self._texts[i] = self._texts.get(i, "") + piece.text
             if choice.is_done:
-                self._leave(i, piece)
+                self._rows_left -= self._futures[i].cancel()
+                self.num_left -= 1
+                self._watch.finished(i, piece.finish_reason or "")
             return i, piece
-
-    def _leave(self, i: int, piece: CompletionPiece) -> None:
-        if self._futures[i].cancel():
-            self._rows_left -= 1
-        self.num_left -= 1
-        self._watch.finished(i, piece.finish_reason or "")
 
     def _refusal(self, error: BaseException) -> ApiError:
         """The answer where the engine refuses a row, or has ended."""
@@ -293,10 +283,9 @@ class RunningJob:
     def weights(self) -> list[ServedWeights]:
         """Those that have sampled, in their order; where nothing was sampled yet, those that were
         asked for, or the newest."""
-        found = [self._service.weights.of(serial) for serial in self._serials]
-        if not found and self.job.version is not None:
-            return [self._service.weights.of(self.job.version)]
-        return found or [self._service.weights.newest]
+        weights, version = self._service.weights, self.job.version
+        asked = () if version is None else (version,)
+        return [weights.of(each) for each in (*self._serials,) or asked] or [weights.newest]
 
     @property
     def num_completion_tokens(self) -> int:
@@ -338,15 +327,9 @@ class Service:
     """
 
     def __init__(
-        self,
-        host: EngineHost,
-        tokenizer: Any,
-        settings: ServeSettings,
-        *,
-        source: str,
-        serial: int = 0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+        self, host: EngineHost, tokenizer: Any, settings: ServeSettings, *, source: str,
+        serial: int = 0, clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         self.host, self.tokenizer, self.settings = host, tokenizer, settings
         self.texts = TokenTexts(tokenizer)
         self.metrics = Metrics()
@@ -415,14 +398,11 @@ class Service:
         self, weights: Mapping[str, torch.Tensor], *, epoch: int, version: int, source: str
     ) -> ServedWeights:
         """Loads weights for new requests. Thread-safe, except in the event loop's own thread; waits
-        until rows of the version before the newest have ended.
+        until rows of the version before the newest have ended. ValueError: of another model.
 
         Args:
             weights: under the names of the policy's state, or of the model's.
             epoch, version: the publisher's. A lower version of a later epoch is welcome.
-
-        Raises:
-            ValueError: they are those of another model.
         """
         with self._load_lock:
             start = time.perf_counter()

@@ -121,16 +121,8 @@ async def while_there(
     work: Callable[[], Awaitable[Result]],
     beside: Callable[[], Awaitable[None]] | None = None,
 ) -> Result:
-    """Returns or raises what `work` does; cancels it when the client disconnects.
-
-    Args:
-        receive: ASGI's, behind the request's body.
-        work: is awaited.
-        beside: runs meanwhile; when it returns, `work` is cancelled.
-
-    Raises:
-        ClientGoneError: the client went, or `beside` returned.
-    """
+    """Returns or raises what `work` does; ClientGoneError, and it is cancelled, where the client
+    disconnects or `beside`, which runs meanwhile, returns. receive: ASGI's, behind the body."""
     done: list[Result] = []
     failed: list[Exception] = []
     async with anyio.create_task_group() as group:
@@ -194,13 +186,9 @@ class EventStream(Response):
     """
 
     def __init__(
-        self,
-        events: AsyncIterator[Event],
-        slow_reader_s: float,
-        *,
-        names: bool = False,
+        self, events: AsyncIterator[Event], slow_reader_s: float, *, names: bool = False,
         ends: bytes = b"data: [DONE]\n\n",
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self._events, self._slow_reader_s = events, slow_reader_s
         self._names, self._ends = names, ends
@@ -227,18 +215,17 @@ class EventStream(Response):
 
     async def _send_all(self) -> None:
         try:
-            first = await anext(self._events)
-            await self._start()
-            await self._data(first)
             async for event in self._events:
+                if not self._has_started:
+                    await self._start()
                 await self._data(event)
         except ApiError as error:
             if not self._has_started:
                 raise
-            await self._error(error.body())
+            await self._error(error)
         except Exception:
             if self._has_started:
-                await self._error(ApiError(500, FAILED).body())
+                await self._error(ApiError(500, FAILED))
             raise
         finally:
             await self._events.aclose()  # type: ignore[attr-defined]  # of a generator
@@ -259,10 +246,10 @@ class EventStream(Response):
         self._num_sent += 1
         await self._body(name + b"data: " + encoded(event) + b"\n\n")
 
-    async def _error(self, body: dict[str, Any]) -> None:
+    async def _error(self, error: ApiError) -> None:
+        body = error.body()
         if self._names:  # flat, as OpenAI documents it, and nested, which its clients raise
-            flat = {**body["error"], "type": "error", "sequence_number": self._num_sent}
-            body = {**body, **flat}
+            body |= {**body["error"], "type": "error", "sequence_number": self._num_sent}
         await self._data(body)
 
     async def _body(self, body: bytes, more: bool = True) -> None:

@@ -32,9 +32,9 @@ from rllib_llm.serving.schemas import (
     refuse,
 )
 from rllib_llm.serving.security import OF_CLIENTS, Client, Guards, JsonRoute
-from rllib_llm.serving.service import RequestContext, Service
+from rllib_llm.serving.service import JsonResponse, RequestContext, Service
 from rllib_llm.serving.sessions import Session
-from rllib_llm.serving.streams import CompletionPiece, Event
+from rllib_llm.serving.streams import CompletionPiece, Event, encoded
 from rllib_llm.serving.views import ChatView, TokenView
 
 _SMALL_SESSION = 2**13  # tokens of one that is shown by the event loop itself
@@ -54,9 +54,9 @@ def token_router(service: Service, completer: RequestCompleter, guards: Guards) 
     @router.post("/tokenize", response_model=None, responses=documented(404, 409, 503))
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         context = await service.context_of(request, body.model)
-        return await context.told(tokenized, body)
+        return JsonResponse(await context.beside_loop(tokenized, body))
 
-    def tokenized(body: TokenizeRequest) -> dict[str, Any]:
+    def tokenized(body: TokenizeRequest) -> bytes:
         if body.prompt is not None:
             service.limits.check_chars(body.prompt, "prompt")
             special = body.add_special_tokens is not False
@@ -68,19 +68,19 @@ def token_router(service: Service, completer: RequestCompleter, guards: Guards) 
                 generation_prompt=body.add_generation_prompt is not False,
             )  # fmt: skip
         texts = [service.texts.of(token)[0] for token in tokens] if body.return_token_strs else None
-        return {
+        return encoded({
             "count": len(tokens), "max_model_len": service.limits.max_model_len, "tokens": tokens,
             "token_strs": texts,
-        }  # fmt: skip
+        })  # fmt: skip
 
     @router.post("/detokenize", response_model=None, responses=documented(404, 409, 503))
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         context = await service.context_of(request, body.model)
-        return await context.told(detokenized, body)
+        return JsonResponse(await context.beside_loop(detokenized, body))
 
-    def detokenized(body: DetokenizeRequest) -> dict[str, Any]:
+    def detokenized(body: DetokenizeRequest) -> bytes:
         check_tokens(body.tokens, service.limits, "tokens")
-        return {"prompt": service.tokenizer.decode(body.tokens)}
+        return encoded({"prompt": service.tokenizer.decode(body.tokens)})
 
     return router
 
@@ -137,8 +137,7 @@ def session_router(service: Service, completer: RequestCompleter, guards: Guards
         is_large = session.size > _SMALL_SESSION
         # Each row has the whole path to its turn, so many turns of a long chat are much more.
         told = await service.beside_loop(is_large, session.as_dict)
-        body = await service.encoded(is_large, {"session_id": session_id, **told})
-        return Response(body, media_type="application/json")
+        return JsonResponse(await service.encoded(is_large, {"session_id": session_id, **told}))
 
     @router.get("/{session_id}")
     async def show(session_id: str, request: Request) -> Response:

@@ -21,11 +21,6 @@ from rllib_llm.serving.tool_grammars import forced_syntax
 _LOWEST = -9999.0  # JSON has no -inf
 
 
-def openai_names(id: str, kind: str) -> dict[str, Any]:
-    """The names of an answer of OpenAI's: its id, its `object`, its time."""
-    return {"id": id, "object": kind, "created": int(time.time())}
-
-
 # --- log-probs -----------------------------------------------------------------------------------
 
 
@@ -122,7 +117,7 @@ class View:
     set before anything is shown. `on_piece` is told what comes.
 
     Args:
-        names: of the answer; see `openai_names`.
+        names: of the answer, such as its id.
     """
 
     running: RunningJob
@@ -189,15 +184,12 @@ class ChatView(View):
     """
 
     def __init__(
-        self,
-        service: Service,
-        body: ChatRequest,
-        request_id: str,
-        chat_format: ChatFormat,
+        self, service: Service, body: ChatRequest, request_id: str, chat_format: ChatFormat,
         prompt: list[int],
-    ) -> None:
+    ) -> None:  # fmt: skip
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
-        super().__init__(service, openai_names(f"chatcmpl-{request_id}", kind))
+        names = {"id": f"chatcmpl-{request_id}", "object": kind, "created": int(time.time())}
+        super().__init__(service, names)
         self.body, self.format, self.prompt = body, chat_format, prompt
         self.is_forced = body.tool_choice not in (None, "none", "auto")
         self.has_tools = bool(body.tools) and body.tool_choice != "none"
@@ -210,15 +202,15 @@ class ChatView(View):
     def further(self) -> dict[str, Any]:
         if not self.scores:
             return {}
-        told = prompt_logprobs(self._service, self.prompt, self.scores[0])
-        return {"prompt_logprobs": told}
+        return {"prompt_logprobs": prompt_logprobs(self._service, self.prompt, self.scores[0])}
 
     def choices(self, pieces: Sequence[CompletionPiece]) -> list[dict[str, Any]]:
-        return [self._choice(i, piece) for i, piece in enumerate(pieces)]
-
-    def _choice(self, i: int, piece: CompletionPiece) -> dict[str, Any]:
-        message, finish = self.message(i, piece)
-        return {"index": i, "message": {**message, "refusal": None}, **self._end(piece, finish)}
+        found = []
+        for i, piece in enumerate(pieces):
+            message, finish = self.message(i, piece)
+            message = {**message, "refusal": None}
+            found.append({"index": i, "message": message, **self._end(piece, finish)})
+        return found
 
     def message(self, i: int, piece: CompletionPiece) -> tuple[dict[str, Any], str | None]:
         """The message of choice `i`, and why it ended."""
@@ -242,26 +234,19 @@ class ChatView(View):
             held.add(piece)
             if piece.finish_reason is None:
                 return []
-            message, finish = self.message(i, held)
-            calls = [{"index": k, **call} for k, call in enumerate(message.pop("tool_calls", ()))]
-            return [
-                self._chunk(i, held, message | ({"tool_calls": calls} if calls else {}), finish)
-            ]
-        if not (piece.text or piece.finish_reason or self._told(piece)):
-            return []
-        return [self._chunk(i, piece, {"content": piece.text}, piece.finish_reason)]
-
-    def _told(self, piece: CompletionPiece) -> bool:
-        """Whether token ids are returned, whatever their text."""
-        return bool(piece.token_ids and (self.body.logprobs or self.body.return_token_ids))
-
-    def _chunk(
-        self, i: int, piece: CompletionPiece, delta: dict[str, Any], finish: str | None
-    ) -> dict[str, Any]:
+            piece, (delta, finish) = held, self.message(i, held)
+            if "tool_calls" in delta:
+                calls = enumerate(delta["tool_calls"])
+                delta["tool_calls"] = [{"index": k, **call} for k, call in calls]
+        else:
+            told = piece.token_ids and (self.body.logprobs or self.body.return_token_ids)
+            if not (piece.text or piece.finish_reason or told):
+                return []
+            delta, finish = {"content": piece.text}, piece.finish_reason
         if i not in self._begun:
             self._begun.add(i)
             delta = {"role": "assistant", **delta}
-        return {"index": i, "delta": delta, **self._end(piece, finish)}
+        return [{"index": i, "delta": delta, **self._end(piece, finish)}]
 
 
 # --- texts ---------------------------------------------------------------------------------------
@@ -273,7 +258,8 @@ class TextView(View):
     def __init__(
         self, service: Service, body: CompletionRequest, request_id: str, prompts: list[list[int]]
     ) -> None:
-        super().__init__(service, openai_names(f"cmpl-{request_id}", "text_completion"))
+        names = {"id": f"cmpl-{request_id}", "object": "text_completion"}
+        super().__init__(service, {**names, "created": int(time.time())})
         self._body, self._prompts = body, prompts
         self._n = body.n or 1
         self._echoes: list[str] = []
