@@ -91,12 +91,9 @@ def read_arguments(given: Any) -> Any:
 
 
 def prompt_ids(
-    chat_format: ChatFormat,
-    messages: Sequence[ChatMessage],
-    limits: Limits,
-    *,
+    chat_format: ChatFormat, messages: Sequence[ChatMessage], limits: Limits, *,
     generation_prompt: bool = True,
-) -> list[int]:
+) -> list[int]:  # fmt: skip
     """Ids of a chat that the assistant is to answer; 400 where the template refuses the messages,
     or there is too much of them."""
     with refused_by_template():
@@ -123,19 +120,14 @@ def refused_by_template(field: str = "messages") -> Iterator[None]:
 
 
 def assistant_message(
-    chat_format: ChatFormat,
-    token_ids: Sequence[int],
-    prompt: Sequence[int],
-    finish_reason: str | None,
-    call_ids: Callable[[int], str],
-    syntax: str | None = None,
+    chat_format: ChatFormat, token_ids: Sequence[int], prompt: Sequence[int],
+    finish_reason: str | None, call_ids: Callable[[int], str], syntax: str | None = None,
     max_calls: int | None = None,
-) -> tuple[dict[str, Any], str | None]:
+) -> tuple[dict[str, Any], str | None]:  # fmt: skip
     """A sampled turn as OpenAI's message, and why it ended: a call that is cut off, or that cannot
     be read, is text and not a call.
 
     Args:
-        finish_reason: why it ended.
         call_ids: the id of each call by its number.
         syntax: of its calls, where it is another than the format's.
         max_calls: that are shown; None: all.
@@ -151,17 +143,12 @@ def assistant_message(
         message["reasoning_content"] = reply.reasoning
     if whole:
         message["content"] = content or None
-        message["tool_calls"] = [
-            {
-                "id": call_ids(i),
-                "type": "function",
-                "function": {
-                    "name": call.name,
-                    "arguments": json.dumps(call.arguments, ensure_ascii=False),
-                },
-            }
-            for i, call in enumerate(whole)
-        ]
+        message["tool_calls"] = []
+        for i, call in enumerate(whole):
+            arguments = json.dumps(call.arguments, ensure_ascii=False)
+            function = {"name": call.name, "arguments": arguments}
+            told = {"id": call_ids(i), "type": "function", "function": function}
+            message["tool_calls"].append(told)
         if finish_reason == "stop":
             return message, "tool_calls"
     return message, finish_reason

@@ -125,14 +125,10 @@ class ThreadHost:
     """
 
     def __init__(
-        self,
-        model: Any,
-        settings: ServeSettings,
-        eos_token_ids: tuple[int, ...],
-        tokenizer: Any = None,
-        after_step: Callable[[], None] | None = None,
+        self, model: Any, settings: ServeSettings, eos_token_ids: tuple[int, ...],
+        tokenizer: Any = None, after_step: Callable[[], None] | None = None,
         engine: TorchEngine | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.facts = ModelFacts.of(model, eos_token_ids)
         self._in_flight = settings.in_flight
         other = copy.deepcopy(model) if self._in_flight == "finish" else None
@@ -179,11 +175,8 @@ class ThreadHost:
         return done
 
     def count(self) -> Future[Counts]:
-        return self.loop.do(
-            lambda: Counts(
-                self.engine.num_sampling, self.engine.num_waiting, self.engine.rows_by_version
-            )
-        )
+        of = self.engine
+        return self.loop.do(lambda: Counts(of.num_sampling, of.num_waiting, of.rows_by_version))
 
     def load(self, weights: Mapping[str, torch.Tensor], serial: int) -> list[int]:
         if self._in_flight == "finish":

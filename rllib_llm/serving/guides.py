@@ -113,7 +113,7 @@ class Grammars:
         limits = llguidance.LLParserLimits(initial_lexer_fuel=_LEXER_FUEL)
         guide = LlGuide(llguidance.LLMatcher(self._tokens, grammar, log_level=0, limits=limits))
         if not guide.problem:
-            guide.keep_first()
+            guide.first = guide.allowed()  # which takes the longest, for all copies
         if guide.problem:
             raise GrammarError(guide.problem)
         return guide
@@ -143,15 +143,11 @@ class LlGuide:
     """See `engines.protocol.Guide`; one of llguidance's matchers."""
 
     def __init__(self, matcher: Any, first: torch.Tensor | None = None) -> None:
-        self._matcher, self._first = matcher, first
-
-    def keep_first(self) -> None:
-        """Keeps the first `allowed`, which takes the longest, for all copies."""
-        self._first = self.allowed()
+        self._matcher, self.first = matcher, first
 
     def copy(self) -> LlGuide:
         """Another one that has taken the same tokens."""
-        return LlGuide(self._matcher.deep_copy(), self._first)
+        return LlGuide(self._matcher.deep_copy(), self.first)
 
     @property
     def problem(self) -> str:
@@ -162,13 +158,13 @@ class LlGuide:
 
     def allowed(self) -> torch.Tensor:
         """A bit for each token, which the matcher packs into bytes."""
-        if self._first is not None:
-            return self._first
+        if self.first is not None:
+            return self.first
         packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         return torch.from_numpy(np.unpackbits(packed, bitorder="little")).bool()
 
     def take(self, token_id: int) -> None:
-        self._first = None
+        self.first = None
         self._matcher.consume_token(token_id)
 
 
@@ -188,6 +184,8 @@ def grammar_of(wanted: ResponseFormat | None) -> tuple[str, str] | None:
     }
     name, given, read = known[wanted.type]
     field = f"response_format.{name}"
+    refuse(given in (None, ""), f"{field} must be given with type={wanted.type!r}.", field,
+           "missing_required_parameter")  # fmt: skip
     try:
         grammar = read(given)
     except (ValueError, RecursionError) as error:

@@ -26,6 +26,7 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Match
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
@@ -51,7 +52,7 @@ from rllib_llm.serving.schemas import (
     documented,
     field_error,
 )
-from rllib_llm.serving.security import Clients, Gate, Guards, JsonRoute, read_clients, with_cors
+from rllib_llm.serving.security import Clients, Gate, Guards, JsonRoute, read_clients
 from rllib_llm.serving.service import Service, engine_ended
 from rllib_llm.serving.sessions import Session, SessionRules
 from rllib_llm.serving.settings import ServeSettings
@@ -96,10 +97,17 @@ def make_app(
         clients = read_clients(settings)
     guards = Guards(clients)
 
+    async def measure_lag() -> None:
+        events = asyncio.get_running_loop()
+        while True:
+            due = events.time() + _LAG_SECONDS
+            await asyncio.sleep(_LAG_SECONDS)
+            service.metrics.lag.set(max(0.0, events.time() - due))
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await service.start()
-        lag = asyncio.create_task(_measure_lag(service))
+        lag = asyncio.create_task(measure_lag())
         yield
         lag.cancel()
         await service.drain(settings.drain_s)
@@ -116,15 +124,13 @@ def make_app(
         app.include_router(router)
     _add_errors(app)
     _add_health(app, service)
-    return with_cors(Gate(app, settings, clients, names_requests), settings.cors_origins)
-
-
-async def _measure_lag(service: Service) -> None:
-    events = asyncio.get_running_loop()
-    while True:
-        due = events.time() + _LAG_SECONDS
-        await asyncio.sleep(_LAG_SECONDS)
-        service.metrics.lag.set(max(0.0, events.time() - due))
+    gate = Gate(app, settings, clients, names_requests)
+    if not settings.cors_origins:
+        return gate
+    return CORSMiddleware(  # OpenAI's client in a browser sends a dozen headers of its own
+        gate, allow_origins=settings.cors_origins, allow_methods=["GET", "POST", "DELETE"],
+        allow_headers=["*"],
+    )  # fmt: skip
 
 
 def _add_health(app: FastAPI, service: Service) -> None:
@@ -251,7 +257,7 @@ def _administration(service: Service, guards: Guards) -> APIRouter:
 
 class HttpServer(uvicorn.Server):
     """Runs until SIGTERM or SIGINT, or `should_exit`; then reports not ready, drains requests for
-    up to `drain_s`, and closes.
+    up to `drain_s`, and closes. The methods that are uvicorn's are called by it.
 
     Args:
         clients: who may ask; None: as the service's settings say.
@@ -275,8 +281,7 @@ class HttpServer(uvicorn.Server):
         self._service = service
         self._given, self._ends_with_engine = given, ends_with_engine
         self.engine_has_ended = False
-        self.on_start: Callable[[], Any] = lambda: None
-        """Called when it listens."""
+        self.on_start: Callable[[], Any] = lambda: None  # called when it listens
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn's."""

@@ -104,14 +104,8 @@ def read_lengths(
     prompts: Sequence[Sequence[int]], asked: int | None, limits: Limits, *, default: int | None,
     field: str, prompt_field: str, least: int = 1,
 ) -> list[int]:  # fmt: skip
-    """How many tokens may follow each prompt.
-
-    Args:
-        asked: by the request.
-        default: where the request asks for nothing; None: all that there is room for.
-        field, prompt_field: that `asked` and the prompts came from.
-        least: that may be asked for.
-    """
+    """How many tokens may follow each prompt; `asked` by the request in `field`, or by `default`,
+    None: all that there is room for. least: that may be asked for."""
     refuse(asked is not None and asked < least, f"{field}={asked} must be at least {least}.", field)
     found, most, code = [], limits.max_model_len, "context_length_exceeded"
     for prompt in prompts:

@@ -56,10 +56,6 @@ class Metrics:
         self.version.set(weights.version)
         self.epoch.set(weights.epoch)
 
-    def refused(self, reason: str) -> None:
-        """Counts a request that was not taken."""
-        self.refusals.labels(reason).inc()
-
     def text(self) -> bytes:
         """All of it, in Prometheus' format."""
         return generate_latest(self.registry)

@@ -35,6 +35,7 @@ MAX_CHOICES, MAX_STOPS, MAX_LIKELIEST, MAX_PROMPTS = 128, 16, 20, 256
 Token = Annotated[int, Field(json_schema_extra={"minimum": 0, "exclusiveMaximum": 2**31})]
 Tokens = Annotated[list[Token], Field(fail_fast=True)]  # one error, and not one for each element
 TokenIds = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
+StopTokenIds = Annotated[list[Token], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)]
 Text = Annotated[str, Field(min_length=1)]
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -130,9 +131,7 @@ class DecodingFields(Strict):
     noise_row: int | None = Field(None, ge=0, lt=2**62)
     noise_turn: int | None = Field(None, ge=0, lt=2**62)
     stop: str | Annotated[list[Text], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
-    stop_token_ids: (
-        Annotated[list[Token], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None
-    ) = None
+    stop_token_ids: StopTokenIds | None = None
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -163,8 +162,10 @@ class SamplingFields(DecodingFields):
 class OfAll(Ruled):
     """Fields of OpenAI's endpoints."""
 
-    rules: ClassVar[tuple[FieldRule, ...]] = (FieldRule("stream_options", "come with stream=true",
-                       lambda asked: asked.stream or asked.stream_options is None),)  # fmt: skip
+    rules: ClassVar[tuple[FieldRule, ...]] = (
+        FieldRule("stream_options", "come with stream=true",
+                  lambda asked: asked.stream or asked.stream_options is None),
+    )  # fmt: skip
 
     model: str | None = None
     stream: bool | None = None
@@ -178,7 +179,7 @@ class OfAll(Ruled):
     prompt_cache_key: str | None = None
 
 
-_WHOLE = "come without stream=true: chunks have no place for it"
+_WHOLE = "come without stream=true"  # chunks have no place for it
 
 
 class OpenAIFields(SamplingFields, OfAll):
@@ -271,24 +272,8 @@ class JsonSchema(Strict):
     strict: bool | None = None
 
 
-def _needs(kind: str, param: str, read: Callable[[Any], Any]) -> FieldRule:
-    """The field that a response format of some type needs; an empty schema is one."""
-
-    def holds(wanted: Any) -> bool:
-        return wanted.type != kind or read(wanted) not in (None, "")
-
-    return FieldRule(param, f"be given with type={kind!r}", holds, "missing_required_parameter")
-
-
-class ResponseFormat(Ruled):
+class ResponseFormat(Strict):
     """The format of the answer: JSON Schema, a regular expression or a Lark grammar."""
-
-    rules = (
-        _needs("json_schema", "json_schema.schema",
-               lambda wanted: wanted.json_schema and wanted.json_schema.schema_),
-        _needs("regex", "regex", lambda wanted: wanted.regex),
-        _needs("grammar", "grammar", lambda wanted: wanted.grammar),
-    )  # fmt: skip
 
     type: Literal["text", "json_object", "json_schema", "regex", "grammar"]
     json_schema: JsonSchema | None = None
@@ -317,14 +302,14 @@ class ChatRequest(OpenAIFields):
     chat_template_kwargs: Mapped | None = None
 
 
+_OF_PROMPTS = Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
+
+
 class CompletionRequest(OpenAIFields):
     """POST /v1/completions"""
 
     prompt: (
-        str
-        | TokenIds
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
-        | (Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)])
+        str | TokenIds | Annotated[list[str], _OF_PROMPTS] | Annotated[list[TokenIds], _OF_PROMPTS]
     )
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MAX_LIKELIEST)
@@ -471,14 +456,11 @@ class ResponseToolName(Strict):
     name: Text
 
 
-class TextFormat(Strict):
+class TextFormat(JsonSchema):
     """The format of the answer's text."""
 
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
-    schema_: Mapped | None = Field(None, alias="schema")
-    strict: bool | None = None
+    name: str | None = None  # type: ignore[assignment]
 
 
 class TextSettings(Strict):
@@ -529,14 +511,13 @@ _HEADERS = {  # by status; uvicorn closes the connection where they say so
 
 
 class ErrorDetail(BaseModel):
-    """The details of a request's error."""
+    """The details of a request's error: `param` is the field that it is about, and `code` a word
+    that programs can compare."""
 
     message: str
     type: str
     param: str | None = None
-    """The field of the request that it is about."""
     code: str | None = None
-    """A word that programs can compare."""
 
 
 class ErrorBody(BaseModel):
@@ -658,6 +639,4 @@ def field_error(first: Mapping[str, Any], content_type: str, path: str) -> ApiEr
         (each for end, each in _REQUESTS.items() if path.endswith(end)), None
     )  # fmt: skip
     near = did_you_mean(named[-1], model.model_fields if model else (), otherwise="Leave it out.")
-    return ApiError(
-        400, f"{name} is no field of this request. {near}", name, "unknown_parameter"
-    )
+    return ApiError(400, f"{name} is no field of this request. {near}", name, "unknown_parameter")

@@ -26,7 +26,6 @@ from fastapi.routing import APIRoute
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 from pydantic_core import from_json
-from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rllib_llm.serving.schemas import ApiError, documented, refuse
@@ -236,18 +235,6 @@ class Guards:
         """A client's key, whose request is counted; anybody where there are no keys."""
         self.admin = Depends(of_administration)
         """The administration's key."""
-
-
-def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """The application, which web pages of these origins may ask, too."""
-    if not origins:
-        return app
-    return CORSMiddleware(
-        app,
-        allow_origins=origins,
-        allow_methods=["GET", "POST", "DELETE"],
-        allow_headers=["*"],  # OpenAI's client sends a dozen of its own, as x-stainless-os
-    )
 
 
 class Gate:

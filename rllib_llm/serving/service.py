@@ -74,11 +74,9 @@ class JsonResponse(Response):
 
 @dataclass
 class RequestContext:
-    """A request's context, apart from its body.
-
-    version: serial number of the weights that it asks for; None: the newest. size: of its body,
-    bytes. has_large_answer: whether its JSON is made beside the event loop.
-    """
+    """A request's context, apart from its body. version: serial number of the weights that it asks
+    for, None: the newest; size: of its body, bytes; has_large_answer: whether its JSON is made
+    beside the event loop."""
 
     request: Request
     service: Service
@@ -201,10 +199,8 @@ class RunningJob:
             self._arrived.clear()
             await self._arrived.wait()
         i, event = self._events.popleft()
-        if isinstance(event, ApiError):
-            raise event
         if isinstance(event, BaseException):
-            raise self._refusal(event) from event
+            raise event if isinstance(event, ApiError) else self._refusal(event)
         self._rows_left -= isinstance(event, Ended)
         return i, event
 
@@ -226,7 +222,7 @@ class RunningJob:
 
     async def scores(self) -> list[Scores]:
         """The scores of each prompt."""
-        assert self._scoring is not None, "they were not asked for"
+        assert self._scoring is not None
         try:
             with anyio.fail_after(self._deadline - anyio.current_time()):
                 found = await asyncio.wrap_future(self._scoring)
@@ -378,14 +374,13 @@ class Service:
     def abort(self, request_ids: Sequence[str] | None = None) -> list[str]:
         """Aborts requests, None: all, which are answered with their partial output; returns those
         that were under way."""
-        jobs = [
-            job for job in self.jobs.values()
-            if request_ids is None or job.request_id in request_ids
-        ]  # fmt: skip
-        for job in jobs:
-            with suppress(EngineEndedError):  # it has ended them
-                job.abort()
-        return [job.request_id for job in jobs]
+        aborted = []
+        for job in list(self.jobs.values()):
+            if request_ids is None or job.request_id in request_ids:
+                aborted.append(job.request_id)
+                with suppress(EngineEndedError):  # it has ended them
+                    job.abort()
+        return aborted
 
     def close(self) -> None:
         """Ends the engine, and requests that are under way with it."""
@@ -495,7 +490,7 @@ class Service:
             except ValueError as error:
                 raise no_good(field, str(error)) from error
             except BusyError as error:
-                self.metrics.refused("queue")
+                self.metrics.refusals.labels("queue").inc()
                 message = f"{field} cannot be compiled now: {error}."
                 raise ApiError(429, message, field, "server_overloaded") from error
             yield
@@ -508,7 +503,7 @@ class Service:
         refuse(job.num_rows > most, f"n={job.n} completions of {len(job.prompts)} prompts must be "
                f"at most {most} together, the server's places.", "n", "too_many_completions")
         if self.num_rows + job.num_rows > most:
-            self.metrics.refused("queue")
+            self.metrics.refusals.labels("queue").inc()
             raise ApiError(
                 429, f"The server is full: {self.num_rows} completions are under way or wait, and "
                 f"{job.num_rows} more would be above {most}.", None, "server_overloaded",

@@ -35,8 +35,6 @@ _CHARS_PER_TOKEN = 4
 _OFF = dict.fromkeys(
     ("min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias")
 )
-
-
 # Of the training rows that are shown.
 _OF_ROWS = (
     "prompt_ids", "completion_ids", "loss_mask", "logprobs", "versions", "rewards", "finished",
@@ -46,12 +44,8 @@ _OF_ROWS = (
 @dataclass(frozen=True)
 class SessionRules:
     """Fixed sampling settings of a session, which override the agent's: training must know the
-    distribution that was sampled from.
-
-    sampling: fields of a request that take the place of the agent's. max_new_tokens: of a turn.
-    max_turns: of the session. max_tokens: of prompt and turn. template_settings: variables of the
-    chat template that the agent does not name.
-    """
+    distribution that was sampled from. max_new_tokens: of a turn; max_tokens: of it and its prompt;
+    template_settings: variables of the chat template that the agent does not name."""
 
     sampling: Mapping[str, Any]
     max_new_tokens: int
@@ -65,11 +59,8 @@ class Session:
 
     `lock`: of its requests, which are answered one after the other. `limit`: the one of its rules
     that it ran into, "turns" or "tokens". `size`: of all that it holds when it was measured last;
-    `counted`: the size that `Sessions` counts for it.
-
-    Args:
-        owner: the key that began it; empty: there are none.
-        rules: of its turns; None: they are sampled as the agent asks.
+    `counted`: the size that `Sessions` counts for it. `owner`: the key that began it, b"" without
+    keys. `rules`: None: its turns are sampled as the agent asks.
     """
 
     def __init__(self, owner: bytes = b"", rules: SessionRules | None = None) -> None:
@@ -135,8 +126,8 @@ class Session:
                 node = self._last_common_turn(conversation, messages)
                 if node is not None:
                     conversation.branch(node)
-                    said = len(_messages_until(conversation, node))
-                    conversation.append_messages([self._own(each) for each in messages[said:]])
+                    said = sum(len(each.messages) for each in conversation.path(node))
+                    conversation.append_messages([*map(self._with_own_id, messages[said:])])
                     self.conversations.remove(conversation)
                     self.conversations.append(conversation)
                     return conversation
@@ -169,25 +160,17 @@ class Session:
             found += [_essence(message) for message in each.messages] if told is None else [told]
         return found
 
-    def _own(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _with_own_id(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """A tool's answer, which names the call by the id that the client was told."""
         own = self._own_ids.get(str(message.get("tool_call_id")))
         return message if own is None else {**message, "tool_call_id": own}
 
     def end_turn(
-        self,
-        conversation: Conversation,
-        piece: CompletionPiece | None,
-        versions: Sequence[int],
+        self, conversation: Conversation, piece: CompletionPiece | None, versions: Sequence[int],
         told: Mapping[str, Any],
-    ) -> None:
-        """Stores the sampled turn; None removes the turn, since it is incomplete.
-
-        Args:
-            piece: all of the completion.
-            versions: of the weights that sampled each token, the publisher's.
-            told: the message that the client was sent.
-        """
+    ) -> None:  # fmt: skip
+        """Stores a whole completion, the publisher's versions of each token, and the message that
+        the client was sent; None removes the turn, since it is incomplete."""
         if piece is not None and piece.token_ids:
             ends = conversation.chat_format.stop_token_ids
             finish = "stop" if piece.token_ids[-1] in ends else "length"
@@ -309,11 +292,6 @@ class Sessions:
             if not self._of[session.owner]:
                 del self._of[session.owner], self._tokens[session.owner]
 
-    def asked(self, session_id: str, owner: bytes) -> Session:
-        """The session that a request belongs to; 404 where it is over, or another key's."""
-        read = self.begin if self.begin_by_themselves else self.get
-        return read(session_id, owner)
-
     def get(self, session_id: str, owner: bytes) -> Session:
         """The session of this id; 404 where there is none, or it is another key's."""
         found = self._held.get(session_id)
@@ -335,10 +313,6 @@ class Sessions:
         """Ends a session, if it is there."""
         if session_id in self._held:
             self._remove(session_id)
-
-
-def _messages_until(conversation: Conversation, node: int) -> list[Mapping[str, Any]]:
-    return [message for each in conversation.path(node) for message in each.messages]
 
 
 def _essence(message: Mapping[str, Any]) -> tuple[str, str, str]:

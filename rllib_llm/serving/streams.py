@@ -44,12 +44,8 @@ class CompletionPiece:
 
 class Choice:
     """Converts the tokens of one row into pieces. Streams send the pieces and other responses join
-    them, so both give the same text.
-
-    Args:
-        stop_token_ids: of the row; the text of one that ends it is left out.
-        eos_token_ids: those of them that the model ends with anyway.
-    """
+    them, so both give the same text. That of a stop token is left out; `eos_token_ids` are those of
+    them that the model ends with anyway."""
 
     def __init__(
         self, text: TextStream, stop_token_ids: Sequence[int], eos_token_ids: Sequence[int]

@@ -162,7 +162,8 @@ def session_router(service: Service, completer: RequestCompleter, guards: Guards
     @router.post("/{session_id}/v1/chat/completions", response_model=None, responses=STREAMED)
     async def chat_completions(session_id: str, body: ChatRequest, request: Request) -> Response:
         refuse((body.n or 1) != 1, f"n={body.n} must be 1 in a session.", "n", "unsupported_value")
-        session = sessions.asked(session_id, _owner(request))
+        read = sessions.begin if sessions.begin_by_themselves else sessions.get
+        session = read(session_id, _owner(request))
         _check_free(session)
         # An agent that is trained asks for whatever model it was written for.
         context = await service.context_of(request, None if session.rules else body.model)

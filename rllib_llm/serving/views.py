@@ -111,13 +111,10 @@ def _ended(
 
 
 class View:
-    """Completions as one route shows them.
+    """Completions as one route shows them. names: of the answer, such as its id.
 
     `running`, the request in the engine, and `scores` of its prompts, where they are asked for, are
     set before anything is shown. `on_piece` is told what comes.
-
-    Args:
-        names: of the answer, such as its id.
     """
 
     running: RunningJob
@@ -176,12 +173,7 @@ class View:
 
 class ChatView(View):
     """A chat's completions as OpenAI shows them. With tools a turn is shown when it is whole:
-    before, nobody knows what is a call.
-
-    Args:
-        chat_format: how the chat is written.
-        prompt: its token ids.
-    """
+    before, nobody knows what is a call."""
 
     def __init__(
         self, service: Service, body: ChatRequest, request_id: str, chat_format: ChatFormat,
@@ -280,8 +272,9 @@ class TextView(View):
                 choice = self._choice(i, pieces[i]) | further
                 if echo is not None:
                     choice["text"] = echo["text"] + choice["text"]
-                    if choice["logprobs"] is not None:
-                        choice["logprobs"] = _joined(echo["logprobs"], choice["logprobs"])
+                    for name, values in (choice["logprobs"] or {}).items():
+                        if (first := echo["logprobs"][name]) is not None:
+                            choice["logprobs"][name] = [*first, *(values or [])]
                 found.append(choice)
         return found
 
@@ -311,26 +304,13 @@ class TextView(View):
         if self._body.logprobs is not None:
             ids, scores = self._prompts[at], self.scores[at]
             logprobs, likeliest = [math.nan, *scores.logprobs], [[], *scores.likeliest]
-            offsets = _offsets(self._service.tokenizer, ids)
+            stream, offsets = TextStream(self._service.tokenizer), []
+            for token in ids:
+                offsets.append(stream.length)
+                stream.push(token)
             prompt = CompletionPiece("", ids, logprobs, likeliest, offsets=offsets)
             told = text_logprobs(self._service, prompt, self._body.logprobs)
         return {"text": self._echoes[at], "logprobs": told, "finish_reason": None}
-
-
-def _joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: None if values is None else [*values, *(second[name] or [])]
-        for name, values in first.items()
-    }
-
-
-def _offsets(tokenizer: Any, token_ids: list[int]) -> list[int]:
-    """The character offset of each token in the whole text."""
-    stream, offsets = TextStream(tokenizer), []
-    for token in token_ids:
-        offsets.append(stream.length)
-        stream.push(token)
-    return offsets
 
 
 # --- tokens --------------------------------------------------------------------------------------

@@ -120,10 +120,7 @@ class LiveWeights:
                 while [self.newest.epoch, self.newest.version][-len(least) :] < least:
                     await self._changed.wait()
         except TimeoutError:
-            message = (
-                f"{header}={wanted!r} must be at most {self.newest.label}: nothing newer came in "
-                f"{seconds:g} s. Is the run alive that publishes them?"
-            )
+            message = f"{header}={wanted!r} must be at most {self.newest.label}, the newest."
             raise ApiError(409, message, header, "weight_version_not_available") from None
 
 

@@ -335,7 +335,8 @@ def test_a_browser_s_openai_client_may_send_its_own_headers():
 
 def test_a_key_of_other_letters_is_wrong_and_no_fault():
     async def ask(http, made) -> None:
-        answer = await http.get("/v1/models", headers={"Authorization": "Bearer schlüssel".encode()})
+        headers = {"Authorization": "Bearer schlüssel".encode()}
+        answer = await http.get("/v1/models", headers=headers)
         assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
 
     asked(ask, api_keys="k")
