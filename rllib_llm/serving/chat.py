@@ -36,7 +36,9 @@ class Chats:
     ) -> ChatFormat:
         """The chat format for these tools; 400 where the model has no chat template, or none that
         can be used, or where a setting is no variable of templates."""
-        check_variables(settings or {})
+        for name in settings or ():
+            param = f"chat_template_kwargs.{name}"
+            refuse(name in NOT_VARIABLES, f"{param} must be left out: the server sets it.", param)
         with refused_by_template("tools" if tools else "messages"):
             specs = [tool.model_dump(exclude_none=True) for tool in tools or ()]
             key = json.dumps([specs, dict(settings or {})], sort_keys=True)
@@ -50,13 +52,6 @@ class Chats:
                 found = self._formats.setdefault(key, made)  # another thread may have made it
                 self._latest.append(found)
         return found
-
-
-def check_variables(settings: Mapping[str, Any]) -> None:
-    """Refuses template settings that are more than variables of a template."""
-    for name in settings:
-        param = f"chat_template_kwargs.{name}"
-        refuse(name in NOT_VARIABLES, f"{param} must be left out: the server sets it.", param)
 
 
 def as_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:

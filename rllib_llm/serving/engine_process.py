@@ -49,9 +49,7 @@ from rllib_llm.shared.process import forget_startup
 
 logger = logging.getLogger(__name__)
 
-_ENDED = (
-    "The engine's process must be alive: it has ended, and its log says why. Start the server anew."
-)
+_ENDED = "The engine's process must be alive: its log says why it has ended."
 _STOP_SECONDS = 10.0
 _CODE_SECONDS = 1.0  # until a process that has closed its socket has an exit code
 _MEMORY = Path("/dev/shm")  # where files need no disk

@@ -209,9 +209,7 @@ def with_single_spaces(schema: Any) -> Any:
 def _as_schema(schema: Any) -> str:
     from llguidance import LLMatcher
 
-    text = json.dumps(with_single_spaces(schema))
-    check_length(text, "response_format.json_schema.schema")
-    return LLMatcher.grammar_from_json_schema(text)
+    return LLMatcher.grammar_from_json_schema(json.dumps(with_single_spaces(schema)))
 
 
 def no_good(field: str, problem: str) -> ApiError:

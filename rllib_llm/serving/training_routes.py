@@ -164,7 +164,6 @@ def session_router(service: Service, completer: RequestCompleter, guards: Guards
         refuse((body.n or 1) != 1, f"n={body.n} must be 1 in a session.", "n", "unsupported_value")
         read = sessions.begin if sessions.begin_by_themselves else sessions.get
         session = read(session_id, _owner(request))
-        _check_free(session)
         # An agent that is trained asks for whatever model it was written for.
         context = await service.context_of(request, None if session.rules else body.model)
         return await context.answer(turn(session, body, context), body.stream)
@@ -173,10 +172,13 @@ def session_router(service: Service, completer: RequestCompleter, guards: Guards
         session: Session, body: ChatRequest, context: RequestContext
     ) -> AsyncIterator[Event]:
         """Events of a chat completion that the session keeps."""
-        _check_free(session)  # the lock is taken at once: nothing waits in between
+        # Waiting would occupy a connection; agents of a run wait as often as their rules allow. The
+        # lock is taken at once: nothing waits in between.
+        if session.rules is None and session.lock.locked():
+            message = "A turn of this session is under way. Wait for its answer."
+            raise ApiError(409, message, None, "session_busy", {"Retry-After": "1"})
         async with session.lock:
             sessions.hold(session)  # one that is too large already holds no further message
-            chat.check_variables(body.chat_template_kwargs or {})
             settings = session.template_settings(body.chat_template_kwargs)
             body = body.model_copy(update={"chat_template_kwargs": settings or None})
             chat_format, conversation = await context.beside_loop(_begun, session, body)
@@ -205,14 +207,6 @@ def session_router(service: Service, completer: RequestCompleter, guards: Guards
         return chat_format, conversation
 
     return router
-
-
-def _check_free(session: Session) -> None:
-    """Raises ApiError if a turn of the session is in progress, since waiting would occupy a
-    connection. Agents of a training run do wait, as often as their rules allow."""
-    if session.rules is None and session.lock.locked():
-        message = "A turn of this session is under way. Wait for its answer."
-        raise ApiError(409, message, None, "session_busy", {"Retry-After": "1"})
 
 
 def _owner(request: Request) -> bytes:

@@ -46,8 +46,7 @@ class AdapterMerger:
         if adapts_tied_weights(self._adapted):
             raise ValueError(
                 f"lora={settings.lora!r} must leave out the embeddings where input and output "
-                "share them: merged adapters make them two, and the model that is served has one. "
-                "Serve the folder that `algorithm.export_model` writes."
+                "share them. Serve the folder that `algorithm.export_model` writes."
             )
 
     def merged(self, adapters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -62,8 +61,7 @@ class AdapterMerger:
             if name not in own or own[name].shape != tensor.shape:
                 raise ValueError(
                     f"lora must be the run's own: it publishes {name} of shape "
-                    f"{tuple(tensor.shape)}, which these adapters do not have. Give the server the "
-                    "run's `lora` and `model`."
+                    f"{tuple(tensor.shape)}, which these adapters do not have."
                 )
         whole = copy.deepcopy(self._trunk)
         merge_into(whole, self._adapted, named)
@@ -162,8 +160,7 @@ class RunSource:
             tensors = self._merger.merged(tensors)
         elif any(map(is_adapter, tensors)):
             raise ValueError(
-                f"lora=None must be the `lora` of the run {self._client.name!r}, which publishes "
-                "adapters alone. Give the server the same."
+                f"lora=None must be that of the run {self._client.name!r}, which trains adapters."
             )
         self._service.load(
             tensors, epoch=published.epoch, version=published.version,
