@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 from rllib_llm.conversations.chat_format import NOT_VARIABLES, ChatFormat, ChatFormatError
 from rllib_llm.conversations.json_values import is_json
 from rllib_llm.serving.jobs import Limits
-from rllib_llm.serving.schemas import ApiError, Message, Tool
+from rllib_llm.serving.schemas import ApiError, ChatMessage, ToolSchema, refuse
 
 _MAX_FORMATS = 64
 
@@ -32,15 +32,13 @@ class Chats:
             self.format()  # imports what the first request need not wait for
 
     def format(
-        self, tools: Sequence[Tool] | None = None, settings: Mapping[str, Any] | None = None
+        self, tools: Sequence[ToolSchema] | None = None, settings: Mapping[str, Any] | None = None
     ) -> ChatFormat:
-        """The chat format for these tools.
-
-        Raises:
-            ApiError: 400, the model has no chat template, or none that can be used, or a setting is
-                no variable of templates.
-        """
-        check_variables(settings or {})
+        """The chat format for these tools; 400 where the model has no chat template, or none that
+        can be used, or where a setting is no variable of templates."""
+        for name in settings or ():
+            param = f"chat_template_kwargs.{name}"
+            refuse(name in NOT_VARIABLES, f"{param} must be left out: the server sets it.", param)
         with refused_by_template("tools" if tools else "messages"):
             specs = [tool.model_dump(exclude_none=True) for tool in tools or ()]
             key = json.dumps([specs, dict(settings or {})], sort_keys=True)
@@ -49,49 +47,30 @@ class Chats:
                 try:
                     made = ChatFormat(self._tokenizer, tools=specs, template_settings=settings)
                 except ChatFormatError as error:
-                    raise ApiError(
-                        400, f"{error} It is a setting of the server (chat_template); "
-                        "/v1/completions needs none.",
-                        param="messages", code="no_chat_template",
-                    ) from error  # fmt: skip
+                    message = f"{error} It is the server's chat_template."
+                    raise ApiError(400, message, "messages", "no_chat_template") from error
                 found = self._formats.setdefault(key, made)  # another thread may have made it
                 self._latest.append(found)
         return found
 
 
-def check_variables(settings: Mapping[str, Any]) -> None:
-    """Raises ApiError for template settings that are more than variables of a template."""
-    for name in settings:
-        if name in NOT_VARIABLES:
-            raise ApiError(
-                400, f"chat_template_kwargs.{name} must be left out: the server says what it is. "
-                "Give variables of the model's chat template alone.",
-                param=f"chat_template_kwargs.{name}",
-            )  # fmt: skip
-
-
-def as_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as templates take them: text as one string, arguments of calls as objects.
-
-    Raises:
-        ApiError: 400, they are nested too deep.
-    """
+def as_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Messages as templates take them: text as one string, arguments of calls as objects. 400 where
+    they are nested too deep."""
+    found = []
     with refused_by_template():
-        return [_as_message(message) for message in messages]
-
-
-def _as_message(message: Message) -> dict[str, Any]:
-    given = message.model_dump(exclude_none=True)
-    if given["role"] == "developer":
-        given["role"] = "system"
-    content = message.content
-    if isinstance(content, list):
-        given["content"] = "".join(part.text for part in content)
-    given.setdefault("content", "")
-    for call in given.get("tool_calls", ()):
-        function = call["function"]
-        function["arguments"] = read_arguments(function.get("arguments"))
-    return given
+        for message in messages:
+            given = message.model_dump(exclude_none=True)
+            if given["role"] == "developer":
+                given["role"] = "system"
+            if isinstance(message.content, list):
+                given["content"] = "".join(part.text for part in message.content)
+            given.setdefault("content", "")
+            for call in given.get("tool_calls", ()):
+                function = call["function"]
+                function["arguments"] = read_arguments(function.get("arguments"))
+            found.append(given)
+    return found
 
 
 def read_arguments(given: Any) -> Any:
@@ -107,17 +86,11 @@ def read_arguments(given: Any) -> Any:
 
 
 def prompt_ids(
-    chat_format: ChatFormat,
-    messages: Sequence[Message],
-    limits: Limits,
-    *,
+    chat_format: ChatFormat, messages: Sequence[ChatMessage], limits: Limits, *,
     generation_prompt: bool = True,
-) -> list[int]:
-    """Ids of a chat that the assistant is to answer.
-
-    Raises:
-        ApiError: 400, the template refuses the messages, or there is too much of them.
-    """
+) -> list[int]:  # fmt: skip
+    """Ids of a chat that the assistant is to answer; 400 where the template refuses the messages,
+    or there is too much of them."""
     with refused_by_template():
         cleaned = [chat_format.cleaned(message) for message in as_messages(messages)]
         text = chat_format.render(cleaned, generation_prompt=generation_prompt)
@@ -127,36 +100,29 @@ def prompt_ids(
 
 @contextlib.contextmanager
 def refused_by_template(field: str = "messages") -> Iterator[None]:
-    """Raises ApiError, 400, if a chat template fails on a request. A template is foreign code and
-    may raise anything."""
+    """Refuses a request, 400, if a chat template fails on it. A template is foreign code and may
+    raise anything."""
     try:
         yield
     except ApiError:
         raise
-    except ChatFormatError as error:
-        raise ApiError(400, str(error), param=field) from error
     except Exception as error:
         told = "nested too deep" if isinstance(error, RecursionError) else str(error)[:500]
-        raise ApiError(
-            400, f"{field} must be what the chat template takes: it failed on them ({told}).",
-            param=field,
-        ) from error  # fmt: skip
+        message = f"{field} must be what the chat template takes: it failed on them ({told})."
+        if isinstance(error, ChatFormatError):
+            message = str(error)
+        raise ApiError(400, message, field) from error
 
 
 def assistant_message(
-    chat_format: ChatFormat,
-    token_ids: Sequence[int],
-    prompt: Sequence[int],
-    finish_reason: str | None,
-    call_ids: Callable[[int], str],
-    syntax: str | None = None,
+    chat_format: ChatFormat, token_ids: Sequence[int], prompt: Sequence[int],
+    finish_reason: str | None, call_ids: Callable[[int], str], syntax: str | None = None,
     max_calls: int | None = None,
-) -> tuple[dict[str, Any], str | None]:
+) -> tuple[dict[str, Any], str | None]:  # fmt: skip
     """A sampled turn as OpenAI's message, and why it ended: a call that is cut off, or that cannot
     be read, is text and not a call.
 
     Args:
-        finish_reason: why it ended.
         call_ids: the id of each call by its number.
         syntax: of its calls, where it is another than the format's.
         max_calls: that are shown; None: all.
@@ -172,17 +138,12 @@ def assistant_message(
         message["reasoning_content"] = reply.reasoning
     if whole:
         message["content"] = content or None
-        message["tool_calls"] = [
-            {
-                "id": call_ids(i),
-                "type": "function",
-                "function": {
-                    "name": call.name,
-                    "arguments": json.dumps(call.arguments, ensure_ascii=False),
-                },
-            }
-            for i, call in enumerate(whole)
-        ]
+        message["tool_calls"] = []
+        for i, call in enumerate(whole):
+            arguments = json.dumps(call.arguments, ensure_ascii=False)
+            function = {"name": call.name, "arguments": arguments}
+            told = {"id": call_ids(i), "type": "function", "function": function}
+            message["tool_calls"].append(told)
         if finish_reason == "stop":
             return message, "tool_calls"
     return message, finish_reason

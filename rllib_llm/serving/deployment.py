@@ -35,11 +35,8 @@ POLICY = f"{__name__}:by_completions"
 
 
 def by_completions(context: Any) -> tuple[float, dict[str, Any]]:
-    """The replicas needed for the completions in progress, at `target_ongoing_requests` each.
-
-    Args:
-        context: Ray Serve's `AutoscalingContext`.
-    """
+    """The replicas needed for the completions in progress, at `target_ongoing_requests` each, by
+    Ray Serve's `AutoscalingContext`."""
     found = context.aggregated_metrics.get(COMPLETIONS, {})
     return sum(found.values()) / context.config.target_ongoing_requests, {}
 
@@ -63,11 +60,7 @@ logger = logging.getLogger(__name__)
 
 
 class Replica:
-    """One copy of the server.
-
-    Args:
-        settings: of the server, as a mapping; keys among them.
-    """
+    """One copy of the server, whose settings are a mapping, with keys among them."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         from rllib_llm.serving.http_server import open_service, show_log
@@ -95,11 +88,7 @@ class Replica:
         return {COMPLETIONS: float(self._service.num_rows)}
 
     def check_health(self) -> None:
-        """Ray Serve's health check: a replica whose engine has died is restarted.
-
-        Raises:
-            RuntimeError: it has.
-        """
+        """Ray Serve's health check: a replica whose engine has died is restarted."""
         self._service.host.check_open()
 
 
@@ -344,7 +333,8 @@ def prepare(settings: ServeSettings, *, starts_ray: bool = True) -> None:
         if os.environ[HAPROXY] == "1":
             os.environ.update(limited_heads(settings.slow_request_s))
         for name in HAPROXY_PORTS:  # by default those of every other HAProxy of this machine
-            os.environ.setdefault(name, str(_free_port()))
+            with socket.create_server(("", 0)) as free:
+                os.environ.setdefault(name, str(free.getsockname()[1]))
         if is_here:  # on a cluster it may lie elsewhere
             check_model(settings)
 
@@ -387,11 +377,6 @@ def check_port(settings: ServeSettings) -> None:
             f"port={settings.port} must be free on host={settings.host!r}: {reason}. Choose "
             "another with --port or --host, or end that process.",
         ) from error  # fmt: skip
-
-
-def _free_port() -> int:
-    with socket.create_server(("", 0)) as found:
-        return int(found.getsockname()[1])
 
 
 def serve(model: str, *, config: Path | str | None = None, **settings: Any) -> Server:

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -48,11 +47,7 @@ class ModelFacts:
 
     @classmethod
     def of(cls, model: Any, eos_token_ids: tuple[int, ...]) -> ModelFacts:
-        """Those of a causal LM of transformers.
-
-        Args:
-            eos_token_ids: all ids that end its completions.
-        """
+        """Those of a causal LM of transformers, and all ids that end its completions."""
         config = model.config.get_text_config(decoder=True)
         return cls(
             getattr(config, "max_position_embeddings", None) or _MANY_POSITIONS,
@@ -73,13 +68,13 @@ class Counts:
 
 class EngineHost(Protocol):
     """Samples for a server. Weights are named by the serial numbers that the server gives them;
-    those that it starts with are 0. All methods but `listen` and `ready` are for any thread."""
+    those that it starts with are 0. All methods but `listen` and `ready` are for any thread; those
+    without a docstring are as those of `EngineLoop`, and `compile` and `release` of `Grammars`."""
 
     facts: ModelFacts
 
     @property
-    def is_paused(self) -> bool:
-        """Whether sampling is paused and requests are queued."""
+    def is_paused(self) -> bool: ...
 
     async def listen(self) -> None:
         """Called in the server's event loop before any request."""
@@ -88,21 +83,14 @@ class EngineHost(Protocol):
         """Waits, in that loop, until the engine has accepted earlier requests."""
 
     def submit_all(self, rows: Sequence[Row], grammar: str | None = None) -> list[Future[Ended]]:
-        """As `EngineLoop.submit_all`, but in which thread `on_tokens` is called is open.
+        """As `EngineLoop.submit_all`, but in which thread `on_tokens` is called is open. All rows
+        keep to the grammar, which has been compiled."""
 
-        Args:
-            rows: without guides.
-            grammar: that all of them keep to; `compile` was called with it, and is done.
-        """
+    def compile(self, grammar: str, pin: int) -> Future[None]: ...
 
-    def compile(self, grammar: str, pin: int) -> Future[None]:
-        """As `Grammars.compile`; exceptions may also be in the future."""
+    def release(self, pin: int) -> None: ...
 
-    def release(self, pin: int) -> None:
-        """As `Grammars.release`."""
-
-    def abort(self, future: Future[Ended]) -> None:
-        """As `EngineLoop.abort`."""
+    def abort(self, future: Future[Ended]) -> None: ...
 
     def score(
         self, texts: Sequence[Sequence[int]], top: int, version: int | None
@@ -114,23 +102,15 @@ class EngineHost(Protocol):
 
     def load(self, weights: Mapping[str, torch.Tensor], serial: int) -> list[int]:
         """Loads weights for new rows; returns the versions held then, the newest first. May take a
-        while.
+        while. Weights of another model are a ValueError, and change nothing."""
 
-        Raises:
-            ValueError: they are those of another model; nothing changes.
-        """
+    def pause(self) -> None: ...
 
-    def pause(self) -> None:
-        """As `EngineLoop.pause`."""
+    def resume(self) -> None: ...
 
-    def resume(self) -> None:
-        """As `EngineLoop.resume`."""
+    def check_open(self) -> None: ...
 
-    def check_open(self) -> None:
-        """As `EngineLoop.check_open`."""
-
-    def close(self) -> None:
-        """As `EngineLoop.close`."""
+    def close(self) -> None: ...
 
 
 class ThreadHost:
@@ -145,14 +125,10 @@ class ThreadHost:
     """
 
     def __init__(
-        self,
-        model: Any,
-        settings: ServeSettings,
-        eos_token_ids: tuple[int, ...],
-        tokenizer: Any = None,
-        after_step: Callable[[], None] | None = None,
+        self, model: Any, settings: ServeSettings, eos_token_ids: tuple[int, ...],
+        tokenizer: Any = None, after_step: Callable[[], None] | None = None,
         engine: TorchEngine | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.facts = ModelFacts.of(model, eos_token_ids)
         self._in_flight = settings.in_flight
         other = copy.deepcopy(model) if self._in_flight == "finish" else None
@@ -189,16 +165,18 @@ class ThreadHost:
         self, texts: Sequence[Sequence[int]], top: int, version: int | None
     ) -> Future[list[TextScores]]:
         done: Future[list[TextScores]] = Future()
+
+        def pass_on_error(begun: Future[Any]) -> None:  # of a call that could not even start
+            if not begun.cancelled() and (error := begun.exception()) is not None:
+                settle(done, error)
+
         begun = self.loop.do(lambda: self.engine.score(texts, top, version, done))
-        begun.add_done_callback(partial(_hand_on_error, done))
+        begun.add_done_callback(pass_on_error)
         return done
 
     def count(self) -> Future[Counts]:
-        return self.loop.do(
-            lambda: Counts(
-                self.engine.num_sampling, self.engine.num_waiting, self.engine.rows_by_version
-            )
-        )
+        of = self.engine
+        return self.loop.do(lambda: Counts(of.num_sampling, of.num_waiting, of.rows_by_version))
 
     def load(self, weights: Mapping[str, torch.Tensor], serial: int) -> list[int]:
         if self._in_flight == "finish":
@@ -210,12 +188,6 @@ class ThreadHost:
     def close(self) -> None:
         self._grammars.close()
         self.loop.close()
-
-
-def _hand_on_error(done: Future[Any], begun: Future[Any]) -> None:
-    """Passes on the exception of a call that could not even start."""
-    if not begun.cancelled() and (error := begun.exception()) is not None:
-        settle(done, error)
 
 
 def open_thread(

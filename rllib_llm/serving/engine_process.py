@@ -49,9 +49,7 @@ from rllib_llm.shared.process import forget_startup
 
 logger = logging.getLogger(__name__)
 
-_ENDED = (
-    "The engine's process must be alive: it has ended, and its log says why. Start the server anew."
-)
+_ENDED = "The engine's process must be alive: its log says why it has ended."
 _STOP_SECONDS = 10.0
 _CODE_SECONDS = 1.0  # until a process that has closed its socket has an exit code
 _MEMORY = Path("/dev/shm")  # where files need no disk
@@ -69,20 +67,14 @@ def pickled(message: Any) -> bytes:
 
 
 class AsyncChannel:
-    """A `Connection`'s other end, in an event loop. Made in any thread and opened in the loop's.
-
-    Args:
-        connected: to the other end; shut down with this.
-        on_message: called in the loop with each message.
-        on_end: called in the loop once, when the other end is gone.
-    """
+    """A `Connection`'s other end, in an event loop. Made in any thread and opened in the loop's,
+    which calls `on_message` with each message and `on_end` once, when the other end is gone.
+    connected: to that; shut down with this."""
 
     def __init__(
-        self,
-        connected: socket.socket,
-        on_message: Callable[[Any], None],
+        self, connected: socket.socket, on_message: Callable[[Any], None],
         on_end: Callable[[], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._socket, self._on_message, self._on_end = connected, on_message, on_end
         self._loop: asyncio.AbstractEventLoop | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -112,11 +104,7 @@ class AsyncChannel:
         self._on_end()
 
     def send(self, message: Any) -> None:
-        """Sends a message, or buffers it. From any thread.
-
-        Raises:
-            OSError: the other end is gone, or the loop has ended.
-        """
+        """Sends a message, or buffers it. From any thread. OSError: the loop has ended."""
         assert self._loop is not None, "open was called"
         body = pickled(message)
         data = _HEAD.pack(len(body)) + body
@@ -152,14 +140,8 @@ class AsyncChannel:
 
 
 class EngineProcess:
-    """See `EngineHost`. Results come in the event loop that `listen` is called in.
-
-    Args:
-        source: of the model, as `load_causal_lm` takes it.
-
-    Raises:
-        Exception: what loading the model raises.
-    """
+    """See `EngineHost`. Results come in the event loop that `listen` is called in. `source` is of
+    the model, as `load_causal_lm` takes it; what loading it raises is raised here."""
 
     def __init__(self, settings: ServeSettings, source: str) -> None:
         self._ids = itertools.count(1)  # 0: nobody waits for the result
@@ -335,11 +317,7 @@ def _room_for(weights: Mapping[str, torch.Tensor]) -> str | None:
 
 
 class EngineWorker:
-    """Runs an engine for a server in another process.
-
-    Args:
-        connection: to the server.
-    """
+    """Runs an engine for a server in another process, to which the connection is."""
 
     def __init__(self, connection: Connection, settings: ServeSettings, source: str) -> None:
         self._connection, self._lock = connection, threading.RLock()
@@ -368,10 +346,8 @@ class EngineWorker:
 
     def submit(self, sent: Sequence[tuple[int, bool, Row]], grammar: str | None) -> None:
         """Adds rows: the number of each, and whether its tokens are streamed."""
-        rows = [
-            replace(each, on_tokens=partial(self._note, number)) if streams else each
-            for number, streams, each in sent
-        ]
+        rows = [replace(each, on_tokens=partial(self._note, number)) if streams else each
+                for number, streams, each in sent]  # fmt: skip
         try:
             futures = self._host.submit_all(rows, grammar)
         except Exception as error:  # noqa: BLE001  (the border of the process: the server has it)
@@ -425,14 +401,12 @@ class EngineWorker:
 
     def cancel(self, number: int) -> None:
         """Nobody waits for it any more."""
-        future = self._futures.get(number)
-        if future is not None:  # it has not ended meanwhile
+        if (future := self._futures.get(number)) is not None:  # it has not ended meanwhile
             future.cancel()
 
     def abort(self, number: int) -> None:
         """Aborts a row, returning its partial output."""
-        future = self._futures.get(number)
-        if future is not None:
+        if (future := self._futures.get(number)) is not None:
             self._host.abort(future)
 
 

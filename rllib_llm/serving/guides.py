@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from rllib_llm.engines.engine_loop import settle
-from rllib_llm.serving.schemas import ApiError, ResponseFormat
+from rllib_llm.serving.schemas import ApiError, ResponseFormat, refuse
 
 MAX_GRAMMAR_CHARS = 2**16
 _MAX_KEPT = 64
@@ -38,9 +38,8 @@ class BusyError(RuntimeError):
 
 
 @dataclass
-class _Entry:
-    """A grammar that is or will be compiled. waiting: requests that wait for it. pins: requests
-    that may still use it."""
+class _CompiledGrammar:
+    """A grammar that is or will be compiled; how many requests wait for it, or may still use it."""
 
     guide: Future[LlGuide]
     waiting: int = 0
@@ -58,22 +57,18 @@ class Grammars:
     def __init__(self, tokenizer: Any, eos_token_id: int | None) -> None:
         self._tokenizer, self._eos = tokenizer, eos_token_id
         self._lock = threading.RLock()  # callbacks of a future that is cancelled run at once
-        self._entries: OrderedDict[str, _Entry] = OrderedDict()
-        self._pins: dict[int, _Entry] = {}
+        self._entries: OrderedDict[str, _CompiledGrammar] = OrderedDict()
+        self._pins: dict[int, _CompiledGrammar] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._tokens: Any = None  # llguidance's view of the vocabulary; of the thread alone
 
     def compile(self, grammar: str, pin: int) -> Future[None]:
-        """Done when guides can be made by this grammar; the same grammar is compiled once. What
-        nobody waits for any more, since all have cancelled, is not compiled.
-
-        The future raises GrammarError for one that llguidance does not take.
+        """Done when guides can be made by this grammar, or with the GrammarError of one that
+        llguidance does not take; the same grammar is compiled once. What nobody waits for any more,
+        since all have cancelled, is not compiled. BusyError where too many wait.
 
         Args:
             pin: a number of the caller's; the grammar is kept until `release` is called with it.
-
-        Raises:
-            BusyError: too many wait.
         """
         done: Future[None] = Future()
         with self._lock:
@@ -82,26 +77,27 @@ class Grammars:
                 waiting = sum(not each.guide.done() for each in self._entries.values())
                 if waiting >= _MAX_WAITING:
                     raise BusyError(f"{waiting} other grammars wait to be compiled")
-                entry = self._entries[grammar] = _Entry(self._thread.submit(self._compile, grammar))
+                entry = self._entries[grammar] = _CompiledGrammar(
+                    self._thread.submit(self._compile, grammar)
+                )
             entry.waiting += 1
             entry.pins += 1
             self._pins[pin] = entry
             self._entries.move_to_end(grammar)
         done.add_done_callback(lambda _: self._gone(grammar, entry))
-        entry.guide.add_done_callback(lambda guide: _hand_on(guide, done))
+        entry.guide.add_done_callback(
+            lambda guide: done.cancel() if guide.cancelled() else settle(done, guide.exception())
+        )
         return done
 
-    def _gone(self, grammar: str, entry: _Entry) -> None:
+    def _gone(self, grammar: str, entry: _CompiledGrammar) -> None:
         """Somebody waits no more."""
         with self._lock:
             entry.waiting -= 1
-            if not entry.waiting and not entry.guide.done() and entry.guide.cancel():
-                self._forget(grammar, entry)
+            is_unwanted = not entry.waiting and not entry.guide.done() and entry.guide.cancel()
+            if is_unwanted and self._entries.get(grammar) is entry:
+                del self._entries[grammar]
             self._evict()
-
-    def _forget(self, grammar: str, entry: _Entry) -> None:
-        if self._entries.get(grammar) is entry:
-            del self._entries[grammar]
 
     def _evict(self) -> None:
         """Forgets the oldest of those that are done and that nobody has pinned."""
@@ -117,21 +113,17 @@ class Grammars:
         limits = llguidance.LLParserLimits(initial_lexer_fuel=_LEXER_FUEL)
         guide = LlGuide(llguidance.LLMatcher(self._tokens, grammar, log_level=0, limits=limits))
         if not guide.problem:
-            guide.keep_first()
+            guide.first = guide.allowed()  # which takes the longest, for all copies
         if guide.problem:
             raise GrammarError(guide.problem)
         return guide
 
     def guide(self, grammar: str) -> LlGuide:
-        """A guide by a grammar that was compiled, and not released.
-
-        Raises:
-            RuntimeError: it was not: nothing is compiled here, where others wait.
-        """
+        """A guide by a grammar that was compiled, and not released: nothing is compiled here, where
+        others wait."""
         with self._lock:
             entry = self._entries.get(grammar)
-        if entry is None or not entry.guide.done():
-            raise RuntimeError("a grammar must be compiled before it guides")
+        assert entry is not None and entry.guide.done(), "a grammar is compiled before it guides"
         return entry.guide.result().copy()
 
     def release(self, pin: int) -> None:
@@ -147,26 +139,15 @@ class Grammars:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-def _hand_on(guide: Future[LlGuide], done: Future[None]) -> None:
-    if guide.cancelled():
-        done.cancel()
-    else:
-        settle(done, guide.exception())
-
-
 class LlGuide:
     """See `engines.protocol.Guide`; one of llguidance's matchers."""
 
     def __init__(self, matcher: Any, first: torch.Tensor | None = None) -> None:
-        self._matcher, self._first = matcher, first
-
-    def keep_first(self) -> None:
-        """Keeps the first `allowed`, which takes the longest, for all copies."""
-        self._first = self.allowed()
+        self._matcher, self.first = matcher, first
 
     def copy(self) -> LlGuide:
         """Another one that has taken the same tokens."""
-        return LlGuide(self._matcher.deep_copy(), self._first)
+        return LlGuide(self._matcher.deep_copy(), self.first)
 
     @property
     def problem(self) -> str:
@@ -177,24 +158,20 @@ class LlGuide:
 
     def allowed(self) -> torch.Tensor:
         """A bit for each token, which the matcher packs into bytes."""
-        if self._first is not None:
-            return self._first
+        if self.first is not None:
+            return self.first
         packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         return torch.from_numpy(np.unpackbits(packed, bitorder="little")).bool()
 
     def take(self, token_id: int) -> None:
-        self._first = None
+        self.first = None
         self._matcher.consume_token(token_id)
 
 
-def grammar_of(wanted: ResponseFormat) -> tuple[str, str] | None:
+def grammar_of(wanted: ResponseFormat | None) -> tuple[str, str] | None:
     """The field of a response format that contains a grammar, and the grammar for llguidance; None
-    for free text.
-
-    Raises:
-        ApiError: 400, it is missing, too long, or cannot be read.
-    """
-    if wanted.type == "text":
+    for free text; 400 where it is too long, or cannot be read."""
+    if wanted is None or wanted.type == "text":
         return None
     from llguidance import LLMatcher
 
@@ -207,11 +184,8 @@ def grammar_of(wanted: ResponseFormat) -> tuple[str, str] | None:
     }
     name, given, read = known[wanted.type]
     field = f"response_format.{name}"
-    if given is None or given == "":
-        raise ApiError(
-            400, f"{field} must be given with type={wanted.type!r}.", param=field,
-            code="missing_required_parameter",
-        )  # fmt: skip
+    refuse(given in (None, ""), f"{field} must be given with type={wanted.type!r}.", field,
+           "missing_required_parameter")  # fmt: skip
     try:
         grammar = read(given)
     except (ValueError, RecursionError) as error:
@@ -221,9 +195,9 @@ def grammar_of(wanted: ResponseFormat) -> tuple[str, str] | None:
 
 
 def check_length(grammar: str, field: str) -> None:
-    """Raises ApiError for a grammar that would take long to compile."""
-    if len(grammar) > MAX_GRAMMAR_CHARS:
-        raise no_good(field, f"it has more than {MAX_GRAMMAR_CHARS} characters.")
+    """Refuses a grammar that would take long to compile."""
+    refuse(len(grammar) > MAX_GRAMMAR_CHARS,
+           f"{field} must be a grammar of at most {MAX_GRAMMAR_CHARS} characters.", field)
 
 
 def with_single_spaces(schema: Any) -> Any:
@@ -235,13 +209,9 @@ def with_single_spaces(schema: Any) -> Any:
 def _as_schema(schema: Any) -> str:
     from llguidance import LLMatcher
 
-    text = json.dumps(with_single_spaces(schema))
-    check_length(text, "response_format.json_schema.schema")
-    return LLMatcher.grammar_from_json_schema(text)
+    return LLMatcher.grammar_from_json_schema(json.dumps(with_single_spaces(schema)))
 
 
 def no_good(field: str, problem: str) -> ApiError:
     """The answer to a grammar that is refused."""
-    return ApiError(
-        400, f"{field} must be one that can be followed: {problem[:500]}", param=field,
-    )  # fmt: skip
+    return ApiError(400, f"{field} must be one that can be followed: {problem[:500]}", field)

@@ -26,6 +26,7 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Match
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
@@ -42,29 +43,22 @@ from rllib_llm.serving.engine_host import (
 )
 from rllib_llm.serving.engine_process import EngineProcess
 from rllib_llm.serving.metrics import set_gauges
-from rllib_llm.serving.openai_routes import Completer, openai_router
+from rllib_llm.serving.openai_routes import RequestCompleter, openai_router
 from rllib_llm.serving.schemas import (
+    FAILED,
     AbortRequest,
     ApiError,
     UpdateRequest,
     documented,
-    failed,
     field_error,
 )
-from rllib_llm.serving.security import (
-    Clients,
-    Gate,
-    Guards,
-    JsonRoute,
-    read_clients,
-    with_cors,
-)
+from rllib_llm.serving.security import Clients, Gate, Guards, JsonRoute, read_clients
 from rllib_llm.serving.service import Service, engine_ended
-from rllib_llm.serving.sessions import Rules, Session
+from rllib_llm.serving.sessions import Session, SessionRules
 from rllib_llm.serving.settings import ServeSettings
 from rllib_llm.serving.training_routes import session_router, token_router
 from rllib_llm.serving.weight_sources import load_folder
-from rllib_llm.serving.weights import Weights
+from rllib_llm.serving.weights import ServedWeights
 from rllib_llm.shared.errors import nearest
 
 logger = logging.getLogger(__name__)
@@ -102,8 +96,25 @@ def make_app(
     if clients is None:
         clients = read_clients(settings)
     guards = Guards(clients)
-    app = _App(title="rllib_llm", docs_url=None, redoc_url=None, lifespan=_lifespan(service))
-    completer = Completer(service)
+
+    async def measure_lag() -> None:
+        events = asyncio.get_running_loop()
+        while True:
+            due = events.time() + _LAG_SECONDS
+            await asyncio.sleep(_LAG_SECONDS)
+            service.metrics.lag.set(max(0.0, events.time() - due))
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await service.start()
+        lag = asyncio.create_task(measure_lag())
+        yield
+        lag.cancel()
+        await service.drain(settings.drain_s)
+        service.close()
+
+    app = _App(title="rllib_llm", docs_url=None, redoc_url=None, lifespan=lifespan)
+    completer = RequestCompleter(service)
     for router in (
         openai_router(service, completer, guards),
         token_router(service, completer, guards),
@@ -113,28 +124,13 @@ def make_app(
         app.include_router(router)
     _add_errors(app)
     _add_health(app, service)
-    return with_cors(Gate(app, settings, clients, names_requests), settings.cors_origins)
-
-
-def _lifespan(service: Service) -> Any:
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        await service.start()
-        lag = asyncio.create_task(_measure_lag(service))
-        yield
-        lag.cancel()
-        await service.drain(service.settings.drain_s)
-        service.close()
-
-    return lifespan
-
-
-async def _measure_lag(service: Service) -> None:
-    events = asyncio.get_running_loop()
-    while True:
-        due = events.time() + _LAG_SECONDS
-        await asyncio.sleep(_LAG_SECONDS)
-        service.metrics.lag.set(max(0.0, events.time() - due))
+    gate = Gate(app, settings, clients, names_requests)
+    if not settings.cors_origins:
+        return gate
+    return CORSMiddleware(  # OpenAI's client in a browser sends a dozen headers of its own
+        gate, allow_origins=settings.cors_origins, allow_methods=["GET", "POST", "DELETE"],
+        allow_headers=["*"],
+    )  # fmt: skip
 
 
 def _add_health(app: FastAPI, service: Service) -> None:
@@ -175,7 +171,7 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def of_fields(request: Request, error: RequestValidationError) -> JSONResponse:
         kind = request.headers.get("content-type", "")
-        return field_error(list(error.errors()), kind, request.url.path).response()
+        return field_error(error.errors()[0], kind, request.url.path).response()
 
     @app.exception_handler(HTTPException)
     async def of_http(request: Request, error: HTTPException) -> JSONResponse:
@@ -188,24 +184,18 @@ def _add_errors(app: FastAPI) -> None:
         code = "invalid_json" if error.status_code == 400 else None
         headers = dict(error.headers or {})
         if error.status_code == 405:  # Starlette names those of the first route of this path
-            headers["Allow"] = ", ".join(_methods(request))
-        return ApiError(error.status_code, message, code=code, headers=headers).response()
+            scopes = {each: {**request.scope, "method": each} for each in ("DELETE", "GET", "POST")}
+            known = [method for method, scope in scopes.items()
+                     if any(each.matches(scope)[0] is Match.FULL for each in app.routes)]
+            if "GET" in known:  # the gate turns HEAD into it
+                known.append("HEAD")
+            headers["Allow"] = ", ".join(known)
+        return ApiError(error.status_code, message, None, code, headers).response()
 
     @app.exception_handler(Exception)
     async def of_the_server(request: Request, error: Exception) -> JSONResponse:
         logger.exception("%s %s failed", request.method, request.url.path)
-        return failed().response()
-
-
-def _methods(request: Request) -> list[str]:
-    """The methods that the request's path knows, of all routes."""
-
-    def takes(method: str) -> bool:
-        scope = {**request.scope, "method": method}
-        return any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
-
-    found = [method for method in ("DELETE", "GET", "POST") if takes(method)]
-    return [*found, "HEAD"] if "GET" in found else found  # which the gate turns into GET
+        return ApiError(500, FAILED).response()
 
 
 def _administration(service: Service, guards: Guards) -> APIRouter:
@@ -235,14 +225,13 @@ def _administration(service: Service, guards: Guards) -> APIRouter:
     async def abort_requests(body: AbortRequest | None = None) -> dict[str, Any]:
         return {"aborted": service.abort(None if body is None else body.request_ids)}
 
+    def described(weights: ServedWeights) -> dict[str, Any]:
+        return {name: value for name, value in asdict(weights).items() if name != "serial"}
+
     @router.get("/weight_info")
     async def weight_info() -> dict[str, Any]:
-        newest, *_ = service.weights.live
-        return {
-            "newest": _told(newest),
-            "live": [_told(each) for each in service.weights.live],
-            "in_flight": service.settings.in_flight,
-        }
+        live = [*map(described, service.weights.live)]
+        return {"newest": live[0], "live": live, "in_flight": service.settings.in_flight}
 
     @router.post("/update_weights", responses=documented(409))
     async def update_weights(body: UpdateRequest) -> dict[str, Any]:
@@ -255,8 +244,8 @@ def _administration(service: Service, guards: Guards) -> APIRouter:
             try:
                 loaded = await asyncio.to_thread(load_folder, service, body.path, epoch, version)
             except (ValueError, OSError) as error:
-                raise ApiError(400, str(error), param="path") from error
-        return _told(loaded)
+                raise ApiError(400, str(error), "path") from error
+        return described(loaded)
 
     @router.post("/drain")
     async def drain() -> dict[str, Any]:
@@ -266,13 +255,9 @@ def _administration(service: Service, guards: Guards) -> APIRouter:
     return router
 
 
-def _told(weights: Weights) -> dict[str, Any]:
-    return {name: value for name, value in asdict(weights).items() if name != "serial"}
-
-
 class HttpServer(uvicorn.Server):
     """Runs until SIGTERM or SIGINT, or `should_exit`; then reports not ready, drains requests for
-    up to `drain_s`, and closes.
+    up to `drain_s`, and closes. The methods that are uvicorn's are called by it.
 
     Args:
         clients: who may ask; None: as the service's settings say.
@@ -282,13 +267,9 @@ class HttpServer(uvicorn.Server):
     """
 
     def __init__(
-        self,
-        service: Service,
-        clients: Clients | None = None,
-        given: socket.socket | None = None,
-        *,
-        ends_with_engine: bool = False,
-    ) -> None:
+        self, service: Service, clients: Clients | None = None,
+        given: socket.socket | None = None, *, ends_with_engine: bool = False,
+    ) -> None:  # fmt: skip
         settings = service.settings
         super().__init__(
             uvicorn.Config(
@@ -300,8 +281,7 @@ class HttpServer(uvicorn.Server):
         self._service = service
         self._given, self._ends_with_engine = given, ends_with_engine
         self.engine_has_ended = False
-        self.on_start: Callable[[], Any] = lambda: None
-        """Called when it listens."""
+        self.on_start: Callable[[], Any] = lambda: None  # called when it listens
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn's."""
@@ -418,20 +398,12 @@ def show_log() -> None:
 
 def open_service(settings: ServeSettings) -> Service:
     """Loads the model that the settings name: a checkpoint, trial, Hugging Face folder or hub id,
-    or the dotted path of a function.
-
-    Raises:
-        Problems: the folder holds no model.
-        Problems: nothing can be loaded from it.
-    """
+    or the dotted path of a function. A folder without a model is a mistake of the user."""
     sys.setswitchinterval(SWITCH_SECONDS)
     source = find_model(settings.model)
     tokenizer = served_tokenizer(source, settings.chat_template)
-    host: EngineHost
-    if settings.engine_process:
-        host = EngineProcess(settings, source)
-    else:
-        host = open_thread(settings, source)
+    start: Callable[..., EngineHost] = EngineProcess if settings.engine_process else open_thread
+    host = start(settings, source)
     return Service(host, tokenizer, settings, source=source)
 
 
@@ -450,11 +422,7 @@ class AgentServer:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Answers in the block, on the loopback device, from a thread of this process.
-
-        Raises:
-            RuntimeError: the server does not start.
-        """
+        """Answers in the block, on the loopback device, from a thread of this process."""
         listening = socket.create_server(("127.0.0.1", 0))
         server = HttpServer(self.service, Clients([]), listening)
         thread = threading.Thread(target=server.serve_here, name="http-server", daemon=True)
@@ -474,18 +442,13 @@ class AgentServer:
 
     @contextmanager
     def session(
-        self,
-        sampling: Mapping[str, Any],
-        *,
-        max_new_tokens: int,
-        max_turns: int,
+        self, sampling: Mapping[str, Any], *, max_new_tokens: int, max_turns: int,
         template_settings: Mapping[str, Any],
-    ) -> Iterator[tuple[str, Session]]:
+    ) -> Iterator[tuple[str, Session]]:  # fmt: skip
         """A session's address and record."""
-        rules = Rules(
-            sampling, max_new_tokens=max_new_tokens, max_turns=max_turns,
-            max_tokens=self.max_tokens, template_settings=template_settings,
-        )  # fmt: skip
+        rules = SessionRules(
+            sampling, max_new_tokens, max_turns, self.max_tokens, template_settings
+        )
         session_id = uuid.uuid4().hex  # nobody guesses it
         session = self.service.sessions.begin(session_id, rules=rules)
         try:
@@ -503,15 +466,9 @@ class AgentServer:
 
 
 def open_agent_server(
-    engine: TorchEngine,
-    tokenizer: Any,
-    *,
-    stop_token_ids: Sequence[int],
-    max_rows: int,
-    max_tokens: int | None,
-    max_seconds: float,
-    name: str,
-) -> AgentServer:
+    engine: TorchEngine, tokenizer: Any, *, stop_token_ids: Sequence[int], max_rows: int,
+    max_tokens: int | None, max_seconds: float, name: str,
+) -> AgentServer:  # fmt: skip
     """A server of an engine that is there.
 
     Args:

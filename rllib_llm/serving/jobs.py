@@ -1,11 +1,11 @@
-"""Requests as jobs of the engine, and the limits of what they may ask.
+"""Requests as jobs of the engine, and the limits of what they may ask; what is above them is
+refused by an `ApiError` that names the field.
 
 fields of a request ── make_job ──▶ Job ──▶ rows of the engine
 """
 
 from __future__ import annotations
 
-import logging
 import secrets
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -13,9 +13,7 @@ from typing import Any
 
 from rllib_llm.engines.params import LOWEST_TEMPERATURE, SamplingParams
 from rllib_llm.engines.protocol import Noise, Row
-from rllib_llm.serving.schemas import MAX_LOGPROBS, ApiError, SamplingFields
-
-logger = logging.getLogger(__name__)
+from rllib_llm.serving.schemas import MAX_LOGPROBS, ApiError, SamplingFields, refuse
 
 _CHARS_PER_TOKEN = 16
 
@@ -88,44 +86,79 @@ class Limits:
     max_prompt_chars: int | None = None
 
     def check_chars(self, text: str, field: str) -> None:
-        """Raises ApiError for a text that is longer than any prompt, before it is tokenised."""
+        """Refuses a text that is longer than any prompt, before it is tokenised."""
         most = self.max_prompt_chars or _CHARS_PER_TOKEN * self.max_model_len
-        if len(text) > most:
-            raise ApiError(
-                400, f"{field} must have at most {most} characters, the server's limit: it has "
-                f"{len(text)}. Shorten it.", param=field, code="context_length_exceeded",
-            )  # fmt: skip
+        refuse(len(text) > most, f"{field} must have at most {most} characters: it has "
+               f"{len(text)}.", field, "context_length_exceeded")  # fmt: skip
 
 
-def read_params(
-    fields: SamplingFields,
-    limits: Limits,
-    *,
-    stop_token_ids: Sequence[int] = (),
-    top_logprobs: int = 0,
-) -> SamplingParams:
-    """The settings of sampling, its longest length aside.
+def check_tokens(token_ids: Sequence[int], limits: Limits, field: str) -> None:
+    """Refuses ids that the model has no embedding for. Of a large request it is called beside the
+    event loop."""
+    for token in (min(token_ids, default=0), max(token_ids, default=0)):
+        refuse(not 0 <= token < limits.vocab_size, f"{field}={token} must be at least 0 and below "
+               f"{limits.vocab_size}, the model's tokens.", field)  # fmt: skip
+
+
+def read_lengths(
+    prompts: Sequence[Sequence[int]], asked: int | None, limits: Limits, *, default: int | None,
+    field: str, prompt_field: str, least: int = 1,
+) -> list[int]:  # fmt: skip
+    """How many tokens may follow each prompt; `asked` by the request in `field`, or by `default`,
+    None: all that there is room for. least: that may be asked for."""
+    refuse(asked is not None and asked < least, f"{field}={asked} must be at least {least}.", field)
+    found, most, code = [], limits.max_model_len, "context_length_exceeded"
+    for prompt in prompts:
+        room, wanted = most - len(prompt), default if asked is None else asked
+        refuse(room < (1 if asked is None else min(asked, 1)), f"{prompt_field} must have fewer "
+               f"than {most} tokens, the model's context: it has {len(prompt)}.", prompt_field,
+               code)  # fmt: skip
+        refuse(asked is not None and asked > room, f"{field}={asked} must be at most {room}: the "
+               f"prompt has {len(prompt)} of the {most} tokens of the model's context.", field,
+               code)  # fmt: skip
+        found.append(room if wanted is None else min(wanted, room))
+    return found
+
+
+def make_job(
+    fields: SamplingFields, limits: Limits, prompts: list[list[int]], lengths: list[int], *,
+    turn_ends: Sequence[int] = (), top_logprobs: int = 0, prompt_logprobs: int | None = None,
+    **further: Any,
+) -> Job:  # fmt: skip
+    """Converts a request into a job for the engine.
 
     Args:
-        stop_token_ids: further ones, which the chat format ends a turn with.
+        lengths: how many tokens may follow each prompt.
+        turn_ends: tokens that the chat format ends a turn with.
         top_logprobs: how many of the likeliest tokens the answer tells.
-
-    Raises:
-        ApiError: 400, naming the field.
+        prompt_logprobs: the same of the prompts; None: they are not scored.
     """
-    eos = () if fields.ignore_eos else (*limits.eos_token_ids, *stop_token_ids)
-    stops = tuple(dict.fromkeys((*eos, *(fields.stop_token_ids or ()))))
+    least, most = fields.min_tokens or 0, min(lengths)
+    refuse(least > most, f"min_tokens={least} must be at most {most}, the most.", "min_tokens")
+    # A small request may ask for gigabytes of log-probs.
+    num = sum(lengths) * (1 + top_logprobs) if top_logprobs else 0
+    if prompt_logprobs is not None:
+        num += sum(map(len, prompts)) * (1 + prompt_logprobs)
+    num *= fields.n or 1
+    given = {name: value for name in ("prompt_logprobs", "top_logprobs", "logprobs")
+             if (value := getattr(fields, name, None)) is not None}  # fmt: skip
+    name = next(iter(given), "")
+    refuse(num > MAX_LOGPROBS, f"{name}={given.get(name)} must ask for at most {MAX_LOGPROBS} "
+           f"log-probs in an answer: of these tokens they may be {num}. Lower it or max_tokens.",
+           name, "too_many_logprobs")  # fmt: skip
     check_tokens(fields.stop_token_ids or (), limits, "stop_token_ids")
     bias = {int(token): value for token, value in (fields.logit_bias or {}).items()}
     check_tokens(tuple(bias), limits, "logit_bias")
+    ends = (*limits.eos_token_ids, *turn_ends)
     temperature = 1.0 if fields.temperature is None else fields.temperature
     greedy = temperature < LOWEST_TEMPERATURE  # the limit of temperature 0
+    stop_token_ids = (*(() if fields.ignore_eos else ends), *(fields.stop_token_ids or ()))
     try:
-        return SamplingParams(
+        params = SamplingParams(
             pad_token_id=limits.pad_token_id,
-            stop_token_ids=stops,
-            max_new_tokens=max(1, fields.min_tokens or 0),
-            min_new_tokens=fields.min_tokens or 0,
+            stop_token_ids=tuple(dict.fromkeys(stop_token_ids)),
+            max_new_tokens=max(1, least),
+            min_new_tokens=least,
             temperature=1.0 if greedy else temperature,
             top_k=max(0, fields.top_k or 0),
             top_p=1.0 if fields.top_p is None else fields.top_p,
@@ -139,133 +172,10 @@ def read_params(
         )
     except ValueError as error:
         raise ApiError(400, str(error)) from error
-
-
-def check_tokens(token_ids: Sequence[int], limits: Limits, field: str) -> None:
-    """Raises ApiError for ids that the model has no embedding for. Of a large request it is called
-    beside the event loop."""
-    for least_or_most in (min, max):
-        token = least_or_most(token_ids, default=0)
-        if not 0 <= token < limits.vocab_size:
-            raise ApiError(
-                400, f"{field}={token} must be at least 0 and below {limits.vocab_size}: the model "
-                "has so many tokens.", param=field,
-            )  # fmt: skip
-
-
-def read_lengths(
-    prompts: Sequence[Sequence[int]],
-    asked: int | None,
-    limits: Limits,
-    *,
-    default: int | None,
-    field: str,
-    prompt_field: str,
-    least: int = 1,
-) -> list[int]:
-    """How many tokens may follow each prompt.
-
-    Args:
-        asked: by the request.
-        default: where the request asks for nothing; None: all that there is room for.
-        field: that `asked` came from.
-        prompt_field: that the prompts came from.
-        least: that may be asked for.
-
-    Raises:
-        ApiError: 400, there is no room.
-    """
-    if asked is not None and asked < least:
-        raise ApiError(400, f"{field}={asked} must be at least {least}.", param=field)
-    found = []
-    for prompt in prompts:
-        room = limits.max_model_len - len(prompt)
-        if room < (1 if asked is None else min(asked, 1)):
-            raise ApiError(
-                400,
-                f"{prompt_field} must have fewer than {limits.max_model_len} tokens, which is the "
-                f"model's context: it has {len(prompt)}. Shorten it.",
-                param=prompt_field,
-                code="context_length_exceeded",
-            )
-        if asked is not None and asked > room:
-            raise ApiError(
-                400,
-                f"{field}={asked} must be at most {room}: the prompt has {len(prompt)} tokens, and "
-                f"the model's context {limits.max_model_len}. Lower it.",
-                param=field,
-                code="context_length_exceeded",
-            )
-        wanted = default if asked is None else asked
-        found.append(room if wanted is None else min(wanted, room))
-    return found
-
-
-def check_whole(stream: bool | None, prompt_logprobs: int | None) -> None:
-    """Raises ApiError for scores of a prompt in a stream, whose chunks have no place for them."""
-    if stream and prompt_logprobs is not None:
-        raise ApiError(
-            400, "prompt_logprobs must come without stream=true: they are part of a whole answer. "
-            "Leave stream out.", param="prompt_logprobs", code="unsupported_value",
-        )  # fmt: skip
-
-
-def check_logprobs(
-    fields: SamplingFields,
-    prompts: Sequence[Sequence[int]],
-    lengths: Sequence[int],
-    top_logprobs: int,
-    prompt_logprobs: int | None,
-) -> None:
-    """Raises ApiError where an answer would hold too many log-probs for the server's memory: a
-    small request may ask for gigabytes of them."""
-    num = sum(lengths) * (1 + top_logprobs) if top_logprobs else 0
-    if prompt_logprobs is not None:
-        num += sum(map(len, prompts)) * (1 + prompt_logprobs)
-    num *= fields.n or 1
-    if num > MAX_LOGPROBS:
-        names = ("prompt_logprobs", "top_logprobs", "logprobs")
-        name = next(each for each in names if getattr(fields, each, None) is not None)
-        raise ApiError(
-            400, f"{name}={getattr(fields, name)} must ask for at most {MAX_LOGPROBS} log-probs in "
-            f"an answer: of these tokens they may be {num}. Lower it or max_tokens, or ask in "
-            "several requests.", param=name, code="too_many_logprobs",
-        )  # fmt: skip
-
-
-def make_job(
-    fields: SamplingFields,
-    limits: Limits,
-    prompts: list[list[int]],
-    lengths: list[int],
-    *,
-    turn_ends: Sequence[int] = (),
-    top_logprobs: int = 0,
-    prompt_logprobs: int | None = None,
-    **further: Any,
-) -> Job:
-    """Converts a request into a job for the engine.
-
-    Args:
-        lengths: how many tokens may follow each prompt.
-        turn_ends: tokens that the chat format ends a turn with.
-        top_logprobs: how many of the likeliest tokens the answer tells.
-        prompt_logprobs: the same of the prompts; None: they are not scored.
-
-    Raises:
-        ApiError: 400, naming the field.
-    """
-    if fields.min_tokens and fields.min_tokens > min(lengths):
-        raise ApiError(
-            400,
-            f"min_tokens={fields.min_tokens} must be at most {min(lengths)}, the most.",
-            param="min_tokens",
-        )
-    check_logprobs(fields, prompts, lengths, top_logprobs, prompt_logprobs)
     stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
     return Job(
         prompts=prompts,
-        params=read_params(fields, limits, stop_token_ids=turn_ends, top_logprobs=top_logprobs),
+        params=params,
         max_tokens=lengths,
         n=fields.n or 1,
         seed=secrets.randbits(63) if fields.seed is None else fields.seed % 2**64,
@@ -273,7 +183,7 @@ def make_job(
         noise_turn=fields.noise_turn or 0,
         stops=tuple(filter(None, stops)),
         keeps_stop=bool(fields.include_stop_str_in_output),
-        eos_token_ids=(*limits.eos_token_ids, *turn_ends),
+        eos_token_ids=ends,
         prompt_logprobs=prompt_logprobs,
         **further,
     )

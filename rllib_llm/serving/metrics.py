@@ -7,7 +7,7 @@ import time
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from rllib_llm.serving.engine_host import Counts
-from rllib_llm.serving.weights import LiveWeights, Weights
+from rllib_llm.serving.weights import LiveWeights, ServedWeights
 
 PREFIX = "rllib_llm_"
 _SECONDS = (
@@ -49,21 +49,12 @@ class Metrics:
         self.lane_rows = gauge("lane_rows", "Completions by the version that samples.", "version")
         self.lag = gauge("event_loop_lag_seconds", "By how much the last timer was late.")
 
-    def swapped(self, weights: Weights) -> None:
+    def swapped(self, weights: ServedWeights) -> None:
         """Counts a swap."""
         self.swap.observe(weights.load_seconds)
         self.swaps.inc()
         self.version.set(weights.version)
         self.epoch.set(weights.epoch)
-
-    def refused(self, reason: str) -> None:
-        """Counts a request that was not taken."""
-        self.refusals.labels(reason).inc()
-
-    def watch(self, prompt_tokens: int) -> JobWatch:
-        """The clock of one request."""
-        self.prompt_tokens.inc(prompt_tokens)
-        return JobWatch(self)
 
     def text(self) -> bytes:
         """All of it, in Prometheus' format."""
@@ -71,9 +62,10 @@ class Metrics:
 
 
 class JobWatch:
-    """Times one request."""
+    """Times one request, whose prompts have so many tokens."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, prompt_tokens: int) -> None:
+        metrics.prompt_tokens.inc(prompt_tokens)
         self._metrics = metrics
         self._start = time.perf_counter()
         self._first: dict[int, float] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Hashable
+from collections.abc import AsyncIterator, Hashable, Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -15,34 +15,30 @@ from rllib_llm.conversations.chat_format import ChatFormat
 from rllib_llm.data.encoding import encode_text
 from rllib_llm.serving import chat
 from rllib_llm.serving.guides import check_length, grammar_of
-from rllib_llm.serving.jobs import (
-    Job,
-    check_tokens,
-    check_whole,
-    make_job,
-    read_lengths,
-)
+from rllib_llm.serving.jobs import Job, check_tokens, make_job, read_lengths
 from rllib_llm.serving.schemas import (
     ApiError,
     CallItem,
     CallOutputItem,
     ChatRequest,
     CompletionRequest,
+    DecodingFields,
     MessageItem,
     ResponsePart,
     ResponseRequest,
-    ResponseTool,
     ResponseToolName,
-    Sampling,
     StreamOptions,
     documented,
+    field_error,
+    fields_named,
+    refuse,
 )
 from rllib_llm.serving.security import OF_CLIENTS, Guards, JsonRoute
 from rllib_llm.serving.service import RequestContext, Service
 from rllib_llm.serving.streams import Event
 from rllib_llm.serving.tool_grammars import behind_thoughts, call_grammar
 from rllib_llm.serving.views import ChatView, TextView, View
-from rllib_llm.serving.weights import MODEL_GONE
+from rllib_llm.serving.weights import MODEL_GONE, ServedWeights
 
 _COMPLETION_TOKENS = 16  # OpenAI's default
 _SMALL_TOKENS = 2**10  # of an answer whose JSON is made in the event loop
@@ -53,7 +49,7 @@ STREAMED: dict[int | str, dict[str, Any]] = {
 }
 
 
-def openai_router(service: Service, completer: Completer, guards: Guards) -> APIRouter:
+def openai_router(service: Service, completer: RequestCompleter, guards: Guards) -> APIRouter:
     """The routes."""
     router = APIRouter(
         route_class=JsonRoute, prefix="/v1", dependencies=[guards.client], responses=OF_CLIENTS
@@ -82,7 +78,7 @@ def openai_router(service: Service, completer: Completer, guards: Guards) -> API
     async def responses(body: ResponseRequest, request: Request) -> Response:
         context = await service.context_of(request, body.model)
         asked = await context.beside_loop(chat_request, body)
-        chunks = _renamed(completer.chat(asked, context))
+        chunks = with_fields_named(completer.chat(asked, context), _FIELDS)
         events = _response_events(body, context, chunks)
         if not body.stream:
             events = _last_response(events)
@@ -94,24 +90,18 @@ def openai_router(service: Service, completer: Completer, guards: Guards) -> API
 def model_cards(service: Service) -> list[dict[str, Any]]:
     """The newest weights under the model's name, and each live version under its own."""
     weights = service.weights
-    common = {
-        "object": "model", "owned_by": "rllib_llm", "max_model_len": service.limits.max_model_len,
-    }  # fmt: skip
-    newest = weights.newest
-    cards = [
-        {"id": weights.name, "created": int(newest.loaded_at), **common, "root": newest.source}
-    ]
-    for each in weights.live:
-        cards.append(
-            {
-                "id": weights.id_of(each), "created": int(each.loaded_at), **common,
-                "root": each.source, "parent": weights.name,
-            }
-        )  # fmt: skip
-    return cards
+
+    def card(id: str, of: ServedWeights, **further: Any) -> dict[str, Any]:
+        return {
+            "id": id, "object": "model", "owned_by": "rllib_llm", "created": int(of.loaded_at),
+            "max_model_len": service.limits.max_model_len, "root": of.source, **further,
+        }  # fmt: skip
+
+    versions = [card(weights.id_of(each), each, parent=weights.name) for each in weights.live]
+    return [card(weights.name, weights.newest), *versions]
 
 
-class Completer:
+class RequestCompleter:
     """Answers both completion endpoints: events, of which a whole answer is the only one."""
 
     def __init__(self, service: Service) -> None:
@@ -119,13 +109,9 @@ class Completer:
         self._chats = chat.Chats(service.tokenizer)
 
     async def run(
-        self,
-        job: Job,
-        context: RequestContext,
-        view: View,
-        stream: bool | None,
+        self, job: Job, context: RequestContext, view: View, stream: bool | None,
         options: StreamOptions | None = None,
-    ) -> AsyncIterator[Event]:
+    ) -> AsyncIterator[Event]:  # fmt: skip
         """Events of a job. Where its prompts are scored, one version of the weights does that and
         samples; a request that names none begins again if that version goes before it has begun."""
         has_begun = False
@@ -153,17 +139,15 @@ class Completer:
         tools = None if body.tool_choice == "none" else body.tools
         return self._chats.format(tools, body.chat_template_kwargs)
 
-    def prompt_of(self, body: ChatRequest) -> tuple[ChatFormat, list[int]]:
-        """The format of a chat, and its token ids."""
-        chat_format = self.format_of(body)
-        return chat_format, chat.prompt_ids(chat_format, body.messages, self._service.limits)
-
     async def chat(self, body: ChatRequest, context: RequestContext) -> AsyncIterator[Event]:
         """Events of a chat completion."""
-        view = ChatView(
-            self._service, body, context.request_id,
-            *await context.beside_loop(self.prompt_of, body),
-        )  # fmt: skip
+
+        def encoded_chat() -> tuple[ChatFormat, list[int]]:
+            chat_format = self.format_of(body)
+            return chat_format, chat.prompt_ids(chat_format, body.messages, self._service.limits)
+
+        told = await context.beside_loop(encoded_chat)
+        view = ChatView(self._service, body, context.request_id, *told)
         async for event in self.answer_chat(view, context):
             yield event
 
@@ -172,18 +156,10 @@ class Completer:
     ) -> AsyncIterator[Event]:
         """Events of a chat completion. conversation: whose KV cache is kept for its next turn."""
         body, service = view.body, self._service
-        asked = (
-            body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        )
         field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        if body.top_logprobs and not body.logprobs:
-            raise ApiError(
-                400, "top_logprobs must come with logprobs=true.", param="top_logprobs",
-            )  # fmt: skip
-        check_whole(body.stream, body.prompt_logprobs)
         lengths = read_lengths(
-            [view.prompt], asked, service.limits, default=service.limits.default_max_tokens,
-            field=field, prompt_field="messages",
+            [view.prompt], getattr(body, field), service.limits,
+            default=service.limits.default_max_tokens, field=field, prompt_field="messages",
         )  # fmt: skip
         job = make_job(
             body, service.limits, [view.prompt], lengths, turn_ends=view.format.stop_token_ids,
@@ -191,10 +167,11 @@ class Completer:
             version=context.version, conversation=conversation,
         )  # fmt: skip
         if view.is_forced:
-            grammar = await context.beside_loop(self._forced_call, body, view.format)
-            job = self._with_grammar(job, grammar, "tool_choice")
+            forced = await context.beside_loop(self._forced_call, body, view.format)
+            job = self._guided(job, "tool_choice", forced)
         else:
-            job = await context.beside_loop(self._guided, body, job)
+            found = await context.beside_loop(grammar_of, body.response_format)
+            job = self._guided(job, "response_format", found)
         closes = view.format.thoughts_end(view.prompt) if job.grammar and view.has_tools else ""
         if job.grammar and closes:
             grammar = behind_thoughts(job.grammar, closes, view.format)
@@ -202,15 +179,15 @@ class Completer:
         async for event in self.run(job, context, view, body.stream, body.stream_options):
             yield event
 
-    def _forced_call(self, body: ChatRequest, chat_format: ChatFormat) -> str:
-        """The grammar of the calls that have to be made; `response_format` is of answers without
-        a call, as with OpenAI."""
+    def _forced_call(self, body: ChatRequest, chat_format: ChatFormat) -> tuple[str, str]:
+        """As `grammar_of`, of the calls that have to be made; `response_format` is of answers
+        without a call, as with OpenAI."""
         assert body.tool_choice is not None, "there is one that forces"
         one_call = body.tool_choice != "required" or body.parallel_tool_calls is False
         with chat.refused_by_template("tools"):
             grammar = call_grammar(chat_format, body.tools or (), body.tool_choice, one_call)
         check_length(grammar, "tools")
-        return grammar
+        return "tool_choice", grammar
 
     # --- texts -------------------------------------------------------------------------------
 
@@ -222,7 +199,6 @@ class Completer:
             prompts, body.max_tokens, service.limits, default=_COMPLETION_TOKENS,
             field="max_tokens", prompt_field="prompt", least=0 if body.echo else 1,
         )  # fmt: skip
-        check_whole(body.stream, body.prompt_logprobs)
         scored = body.prompt_logprobs
         if body.echo and body.logprobs is not None:
             scored = max(scored or 0, body.logprobs)
@@ -231,7 +207,8 @@ class Completer:
             prompt_logprobs=scored, version=context.version, continues_text=True,
             samples=body.max_tokens != 0,
         )  # fmt: skip
-        job = await context.beside_loop(self._guided, body, job)
+        found = await context.beside_loop(grammar_of, body.response_format)
+        job = self._guided(job, "response_format", found)
         view = await context.beside_loop(TextView, service, body, context.request_id, prompts)
         async for event in self.run(job, context, view, body.stream, body.stream_options):
             yield event
@@ -246,45 +223,24 @@ class Completer:
             if isinstance(each, str):
                 limits.check_chars(each, "prompt")
                 each = encode_text(tokenizer, each)
+            refuse(not each, "prompt must have at least one token.", "prompt")
+            check_tokens(each, limits, "prompt")
             prompts.append(list(each))
-        for prompt in prompts:
-            if not prompt:
-                raise ApiError(
-                    400, "prompt must have at least one token: there is nothing to go on from.",
-                    param="prompt",
-                )  # fmt: skip
-            check_tokens(prompt, limits, "prompt")
         return prompts
 
-    # --- grammars ----------------------------------------------------------------------------
-
-    def _guided(self, body: ChatRequest | CompletionRequest, job: Job) -> Job:
-        """The job with the grammar of the response format."""
-        found = None if body.response_format is None else grammar_of(body.response_format)
+    def _guided(self, job: Job, field: str, found: tuple[str, str] | None) -> Job:
+        """The job with the grammar that a field of the request asks for, if any, as `grammar_of`
+        has found it."""
         if found is None:
             return job
-        field, grammar = found
-        return self._with_grammar(job, grammar, "response_format", field)
-
-    def _with_grammar(self, job: Job, grammar: str, field: str, within: str = "") -> Job:
-        """The job with a grammar.
-
-        Args:
-            field: of the request that asks for it.
-            within: the part of the field that says it, where it is one.
-        """
         ends = self._service.limits.eos_token_ids
-        if not ends or ends[0] not in job.params.stop_token_ids:
-            raise ApiError(
-                400, f"{field} must come with the model's EOS token as a stop token: it ends the "
-                "answer. Leave out ignore_eos.", param=field, code="unsupported_value",
-            )  # fmt: skip
-        if job.params.min_new_tokens:
-            raise ApiError(
-                400, f"min_tokens must be left out with {field}, which says when the answer ends.",
-                param="min_tokens", code="unsupported_value",
-            )  # fmt: skip
-        return dataclasses.replace(job, grammar=grammar, grammar_field=within or field)
+        refuse(not ends or ends[0] not in job.params.stop_token_ids,
+               f"{field} must come without ignore_eos: the model's EOS token ends the answer.",
+               field, "unsupported_value")  # fmt: skip
+        refuse(job.params.min_new_tokens,
+               f"min_tokens must be left out with {field}, which says when the answer ends.",
+               "min_tokens", "unsupported_value")  # fmt: skip
+        return dataclasses.replace(job, grammar=found[1], grammar_field=found[0])
 
 
 async def _answered(
@@ -335,13 +291,9 @@ _FIELDS = {
 
 
 def chat_request(body: ResponseRequest) -> ChatRequest:
-    """Returns the chat completion, streamed, that answers a response's request.
-
-    Raises:
-        ApiError: 400, there is none.
-    """
+    """Returns the chat completion, streamed, that answers a response's request; 400: none does."""
     asked: dict[str, Any] = {
-        **body.model_dump(include={*Sampling.model_fields}),
+        **body.model_dump(include={*DecodingFields.model_fields}),
         "messages": _messages(body), "model": body.model, "stream": True,
         "max_completion_tokens": body.max_output_tokens,
         "parallel_tool_calls": body.parallel_tool_calls,
@@ -350,7 +302,9 @@ def chat_request(body: ResponseRequest) -> ChatRequest:
     if body.top_logprobs or _LOGPROBS in (body.include or ()):
         asked |= {"logprobs": True, "top_logprobs": body.top_logprobs}
     if body.tools:
-        asked["tools"] = [_tool(tool) for tool in body.tools]
+        named = [tool.model_dump(exclude={"type", "strict"}, exclude_none=True)
+                 for tool in body.tools]  # fmt: skip
+        asked["tools"] = [{"type": "function", "function": each} for each in named]
     choice = body.tool_choice
     if isinstance(choice, ResponseToolName):
         asked["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
@@ -366,25 +320,17 @@ def chat_request(body: ResponseRequest) -> ChatRequest:
         return ChatRequest.model_validate(asked)
     except ValidationError as error:  # such as an input that says nothing
         first = error.errors(include_url=False)[0]
-        name = _FIELDS.get(str(first["loc"][0]), str(first["loc"][0]))
-        raise ApiError(400, f"{name} must be corrected: {first['msg']}.", param=name) from error
+        with fields_named(_FIELDS):
+            raise field_error({**first, "loc": ("body", *first["loc"])}, "json", "") from error
 
 
-async def _renamed(events: AsyncIterator[Event]) -> AsyncIterator[Event]:
-    """The events; an error names the field that the response's request has."""
-    try:
+async def with_fields_named(
+    events: AsyncIterator[Event], names: Mapping[str, str]
+) -> AsyncIterator[Event]:
+    """The events; see `fields_named`."""
+    with fields_named(names):
         async for event in events:
             yield event
-    except ApiError as error:
-        if error.param in _FIELDS:
-            error.rename(_FIELDS[error.param])
-        raise
-
-
-def _tool(tool: ResponseTool) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-    given = {name: value for name, value in function.items() if value is not None}
-    return {"type": "function", "function": given}
 
 
 def _messages(body: ResponseRequest) -> list[dict[str, Any]]:
@@ -416,54 +362,39 @@ def _text(content: str | list[ResponsePart]) -> str:
 
 
 def _whole_response(
-    body: ResponseRequest,
-    context: RequestContext,
-    status: str,
-    output: list[dict[str, Any]],
-    completion: dict[str, Any],
-    incomplete: str | None = None,
-) -> dict[str, Any]:
-    """A response.
-
-    Args:
-        completion: the chat completion, or a chunk of it, that says who sampled.
-        incomplete: why it is.
-    """
+    body: ResponseRequest, context: RequestContext, status: str, output: list[dict[str, Any]],
+    completion: dict[str, Any], incomplete: str | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """A response. completion: the chat completion, or a chunk of it, that says who sampled;
+    incomplete: why it is."""
     used = completion.get("usage")
     choice = body.tool_choice
     told = body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {}
     return {
-        "id": f"resp_{context.request_id}",
-        "object": "response",
+        "id": f"resp_{context.request_id}", "object": "response",
         "created_at": completion.get("created", int(time.time())),
-        "status": status,
-        "error": None,
+        "status": status, "error": None,
         "incomplete_details": incomplete and {"reason": incomplete},
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
+        "instructions": body.instructions, "max_output_tokens": body.max_output_tokens,
         "metadata": {**(body.metadata or {}), **completion.get("metadata", {})},
         "model": completion.get("model", body.model or context.service.weights.name),
         "output": output,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "temperature": body.temperature,
-        "tool_choice": choice.model_dump()
-        if isinstance(choice, ResponseToolName)
+        "temperature": body.temperature, "top_p": body.top_p,
+        "top_logprobs": body.top_logprobs or 0,
+        "tool_choice": choice.model_dump() if isinstance(choice, ResponseToolName)
         else choice or "auto",
         "tools": [tool.model_dump() for tool in body.tools or ()],
-        "top_p": body.top_p,
-        "top_logprobs": body.top_logprobs or 0,
         "text": {"format": {"type": "text"}, **told},
         "truncation": "disabled",
-        "usage": None
-        if not used
-        else {
+        "usage": used and {
             "input_tokens": used["prompt_tokens"],
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
             "output_tokens": used["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": used["total_tokens"],
         },
-    }
+    }  # fmt: skip
 
 
 def _part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,27 +1,28 @@
 """Schemas of requests, whose fields are refused by name if they are not listed here, and the errors
-of requests in OpenAI's format."""
+of requests in OpenAI's format: whatever answers a request raises `ApiError`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 from starlette.responses import JSONResponse
 
 from rllib_llm.shared.errors import did_you_mean
 
-# Fields that OpenAI documents and this server has nothing to do with: taken, where they ask for
-# what it does anyway.
+# Fields that OpenAI or vLLM documents and this server has nothing to do with: taken where they are
+# null, or ask for what it does anyway.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "audio": (None,), "best_of": (None, 1),
-    "function_call": (None,), "functions": (None,),
-    "modalities": (None, ["text"]), "moderation": (None,), "prediction": (None,),
-    "prompt_cache_options": (None,), "suffix": (None, ""),
-    "verbosity": (None,), "web_search_options": (None,),
-    # Of vLLM's.
-    "allowed_token_ids": (None,), "bad_words": (None, []), "detokenize": (None, False, True),
-    "skip_special_tokens": (None, True), "spaces_between_special_tokens": (None, True),
+    "allowed_token_ids": (), "audio": (), "bad_words": ([],), "best_of": (1,), "conversation": (),
+    "detokenize": (False, True), "function_call": (), "functions": (), "max_tool_calls": (),
+    "modalities": (["text"],), "moderation": (), "prediction": (), "previous_response_id": (),
+    "prompt": (), "prompt_cache_options": (), "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,), "suffix": ("",), "verbosity": (),
+    "web_search_options": (),
 }  # fmt: skip
 MAX_BIASES = MAX_STOP_TOKENS = 1024
 MAX_MESSAGES, MAX_TOOLS, MAX_FIELDS = 2**14, 2**10, 256
@@ -34,6 +35,7 @@ MAX_CHOICES, MAX_STOPS, MAX_LIKELIEST, MAX_PROMPTS = 128, 16, 20, 256
 Token = Annotated[int, Field(json_schema_extra={"minimum": 0, "exclusiveMaximum": 2**31})]
 Tokens = Annotated[list[Token], Field(fail_fast=True)]  # one error, and not one for each element
 TokenIds = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
+StopTokenIds = Annotated[list[Token], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)]
 Text = Annotated[str, Field(min_length=1)]
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -41,24 +43,12 @@ Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Mapped = Annotated[dict[str, Any], Field(max_length=MAX_FIELDS)]
 
 
-def _few_fields(given: Any) -> Any:
-    """Rejects very many fields first: each unknown one is an error of its own, or is copied."""
-    if isinstance(given, dict) and len(given) > MAX_FIELDS:
-        raise ValueError(f"it has more than {MAX_FIELDS} fields")
-    return given
-
-
-def _few_biases(given: Any) -> Any:
-    """Rejects too many biases first, since each invalid one is an error of its own."""
-    if isinstance(given, dict) and len(given) > MAX_BIASES:
-        raise ValueError(f"it has more than {MAX_BIASES} entries")
-    return given
-
-
-def _few_fields_each(given: Any) -> Any:
-    """Rejects messages of very many fields first."""
-    for each in given if isinstance(given, list) else ():
-        _few_fields(each)
+def _few_fields(given: Any, most: int = MAX_FIELDS) -> Any:
+    """Rejects an object of very many fields, or a list of such, first: each unknown or invalid one
+    is an error of its own, or is copied."""
+    for each in given if isinstance(given, list) else (given,):
+        if isinstance(each, dict) and len(each) > most:
+            raise ValueError(f"it has more than {most} fields")
     return given
 
 
@@ -69,7 +59,7 @@ def _no_number(given: Any) -> Any:
     return given
 
 
-Biases = Annotated[dict[TokenKey, Bias], BeforeValidator(_few_biases)]
+Biases = Annotated[dict[TokenKey, Bias], BeforeValidator(partial(_few_fields, most=MAX_BIASES))]
 
 
 class Strict(BaseModel):
@@ -81,6 +71,28 @@ class Strict(BaseModel):
     @classmethod
     def _has_few_fields(cls, given: Any) -> Any:
         return _few_fields(given)
+
+
+class FieldRule(NamedTuple):
+    """A rule between fields of a request: the field `param` must `rule`."""
+
+    param: str
+    rule: str
+    holds: Callable[[Any], Any]
+    code: str = "unsupported_value"
+
+
+class Ruled(Strict):
+    """Refuses what breaks one of its `rules`, too."""
+
+    rules: ClassVar[tuple[FieldRule, ...]] = ()
+
+    @model_validator(mode="after")
+    def _keeps_rules(self) -> Ruled:
+        for each in self.rules:
+            if not each.holds(self):
+                raise PydanticCustomError("rule", "must {rule}", each._asdict())
+        return self
 
 
 class Open(BaseModel):
@@ -103,7 +115,7 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None
 
 
-class Sampling(Strict):
+class DecodingFields(Strict):
     """How tokens are sampled; null is the default."""
 
     temperature: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
@@ -119,9 +131,7 @@ class Sampling(Strict):
     noise_row: int | None = Field(None, ge=0, lt=2**62)
     noise_turn: int | None = Field(None, ge=0, lt=2**62)
     stop: str | Annotated[list[Text], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
-    stop_token_ids: (
-        Annotated[list[Token], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None
-    ) = None
+    stop_token_ids: StopTokenIds | None = None
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -138,19 +148,24 @@ class Sampling(Strict):
             for name, value in given.items()
             if name not in NEUTRAL_VALUES or name in cls.model_fields
             or not any(value is same or value == same and type(value) is not bool
-                       for same in NEUTRAL_VALUES[name])
+                       for same in (None, *NEUTRAL_VALUES[name]))
         }  # fmt: skip
 
 
-class SamplingFields(Sampling):
+class SamplingFields(DecodingFields):
     """How many completions are sampled, of how many tokens, and how."""
 
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     max_tokens: int | None = Field(None, ge=0, lt=2**31)
 
 
-class OfAll(Strict):
+class OfAll(Ruled):
     """Fields of OpenAI's endpoints."""
+
+    rules: ClassVar[tuple[FieldRule, ...]] = (
+        FieldRule("stream_options", "come with stream=true",
+                  lambda asked: asked.stream or asked.stream_options is None),
+    )  # fmt: skip
 
     model: str | None = None
     stream: bool | None = None
@@ -164,8 +179,17 @@ class OfAll(Strict):
     prompt_cache_key: str | None = None
 
 
+_WHOLE = "come without stream=true"  # chunks have no place for it
+
+
 class OpenAIFields(SamplingFields, OfAll):
     """Fields of both completion endpoints."""
+
+    rules = (
+        *OfAll.rules,
+        FieldRule("prompt_logprobs", _WHOLE,
+                  lambda asked: not asked.stream or asked.prompt_logprobs is None),
+    )  # fmt: skip
 
     return_token_ids: bool | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LIKELIEST)
@@ -180,7 +204,7 @@ class FunctionSpec(Open):
     parameters: Mapped | None = None
 
 
-class Tool(Strict):
+class ToolSchema(Strict):
     """A tool that the model may call."""
 
     type: Literal["function"]
@@ -209,7 +233,7 @@ class MessageToolCall(Open):
     function: FunctionCall
 
 
-class Message(Open):
+class ChatMessage(Open):
     """A message of a chat. Further fields are handed to the chat template."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -220,7 +244,9 @@ class Message(Open):
 
 
 Messages = Annotated[
-    list[Message], Field(max_length=MAX_MESSAGES, fail_fast=True), BeforeValidator(_few_fields_each)
+    list[ChatMessage],
+    Field(max_length=MAX_MESSAGES, fail_fast=True),
+    BeforeValidator(_few_fields),
 ]
 
 
@@ -258,26 +284,32 @@ class ResponseFormat(Strict):
 class ChatRequest(OpenAIFields):
     """POST /v1/chat/completions"""
 
+    rules = (
+        *OpenAIFields.rules,
+        FieldRule("top_logprobs", "come with logprobs=true",
+                  lambda asked: asked.logprobs or not asked.top_logprobs, "invalid_value"),
+    )  # fmt: skip
+
     messages: Annotated[Messages, Field(min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LIKELIEST)
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[ToolSchema], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: Mapped | None = None
 
 
+_OF_PROMPTS = Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
+
+
 class CompletionRequest(OpenAIFields):
     """POST /v1/completions"""
 
     prompt: (
-        str
-        | TokenIds
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
-        | (Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)])
+        str | TokenIds | Annotated[list[str], _OF_PROMPTS] | Annotated[list[TokenIds], _OF_PROMPTS]
     )
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MAX_LIKELIEST)
@@ -297,8 +329,16 @@ class GenerateParams(SamplingFields):
     reasoning_effort: str | None = None  # verifiers': it is in the prompt already
 
 
-class GenerateRequest(Strict):
+class GenerateRequest(Ruled):
     """POST /inference/v1/generate"""
+
+    rules = (
+        FieldRule("sampling_params.prompt_logprobs", _WHOLE, lambda asked: not asked.stream
+                  or asked.sampling_params.prompt_logprobs is None),
+        FieldRule("sampling_params.skip_special_tokens", "be true with output_mode='text'",
+                  lambda asked: asked.output_mode != "text"
+                  or asked.sampling_params.skip_special_tokens is not False),
+    )  # fmt: skip
 
     token_ids: TokenIds
     sampling_params: GenerateParams = Field(
@@ -314,13 +354,18 @@ class GenerateRequest(Strict):
     priority: int | None = None
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(Ruled):
     """POST /tokenize"""
+
+    rules = (
+        FieldRule("prompt", "be given, or messages, and not both", lambda asked:
+                  (asked.prompt is None) != (asked.messages is None), "invalid_value"),
+    )  # fmt: skip
 
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[ToolSchema], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
@@ -333,7 +378,7 @@ class DetokenizeRequest(Strict):
     tokens: Annotated[Tokens, Field(max_length=MAX_DECODED)]
 
 
-class RewardRequest(Strict):
+class SessionRewardRequest(Strict):
     """POST /sessions/{id}/reward"""
 
     reward: float = Field(allow_inf_nan=False)
@@ -411,14 +456,11 @@ class ResponseToolName(Strict):
     name: Text
 
 
-class TextFormat(Strict):
+class TextFormat(JsonSchema):
     """The format of the answer's text."""
 
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
-    schema_: Mapped | None = Field(None, alias="schema")
-    strict: bool | None = None
+    name: str | None = None  # type: ignore[assignment]
 
 
 class TextSettings(Strict):
@@ -428,14 +470,14 @@ class TextSettings(Strict):
     verbosity: str | None = None
 
 
-class ResponseRequest(Sampling, OfAll):
+class ResponseRequest(DecodingFields, OfAll):
     """POST /v1/responses: the fields that a server without stored responses supports, and vLLM's
     sampling settings."""
 
     input: (
         str | Annotated[
             list[MessageItem | CallItem | CallOutputItem | ReasoningItem],
-            Field(max_length=MAX_MESSAGES, fail_fast=True), BeforeValidator(_few_fields_each),
+            Field(max_length=MAX_MESSAGES, fail_fast=True), BeforeValidator(_few_fields),
         ]
     )  # fmt: skip
     instructions: str | None = None
@@ -462,17 +504,20 @@ _KINDS = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     408: "timeout_error", 429: "rate_limit_error", 503: "unavailable_error", 504: "timeout_error",
 }  # fmt: skip
+_HEADERS = {  # by status; uvicorn closes the connection where they say so
+    401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "1"},
+    408: {"Connection": "close"}, 500: {"Connection": "close"},
+}  # fmt: skip
 
 
 class ErrorDetail(BaseModel):
-    """The details of a request's error."""
+    """The details of a request's error: `param` is the field that it is about, and `code` a word
+    that programs can compare."""
 
     message: str
     type: str
     param: str | None = None
-    """The field of the request that it is about."""
     code: str | None = None
-    """A word that programs can compare."""
 
 
 class ErrorBody(BaseModel):
@@ -481,53 +526,61 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
+FAILED = "The server failed; its log says how."
+
+
 class ApiError(Exception):
     """An answer that is an error.
 
     Args:
-        message: what is wrong and what to do.
+        message: what is wrong and what to do; a long one, in which may be what came, is cut.
         param, code: see `ErrorDetail`; the code of a 400 that names a field is "invalid_value".
-        headers: further ones, such as Retry-After.
+        headers: further ones than the status has.
     """
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
+        self, status: int, message: str, param: str | None = None, code: str | None = None,
         headers: Mapping[str, str] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(message)
         if code is None and status == 400 and param is not None:
             code = "invalid_value"
-        if len(message) > _MAX_MESSAGE:  # what came may be in it
-            message = f"{message[:_MAX_MESSAGE]} ..."
-        self.status, self.message, self.param, self.code = status, message, param, code
-        self.headers = dict(headers or {})
-
-    def rename(self, param: str) -> None:
-        """Names its field as the client's request calls it."""
-        self.message = self.message.replace(str(self.param), param, 1)
-        self.args, self.param = (self.message,), param
+        self.status, self.param, self.code = status, param, code
+        self.message = message if len(message) <= _MAX_MESSAGE else f"{message[:_MAX_MESSAGE]} ..."
+        self.headers = {**_HEADERS.get(status, {}), **(headers or {})}
 
     def body(self) -> dict[str, Any]:
         """The body of the response."""
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        kind = _KINDS.get(self.status, kind)
-        told = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return {"error": told}
+        default = "server_error" if self.status >= 500 else "invalid_request_error"
+        told = {"message": self.message, "type": _KINDS.get(self.status, default)}
+        return {"error": {**told, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
         """The response."""
         return JSONResponse(self.body(), self.status, headers=self.headers)
 
 
-def failed() -> ApiError:
-    """The answer where the fault is the server's. uvicorn closes the connection behind it."""
-    headers = {"Connection": "close"}
-    return ApiError(500, "The server failed; its log says how.", headers=headers)
+def refuse(
+    broken: object, message: str, param: str | None = None, code: str | None = None,
+    status: int = 400,
+) -> None:  # fmt: skip
+    """Raises ApiError where a rule is broken."""
+    if broken:
+        raise ApiError(status, message, param, code)
+
+
+@contextmanager
+def fields_named(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors of the block name fields as the client's request calls them. names: by our own."""
+    try:
+        yield
+    except ApiError as error:
+        param = str(error.param)
+        told = names.get(param) or names.get(param.partition(".")[0])
+        if told is None:
+            raise
+        message = error.message.replace(param, told, 1)
+        raise ApiError(error.status, message, told, error.code, error.headers) from error
 
 
 def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -545,15 +598,6 @@ def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"description": told[status], "model": ErrorBody} for status in wanted}
 
 
-def not_json(content_type: str) -> ApiError:
-    """The answer to a body that any web page may send, which is not read."""
-    return ApiError(
-        400, f"Content-Type={content_type!r} must be application/json: the request is read as "
-        "JSON. Send the header (curl: -H 'Content-Type: application/json').",
-        param="Content-Type",
-    )  # fmt: skip
-
-
 _REQUESTS: dict[str, type[BaseModel]] = {
     "/chat/completions": ChatRequest, "/completions": CompletionRequest,
     "/responses": ResponseRequest, "/generate": GenerateRequest,
@@ -564,43 +608,35 @@ _NESTED: dict[str, type[BaseModel]] = {
 }  # fmt: skip
 
 
-def field_error(errors: Sequence[Any], content_type: str, path: str) -> ApiError:
-    """pydantic's error as a response that names the field; `path`: of the route."""
-    first = errors[0]
-    where = [part for part in first["loc"] if part != "body"]
-    if not where:
-        if "json" not in content_type:
-            return not_json(content_type)
-        return ApiError(
-            400, f"The request must be a JSON object: {first['msg']}.", code="invalid_json"
-        )
+def field_error(first: Mapping[str, Any], content_type: str, path: str) -> ApiError:
+    """The answer to pydantic's first error, which names the field; `path`: of the route."""
+    where, kind, rule = first["loc"][1:], first["type"], first.get("ctx", {})
+    if not where and kind != "rule":
+        if "json" in content_type:
+            message = f"The request must be a JSON object: {first['msg']}."
+            return ApiError(400, message, code="invalid_json")
+        message = f"Content-Type={content_type!r} must be application/json. Send the header."
+        return ApiError(400, message, "Content-Type")
     named: list[str] = []
     for part in where:
         if isinstance(part, str) and (part in _BRANCHES or "[" in part):
             break
         named.append(str(part)[:MAX_TOLD])
-    name = ".".join(named)
-    if first["type"] == "extra_forbidden":
-        if named[-1] in NEUTRAL_VALUES:
-            value = repr(first["input"])[:MAX_TOLD]
-            return ApiError(
-                400, f"{name}={value} is not supported here. Leave it out.", param=name,
-                code="unsupported_parameter",
-            )  # fmt: skip
-        if named[1:]:
-            model = _NESTED.get(named[-2])
-        else:
-            model = next((each for end, each in _REQUESTS.items() if path.endswith(end)), None)
-        known = () if model is None else model.model_fields
-        return ApiError(
-            400, f"{name} is no field of this request. "
-            f"{did_you_mean(named[-1], known, otherwise='Leave it out.')}", param=name,
-            code="unknown_parameter",
-        )  # fmt: skip
-    if first["type"] == "missing":
-        return ApiError(
-            400, f"{name} must be given.", param=name, code="missing_required_parameter"
-        )
-    is_short = isinstance(first["input"], str | int | float | None)
-    value = f"={repr(first['input'])[:MAX_TOLD]}" if is_short else ""
-    return ApiError(400, f"{name}{value} must be corrected: {first['msg']}.", param=name)
+    if kind == "rule":
+        name = ".".join([*named, rule["param"]])
+        return ApiError(400, f"{name} must {rule['rule']}.", name, rule["code"])
+    name, value = ".".join(named), ""
+    if isinstance(first["input"], str | int | float | None):
+        value = f"={repr(first['input'])[:MAX_TOLD]}"
+    if kind == "missing":
+        return ApiError(400, f"{name} must be given.", name, "missing_required_parameter")
+    if kind != "extra_forbidden":
+        return ApiError(400, f"{name}{value} must be corrected: {first['msg']}.", name)
+    if named[-1] in NEUTRAL_VALUES:
+        message = f"{name}{value} is not supported here. Leave it out."
+        return ApiError(400, message, name, "unsupported_parameter")
+    model = _NESTED.get(named[-2]) if named[1:] else next(
+        (each for end, each in _REQUESTS.items() if path.endswith(end)), None
+    )  # fmt: skip
+    near = did_you_mean(named[-1], model.model_fields if model else (), otherwise="Leave it out.")
+    return ApiError(400, f"{name} is no field of this request. {near}", name, "unknown_parameter")

@@ -26,10 +26,9 @@ from fastapi.routing import APIRoute
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 from pydantic_core import from_json
-from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rllib_llm.serving.schemas import ApiError, documented
+from rllib_llm.serving.schemas import ApiError, documented, refuse
 from rllib_llm.serving.settings import ONE_REPLICA, RATES, ServeSettings
 from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.strict_yaml import read_text
@@ -78,21 +77,15 @@ class Client:
     tokens: TokenBucket
 
     def book(self, bucket: TokenBucket, units: float = 1) -> None:
-        """Takes units out of one of its buckets, if one is there.
-
-        Raises:
-            ApiError: 429, saying when to come again.
-        """
-        limit = "tokens" if bucket is self.tokens else "requests"
+        """Takes units out of one of its buckets, if one is there; 429, with Retry-After, if not."""
         wait = bucket.wait_seconds()
         if wait > 0:
+            limit = "tokens" if bucket is self.tokens else "requests"
             raise ApiError(
-                429,
-                f"The key {self.name!r} has used its {limit} of this minute: come again in "
-                f"{wait:.1f} s.",
-                code="rate_limit_exceeded",
-                headers={"Retry-After": str(max(1, round(wait + 0.5)))},
-            )
+                429, f"The key {self.name!r} has used its {limit} of this minute: come again in "
+                f"{wait:.1f} s.", None, "rate_limit_exceeded",
+                {"Retry-After": str(max(1, round(wait + 0.5)))},
+            )  # fmt: skip
         bucket.use(units)
 
 
@@ -132,14 +125,18 @@ class Clients:
         return self._admin_key is not None and hmac.compare_digest(self._admin_key, token)
 
     def check_admin(self, token: bytes) -> None:
-        """Raises ApiError: 401 without a key or for a wrong one, 403 for any where the
-        administration is off."""
+        """Refuses a request without a key, or with a wrong one, by 401; with any where the
+        administration is off by 403."""
         if self.is_admin(token):
             return
-        if self._admin_key is not None:
-            raise _no_key("The administration has a key of its own.")
-        off = "The administration is off: the server was started without an admin_key."
-        raise ApiError(403, off, code="admin_off") if token else _no_key(off)
+        message = "The key is missing or wrong: the administration has one of its own."
+        if self._admin_key is None:
+            message = "The administration is off: the server was started without an admin_key."
+            refuse(token, message, None, "admin_off", 403)
+        raise ApiError(401, message, None, _NO_KEY)
+
+
+_NO_KEY = "invalid_api_key"
 
 
 def _bearer(header: bytes) -> bytes:
@@ -147,14 +144,7 @@ def _bearer(header: bytes) -> bytes:
     return token.strip() if kind.lower() == b"bearer" else b""
 
 
-def _no_key(remedy: str) -> ApiError:
-    return ApiError(
-        401, f"The API key is missing or wrong. {remedy}", code="invalid_api_key",
-        headers={"WWW-Authenticate": "Bearer"},
-    )  # fmt: skip
-
-
-class _Entry(BaseModel):
+class _KeyEntry(BaseModel):
     """An entry of `api_keys_file`; limits that it does not name are the settings'."""
 
     model_config = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
@@ -165,7 +155,7 @@ class _Entry(BaseModel):
     tokens_per_minute: float | None = Field(default=None, gt=0)
 
 
-_ENTRIES = TypeAdapter(Annotated[list[_Entry], Field(min_length=1)])
+_ENTRIES = TypeAdapter(Annotated[list[_KeyEntry], Field(min_length=1)])
 
 
 def read_clients(settings: ServeSettings) -> Clients:
@@ -174,15 +164,15 @@ def read_clients(settings: ServeSettings) -> Clients:
     Raises:
         Problems: a file that holds something else.
     """
-    entries: list[_Entry] = []
+    entries: list[_KeyEntry] = []
     if settings.api_keys is not None:
         keys = [key.strip() for key in settings.api_keys.get_secret_value().split(",")]
         if not all(keys):
             raise Problems(
                 f"api_keys must hold keys with a comma between them: key {keys.index('') + 1} of "
-                f"{len(keys)} is empty, and requests without one would match. Remove the comma.",
-            )  # fmt: skip
-        entries += [_Entry(key=key) for key in keys]
+                f"{len(keys)} is empty, and requests without one would match. Remove the comma."
+            )
+        entries += [_KeyEntry(key=key) for key in keys]
     if settings.api_keys_file is not None:
         entries += _read_entries(settings.api_keys_file.read_text(encoding="utf-8"))
     if settings.has_replicas:
@@ -202,7 +192,7 @@ def read_clients(settings: ServeSettings) -> Clients:
     return Clients(clients, None if admin is None else admin.strip().encode())
 
 
-def _read_entries(text: str) -> list[_Entry]:
+def _read_entries(text: str) -> list[_KeyEntry]:
     try:
         return _ENTRIES.validate_python(read_text(text))
     except yaml.YAMLError:  # which would show the keys
@@ -220,18 +210,10 @@ def _read_entries(text: str) -> list[_Entry]:
 # --- in front of the routes ----------------------------------------------------------------------
 
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}\Z", re.ASCII)
-_Given = Annotated[
-    HTTPAuthorizationCredentials | None,
-    Security(HTTPBearer(auto_error=False, scheme_name="key", description="A client's key.")),
-]
-_GivenByAdmin = Annotated[
-    HTTPAuthorizationCredentials | None,
-    Security(
-        HTTPBearer(auto_error=False, scheme_name="admin_key", description="The administration's.")
-    ),
-]
-
-
+_KEY = HTTPBearer(auto_error=False, scheme_name="key", description="A client's key.")
+_ADMIN = HTTPBearer(auto_error=False, scheme_name="admin_key", description="The administration's.")
+_Given = Annotated[HTTPAuthorizationCredentials | None, Security(_KEY)]
+_GivenByAdmin = Annotated[HTTPAuthorizationCredentials | None, Security(_ADMIN)]
 OF_CLIENTS = documented(401, 429)
 """The errors of routes that want a client's key."""
 
@@ -242,8 +224,8 @@ class Guards:
     def __init__(self, clients: Clients) -> None:
         async def of_clients(request: Request, given: _Given) -> None:
             client = request.scope["state"]["client"]
-            if client is None:
-                raise _no_key("Give the key as `Authorization: Bearer KEY`.")
+            refuse(client is None, "The API key is missing or wrong. Give it as "
+                   "`Authorization: Bearer KEY`.", None, _NO_KEY, 401)  # fmt: skip
             client.book(client.requests)
 
         async def of_administration(request: Request, given: _GivenByAdmin) -> None:
@@ -253,18 +235,6 @@ class Guards:
         """A client's key, whose request is counted; anybody where there are no keys."""
         self.admin = Depends(of_administration)
         """The administration's key."""
-
-
-def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """The application, which web pages of these origins may ask, too."""
-    if not origins:
-        return app
-    return CORSMiddleware(
-        app,
-        allow_origins=origins,
-        allow_methods=["GET", "POST", "DELETE"],
-        allow_headers=["authorization", "content-type", "x-request-id", "x-min-weight-version"],
-    )
 
 
 class Gate:
@@ -285,16 +255,24 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers = {name.lower(): value for name, value in scope["headers"]}
-        request_id = _request_id(headers.get(b"x-request-id"))
-        state = scope.setdefault("state", {})
+        given = headers.get(b"x-request-id", b"").decode("latin-1")
+        request_id = given if _REQUEST_ID.match(given) else f"req-{uuid.uuid4().hex}"
         key = _bearer(headers.get(b"authorization", b""))
-        client = self._clients.of(key)
+        client, method, status = self._clients.of(key), scope["method"], 0
+        state = scope.setdefault("state", {})
         state |= {"request_id": request_id, "key": key, "client": client}
-        method = scope["method"]
         if method == "HEAD":  # answered as GET, whose body the HTTP server leaves out
             scope = {**scope, "method": "GET"}
-        name = [(b"x-request-id", request_id.encode())] if self._names_requests else []
-        answer = _Answer(send, name)
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                if self._names_requests:
+                    named = [*message.get("headers", []), (b"x-request-id", request_id.encode())]
+                    message = {**message, "headers": named}
+            await send(message)
+
         start = time.perf_counter()
         try:
             known = client is not None or self._clients.is_admin(key)
@@ -302,53 +280,40 @@ class Gate:
             state["size"] = len(body)
             await self._app(scope, _replayed(body, receive), answer)
         except ApiError as error:
-            if not answer.status:  # else it has begun: the client sees that it is cut off
+            if not status:  # else it has begun: the client sees that it is cut off
                 await error.response()(scope, receive, answer)
         finally:
             if logger.isEnabledFor(logging.INFO):
+                host, _ = scope.get("client") or ("", 0)
                 told = {
                     "request_id": request_id, "method": method, "path": scope["path"],
-                    "status": answer.status, "client": _who(scope),
+                    "status": status, "client": client.name if client and client.name else host,
                     "seconds": round(time.perf_counter() - start, 4),
                 }  # fmt: skip
                 logger.info(json.dumps(told))
 
     async def _body(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
-        """All of the body, before anybody parses it.
-
-        Raises:
-            ApiError: 413 too large, 408 too slow.
-        """
+        """All of the body, before anybody parses it; 413 too large, 408 too slow. Behind a 413 the
+        connection stays open, and what still comes is thrown away: a client that is cut off while
+        it sends never reads why."""
         most, seconds = self._settings.max_body_bytes, self._settings.slow_request_s
+        told = f"The request must have at most {most} bytes.", None, "request_too_large", 413
         length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > most:
-            raise _too_large(most)
+        refuse(length.isdigit() and int(length) > most, *told)
         body, more = bytearray(), True
         try:
             with anyio.fail_after(seconds):
                 while more:
                     message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise ApiError(400, "The client went away.", code="disconnected")
+                    gone = message["type"] == "http.disconnect"
+                    refuse(gone, "The client went away.", code="disconnected")
                     body += message.get("body", b"")
-                    if len(body) > most:
-                        raise _too_large(most)
+                    refuse(len(body) > most, *told)
                     more = message.get("more_body", False)
         except TimeoutError:
-            raise ApiError(
-                408, f"The request took longer than {seconds:g} s to arrive.",
-                code="slow_request", headers={"Connection": "close"},
-            ) from None  # fmt: skip
+            text = f"The request took longer than {seconds:g} s to arrive."
+            raise ApiError(408, text, None, "slow_request") from None
         return bytes(body)
-
-
-def _too_large(most: int) -> ApiError:
-    """The answer to a body above the limit. The connection stays open, and what still comes is
-    thrown away: a client that is cut off while it sends never reads why."""
-    return ApiError(
-        413, f"The request must have at most {most} bytes, which is the server's limit.",
-        code="request_too_large",
-    )  # fmt: skip
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
@@ -363,18 +328,6 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return again
-
-
-def _who(scope: Scope) -> str:
-    """The name of the key that came with a request; without one, the address it came from."""
-    client: Client | None = scope["state"]["client"]
-    host, _ = scope.get("client") or ("", 0)
-    return client.name if client is not None and client.name else host
-
-
-def _request_id(given: bytes | None) -> str:
-    text = (given or b"").decode("latin-1")
-    return text if _REQUEST_ID.match(text) else f"req-{uuid.uuid4().hex}"
 
 
 MAX_PARTS = 2**15
@@ -393,11 +346,7 @@ class _JsonRequest(Request):
 
     async def json(self) -> Any:
         """The body. Halves of characters, other encodings than UTF-8, more than 200 levels of
-        nesting, on which what walks it would fail, and very many objects and lists are errors.
-
-        Raises:
-            HTTPException: 400, it is no such JSON.
-        """
+        nesting, on which what walks it would fail, and very many objects and lists are errors."""
         body = await self.body()
         if _has_many_parts(body) and _has_many_parts(_TEXT.sub(b"", body)):
             raise HTTPException(400, f"the request must have at most {MAX_PARTS} objects and lists")
@@ -419,17 +368,3 @@ class JsonRoute(APIRoute):
             return await handle(_JsonRequest(request.scope, request.receive))
 
         return handle_json
-
-
-class _Answer:
-    """Sends a response with additional headers, and knows whether it has started."""
-
-    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
-        self._send, self._headers = send, headers
-        self.status = 0  # none yet
-
-    async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-            message = {**message, "headers": [*message.get("headers", []), *self._headers]}
-        await self._send(message)

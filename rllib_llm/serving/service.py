@@ -22,6 +22,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import anyio
@@ -36,8 +37,8 @@ from rllib_llm.engines.torch_engine import TextScores
 from rllib_llm.serving.engine_host import Counts, EngineHost
 from rllib_llm.serving.guides import BusyError, no_good
 from rllib_llm.serving.jobs import Job, Limits
-from rllib_llm.serving.metrics import Metrics
-from rllib_llm.serving.schemas import ApiError
+from rllib_llm.serving.metrics import JobWatch, Metrics
+from rllib_llm.serving.schemas import ApiError, refuse
 from rllib_llm.serving.security import Client
 from rllib_llm.serving.sessions import Sessions
 from rllib_llm.serving.settings import ServeSettings
@@ -45,14 +46,14 @@ from rllib_llm.serving.streams import (
     GONE,
     Choice,
     ClientGoneError,
+    CompletionPiece,
     Event,
     EventStream,
-    Piece,
     encoded,
     encoded_in_parts,
     while_there,
 )
-from rllib_llm.serving.weights import LiveWeights, Weights, fingerprint
+from rllib_llm.serving.weights import LiveWeights, ServedWeights, fingerprint
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -65,13 +66,17 @@ _MOST_RETRY_SECONDS = 30
 SHUTTING_DOWN = "The server is about to stop and takes no more requests."
 
 
+class JsonResponse(Response):
+    """JSON that is made already."""
+
+    media_type = "application/json"
+
+
 @dataclass
 class RequestContext:
-    """A request's context, apart from its body.
-
-    version: serial number of the weights that it asks for; None: the newest. size: of its body,
-    bytes. has_large_answer: whether its JSON is made beside the event loop.
-    """
+    """A request's context, apart from its body. version: serial number of the weights that it asks
+    for, None: the newest; size: of its body, bytes; has_large_answer: whether its JSON is made
+    beside the event loop."""
 
     request: Request
     service: Service
@@ -97,15 +102,9 @@ class RequestContext:
             return await self.service.encoded(self.has_large_answer, event)
 
         try:
-            whole = await while_there(self.request.receive, body)
+            return JsonResponse(await while_there(self.request.receive, body))
         except ClientGoneError:
             return Response(status_code=GONE)
-        return Response(whole, media_type="application/json")
-
-    async def told(self, work: Callable[..., Event], *arguments: Any) -> Response:
-        """The JSON of what `work` returns, made in a thread if the request is large."""
-        body = await self.beside_loop(lambda: encoded(work(*arguments)))
-        return Response(body, media_type="application/json")
 
     async def beside_loop(self, work: Callable[..., Result], *arguments: Any) -> Result:
         """Returns the result of `work`, run in a thread if the request is large."""
@@ -141,45 +140,38 @@ class Mailbox:
 
 def engine_ended() -> ApiError:
     """The answer where the engine is gone."""
-    message = "The server's engine has ended with an error, which its log shows."
-    return ApiError(503, message, code="engine_ended")
+    return ApiError(503, "The server's engine has ended; its log says how.", None, "engine_ended")
 
 
 def deadline_passed(seconds: float) -> ApiError:
     """The answer to a request that takes too long."""
-    return ApiError(
-        504, f"The request took longer than {seconds:g} s, the server's limit.",
-        code="deadline_exceeded",
-    )  # fmt: skip
+    message = f"The request took longer than {seconds:g} s, the server's limit."
+    return ApiError(504, message, None, "deadline_exceeded")
 
 
 class RunningJob:
     """A job in the engine. `async for i, piece in job` yields the pieces of completion i, whose
-    prompt is number i // n; the last piece of each has a finish_reason.
-
-    Args:
-        job: what is asked.
-    """
+    prompt is number i // n; the last piece of each has a finish_reason."""
 
     def __init__(self, service: Service, request_id: str, job: Job) -> None:
         self.request_id, self.job = request_id, job
         self._service, self._settings = service, service.settings
-        self._watch = service.metrics.watch(sum(map(len, job.prompts)))
+        self._watch = JobWatch(service.metrics, sum(map(len, job.prompts)))
         rows = job.rows()
         self.num_left = job.num_rows
-        num_choices = len(job.prompts) * job.n
-        self.choices = [self._choice(job.prompts[i // job.n]) for i in range(num_choices)]
-        self.on_piece: Callable[[Piece], None] | None = None
+        self.choices = [self._choice(prompt) for prompt in job.prompts for _ in range(job.n)]
+        self.on_piece: Callable[[CompletionPiece], None] | None = None
         self._serials: dict[int, None] = {}  # of the weights that have sampled, in their order
         self._texts: dict[int, str] = {}  # for the log, if it is to have them
         self._events: deque[tuple[int, Tokens | Ended | BaseException]] = deque()
         self._arrived = asyncio.Event()
         self._rows_left = len(rows)
         self._futures = self._service.host.submit_all(
-            [replace(each, on_tokens=self._teller(i)) for i, each in enumerate(rows)], job.grammar
+            [replace(each, on_tokens=partial(self._post, i)) for i, each in enumerate(rows)],
+            job.grammar,
         )
         for i, future in enumerate(self._futures):
-            future.add_done_callback(self._ender(i))
+            future.add_done_callback(partial(self._post_end, i))
         self._scoring: Future[list[TextScores]] | None = None
         if job.prompt_logprobs is not None:
             self._scoring = self._service.host.score(job.prompts, job.prompt_logprobs, job.version)
@@ -189,15 +181,12 @@ class RunningJob:
             seconds, self._put, -1, deadline_passed(seconds)
         )
 
-    def _teller(self, i: int) -> Callable[[Tokens], None]:
-        return lambda tokens: self._service.mailbox.post(self._put, i, tokens)
+    def _post(self, i: int, event: Tokens | Ended | BaseException) -> None:
+        self._service.mailbox.post(self._put, i, event)
 
-    def _ender(self, i: int) -> Callable[[Future], None]:
-        def tell(future: Future) -> None:
-            if not future.cancelled():
-                self._service.mailbox.post(self._put, i, future.exception() or future.result())
-
-        return tell
+    def _post_end(self, i: int, future: Future) -> None:
+        if not future.cancelled():
+            self._post(i, future.exception() or future.result())
 
     def _put(self, i: int, event: Tokens | Ended | BaseException) -> None:
         self._events.append((i, event))
@@ -210,10 +199,8 @@ class RunningJob:
             self._arrived.clear()
             await self._arrived.wait()
         i, event = self._events.popleft()
-        if isinstance(event, ApiError):
-            raise event
         if isinstance(event, BaseException):
-            raise self._refusal(event) from event
+            raise event if isinstance(event, ApiError) else self._refusal(event)
         self._rows_left -= isinstance(event, Ended)
         return i, event
 
@@ -234,12 +221,8 @@ class RunningJob:
         return Choice(text, job.params.stop_token_ids, job.eos_token_ids)
 
     async def scores(self) -> list[TextScores]:
-        """The scores of each prompt.
-
-        Raises:
-            ApiError: the deadline has passed, or the engine refuses or has ended.
-        """
-        assert self._scoring is not None, "they were not asked for"
+        """The scores of each prompt."""
+        assert self._scoring is not None
         try:
             with anyio.fail_after(self._deadline - anyio.current_time()):
                 found = await asyncio.wrap_future(self._scoring)
@@ -253,7 +236,7 @@ class RunningJob:
     def __aiter__(self) -> RunningJob:
         return self
 
-    async def __anext__(self) -> tuple[int, Piece]:
+    async def __anext__(self) -> tuple[int, CompletionPiece]:
         while True:
             i, event = await self._next_event()
             choice = self.choices[i]
@@ -270,44 +253,35 @@ class RunningJob:
             if self._settings.log_prompts:
                 self._texts[i] = self._texts.get(i, "") + piece.text
             if choice.is_done:
-                self._leave(i, piece)
+                self._rows_left -= self._futures[i].cancel()
+                self.num_left -= 1
+                self._watch.finished(i, piece.finish_reason or "")
             return i, piece
-
-    def _leave(self, i: int, piece: Piece) -> None:
-        if self._futures[i].cancel():
-            self._rows_left -= 1
-        self.num_left -= 1
-        self._watch.finished(i, piece.finish_reason or "")
 
     def _refusal(self, error: BaseException) -> ApiError:
         """The answer where the engine refuses a row, or has ended."""
         if isinstance(error, VersionGoneError):  # it went between the request and the step
             return self._service.weights.gone("the version that was asked for")
         if isinstance(error, GuideError):
-            return ApiError(
-                400, "response_format must be one that can be followed to the end: what was "
-                f"sampled could not be ({error}). Simplify it, or ask a model whose tokens can "
-                "write it.", param="response_format",
-                code="grammar_failed",
-            )  # fmt: skip
+            message = f"response_format must be one that can be followed to the end: {error}."
+            return ApiError(400, message, "response_format", "grammar_failed")
         return ApiError(400, str(error)) if isinstance(error, ValueError) else engine_ended()
 
-    async def collect(self) -> list[Piece]:
+    async def collect(self) -> list[CompletionPiece]:
         """All of each completion."""
         finish = None if self.job.samples else "length"
-        whole = [Piece(finish_reason=finish) for _ in self.choices]
+        whole = [CompletionPiece(finish_reason=finish) for _ in self.choices]
         async for i, piece in self:
             whole[i].add(piece)
         return whole
 
     @property
-    def weights(self) -> list[Weights]:
+    def weights(self) -> list[ServedWeights]:
         """Those that have sampled, in their order; where nothing was sampled yet, those that were
         asked for, or the newest."""
-        found = [self._service.weights.of(serial) for serial in self._serials]
-        if not found and self.job.version is not None:
-            return [self._service.weights.of(self.job.version)]
-        return found or [self._service.weights.newest]
+        weights, version = self._service.weights, self.job.version
+        asked = () if version is None else (version,)
+        return [weights.of(each) for each in (*self._serials,) or asked] or [weights.newest]
 
     @property
     def num_completion_tokens(self) -> int:
@@ -320,7 +294,7 @@ class RunningJob:
             self._service.host.abort(future)
         if self._scoring is not None:
             message = "The request was aborted before its prompts were scored. Send it again."
-            settle(self._scoring, ApiError(503, message, code="aborted"))
+            settle(self._scoring, ApiError(503, message, None, "aborted"))
 
     def close(self) -> None:
         """Aborts its rows in the engine."""
@@ -349,15 +323,9 @@ class Service:
     """
 
     def __init__(
-        self,
-        host: EngineHost,
-        tokenizer: Any,
-        settings: ServeSettings,
-        *,
-        source: str,
-        serial: int = 0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+        self, host: EngineHost, tokenizer: Any, settings: ServeSettings, *, source: str,
+        serial: int = 0, clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         self.host, self.tokenizer, self.settings = host, tokenizer, settings
         self.texts = TokenTexts(tokenizer)
         self.metrics = Metrics()
@@ -370,7 +338,7 @@ class Service:
             default_max_tokens=settings.default_max_tokens,
             max_prompt_chars=settings.max_prompt_chars,
         )
-        first = Weights(serial, 0, serial, facts.fingerprint, source)
+        first = ServedWeights(serial, 0, serial, facts.fingerprint, source)
         self.weights = LiveWeights(settings.served_name, first)
         self._serials = itertools.count(serial + 1)
         self._load_lock = threading.Lock()
@@ -406,14 +374,13 @@ class Service:
     def abort(self, request_ids: Sequence[str] | None = None) -> list[str]:
         """Aborts requests, None: all, which are answered with their partial output; returns those
         that were under way."""
-        jobs = [
-            job for job in self.jobs.values()
-            if request_ids is None or job.request_id in request_ids
-        ]  # fmt: skip
-        for job in jobs:
-            with suppress(EngineEndedError):  # it has ended them
-                job.abort()
-        return [job.request_id for job in jobs]
+        aborted = []
+        for job in list(self.jobs.values()):
+            if request_ids is None or job.request_id in request_ids:
+                aborted.append(job.request_id)
+                with suppress(EngineEndedError):  # it has ended them
+                    job.abort()
+        return aborted
 
     def close(self) -> None:
         """Ends the engine, and requests that are under way with it."""
@@ -424,23 +391,20 @@ class Service:
 
     def load(
         self, weights: Mapping[str, torch.Tensor], *, epoch: int, version: int, source: str
-    ) -> Weights:
+    ) -> ServedWeights:
         """Loads weights for new requests. Thread-safe, except in the event loop's own thread; waits
-        until rows of the version before the newest have ended.
+        until rows of the version before the newest have ended. ValueError: of another model.
 
         Args:
             weights: under the names of the policy's state, or of the model's.
             epoch, version: the publisher's. A lower version of a later epoch is welcome.
-
-        Raises:
-            ValueError: they are those of another model.
         """
         with self._load_lock:
             start = time.perf_counter()
             tensors = dict(weights)
             serial = next(self._serials)
             # Told before a token can be sampled by them.
-            loaded = Weights(serial, epoch, version, fingerprint(tensors), source)
+            loaded = ServedWeights(serial, epoch, version, fingerprint(tensors), source)
             self.weights.remember(loaded)
             serials = self.host.load(tensors, serial)
             loaded = replace(loaded, load_seconds=time.perf_counter() - start)
@@ -454,36 +418,27 @@ class Service:
         return loaded
 
     async def check_takes_weights(self) -> None:
-        """Raises ApiError, 409, where `load` would wait for completions that a pause holds up."""
+        """Refuses weights, 409, where `load` would wait for completions that a pause holds up."""
         if not self.host.is_paused or self.settings.in_flight != "finish":
             return
-        counts = (await self.counts()).by_version
-        held = {self.weights.of(serial).label: number for serial, number in counts.items()
-                if number and serial != self.weights.newest.serial}  # fmt: skip
-        if held:
-            (label, number), *_ = held.items()
-            raise ApiError(
-                409, f"Weights {self.weights.newest.label} must be the last that are loaded while "
-                f"the server is paused: {number} completions of {label} have to end first, since "
-                "in_flight='finish' holds two versions. POST /resume, or /abort_requests.",
-                code="paused",
-            )  # fmt: skip
+        newest = self.weights.newest
+        for serial, number in (await self.counts()).by_version.items():
+            refuse(number and serial != newest.serial, f"Weights {newest.label} must be the last "
+                   f"that are loaded while the server is paused: {number} completions of "
+                   f"{self.weights.of(serial).label} have to end first. POST /resume, or "
+                   "/abort_requests.", None, "paused", 409)  # fmt: skip
 
     # --- requests ----------------------------------------------------------------------------
 
     def check_open(self) -> None:
-        """Raises ApiError or EngineEndedError where no request can be taken now."""
-        if not self.is_ready or self.is_draining:
-            message = SHUTTING_DOWN if self.is_draining else self.why_not_ready
-            raise ApiError(503, message, code="unavailable", headers={"Retry-After": "1"})
+        """Refuses requests, 503, where none can be taken now."""
+        message = SHUTTING_DOWN if self.is_draining else self.why_not_ready
+        refuse(not self.is_ready or self.is_draining, message, None, "unavailable", 503)
         self.host.check_open()
 
     async def context_of(self, request: Request, model: str | None) -> RequestContext:
-        """The context of a request, once the weights are there that it asks for.
-
-        Raises:
-            ApiError: they are gone, or do not come.
-        """
+        """The context of a request, once the weights are there that it asks for; see
+        `LiveWeights.wait_for` and `named`."""
         self.check_open()
         wanted = request.headers.get("x-min-weight-version")
         await self.weights.wait_for(wanted, self.settings.weights_wait_s)
@@ -507,76 +462,53 @@ class Service:
         return await anyio.to_thread.run_sync(work, *arguments, limiter=self.threads)
 
     async def counts(self) -> Counts:
-        """Returns the completions in the engine.
-
-        Raises:
-            ApiError: 503, it does not answer, or has ended.
-        """
+        """Returns the completions in the engine; 503 where it does not answer, or has ended."""
         try:
             with anyio.fail_after(_ALIVE_SECONDS):
                 return await asyncio.wrap_future(self.host.count())
         except TimeoutError:
-            raise ApiError(
-                503, f"The server's engine has not answered in {_ALIVE_SECONDS:g} s.",
-                code="engine_silent",
-            ) from None  # fmt: skip
+            message = f"The server's engine has not answered in {_ALIVE_SECONDS:g} s."
+            raise ApiError(503, message, None, "engine_silent") from None
         except Exception as error:  # whatever its step has raised
             raise engine_ended() from error
 
     @asynccontextmanager
     async def guided(self, job: Job) -> AsyncIterator[None]:
-        """Compiles a job's grammar, if it has one, and keeps it during the block.
-
-        Raises:
-            ApiError: 400, it is no good; 429, too many wait; 503, it takes too long.
-        """
+        """Compiles a job's grammar, if it has one, and keeps it during the block; 400 where it is
+        no good, 429 where too many wait, 503 where it takes too long."""
         if job.grammar is None:
             yield
             return
-        pin = next(self._pins)
+        pin, field = next(self._pins), job.grammar_field
         try:
-            await self._compile(job.grammar, pin, job.grammar_field)
+            try:
+                with anyio.fail_after(_GRAMMAR_SECONDS):
+                    await asyncio.wrap_future(self.host.compile(job.grammar, pin))
+            except TimeoutError:
+                message = f"{field} was not compiled in {_GRAMMAR_SECONDS:g} s. Make it smaller."
+                raise ApiError(503, message, field, "grammar_timeout") from None
+            except ValueError as error:
+                raise no_good(field, str(error)) from error
+            except BusyError as error:
+                self.metrics.refusals.labels("queue").inc()
+                message = f"{field} cannot be compiled now: {error}."
+                raise ApiError(429, message, field, "server_overloaded") from error
             yield
         finally:
             self.host.release(pin)
 
-    async def _compile(self, grammar: str, pin: int, field: str) -> None:
-        try:
-            with anyio.fail_after(_GRAMMAR_SECONDS):
-                await asyncio.wrap_future(self.host.compile(grammar, pin))
-        except TimeoutError:
-            raise ApiError(
-                503, f"{field} was not compiled within {_GRAMMAR_SECONDS:g} s: others are compiled "
-                "before it, or it is too large. Try again later, or make it smaller.", param=field,
-                code="grammar_timeout", headers={"Retry-After": "1"},
-            ) from None  # fmt: skip
-        except ValueError as error:
-            raise no_good(field, str(error)) from error
-        except BusyError as error:
-            self.metrics.refused("queue")
-            raise ApiError(
-                429, f"{field} cannot be compiled now: {error}. Try again later.", param=field,
-                code="server_overloaded", headers={"Retry-After": "1"},
-            ) from error  # fmt: skip
-
     def _admit(self, job: Job) -> None:
-        """Raises ApiError where there is no place for a job: 429, or 400 where there never is."""
+        """Refuses a job for which there is no place: 429, or 400 where there never is."""
         most = self.settings.max_rows + self.settings.max_waiting
-        if job.num_rows > most:
-            raise ApiError(
-                400, f"n={job.n} completions of {len(job.prompts)} prompts must be at most {most} "
-                "together, the server's places. Ask for them in several requests.",
-                param="n", code="too_many_completions",
-            )  # fmt: skip
+        refuse(job.num_rows > most, f"n={job.n} completions of {len(job.prompts)} prompts must be "
+               f"at most {most} together, the server's places.", "n", "too_many_completions")
         if self.num_rows + job.num_rows > most:
-            self.metrics.refused("queue")
+            self.metrics.refusals.labels("queue").inc()
             raise ApiError(
-                429,
-                f"The server is full: {self.num_rows} completions are under way or wait, and "
-                f"{job.num_rows} more would be above {most}. Try again later.",
-                code="server_overloaded",
-                headers={"Retry-After": str(self._retry_seconds())},
-            )
+                429, f"The server is full: {self.num_rows} completions are under way or wait, and "
+                f"{job.num_rows} more would be above {most}.", None, "server_overloaded",
+                {"Retry-After": str(self._retry_seconds())},
+            )  # fmt: skip
 
     def _retry_seconds(self) -> int:
         """Seconds until half of the queue has begun, at the rate at which completions have ended
@@ -603,12 +535,8 @@ class Service:
         self, request_id: str, job: Job, client: Client | None = None
     ) -> AsyncIterator[RunningJob]:
         """Starts a job; what of it has not ended at the end of the block leaves the engine. The
-        client's tokens are booked as if it took the most, and corrected at the end.
-
-        Raises:
-            ApiError: 400 or 429, too much is asked for; 503, the server is about to stop; 504, the
-                engine does not take it in.
-        """
+        client's tokens are booked as if it took the most, and corrected at the end. 504 where the
+        engine does not take it in."""
         self.check_open()
         self._admit(job)
         try:

@@ -20,8 +20,8 @@ from typing import Any
 from rllib_llm.conversations.chat_format import ChatFormat
 from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.serving.chat import read_arguments, refused_by_template
-from rllib_llm.serving.schemas import ApiError, ChatRequest
-from rllib_llm.serving.streams import Piece
+from rllib_llm.serving.schemas import ApiError, ChatRequest, refuse
+from rllib_llm.serving.streams import CompletionPiece
 
 MAX_SESSIONS = 10_000
 MAX_OF_AN_OWNER = 1_000
@@ -35,8 +35,6 @@ _CHARS_PER_TOKEN = 4
 _OFF = dict.fromkeys(
     ("min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias")
 )
-
-
 # Of the training rows that are shown.
 _OF_ROWS = (
     "prompt_ids", "completion_ids", "loss_mask", "logprobs", "versions", "rewards", "finished",
@@ -44,14 +42,10 @@ _OF_ROWS = (
 
 
 @dataclass(frozen=True)
-class Rules:
+class SessionRules:
     """Fixed sampling settings of a session, which override the agent's: training must know the
-    distribution that was sampled from.
-
-    sampling: fields of a request that take the place of the agent's. max_new_tokens: of a turn.
-    max_turns: of the session. max_tokens: of prompt and turn. template_settings: variables of the
-    chat template that the agent does not name.
-    """
+    distribution that was sampled from. max_new_tokens: of a turn; max_tokens: of it and its prompt;
+    template_settings: variables of the chat template that the agent does not name."""
 
     sampling: Mapping[str, Any]
     max_new_tokens: int
@@ -65,14 +59,11 @@ class Session:
 
     `lock`: of its requests, which are answered one after the other. `limit`: the one of its rules
     that it ran into, "turns" or "tokens". `size`: of all that it holds when it was measured last;
-    `counted`: the size that `Sessions` counts for it.
-
-    Args:
-        owner: the key that began it; empty: there are none.
-        rules: of its turns; None: they are sampled as the agent asks.
+    `counted`: the size that `Sessions` counts for it. `owner`: the key that began it, b"" without
+    keys. `rules`: None: its turns are sampled as the agent asks.
     """
 
-    def __init__(self, owner: bytes = b"", rules: Rules | None = None) -> None:
+    def __init__(self, owner: bytes = b"", rules: SessionRules | None = None) -> None:
         self.owner = owner
         self._told: dict[tuple[Conversation, int], tuple[str, str, str]] = {}
         self._own_ids: dict[str, str] = {}
@@ -100,24 +91,26 @@ class Session:
         return {**(self.rules.template_settings if self.rules else {}), **(asked or {})}
 
     def governed(self, body: ChatRequest, prompt_len: int) -> ChatRequest:
-        """The request as the session's rules have it.
-
-        Raises:
-            ApiError: 400, a limit is reached, or the answer is to keep to a schema.
-        """
+        """The request as the session's rules have it; 400 where a limit is reached, or where the
+        answer is not to be sampled freely."""
         rules = self.rules
         if rules is None:
-            if self.num_turns >= MAX_TURNS:
-                raise _is_over("turns", MAX_TURNS)
+            _check_limit(self.num_turns >= MAX_TURNS, "turns", MAX_TURNS)
             return body
-        if body.response_format is not None and body.response_format.type != "text":
-            raise _not_free("response_format must be text")
-        if body.tool_choice not in (None, "none", "auto"):
-            raise _not_free("tool_choice must be auto or none")
         room = min(rules.max_new_tokens, rules.max_tokens - prompt_len)
-        if self.num_turns >= rules.max_turns or room < 1:
-            self.limit = "tokens" if room < 1 else "turns"
-            raise _is_over(self.limit, rules.max_tokens if room < 1 else rules.max_turns)
+        for broken, limit, most in (
+            (room < 1, "tokens", rules.max_tokens),
+            (self.num_turns >= rules.max_turns, "turns", rules.max_turns),
+        ):
+            self.limit = limit if broken else self.limit
+            _check_limit(broken, limit, most)
+        format_, tools = body.response_format, body.tool_choice
+        for broken, param, rule in (
+            (format_ is not None and format_.type != "text", "response_format", "text"),
+            (tools not in (None, "none", "auto"), "tool_choice", "auto or none"),
+        ):
+            refuse(broken, f"{param} must be {rule}: the policy learns from what it samples "
+                   "freely.", param, "unsupported_value")  # fmt: skip
         asked = body.max_completion_tokens or body.max_tokens or room
         turn = {"noise_turn": self.num_turns, "max_completion_tokens": min(asked, room)}
         return body.model_copy(update={**_OFF, **rules.sampling, **turn})
@@ -126,18 +119,15 @@ class Session:
         self, chat_format: ChatFormat, messages: Sequence[Mapping[str, Any]]
     ) -> Conversation:
         """The conversation that these messages continue or begin; its `token_ids` are the prompt.
-
-        Raises:
-            ApiError: 400, the template refuses the messages, or the assistant is to answer itself.
-        """
+        400 where the template refuses the messages, or the assistant is to answer itself."""
         with refused_by_template():
             known = [each for each in self.conversations if each.chat_format is chat_format]
             for conversation in reversed(known):
                 node = self._last_common_turn(conversation, messages)
                 if node is not None:
                     conversation.branch(node)
-                    said = len(_messages_until(conversation, node))
-                    conversation.append_messages([self._own(each) for each in messages[said:]])
+                    said = sum(len(each.messages) for each in conversation.path(node))
+                    conversation.append_messages([*map(self._with_own_id, messages[said:])])
                     self.conversations.remove(conversation)
                     self.conversations.append(conversation)
                     return conversation
@@ -170,25 +160,17 @@ class Session:
             found += [_essence(message) for message in each.messages] if told is None else [told]
         return found
 
-    def _own(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _with_own_id(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """A tool's answer, which names the call by the id that the client was told."""
         own = self._own_ids.get(str(message.get("tool_call_id")))
         return message if own is None else {**message, "tool_call_id": own}
 
     def end_turn(
-        self,
-        conversation: Conversation,
-        piece: Piece | None,
-        versions: Sequence[int],
+        self, conversation: Conversation, piece: CompletionPiece | None, versions: Sequence[int],
         told: Mapping[str, Any],
-    ) -> None:
-        """Stores the sampled turn; None removes the turn, since it is incomplete.
-
-        Args:
-            piece: all of the completion.
-            versions: of the weights that sampled each token, the publisher's.
-            told: the message that the client was sent.
-        """
+    ) -> None:  # fmt: skip
+        """Stores a whole completion, the publisher's versions of each token, and the message that
+        the client was sent; None removes the turn, since it is incomplete."""
         if piece is not None and piece.token_ids:
             ends = conversation.chat_format.stop_token_ids
             finish = "stop" if piece.token_ids[-1] in ends else "length"
@@ -207,25 +189,15 @@ class Session:
             conversation.branch(parent)
 
     def add_reward(self, reward: float) -> None:
-        """Rewards the turn that was sampled last.
-
-        Raises:
-            ApiError: 400, there is none, or the sum is no number.
-        """
+        """Rewards the turn that was sampled last; 400 where there is none, or where the sum would
+        be no number."""
         total = (self.reward or 0.0) + reward
-        if not math.isfinite(total):
-            raise ApiError(
-                400, f"reward={reward} must leave a finite sum of the session's rewards.",
-                param="reward",
-            )  # fmt: skip
-        for conversation in reversed(self.conversations):
-            if conversation.num_turns:
-                conversation.add_reward(reward)
-                self.reward = total
-                return
-        raise ApiError(
-            400, "reward must follow an answer: the session has none yet.", param="reward",
-        )  # fmt: skip
+        rewarded = [each for each in self.conversations if each.num_turns]
+        refuse(not math.isfinite(total),
+               f"reward={reward} must leave a finite sum of the session's rewards.", "reward")
+        refuse(not rewarded, "reward must follow an answer: the session has none yet.", "reward")
+        rewarded[-1].add_reward(reward)
+        self.reward = total
 
     def as_dict(self) -> dict[str, Any]:
         """The session's training rows and messages."""
@@ -238,18 +210,9 @@ class Session:
         }
 
 
-def _not_free(rule: str) -> ApiError:
-    return ApiError(
-        400, f"{rule}: the policy learns from what it samples freely.", param=rule.split()[0],
-        code="unsupported_value",
-    )  # fmt: skip
-
-
-def _is_over(limit: str, reached: int) -> ApiError:
-    return ApiError(
-        400, f"The session has reached max_{limit}={reached} and is over.", param="messages",
-        code="session_limit",
-    )  # fmt: skip
+def _check_limit(is_reached: bool, limit: str, most: int) -> None:
+    refuse(is_reached, f"The session has reached max_{limit}={most} and is over.", "messages",
+           "session_limit")  # fmt: skip
 
 
 class Sessions:
@@ -268,19 +231,15 @@ class Sessions:
         self._tokens: Counter[bytes] = Counter()
         self.begin_by_themselves = True
 
-    def begin(self, session_id: str, owner: bytes = b"", rules: Rules | None = None) -> Session:
-        """The session of this id, made if there is none.
-
-        Raises:
-            ApiError: 404, it is another key's; 400, the id is too long; 429, see `_make_room`.
-        """
+    def begin(
+        self, session_id: str, owner: bytes = b"", rules: SessionRules | None = None
+    ) -> Session:
+        """The session of this id, made if there is none; 404 where it is another key's, 400 for a
+        long id, 429 where there is no room."""
         if session_id in self._held:
             return self.get(session_id, owner)
-        if len(session_id) > MAX_ID_CHARS:
-            raise ApiError(
-                400, f"session_id must have at most {MAX_ID_CHARS} characters: {len(session_id)} "
-                "came.", param="session_id",
-            )  # fmt: skip
+        refuse(len(session_id) > MAX_ID_CHARS,
+               f"session_id must have at most {MAX_ID_CHARS} characters.", "session_id")
         made = self._held[session_id] = Session(owner, rules)
         if rules is None:
             self._of[owner][made] = session_id
@@ -292,36 +251,25 @@ class Sessions:
         return made
 
     def hold(self, session: Session) -> None:
-        """Makes room for a session that has been measured.
-
-        Raises:
-            ApiError: 400, it alone is too large; 429, all others have turns in progress.
-        """
+        """Makes room for a session that has been measured; 400 where it alone is too large, 429
+        where all others have turns in progress."""
         if session.rules is None:
             largest = MAX_TOKENS_OF_AN_OWNER if session.owner else MAX_TOKENS
-            if session.size > largest:
-                raise _is_over("tokens", largest)
+            _check_limit(session.size > largest, "tokens", largest)
             if session in self._of.get(session.owner, ()):  # it may have ended meanwhile
                 self._tokens[session.owner] += session.size - session.counted
                 session.counted = session.size
             self._make_room(session.owner, session)
 
     def _make_room(self, owner: bytes, new: Session) -> None:
-        """Evicts the oldest sessions, but not `new`, while a limit is passed.
-
-        Raises:
-            ApiError: 429, all have turns in progress.
-        """
+        """Evicts the oldest sessions, but not `new`, while a limit is passed."""
         while (whose := self._crowded(owner)) is not None:
-            for session, session_id in self._of[whose].items():
-                if session is not new and not session.lock.locked():
-                    self._remove(session_id)
-                    break
-            else:
-                raise ApiError(
-                    429, "There is no room for another session: all are under way. End one "
-                    "(DELETE).", code="too_many_sessions", headers={"Retry-After": "1"},
-                )  # fmt: skip
+            idle = (each for each in self._of[whose] if each is not new and not each.lock.locked())
+            session = next(idle, None)
+            if session is None:
+                message = "There is no room for another session: all are under way. End one."
+                raise ApiError(429, message, None, "too_many_sessions")
+            self._remove(self._of[whose][session])
 
     def _crowded(self, owner: bytes) -> bytes | None:
         """The key that has to lose a session: the owner, or of all the one with the most."""
@@ -344,29 +292,12 @@ class Sessions:
             if not self._of[session.owner]:
                 del self._of[session.owner], self._tokens[session.owner]
 
-    def asked(self, session_id: str, owner: bytes) -> Session:
-        """The session that a request belongs to.
-
-        Raises:
-            ApiError: 404, it is over, or another key's.
-        """
-        if self.begin_by_themselves:
-            return self.begin(session_id, owner)
-        return self.get(session_id, owner)
-
     def get(self, session_id: str, owner: bytes) -> Session:
-        """The session of this id.
-
-        Raises:
-            ApiError: 404, there is none, or it is another key's.
-        """
+        """The session of this id; 404 where there is none, or it is another key's."""
         found = self._held.get(session_id)
         if found is None or found.owner != owner:
-            raise ApiError(
-                404, f"session {session_id[:80]!r} is not here: it begins with its first request, "
-                "belongs to the key that began it, and ends when it is deleted.",
-                param="session_id", code="session_not_found",
-            )  # fmt: skip
+            message = f"session {session_id[:80]!r} is not here: another key's, over, or not begun."
+            raise ApiError(404, message, "session_id", "session_not_found")
         self._held.move_to_end(session_id)
         if found.rules is None:
             self._of[owner].move_to_end(found)
@@ -382,10 +313,6 @@ class Sessions:
         """Ends a session, if it is there."""
         if session_id in self._held:
             self._remove(session_id)
-
-
-def _messages_until(conversation: Conversation, node: int) -> list[Mapping[str, Any]]:
-    return [message for each in conversation.path(node) for message in each.messages]
 
 
 def _essence(message: Mapping[str, Any]) -> tuple[str, str, str]:

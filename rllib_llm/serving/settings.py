@@ -135,28 +135,22 @@ class ServeSettings(BaseModel):
         return file
 
     @model_validator(mode="after")
-    def _adapters_are_a_run_s(self) -> ServeSettings:
-        for name, other in (("lora", "weights_name"), ("quantization", "lora")):
-            is_default = getattr(self, name) == type(self).model_fields[name].default
-            if not is_default and getattr(self, other) is None:
-                raise ValueError(f"{name} must come with {other}: without it nothing is merged")
-        return self
-
-    @model_validator(mode="after")
-    def _scales_by_max_replicas(self) -> ServeSettings:
-        if self.autoscaling and self.max_replicas is None:
-            raise ValueError("autoscaling must come with max_replicas: else nothing is scaled")
-        for name, ours in (("min_replicas", "replicas"), ("max_replicas", "max_replicas")):
-            if name in self.autoscaling:
-                raise ValueError(f"autoscaling.{name} must be left out. Set {ours}")
-        return self
-
-    @model_validator(mode="after")
-    def _holds_for_all_replicas(self) -> ServeSettings:
-        if self.has_replicas:
-            for name in ("admin_key", "admin_key_file", *RATES):
-                if getattr(self, name) is not None:
-                    raise ValueError(f"{name} {ONE_REPLICA}")
+    def _keeps_rules(self) -> ServeSettings:
+        of_one = ("admin_key", "admin_key_file", *RATES) if self.has_replicas else ()
+        for broken, told in (
+            (self.lora is not None and self.weights_name is None,
+             "lora must come with weights_name: without it nothing is merged"),
+            (self.quantization != "none" and self.lora is None,
+             "quantization must come with lora: without it nothing is merged"),
+            (self.autoscaling and self.max_replicas is None,
+             "autoscaling must come with max_replicas: else nothing is scaled"),
+            *((f"{name}_replicas" in self.autoscaling,
+               f"autoscaling.{name}_replicas must be left out. Set {ours}")
+              for name, ours in (("min", "replicas"), ("max", "max_replicas"))),
+            *((getattr(self, name) is not None, f"{name} {ONE_REPLICA}") for name in of_one),
+        ):  # fmt: skip
+            if broken:
+                raise ValueError(told)
         return self
 
     @property

@@ -13,11 +13,11 @@ from starlette.types import Message, Receive, Scope, Send
 
 from rllib_llm.data.decoding import TextStream
 from rllib_llm.engines.protocol import Ended, Likeliest, Tokens
-from rllib_llm.serving.schemas import ApiError, failed
+from rllib_llm.serving.schemas import FAILED, ApiError, refuse
 
 
 @dataclass
-class Piece:
+class CompletionPiece:
     """The part of a completion since the previous piece."""
 
     text: str = ""
@@ -31,7 +31,7 @@ class Piece:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
-    def add(self, other: Piece) -> None:
+    def add(self, other: CompletionPiece) -> None:
         """Puts a later piece behind this one."""
         self.text += other.text
         self.token_ids += other.token_ids
@@ -44,12 +44,8 @@ class Piece:
 
 class Choice:
     """Converts the tokens of one row into pieces. Streams send the pieces and other responses join
-    them, so both give the same text.
-
-    Args:
-        stop_token_ids: of the row; the text of one that ends it is left out.
-        eos_token_ids: those of them that the model ends with anyway.
-    """
+    them, so both give the same text. That of a stop token is left out; `eos_token_ids` are those of
+    them that the model ends with anyway."""
 
     def __init__(
         self, text: TextStream, stop_token_ids: Sequence[int], eos_token_ids: Sequence[int]
@@ -61,9 +57,9 @@ class Choice:
         self.spans: list[list[int]] = []
         """[serial number of weights, first token, behind the last that they sampled]."""
 
-    def tokens(self, new: Tokens) -> Piece:
+    def tokens(self, new: Tokens) -> CompletionPiece:
         """The piece that sampled tokens add; tokens after a stop sequence add nothing."""
-        piece = Piece()
+        piece = CompletionPiece()
         for i, (token, logprob) in enumerate(zip(new.token_ids, new.logprobs, strict=True)):
             if self.is_done:
                 break
@@ -83,17 +79,13 @@ class Choice:
                 self._finish(piece, "stop", self._text.stopped_by)
         return piece
 
-    def end(self, ended: Ended) -> Piece:
-        """The last piece.
-
-        Raises:
-            ApiError: 500, the model gave no numbers.
-        """
-        piece = Piece()
+    def end(self, ended: Ended) -> CompletionPiece:
+        """The last piece; 500 where the model gave no numbers."""
+        piece = CompletionPiece()
         if self.is_done:
             return piece
-        if ended.finish == "error":
-            raise ApiError(500, "The model's logits are not finite: its weights are broken.")
+        refuse(ended.finish == "error",
+               "The model's logits are not finite: its weights are broken.", status=500)
         piece.text = self._text.finish()
         if self._text.stopped_by is not None:
             self._finish(piece, "stop", self._text.stopped_by)
@@ -104,7 +96,7 @@ class Choice:
         self._finish(piece, reasons.get(ended.finish, ended.finish), last if is_named else None)
         return piece
 
-    def _finish(self, piece: Piece, reason: str, stop_reason: str | int | None) -> None:
+    def _finish(self, piece: CompletionPiece, reason: str, stop_reason: str | int | None) -> None:
         self.is_done = True
         piece.finish_reason, piece.stop_reason = reason, stop_reason
 
@@ -125,16 +117,8 @@ async def while_there(
     work: Callable[[], Awaitable[Result]],
     beside: Callable[[], Awaitable[None]] | None = None,
 ) -> Result:
-    """Returns or raises what `work` does; cancels it when the client disconnects.
-
-    Args:
-        receive: ASGI's, behind the request's body.
-        work: is awaited.
-        beside: runs meanwhile; when it returns, `work` is cancelled.
-
-    Raises:
-        ClientGoneError: the client went, or `beside` returned.
-    """
+    """Returns or raises what `work` does; ClientGoneError, and it is cancelled, where the client
+    disconnects or `beside`, which runs meanwhile, returns. receive: ASGI's, behind the body."""
     done: list[Result] = []
     failed: list[Exception] = []
     async with anyio.create_task_group() as group:
@@ -198,13 +182,9 @@ class EventStream(Response):
     """
 
     def __init__(
-        self,
-        events: AsyncIterator[Event],
-        slow_reader_s: float,
-        *,
-        names: bool = False,
+        self, events: AsyncIterator[Event], slow_reader_s: float, *, names: bool = False,
         ends: bytes = b"data: [DONE]\n\n",
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self._events, self._slow_reader_s = events, slow_reader_s
         self._names, self._ends = names, ends
@@ -231,18 +211,17 @@ class EventStream(Response):
 
     async def _send_all(self) -> None:
         try:
-            first = await anext(self._events)
-            await self._start()
-            await self._data(first)
             async for event in self._events:
+                if not self._has_started:
+                    await self._start()
                 await self._data(event)
         except ApiError as error:
             if not self._has_started:
                 raise
-            await self._error(error.body())
+            await self._error(error)
         except Exception:
             if self._has_started:
-                await self._error(failed().body())
+                await self._error(ApiError(500, FAILED))
             raise
         finally:
             await self._events.aclose()  # type: ignore[attr-defined]  # of a generator
@@ -263,10 +242,10 @@ class EventStream(Response):
         self._num_sent += 1
         await self._body(name + b"data: " + encoded(event) + b"\n\n")
 
-    async def _error(self, body: dict[str, Any]) -> None:
+    async def _error(self, error: ApiError) -> None:
+        body = error.body()
         if self._names:  # flat, as OpenAI documents it, and nested, which its clients raise
-            flat = {**body["error"], "type": "error", "sequence_number": self._num_sent}
-            body = {**body, **flat}
+            body |= {**body["error"], "type": "error", "sequence_number": self._num_sent}
         await self._data(body)
 
     async def _body(self, body: bytes, more: bool = True) -> None:

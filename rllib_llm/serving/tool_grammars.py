@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from rllib_llm.conversations.chat_format import ChatFormat
 from rllib_llm.data.turn_ends import special_texts
 from rllib_llm.serving.guides import with_single_spaces
-from rllib_llm.serving.schemas import MAX_TOLD, ApiError, NamedTool, Tool
+from rllib_llm.serving.schemas import MAX_TOLD, NamedTool, ToolSchema, refuse
 
 _NO_SYNTAX = "llama3"  # a call as JSON alone, of a model whose template writes none
 # OpenAI's of a function that names none.
@@ -76,25 +76,19 @@ def forced_syntax(chat_format: ChatFormat) -> str:
 
 
 def call_grammar(
-    chat_format: ChatFormat, tools: Sequence[Tool], choice: NamedTool | str, one_call: bool
+    chat_format: ChatFormat, tools: Sequence[ToolSchema], choice: NamedTool | str, one_call: bool
 ) -> str:
-    """llguidance's grammar of a turn that calls a tool, up to the token that ends it.
+    """llguidance's grammar of a turn that calls a tool, up to the token that ends it; 400 where
+    there is no such tool, or the syntax cannot write a name.
 
     Args:
         choice: "required" or the tool that has to be called.
         one_call: whether there is one call at most.
-
-    Raises:
-        ApiError: 400, there is no such tool, or the syntax cannot write a name.
     """
     named = choice.function.name if isinstance(choice, NamedTool) else None
     callable_ = [each.function for each in tools if named in (None, each.function.name)]
-    if not callable_:
-        known = [each.function.name for each in tools]
-        raise ApiError(
-            400, f"tool_choice={(named or str(choice))[:MAX_TOLD]!r} must name one of the tools "
-            f"{known}.", param="tool_choice",
-        )  # fmt: skip
+    refuse(not callable_, f"tool_choice={(named or str(choice))[:MAX_TOLD]!r} must name one of the "
+           f"tools {[each.function.name for each in tools]}.", "tool_choice")  # fmt: skip
     alone = chat_format.max_calls == 1 or chat_format.syntax == "harmony"  # its end ends the turn
     return _Writer(chat_format).turn(callable_, one_call or alone)
 
@@ -177,11 +171,9 @@ class _Writer:
 
     def _name(self, name: str) -> str:
         is_word = self._syntax == "pythonic" and any(map(keyword.iskeyword, name.split(".")))
-        if is_word or not re.fullmatch(_NAMES.get(self._syntax, r"[\w.-]+"), name):
-            raise ApiError(
-                400, f"tools: {name[:MAX_TOLD]!r} must be a name that calls of the model's chat "
-                f"template ({self._syntax}) can have. Rename it.", param="tools",
-            )  # fmt: skip
+        is_name = re.fullmatch(_NAMES.get(self._syntax, r"[\w.-]+"), name)
+        refuse(is_word or not is_name, f"tools: {name[:MAX_TOLD]!r} must be a name that calls of "
+               f"the model's chat template ({self._syntax}) can have.", "tools")  # fmt: skip
         return name
 
     def _arguments(self, root: Mapping[str, Any], schema: Mapping[str, Any]) -> str:

@@ -13,36 +13,34 @@ from rllib_llm.conversations.chat_format import ChatFormat
 from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.data.encoding import encode_spans
 from rllib_llm.serving import chat
-from rllib_llm.serving.jobs import (
-    check_tokens,
-    check_whole,
-    make_job,
-    read_lengths,
-)
+from rllib_llm.serving.jobs import check_tokens, make_job, read_lengths
 from rllib_llm.serving.openai_routes import (
     STREAMED,
-    Completer,
+    RequestCompleter,
     model_cards,
+    with_fields_named,
 )
 from rllib_llm.serving.schemas import (
     ApiError,
     ChatRequest,
     DetokenizeRequest,
+    GenerateParams,
     GenerateRequest,
-    RewardRequest,
+    SessionRewardRequest,
     TokenizeRequest,
     documented,
+    refuse,
 )
 from rllib_llm.serving.security import OF_CLIENTS, Client, Guards, JsonRoute
-from rllib_llm.serving.service import RequestContext, Service
+from rllib_llm.serving.service import JsonResponse, RequestContext, Service
 from rllib_llm.serving.sessions import Session
-from rllib_llm.serving.streams import Event, Piece
+from rllib_llm.serving.streams import CompletionPiece, Event, encoded
 from rllib_llm.serving.views import ChatView, TokenView
 
 _SMALL_SESSION = 2**13  # tokens of one that is shown by the event loop itself
 
 
-def token_router(service: Service, completer: Completer, guards: Guards) -> APIRouter:
+def token_router(service: Service, completer: RequestCompleter, guards: Guards) -> APIRouter:
     """The routes."""
     router = APIRouter(route_class=JsonRoute, dependencies=[guards.client], responses=OF_CLIENTS)
 
@@ -50,79 +48,61 @@ def token_router(service: Service, completer: Completer, guards: Guards) -> APIR
     async def generate(body: GenerateRequest, request: Request) -> Response:
         context = await service.context_of(request, body.model)
         context.request_id = body.request_id or context.request_id
-        return await context.answer(_generate(service, completer, body, context), body.stream)
+        events = with_fields_named(_generate(service, completer, body, context), _PARAMS)
+        return await context.answer(events, body.stream)
 
     @router.post("/tokenize", response_model=None, responses=documented(404, 409, 503))
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         context = await service.context_of(request, body.model)
-        return await context.told(_tokenized, service, completer, body)
+        return JsonResponse(await context.beside_loop(tokenized, body))
+
+    def tokenized(body: TokenizeRequest) -> bytes:
+        if body.prompt is not None:
+            service.limits.check_chars(body.prompt, "prompt")
+            special = body.add_special_tokens is not False
+            tokens = encode_spans(service.tokenizer, body.prompt, [], add_special_tokens=special)[0]
+        else:
+            asked = ChatRequest.model_construct(messages=body.messages, tools=body.tools)
+            tokens = chat.prompt_ids(
+                completer.format_of(asked), body.messages or [], service.limits,
+                generation_prompt=body.add_generation_prompt is not False,
+            )  # fmt: skip
+        texts = [service.texts.of(token)[0] for token in tokens] if body.return_token_strs else None
+        return encoded({
+            "count": len(tokens), "max_model_len": service.limits.max_model_len, "tokens": tokens,
+            "token_strs": texts,
+        })  # fmt: skip
 
     @router.post("/detokenize", response_model=None, responses=documented(404, 409, 503))
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         context = await service.context_of(request, body.model)
-        return await context.told(_detokenized, service, body)
+        return JsonResponse(await context.beside_loop(detokenized, body))
+
+    def detokenized(body: DetokenizeRequest) -> bytes:
+        check_tokens(body.tokens, service.limits, "tokens")
+        return encoded({"prompt": service.tokenizer.decode(body.tokens)})
 
     return router
 
 
-def _tokenized(service: Service, completer: Completer, body: TokenizeRequest) -> dict[str, Any]:
-    tokens = _tokens_of(service, completer, body)
-    texts = [service.texts.of(token)[0] for token in tokens] if body.return_token_strs else None
-    return {
-        "count": len(tokens), "max_model_len": service.limits.max_model_len, "tokens": tokens,
-        "token_strs": texts,
-    }  # fmt: skip
-
-
-def _detokenized(service: Service, body: DetokenizeRequest) -> dict[str, Any]:
-    check_tokens(body.tokens, service.limits, "tokens")
-    return {"prompt": service.tokenizer.decode(body.tokens)}
-
-
-def _tokens_of(service: Service, completer: Completer, body: TokenizeRequest) -> list[int]:
-    if (body.prompt is None) == (body.messages is None):
-        raise ApiError(
-            400, "prompt or messages must be given, and not both.", param="prompt",
-        )  # fmt: skip
-    if body.prompt is not None:
-        service.limits.check_chars(body.prompt, "prompt")
-        special = True if body.add_special_tokens is None else body.add_special_tokens
-        return encode_spans(service.tokenizer, body.prompt, [], add_special_tokens=special)[0]
-    asked = ChatRequest.model_construct(messages=body.messages, tools=body.tools)
-    return chat.prompt_ids(
-        completer.format_of(asked), body.messages or [], service.limits,
-        generation_prompt=body.add_generation_prompt is not False,
-    )  # fmt: skip
+# Of fields within another, as the client's request calls them.
+_PARAMS = {name: f"sampling_params.{name}" for name in GenerateParams.model_fields}
 
 
 async def _generate(
-    service: Service, completer: Completer, body: GenerateRequest, context: RequestContext
+    service: Service, completer: RequestCompleter, body: GenerateRequest, context: RequestContext
 ) -> AsyncIterator[Event]:
     """Events of /inference/v1/generate."""
     fields = body.sampling_params
     await context.beside_loop(check_tokens, body.token_ids, service.limits, "token_ids")
-    if body.output_mode == "text" and fields.skip_special_tokens is False:
-        raise ApiError(
-            400, "sampling_params.skip_special_tokens=false must come without output_mode='text': "
-            "the text has none. Read token_ids.", param="sampling_params.skip_special_tokens",
-            code="unsupported_value",
-        )  # fmt: skip
     lengths = read_lengths(
         [body.token_ids], fields.max_tokens, service.limits,
-        default=service.limits.default_max_tokens, field="sampling_params.max_tokens",
-        prompt_field="token_ids",
+        default=service.limits.default_max_tokens, field="max_tokens", prompt_field="token_ids",
     )  # fmt: skip
-    try:
-        check_whole(body.stream, fields.prompt_logprobs)
-        job = make_job(
-            fields, service.limits, [body.token_ids], lengths, top_logprobs=fields.logprobs or 0,
-            prompt_logprobs=fields.prompt_logprobs, version=context.version,
-        )  # fmt: skip
-    except ApiError as error:
-        if error.param is not None:
-            error.rename(f"sampling_params.{error.param}")
-        raise
-
+    job = make_job(
+        fields, service.limits, [body.token_ids], lengths, top_logprobs=fields.logprobs or 0,
+        prompt_logprobs=fields.prompt_logprobs, version=context.version,
+    )  # fmt: skip
     view = TokenView(service, body, context.request_id)
     async for event in completer.run(job, context, view, body.stream):
         yield event
@@ -131,15 +111,12 @@ async def _generate(
 # --- sessions ------------------------------------------------------------------------------------
 
 
-def session_router(service: Service, completer: Completer, guards: Guards) -> APIRouter:
+def session_router(service: Service, completer: RequestCompleter, guards: Guards) -> APIRouter:
     """The routes."""
 
     async def has_one_replica() -> None:
-        if service.settings.has_replicas:
-            raise ApiError(
-                400, "Sessions must have a server with one replica: the next request of a session "
-                "would reach another one, which does not know it.", code="sessions_off",
-            )  # fmt: skip
+        refuse(service.settings.has_replicas, "Sessions must have a server with one replica: "
+               "another does not know them.", code="sessions_off")  # fmt: skip
 
     router = APIRouter(
         prefix="/sessions", dependencies=[guards.client, Depends(has_one_replica)],
@@ -149,11 +126,8 @@ def session_router(service: Service, completer: Completer, guards: Guards) -> AP
 
     @router.post("")
     async def begin(request: Request) -> dict[str, Any]:
-        if not sessions.begin_by_themselves:
-            raise ApiError(
-                404, "Sessions of this server are begun by its run: use the address that the agent "
-                "was given.", code="session_not_found",
-            )  # fmt: skip
+        refuse(not sessions.begin_by_themselves, "Sessions of this server are begun by its run: "
+               "use the address that the agent was given.", None, "session_not_found", 404)
         session_id = uuid.uuid4().hex
         sessions.begin(session_id, _owner(request))
         return {"session_id": session_id, "base_url": f"/sessions/{session_id}/v1"}
@@ -163,8 +137,7 @@ def session_router(service: Service, completer: Completer, guards: Guards) -> AP
         is_large = session.size > _SMALL_SESSION
         # Each row has the whole path to its turn, so many turns of a long chat are much more.
         told = await service.beside_loop(is_large, session.as_dict)
-        body = await service.encoded(is_large, {"session_id": session_id, **told})
-        return Response(body, media_type="application/json")
+        return JsonResponse(await service.encoded(is_large, {"session_id": session_id, **told}))
 
     @router.get("/{session_id}")
     async def show(session_id: str, request: Request) -> Response:
@@ -175,7 +148,9 @@ def session_router(service: Service, completer: Completer, guards: Guards) -> AP
         return await shown(session_id, sessions.end(session_id, _owner(request)))
 
     @router.post("/{session_id}/reward")
-    async def reward(session_id: str, body: RewardRequest, request: Request) -> dict[str, Any]:
+    async def reward(
+        session_id: str, body: SessionRewardRequest, request: Request
+    ) -> dict[str, Any]:
         session = sessions.get(session_id, _owner(request))
         session.add_reward(body.reward)
         return {"session_id": session_id, "reward": session.reward}
@@ -186,13 +161,9 @@ def session_router(service: Service, completer: Completer, guards: Guards) -> AP
 
     @router.post("/{session_id}/v1/chat/completions", response_model=None, responses=STREAMED)
     async def chat_completions(session_id: str, body: ChatRequest, request: Request) -> Response:
-        if (body.n or 1) != 1:
-            raise ApiError(
-                400, f"n={body.n} must be 1 in a session: it goes on with one answer.", param="n",
-                code="unsupported_value",
-            )  # fmt: skip
-        session = sessions.asked(session_id, _owner(request))
-        _check_free(session)
+        refuse((body.n or 1) != 1, f"n={body.n} must be 1 in a session.", "n", "unsupported_value")
+        read = sessions.begin if sessions.begin_by_themselves else sessions.get
+        session = read(session_id, _owner(request))
         # An agent that is trained asks for whatever model it was written for.
         context = await service.context_of(request, None if session.rules else body.model)
         return await context.answer(turn(session, body, context), body.stream)
@@ -201,14 +172,17 @@ def session_router(service: Service, completer: Completer, guards: Guards) -> AP
         session: Session, body: ChatRequest, context: RequestContext
     ) -> AsyncIterator[Event]:
         """Events of a chat completion that the session keeps."""
-        _check_free(session)  # the lock is taken at once: nothing waits in between
+        # Waiting would occupy a connection; agents of a run wait as often as their rules allow. The
+        # lock is taken at once: nothing waits in between.
+        if session.rules is None and session.lock.locked():
+            message = "A turn of this session is under way. Wait for its answer."
+            raise ApiError(409, message, None, "session_busy", {"Retry-After": "1"})
         async with session.lock:
             sessions.hold(session)  # one that is too large already holds no further message
-            chat.check_variables(body.chat_template_kwargs or {})
             settings = session.template_settings(body.chat_template_kwargs)
             body = body.model_copy(update={"chat_template_kwargs": settings or None})
             chat_format, conversation = await context.beside_loop(_begun, session, body)
-            whole = Piece()
+            whole = CompletionPiece()
             view: ChatView | None = None
             try:
                 sessions.hold(session)
@@ -233,17 +207,6 @@ def session_router(service: Service, completer: Completer, guards: Guards) -> AP
         return chat_format, conversation
 
     return router
-
-
-def _check_free(session: Session) -> None:
-    """Raises ApiError if a turn of the session is in progress, since waiting would occupy a
-    connection. Agents of a training run do wait, as often as their rules allow."""
-    if session.rules is None and session.lock.locked():
-        raise ApiError(
-            409, "A turn of this session is under way: its turns are made one after the other. "
-            "Wait for its answer, or begin another session.", code="session_busy",
-            headers={"Retry-After": "1"},
-        )  # fmt: skip
 
 
 def _owner(request: Request) -> bytes:

@@ -15,15 +15,10 @@ from rllib_llm.engines.torch_engine import TextScores
 from rllib_llm.serving import chat
 from rllib_llm.serving.schemas import ChatRequest, CompletionRequest, GenerateRequest
 from rllib_llm.serving.service import RunningJob, Service
-from rllib_llm.serving.streams import Piece
+from rllib_llm.serving.streams import CompletionPiece
 from rllib_llm.serving.tool_grammars import forced_syntax
 
 _LOWEST = -9999.0  # JSON has no -inf
-
-
-def openai_names(id: str, kind: str) -> dict[str, Any]:
-    """The names of an answer of OpenAI's: its id, its `object`, its time."""
-    return {"id": id, "object": kind, "created": int(time.time())}
 
 
 # --- log-probs -----------------------------------------------------------------------------------
@@ -34,7 +29,7 @@ def finite(logprob: float) -> float | None:
     return None if math.isnan(logprob) else max(_LOWEST, logprob)
 
 
-def chat_logprobs(service: Service, piece: Piece, top: int) -> dict[str, Any]:
+def chat_logprobs(service: Service, piece: CompletionPiece, top: int) -> dict[str, Any]:
     """`logprobs` of a chat's choice: an entry for each token, the stop token among them."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
@@ -45,7 +40,7 @@ def chat_logprobs(service: Service, piece: Piece, top: int) -> dict[str, Any]:
 
 
 def _entries(
-    piece: Piece, top: int, entry: Callable[[int, float], dict[str, Any]]
+    piece: CompletionPiece, top: int, entry: Callable[[int, float], dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """An entry for each token of a piece, in which the likeliest stand."""
     found = []
@@ -55,7 +50,9 @@ def _entries(
     return found
 
 
-def text_logprobs(service: Service, piece: Piece, top: int, start: int = 0) -> dict[str, Any]:
+def text_logprobs(
+    service: Service, piece: CompletionPiece, top: int, start: int = 0
+) -> dict[str, Any]:
     """`logprobs` of a text completion whose text begins at character `start`."""
     return {
         "tokens": [service.texts.of(token)[0] for token in piece.token_ids],
@@ -70,7 +67,7 @@ def text_logprobs(service: Service, piece: Piece, top: int, start: int = 0) -> d
     }
 
 
-def token_logprobs(piece: Piece, top: int) -> dict[str, Any]:
+def token_logprobs(piece: CompletionPiece, top: int) -> dict[str, Any]:
     """`logprobs` of /inference/v1/generate: entries that name tokens by text and by number, for
     clients of either of vLLM's shapes."""
 
@@ -102,7 +99,7 @@ def prompt_logprobs(
 
 
 def _ended(
-    piece: Piece, finish: str | None, logprobs: Any, prompt: list[int] | None
+    piece: CompletionPiece, finish: str | None, logprobs: Any, prompt: list[int] | None
 ) -> dict[str, Any]:
     """The end of a choice. prompt: its token ids, where they are returned."""
     ended: dict[str, Any] = {"logprobs": logprobs, "finish_reason": finish}
@@ -114,18 +111,15 @@ def _ended(
 
 
 class View:
-    """Completions as one route shows them.
+    """Completions as one route shows them. names: of the answer, such as its id.
 
     `running`, the request in the engine, and `scores` of its prompts, where they are asked for, are
     set before anything is shown. `on_piece` is told what comes.
-
-    Args:
-        names: of the answer; see `openai_names`.
     """
 
     running: RunningJob
     scores: Sequence[TextScores] = ()
-    on_piece: Callable[[Piece], None] | None = None
+    on_piece: Callable[[CompletionPiece], None] | None = None
 
     def __init__(self, service: Service, names: Mapping[str, Any]) -> None:
         self._service, self._names = service, names
@@ -161,7 +155,7 @@ class View:
         """Fields of the response besides its choices."""
         return {}
 
-    def choices(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+    def choices(self, pieces: Sequence[CompletionPiece]) -> list[dict[str, Any]]:
         """The choices of a complete response."""
         return [choice for i, piece in enumerate(pieces) for choice in self.chunks(i, piece)]
 
@@ -169,7 +163,7 @@ class View:
         """Chunks that come before anything is sampled."""
         return []
 
-    def chunks(self, i: int, piece: Piece) -> list[dict[str, Any]]:
+    def chunks(self, i: int, piece: CompletionPiece) -> list[dict[str, Any]]:
         """The chunks of a stream for a piece of choice `i`."""
         raise NotImplementedError
 
@@ -179,46 +173,38 @@ class View:
 
 class ChatView(View):
     """A chat's completions as OpenAI shows them. With tools a turn is shown when it is whole:
-    before, nobody knows what is a call.
-
-    Args:
-        chat_format: how the chat is written.
-        prompt: its token ids.
-    """
+    before, nobody knows what is a call."""
 
     def __init__(
-        self,
-        service: Service,
-        body: ChatRequest,
-        request_id: str,
-        chat_format: ChatFormat,
+        self, service: Service, body: ChatRequest, request_id: str, chat_format: ChatFormat,
         prompt: list[int],
-    ) -> None:
+    ) -> None:  # fmt: skip
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
-        super().__init__(service, openai_names(f"chatcmpl-{request_id}", kind))
+        names = {"id": f"chatcmpl-{request_id}", "object": kind, "created": int(time.time())}
+        super().__init__(service, names)
         self.body, self.format, self.prompt = body, chat_format, prompt
         self.is_forced = body.tool_choice not in (None, "none", "auto")
         self.has_tools = bool(body.tools) and body.tool_choice != "none"
         self._syntax = forced_syntax(chat_format) if self.is_forced else None
         self._call_ids: defaultdict[tuple[int, int], str] = defaultdict(chat.new_call_id)
         self._begun: set[int] = set()
-        self._held: dict[int, Piece] = {}
+        self._held: dict[int, CompletionPiece] = {}
 
     @property
     def further(self) -> dict[str, Any]:
         if not self.scores:
             return {}
-        told = prompt_logprobs(self._service, self.prompt, self.scores[0])
-        return {"prompt_logprobs": told}
+        return {"prompt_logprobs": prompt_logprobs(self._service, self.prompt, self.scores[0])}
 
-    def choices(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
-        return [self._choice(i, piece) for i, piece in enumerate(pieces)]
+    def choices(self, pieces: Sequence[CompletionPiece]) -> list[dict[str, Any]]:
+        found = []
+        for i, piece in enumerate(pieces):
+            message, finish = self.message(i, piece)
+            message = {**message, "refusal": None}
+            found.append({"index": i, "message": message, **self._end(piece, finish)})
+        return found
 
-    def _choice(self, i: int, piece: Piece) -> dict[str, Any]:
-        message, finish = self.message(i, piece)
-        return {"index": i, "message": {**message, "refusal": None}, **self._end(piece, finish)}
-
-    def message(self, i: int, piece: Piece) -> tuple[dict[str, Any], str | None]:
+    def message(self, i: int, piece: CompletionPiece) -> tuple[dict[str, Any], str | None]:
         """The message of choice `i`, and why it ended."""
         if not self.has_tools or isinstance(piece.stop_reason, str):
             return {"role": "assistant", "content": piece.text}, piece.finish_reason
@@ -228,38 +214,31 @@ class ChatView(View):
             1 if self.body.parallel_tool_calls is False else None,
         )  # fmt: skip
 
-    def _end(self, piece: Piece, finish: str | None) -> dict[str, Any]:
+    def _end(self, piece: CompletionPiece, finish: str | None) -> dict[str, Any]:
         logprobs = None
         if self.body.logprobs:
             logprobs = chat_logprobs(self._service, piece, self.body.top_logprobs or 0)
         return _ended(piece, finish, logprobs, self.prompt if self.body.return_token_ids else None)
 
-    def chunks(self, i: int, piece: Piece) -> list[dict[str, Any]]:
+    def chunks(self, i: int, piece: CompletionPiece) -> list[dict[str, Any]]:
         if self.has_tools:
-            held = self._held.setdefault(i, Piece())
+            held = self._held.setdefault(i, CompletionPiece())
             held.add(piece)
             if piece.finish_reason is None:
                 return []
-            message, finish = self.message(i, held)
-            calls = [{"index": k, **call} for k, call in enumerate(message.pop("tool_calls", ()))]
-            return [
-                self._chunk(i, held, message | ({"tool_calls": calls} if calls else {}), finish)
-            ]
-        if not (piece.text or piece.finish_reason or self._told(piece)):
-            return []
-        return [self._chunk(i, piece, {"content": piece.text}, piece.finish_reason)]
-
-    def _told(self, piece: Piece) -> bool:
-        """Whether token ids are returned, whatever their text."""
-        return bool(piece.token_ids and (self.body.logprobs or self.body.return_token_ids))
-
-    def _chunk(
-        self, i: int, piece: Piece, delta: dict[str, Any], finish: str | None
-    ) -> dict[str, Any]:
+            piece, (delta, finish) = held, self.message(i, held)
+            if "tool_calls" in delta:
+                calls = enumerate(delta["tool_calls"])
+                delta["tool_calls"] = [{"index": k, **call} for k, call in calls]
+        else:
+            told = piece.token_ids and (self.body.logprobs or self.body.return_token_ids)
+            if not (piece.text or piece.finish_reason or told):
+                return []
+            delta, finish = {"content": piece.text}, piece.finish_reason
         if i not in self._begun:
             self._begun.add(i)
             delta = {"role": "assistant", **delta}
-        return {"index": i, "delta": delta, **self._end(piece, finish)}
+        return [{"index": i, "delta": delta, **self._end(piece, finish)}]
 
 
 # --- texts ---------------------------------------------------------------------------------------
@@ -271,7 +250,8 @@ class TextView(View):
     def __init__(
         self, service: Service, body: CompletionRequest, request_id: str, prompts: list[list[int]]
     ) -> None:
-        super().__init__(service, openai_names(f"cmpl-{request_id}", "text_completion"))
+        names = {"id": f"cmpl-{request_id}", "object": "text_completion"}
+        super().__init__(service, {**names, "created": int(time.time())})
         self._body, self._prompts = body, prompts
         self._n = body.n or 1
         self._echoes: list[str] = []
@@ -279,7 +259,7 @@ class TextView(View):
             decode = service.tokenizer.decode
             self._echoes = [decode(prompt, skip_special_tokens=True) for prompt in prompts]
 
-    def choices(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+    def choices(self, pieces: Sequence[CompletionPiece]) -> list[dict[str, Any]]:
         """The choices of a complete response, in which the echoed prompt and the completion are one
         text."""
         found = []
@@ -292,8 +272,9 @@ class TextView(View):
                 choice = self._choice(i, pieces[i]) | further
                 if echo is not None:
                     choice["text"] = echo["text"] + choice["text"]
-                    if choice["logprobs"] is not None:
-                        choice["logprobs"] = _joined(echo["logprobs"], choice["logprobs"])
+                    for name, values in (choice["logprobs"] or {}).items():
+                        if (first := echo["logprobs"][name]) is not None:
+                            choice["logprobs"][name] = [*first, *(values or [])]
                 found.append(choice)
         return found
 
@@ -302,13 +283,13 @@ class TextView(View):
         echoes = [self._echo(at) for at in range(len(self._echoes))]
         return [{"index": i, **echoes[i // self._n]} for i in range(len(echoes) * self._n)]
 
-    def chunks(self, i: int, piece: Piece) -> list[dict[str, Any]]:
+    def chunks(self, i: int, piece: CompletionPiece) -> list[dict[str, Any]]:
         told = piece.token_ids and (self._body.logprobs is not None or self._body.return_token_ids)
         if not (piece.text or piece.finish_reason or told):
             return []
         return [self._choice(i, piece)]
 
-    def _choice(self, i: int, piece: Piece) -> dict[str, Any]:
+    def _choice(self, i: int, piece: CompletionPiece) -> dict[str, Any]:
         at, logprobs = i // self._n, None
         if self._body.logprobs is not None:
             start = len(self._echoes[at]) if self._echoes else 0
@@ -323,26 +304,13 @@ class TextView(View):
         if self._body.logprobs is not None:
             ids, scores = self._prompts[at], self.scores[at]
             logprobs, likeliest = [math.nan, *scores.logprobs], [[], *scores.likeliest]
-            offsets = _offsets(self._service.tokenizer, ids)
-            prompt = Piece("", ids, logprobs, likeliest, offsets=offsets)
+            stream, offsets = TextStream(self._service.tokenizer), []
+            for token in ids:
+                offsets.append(stream.length)
+                stream.push(token)
+            prompt = CompletionPiece("", ids, logprobs, likeliest, offsets=offsets)
             told = text_logprobs(self._service, prompt, self._body.logprobs)
         return {"text": self._echoes[at], "logprobs": told, "finish_reason": None}
-
-
-def _joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: None if values is None else [*values, *(second[name] or [])]
-        for name, values in first.items()
-    }
-
-
-def _offsets(tokenizer: Any, token_ids: list[int]) -> list[int]:
-    """The character offset of each token in the whole text."""
-    stream, offsets = TextStream(tokenizer), []
-    for token in token_ids:
-        offsets.append(stream.length)
-        stream.push(token)
-    return offsets
 
 
 # --- tokens --------------------------------------------------------------------------------------
@@ -362,7 +330,7 @@ class TokenView(View):
         returned = prompt if self._body.return_token_ids else None
         return {"prompt_token_ids": returned, "prompt_logprobs": told}
 
-    def chunks(self, i: int, piece: Piece) -> list[dict[str, Any]]:
+    def chunks(self, i: int, piece: CompletionPiece) -> list[dict[str, Any]]:
         top = self._body.sampling_params.logprobs
         choice: dict[str, Any] = {
             "index": i,

@@ -7,7 +7,6 @@ import copy
 import logging
 import threading
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -19,7 +18,7 @@ from rllib_llm.modules.pretrained import load_causal_lm
 from rllib_llm.modules.quantization import quantize
 from rllib_llm.serving.service import Service
 from rllib_llm.serving.settings import ServeSettings
-from rllib_llm.serving.weights import Weights
+from rllib_llm.serving.weights import ServedWeights
 from rllib_llm.weights.coordinator import CoordinatorClient
 from rllib_llm.weights.flat_buffer import FlatBuffer, unpack
 from rllib_llm.weights.receiver import WeightsFollower, WeightsReceiver
@@ -30,15 +29,8 @@ logger = logging.getLogger(__name__)
 
 
 class AdapterMerger:
-    """Merges a run's adapters into full weights. Holds a copy of the frozen trunk.
-
-    Args:
-        source: of the trunk, as `load_causal_lm` takes it.
-        settings: of the server; `lora` and `quantization` are the run's.
-
-    Raises:
-        ValueError: embeddings that input and output share are adapted on one side.
-    """
+    """Merges a run's adapters into full weights. Holds a copy of the frozen trunk. `source` is its,
+    as `load_causal_lm` takes it; `lora` and `quantization` of the settings are the run's."""
 
     def __init__(self, source: str, settings: ServeSettings) -> None:
         assert settings.lora is not None, "there are no adapters"
@@ -54,19 +46,12 @@ class AdapterMerger:
         if adapts_tied_weights(self._adapted):
             raise ValueError(
                 f"lora={settings.lora!r} must leave out the embeddings where input and output "
-                "share them: merged adapters make them two, and the model that is served has one. "
-                "Serve the folder that `algorithm.export_model` writes."
+                "share them. Serve the folder that `algorithm.export_model` writes."
             )
 
     def merged(self, adapters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The trunk's weights with these adapters in them.
-
-        Args:
-            adapters: under the names of the policy's state, or of the model's.
-
-        Raises:
-            ValueError: they are other adapters than the settings say.
-        """
+        """The trunk's weights with these adapters in them, which are under the names of the
+        policy's state, or of the model's."""
         own = self._adapted.state_dict()
         named = {}
         for name, tensor in adapters.items():
@@ -76,43 +61,26 @@ class AdapterMerger:
             if name not in own or own[name].shape != tensor.shape:
                 raise ValueError(
                     f"lora must be the run's own: it publishes {name} of shape "
-                    f"{tuple(tensor.shape)}, which these adapters do not have. Give the server the "
-                    "run's `lora` and `model`."
+                    f"{tuple(tensor.shape)}, which these adapters do not have."
                 )
         whole = copy.deepcopy(self._trunk)
         merge_into(whole, self._adapted, named)
         return whole.state_dict()
 
 
-def load_folder(service: Service, path: str, epoch: int, version: int) -> Weights:
-    """Puts the weights of a checkpoint, trial or Hugging Face folder into a server.
-
-    Raises:
-        ValueError: the folder is not below the server's `update_weights_folder`, or holds no model,
-            or one of another architecture.
-    """
-    folder = _allowed_folder(path, service.settings.update_weights_folder)
+def load_folder(service: Service, path: str, epoch: int, version: int) -> ServedWeights:
+    """Puts the weights of a checkpoint, trial or Hugging Face folder into a server. A ValueError
+    where that is not below its `update_weights_folder` (nothing else is loaded, since a dotted path
+    would be imported, and a hub id fetched), or holds no model, or another one."""
+    allowed = service.settings.update_weights_folder
+    root = None if allowed is None else allowed.expanduser().resolve()
+    folder = None if root is None else (root / path).resolve()
+    if not root or not folder or not folder.is_dir() or not folder.is_relative_to(root):
+        told = None if root is None else str(root)
+        raise ValueError(f"path={path!r} must be a folder below update_weights_folder={told!r}.")
     source = find_model(str(folder))
     model = load_causal_lm(source, dtype=service.settings.dtype)
     return service.load(model.state_dict(), epoch=epoch, version=version, source=source)
-
-
-def _allowed_folder(path: str, root: Path | None) -> Path:
-    """The folder of weights: nothing else is loaded, since a dotted path would be imported, and a
-    hub id fetched."""
-    if root is None:
-        raise ValueError(
-            f"path={path!r} must be below update_weights_folder, which the server has none of. Set "
-            "it to the folder that weights are written to."
-        )
-    root = root.expanduser().resolve()
-    folder = (root / path).resolve()
-    if not folder.is_relative_to(root) or not folder.is_dir():
-        raise ValueError(
-            f"path={path!r} must be a folder below update_weights_folder={str(root)!r}: other "
-            "weights are not loaded. Write them there."
-        )
-    return folder
 
 
 class RunSource:
@@ -127,14 +95,9 @@ class RunSource:
     """
 
     def __init__(
-        self,
-        service: Service,
-        client: CoordinatorClient,
-        merger: AdapterMerger | None = None,
-        *,
-        receiver: WeightsReceiver | None = None,
-        retry_seconds: float = _WAIT_SECONDS,
-    ) -> None:
+        self, service: Service, client: CoordinatorClient, merger: AdapterMerger | None = None, *,
+        receiver: WeightsReceiver | None = None, retry_seconds: float = _WAIT_SECONDS,
+    ) -> None:  # fmt: skip
         self._service, self._client, self._merger = service, client, merger
         self._retry_seconds = retry_seconds
         self._arrived: list[FlatBuffer] = []
@@ -197,8 +160,7 @@ class RunSource:
             tensors = self._merger.merged(tensors)
         elif any(map(is_adapter, tensors)):
             raise ValueError(
-                f"lora=None must be the `lora` of the run {self._client.name!r}, which publishes "
-                "adapters alone. Give the server the same."
+                f"lora=None must be that of the run {self._client.name!r}, which trains adapters."
             )
         self._service.load(
             tensors, epoch=published.epoch, version=published.version,

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 import anyio
 import torch
 
-from rllib_llm.serving.schemas import MAX_TOLD, ApiError
+from rllib_llm.serving.schemas import MAX_TOLD, ApiError, refuse
 
 MODEL_GONE = "model_not_found"
 _MAX_REMEMBERED = 10_000
 
 
 @dataclass(frozen=True)
-class Weights:
+class ServedWeights:
     """Weights that were loaded.
 
     `serial` counts loads, and is what the engine stamps on tokens; `epoch` and `version` are the
@@ -47,47 +47,44 @@ class LiveWeights:
         first: that it is served with until others come.
     """
 
-    def __init__(self, name: str, first: Weights) -> None:
+    def __init__(self, name: str, first: ServedWeights) -> None:
         self.name = name
         self._known, self._live = {first.serial: first}, [first]
         self._changed = asyncio.Event()
 
     @property
-    def newest(self) -> Weights:
+    def newest(self) -> ServedWeights:
         """The version used by requests that name none."""
         return self._live[0]
 
     @property
-    def live(self) -> list[Weights]:
+    def live(self) -> list[ServedWeights]:
         """The newest, and the one before it as long as requests may ask for it."""
         return list(self._live)
 
-    def remember(self, weights: Weights) -> None:
+    def remember(self, weights: ServedWeights) -> None:
         """Registers weights that may sample from now on. Thread-safe."""
         self._known[weights.serial] = weights
         while len(self._known) > _MAX_REMEMBERED:
             del self._known[next(iter(self._known))]
 
-    def set_live(self, live: list[Weights]) -> None:
+    def set_live(self, live: list[ServedWeights]) -> None:
         """Sets the versions that the engine holds now."""
         self._live = live
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def of(self, serial: int) -> Weights:
+    def of(self, serial: int) -> ServedWeights:
         """The weights that have sampled a token."""
         return self._known[serial]
 
-    def id_of(self, weights: Weights) -> str:
+    def id_of(self, weights: ServedWeights) -> str:
         """NAME@EPOCH.VERSION"""
         return f"{self.name}@{weights.label}"
 
-    def named(self, model: str | None) -> Weights | None:
-        """The weights that a request's `model` asks for; None: the newest.
-
-        Raises:
-            ApiError: 404, naming those that are live.
-        """
+    def named(self, model: str | None) -> ServedWeights | None:
+        """The weights that a request's `model` asks for, None: the newest; 404 where they are not
+        live."""
         if model is None or model == self.name:
             return None
         for weights in self._live:
@@ -96,65 +93,35 @@ class LiveWeights:
         raise self.gone(model)
 
     def check_new(self, epoch: int, version: int) -> None:
-        """Raises ApiError, 409, where a live version has these numbers: two would have one name."""
+        """Refuses numbers of a live version, 409: two would have one name."""
         for weights in self._live:
-            if (weights.epoch, weights.version) == (epoch, version):
-                raise ApiError(
-                    409,
-                    f"version={version} must be one that is not in use: {self.id_of(weights)} was "
-                    f"loaded from {weights.source}. Leave it out for the next one.",
-                    param="version",
-                    code="weight_version_in_use",
-                )
+            refuse((weights.epoch, weights.version) == (epoch, version), f"version={version} must "
+                   f"be one that is not in use: {self.id_of(weights)} came from {weights.source}.",
+                   "version", "weight_version_in_use", 409)  # fmt: skip
 
     def gone(self, model: str) -> ApiError:
         """The answer where a model's weights are not here."""
         live = [self.name, *(self.id_of(weights) for weights in self._live)]
-        return ApiError(
-            404,
-            f"model={model[:MAX_TOLD]!r} must be one of {live}: this server has no other. "
-            f"`{self.name}` is always the newest.",
-            param="model",
-            code=MODEL_GONE,
-        )
+        message = f"model={model[:MAX_TOLD]!r} must be one of {live}; the first is the newest."
+        return ApiError(404, message, "model", MODEL_GONE)
 
     async def wait_for(self, wanted: str | None, seconds: float) -> None:
         """Waits until the newest version is at least that of the header X-Min-Weight-Version,
-        VERSION or EPOCH.VERSION.
-
-        Raises:
-            ApiError: 400 for another value, 409 where it does not come in time.
-        """
+        VERSION or EPOCH.VERSION; 400 for another value, 409 where it does not come in time."""
         if wanted is None:
             return
-        least = _read_order(wanted)
+        header, parts = "X-Min-Weight-Version", wanted.split(".")
+        is_number = all(part.isdecimal() and len(part) < 20 for part in parts)
+        refuse(len(parts) > 2 or not is_number,
+               f"{header}={wanted[:40]!r} must be VERSION or EPOCH.VERSION, whole numbers.", header)
+        least = [*map(int, parts)]
         try:
             with anyio.fail_after(seconds):
-                while self._order(len(least)) < least:
+                while [self.newest.epoch, self.newest.version][-len(least) :] < least:
                     await self._changed.wait()
         except TimeoutError:
-            raise ApiError(
-                409,
-                f"X-Min-Weight-Version={wanted!r} must be at most {self.newest.label}: nothing "
-                f"newer came in {seconds:g} s. Is the run alive that publishes them?",
-                param="X-Min-Weight-Version",
-                code="weight_version_not_available",
-            ) from None
-
-    def _order(self, parts: int) -> tuple[int, ...]:
-        return (self.newest.epoch, self.newest.version)[2 - parts :]
-
-
-def _read_order(wanted: str) -> tuple[int, ...]:
-    parts = wanted.split(".")
-    if len(parts) > 2 or not all(part.isdecimal() and len(part) < 20 for part in parts):
-        raise ApiError(
-            400,
-            f"X-Min-Weight-Version={wanted[:40]!r} must be VERSION or EPOCH.VERSION: whole "
-            "numbers. Leave it out for whatever is newest.",
-            param="X-Min-Weight-Version",
-        )
-    return tuple(int(part) for part in parts)
+            message = f"{header}={wanted!r} must be at most {self.newest.label}, the newest."
+            raise ApiError(409, message, header, "weight_version_not_available") from None
 
 
 def fingerprint(weights: Mapping[str, torch.Tensor]) -> str:

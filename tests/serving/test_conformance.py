@@ -251,6 +251,13 @@ def test_scores_of_a_prompt_are_refused_in_a_stream(tiny):
         assert error["param"].removeprefix("sampling_params.") == "prompt_logprobs", path
 
 
+def test_options_of_a_stream_are_refused_without_one(tiny):
+    body = {"prompt": "a", "max_tokens": 1, "stream_options": {"include_usage": True}}
+    answer = post(tiny, "/v1/completions", **body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream_options")
+    assert post(tiny, "/v1/completions", **body, stream=True).status_code == 200
+
+
 @pytest.mark.parametrize(("field", "value"), [
     ("min_tokens", 10**6), ("stop_token_ids", [10**6]), ("logit_bias", {"1000000": 1}),
     ("max_tokens", 10**6), ("prompt_logprobs", -1), ("stop", ["a"] * 17),
@@ -297,6 +304,15 @@ def test_a_response_is_the_chat_s_answer_in_other_words(client):
     assert [events[0].type, events[-1].type] == ["response.created", "response.incomplete"]
     assert [each.sequence_number for each in events] == list(range(len(events)))
     assert events[-1].response.output_text == made.output_text
+
+
+@pytest.mark.parametrize("name", ["previous_response_id", "conversation", "prompt",
+                                  "max_tool_calls"])  # fmt: skip
+def test_a_field_of_responses_that_is_not_supported_may_be_null(tiny, name):
+    body = {"input": "1 + 1?", "max_output_tokens": 1}
+    assert post(tiny, "/v1/responses", **body, **{name: None}).status_code == 200
+    error = post(tiny, "/v1/responses", **body, **{name: "x"}).json()["error"]
+    assert (error["param"], error["code"]) == (name, "unsupported_parameter")
 
 
 def test_a_response_s_log_probs_are_the_chat_s(client):

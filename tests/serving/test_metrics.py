@@ -19,7 +19,7 @@ def labels_by_name() -> dict[str, set[str]]:
     """The labels of every series that the server has."""
     metrics = Metrics()
     metrics.success.labels("stop")
-    metrics.refused("queue")
+    metrics.refusals.labels("queue")
     metrics.lane_rows.labels("0.0")
     found = {}
     for family in text_string_to_metric_families(metrics.text().decode()):

@@ -25,6 +25,39 @@ def test_the_page_names_no_foreign_host():
     assert "http://" not in text and "https://" not in text and "src=" not in text
 
 
+NODE = shutil.which("node")
+# The page's elements, and a server that refuses the first request.
+STUBS = """
+const element = () => ({ append() {}, replaceChildren() {}, addEventListener() {}, value: "1" });
+globalThis.document = { getElementById: element, createElement: element };
+globalThis.Option = class {};
+let refuses = true;
+const event = 'data: {"model": "m", "choices": [{"delta": {"content": "Hi"}}]}\\n';
+globalThis.fetch = async () => refuses
+  ? { ok: false, json: async () => ({ error: { message: "The server is full." } }) }
+  : { ok: true, body: new Response(event).body, json: async () => ({ data: [] }) };
+"""
+ASKS = """
+(async () => {
+  await ask(0, "m", "lost");
+  refuses = false;
+  await ask(0, "m", "kept");
+  console.log(JSON.stringify(histories[0]));
+})();
+"""
+
+
+@pytest.mark.skipif(not NODE, reason="there is no Node.js here")
+def test_a_turn_that_failed_is_not_in_the_chat(tmp_path):
+    script = PAGE.read_text(encoding="utf-8").partition("<script>")[2].partition("</script>")[0]
+    file = tmp_path / "page.js"
+    file.write_text(STUBS + script.replace('"use strict";', "") + ASKS, encoding="utf-8")
+    told = subprocess.run([NODE, file], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert json.loads(told.stdout) == [
+        {"role": "user", "content": "kept"}, {"role": "assistant", "content": "Hi"}
+    ], told.stderr  # fmt: skip
+
+
 class Tab:
     """One page of a browser."""
 

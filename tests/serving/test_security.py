@@ -320,6 +320,28 @@ def test_pages_of_other_origins_are_let_in_only_where_listed():
     asked(ask_others)
 
 
+def test_a_browser_s_openai_client_may_send_its_own_headers():
+    async def ask(http, made) -> None:
+        named = "authorization,content-type,x-stainless-arch,x-stainless-retry-count"
+        asking = await http.options("/v1/chat/completions", headers={
+            "Origin": "http://a", "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": named,
+        })  # fmt: skip
+        assert asking.status_code == 200
+        assert "x-stainless-arch" in asking.headers["access-control-allow-headers"]
+
+    asked(ask, cors_origins=["http://a"])
+
+
+def test_a_key_of_other_letters_is_wrong_and_no_fault():
+    async def ask(http, made) -> None:
+        headers = {"Authorization": "Bearer schlüssel".encode()}
+        answer = await http.get("/v1/models", headers=headers)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+
+    asked(ask, api_keys="k")
+
+
 def test_large_bodies_are_refused_before_they_are_read():
     made = service(max_body_bytes=10_000)
     with running(made) as address, httpx.Client(base_url=address, timeout=DEADLINE_S) as http:

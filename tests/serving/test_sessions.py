@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from rllib_llm.serving.schemas import ApiError
-from rllib_llm.serving.sessions import Rules, Session, Sessions
+from rllib_llm.serving.sessions import Session, SessionRules, Sessions
 from tests.serving.tiny_server import DEADLINE_S, NAME, asgi_client, model, plain_logprobs, service
 
 CHAT = [{"role": "user", "content": "Hi"}]
@@ -165,7 +165,7 @@ def test_a_key_s_many_sessions_cost_nobody_else_his_own(monkeypatch):
     monkeypatch.setattr("rllib_llm.serving.sessions.MAX_SESSIONS", 5)
     sessions = Sessions()
     sessions.begin("mine", b"ann")
-    rules = Rules({}, max_new_tokens=1, max_turns=1, max_tokens=1, template_settings={})
+    rules = SessionRules({}, max_new_tokens=1, max_turns=1, max_tokens=1, template_settings={})
     for i in range(9):
         sessions.begin(f"ruled {i}", b"", rules)
     for i in range(9):

@@ -14,7 +14,7 @@ import pytest
 from llguidance import LLMatcher
 
 from rllib_llm.conversations.chat_format import ChatFormat
-from rllib_llm.serving.schemas import ApiError, NamedTool, Tool
+from rllib_llm.serving.schemas import ApiError, NamedTool, ToolSchema
 from rllib_llm.serving.tool_grammars import behind_thoughts, call_grammar
 from tests.conversations.templates import CHATML, LLAMA3, MISTRAL
 from tests.conversations.test_template_shapes import (
@@ -68,7 +68,7 @@ PARAMETERS = {
                    "at": {"$ref": "#/$defs/point"}, "deep": {"type": ["boolean", "null"]}},
 }  # fmt: skip
 SPEC = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}
-TOOLS = [Tool.model_validate(SPEC)]
+TOOLS = [ToolSchema.model_validate(SPEC)]
 NAMED = NamedTool.model_validate({"type": "function", "function": {"name": "add"}})
 ARGUMENTS = {"text": "if a < b: c, d: 'é'", "op": "+", "at": {"x": 7}}
 USER = {"role": "user", "content": "x"}
@@ -153,6 +153,6 @@ def test_a_response_format_is_followed_behind_the_thoughts_too():
 def test_a_name_that_the_syntax_cannot_write_is_refused():
     for name, wrong in (("pythonic", "get-it"), ("pythonic", "from"), ("harmony", "a b")):
         chat_format = format_of(name)
-        tool = Tool.model_validate({"type": "function", "function": {"name": wrong}})
+        tool = ToolSchema.model_validate({"type": "function", "function": {"name": wrong}})
         with pytest.raises(ApiError, match="must be a name that calls"):
             call_grammar(chat_format, [tool], "required", True)

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from rllib_llm.serving.chat import as_messages
-from rllib_llm.serving.schemas import Message
+from rllib_llm.serving.schemas import ChatMessage
 from tests.serving.tiny_server import DEADLINE_S, NAME
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "\u00e9"}}\n</tool_call>'
@@ -110,5 +110,5 @@ def test_without_tools_marks_are_text(client):
 @pytest.mark.parametrize("arguments", [{"arguments": None}, {"arguments": ""}, {}])
 def test_a_call_without_arguments_has_an_empty_object_of_them(arguments):
     call = {"type": "function", "function": {"name": "now", **arguments}}
-    (message,) = as_messages([Message(role="assistant", tool_calls=[call])])
+    (message,) = as_messages([ChatMessage(role="assistant", tool_calls=[call])])
     assert message["tool_calls"][0]["function"] == {"name": "now", "arguments": {}}
