@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 from jinja2.exceptions import TemplateError
 
-from rllib_llm.data.rows import DataSourceError, Rows
+from rllib_llm.data.rows import Rows
 from rllib_llm.data.turn_ends import Render, TurnEnds, find_turn_ends, special_texts
 from rllib_llm.shared.errors import Problems, require
 
@@ -48,7 +48,7 @@ def apply_template(
     messages: Sequence[Mapping[str, Any]],
     *,
     tools: Sequence[Any] | None = None,
-    refused: type[Problems] = DataSourceError,
+    refused: type[Problems] = Problems,
     **settings: Any,
 ) -> Any:
     """The result of `tokenizer.apply_chat_template`.
@@ -62,12 +62,9 @@ def apply_template(
     Raises:
         Problems: of the class `refused`: no template, or one that refuses the messages.
     """
-    require(
-        tokenizer.chat_template, "messages", ..., "become text",
-        "the tokenizer has no chat template",
-        "Set chat_template (a file, or the template itself), take an instruction-tuned model, or "
-        "write the rows as text", refused,
-    )  # fmt: skip
+    require(tokenizer.chat_template, "messages", ..., "become text",
+            "the tokenizer has no chat template", "Set chat_template, take an instruction-tuned "
+            "model, or write the rows as text", refused)  # fmt: skip
     taken = [_as_read(tokenizer, message, refused) for message in messages]
     for message in taken:
         if message.get("tool_calls"):
@@ -79,16 +76,15 @@ def apply_template(
         roles = [message.get("role") for message in messages]
         kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
         raise refused(
-            f"messages with the roles {roles} must be what the chat template takes: it refuses "
-            f"them ({kind}{error}). Correct the messages, or set chat_template to one that takes "
-            "them."
-        ) from error
+            f"messages with the roles {roles}", "be what the chat template takes",
+            f"it refuses them ({kind}{error})", "Correct them, or set chat_template to another",
+        ) from error  # fmt: skip
 
 
 def content_text(message: Mapping[str, Any]) -> str:
     """The words of a message, also where it is a list of parts, as OpenAI writes it; raises
-    DataSourceError where one is an image or a sound."""
-    return "".join(_texts(message, DataSourceError))
+    Problems where one is an image or a sound."""
+    return "".join(_texts(message, Problems))
 
 
 def _texts(message: Mapping[str, Any], refused: type[Problems]) -> list[str]:
@@ -99,10 +95,8 @@ def _texts(message: Mapping[str, Any], refused: type[Problems]) -> list[str]:
     for part in parts:
         if part.get("type", "text") != "text" or "text" not in part:
             raise refused(
-                name=f"a part of a message of the role {message.get('role')!r}",
-                value=str(part)[:60], rule="be of the type 'text'",
-                reason="a language model reads nothing else here",
-                remedy="Drop the row, or describe what the part shows",
+                f"a part of a message of the role {message.get('role')!r}", "be of the type 'text'",
+                "a language model reads nothing else", "Drop the row", str(part)[:60],
             )  # fmt: skip
     return [part["text"] or "" for part in parts]
 
@@ -127,10 +121,10 @@ def _kinds_read(tokenizer: Any, template: str, role: str) -> tuple[str, ...]:
     `template` is the tokenizer's own, by which a new one is told from an old one."""
     word = "qqq"
     before = {"system": (), "user": ()}.get(role, ({"role": "user", "content": "x"},))
-    behind = ({"role": "user", "content": "x"},) if role == "system" else ()
+    after = ({"role": "user", "content": "x"},) if role == "system" else ()
 
     def written(content: Any) -> str:
-        chat = [*before, {"role": role, "content": content}, *behind]
+        chat = [*before, {"role": role, "content": content}, *after]
         try:
             return str(tokenizer.apply_chat_template(chat, tokenize=False))
         except _TEMPLATES_RAISE:
@@ -158,18 +152,13 @@ Span = tuple[int, int]  # of characters, the end excluded
 
 
 def check_text(text: Any) -> None:
-    """Raises DataSourceError where it is no text that UTF-8 can write."""
+    """Raises Problems where it is no text that UTF-8 can write."""
     try:
         text.encode()
-        return
-    except UnicodeEncodeError as error:
-        reason = f"{text[error.start]!r} in it is half of a character"
-    except AttributeError:
-        reason = f"it is {type(text).__name__}"
-    raise DataSourceError(
-        f"what is to be read, {str(text)[:60]!r},", "be text that UTF-8 can write", reason,
-        "Correct the row, or drop it",
-    )  # fmt: skip
+    except (AttributeError, UnicodeEncodeError) as error:
+        reason = error if isinstance(text, str) else f"it is {type(text).__name__}"
+        name, remedy = f"the text {str(text)[:60]!r}", "Correct the row, or drop it"
+        raise Problems(name, "be text that UTF-8 can write", reason, remedy) from error
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
@@ -264,8 +253,8 @@ Messages = list[dict[str, Any]]
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _SPLIT_IT = (
-    "Make each assistant turn a row of its own ({prompt: the messages before it, completion: "
-    "[it]}), or give a template that renders turns alike wherever they stand, with chat_template"
+    "Make each assistant turn a row ({prompt: the messages before it, completion: [it]}), or set "
+    "chat_template to one that renders turns alike wherever they stand"
 )
 
 
@@ -276,42 +265,34 @@ def as_turns(prompt: Any, answer: Any) -> tuple[Messages, int]:
     may repeat the prompt in front, as many preference data sets do.
 
     Raises:
-        DataSourceError: an answer that begins with another turn than the assistant's and does not
-            hold the prompt.
+        Problems: an answer that begins with another turn than the assistant's and does not hold
+            the prompt.
     """
-    turns = list(answer) if isinstance(answer, list) else [_turn("assistant", answer)]
+    turns = list(answer) if isinstance(answer, list) else [{"role": "assistant", "content": answer}]
     for part in (turns, prompt if isinstance(prompt, list) else ()):
         check_messages(part)
     if prompt is None:
         return turns, num_before_answer(turns)
-    before = list(prompt) if isinstance(prompt, list) else [_turn("user", prompt)]
+    before = list(prompt) if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     if [_plain(turn) for turn in turns[: len(before)]] == [_plain(turn) for turn in before]:
         return turns, len(before)
     if turns and turns[0]["role"] == "assistant":
         return before + turns, len(before)
     if isinstance(prompt, str) and _plain(before[0]) in [_plain(turn) for turn in turns[:-1]]:
         return turns, num_before_answer(turns)  # a system message, then the prompt
-    raise DataSourceError(
-        "prompt", "be followed or repeated by the messages that answer it",
-        f"they begin with the turn of {turns[0]['role'] if turns else 'nobody'!r}",
-        "Drop the prompt, or let the answer begin with the assistant's turn", str(prompt)[:60],
-    )  # fmt: skip
+    first = f"they begin with {turns[0]['role']!r}" if turns else "there are none"
+    raise Problems("prompt", "be followed or repeated by the messages that answer it", first,
+                   "Let the answer begin with the assistant's turn", str(prompt)[:60])  # fmt: skip
 
 
 def check_messages(messages: Iterable[Any]) -> None:
-    """Raises DataSourceError where they are no list, or one is no message with a role."""
+    """Raises Problems where they are no list, or one is no message with a role."""
+    written = "Write [{role: user, content: ...}, ...], and calls as [{function: {name: ...}}]"
     if not isinstance(messages, Iterable):
-        raise DataSourceError(
-            "messages", "be a list", "it is a conversation",
-            "Write [{role: user, content: ...}, ...], or rename the column", messages,
-        )  # fmt: skip
+        raise Problems("messages", "be a list", "", written, messages)
     for message in messages:
-        if not is_message(message):
-            raise DataSourceError(
-                f"the message {str(message)[:60]!r}", "have 'role' and 'content'",
-                "chat templates read these", "Rename its keys, and write calls as [{function: "
-                "{name: ...}}]",
-            )  # fmt: skip
+        name = f"the message {str(message)[:60]!r}"
+        require(is_message(message), name, ..., "have 'role' and 'content'", "", written)
 
 
 def is_message(given: Any) -> TypeGuard[Mapping[str, Any]]:
@@ -324,10 +305,6 @@ def is_message(given: Any) -> TypeGuard[Mapping[str, Any]]:
         isinstance(call, Mapping) and isinstance(call.get("function", call), Mapping)
         for call in calls
     )
-
-
-def _turn(role: str, content: Any) -> dict[str, Any]:
-    return {"role": role, "content": content}
 
 
 def _plain(turn: Mapping[str, Any]) -> tuple[str, str]:
@@ -354,19 +331,14 @@ def encode_chat(
     A template's own `{% generation %}` marks are believed.
 
     Raises:
-        DataSourceError: no assistant turn, or a template that does not show where one is.
+        Problems: no assistant turn, or a template that does not show where one is.
     """
     check_messages(messages)
     messages = list(messages)
-    own = [
-        i for i, message in enumerate(messages)
-        if i >= num_prompt_turns and message["role"] == "assistant"
-    ]  # fmt: skip
-    require(
-        own, f"messages with the roles {[message['role'] for message in messages]}", ...,
-        "have a turn of 'assistant' to learn from", "there is none behind the prompt",
-        "Drop the row, or rename its roles", DataSourceError,
-    )  # fmt: skip
+    roles = [message["role"] for message in messages]
+    own = [i for i, role in enumerate(roles) if i >= num_prompt_turns and role == "assistant"]
+    require(own, f"messages with the roles {roles}", ..., "have a turn of 'assistant' to learn "
+            "from", "none follows the prompt", "Drop the row, or rename its roles")  # fmt: skip
     if _MARK.search(str(tokenizer.chat_template or "")):
         return _encode_marked(tokenizer, messages, own[0], tools)
     render = functools.partial(render_chat, tokenizer, tools=tools)
@@ -404,17 +376,17 @@ def _span(render: Render, messages: Messages, turn: int, text: str, ends: TurnEn
     before, upto = render(messages[:turn], generation_prompt=True), render(messages[: turn + 1])
     if not text.startswith(before):
         raise _not_shown(turn, before, text)
-    told, written = ends.split(upto, len(before), messages[turn])
-    if behind := ends.behind(text, told):
-        return len(before), len(told + behind[0])
+    shown, written = ends.split(upto, len(before), messages[turn])
+    if end_and_rest := ends.behind(text, shown):
+        return len(before), len(shown + end_and_rest[0])
     if not written and text.startswith(upto):
-        return len(before), len(told)
+        return len(before), len(shown)
     # Some templates write a last turn in another way, e.g. with its thoughts: what ends it there
     # ends it here as well.
-    said, told = content_text(messages[turn]).strip(), told + written
-    closing = told[told.rindex(said) + len(said) :] if said and said in told else None
-    start = text.find(said, len(before))
-    end = start + len(said)
+    content, shown = content_text(messages[turn]).strip(), shown + written
+    closing = shown.rpartition(content)[2] if content and content in shown else None
+    start = text.find(content, len(before))
+    end = start + len(content)
     follows = start >= 0 and not text[len(before) : start].strip()
     if closing and follows and text.startswith(closing, end):
         return len(before), end + len(closing)
@@ -427,18 +399,17 @@ def _turn_ends(tokenizer: Any, messages: Messages, tools: Sequence[Any] | None) 
     names = (call.get("function", call).get("name") for call in calls)
     render = functools.partial(render_chat, tokenizer, tools=tools)
     try:
-        return find_turn_ends(tokenizer, render, next(names, None), refused=DataSourceError)
-    except DataSourceError:
+        return find_turn_ends(tokenizer, render, next(names, None), refused=Problems)
+    except Problems:
         return TurnEnds("", "", "")
 
 
-def _not_shown(turn: int, part: str, text: str) -> DataSourceError:
+def _not_shown(turn: int, part: str, text: str) -> Problems:
     same = common_prefix_len(part, text)
-    return DataSourceError(
+    return Problems(
         f"messages[{turn}]", "be rendered by the chat template as it is before an answer",
         f"there it writes {part[same : same + 40]!r} where the whole conversation has "
-        f"{text[same : same + 40]!r}, so that it is not known which tokens are the assistant's, "
-        "and a model would be asked for them after another text", _SPLIT_IT,
+        f"{text[same : same + 40]!r}, so that the assistant's tokens are not known", _SPLIT_IT,
     )  # fmt: skip
 
 
@@ -457,11 +428,9 @@ def _encode_marked(
         span = (len(before), len(text))
         _, later = encode_spans(tokenizer, text, [span], add_special_tokens=False)
         marked = [one and other for one, other in zip(marked, later, strict=True)]
-    require(
-        any(marked), "messages", ...,
-        "have tokens that the chat template marks with {% generation %}", "it marks none here",
-        "Put the marks around the assistant's turns, or remove them all", DataSourceError,
-    )  # fmt: skip
+    require(any(marked), "messages", ..., "have tokens that the chat template marks with "
+            "{% generation %}", "it marks none", "Put the marks around the assistant's turns, or "
+            "remove them all")  # fmt: skip
     return ids, marked
 
 
@@ -487,7 +456,7 @@ def parts_of_rows(rows: Rows, tokenizer: Any) -> list[Part] | None:
         said in turn 1:   [ask 1] <think> a </think> answer 1
         said in turn 2:   [ask 1] answer 1 [ask 2] <think> b </think> answer 2
 
-    What turn 1 says is learnt from where it stands as it was said: in a row of its own. In the
+    What turn 1 says is learnt from where it stands as it was said, in a separate row. In the
     second row it is only read; a target there would teach the model not to think.
     """
     if "messages" not in rows.columns or not _drops_thoughts(tokenizer):
@@ -496,7 +465,7 @@ def parts_of_rows(rows: Rows, tokenizer: Any) -> list[Part] | None:
     for place, row in enumerate(rows):
         try:
             borders = borders_of_parts(tokenizer, list(row["messages"] or ()), row.get("tools"))
-        except DataSourceError as error:
+        except Problems as error:
             raise error.within(f"row {place} of {rows.description}") from error
         parts += [Part(place, *each) for each in borders]
     return parts
@@ -528,16 +497,14 @@ def _shown_until(tokenizer: Any, messages: Messages, turn: int, tools: Sequence[
     newest = render_chat(tokenizer, messages[: turn + 1], tools=tools)
     if thoughts in newest[len(before) :]:
         ends_of_turns = _turn_ends(tokenizer, messages, tools)
-        said = "".join(ends_of_turns.split(newest, len(before), messages[turn]))
-        ends = range(len(messages), turn, -1)
+        shown = "".join(ends_of_turns.split(newest, len(before), messages[turn]))
         return next(
-            end
-            for end in ends
-            if render_chat(tokenizer, messages[:end], tools=tools).startswith(said)
-        )
-    raise DataSourceError(
+            end for end in range(len(messages), turn, -1)
+            if render_chat(tokenizer, messages[:end], tools=tools).startswith(shown)
+        )  # fmt: skip
+    raise Problems(
         f"messages[{turn}]", "have its thoughts written by the chat template where it is the "
-        "newest turn", f"{thoughts[:40]!r} is not in it, and would never be learnt",
+        "newest turn", f"{thoughts[:40]!r} would never be learnt",
         f"Give a template that writes {_REASONING}, or put the thoughts into the content",
     )  # fmt: skip
 

@@ -28,7 +28,7 @@ from rllib_llm.data.encoding import (
     keep_end,
 )
 from rllib_llm.data.rollouts import pairs_of_rollouts
-from rllib_llm.data.rows import DataSourceError, EpochOrder, Rows, require_columns
+from rllib_llm.data.rows import EpochOrder, Rows, require_columns
 from rllib_llm.data.sources import Source, load_rows
 from rllib_llm.data.texts import BatchSource
 from rllib_llm.shared import columns
@@ -44,7 +44,7 @@ class PreferenceSource(BatchSource):
     left out, with a warning that counts them.
 
     Raises:
-        DataSourceError: no rows, a row without a text of either kind, or no pair that differs.
+        Problems: no rows, a row without a text of either kind, or no pair that differs.
     """
 
     _lost = "beginning"
@@ -126,34 +126,28 @@ class PromptedPairSource(PreferenceSource):
         chosen, rejected, border = (self._encode_chats if is_chat else self._encode_texts)(row)
         border = min(border, common_prefix_len(chosen, rejected))
         prompt = chosen[:border]
-        require(
-            prompt, "a pair", ..., "have a prompt, or texts that begin alike",
-            "the answers' first tokens are predicted from what stands before them, and the "
-            "tokenizer has no BOS", "Add the column 'prompt'", DataSourceError,
-        )  # fmt: skip
+        require(prompt, "a pair", ..., "have a prompt, or texts that begin alike",
+                "the tokenizer has no BOS", "Add the column 'prompt'")  # fmt: skip
         return self._shorten(prompt, chosen[border:], rejected[border:])
 
     def _encode_texts(self, row: dict[str, Any]) -> tuple[list[int], list[int], int]:
-        """Ids of both texts and where their answers begin, as far as the row tells."""
+        """Ids of both texts and where their answers begin, as far as the row shows it."""
         prompt = row.get("prompt") or ""
         (chosen_ids, border), (rejected_ids, other_border) = (
             encode_ended(self._tokenizer, prompt, row[name]) for name in ("chosen", "rejected")
         )
-        told = min(border, other_border) if prompt else len(chosen_ids)
-        return chosen_ids, rejected_ids, told
+        return chosen_ids, rejected_ids, min(border, other_border) if prompt else len(chosen_ids)
 
     def _encode_chats(self, row: dict[str, Any]) -> tuple[list[int], list[int], int]:
         prompt, tools = row.get("prompt"), row.get("tools")
         one, num_prompt_turns = as_turns(prompt, row["chosen"])
         other, num_other = as_turns(prompt, row["rejected"])
         answers = [*one[num_prompt_turns:], *other[num_other:]]
+        is_same_prompt = one[:num_prompt_turns] == other[:num_other]
         require(
-            one[:num_prompt_turns] == other[:num_other]
-            and all(turn["role"] == "assistant" for turn in answers),
-            "chosen and rejected messages", ...,
-            "answer the same prompt, with nothing but turns of the assistant",
-            "what others say is not the policy's to learn",
-            "Put all turns before the answer into 'prompt'", DataSourceError,
+            is_same_prompt and all(turn["role"] == "assistant" for turn in answers),
+            "chosen and rejected messages", ..., "answer the same prompt, with nothing but turns "
+            "of the assistant", "", "Put all turns before the answer into 'prompt'",
         )  # fmt: skip
         chosen_ids, own = encode_chat(self._tokenizer, one, num_prompt_turns, tools=tools)
         rejected_ids, other_own = encode_chat(self._tokenizer, other, num_other, tools=tools)
@@ -203,33 +197,26 @@ def _is_chat(prompt: Any, answer: Any) -> bool:
 def _telling_pairs(rows: Rows) -> np.ndarray:
     """Indices [pairs] int64 of the rows whose two texts differ."""
     for name in ("chosen", "rejected"):
-        if name not in rows.columns:
-            near = nearest(name, rows.columns, 1)
-            what = f"Rename {near[0]!r} to {name!r}" if near else "Rename a column"
-            raise DataSourceError(
-                f"a row with the columns {sorted(rows.columns)}",
-                "have 'chosen' and 'rejected' (and 'prompt', where they lack it)",
-                "a pair is two texts", f"{what}, or make pairs with pairs_from_labels",
-            ).within(rows.description)  # fmt: skip
+        near = nearest(name, rows.columns, 1)
+        what = f"Rename {near[0]!r} to {name!r}" if near else "Rename a column"
+        require(
+            name in rows.columns, rows.description, ..., "have the columns 'chosen' and 'rejected' "
+            "(and 'prompt', where they lack it)", f"it has {sorted(rows.columns)}",
+            f"{what}, or make pairs with pairs_from_labels",
+        )  # fmt: skip
     chosen, rejected = rows.column("chosen"), rows.column("rejected")
     for index, pair in enumerate(zip(chosen, rejected, strict=True)):
-        if not all(isinstance(text, str) or (isinstance(text, list) and text) for text in pair):
-            raise DataSourceError(
-                f"row {index} of {rows.description}",
-                "have text or messages as 'chosen' and 'rejected'",
-                f"they are {str(pair[0])[:40]!r} and {str(pair[1])[:40]!r}",
-                "Correct the row, or drop it",
-            )  # fmt: skip
+        is_pair = all(isinstance(text, str) or (isinstance(text, list) and text) for text in pair)
+        found = f"they are {str(pair[0])[:40]!r} and {str(pair[1])[:40]!r}"
+        require(is_pair, f"row {index} of {rows.description}", ..., "have text or messages as "
+                "'chosen' and 'rejected'", found, "Correct the row, or drop it")  # fmt: skip
     differ = [index for index, (a, b) in enumerate(zip(chosen, rejected, strict=True)) if a != b]
-    require(
-        differ, rows.description, ..., "have pairs whose chosen and rejected texts differ",
-        f"all {len(rows)} are the same", "Check the columns", DataSourceError,
-    )  # fmt: skip
+    require(differ, rows.description, ..., "have pairs whose chosen and rejected texts differ",
+            f"all {len(rows)} are the same", "Check the columns")  # fmt: skip
     if len(differ) < len(rows):
         warnings.warn(
             f"{len(rows) - len(differ)} of {len(rows)} pairs of {rows.description} are left out: "
-            "their chosen and rejected texts are the same, which says nothing of what is "
-            "preferred.",
+            "their chosen and rejected texts are the same.",
             stacklevel=4,
         )
     return np.array(differ, dtype=np.int64)
@@ -260,13 +247,10 @@ def pairs_from_labels(
             `rllib_llm.data.preferences.as_prose` where reviews are stored as tokens.
 
     Raises:
-        DataSourceError: no such column, a label that is no number, or only one label.
-        ValueError: `num_pairs` below 1.
+        Problems: no such column, a label that is no number, only one label, or `num_pairs` below 1.
     """
-    require(
-        num_pairs is None or num_pairs >= 1, "num_pairs", num_pairs, "be at least 1, or null",
-        "it counts preference pairs", "Leave it out to draw every text once",
-    )  # fmt: skip
+    require(num_pairs is None or num_pairs >= 1, "num_pairs", num_pairs, "be at least 1, or null",
+            "", "Leave it out to draw every text once")  # fmt: skip
     rows = load_rows(path)
     require_columns(rows, [text_column, label_column])
     groups = _texts_by_label(rows, text_column, label_column)
@@ -278,10 +262,10 @@ def pairs_from_labels(
         num_turns = math.ceil(max(map(len, groups.values())) / (len(groups) - 1))
         num_pairs = num_turns * len(matches)
     draws = {label: _draws(texts, seed) for label, texts in groups.items()}
-    pairs = []
-    for lower, higher in itertools.islice(itertools.cycle(matches), num_pairs):
-        pairs.append({"chosen": next(draws[higher]), "rejected": next(draws[lower])})
-    return pairs
+    return [
+        {"chosen": next(draws[higher]), "rejected": next(draws[lower])}
+        for lower, higher in itertools.islice(itertools.cycle(matches), num_pairs)
+    ]
 
 
 def _draws(texts: list[str], seed: int):
@@ -293,24 +277,16 @@ def _draws(texts: list[str], seed: int):
 def _texts_by_label(rows: Rows, text_column: str, label_column: str) -> dict[float, list[str]]:
     groups: dict[float, list[str]] = {}
     for number, row in enumerate(rows):
-        label: Any = row[label_column]
-        if not isinstance(label, int | float) or not math.isfinite(label):
-            raise DataSourceError(
-                f"{label_column}={label!r} in row {number} of {rows.description} must be a finite "
-                "number: the text of the higher label is the chosen one. Write labels as numbers, "
-                "the better the higher.",
-            )  # fmt: skip
-        if not isinstance(row[text_column], str):
-            raise DataSourceError(
-                f"{text_column}={row[text_column]!r} in row {number} of {rows.description} must be "
-                "text: it is what is compared. Name another column, or drop the row.",
-            )  # fmt: skip
-        groups.setdefault(float(label), []).append(row[text_column])
-    require(
-        len(groups) > 1, f"{label_column} of {rows.description}", ...,
-        "hold at least two different labels", f"all {len(rows)} rows have {next(iter(groups))}",
-        "Name the column of the labels", DataSourceError,
-    )  # fmt: skip
+        label, text = row[label_column], row[text_column]
+        is_number = isinstance(label, int | float) and math.isfinite(label)
+        where = f"row {number} of {rows.description}"
+        require(is_number, f"{where}: {label_column}", label, "be a finite number",
+                "the higher one's text is chosen", "Write labels as numbers")  # fmt: skip
+        require(isinstance(text, str), f"{where}: {text_column}", text, "be text", "", "")
+        groups.setdefault(float(label), []).append(text)
+    require(len(groups) > 1, f"{label_column} of {rows.description}", ...,
+            "hold at least two different labels", f"all {len(rows)} rows have {[*groups]}",
+            "Name the column of the labels")  # fmt: skip
     return groups
 
 

@@ -1,4 +1,4 @@
-"""The tokens that end an assistant's turn, found by what a chat template writes behind one.
+"""The tokens that end an assistant's turn, found by what a chat template writes after one.
 
     <|im_start|>assistant\\nIt is 2.<|im_end|>\\n     it ends with a token of its own
     <|assistant|>It is 2.<|user|>                   what the next turn begins with ends it
@@ -42,11 +42,11 @@ class TurnEnds(NamedTuple):
                 return rendered[:place], end
         return rendered.rstrip(), ""
 
-    def behind(self, rendered: str, said: str) -> tuple[str, str] | None:
-        """The turn's end after `said`, and the text after that end."""
-        if not rendered.startswith(said):
+    def behind(self, rendered: str, beginning: str) -> tuple[str, str] | None:
+        """The turn's end after `beginning`, and the text after that end."""
+        if not rendered.startswith(beginning):
             return None
-        rest = rendered[len(said) :]
+        rest = rendered[len(beginning) :]
         for end in sorted({*self}, key=len, reverse=True):
             if rest.startswith(end):
                 return end, rest[len(end) :]
@@ -71,12 +71,10 @@ def find_turn_ends(
     last = last or text
     if text is None or last is None:
         raise refused(
-            name=f"the end of an assistant's turn, {tail[:40]!r},",
-            rule="begin with a special token",
-            reason="what ends the sampled turn would not be what the chat template writes, "
-            "and the next turn would be read after another text",
-            remedy="Give a template that ends turns with the EOS token",
-        )
+            f"the end of an assistant's turn, {tail[:40]!r},", "begin with a special token",
+            "what ends the sampled turn would not be what the chat template writes",
+            "Give a template that ends turns with the EOS token",
+        )  # fmt: skip
     calls = last
     if tool is not None:
         with contextlib.suppress(Problems):  # the proof says what becomes of calls

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rllib_llm.data.encoding import encode_ended, encode_text
-from rllib_llm.data.rows import DataSourceError, Rows
+from rllib_llm.data.rows import Rows
 from rllib_llm.modules.model_source import num_positions
 from rllib_llm.runs.doctor.stage import (
     MAX_ROWS,
@@ -114,7 +114,7 @@ def _check_prompts(config: Any, where: str) -> None:
         try:
             if can_be_read(prompts):
                 prompts = load_rows(prompts, name="prompts")
-        except DataSourceError as error:
+        except ValueError as error:
             return complain(error)
         with noted():
             _check_functions(settings["reward_functions"], prompts)
