@@ -101,9 +101,7 @@ def _texts(message: Mapping[str, Any], refused: type[Problems]) -> list[str]:
     return [part["text"] or "" for part in parts]
 
 
-def _as_read(
-    tokenizer: Any, message: Mapping[str, Any], refused: type[Problems]
-) -> dict[str, Any]:
+def _as_read(tokenizer: Any, message: Mapping[str, Any], refused: type[Problems]) -> dict[str, Any]:
     """A copy of the message with its content as the template reads it: text, or a list of parts."""
     content = message.get("content")
     if not isinstance(content, (str, list)):
