@@ -145,8 +145,8 @@ def test_v_shows_the_traceback_and_lets_the_libraries_speak(monkeypatch):
     ("arguments", "message"),
     [
         (["/nowhere"], "must be a checkpoint folder: there is none"),
-        (["{checkpoint}", "--config", "{lrr: 1}"], "--config: lrr must be a known key"),
-        (["{sft}", "--config", "{eval_data: null}"], "must have held-out rows to be evaluated"),
+        (["{checkpoint}", "--config", "{lrr: 1}"], "lrr must be a known key"),
+        (["{sft}", "--config", "{eval_data: null}"], "must have held-out rows: its run had no eval_data"),
         (["{sft}/learner_group/learner/rl_module/default_policy"], "it is a model's folder"),
         (["{sft}0"], "Did you mean '{sft}'?"),
     ],
