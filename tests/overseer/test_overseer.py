@@ -132,7 +132,7 @@ def test_a_command_that_its_overseer_forgot_is_lost(served):
     (command,) = find_run(folder).tell("pause", timeout_s=0.0)
     assert command["state"] == "waiting"
     overseer._commands.clear()  # as of one that was started again
-    (found,) = find_run(folder)._asked_again([command])
+    (found,) = find_run(folder)._updated([command])
     assert found["state"] == "lost" and "rllib status" in found["answer"]
     assert is_settled([found])
 
