@@ -44,13 +44,9 @@ def render_chat(
 
 
 def apply_template(
-    tokenizer: Any,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    tools: Sequence[Any] | None = None,
-    refused: type[Problems] = Problems,
-    **settings: Any,
-) -> Any:
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None,
+    refused: type[Problems] = Problems, **settings: Any,
+) -> Any:  # fmt: skip
     """The result of `tokenizer.apply_chat_template`.
 
     Args:
@@ -172,9 +168,8 @@ def encode_ended(tokenizer: Any, prompt: str, completion: str) -> tuple[list[int
     check_text(prompt)
     check_text(completion)
     text = prompt + completion
-    ids, targets = encode_spans(
-        tokenizer, text, [(len(prompt), len(text))], add_special_tokens=True
-    )
+    span = (len(prompt), len(text))
+    ids, targets = encode_spans(tokenizer, text, [span], add_special_tokens=True)
     border = targets.index(True) if any(targets) else len(ids)
     if not ids or ids[-1] != tokenizer.eos_token_id:
         ids.append(tokenizer.eos_token_id)
@@ -192,9 +187,8 @@ def encode_spans(
     """
     check_text(text)
     if tokenizer.is_fast and spans:
-        encoded = tokenizer(
-            text, add_special_tokens=add_special_tokens, return_offsets_mapping=True
-        )
+        settings = {"add_special_tokens": add_special_tokens, "return_offsets_mapping": True}
+        encoded = tokenizer(text, **settings)
         ids, ends = list(encoded["input_ids"]), [end for _, end in encoded["offset_mapping"]]
         stay = _as_one_text(tokenizer, text, ids) if add_special_tokens else slice(None)
         return ids[stay], [any(start < end <= stop for start, stop in spans) for end in ends[stay]]
@@ -232,10 +226,9 @@ def _as_one_text(tokenizer: Any, text: str, ids: list[int]) -> slice:
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     has_two = bos is not None and ids[:2] == [bos, bos] and text.startswith(tokenizer.bos_token)
     if has_two:
-        warnings.warn(
-            f"A text begins with {tokenizer.bos_token}, and the tokenizer adds one: one is kept.",
-            stacklevel=2,
-        )
+        token = tokenizer.bos_token
+        warnings.warn(f"A text begins with {token}, and the tokenizer adds one: one is kept.",
+                      stacklevel=2)  # fmt: skip
     has_end = eos is not None and ids[-1:] == [eos] and not text.endswith(tokenizer.eos_token)
     return slice(int(has_two), len(ids) - has_end)
 
@@ -316,12 +309,9 @@ def num_before_answer(turns: Sequence[Any]) -> int:
 
 
 def encode_chat(
-    tokenizer: Any,
-    messages: Messages,
-    num_prompt_turns: int = 0,
-    *,
+    tokenizer: Any, messages: Messages, num_prompt_turns: int = 0, *,
     tools: Sequence[Any] | None = None,
-) -> tuple[list[int], list[bool]]:
+) -> tuple[list[int], list[bool]]:  # fmt: skip
     """Token ids of a conversation, and a mask of the assistant's: from turn `num_prompt_turns` on,
     its text and its end-of-turn token, which are the tokens that a rollout samples, also where the
     template leaves the last turn open; without such a token, the template's text after the turn.
@@ -350,12 +340,9 @@ def encode_chat(
 
 
 def encode_judged_chat(
-    tokenizer: Any,
-    messages: Sequence[Any],
-    *,
-    finished: bool = True,
+    tokenizer: Any, messages: Sequence[Any], *, finished: bool = True,
     tools: Sequence[Any] | None = None,
-) -> list[int]:
+) -> list[int]:  # fmt: skip
     """Ids of a conversation up to the token that ends its last turn, as reward models of ours read
     it: a sampled completion has nothing behind that token, and without it when not `finished`."""
     text = render_chat(tokenizer, messages, tools=tools)
@@ -474,14 +461,12 @@ def borders_of_parts(
 ) -> list[tuple[int, int]]:
     """(start, end) of each training row of a conversation, see `Part`; of no messages one."""
     check_messages(messages)
-    ends: dict[int, int] = {}  # by the assistant's turn: the longest conversation that shows it
+    parts: list[tuple[int, int]] = []
     for turn, message in enumerate(messages):
         if message["role"] == "assistant":
-            ends[turn] = _shown_until(tokenizer, messages, turn, tools)
-    parts: list[tuple[int, int]] = []
-    for turn, end in ends.items():
-        if not parts or end != parts[-1][1]:
-            parts.append((turn, end))
+            end = _shown_until(tokenizer, messages, turn, tools)  # the longest that shows it
+            if not parts or end != parts[-1][1]:
+                parts.append((turn, end))
     return parts or [(0, len(messages))]
 
 

@@ -66,11 +66,9 @@ class PreferenceSource(BatchSource):
         chosen_ids, chosen_mask = pad_right(chosen, pad)
         rejected_ids, rejected_mask = pad_right(rejected, pad)
         return {
-            columns.CHOSEN_IDS: chosen_ids,
-            columns.CHOSEN_MASK: chosen_mask,
-            columns.REJECTED_IDS: rejected_ids,
-            columns.REJECTED_MASK: rejected_mask,
-        }
+            columns.CHOSEN_IDS: chosen_ids, columns.CHOSEN_MASK: chosen_mask,
+            columns.REJECTED_IDS: rejected_ids, columns.REJECTED_MASK: rejected_mask,
+        }  # fmt: skip
 
 
 class PairSource(PreferenceSource):
@@ -79,13 +77,11 @@ class PairSource(PreferenceSource):
     start."""
 
     def _encode(self, row: dict[str, Any], part: Part | None = None) -> tuple[list[int], list[int]]:
-        if self._is_stored(row, "chosen_"):
-            chosen, rejected = (
-                [*row["prompt_ids"], *row[f"{name}_completion_ids"]]
-                for name in ("chosen", "rejected")
-            )
-        else:
-            chosen, rejected = (self._tokenize(row, row[name]) for name in ("chosen", "rejected"))
+        is_stored = self._is_stored(row, "chosen_")
+        chosen, rejected = (
+            [*row["prompt_ids"], *row[f"{name}_completion_ids"]] if is_stored
+            else self._tokenize(row, row[name]) for name in ("chosen", "rejected")
+        )  # fmt: skip
         return self._cut(chosen), self._cut(rejected)
 
     def _cut(self, ids: list[int]) -> list[int]:
@@ -176,12 +172,8 @@ class PromptedPairSource(PreferenceSource):
                 masks = [pair[at + 2] if len(pair) > 3 else [True] * len(pair[at])
                          for pair in encoded]  # fmt: skip
                 sampled[name] = pad_right(masks, False, torch.bool)[0]
-        return {
-            **sampled,
-            columns.PROMPT_IDS: prompts,
-            columns.PROMPT_MASK: prompt_mask,
-            **self._answers([pair[1] for pair in encoded], [pair[2] for pair in encoded]),
-        }
+        answers = self._answers([pair[1] for pair in encoded], [pair[2] for pair in encoded])
+        return {**sampled, columns.PROMPT_IDS: prompts, columns.PROMPT_MASK: prompt_mask, **answers}
 
 
 def _sampled(row: dict[str, Any], name: str) -> tuple[list[int], list[bool]]:
@@ -223,14 +215,10 @@ def _telling_pairs(rows: Rows) -> np.ndarray:
 
 
 def pairs_from_labels(
-    path: Source,
-    *,
-    text_column: str = "text",
-    label_column: str = "label",
-    num_pairs: int | None = None,
-    seed: int = 0,
+    path: Source, *, text_column: str = "text", label_column: str = "label",
+    num_pairs: int | None = None, seed: int = 0,
     rewrite: str | Callable[[str], str] | None = None,
-) -> list[dict[str, str]]:
+) -> list[dict[str, str]]:  # fmt: skip
     """Rows {"chosen", "rejected"}: a text of a higher label and one of a lower label.
 
     Texts of each label are drawn in a seeded order, each once before any is drawn again; with more
@@ -294,17 +282,14 @@ def _texts_by_label(rows: Rows, text_column: str, label_column: str) -> dict[flo
 _REPLACEMENTS = tuple(
     (re.compile(pattern, re.IGNORECASE), replacement)
     for pattern, replacement in (
-        (r"-lrb- ?", "("),
-        (r" ?-rrb-", ")"),
-        (r"`` ?", '"'),
-        (r" ?''", '"'),
+        (r"-lrb- ?", "("), (r" ?-rrb-", ")"), (r"`` ?", '"'), (r" ?''", '"'),
         (r"(?<=\w) n't\b", "n't"),
         (r"(?<=\w) ('(?:s|re|ve|ll|d|m)\b|'(?= |$))", r"\1"),
         (r" ([,.;:!?%)])", r"\1"),
         (r"([($#]) ", r"\1"),
         (r" {2,}", " "),
     )
-)
+)  # fmt: skip
 _SENTENCE_START = re.compile(r"(^|[.!?]\s+)([a-z])")
 
 

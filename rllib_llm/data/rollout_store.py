@@ -123,20 +123,15 @@ def conform(table: pa.Table, iteration: int) -> pa.Table:
     given["iteration"] = pa.repeat(pa.scalar(iteration, pa.int32()), table.num_rows)
     columns = []
     for field in SCHEMA:
-        column = given.get(field.name)
-        if column is None:
-            column = pa.nulls(table.num_rows, field.type)
+        column = given.get(field.name, pa.nulls(table.num_rows, field.type))
         columns.append(column if column.type == field.type else column.cast(field.type))
     return pa.table(columns, schema=SCHEMA)
 
 
 # Of the columns that hold texts, and of those that hold one value that readers skip files by.
 _TEXTS = [field.name for field in SCHEMA if pa.types.is_string(field.type)]
-_SINGLE = [
-    field.name
-    for field in SCHEMA
-    if not pa.types.is_nested(field.type) and field.name not in ("prompt", "completion", "messages")
-]
+_LONG_TEXTS = ("prompt", "completion", "messages")
+_SINGLE = [f.name for f in SCHEMA if not pa.types.is_nested(f.type) and f.name not in _LONG_TEXTS]
 
 # --- which there are ------------------------------------------------------------------------------
 
@@ -350,13 +345,9 @@ class RolloutStore:
     """
 
     def __init__(
-        self,
-        folder: str | os.PathLike,
-        *,
-        filesystem: pyarrow.fs.FileSystem | None = None,
-        on_error: str = "go_on",
-        keep_iterations: int | None = None,
-    ) -> None:
+        self, folder: str | os.PathLike, *, filesystem: pyarrow.fs.FileSystem | None = None,
+        on_error: str = "go_on", keep_iterations: int | None = None,
+    ) -> None:  # fmt: skip
         self._open_files = functools.partial(
             RolloutFiles, os.fspath(folder), filesystem or pyarrow.fs.LocalFileSystem(),
             keep_iterations=keep_iterations,

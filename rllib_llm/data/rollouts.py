@@ -16,13 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 from pyarrow.fs import LocalFileSystem
 
-from rllib_llm.data.rollout_store import (
-    ROLLOUTS,
-    SCHEMA,
-    STORE_FILE,
-    check_version,
-    not_contained,
-)
+from rllib_llm.data.rollout_store import ROLLOUTS, SCHEMA, STORE_FILE, check_version, not_contained
 from rllib_llm.data.rows import Rows
 from rllib_llm.shared.errors import Problems, did_you_mean, require
 from rllib_llm.shared.run_layout import RunFolder, name_one
@@ -78,7 +72,11 @@ def open_rollouts(folders: Sequence[Place]) -> ds.Dataset:
     """All rows of the folders, unread; RolloutSchemaError: they are of another version."""
     parts = []
     for folder in folders:
-        files = _paths(folder)
+        paths = {
+            file.name: file.path if isinstance(file, UrlPath) else str(file)
+            for file in folder.glob("part-*.parquet")
+        }
+        files = [paths[name] for name in not_contained(paths)]
         if not files:
             continue
         filesystem = folder.filesystem if isinstance(folder, UrlPath) else LocalFileSystem()
@@ -92,23 +90,10 @@ def open_rollouts(folders: Sequence[Place]) -> ds.Dataset:
     return parts[0] if len(parts) == 1 else ds.dataset(parts)
 
 
-def _paths(folder: Place) -> list[str]:
-    paths = {
-        file.name: file.path if isinstance(file, UrlPath) else str(file)
-        for file in folder.glob("part-*.parquet")
-    }
-    return [paths[name] for name in not_contained(paths)]
-
-
 def query(
-    rollouts: ds.Dataset,
-    *,
-    where: str | None = None,
-    sort: str | None = None,
-    limit: int | None = None,
-    columns: Sequence[str] | None = None,
-    learnable: bool = False,
-) -> pa.Table:
+    rollouts: ds.Dataset, *, where: str | None = None, sort: str | None = None,
+    limit: int | None = None, columns: Sequence[str] | None = None, learnable: bool = False,
+) -> pa.Table:  # fmt: skip
     """The rows that meet the SQL condition `where`, which DuckDB reads.
 
     Args:
@@ -143,12 +128,9 @@ def query(
 
 
 def _in_duckdb(
-    rollouts: ds.Dataset,
-    where: str | None,
-    keys: list[tuple[str, str]],
-    limit: int | None,
+    rollouts: ds.Dataset, where: str | None, keys: list[tuple[str, str]], limit: int | None,
     learnable: bool,
-) -> pa.Table:
+) -> pa.Table:  # fmt: skip
     try:
         import duckdb
     except ImportError as error:
@@ -204,15 +186,19 @@ def load_rollouts(
     except Problems as error:
         raise error.within(name) from error.__cause__
     if best_of_group is not None:
-        best = _best_rows(Rows(table, folder), best_of_group)
-        table = table.take(pa.array(best, pa.int64()))
+        rows, kept = Rows(table, folder), []
+        samples = rows.column("sample")
+        for group in _ranked_groups(rows):  # all rows of each group's best rollouts
+            best = list(dict.fromkeys(samples[index] for index in group))[:best_of_group]
+            kept += [index for index in group if samples[index] in best]
+        table = table.take(pa.array(kept, pa.int64()))
     description = f"{folder}{f' where {where}' if where else ''}"
     if table.column("messages").null_count == table.num_rows:
         return Rows(table.drop_columns("messages"), description)
-    rows = table.to_pylist()
-    for row in rows:
+    learnt = table.to_pylist()
+    for row in learnt:
         row["messages"] = row["messages"] and json.loads(row["messages"])
-    return Rows(rows, description)
+    return Rows(learnt, description)
 
 
 def _ranked_groups(rows: Rows) -> list[list[int]]:
@@ -228,15 +214,6 @@ def _ranked_groups(rows: Rows) -> list[list[int]]:
         sorted(group, key=lambda index: (-scores[index], samples[index]))
         for group in groups.values()
     ]
-
-
-def _best_rows(rows: Rows, num_rollouts: int) -> list[int]:
-    """Indices of all rows of each group's best rollouts."""
-    samples, found = rows.column("sample"), []
-    for group in _ranked_groups(rows):
-        best = list(dict.fromkeys(samples[index] for index in group))[:num_rollouts]
-        found += [index for index in group if samples[index] in best]
-    return found
 
 
 def pairs_of_rollouts(rows: Rows) -> Rows:
@@ -288,15 +265,11 @@ def summary(rollouts: ds.Dataset) -> dict[str, dict[str, float]]:
     counted = table.group_by("status").aggregate(
         [("tokens", "sum"), ("score", "mean"), ("row", "sum")]
     )
-    found = {
-        row["status"]: {
-            "completions": row["row_sum"],
-            "tokens": row["tokens_sum"] or 0,
-            "score": row["score_mean"],
-        }
-        for row in counted.to_pylist()
-    }
-    return dict(sorted(found.items()))
+    return {
+        row["status"]: {"completions": row["row_sum"], "tokens": row["tokens_sum"] or 0,
+                        "score": row["score_mean"]}
+        for row in sorted(counted.to_pylist(), key=lambda row: row["status"])
+    }  # fmt: skip
 
 
 def reasons(rollouts: ds.Dataset) -> dict[str, int]:

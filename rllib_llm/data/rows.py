@@ -141,10 +141,8 @@ _ROLES = {
 
 def _with_roles(value: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A chat in ShareGPT's keys and roles in those of templates; other lists as they are."""
-    if not all(
-        "role" not in e and isinstance(e.get("value"), str) and str(e.get("from")) in _ROLES
-        for e in value
-    ):
+    if not all("role" not in e and isinstance(e.get("value"), str)
+               and str(e.get("from")) in _ROLES for e in value):  # fmt: skip
         return value
     return [
         {"role": _ROLES[each["from"]], "content": each["value"]}

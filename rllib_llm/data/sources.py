@@ -142,7 +142,17 @@ def _wrong_options(
 
 def _read(source: Any, options: dict[str, Any], name: str) -> Rows:
     if isinstance(source, (str, Path)):
-        return _read_named(str(source), options, name)
+        text = str(source)
+        found = _locate(text, options, name)
+        own = _keys_of(found)
+        _refuse_choices(options, repr(text), name, own)
+        if isinstance(found, list):
+            return _read_files(found, text, name)
+        if not isinstance(found, str):
+            return rows_of(found(), text, name)
+        if own == _OF_ROLLOUTS:
+            return load_rollouts(found, options.get("where"), options.get("best_of_group"), name)
+        return _read_hugging_face(found, options, name)
     what = f"a {type(source).__name__}"
     _refuse_choices(options, what, name, _OF_FUNCTIONS if callable(source) else ())
     if isinstance(source, Rows):
@@ -174,19 +184,6 @@ def _read_files(paths: Sequence[Path], source: Any, name: str) -> Rows:
 
 def _is_file(item: Any) -> bool:
     return isinstance(item, (str, Path)) and Path(item).expanduser().suffix in SUFFIXES
-
-
-def _read_named(text: str, options: dict[str, Any], name: str) -> Rows:
-    found = _locate(text, options, name)
-    own = _keys_of(found)
-    _refuse_choices(options, repr(text), name, own)
-    if isinstance(found, list):
-        return _read_files(found, text, name)
-    if not isinstance(found, str):
-        return rows_of(found(), text, name)
-    if own == _OF_ROLLOUTS:
-        return load_rollouts(found, options.get("where"), options.get("best_of_group"), name)
-    return _read_hugging_face(found, options, name)
 
 
 def _keys_of(found: list[Path] | str | Callable[[], Any]) -> tuple[str, ...]:
@@ -245,9 +242,8 @@ def _read_hugging_face(text: str, options: dict[str, Any], name: str) -> Rows:
         if (Path(text) / "state.json").exists() or (Path(text) / "dataset_dict.json").exists():
             loaded = datasets.load_from_disk(text)
         else:
-            loaded = datasets.load_dataset(
-                text, options.get("name"), revision=options.get("revision")
-            )
+            revision = options.get("revision")
+            loaded = datasets.load_dataset(text, options.get("name"), revision=revision)
     except (
         OSError, ValueError, IndexError, HfHubHTTPError, HFValidationError,
         datasets.exceptions.DatasetGenerationError,

@@ -111,16 +111,9 @@ class TextSource(BatchSource):
     `loss_mask`, each [count, L], right-padded."""
 
     def __init__(
-        self,
-        data: Source,
-        *,
-        tokenizer: Any,
-        max_length: int,
-        seed: int = 0,
-        loss_on: str = "completion",
-        shuffle: bool = True,
-        keep_end: bool = False,
-    ):
+        self, data: Source, *, tokenizer: Any, max_length: int, seed: int = 0,
+        loss_on: str = "completion", shuffle: bool = True, keep_end: bool = False,
+    ) -> None:  # fmt: skip
         """`max_length`: tokens kept of each text, from its beginning. `loss_on`: "completion"
         (the prompt's tokens are no targets; a plain text is all target) or "all". `keep_end`:
         a text that is cut keeps its last token, EOS, for judges that read their score there."""
@@ -175,7 +168,7 @@ class TextSource(BatchSource):
             ids, border = encode_ended(self._tokenizer, prompt, completion)
             return ids, [False] * border + [True] * (len(ids) - border)
         if row.get("text") is not None:
-            ids, _ = encode_ended(self._tokenizer, "", row["text"])
+            ids = encode_ended(self._tokenizer, "", row["text"])[0]
             return ids, [True] * len(ids)
         raise Problems(f"a row with the columns {sorted(row)}", "have 'text', or 'prompt' and "
                        "'completion', or 'messages'", "", "Rename a column, e.g. with {path: ..., "

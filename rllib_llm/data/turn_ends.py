@@ -90,16 +90,13 @@ def special_texts(tokenizer: Any) -> list[str]:
 
 
 def example_calls(
-    name: str, said: str, answer: str, count: int = 1
+    name: str, text: str, answer: str, count: int = 1
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """A turn with `said` and so many calls of one tool, followed by the tool's answers."""
-    function = {"name": name, "arguments": {"text": said}}
+    """A turn with so many calls of one tool with `text`, followed by the tool's answers."""
+    function = {"name": name, "arguments": {"text": text}}
     ids = [f"call0000{i}" for i in range(count)]
-    calls = [{"type": "function", "id": call_id, "function": function} for call_id in ids]
-    results = [
-        {"role": "tool", "name": name, "tool_call_id": call_id, "content": answer}
-        for call_id in ids
-    ]
+    calls = [{"type": "function", "id": i, "function": function} for i in ids]
+    results = [{"role": "tool", "name": name, "tool_call_id": i, "content": answer} for i in ids]
     return {"role": "assistant", "content": "", "tool_calls": calls}, results
 
 

@@ -146,7 +146,7 @@ def test_v_shows_the_traceback_and_lets_the_libraries_speak(monkeypatch):
     [
         (["/nowhere"], "must be a checkpoint folder: there is none"),
         (["{checkpoint}", "--config", "{lrr: 1}"], "lrr must be a known key"),
-        (["{sft}", "--config", "{eval_data: null}"], "must have held-out rows: its run had no eval_data"),
+        (["{sft}", "--config", "{eval_data: null}"], "must have held-out rows"),
         (["{sft}/learner_group/learner/rl_module/default_policy"], "it is a model's folder"),
         (["{sft}0"], "Did you mean '{sft}'?"),
     ],
