@@ -49,7 +49,7 @@ def doctor(
     with user_errors():
         from rllib_llm.runs.doctor.stage import distinct, exit_code
 
-        found = list(_problems(file, deep, start_ray, ray_address, storage_path, overrides))
+        found = list(_diagnose(file, deep, start_ray, ray_address, storage_path, overrides))
         found = distinct(found)
     if as_json:
         rows = [dataclasses.asdict(problem) for problem in found]
@@ -62,7 +62,7 @@ def doctor(
     raise typer.Exit(exit_code(found))
 
 
-def _problems(
+def _diagnose(
     file: Path | None, deep: bool, start_ray: bool, ray_address: str | None,
     storage_path: str | None, overrides: list[str] | None,
 ) -> Iterator[Problem]:  # fmt: skip

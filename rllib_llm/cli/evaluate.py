@@ -68,7 +68,7 @@ def evaluate(
         from rllib_llm.checkpoints.algorithm import find_checkpoint
 
         folder = find_checkpoint(checkpoint)
-        algorithm_config = checkpoint_config(folder, settings)
+        algorithm_config = config_for_evaluation(folder, settings)
     with ray_session(options), user_errors(options.verbose):
         results = run_evaluation(folder, algorithm_config, options.verbose)
     flat = {key: value for key, raw in results.items() if (value := number(raw)) is not None}
@@ -90,7 +90,7 @@ def _sampled(samples: int | None, pass_at: str | None) -> dict[str, Any]:
     return {"explore": True, "num_completions": count, "pass_at": ks or None}
 
 
-def checkpoint_config(checkpoint: Path, settings: dict[str, Any]) -> Any:
+def config_for_evaluation(checkpoint: Path, settings: dict[str, Any]) -> Any:
     """Return the config that the checkpoint was made with, `settings` laid over it.
 
     Raises:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 DEFAULT_NEW_TOKENS = 64
 BATCH_PROMPTS = 32
 NEW_CHAT = "/new"
-TOKENS_BEFORE = 8  # of a prompt that its completion goes on with, for the space between them
+TOKENS_BEFORE = 8  # of a prompt, decoded with its completion for the space between them
 
 Messages = list[dict[str, str]]
 

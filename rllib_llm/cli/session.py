@@ -220,7 +220,7 @@ def _no_cluster(address: str, why: object) -> Problems:
     return Problems("--ray-address", "be a running Ray cluster", why, remedy, address)
 
 
-# In a process of its own, for Ray's client ends the process that it cannot connect.
+# In another process, since Ray's client ends the process that it cannot connect.
 HEALTH_CHECK = (
     "import sys; from ray.scripts.scripts import cli; print(flush=True); "
     "cli(['health-check', '--skip-version-check', '--address', sys.argv[1]])"

@@ -112,7 +112,7 @@ def _as_read(tokenizer: Any, message: Mapping[str, Any], refused: type[Problems]
 @functools.lru_cache(64)
 def _kinds_read(tokenizer: Any, template: str, role: str) -> tuple[str, ...]:
     """The kinds of content a template reads in a message of this role: "text", "parts" or both.
-    `template` is the tokenizer's own, by which a new one is told from an old one."""
+    `template` is the tokenizer's: it makes the cache's entries of two templates differ."""
     word = "qqq"
     before = {"system": (), "user": ()}.get(role, ({"role": "user", "content": "x"},))
     after = ({"role": "user", "content": "x"},) if role == "system" else ()
@@ -344,7 +344,7 @@ def encode_judged_chat(
     tools: Sequence[Any] | None = None,
 ) -> list[int]:  # fmt: skip
     """Ids of a conversation up to the token that ends its last turn, as reward models of ours read
-    it: a sampled completion has nothing behind that token, and without it when not `finished`."""
+    it: a sampled completion has nothing after that token, and without it when not `finished`."""
     text = render_chat(tokenizer, messages, tools=tools)
     trimmed = text.rstrip()
     for end in special_texts(tokenizer):
@@ -357,7 +357,7 @@ def encode_judged_chat(
 
 def _span(render: Render, messages: Messages, turn: int, text: str, ends: TurnEnds) -> Span:
     """Characters of `text`, the whole conversation rendered, that the assistant samples: what the
-    template writes behind the turn's end (usually a line break) is not the assistant's."""
+    template writes after the turn's end (usually a line break) is not the assistant's."""
     before, upto = render(messages[:turn], generation_prompt=True), render(messages[: turn + 1])
     if not text.startswith(before):
         raise _not_shown(turn, before, text)

@@ -40,8 +40,8 @@ from rllib_llm.shared.errors import nearest, require
 class PreferenceSource(BatchSource):
     """Batches of pairs by position; subclasses say in which columns.
 
-    Pairs whose chosen and rejected texts are the same say nothing of what is preferred: they are
-    left out, with a warning that counts them.
+    Pairs whose chosen and rejected texts are the same express no preference: they are left out,
+    with a warning that counts them.
 
     Raises:
         Problems: no rows, a row without a text of either kind, or no pair that differs.

@@ -150,7 +150,7 @@ def _in_duckdb(
     with duckdb.connect() as connection:
         try:
             if all(isinstance(file.filesystem, LocalFileSystem) for file in files):
-                # DuckDB reads what it needs of its own files, of others all columns.
+                # Of local files DuckDB reads what it needs, of others all columns.
                 connection.read_parquet([file.path for file in files]).create_view("rollouts")
             else:
                 connection.register("rollouts", rollouts)

@@ -1,6 +1,6 @@
 """The tokens that end an assistant's turn, found by what a chat template writes after one.
 
-    <|im_start|>assistant\\nIt is 2.<|im_end|>\\n     it ends with a token of its own
+    <|im_start|>assistant\\nIt is 2.<|im_end|>\\n     a special token ends it
     <|assistant|>It is 2.<|user|>                   what the next turn begins with ends it
 
 A policy stops at them, and supervised fine-tuning teaches it to.

@@ -142,7 +142,7 @@ def heads_of(kind: Kind) -> list[str]:
 
 
 def _said_of(subjects: list[str], deeds: list[Sentence]) -> list[list[Sentence]]:
-    """Return the forms of what is said of subjects: one opinion, two, and one behind an adverb."""
+    """Return the forms of opinions on subjects: one opinion, two, and one after an adverb."""
     claims = [
         (f"{subject} is {word}", sign)
         for sign in OWN

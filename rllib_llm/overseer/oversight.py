@@ -347,7 +347,7 @@ class SamplerWatch(_Watched):
 
     @property
     def on_step(self) -> Callable[[], None] | None:
-        """The callback of a decode loop after each token; None if nobody listens."""
+        """The callback of a decode loop after each token; None without a listener."""
         return None if self._link is None and self._say is None else self._token
 
     def begin(self, position: int, num_prompts: int) -> None:

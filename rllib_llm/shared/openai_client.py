@@ -58,7 +58,7 @@ class OpenAIClient:
             requests fail, whatever `max_attempts`; 0: no outage is waited for.
         outage_setting: what the user calls `outage_s`, for the error.
 
-    A client can be pickled; the copy opens connections of its own.
+    A client can be pickled; the copy opens new connections.
 
     Raises:
         ImportError: httpx is not installed.

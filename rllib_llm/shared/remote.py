@@ -143,7 +143,7 @@ class EventLoop:
             try:
                 return self._loop.run_forever()
             except (SystemExit, KeyboardInterrupt):  # of a task that a user's code has begun
-                continue  # who awaits that task gets it, too
+                continue  # the task's awaiter gets it, too
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """The coroutine's result; an interruption here cancels it."""

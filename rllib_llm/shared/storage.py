@@ -299,7 +299,7 @@ def whole_lines(file: Path) -> list[bytes]:
 
 
 def new_lines(file: Path, start: int) -> tuple[list[str], int]:
-    """The whole lines of a file from byte `start` on, and the byte behind the last of them. In a
+    """The whole lines of a file from byte `start` on, and the byte after the last of them. In a
     file that was cut back meanwhile, lines in place of known ones may be left out."""
     if not file.is_file():
         return [], 0
