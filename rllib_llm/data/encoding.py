@@ -282,8 +282,9 @@ def check_messages(messages: Iterable[Any]) -> None:
     if not isinstance(messages, Iterable):
         raise Problems("messages", "be a list", "", written, messages)
     for message in messages:
-        name = f"the message {str(message)[:60]!r}"
-        require(is_message(message), name, ..., "have 'role' and 'content'", "", written)
+        if not is_message(message):
+            name = f"the message {str(message)[:60]!r}"
+            raise Problems(name, "have 'role' and 'content'", "", written)
 
 
 def is_message(given: Any) -> TypeGuard[Mapping[str, Any]]:

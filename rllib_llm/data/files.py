@@ -90,11 +90,11 @@ def _read_table(path: Path, name: str) -> Rows:
     try:
         names = [column.strip() for column in next(table, [])]
         for row in table:
-            require(
-                len(row) == len(names) or not any(row), name, str(path), "have as many values in "
-                f"each row as columns {names}", f"line {reader.line_num} has {len(row)}",
-                "Put values that hold the separator into double quotes",
-            )  # fmt: skip
+            if any(row) and len(row) != len(names):
+                rule = f"have as many values in each row as columns {names}"
+                what = f"line {reader.line_num} has {len(row)}"
+                remedy = "Put values that hold the separator into double quotes"
+                raise Problems(name, rule, what, remedy, str(path))
             if any(row):
                 rows.append(row)
     except csv.Error as error:

@@ -34,7 +34,7 @@ from rllib_llm.data.texts import BatchSource
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import pad_left, pad_right
 from rllib_llm.shared.dotted import import_dotted
-from rllib_llm.shared.errors import nearest, require
+from rllib_llm.shared.errors import Problems, nearest, require
 
 
 class PreferenceSource(BatchSource):
@@ -198,10 +198,10 @@ def _telling_pairs(rows: Rows) -> np.ndarray:
         )  # fmt: skip
     chosen, rejected = rows.column("chosen"), rows.column("rejected")
     for index, pair in enumerate(zip(chosen, rejected, strict=True)):
-        is_pair = all(isinstance(text, str) or (isinstance(text, list) and text) for text in pair)
-        found = f"they are {str(pair[0])[:40]!r} and {str(pair[1])[:40]!r}"
-        require(is_pair, f"row {index} of {rows.description}", ..., "have text or messages as "
-                "'chosen' and 'rejected'", found, "Correct the row, or drop it")  # fmt: skip
+        if not all(isinstance(text, str) or (isinstance(text, list) and text) for text in pair):
+            found = f"they are {str(pair[0])[:40]!r} and {str(pair[1])[:40]!r}"
+            rule = "have text or messages as 'chosen' and 'rejected'"
+            raise Problems(f"row {index} of {rows.description}", rule, found, "Drop the row")
     differ = [index for index, (a, b) in enumerate(zip(chosen, rejected, strict=True)) if a != b]
     require(differ, rows.description, ..., "have pairs whose chosen and rejected texts differ",
             f"all {len(rows)} are the same", "Check the columns")  # fmt: skip

@@ -123,7 +123,9 @@ def conform(table: pa.Table, iteration: int) -> pa.Table:
     given["iteration"] = pa.repeat(pa.scalar(iteration, pa.int32()), table.num_rows)
     columns = []
     for field in SCHEMA:
-        column = given.get(field.name, pa.nulls(table.num_rows, field.type))
+        column = given.get(field.name)
+        if column is None:
+            column = pa.nulls(table.num_rows, field.type)
         columns.append(column if column.type == field.type else column.cast(field.type))
     return pa.table(columns, schema=SCHEMA)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rllib_llm.shared.errors import did_you_mean, require
+from rllib_llm.shared.errors import Problems, did_you_mean, require
 
 
 class MadeRows(Sequence):
@@ -163,9 +163,10 @@ def require_columns(rows: Rows, names: Iterable[str], setting: str = "column") -
     """Raises Problems, naming the columns there are, where one of `names`, which `setting` gives,
     is absent."""
     for name in names:
-        meant = did_you_mean(str(name), rows.columns, otherwise="Name another, or rename this one")
-        require(name in rows.columns, setting, name, f"be a column of {rows.description}",
-                f"it has {rows.columns}", meant)  # fmt: skip
+        if name not in rows.columns:
+            meant = did_you_mean(str(name), rows.columns, otherwise="Name another, or rename one")
+            rule, what = f"be a column of {rows.description}", f"it has {rows.columns}"
+            raise Problems(setting, rule, what, meant, name)
 
 
 _NUM_ROUNDS = 8  # of the cipher; four suffice for large sets, small ones want more
