@@ -80,7 +80,7 @@ def find_example(name: str) -> Path:
     """
     files = example_files()
     name = name.removesuffix(".yaml")
-    require(name in files, "example", name, "be the name of an example", "", suggestion(name, files))
+    require(name in files, "example", name, "be an example", "", suggestion(name, files))
     return files[name]
 
 
