@@ -93,9 +93,9 @@ def _overlay_found(overlay: Any, folder: Path) -> Any:
 def import_also_from(folder: Path) -> None:
     """Makes modules in `folder` importable after all others, here and in processes of a Ray that
     is started later."""
-    known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    known = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if str(folder) not in known:
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*known, str(folder)]))
+        os.environ["PYTHONPATH"] = os.pathsep.join([*known, str(folder)])
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 
@@ -150,8 +150,7 @@ def class_and_arguments(folder: Path) -> tuple[type[Any], inspect.BoundArguments
 def saved_config(folder: Path) -> Any:
     """The config that the checkpoint in `folder` was made with, its relative paths as they are to
     be read here. Modules where the run was started can be imported afterwards."""
-    manifest = folder / MANIFEST
-    if manifest.is_file():  # RLlib's own checkpoints have none
+    if (folder / MANIFEST).is_file():  # RLlib's own checkpoints have none
         started_in = read_manifest(folder).get("started_in")
         if started_in and Path(started_in).is_dir():
             import_also_from(Path(started_in))
@@ -328,8 +327,8 @@ class WholeCheckpoints(Algorithm):
 
     def get_state(self, components=None, *, not_components=None, **kwargs) -> dict[str, Any]:
         """As RLlib's, without the samplers."""
-        not_components = [*force_list(not_components), *SAMPLER_PARTS]
-        return super().get_state(components, not_components=not_components, **kwargs)
+        without = [*force_list(not_components), *SAMPLER_PARTS]
+        return super().get_state(components, not_components=without, **kwargs)
 
     def get_checkpointable_components(self) -> list[tuple[str, Any]]:
         """The learner group alone."""

@@ -62,11 +62,9 @@ class Link:
         self._overseer: NamedActor | None = None
         self._restarts_hung = restarts_hung
         self._fixed = {
-            "part": part,
-            "incarnation": self._incarnation,
-            "pid": os.getpid(),
+            "part": part, "incarnation": self._incarnation, "pid": os.getpid(),
             "node": ray.get_runtime_context().get_node_id()[:8],
-        }
+        }  # fmt: skip
         self._thread = threading.Thread(target=self._run, name="overseer-link", daemon=True)
         self._thread.start()
 
@@ -307,12 +305,10 @@ class Oversight(_Watched):
 
     def _describe(self) -> dict[str, Any]:
         return {
-            **super()._describe(),
-            "iteration": self._iteration,
-            "activity": self._activity,
+            **super()._describe(), "iteration": self._iteration, "activity": self._activity,
             "recent_seconds": self.recent_seconds(),
             "paused": self._orders is not None and self._orders.paused,
-        }
+        }  # fmt: skip
 
     # --- commands ----------------------------------------------------------------------------
 

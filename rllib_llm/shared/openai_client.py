@@ -8,6 +8,7 @@ retries a server that is away until it has been away for `outage_s`.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import random
 import threading
@@ -77,9 +78,10 @@ class OpenAIClient:
             rule = f"be an argument of {type(self).__name__}"
             require(False, name, value, rule, "", suggestion(name, given))
         for name, least in _LEAST.items():
-            is_number = type(given[name]) in (int, type(least)) and given[name] >= least
-            kind = "whole number" if isinstance(least, int) else "number"
-            require(is_number, name, given[name], f"be a {kind} of at least {least:g}", "", "")
+            value, kind = given[name], "whole number" if isinstance(least, int) else "number"
+            is_number = isinstance(value, int | type(least)) and not isinstance(value, bool)
+            holds = is_number and least <= value < math.inf
+            require(holds, name, value, f"be a {kind} of at least {least:g}", "", "")
         require(str(base_url).startswith(("http://", "https://")), "base_url", base_url, "start "
                 "with http:// or https://", "", "Write it up to the version, such as "
                 "http://localhost:8000/v1")  # fmt: skip
