@@ -76,8 +76,7 @@ def in_its_folder(config: Any) -> Any:
                 setattr(config, name, found(getattr(config, name), folder))
         config.env_config = _env_found(config.env_config, folder)
         config.evaluation_config = _overlay_found(config.evaluation_config, folder)
-        named = getattr(config, "eval_envs", None)
-        if named:
+        if named := getattr(config, "eval_envs", None):
             config.eval_envs = {n: _overlay_found(o, folder) for n, o in named.items()}
     config.freeze()
     return config

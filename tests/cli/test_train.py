@@ -586,5 +586,5 @@ def test_warnings_are_shown_in_a_line_before_the_run():
     arguments = ["--config", json.dumps(config), "--storage-path", "nothing://bucket"]
     result = CliRunner().invoke(app, ["train", "--algo", "SFT", *arguments])
     assert result.exit_code == 2
-    told = "warning: sft: lr_num_updates=7 has no effect with lr_schedule"
+    told = "warning: sft.lr_num_updates=7 has no effect with lr_schedule"
     assert told in said(result.output)
