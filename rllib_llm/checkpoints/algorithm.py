@@ -4,7 +4,7 @@ Under Tune an algorithm's class is one that Ray derives from ours. Pickled as it
 our methods, and a version in which one of them is gone could not read it. So the class is written
 by its name; methods that earlier versions pickled and that are gone are skipped.
 
-A config names models, data and functions as its user gave them, and its checkpoints note the folder
+A config names models, data and functions as its user gave them, and its checkpoints have the folder
 that they were relative to. A path that is not found in the present folder is looked for in that
 one, so a run that was moved with its files finds them, and so does a checkpoint read from
 elsewhere.
@@ -40,6 +40,7 @@ from ray.tune.result import TIME_TOTAL_S
 
 from rllib_llm.checkpoints.folder import (
     MANIFEST,
+    PRINTED,
     CheckpointError,
     make_readable,
     newest_usable,
@@ -47,7 +48,7 @@ from rllib_llm.checkpoints.folder import (
     write_manifest,
     written_whole,
 )
-from rllib_llm.shared.errors import Problems
+from rllib_llm.shared.errors import require
 from rllib_llm.shared.run_layout import RunFolder
 from rllib_llm.shared.storage import is_url, local_copy, open_storage, place
 
@@ -60,7 +61,7 @@ ENV_SOURCES = ("model", "tokenizer", "reward_model", "reference", "prompts", "ev
 
 def in_its_folder(config: Any) -> Any:
     """Return the AlgorithmConfig `config` with its relative paths as they are to be read here; one
-    that has not been run yet is noted to belong to the present folder.
+    that has not been run yet belongs to the present folder from now on.
 
     Modules in the folder where it was run can be imported afterwards.
     """
@@ -75,8 +76,7 @@ def in_its_folder(config: Any) -> Any:
                 setattr(config, name, found(getattr(config, name), folder))
         config.env_config = _env_found(config.env_config, folder)
         config.evaluation_config = _overlay_found(config.evaluation_config, folder)
-        named = getattr(config, "eval_envs", None)
-        if named:
+        if named := getattr(config, "eval_envs", None):
             config.eval_envs = {n: _overlay_found(o, folder) for n, o in named.items()}
     config.freeze()
     return config
@@ -92,9 +92,9 @@ def _overlay_found(overlay: Any, folder: Path) -> Any:
 def import_also_from(folder: Path) -> None:
     """Makes modules in `folder` importable after all others, here and in processes of a Ray that
     is started later."""
-    known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    known = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if str(folder) not in known:
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*known, str(folder)]))
+        os.environ["PYTHONPATH"] = os.pathsep.join([*known, str(folder)])
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 
@@ -113,14 +113,11 @@ def found(source: Any, folder: Path) -> Any:
 
 def _env_found(env_config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """As `found`, for our environments' settings and for others that look like a path."""
-    return {
-        name: found(value, folder) if name in ENV_SOURCES or _looks_like_path(value) else value
-        for name, value in env_config.items()
-    }
-
-
-def _looks_like_path(value: Any) -> bool:
-    return isinstance(value, str) and (os.sep in value or bool(Path(value).suffix))
+    paths = {
+        name for name, value in env_config.items() if name in ENV_SOURCES
+        or isinstance(value, str) and (os.sep in value or Path(value).suffix)
+    }  # fmt: skip
+    return {n: found(value, folder) if n in paths else value for n, value in env_config.items()}
 
 
 def _path_found(text: str, folder: Path) -> str:
@@ -152,8 +149,7 @@ def class_and_arguments(folder: Path) -> tuple[type[Any], inspect.BoundArguments
 def saved_config(folder: Path) -> Any:
     """The config that the checkpoint in `folder` was made with, its relative paths as they are to
     be read here. Modules where the run was started can be imported afterwards."""
-    manifest = folder / MANIFEST
-    if manifest.is_file():  # RLlib's own checkpoints have none
+    if (folder / MANIFEST).is_file():  # RLlib's own checkpoints have none
         started_in = read_manifest(folder).get("started_in")
         if started_in and Path(started_in).is_dir():
             import_also_from(Path(started_in))
@@ -173,12 +169,11 @@ def name_class(folder: Path) -> None:
 def importable(cls: type) -> type:
     """The class from which Ray derived `cls`; `cls` itself if it is not Ray's or cannot be
     imported, as in the main script."""
-    alike = [base for base in cls.__mro__ if base.__name__ == cls.__name__]
-    return next((base for base in alike if _is_found(base)), cls)
-
-
-def _is_found(cls: type) -> bool:
-    return getattr(sys.modules.get(cls.__module__), cls.__name__, None) is cls
+    for base in cls.__mro__:
+        module = sys.modules.get(base.__module__)
+        if base.__name__ == cls.__name__ and getattr(module, cls.__name__, None) is base:
+            return base
+    return cls
 
 
 class _Reader(pickle.Unpickler):
@@ -198,11 +193,9 @@ logger = logging.getLogger(__name__)
 
 # What samplers do is a function of the request and the weights: they have no state to keep.
 SAMPLER_PARTS = (
-    COMPONENT_ENV_RUNNER,
-    COMPONENT_EVAL_ENV_RUNNER,
-    COMPONENT_ENV_TO_MODULE_CONNECTOR,
+    COMPONENT_ENV_RUNNER, COMPONENT_EVAL_ENV_RUNNER, COMPONENT_ENV_TO_MODULE_CONNECTOR,
     COMPONENT_MODULE_TO_ENV_CONNECTOR,
-)
+)  # fmt: skip
 
 # The checkpoint that `from_checkpoint` has checked and is building an algorithm from.
 _checked: ContextVar[str | None] = ContextVar("_checked", default=None)
@@ -226,16 +219,13 @@ class WholeCheckpoints(Algorithm):
         try:
             return super().train()
         except Exception:
-            is_news = self._iterations_since_restore and self._saved_iteration != self.iteration
-            if self._storage is not None and is_news and not self.has_begun_to_learn:
-                self._save_before_failing()
+            is_new = self._iterations_since_restore and self._saved_iteration != self.iteration
+            if self._storage is not None and is_new and not self.has_begun_to_learn:
+                try:
+                    self.save()
+                except Exception:  # whatever it is, the failure that is raised says more
+                    logger.exception("No checkpoint could be saved before the trial ends.")
             raise
-
-    def _save_before_failing(self) -> None:
-        try:
-            self.save()
-        except Exception:  # whatever it is, the failure that is on its way says more
-            logger.exception("No checkpoint could be saved before the trial ends.")
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         """As RLlib's."""
@@ -263,7 +253,10 @@ class WholeCheckpoints(Algorithm):
             path = Path(tempfile.mkdtemp()) / "checkpoint"
         filesystem, path = _resolve(path, filesystem)
         if not isinstance(filesystem, pyarrow.fs.LocalFileSystem):
-            return self._save_elsewhere(path, filesystem, state=state, use_msgpack=use_msgpack)
+            with tempfile.TemporaryDirectory() as local:
+                self.save_to_path(local, state=state, use_msgpack=use_msgpack)
+                upload_checkpoint(Path(local), path, filesystem)
+            return path
         with written_whole(path) as folder:
             super().save_to_path(str(folder), state=state, use_msgpack=use_msgpack)
             name_class(folder)
@@ -300,11 +293,9 @@ class WholeCheckpoints(Algorithm):
             return super().from_checkpoint(path, filesystem, **kwargs)
         path = str(newest_usable(path).resolve())
         made, arguments = class_and_arguments(Path(path))
-        if not issubclass(made, cls):
-            raise CheckpointError(
-                f"checkpoint={path!r} must be one of {cls.__name__}: it is one of {made.__name__}. "
-                f"Use {made.__name__}.from_checkpoint."
-            )
+        remedy = f"Use {made.__name__}.from_checkpoint"
+        require(issubclass(made, cls), "checkpoint", path, f"be one of {cls.__name__}",
+                f"it is one of {made.__name__}", remedy, CheckpointError)  # fmt: skip
         for name in set(kwargs) & set(arguments.signature.parameters):
             arguments.arguments[name] = kwargs.pop(name)
         algorithm = made(*arguments.args, **arguments.kwargs)
@@ -321,23 +312,22 @@ class WholeCheckpoints(Algorithm):
         given = Path(checkpoint_dir)
         of_trial = RunFolder(given.parent).checkpoints()
         older = of_trial[of_trial.index(given) + 1 :] if given in of_trial else []
-        first_error: CheckpointError | None = None
+        errors: list[CheckpointError] = []
         for candidate in [given, *older]:
             try:
                 super().load_checkpoint(str(candidate))
             except CheckpointError as error:
-                first_error = first_error or error
+                errors.append(error)
                 continue
-            if first_error is not None:
-                logger.warning("%s Going on from %s.", first_error, candidate)
+            if errors:
+                logger.warning("%s Resuming from %s.", errors[0], candidate)
             return
-        assert first_error is not None
-        raise first_error
+        raise errors[0]
 
     def get_state(self, components=None, *, not_components=None, **kwargs) -> dict[str, Any]:
         """As RLlib's, without the samplers."""
-        not_components = [*force_list(not_components), *SAMPLER_PARTS]
-        return super().get_state(components, not_components=not_components, **kwargs)
+        without = [*force_list(not_components), *SAMPLER_PARTS]
+        return super().get_state(components, not_components=without, **kwargs)
 
     def get_checkpointable_components(self) -> list[tuple[str, Any]]:
         """The learner group alone."""
@@ -356,12 +346,6 @@ class WholeCheckpoints(Algorithm):
             TIME_TOTAL_S: self._time_total,
             "started_in": getattr(self.config, "_started_in", None),
         }
-
-    def _save_elsewhere(self, path: str, filesystem: pyarrow.fs.FileSystem, **kwargs: Any) -> str:
-        with tempfile.TemporaryDirectory() as folder:
-            self.save_to_path(folder, **kwargs)
-            upload_checkpoint(Path(folder), path, filesystem)
-        return path
 
 
 def upload_checkpoint(folder: Path, path: str, filesystem: pyarrow.fs.FileSystem) -> None:
@@ -397,21 +381,15 @@ def restore_source(
             the trials' end already.
     """
     folder = place(given)
-    if not folder.is_dir():
-        raise Problems(
-            where, "be a checkpoint folder", "there is none",
-            "`rllib train` prints the checkpoints it wrote", given,
-        )  # fmt: skip
+    require(folder.is_dir(), where, given, "be a checkpoint folder", "there is none", PRINTED)
     if not issubclass(algo_class, WholeCheckpoints):
         return local_copy(folder).resolve()
     source = newest_usable(folder)
     done = read_manifest(source)["training_iteration"]
     limit = (stop or {}).get("training_iteration")
-    if limit is not None and limit <= done:
-        raise Problems(
-            "stop.training_iteration", f"be above {done}, where {where}={given!r} is",
-            "iterations count on from a checkpoint", "Raise it to the total", limit,
-        )  # fmt: skip
+    require(limit is None or limit > done, "stop.training_iteration", limit,
+            f"be above {done}, where {where}={given!r} is",
+            "iterations count on from a checkpoint", "Raise it to the total")  # fmt: skip
     return source.resolve()
 
 

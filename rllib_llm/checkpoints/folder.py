@@ -27,18 +27,13 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.run_layout import CHECKPOINTS, RESULTS, RUN_RECORD, RunFolder, name_one
-from rllib_llm.shared.storage import (
-    Place,
-    folder_like,
-    is_url,
-    local_copy,
-    place,
-)
+from rllib_llm.shared.storage import Place, folder_like, is_url, local_copy, place
 
 # Where a checkpoint of ours holds the trained model, as an ordinary Hugging Face folder; the last
 # part is RLlib's DEFAULT_MODULE_ID.
@@ -48,14 +43,18 @@ STAGED = f".{MANIFEST}."  # begins the names of folders in a checkpoint's from w
 COMPLETE = f"{STAGED}complete"
 FORMAT_VERSION = 1
 CHUNK_BYTES = 16 * 1024**2
-OTHERS = "Choose another checkpoint; given the trial's folder, the newest usable one is taken"
-PRINTED = "`rllib train` prints the checkpoints and models it wrote."
+OTHERS = "Choose another; of a trial's folder the newest usable one is taken"
+PRINTED = "`rllib train` prints the checkpoints and models it wrote"
 # Entries of RLlib's checkpoints, whole or not.
 PARTS = ("class_and_ctor_args.pkl", "metadata.json", "learner_group")
 
 
-class CheckpointError(ValueError):
+class CheckpointError(Problems):
     """A folder that is no checkpoint, or a damaged one, or one of an unknown format."""
+
+
+def _wrong(folder: object, rule: str, reason: object, remedy: str = OTHERS) -> CheckpointError:
+    return CheckpointError("checkpoint", rule, reason, remedy, str(folder))
 
 
 def write_manifest(folder: Path, about: dict[str, Any]) -> None:
@@ -93,14 +92,13 @@ def check(folder: str | Path) -> dict[str, Any]:
     manifest = read_manifest(folder)
     for name, written in manifest["files"].items():
         file = folder / name
-        if not file.is_file():
-            raise _damaged(folder, f"hold {name}", "the file is missing")
-        num_bytes = file.stat().st_size
-        if num_bytes != written["bytes"]:
-            rule = f"hold {written['bytes']} bytes in {name}"
-            raise _damaged(folder, rule, f"there are {num_bytes}")
-        if _crc32(file) != written["crc32"]:
-            raise _damaged(folder, f"hold {name} as it was written", "its checksum is another")
+        num_bytes = file.stat().st_size if file.is_file() else -1
+        is_whole = num_bytes == written["bytes"]
+        if not is_whole or _crc32(file) != written["crc32"]:
+            what = "its checksum is another" if is_whole else f"it has {num_bytes} bytes"
+            what = what if file.is_file() else "it is missing"
+            rule = f"be undamaged, with the {written['bytes']} bytes of {name} as written"
+            raise _wrong(folder, rule, what)
     return manifest
 
 
@@ -130,8 +128,9 @@ def _first_usable(candidates: Sequence[Place]) -> Path:
         try:
             check(copy)
             return copy
-        except CheckpointError as error:  # of the copy, which nobody has asked for
-            errors.append(CheckpointError(str(error).replace(str(copy), str(candidate))))
+        except CheckpointError as error:  # about the copy
+            found = [replace(problem, value=str(candidate)) for problem in error.found]
+            errors.append(CheckpointError(found))
     raise errors[0]
 
 
@@ -140,10 +139,7 @@ def _checkpoints_below(folder: Place) -> list[Place]:
     stages the last with checkpoints is meant."""
     trials = RunFolder(folder).saved_trials()
     if len(trials) > 1:
-        raise CheckpointError(
-            f"checkpoint={str(folder)!r} must be one trial: it holds {len(trials)}. Give one of "
-            f"{', '.join(map(str, trials))}."
-        )
+        raise _wrong(folder, "be one trial", f"it holds {len(trials)}", name_one(trials))
     return RunFolder(trials[0]).checkpoints() if trials else []
 
 
@@ -153,7 +149,7 @@ def written_whole(target: str | Path) -> Iterator[Path]:
     the context ends, and stays as it was when an exception does or the process is killed.
 
     Raises:
-        CheckpointError: a file of somebody else lies where one of the checkpoint belongs.
+        CheckpointError: another file lies where one of the checkpoint belongs.
     """
     target = Path(target).resolve()  # of a link the folder, on whatever disk
     is_new = not target.exists()
@@ -203,10 +199,8 @@ def _refuse_taken(target: Path, names: Iterable[str]) -> None:
     for name in sorted(set(names) - _own_files(target)):
         above = [target / parent for parent in Path(name).parents]
         if (target / name).exists() or not all(path.is_dir() for path in above if path.exists()):
-            raise CheckpointError(
-                f"checkpoint={str(target)!r} must have no {name} of your own: a checkpoint writes "
-                "it. Choose another folder, or remove the file."
-            )
+            raise _wrong(target, f"have no {name} of your own", "a checkpoint writes it",
+                         "Choose another folder, or remove the file")  # fmt: skip
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -216,10 +210,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         CheckpointError: it has none, or one of an unknown format.
     """
     if not folder.is_dir():
-        raise CheckpointError(
-            f"checkpoint={str(folder)!r} must be a checkpoint folder: there is none. "
-            f"{_named_like(folder)}"
-        )
+        raise _wrong(folder, "be a checkpoint folder", "there is none", _named_like(folder))
     file = folder / MANIFEST
     if not file.is_file():
         raise _no_checkpoint(folder)
@@ -228,39 +219,31 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         version, files = manifest["format_version"], manifest["files"]
         known = isinstance(files, dict)
     except (ValueError, KeyError, TypeError) as error:
-        raise _damaged(folder, f"hold a readable {MANIFEST}", f"it is cut off ({error})") from error
+        what = f"it is cut off ({error})"
+        raise _wrong(folder, f"be undamaged, with a readable {MANIFEST}", what) from error
     if version != FORMAT_VERSION or not known:
         made_by = manifest.get("rllib_llm_version", "an unknown version")
-        raise CheckpointError(
-            f"checkpoint={str(folder)!r} has format_version={version!r}, which must be "
-            f"{FORMAT_VERSION}: rllib_llm {made_by} made it, and its format is unknown here. "
-            "Read it with that version."
-        )
+        what = f"format_version={version!r} is of rllib_llm {made_by}"
+        raise _wrong(folder, f"have format_version={FORMAT_VERSION}", what, "Read it with that")
     return manifest
 
 
 def _no_checkpoint(folder: Place) -> CheckpointError:
     """The error of a folder without a manifest, by what it is."""
     if (folder / "config.json").is_file():
-        return CheckpointError(
-            f"checkpoint={str(folder)!r} must be a checkpoint: it is a model's folder. Name "
-            "the checkpoint, trial or run that it is of."
-        )
+        return _wrong(folder, "be a checkpoint", "it is a model's folder", "Name the checkpoint, "
+                      "trial or run that it is of")  # fmt: skip
     if _is_of_checkpoint(folder):
-        return CheckpointError(
-            f"checkpoint={str(folder)!r} must hold {MANIFEST}, which is written last: it does not, "
-            f"so it was not made by rllib_llm, or saving it was interrupted. {OTHERS}."
-        )
+        return _wrong(folder, f"hold {MANIFEST}, which is written last", "it was not made by "
+                      "rllib_llm, or saving it was interrupted")  # fmt: skip
     inner = RunFolder(folder).holding(CHECKPOINTS)
     what = "it holds nothing that a run has saved"
     if inner:
         what = f"it is a folder of {len(inner)} of them"
     elif _is_of_run(folder):
         what = "no checkpoint was saved in it yet, which is done every few minutes and at the end"
-    return CheckpointError(
-        f"checkpoint={str(folder)!r} must be a checkpoint, or the folder of a trial, a stage or a "
-        f"run with one: {what}. {name_one(inner) or PRINTED}"
-    )
+    rule = "be a checkpoint, or the folder of a trial, a stage or a run with one"
+    return _wrong(folder, rule, what, name_one(inner) or PRINTED)
 
 
 def _is_of_run(folder: Place) -> bool:
@@ -274,18 +257,10 @@ def _is_of_checkpoint(folder: Place) -> bool:
     return bool(is_called) or any(mark.exists() for mark in marks)
 
 
-def _damaged(folder: Path, rule: str, reason: str) -> CheckpointError:
-    return CheckpointError(
-        f"checkpoint={str(folder)!r} must {rule}: {reason}; the checkpoint is damaged. {OTHERS}."
-    )
-
-
 def _named_like(folder: Path) -> str:
     """Advice where a folder is not there: those beside it, if one has a similar name."""
     close = folder_like(folder, cutoff=0.5)
-    if not close:
-        return PRINTED
-    return f"Did you mean {close!r}?"
+    return f"Did you mean {close!r}?" if close else PRINTED
 
 
 def _crc32(path: Path) -> int:
@@ -302,16 +277,14 @@ def find_model(given: str) -> str:
     In the folder of a stage with one trial the trial is meant, in that of a run its last stage.
 
     Raises:
-        Problems: `given` is a folder without a model in it.
-        CheckpointError: it holds several trials, or no checkpoint of its trial is usable.
+        CheckpointError: there is no model in it, it holds several trials, or no checkpoint of its
+            trial is usable.
     """
     folder = place(given)
     if isinstance(folder, Path) and not folder.exists():
         is_beside_others = "/" in given and folder.parent.is_dir()
         if given.startswith((".", "/", "~")) or given.count("/") > 1 or is_beside_others:
-            raise Problems(
-                f"checkpoint={given!r} must be a folder: there is none. {_named_like(folder)}",
-            )  # fmt: skip
+            raise _wrong(given, "be a folder", "there is none", _named_like(folder))
         return given
     for candidate in (folder, folder / "model"):
         if (candidate / "config.json").is_file():
@@ -321,9 +294,7 @@ def find_model(given: str) -> str:
         if _is_of_run(folder):
             raise _no_checkpoint(folder)
         inner = name_one(RunFolder(folder).holding(CHECKPOINTS))
-        raise Problems(
-            f"checkpoint={given!r} must hold a model: there is no config.json in it, nor in "
-            f"{MODEL_IN_CHECKPOINT} or model below it. "
-            f"{inner or 'Give a checkpoint of a language model.'}",
-        )  # fmt: skip
+        what = f"there is no config.json in it, nor in {MODEL_IN_CHECKPOINT} or model below it"
+        remedy = inner or "Give a checkpoint of a language model"
+        raise _wrong(given, "hold a model", what, remedy)
     return str(_first_usable(found or [folder]) / MODEL_IN_CHECKPOINT)

@@ -6,13 +6,14 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer import Argument, Option
 
-from rllib_llm.cli.options import IMPORT_HELP, Overrides, RayOptions
+from rllib_llm.cli.options import AsJson, Imports, Overrides, RayOptions
 from rllib_llm.cli.session import check_address, prepare, ray_session, user_errors
 from rllib_llm.shared.errors import Problem, Problems, distinct, ended, problems_of
 
@@ -23,37 +24,22 @@ COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 
 
 def doctor(
-    file: Annotated[
-        Path | None, typer.Argument(help="YAML file with experiments. Default: only this machine.")
-    ] = None,
-    deep: Annotated[
-        bool,
-        typer.Option(
-            "--deep",
-            help="Load the models, too: run two iterations of each experiment, compare log-probs "
-            "with a full forward pass, check the chat template and the rewards of right answers.",
-        ),
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the problems as JSON.")] = False,
-    start_ray: Annotated[
-        bool, typer.Option("--ray/--no-ray", help="Start Ray for a moment. On by default.")
-    ] = True,
-    ray_address: Annotated[
-        str | None,
-        typer.Option(
-            "--ray-address", envvar="RAY_ADDRESS", help="The cluster that the run will use."
-        ),
-    ] = None,
-    storage_path: Annotated[
-        str | None,
-        typer.Option(
-            "--storage-path",
-            help="Where results will go. Default: what the file says, else ~/ray_results.",
-        ),
-    ] = None,
+    file: Annotated[Path | None, Argument(
+        help="YAML file with experiments. Default: only this machine.")] = None,
+    deep: Annotated[bool, Option(
+        "--deep", help="Load the models, too: run two iterations of each experiment, compare "
+        "log-probs with a full forward pass, check the chat template and the rewards of right "
+        "answers.")] = False,
+    as_json: AsJson = False,
+    start_ray: Annotated[bool, Option(
+        "--ray/--no-ray", help="Start Ray for a moment. On by default.")] = True,
+    ray_address: Annotated[str | None, Option(
+        envvar="RAY_ADDRESS", help="The cluster that the run will use.")] = None,
+    storage_path: Annotated[str | None, Option(
+        help="Where results will go. Default: what the file says, else ~/ray_results.")] = None,
     overrides: Overrides = None,
-    imports: Annotated[list[str] | None, typer.Option("--import", help=IMPORT_HELP)] = None,
-) -> None:
+    imports: Imports = None,
+) -> None:  # fmt: skip
     """Check the installation, this machine and a file of experiments before a run.
 
     Exits with 0 if nothing was found, 1 for warnings, 2 for errors. Without --deep no weights are
@@ -63,23 +49,23 @@ def doctor(
     with user_errors():
         from rllib_llm.runs.doctor.stage import exit_code
 
-        found = list(_findings(file, deep, start_ray, ray_address, storage_path, overrides))
+        found = list(_diagnose(file, deep, start_ray, ray_address, storage_path, overrides))
         found = distinct(found)
     if as_json:
-        print(json.dumps([_as_json(problem) for problem in found], indent=1))
+        rows = [dataclasses.asdict(problem) for problem in found]
+        for row in rows:  # a value as Python writes it
+            value = row.pop("value")
+            row |= {} if value is ... else {"value": repr(value)}
+        print(json.dumps(rows, indent=1))
     else:
         _show(found, Console())
     raise typer.Exit(exit_code(found))
 
 
-def _findings(
-    file: Path | None,
-    deep: bool,
-    start_ray: bool,
-    ray_address: str | None,
-    storage_path: str | None,
-    overrides: list[str] | None,
-) -> Iterator[Problem]:
+def _diagnose(
+    file: Path | None, deep: bool, start_ray: bool, ray_address: str | None,
+    storage_path: str | None, overrides: list[str] | None,
+) -> Iterator[Problem]:  # fmt: skip
     from rllib_llm.runs.doctor.examine import examine
     from rllib_llm.runs.doctor.machine_rules import Machine, ray_rules
     from rllib_llm.runs.run_folder import storage_root
@@ -145,13 +131,6 @@ def _deep(experiments: list[Experiment]) -> Iterator[Problem]:
             yield from (each.within(experiment.name) for each in problems_of(error))
 
 
-def _as_json(problem: Problem) -> dict[str, Any]:
-    """The fields of a problem, the value as Python writes it."""
-    fields = dataclasses.asdict(problem)
-    value = fields.pop("value")
-    return fields if value is ... else {**fields, "value": repr(value)}
-
-
 def _show(found: list[Problem], console: Console) -> None:
     """One paragraph for each problem."""
     for problem in found:
@@ -163,5 +142,5 @@ def _show(found: list[Problem], console: Console) -> None:
     if not any(counts.values()):
         console.print("[green]No problem found.[/green]")
     else:
-        said = [f"{n} {name}{'s' * (n > 1)}" for name, n in counts.items() if n]
-        console.print(f"[bold]{' and '.join(said)}[/bold]")
+        parts = [f"{n} {name}{'s' * (n > 1)}" for name, n in counts.items() if n]
+        console.print(f"[bold]{' and '.join(parts)}[/bold]")

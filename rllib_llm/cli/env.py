@@ -1,5 +1,5 @@
-"""`rllib env`, `rllib judge` and `rllib reward-server`: environments by name, and checks of your
-own environments and reward functions without a training.
+"""`rllib env`, `rllib judge` and `rllib reward-server`: environments by name, and checks of
+environments and reward functions without a training.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer import Argument, Option
 
-from rllib_llm.cli.options import IMPORT_HELP
+from rllib_llm.cli.options import Imports
 from rllib_llm.cli.session import extra_serve, prepare, shown_warnings, user_errors
 from rllib_llm.runs.yaml_loader import parse_mapping
-from rllib_llm.shared.errors import Problems
+from rllib_llm.shared.errors import require
 
 app = typer.Typer(help="Environments: list them, check one.", no_args_is_help=True)
 
@@ -53,25 +54,17 @@ def _purpose(name: str, path: str) -> str:
 
 @app.command("check")
 def check(
-    env: Annotated[
-        str, typer.Argument(help="A name, or the dotted path of an environment or its creator.")
-    ],
-    env_config: Annotated[
-        str, typer.Option("--env-config", "-c", help="Its settings, as JSON or YAML.")
-    ] = "{}",
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            "-m",
-            help="The policy, whose tokenizer encodes prompts: a folder, a hub id or a dotted "
-            "path. The same as model in --env-config.",
-        ),
-    ] = None,
-    num_prompts: Annotated[int, typer.Option(help="Prompts in each tried batch.")] = 3,
-    num_completions: Annotated[int, typer.Option(help="Completions of each prompt.")] = 2,
-    imports: Annotated[list[str] | None, typer.Option("--import", help=IMPORT_HELP)] = None,
-) -> None:
+    env: Annotated[str, Argument(
+        help="A name, or the dotted path of an environment or its creator.")],
+    env_config: Annotated[str, Option(
+        "--env-config", "-c", help="Its settings, as JSON or YAML.")] = "{}",
+    model: Annotated[str | None, Option(
+        "--model", "-m", help="The policy, whose tokenizer encodes prompts: a folder, a hub id or "
+        "a dotted path. The same as model in --env-config.")] = None,
+    num_prompts: Annotated[int, Option(help="Prompts in each tried batch.")] = 3,
+    num_completions: Annotated[int, Option(help="Completions of each prompt.")] = 2,
+    imports: Imports = None,
+) -> None:  # fmt: skip
     """Run an environment with random completions and report violations of its contract.
 
     Exits with 1 if it violates the contract.
@@ -113,18 +106,15 @@ SPEC_HELP = (
 
 
 def judge(
-    rows: Annotated[
-        Path, typer.Argument(help="JSONL, CSV or Parquet with prompt, completion and a label.")
-    ],
-    function: Annotated[str, typer.Option("--function", "-f", help=SPEC_HELP)],
-    label: Annotated[str, typer.Option(help="Column of the labels; higher is better.")] = ("label"),
-    bins: Annotated[int, typer.Option(min=1, help="Rows of the printed table.")] = 5,
-    limit: Annotated[int | None, typer.Option(min=1, help="Rows to judge. Default: all.")] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="JSON file for the report.")
-    ] = None,
-    imports: Annotated[list[str] | None, typer.Option("--import", help=IMPORT_HELP)] = None,
-) -> None:
+    rows: Annotated[Path, Argument(
+        help="JSONL, CSV or Parquet with prompt, completion and a label.")],
+    function: Annotated[str, Option("--function", "-f", help=SPEC_HELP)],
+    label: Annotated[str, Option(help="Column of the labels; higher is better.")] = "label",
+    bins: Annotated[int, Option(min=1, help="Rows of the printed table.")] = 5,
+    limit: Annotated[int | None, Option(min=1, help="Rows to judge. Default: all.")] = None,
+    out: Annotated[Path | None, Option("--out", "-o", help="JSON file for the report.")] = None,
+    imports: Imports = None,
+) -> None:  # fmt: skip
     """Judge the rows of a file and compare the scores with labels."""
     prepare(imports=imports)
     with user_errors():
@@ -143,28 +133,22 @@ def judge(
 
 
 def reward_server(
-    function: Annotated[
-        list[str], typer.Option("--function", "-f", help=f"{SPEC_HELP} May be repeated.")
-    ],
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8100,
-    label_column: Annotated[
-        str, typer.Option(help="Column under which functions get OpenRLHF's and slime's label.")
-    ] = "answer",
-    token_env: Annotated[
-        str, typer.Option(help="Environment variable that holds the token.")
-    ] = "RLLIB_REWARD_TOKEN",
-    imports: Annotated[list[str] | None, typer.Option("--import", help=IMPORT_HELP)] = None,
-) -> None:
+    function: Annotated[list[str], Option(
+        "--function", "-f", help=f"{SPEC_HELP} May be repeated.")],
+    host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, Option(help="Port to listen on.")] = 8100,
+    label_column: Annotated[str, Option(
+        help="Column under which functions get OpenRLHF's and slime's label.")] = "answer",
+    token_env: Annotated[str, Option(
+        help="Environment variable that holds the token.")] = "RLLIB_REWARD_TOKEN",
+    imports: Imports = None,
+) -> None:  # fmt: skip
     """Serve reward functions: POST /v1/rewards, /get_reward (OpenRLHF's), /reward (slime's)."""
     prepare(imports=imports)
     with user_errors():
         token = os.environ.get(token_env, "")
-        if not token:
-            raise Problems(
-                f"the environment variable {token_env} must hold the token that clients send: it "
-                f"is empty. Set it, e.g. export {token_env}=$(openssl rand -hex 32).",
-            )  # fmt: skip
+        require(token, f"the environment variable {token_env}", ..., "hold the token that clients "
+                "send", "it is empty", f"export {token_env}=$(openssl rand -hex 32)")  # fmt: skip
         with extra_serve("rllib reward-server"):
             import uvicorn
 

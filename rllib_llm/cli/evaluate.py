@@ -11,12 +11,13 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from typer import Argument, Option
 
 from rllib_llm.cli.options import RayOptions, takes
 from rllib_llm.cli.session import prepare, ray_session, show, stderr, user_errors
 from rllib_llm.runs.results import flatten, number
 from rllib_llm.runs.yaml_loader import laid_over, parse_mapping
-from rllib_llm.shared.errors import Problems, report
+from rllib_llm.shared.errors import report, require
 
 if TYPE_CHECKING:
     from rllib_llm.algorithms.language_model_config import LanguageModelConfig
@@ -24,62 +25,31 @@ if TYPE_CHECKING:
 
 @takes(RayOptions)
 def evaluate(
-    checkpoint: Annotated[
-        str,
-        typer.Argument(help="Checkpoint, trial or run of `rllib train`, or its URL."),
-    ],
-    duration: Annotated[
-        int | None,
-        typer.Option(
-            "--duration",
-            "--episodes",
-            min=1,
-            help="Completions (or episodes) to judge. Default: what the run was configured with.",
-        ),
-    ] = None,
-    env: Annotated[
-        str | None, typer.Option("--env", "-e", help="Another environment than the run's.")
-    ] = None,
-    samples: Annotated[
-        int | None,
-        typer.Option(
-            "--samples",
-            min=1,
-            help="Completions sampled for each prompt, instead of a greedy one; --episodes counts "
-            "all of them.",
-        ),
-    ] = None,
-    pass_at: Annotated[
-        str | None,
-        typer.Option("--pass-at", help="The k of pass@k, pass^k and maj@k, such as 1,4,16."),
-    ] = None,
-    pass_on: Annotated[
-        str | None,
-        typer.Option("--pass-on", help="The reward's component, 0 or 1, that decides what passes."),
-    ] = None,
-    answer_pattern: Annotated[
-        str | None,
-        typer.Option(
-            "--answer-pattern",
-            help="Regular expression of the answer that counts in maj@k: the first group of its "
-            "last match. Default: the whole completion.",
-        ),
-    ] = None,
-    config: Annotated[
-        str,
-        typer.Option(
-            "--config",
-            "-c",
-            help="Settings that override the checkpoint's, as JSON or YAML: "
-            '\'{"env_config": {"split": "eval"}}\'.',
-        ),
-    ] = "{}",
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="JSON file for the results.")
-    ] = None,
+    checkpoint: Annotated[str, Argument(
+        help="Checkpoint, trial or run of `rllib train`, or its URL.")],
+    duration: Annotated[int | None, Option(
+        "--duration", "--episodes", min=1,
+        help="Completions (or episodes) to judge. Default: what the run was configured with."
+    )] = None,
+    env: Annotated[str | None, Option("--env", "-e", help="Another environment than the run's."
+    )] = None,
+    samples: Annotated[int | None, Option(
+        min=1, help="Completions sampled for each prompt, instead of a greedy one; --episodes "
+        "counts all of them.")] = None,
+    pass_at: Annotated[str | None, Option(
+        help="The k of pass@k, pass^k and maj@k, such as 1,4,16.")] = None,
+    pass_on: Annotated[str | None, Option(
+        help="The reward's component, 0 or 1, that decides what passes.")] = None,
+    answer_pattern: Annotated[str | None, Option(
+        help="Regular expression of the answer that counts in maj@k: the first group of its last "
+        "match. Default: the whole completion.")] = None,
+    config: Annotated[str, Option(
+        "--config", "-c", help="Settings that override the checkpoint's, as JSON or YAML: "
+        '\'{"env_config": {"split": "eval"}}\'.')] = "{}",
+    out: Annotated[Path | None, Option("--out", "-o", help="JSON file for the results.")] = None,
     *,
     options: RayOptions,
-) -> None:
+) -> None:  # fmt: skip
     """Evaluate a checkpoint and print the results."""
     prepare(options.verbose, options.imports)
     with user_errors(options.verbose):
@@ -88,10 +58,8 @@ def evaluate(
             settings["env"] = env
         if duration is not None:
             settings["evaluation_duration"] = duration
-        given = {"pass_on": pass_on, "answer_pattern": answer_pattern}
-        overlay: dict[str, Any] = {
-            name: value for name, value in given.items() if value is not None
-        }
+        given: dict[str, Any] = {"pass_on": pass_on, "answer_pattern": answer_pattern}
+        overlay = {name: value for name, value in given.items() if value is not None}
         if samples is not None or pass_at is not None:
             overlay |= _sampled(samples, pass_at)
         if overlay:
@@ -100,7 +68,7 @@ def evaluate(
         from rllib_llm.checkpoints.algorithm import find_checkpoint
 
         folder = find_checkpoint(checkpoint)
-        algorithm_config = checkpoint_config(folder, settings)
+        algorithm_config = config_for_evaluation(folder, settings)
     with ray_session(options), user_errors(options.verbose):
         results = run_evaluation(folder, algorithm_config, options.verbose)
     flat = {key: value for key, raw in results.items() if (value := number(raw)) is not None}
@@ -116,15 +84,13 @@ def _sampled(samples: int | None, pass_at: str | None) -> dict[str, Any]:
     """Return the settings of an evaluation that samples several completions of each prompt."""
     ks = parse_mapping(f"ks: [{pass_at or ''}]", "--pass-at")["ks"]
     count = samples or max(ks, default=1)
-    if not all(isinstance(k, int) and 1 <= k <= count for k in ks):
-        raise ValueError(
-            f"--pass-at={pass_at!r} must be numbers from 1 to --samples={count}: so many "
-            "completions are sampled of each prompt. Write 1,4 or raise --samples."
-        )
+    are_numbers = all(isinstance(k, int) and 1 <= k <= count for k in ks)
+    rule = f"be numbers from 1 to --samples={count}, such as 1,4"
+    require(are_numbers, "--pass-at", pass_at, rule, "", "")
     return {"explore": True, "num_completions": count, "pass_at": ks or None}
 
 
-def checkpoint_config(checkpoint: Path, settings: dict[str, Any]) -> Any:
+def config_for_evaluation(checkpoint: Path, settings: dict[str, Any]) -> Any:
     """Return the config that the checkpoint was made with, `settings` laid over it.
 
     Raises:
@@ -145,15 +111,13 @@ def checkpoint_config(checkpoint: Path, settings: dict[str, Any]) -> Any:
     if isinstance(held_out := settings.get("evaluation_config"), Mapping):
         settings["evaluation_config"] = laid_over(config.evaluation_config or {}, held_out)
     config = config.update_from_dict(settings)
-    # Results of this process alone, with an evaluation sampler of its own.
+    # Results of this process alone, with its evaluation sampler.
     config.num_env_runners = 0
     config.evaluation_interval = config.evaluation_interval or 1
     config.evaluation_error_after_n_consecutive_skips = 1  # it is all that was asked for
-    if isinstance(config, SupervisedConfig) and config.eval_data is None:
-        raise Problems(
-            f"checkpoint={str(checkpoint)!r} must have held-out rows to be evaluated: its run had "
-            "no eval_data. Give some: --config '{eval_data: FILE}'.",
-        )  # fmt: skip
+    if isinstance(config, SupervisedConfig):
+        require(config.eval_data is not None, "checkpoint", str(checkpoint), "have held-out rows",
+                "its run had no eval_data", "Add --config '{eval_data: FILE}'")  # fmt: skip
     if isinstance(config, RLHFConfig):  # what follows the run must not follow this
         config.weights_name = config.serve = config.weights_push = None
         if config.engine == "openai":  # the server's weights are those of a run

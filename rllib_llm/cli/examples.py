@@ -11,25 +11,23 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from typer import Argument, Option
 
-from rllib_llm.cli.options import RunOptions, takes
+from rllib_llm.cli.options import AsJson, RunOptions, takes
 from rllib_llm.cli.session import prepare, user_errors
 from rllib_llm.cli.train import run_file
 from rllib_llm.runs.yaml_loader import examples_folder
-from rllib_llm.shared.errors import Problems, suggestion
+from rllib_llm.shared.errors import require, suggestion
 
 app = typer.Typer(help="Ready experiments: list them, read one, run one.", no_args_is_help=True)
 # A full stop after a whole word and before a capital: not those of "et al." and "Dr. GRPO".
 SENTENCE_END = re.compile(r"(?<=[a-z0-9)]{3})\.\s+(?=[A-Z])")
-Name = Annotated[str, typer.Argument(help="Name of an example, as `rllib example list` gives it.")]
+Name = Annotated[str, Argument(help="Name of an example, as `rllib example list` gives it.")]
+Filter = Annotated[str, Option("--filter", "-f", help="Only those with this text in them.")]
 
 
 @app.command("list")
-def list_examples(
-    search: Annotated[
-        str, typer.Option("--filter", "-f", help="Only those with this text in them.")
-    ] = "",
-) -> None:
+def list_examples(search: Filter = "") -> None:
     """List the examples."""
     table = Table(box=None, pad_edge=False)
     table.add_column("name", style="cyan", no_wrap=True)
@@ -48,9 +46,7 @@ def list_examples(
 @app.command("get")
 def get_example(
     name: Name,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Write it to this file instead.")
-    ] = None,
+    out: Annotated[Path | None, Option("--out", "-o", help="Write it to this file.")] = None,
 ) -> None:
     """Print an example's YAML."""
     with user_errors():
@@ -58,8 +54,7 @@ def get_example(
         if out is None:
             print(text, end="")
             return
-        if out.exists():
-            raise Problems(f"--out={str(out)!r} must be a new file: it exists. Choose another.")
+        require(not out.exists(), "--out", str(out), "be a new file", "it exists", "")
         out.write_text(text, encoding="utf-8")
 
 
@@ -85,8 +80,7 @@ def find_example(name: str) -> Path:
     """
     files = example_files()
     name = name.removesuffix(".yaml")
-    if name not in files:
-        raise Problems(f"example={name!r} is not one of the examples. {suggestion(name, files)}")
+    require(name in files, "example", name, "be an example", "", suggestion(name, files))
     return files[name]
 
 
@@ -102,18 +96,13 @@ def description(file: Path) -> str:
 
 
 def show_config(
-    algo: Annotated[
-        str, typer.Argument(help="Algorithm: PPOPtx, SFT, GRPO, ..., or a dotted path to a class.")
-    ],
-    search: Annotated[
-        str, typer.Option("--filter", "-f", help="Only those with this text in them.")
-    ] = "",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print a list of JSON objects instead.")
-    ] = False,
-) -> None:
+    algo: Annotated[str, Argument(
+        help="Algorithm: PPOPtx, SFT, GRPO, ..., or a dotted path to a class.")],
+    search: Filter = "",
+    as_json: AsJson = False,
+) -> None:  # fmt: skip
     """List an algorithm's settings: what each may be, its default, and when it has an effect."""
-    prepare()  # an algorithm of one's own is in this folder
+    prepare()  # a user's algorithm is in this folder
     with user_errors():
         from rllib_llm.config.sections import settings_of
 
@@ -121,8 +110,7 @@ def show_config(
             row for row in settings_of(_config_class(algo))
             if search.lower() in " ".join(map(str, row.values())).lower()
         ]  # fmt: skip
-        if not rows:
-            raise Problems(f"--filter={search!r} must be in a setting: it is in none of {algo}'s.")
+        require(rows, "--filter", search, "be in a setting", f"it is in none of {algo}'s", "")
     if as_json:
         print(json.dumps(rows, indent=1, ensure_ascii=False))
         return
@@ -141,11 +129,8 @@ def _config_class(algo: str) -> type:
     from rllib_llm.runs.experiments import algorithm_class
 
     config_class = type(algorithm_class(algo, "algo").get_default_config())
-    if not hasattr(config_class, "sections"):
-        raise Problems(
-            f"algo={algo!r} must be an algorithm of this package: RLlib documents its own. "
-            f"{suggestion(algo, ALGORITHMS)}",
-        )  # fmt: skip
+    require(hasattr(config_class, "sections"), "algo", algo, "be an algorithm of this package",
+            "RLlib documents its own", suggestion(algo, ALGORITHMS))  # fmt: skip
     return config_class
 
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-import typer
 from rich.console import Console
+from typer import Argument, Option
 
 from rllib_llm.cli.options import takes
 from rllib_llm.cli.session import prepare, shown_warnings, user_errors
-from rllib_llm.shared.errors import Problems
+from rllib_llm.shared.errors import Problems, require
 
 if TYPE_CHECKING:
     from rllib_llm.engines.params import SamplingParams
@@ -23,55 +23,40 @@ if TYPE_CHECKING:
 DEFAULT_NEW_TOKENS = 64
 BATCH_PROMPTS = 32
 NEW_CHAT = "/new"
-TOKENS_BEFORE = 8  # of a prompt that its completion goes on with, for the space between them
+TOKENS_BEFORE = 8  # of a prompt, decoded with its completion for the space between them
 
 Messages = list[dict[str, str]]
 
 
 @dataclass(frozen=True)
-class Sampling:
+class GenerateOptions:
     """How completions are sampled: the options of `rllib generate`."""
 
-    max_new_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Longest completion, tokens. Default: 64, or what the model has room for."
-        ),
-    ] = None
-    temperature: Annotated[
-        float, typer.Option(min=0.0, help="Logits are divided by it; 0 is the same as --greedy.")
-    ] = 1.0
-    top_p: Annotated[
-        float, typer.Option(help="Sample from the likeliest tokens with this probability.")
-    ] = 1.0
-    top_k: Annotated[int, typer.Option(help="Sample from the k likeliest tokens; 0: all.")] = 0
-    greedy: Annotated[bool, typer.Option("--greedy", help="Take the likeliest token.")] = False
-    num_completions: Annotated[int, typer.Option(min=1, help="Completions of each prompt.")] = 1
-    seed: Annotated[int, typer.Option(help="The same seed gives the same completions.")] = 0
-    max_prompt_len: Annotated[
-        int, typer.Option(min=1, help="Tokens; of a longer prompt the end is kept.")
-    ] = 512
-    chat: Annotated[
-        bool | None,
-        typer.Option(
-            "--chat/--no-chat",
-            help="Make each prompt a user turn in the model's chat template. Default: if the model "
-            "has one.",
-        ),
-    ] = None
-    system: Annotated[str | None, typer.Option("--system", help="System message of the chats.")] = (
-        None
-    )
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--stop",
-            help="A text that ends a completion; \\n is a line break. May be repeated.",
-        ),
-    ] = None
+    # fmt: off
+    max_new_tokens: Annotated[int | None, Option(
+        min=1, help="Longest completion, tokens. Default: 64, or what the model has room for."
+    )] = None
+    temperature: Annotated[float, Option(
+        min=0.0, help="Logits are divided by it; 0 is the same as --greedy.")] = 1.0
+    top_p: Annotated[float, Option(
+        help="Sample from the likeliest tokens with this probability.")] = 1.0
+    top_k: Annotated[int, Option(help="Sample from the k likeliest tokens; 0: all.")] = 0
+    greedy: Annotated[bool, Option("--greedy", help="Take the likeliest token.")] = False
+    num_completions: Annotated[int, Option(min=1, help="Completions of each prompt.")] = 1
+    seed: Annotated[int, Option(help="The same seed gives the same completions.")] = 0
+    max_prompt_len: Annotated[int, Option(
+        min=1, help="Tokens; of a longer prompt the end is kept.")] = 512
+    chat: Annotated[bool | None, Option(
+        "--chat/--no-chat", help="Make each prompt a user turn in the model's chat template. "
+        "Default: if the model has one.")] = None
+    system: Annotated[str | None, Option(help="System message of the chats.")] = None
+    stop: Annotated[list[str] | None, Option(
+        "--stop", help="A text that ends a completion; \\n is a line break. May be repeated."
+    )] = None
+    # fmt: on
 
 
-class Piece(NamedTuple):
+class CompletionPiece(NamedTuple):
     """The new part of a completion."""
 
     number: int
@@ -83,10 +68,10 @@ class Piece(NamedTuple):
     """Whether it has ended by itself, at a stop token or text."""
 
 
-class Completer:
+class CheckpointCompleter:
     """A model, its tokenizer and sampling settings. Noise goes by the number of a prompt."""
 
-    def __init__(self, checkpoint: str, sampling: Sampling) -> None:
+    def __init__(self, checkpoint: str, sampling: GenerateOptions) -> None:
         from rllib_llm.checkpoints.folder import find_model
         from rllib_llm.engines.params import SamplingParams
         from rllib_llm.envs.prompts import PromptEncoder
@@ -99,12 +84,9 @@ class Completer:
         self.tokenizer = load_tokenizer(model)
         has_template = bool(self.tokenizer.chat_template)
         self.chats = has_template if sampling.chat is None else sampling.chat
-        if sampling.system is not None and not self.chats:
-            why = "--no-chat leaves it out" if has_template else "there is no chat template"
-            raise Problems(
-                "--system", "come with a chat", why, "Put it into the prompt instead",
-                sampling.system,
-            )  # fmt: skip
+        why = "--no-chat leaves it out" if has_template else "there is no chat template"
+        require(sampling.system is None or self.chats, "--system", sampling.system,
+                "come with a chat", why, "Put it into the prompt instead")  # fmt: skip
         self.model = load_causal_lm(model)
         self.params = SamplingParams(
             pad_token_id=self.tokenizer.pad_token_id,
@@ -130,7 +112,7 @@ class Completer:
             rows[number] |= {"num_tokens": num_tokens, "finished": finished}
         return rows
 
-    def sample(self, prompts: list[Any], n: int = 1) -> Iterator[Piece]:
+    def sample(self, prompts: list[Any], n: int = 1) -> Iterator[CompletionPiece]:
         """Samples `n` completions of each prompt; their pieces as they come."""
         from rllib_llm.data.decoding import TextStream
         from rllib_llm.engines.protocol import NOT_FINITE, Noise, Row
@@ -138,7 +120,7 @@ class Completer:
 
         prompt_ids = [ids for ids in self._encode(prompts) for _ in range(n)]
         first, self._num_done = self._num_done * n, self._num_done + len(prompts)
-        # One that was left in the middle of its work is not taken again.
+        # One that was abandoned in the middle of its work is not used again.
         engine, self._engine = self._engine or TorchEngine(self.model, version=0), None
         engine.add([
             Row(i, ids, self._params_for(len(ids)), noise=Noise(self.sampling.seed, first + i),
@@ -169,7 +151,7 @@ class Completer:
                     engine.abort([i])
                     del left[i]
                 finished = tokens.finish == "stop" or stream.stopped_by is not None
-                yield Piece(i, text, counts[i], finished)
+                yield CompletionPiece(i, text, counts[i], finished)
         self._engine = engine
 
     def shortened(self, chat: Messages) -> Messages:
@@ -214,39 +196,29 @@ class Completer:
         return dataclasses.replace(self.params, max_new_tokens=room)
 
 
-@takes(Sampling)
+@takes(GenerateOptions)
 def generate(
-    checkpoint: Annotated[
-        str, typer.Argument(help="Checkpoint, trial, run, Hugging Face folder or hub id.")
-    ],
-    file: Annotated[
-        Path | None,
-        typer.Option(
-            "--file",
-            "-f",
-            help="Prompts: JSONL, CSV or Parquet with a column `prompt` (or "
-            "`messages`), or text with one prompt per line. Without it: from the "
-            "terminal, or from standard input.",
-        ),
-    ] = None,
-    column: Annotated[
-        str | None, typer.Option(help="The column of --file that holds the prompts.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="JSONL file for the completions of --file.")
-    ] = None,
+    checkpoint: Annotated[str, Argument(
+        help="Checkpoint, trial, run, Hugging Face folder or hub id.")],
+    file: Annotated[Path | None, Option(
+        "--file", "-f", help="Prompts: JSONL, CSV or Parquet with a column `prompt` (or "
+        "`messages`), or text with one prompt per line. Without it: from the terminal, or from "
+        "standard input.")] = None,
+    column: Annotated[str | None, Option(
+        help="The column of --file that holds the prompts.")] = None,
+    out: Annotated[Path | None, Option(
+        "--out", "-o", help="JSONL file for the completions of --file.")] = None,
     *,
-    options: Sampling,
-) -> None:
+    options: GenerateOptions,
+) -> None:  # fmt: skip
     """Complete prompts with a trained model, or talk to it.
 
     The model is loaded from the checkpoint as an ordinary Hugging Face folder; Ray is not started.
     """
     prepare()
     with user_errors():
-        if column is not None and file is None:
-            raise Problems("--column", "come with --file", value=column)
-        completer = Completer(checkpoint, options)
+        require(column is None or file, "--column", column, "come with --file", "", "")
+        completer = CheckpointCompleter(checkpoint, options)
         prompts = None if file is None else _prompts(file, column)
     if prompts is not None:
         _complete_file(completer, prompts, out)
@@ -265,9 +237,8 @@ def unescaped(text: str) -> str:
     try:
         return text.encode("latin-1", "backslashreplace").decode("unicode_escape")
     except UnicodeDecodeError as error:
-        raise Problems(
-            f"--stop={text!r} must hold whole escapes: {error.reason}. Write a backslash twice.",
-        ) from error  # fmt: skip
+        remedy = "Write a backslash twice"
+        raise Problems("--stop", "hold whole escapes", error.reason, remedy, text) from error
 
 
 def _prompts(file: Path, column: str | None) -> list[Any]:
@@ -283,11 +254,13 @@ def _prompts(file: Path, column: str | None) -> list[Any]:
     return [source.row(index).prompt for index in range(len(source))]
 
 
-def _complete_file(completer: Completer, prompts: list[Any], out: Path | None) -> None:
+def _complete_file(completer: CheckpointCompleter, prompts: list[Any], out: Path | None) -> None:
     """Write the completions of all prompts as JSON lines, to the file `out` or to standard
     output."""
     with user_errors():
-        lines = _json_lines(completer, prompts)
+        batches = (prompts[i : i + BATCH_PROMPTS] for i in range(0, len(prompts), BATCH_PROMPTS))
+        rows = (row for batch in batches for row in completer.complete(batch))
+        lines = (json.dumps(row, ensure_ascii=False) for row in rows)
         if out is None:
             for line in lines:
                 print(line, flush=True)
@@ -299,20 +272,14 @@ def _complete_file(completer: Completer, prompts: list[Any], out: Path | None) -
     Console(stderr=True).print(text, highlight=False, soft_wrap=True)
 
 
-def _json_lines(completer: Completer, prompts: list[Any]) -> Iterator[str]:
-    for start in range(0, len(prompts), BATCH_PROMPTS):
-        for row in completer.complete(prompts[start : start + BATCH_PROMPTS]):
-            yield json.dumps(row, ensure_ascii=False)
-
-
-def converse(completer: Completer, console: Console) -> None:
+def converse(completer: CheckpointCompleter, console: Console) -> None:
     """Read prompts from the terminal until an empty line or the end of input, and stream the
     model's answers. A chat continues from turn to turn until `/new`."""
     if completer.chats:
-        told = f"A chat: the model remembers it. {NEW_CHAT} begins another, an empty line ends."
+        hint = f"A chat: the model remembers it. {NEW_CHAT} begins another, an empty line ends."
     else:
-        told = "Type a beginning; the model goes on. An empty line ends."
-    console.print(told, style="dim", highlight=False)
+        hint = "Type a beginning; the model continues. An empty line ends."
+    console.print(hint, style="dim", highlight=False)
     asked, answers = ("you> ", "model> ") if completer.chats else ("prompt> ", "answer> ")
     history: Messages = []
     while True:

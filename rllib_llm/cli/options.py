@@ -9,186 +9,99 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, get_type_hints
 
-import typer
+from typer import BadParameter, Option
 
 from rllib_llm.runs.yaml_loader import HELP as SET_HELP
 
-IMPORT_HELP = (
-    "A module that is imported first, here and in Ray's processes, for example to register "
-    "environments by name. May be repeated."
-)
 Options = TypeVar("Options")
 
 
 def with_values(pairs: list[str] | None) -> list[str] | None:
-    """Return the texts of `--set`; one without a value is refused before a word that it left behind
-    is taken for an argument too many."""
+    """Return the texts of `--set`; one without a value is refused before the word after it is taken
+    for an argument too many."""
     for pair in pairs or ():
         if "=" not in pair:
-            raise typer.BadParameter(
-                f"{pair!r} must have a value. Write NAME=VALUE without spaces, such as lr=1e-4."
-            )
+            raise BadParameter(f"{pair!r} must be NAME=VALUE without spaces, such as lr=1e-4.")
     return pairs
 
 
-Overrides = Annotated[list[str] | None, typer.Option("--set", help=SET_HELP, callback=with_values)]
+# fmt: off
+Overrides = Annotated[list[str] | None, Option("--set", help=SET_HELP, callback=with_values)]
+Imports = Annotated[list[str] | None, Option(
+    "--import", help="A module that is imported first, here and in Ray's processes, for example to "
+    "register environments by name. May be repeated.")]
+AsJson = Annotated[bool, Option("--json", help="Print JSON.")]
 
 
 @dataclass(frozen=True)
 class RayOptions:
     """Ray options of the command line; None leaves the choice to Ray."""
 
-    ray_address: Annotated[
-        str | None,
-        typer.Option(
-            "--ray-address",
-            envvar="RAY_ADDRESS",
-            help="Run on this Ray cluster ('auto' finds a local one) instead of starting Ray here.",
-        ),
-    ] = None
-    ray_num_cpus: Annotated[
-        int | None,
-        typer.Option("--ray-num-cpus", min=1, help="CPUs of the Ray that is started here."),
-    ] = None
-    ray_num_gpus: Annotated[
-        int | None,
-        typer.Option("--ray-num-gpus", min=0, help="GPUs of the Ray that is started here."),
-    ] = None
-    ray_object_store_memory: Annotated[
-        int | None,
-        typer.Option("--ray-object-store-memory", help="Bytes of the object store started here."),
-    ] = None
-    imports: Annotated[list[str] | None, typer.Option("--import", help=IMPORT_HELP)] = None
-    verbose: Annotated[
-        int,
-        typer.Option(
-            "--verbose",
-            "-v",
-            count=True,
-            help="Show what Ray's workers print; twice: also debugging output.",
-        ),
-    ] = 0
+    ray_address: Annotated[str | None, Option(
+        envvar="RAY_ADDRESS",
+        help="Run on this Ray cluster ('auto' finds a local one) instead of starting Ray here."
+    )] = None
+    ray_num_cpus: Annotated[int | None, Option(
+        min=1, help="CPUs of the Ray that is started here.")] = None
+    ray_num_gpus: Annotated[int | None, Option(
+        min=0, help="GPUs of the Ray that is started here.")] = None
+    ray_object_store_memory: Annotated[int | None, Option(
+        help="Bytes of the object store started here.")] = None
+    imports: Imports = None
+    verbose: Annotated[int, Option(
+        "--verbose", "-v", count=True,
+        help="Show what Ray's workers print; twice: also debugging output.")] = 0
 
 
 @dataclass(frozen=True)
 class RunOptions(RayOptions):
     """Everything that `rllib train` and `rllib train file` have in common."""
 
-    stop: Annotated[
-        str,
-        typer.Option(
-            "--stop",
-            "-s",
-            help="When a trial ends, as JSON or YAML: '{\"episode\": 4000}'. Overrides the file's "
-            "values, for every experiment.",
-        ),
-    ] = "{}"
-    experiment_name: Annotated[
-        str | None,
-        typer.Option(
-            "--experiment-name",
-            "-n",
-            help="Folder of the run under --storage-path. Default: the file's name and the time.",
-        ),
-    ] = None
-    storage_path: Annotated[
-        str | None,
-        typer.Option(
-            "--storage-path",
-            "--local-dir",
-            help="Folder for all results. Default: what the file says, else ~/ray_results.",
-        ),
-    ] = None
-    num_samples: Annotated[
-        int | None,
-        typer.Option("--num-samples", min=1, help="How often the search space is sampled."),
-    ] = None
-    checkpoint_interval_s: Annotated[
-        float | None,
-        typer.Option(
-            "--checkpoint-interval-s",
-            min=0,
-            help="Seconds between checkpoints. Default: 300, or more where saving would take over "
-            "2 % of the time.",
-        ),
-    ] = None
-    checkpoint_freq: Annotated[
-        int | None,
-        typer.Option(
-            "--checkpoint-freq",
-            min=0,
-            help="Iterations between checkpoints, instead of seconds; 0: none between.",
-        ),
-    ] = None
-    checkpoint_at_end: Annotated[
-        bool | None,
-        typer.Option(
-            "--checkpoint-at-end/--no-checkpoint-at-end",
-            help="Save a checkpoint at the end. On by default.",
-        ),
-    ] = None
-    keep_checkpoints_num: Annotated[
-        int | None,
-        typer.Option(
-            "--keep-checkpoints-num",
-            min=1,
-            help="Checkpoints kept per trial. Default: two; all with --checkpoint-freq or a "
-            "scheduler. The best one by held-out data is kept as well, as best_checkpoint.",
-        ),
-    ] = None
-    checkpoint_score_attr: Annotated[
-        str | None,
-        typer.Option(
-            "--checkpoint-score-attr",
-            help="Keep the checkpoints with the highest value of this result, or with 'min-' "
-            "before its name the lowest. Default: the newest.",
-        ),
-    ] = None
-    restore: Annotated[
-        str | None,
-        typer.Option(
-            "--restore",
-            help="Checkpoint from which the trials of one experiment start. Counters continue from "
-            "there: the values of --stop are totals, training_iteration included.",
-        ),
-    ] = None
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume",
-            help="Continue the run of --experiment-name, or the newest run of this file: finished "
-            "experiments are kept, the others continue from their last checkpoint.",
-        ),
-    ] = False
-    scheduler: Annotated[
-        str | None,
-        typer.Option(
-            "--scheduler", help="Tune scheduler: fifo, asha, hyperband, median_stopping, pbt, ..."
-        ),
-    ] = None
-    scheduler_config: Annotated[
-        str,
-        typer.Option("--scheduler-config", help="Arguments of the scheduler, as JSON or YAML."),
-    ] = "{}"
-    wandb_key: Annotated[
-        str | None,
-        typer.Option(
-            "--wandb-key",
-            help="Log to Weights & Biases with this API key. Without it --wandb-project uses your "
-            "login, or, with WANDB_MODE=offline, no account at all.",
-        ),
-    ] = None
-    wandb_project: Annotated[
-        str | None,
-        typer.Option("--wandb-project", help="Weights & Biases project; switches it on."),
-    ] = None
-    wandb_run_name: Annotated[
-        str | None, typer.Option("--wandb-run-name", help="Name of the Weights & Biases run.")
-    ] = None
+    stop: Annotated[str, Option(
+        "--stop", "-s", help="When a trial ends, as JSON or YAML: '{\"episode\": 4000}'. Overrides "
+        "the file's values, for every experiment.")] = "{}"
+    experiment_name: Annotated[str | None, Option(
+        "--experiment-name", "-n", help="Folder of the run under --storage-path. Default: the "
+        "file's name and the time.")] = None
+    storage_path: Annotated[str | None, Option(
+        "--storage-path", "--local-dir",
+        help="Folder for all results. Default: what the file says, else ~/ray_results.")] = None
+    num_samples: Annotated[int | None, Option(
+        min=1, help="How often the search space is sampled.")] = None
+    checkpoint_interval_s: Annotated[float | None, Option(
+        min=0, help="Seconds between checkpoints. Default: 300, or more where saving would take "
+        "over 2 % of the time.")] = None
+    checkpoint_freq: Annotated[int | None, Option(
+        min=0, help="Iterations between checkpoints, instead of seconds; 0: none between.")] = None
+    checkpoint_at_end: Annotated[bool | None, Option(
+        "--checkpoint-at-end/--no-checkpoint-at-end",
+        help="Save a checkpoint at the end. On by default.")] = None
+    keep_checkpoints_num: Annotated[int | None, Option(
+        min=1, help="Checkpoints kept per trial. Default: two; all with --checkpoint-freq or a "
+        "scheduler. The best one by held-out data is kept as well, as best_checkpoint.")] = None
+    checkpoint_score_attr: Annotated[str | None, Option(
+        help="Keep the checkpoints with the highest value of this result, or with 'min-' before "
+        "its name the lowest. Default: the newest.")] = None
+    restore: Annotated[str | None, Option(
+        help="Checkpoint from which the trials of one experiment start. Counters continue from "
+        "there: the values of --stop are totals, training_iteration included.")] = None
+    resume: Annotated[bool, Option(
+        "--resume", help="Continue the run of --experiment-name, or the newest run of this file: "
+        "finished experiments are kept, the others continue from their last checkpoint.")] = False
+    scheduler: Annotated[str | None, Option(
+        help="Tune scheduler: fifo, asha, hyperband, median_stopping, pbt, ...")] = None
+    scheduler_config: Annotated[str, Option(
+        help="Arguments of the scheduler, as JSON or YAML.")] = "{}"
+    wandb_key: Annotated[str | None, Option(
+        help="Log to Weights & Biases with this API key. Without it --wandb-project uses your "
+        "login, or, with WANDB_MODE=offline, no account at all.")] = None
+    wandb_project: Annotated[str | None, Option(
+        help="Weights & Biases project; switches it on.")] = None
+    wandb_run_name: Annotated[str | None, Option(help="Name of the Weights & Biases run.")] = None
     overrides: Overrides = None
-    as_test: Annotated[
-        bool, typer.Option("--as-test", help="Exit with 1 if a pass criterion is not met.")
-    ] = False
+    as_test: Annotated[bool, Option(
+        "--as-test", help="Exit with 1 if a pass criterion is not met.")] = False
+# fmt: on
 
 
 def laid_over(options: Options, before: Options | None) -> Options:
@@ -215,13 +128,12 @@ def takes(options_class: type) -> Callable[[Callable[..., None]], Callable[..., 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         fields = {f.name: f.default for f in dataclasses.fields(options_class)}
         field_hints = get_type_hints(options_class, include_extras=True)
-        # `get_type_hints` hides what is said of an option whose default is None before Python 3.11.
+        # `get_type_hints` hides the metadata of an option whose default is None before Python 3.11.
         parameters = inspect.signature(command, eval_str=True).parameters
         own = [parameter for name, parameter in parameters.items() if name != "options"]
+        kind = inspect.Parameter.KEYWORD_ONLY
         added = [
-            inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=field_hints[name]
-            )
+            inspect.Parameter(name, kind, default=default, annotation=field_hints[name])
             for name, default in fields.items()
         ]
 

@@ -1,5 +1,5 @@
 """Commands for the folder of a run: `rllib report | rollouts | verify RUN` read its results, `rllib
-status | top | pause | resume | scale | checkpoint | stop RUN` ask its overseer while it goes on.
+status | top | pause | resume | scale | checkpoint | stop RUN` ask its overseer while it runs.
 """
 
 from __future__ import annotations
@@ -15,28 +15,23 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
+from typer import Argument, Option
 
+from rllib_llm.cli.options import AsJson
 from rllib_llm.cli.session import prepare, user_errors
 from rllib_llm.overseer.diagnosis import shares
 from rllib_llm.overseer.service import DONE, WAITING, find_run
-from rllib_llm.shared.errors import Problems
+from rllib_llm.shared.errors import require
 from rllib_llm.shared.storage import place
 
 
 def report(
-    runs: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="RUN [RUN]", help="Folder or URL of a run, a stage or a trial; or of two."
-        ),
-    ],
-    output: Annotated[
-        str | None,
-        typer.Option(
-            "--output", "-o", help="The page. Default: report.html in the (first) run's folder."
-        ),
-    ] = None,
-) -> None:
+    runs: Annotated[list[str], Argument(
+        metavar="RUN [RUN]", help="Folder or URL of a run, a stage or a trial; or of two.")],
+    output: Annotated[str | None, Option(
+        "--output", "-o", help="The page. Default: report.html in the (first) run's folder."
+    )] = None,
+) -> None:  # fmt: skip
     """Write a run's report page, during or after the run: one HTML file for any browser."""
     with user_errors():
         from rllib_llm.runs.report_page import PAGE_FILE, find_trials, write_page
@@ -53,32 +48,18 @@ NUM_SHOWN = 5
 
 
 def rollouts(
-    run: Annotated[
-        str, typer.Argument(help="Folder or URL of a run, a stage, a trial or its rollouts.")
-    ],
-    where: Annotated[
-        str | None,
-        typer.Option(
-            "--where", "-w", help="SQL condition: \"status = 'trained' AND score > 0.5\"."
-        ),
-    ] = None,
-    sort: Annotated[
-        str | None,
-        typer.Option("--sort", "-s", help="A column, highest first, or 'COLUMN asc'."),
-    ] = None,
-    show: Annotated[
-        int, typer.Option("--show", "-n", min=0, help="How many completions are printed.")
-    ] = NUM_SHOWN,
-    export: Annotated[
-        str | None,
-        typer.Option(
-            "--export", help="FILE.jsonl, or a FOLDER that Hugging Face's load_dataset reads."
-        ),
-    ] = None,
-    columns: Annotated[
-        bool, typer.Option("--columns", help="List the columns and their types.")
-    ] = False,
-) -> None:
+    run: Annotated[str, Argument(help="Folder or URL of a run, a stage, a trial or its rollouts.")],
+    where: Annotated[str | None, Option(
+        "--where", "-w", help="SQL condition: \"status = 'trained' AND score > 0.5\".")] = None,
+    sort: Annotated[str | None, Option(
+        "--sort", "-s", help="A column, highest first, or 'COLUMN asc'.")] = None,
+    show: Annotated[int, Option(
+        "--show", "-n", min=0, help="How many completions are printed.")] = NUM_SHOWN,
+    export: Annotated[str | None, Option(
+        help="FILE.jsonl, or a FOLDER that Hugging Face's load_dataset reads.")] = None,
+    columns: Annotated[bool, Option(
+        "--columns", help="List the columns and their types.")] = False,
+) -> None:  # fmt: skip
     """Look at the completions that a run sampled: trained, rejected, failed and held-out ones.
 
     Conditions are SQL, read by DuckDB: pip install 'rllib-llm[rollouts]'.
@@ -95,7 +76,7 @@ def rollouts(
         limit = None if export is not None else show
         try:
             table = query(found, where=where, sort=sort, limit=limit)
-        except FileNotFoundError:  # the run goes on, and has merged files meanwhile
+        except FileNotFoundError:  # the run has merged files meanwhile
             found = open_rollouts(rollout_folders(run))
             table = query(found, where=where, sort=sort, limit=limit)
         if export is not None:
@@ -151,10 +132,7 @@ def _print_row(console: Console, row: dict[str, Any]) -> None:
 
 def _export(table: Any, target: str) -> str:
     """Write the rows of `table`, and say where they are."""
-    if table.num_rows == 0:
-        raise Problems(
-            "--where must match at least one row: there is none to export. Loosen the condition.",
-        )  # fmt: skip
+    require(table.num_rows, "--where", ..., "match at least one row", "there is none to export", "")
     path = Path(target).expanduser()
     if path.suffix in (".jsonl", ".ndjson", ".json"):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -163,30 +141,23 @@ def _export(table: Any, target: str) -> str:
                 for row in batch.to_pylist():
                     file.write(json.dumps(row, default=str, ensure_ascii=False) + "\n")
         return f"{table.num_rows} completions in {path}"
-    if path.suffix or path.is_file():
-        raise Problems(
-            f"--export={target!r} must end in .jsonl, or be a folder: {path.suffix or 'a file'} is "
-            "neither. Rename it.",
-        )  # fmt: skip
+    is_folder = not path.suffix and not path.is_file()
+    require(is_folder, "--export", target, "end in .jsonl, or be a folder", "", "")
+    is_empty = not path.is_dir() or not any(path.iterdir())
+    require(is_empty, "--export", target, "be new or empty", "a data set is all that is in it", "")
     import pyarrow.parquet as pq
 
-    if path.is_dir() and any(path.iterdir()):
-        raise Problems(
-            f"--export={target!r} must be new or empty: other files lie there, and a data set is "
-            "all that is in its folder. Choose another.",
-        )  # fmt: skip
     path.mkdir(parents=True, exist_ok=True)
     pq.write_table(table, path / "train-00000-of-00001.parquet", compression="zstd")
     return f"{table.num_rows} completions in {path}: datasets.load_dataset({str(path)!r})"
 
 
 def verify(
-    run: Annotated[str, typer.Argument(help="Folder or URL of a run, a stage or a trial.")],
-    samples: Annotated[
-        int, typer.Option("--samples", "-n", min=1, help="Completions of each trial.")
-    ] = 16,
-    seed: Annotated[int, typer.Option(help="Which completions are drawn.")] = 0,
-) -> None:
+    run: Annotated[str, Argument(help="Folder or URL of a run, a stage or a trial.")],
+    samples: Annotated[int, Option(
+        "--samples", "-n", min=1, help="Completions of each trial.")] = 16,
+    seed: Annotated[int, Option(help="Which completions are drawn.")] = 0,
+) -> None:  # fmt: skip
     """Sample stored completions again from the checkpoints' weights, and compare.
 
     Exits with 1 where more than round-off differs, or nothing can be compared.
@@ -203,20 +174,14 @@ def verify(
         raise typer.Exit(1)
 
 
-Folder = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN", help="The folder of a run with `overseer: true`, or of a stage of it."
-    ),
-]
+Folder = Annotated[str, Argument(
+    metavar="RUN", help="The folder of a run with `overseer: true`, or of a stage of it."
+)]  # fmt: skip
 REFRESH_S = 1.0
 SILENT_STYLE = "red"
 
 
-def status(
-    run: Folder,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
-) -> None:
+def status(run: Folder, as_json: AsJson = False) -> None:
     """Show the state of every process of a run, and what limits its speed."""
     with user_errors():
         found = find_run(run).status()
@@ -273,8 +238,8 @@ def _add(table: Table, part: dict[str, Any], name: str) -> None:
     if part["is_silent"]:
         text = Text(f"silent for {part['silent_seconds']:.0f} s", style=SILENT_STYLE)
     elif part["kind"] == "trial":
-        doing = part.get("activity") or part["phase"]
-        text = Text(f"iteration {part['iteration'] + 1}: {doing}, {part['seconds_in_phase']:.0f} s")
+        what = part.get("activity") or part["phase"]
+        text = Text(f"iteration {part['iteration'] + 1}: {what}, {part['seconds_in_phase']:.0f} s")
     else:
         text = Text(part["activity"])
     version = part.get("version", part.get("iteration"))
@@ -291,12 +256,9 @@ def _shares(trial: dict[str, Any]) -> Text:
 
 DEFAULT_WAIT_S = 60.0
 NOT_ANSWERED = 2  # the exit code where a command was refused or lost
-Wait = Annotated[
-    float,
-    typer.Option(
-        "--wait", min=0, help="Seconds to wait for the answer, which comes after the iteration."
-    ),
-]
+Wait = Annotated[float, Option(
+    min=0, help="Seconds to wait for the answer, which comes after the iteration."
+)]  # fmt: skip
 
 
 def pause(run: Folder, wait: Wait = DEFAULT_WAIT_S) -> None:
@@ -311,7 +273,7 @@ def resume(run: Folder, wait: Wait = DEFAULT_WAIT_S) -> None:
 
 def scale(
     run: Folder,
-    samplers: Annotated[int, typer.Option("--samplers", help="The new number of samplers.")],
+    samplers: Annotated[int, Option(help="The new number of samplers.")],
     wait: Wait = DEFAULT_WAIT_S,
 ) -> None:
     """Change the number of samplers of a running run; does not change what is learnt."""
@@ -330,14 +292,11 @@ def stop(run: Folder, wait: Wait = DEFAULT_WAIT_S) -> None:
 
 def _tell(folder: str, command: str, wait: float, **arguments: Any) -> None:
     with user_errors():
-        told = find_run(folder).tell(command, timeout_s=wait, **arguments)
-        if not told:
-            raise Problems(
-                f"run={folder!r} must have a running trial: none has reported in the last seconds. "
-                "See rllib status.",
-            )  # fmt: skip
-    for one in told:
-        answer = one["answer"] or "received; carried out after the current iteration"
-        print(f"{one['part']}: {answer}")
-    if any(one["state"] not in (DONE, WAITING) for one in told):
+        commands = find_run(folder).tell(command, timeout_s=wait, **arguments)
+        require(commands, "run", folder, "have a running trial", "none has reported lately",
+                "See rllib status")  # fmt: skip
+    for each in commands:
+        answer = each["answer"] or "received; carried out after the current iteration"
+        print(f"{each['part']}: {answer}")
+    if any(each["state"] not in (DONE, WAITING) for each in commands):
         raise typer.Exit(NOT_ANSWERED)

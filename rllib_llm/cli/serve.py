@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 from rich.console import Console
+from typer import Argument, Option
 
 from rllib_llm.cli.options import with_values
 from rllib_llm.cli.session import (
@@ -19,41 +20,29 @@ from rllib_llm.cli.session import (
     connect,
     extra_serve,
     prepare,
-    told_to_wait,
+    show_progress,
     user_errors,
 )
 
 
 def serve(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="Checkpoint, trial, run, Hugging Face folder or hub id."),
-    ] = None,
-    config: Annotated[
-        Path | None, typer.Option("--config", "-c", help="YAML file with settings by name.")
-    ] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
-    name: Annotated[str | None, typer.Option(help="The model's name in answers.")] = None,
-    weights_name: Annotated[
-        str | None, typer.Option(help="Follow the weights that a run publishes by this name.")
-    ] = None,
-    ray_address: Annotated[
-        str | None, typer.Option(help="Ray cluster to serve on; that of the run that is followed.")
-    ] = None,
-    local: Annotated[
-        bool, typer.Option("--local", help="In this process, without Ray Serve.")
-    ] = False,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", help="Any setting: NAME=VALUE. May be repeated.", callback=with_values
-        ),
-    ] = None,
-    show_config: Annotated[
-        bool, typer.Option("--show-config", help="Show all settings with their values, and exit.")
-    ] = False,
-) -> None:
+    model: Annotated[str | None, Argument(
+        help="Checkpoint, trial, run, Hugging Face folder or hub id.")] = None,
+    config: Annotated[Path | None, Option(
+        "--config", "-c", help="YAML file with settings by name.")] = None,
+    host: Annotated[str | None, Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, Option(help="Port to listen on.")] = None,
+    name: Annotated[str | None, Option(help="The model's name in answers.")] = None,
+    weights_name: Annotated[str | None, Option(
+        help="Follow the weights that a run publishes by this name.")] = None,
+    ray_address: Annotated[str | None, Option(
+        help="Ray cluster to serve on; that of the run that is followed.")] = None,
+    local: Annotated[bool, Option("--local", help="In this process, without Ray Serve.")] = False,
+    set_: Annotated[list[str] | None, Option(
+        "--set", help="Any setting: NAME=VALUE. May be repeated.", callback=with_values)] = None,
+    show_config: Annotated[bool, Option(
+        "--show-config", help="Show all settings with their values, and exit.")] = False,
+) -> None:  # fmt: skip
     """Serve a model with OpenAI's HTTP interface, on Ray Serve.
 
     Settings come from --config, from the environment (RLLIB_SERVE_<NAME>) and from flags; flags
@@ -108,13 +97,13 @@ def _serve_here(settings: Any, ray_address: str | None) -> None:
 
         ray.init(address=ray_address or "auto", log_to_driver=False)
     show_log()
-    told_to_wait(f"Loading {settings.model} ...")
+    show_progress(f"Loading {settings.model} ...")
     service = open_service(settings)
     server = HttpServer(service, clients, ends_with_engine=True)
 
     def started() -> None:
         follow(service)
-        _told(settings, server.port)
+        _print_address(settings, server.port)
 
     server.on_start = started
     forget_startup()
@@ -135,12 +124,12 @@ def _serve_on_ray(settings: Any, ray_address: str | None) -> None:
         check_address(ray_address)
     if address := ray_address or _in_place_of_a_dead_cluster():
         ray.init(address=address, log_to_driver=False)
-    told_to_wait(f"Loading {settings.model} on Ray Serve ...")
+    show_progress(f"Loading {settings.model} on Ray Serve ...")
     server = deployment.start(settings)
     ended = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):  # before anybody is told whom to end
+    for number in (signal.SIGTERM, signal.SIGINT):  # before the address is printed
         signal.signal(number, lambda *_: ended.set())
-    _told(settings, settings.port)
+    _print_address(settings, settings.port)
     ended.wait()
     stop_listening()  # calls that Ray Serve makes for its own end are no errors of the user
     server.close()
@@ -158,12 +147,12 @@ def _in_place_of_a_dead_cluster() -> str | None:
     try:
         connect(known)
     except OSError:
-        told_to_wait(f"The Ray cluster at {known} does not answer; a new one is started here.")
+        show_progress(f"The Ray cluster at {known} does not answer; a new one is started here.")
         return "local"
     return None
 
 
-def _told(settings: Any, port: int) -> None:
+def _print_address(settings: Any, port: int) -> None:
     from rllib_llm.serving.settings import url_of
 
     url = url_of(settings.host, port)

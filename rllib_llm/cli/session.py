@@ -23,7 +23,7 @@ from rich.text import Text
 
 from rllib_llm.cli.options import RayOptions
 from rllib_llm.shared.dotted import name_imports, package_of, runtime_env
-from rllib_llm.shared.errors import Problems
+from rllib_llm.shared.errors import Problems, require
 from rllib_llm.shared.messages import LOGGERS as LIBRARIES
 from rllib_llm.shared.messages import VERBOSE
 from rllib_llm.shared.process import free_memory
@@ -37,17 +37,12 @@ stderr = Console(stderr=True)
 def show(message: str, title: str = "error") -> None:
     """Print `message` between two red rules on stderr. Words are not broken, so that paths can be
     copied; an indented line (a command) stays on one line."""
-    width = max(20, stderr.width)
-    lines = [
-        line
-        for paragraph in message.splitlines()
-        for line in (
-            [paragraph]
-            if paragraph.startswith(" ")
-            else textwrap.wrap(paragraph, width, break_long_words=False, break_on_hyphens=False)
-            or [""]
-        )
-    ]
+    wrapper = textwrap.TextWrapper(
+        max(20, stderr.width), break_long_words=False, break_on_hyphens=False
+    )
+    lines: list[str] = []
+    for paragraph in message.splitlines():
+        lines += [paragraph] if paragraph.startswith(" ") else wrapper.wrap(paragraph) or [""]
     stderr.print(Rule(title, align="left", style="red"))
     stderr.print(Text("\n".join(lines)), soft_wrap=True)
     stderr.print(Rule(style="red"))
@@ -74,23 +69,21 @@ def extra_serve(command: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise Problems(
-            f"`{command}` must find the packages of the extra `serve`: {error}. Install them: pip "
-            "install 'rllib-llm[serve]'.",
-        ) from error  # fmt: skip
+        remedy = "pip install 'rllib-llm[serve]'"
+        raise Problems(f"`{command}`", "find the packages of `serve`", error, remedy) from error
 
 
 @contextlib.contextmanager
 def shown_warnings() -> Iterator[list[str]]:
     """Print each different `UserWarning` of the block once, when it has ended without an error, and
     add it to the list that is yielded."""
-    told: list[str] = []
+    shown: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        yield told
+        yield shown
     texts = (str(w.message) for w in caught if issubclass(w.category, UserWarning))
-    told += dict.fromkeys(texts)
-    for text in told:
+    shown += dict.fromkeys(texts)
+    for text in shown:
         line = Text.assemble(("warning: ", "yellow"), text)
         stderr.print(line, soft_wrap=True, highlight=False)
 
@@ -115,7 +108,7 @@ def prepare(verbosity: int = 0, imports: Sequence[str] | None = None) -> None:
     # Imports make millions of objects that stay: looking for garbage among them takes a tenth of
     # the seconds until a command begins its work.
     gc.set_threshold(100_000, 50, 50)
-    # Tune notes what trials have saved every ten seconds; a killed run shall find its last one.
+    # Tune records what trials have saved every ten seconds; a killed run shall find its last one.
     os.environ.setdefault("TUNE_GLOBAL_CHECKPOINT_S", "1")
     folder = os.getcwd()
     if folder not in sys.path:
@@ -188,14 +181,9 @@ def ray_session(
         if not isinstance(error, ConnectionError | RuntimeError) and type(error) is not Exception:
             raise
         if options.ray_address:
-            raise Problems(
-                f"--ray-address={options.ray_address!r} must be a running Ray cluster: {error}. "
-                "Start one with `ray start --head`, or leave the option out.",
-            ) from error  # fmt: skip
-        raise Problems(
-            f"Ray must come up on this machine, and did not: {error} Try again when less is "
-            "running here, or use a cluster that runs already (--ray-address).",
-        ) from error  # fmt: skip
+            raise _no_cluster(options.ray_address, error) from error
+        remedy = "Try again when less is running here, or use a cluster that runs (--ray-address)"
+        raise Problems("Ray", "start on this machine", error, remedy) from error
     try:
         yield resources_by_node()
     finally:
@@ -224,14 +212,15 @@ def check_address(address: str | None, seconds: float = SECONDS_TO_CONNECT) -> N
         if not address.startswith("ray://"):
             _check_health(address, seconds)
     except (OSError, subprocess.SubprocessError) as error:
-        raise Problems(
-            f"--ray-address={address!r} must be a running Ray cluster: none answers there. Start "
-            "one with `ray start --head`, look at the address and the firewall, or leave the "
-            "option out.",
-        ) from error  # fmt: skip
+        raise _no_cluster(address, "none answers there") from error
 
 
-# In a process of its own, for Ray's client ends the process that it cannot connect.
+def _no_cluster(address: str, why: object) -> Problems:
+    remedy = "Start one with `ray start --head`, check the firewall, or leave the option out"
+    return Problems("--ray-address", "be a running Ray cluster", why, remedy, address)
+
+
+# In another process, since Ray's client ends the process that it cannot connect.
 HEALTH_CHECK = (
     "import sys; from ray.scripts.scripts import cli; print(flush=True); "
     "cli(['health-check', '--skip-version-check', '--address', sys.argv[1]])"
@@ -244,8 +233,8 @@ def _check_health(address: str, seconds: float) -> None:
     is busy."""
     command = [sys.executable, "-c", HEALTH_CHECK, address]
     with (
-        tempfile.TemporaryFile() as said,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said) as child,
+        tempfile.TemporaryFile() as stderr_file,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr_file) as child,
     ):
         try:
             assert child.stdout is not None
@@ -254,14 +243,13 @@ def _check_health(address: str, seconds: float) -> None:
                 return
         finally:
             child.kill()
-        said.seek(0)
-        if b"authentication token" in said.read().lower():
-            raise Problems(
-                f"--ray-address={address!r} must be given the cluster's token: this process's is "
-                "refused, or it has none. Set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN=<token>; "
-                "without the latter Ray reads the file of RAY_AUTH_TOKEN_PATH, else "
-                "~/.ray/auth_token.",
-            )  # fmt: skip
+        stderr_file.seek(0)
+        require(
+            b"authentication token" not in stderr_file.read().lower(), "--ray-address", address,
+            "be given the cluster's token", "this process's is refused, or it has none",
+            "Set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN=<token>; without the latter Ray reads the "
+            "file of RAY_AUTH_TOKEN_PATH, else ~/.ray/auth_token",
+        )  # fmt: skip
         raise subprocess.CalledProcessError(child.returncode, command)
 
 
@@ -276,12 +264,9 @@ def _init_arguments(
         arguments["runtime_env"] = hooks
     if options.ray_address:
         for name in ("ray_num_cpus", "ray_num_gpus", "ray_object_store_memory"):
-            if getattr(options, name) is not None:
-                raise Problems(
-                    f"--{name.replace('_', '-')}={getattr(options, name)} must be left out with "
-                    f"--ray-address={options.ray_address!r}: a running cluster has its resources "
-                    "already. Drop it.",
-                )  # fmt: skip
+            value = getattr(options, name)
+            require(value is None, f"--{name.replace('_', '-')}", value, "be left out with "
+                    "--ray-address", "a running cluster has its resources already", "")  # fmt: skip
         return arguments | {"address": options.ray_address}
     return arguments | {
         "address": "local",
@@ -350,6 +335,6 @@ def _published_bytes(settings: Mapping[str, Any]) -> float:
     return math.inf if size is None else size * item_bytes * (settings.get("weights_keep", 2) + 1)
 
 
-def told_to_wait(text: str) -> None:
+def show_progress(text: str) -> None:
     """Print what takes some seconds now, beside the results."""
     stderr.print(text, style="dim", highlight=False, soft_wrap=True)

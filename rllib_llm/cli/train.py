@@ -16,21 +16,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import typer.core
 from rich.console import Console
+from typer import Argument, Option
 
 from rllib_llm.cli.options import RunOptions, laid_over, takes
 from rllib_llm.cli.session import (
     prepare,
     ray_session,
     show,
+    show_progress,
     shown_warnings,
-    told_to_wait,
     user_errors,
     weights_in_store,
 )
 from rllib_llm.runs.experiments import Experiment
 from rllib_llm.runs.run_folder import COMMAND_LINE
 from rllib_llm.runs.yaml_loader import load, load_file, parse_mapping
-from rllib_llm.shared.errors import Problem, Problems
+from rllib_llm.shared.errors import Problem, Problems, require
 from rllib_llm.shared.storage import Place
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ app = typer.Typer(
 @takes(RunOptions)
 def train_file(
     context: typer.Context,
-    file: Annotated[Path, typer.Argument(help="YAML file with experiments.")],
+    file: Annotated[Path, Argument(help="YAML file with experiments.")],
     *,
     options: RunOptions,
 ) -> None:
@@ -76,49 +77,32 @@ def train_file(
 @takes(RunOptions)
 def train(
     context: typer.Context,
-    algo: Annotated[
-        str | None,
-        typer.Option(
-            "--algo",
-            "--run",
-            "-a",
-            "-r",
-            help="Algorithm: PPOPtx, SFT, RewardModel, DPO, "
-            "GRPO, ..., any of RLlib's (PPO, ...), or a dotted path to a class.",
-        ),
-    ] = None,
-    env: Annotated[
-        str | None,
-        typer.Option(
-            "--env",
-            "-e",
-            help="Environment: a name of `rllib env list`, a gymnasium id, "
-            "or a dotted path to a class.",
-        ),
-    ] = None,
-    config: Annotated[
-        str,
-        typer.Option(
-            "--config", "-c", help="Settings of the algorithm as JSON or YAML, or a file with them."
-        ),
-    ] = "{}",
+    algo: Annotated[str | None, Option(
+        "--algo", "--run", "-a", "-r", help="Algorithm: PPOPtx, SFT, RewardModel, DPO, GRPO, ..., "
+        "any of RLlib's (PPO, ...), or a dotted path to a class.")] = None,
+    env: Annotated[str | None, Option(
+        "--env", "-e", help="Environment: a name of `rllib env list`, a gymnasium id, or a dotted "
+        "path to a class.")] = None,
+    config: Annotated[str, Option(
+        "--config", "-c", help="Settings of the algorithm as JSON or YAML, or a file with them."
+    )] = "{}",
     *,
     options: RunOptions,
-) -> None:
+) -> None:  # fmt: skip
     """Train one algorithm named on the command line, or a file: `rllib train file --help`."""
     if context.invoked_subcommand is not None:
         with user_errors(options.verbose):
-            _no_algorithm(algo, env, config)
+            for name, value in (("--algo", algo), ("--env", env), ("--config", config)):
+                require(value in (None, "{}"), name, value, "be left out with a file", "the file "
+                        "has it for each experiment", "Change a setting with --set")  # fmt: skip
         context.obj = options  # given before `file`
         return
     prepare(options.verbose, options.imports)
     with user_errors(options.verbose):
-        if not algo:
-            raise Problems(
-                "--algo is missing: it names the algorithm. Write --algo PPOPtx --env "
-                "rllib_llm/Reviews-v0, or run a file: rllib train file FILE.",
-            )  # fmt: skip
-        told_to_wait(CHECKING.format(algo))
+        require(algo, "--algo", algo, "name an algorithm", "", "Write --algo PPOPtx --env "
+                "rllib_llm/Reviews-v0, or run a file: rllib train file FILE")  # fmt: skip
+        assert algo is not None, "as required"
+        show_progress(CHECKING.format(algo))
         from rllib_llm.runs.results import short_name
 
         spec = {"run": algo, "env": env, "config": parse_mapping(config, "--config")}
@@ -127,21 +111,11 @@ def train(
     execute(experiments, "default", options, COMMAND_LINE)
 
 
-def _no_algorithm(algo: str | None, env: str | None, config: str) -> None:
-    """Refuse options on the command line that a file sets itself."""
-    for name, value in (("--algo", algo), ("--env", env), ("--config", config)):
-        if value not in (None, "{}"):
-            raise Problems(
-                f"{name}={value!r} must be left out with a file: the file says it for each "
-                "experiment. Change a setting of the file with --set.",
-            )  # fmt: skip
-
-
 def run_file(file: Path, options: RunOptions) -> None:
     """Run the experiments of the YAML file in order, and report."""
     prepare(options.verbose, options.imports)
     with user_errors(options.verbose):
-        told_to_wait(CHECKING.format(file.stem))
+        show_progress(CHECKING.format(file.stem))
         experiments, errors = load_file(file, options.overrides)
         if errors:
             raise Problems([*errors, *_further_errors(experiments, options)])
@@ -149,7 +123,7 @@ def run_file(file: Path, options: RunOptions) -> None:
 
 
 def _further_errors(experiments: list[Experiment], options: RunOptions) -> list[Problem]:
-    """Return what is wrong with the settings of a file's sound experiments, beside the others."""
+    """The problems of the settings of a file's sound experiments."""
     from rllib_llm.runs.doctor.examine import before_a_run
 
     try:
@@ -181,12 +155,10 @@ def with_options(experiments: list[Experiment], options: RunOptions) -> list[Exp
     checkpoints = {key: value for key, value in checkpoints.items() if value is not None}
     stops = parse_mapping(options.stop, "--stop")
     arguments = parse_mapping(options.scheduler_config, "--scheduler-config")
-    if options.restore is not None and len(experiments) > 1:
-        names = ", ".join(experiment.name for experiment in experiments)
-        raise Problems(
-            f"--restore={options.restore!r} must be for one experiment: there are {names}. Write "
-            "--set NAME.restore=CHECKPOINT.",
-        )  # fmt: skip
+    names = ", ".join(experiment.name for experiment in experiments)
+    require(options.restore is None or len(experiments) <= 1, "--restore", options.restore,
+            "be for one experiment", f"there are {names}",
+            "Write --set NAME.restore=CHECKPOINT")  # fmt: skip
     return [
         experiment.replace(
             stop={**experiment.stop, **stops},
@@ -221,11 +193,11 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions, sourc
         )
 
         experiments = with_options(experiments, options)
-        with shown_warnings() as told:
+        with shown_warnings() as warned:
             reserved = before_a_run(experiments)
         _check_gpus(reserved, options)
         root = storage_root(options.storage_path, experiments)
-        if not options.resume:  # one that goes on may be to free a full disk
+        if not options.resume:  # one that resumes may be to free a full disk
             check_writable(root)
             check_disk(experiments, root)
         logger_of = _loggers(options, len(experiments))
@@ -243,28 +215,28 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions, sourc
                 stack.enter_context(alone_in(folder))
                 if options.resume:
                     continue_run(folder, source, experiments)
-                told_to_wait(f"Starting Ray; results go to {folder} ...")
+                show_progress(f"Starting Ray; results go to {folder} ...")
                 session = ray_session(options, needed_cpus, weights_bytes)
                 nodes = stack.enter_context(session)
                 for reservation in reserved:
                     check_resources(reservation, nodes)
             results = run_stages(
-                experiments,
-                folder,
-                console,
-                resume=options.resume,
-                loggers=lambda stage: logger_of(folder.name, stage),
-                told=told,
-            )
+                experiments, folder, console, resume=options.resume,
+                loggers=lambda stage: logger_of(folder.name, stage), told=warned,
+            )  # fmt: skip
     except (StageFailed, OSError, ValueError) as error:
         place = f" from {error.goes_on_from}" if isinstance(error, StageFailed) else ""
-        going_on = f"This goes on{place}:\n  {resume_command(folder, options)}"
+        next_step = f"This goes on{place}:\n  {resume_command(folder, options)}"
         with contextlib.suppress(OSError):  # the storage may be what failed
             if isinstance(error, StateCutShort):
-                going_on = ""
+                next_step = ""
             elif not _saved(experiments, folder):
-                going_on = "Nothing was saved: once the cause is mended, start anew."
-        show(f"{_explained(error, folder)}\n{going_on}", title="training failed")
+                next_step = "Nothing was saved: once the cause is mended, start anew."
+        text, full = str(error), os.strerror(errno.ENOSPC)
+        if full in text:
+            text = (f"{full}: {str(folder)!r} cannot take another checkpoint. Free some space, or "
+                    f"keep fewer with --keep-checkpoints-num.\n\n{text}")  # fmt: skip
+        show(f"{text}\n{next_step}", title="training failed")
         raise typer.Exit(1) from None
     except StageInterrupted as error:
         show(f"{error}\n  {resume_command(folder, options)}", title="stopped")
@@ -311,17 +283,6 @@ def _saved(experiments: list[Experiment], folder: Place) -> list[str]:
     return [each.name for each in experiments if has_saved(folder / each.name)]
 
 
-def _explained(error: BaseException, folder: Place) -> str:
-    """Return the error's text, a full disk in plain words."""
-    full = os.strerror(errno.ENOSPC)
-    if full not in str(error):
-        return str(error)
-    return (
-        f"{full}: {str(folder)!r} cannot take another checkpoint. Free some, or keep fewer with "
-        f"--keep-checkpoints-num.\n\n{error}"
-    )
-
-
 def resume_command(folder: Place, options: RunOptions) -> str:
     """Return the command line that resumes the run in `folder`, without secrets: W&B's key is read
     from the environment or its login."""
@@ -348,11 +309,8 @@ def without_option(words: Sequence[str], option: str) -> list[str]:
 def _loggers(options: RunOptions, num_stages: int) -> Callable[[str, str], list[Any]]:
     """Return a function from the names of the run and of a stage to callbacks that log it."""
     if not (options.wandb_project or options.wandb_key):
-        if options.wandb_run_name:
-            raise Problems(
-                f"--wandb-run-name={options.wandb_run_name!r} must come with --wandb-project: "
-                "alone it has no effect. Name a project, or drop it.",
-            )  # fmt: skip
+        require(not options.wandb_run_name, "--wandb-run-name", options.wandb_run_name,
+                "come with --wandb-project", "", "")  # fmt: skip
         return lambda run, stage: []
     from rllib_llm.runs.wandb_logger import check_wandb, wandb_logger
 

@@ -25,10 +25,9 @@ class TokenTexts:
 
     def of(self, token_id: int) -> tuple[str, list[int]]:
         """Its text, and the bytes of it: of a part of a character the text is a mark."""
-        found = self._known.get(token_id)
-        if found is None:
-            found = self._known[token_id] = self._look_up(token_id)
-        return found
+        if token_id not in self._known:
+            self._known[token_id] = self._look_up(token_id)
+        return self._known[token_id]
 
     def _look_up(self, token_id: int) -> tuple[str, list[int]]:
         piece = self._tokenizer.convert_ids_to_tokens(token_id)
@@ -65,13 +64,9 @@ class TextStream:
     """
 
     def __init__(
-        self,
-        tokenizer: Any,
-        before: Sequence[int] = (),
-        stops: Sequence[str] = (),
-        keeps_stop: bool = False,
-        min_tokens: int = 0,
-    ) -> None:
+        self, tokenizer: Any, before: Sequence[int] = (), stops: Sequence[str] = (),
+        keeps_stop: bool = False, min_tokens: int = 0,
+    ) -> None:  # fmt: skip
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._decode = tokenizer.decode if backend is None else backend.decode
         self._ids = list(before)
@@ -115,16 +110,13 @@ class TextStream:
             end = at + len(self.stopped_by) if self._keeps_stop else at
             self.length -= len(text) - end
             return text[:end]
-        keep = self._may_begin_stop(text)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
-
-    def _may_begin_stop(self, text: str) -> int:
-        """Characters at the end that are the beginning of a stop text."""
-        for count in range(min(len(text), max(map(len, self._stops)) - 1), 0, -1):
-            if any(stop.startswith(text[-count:]) for stop in self._stops):
-                return count
-        return 0
+        # Hold back the longest end that is the beginning of a stop text.
+        longest = min(len(text), max(map(len, self._stops)) - 1)
+        begins = (n for n in range(longest, 0, -1) if any(
+            stop.startswith(text[-n:]) for stop in self._stops))  # fmt: skip
+        split = len(text) - next(begins, 0)
+        self._held = text[split:]
+        return text[:split]
 
     def finish(self) -> str:
         """Text held back until the end."""

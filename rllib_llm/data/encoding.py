@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 from jinja2.exceptions import TemplateError
 
-from rllib_llm.data.rows import DataSourceError, Rows
+from rllib_llm.data.rows import Rows
 from rllib_llm.data.turn_ends import Render, TurnEnds, find_turn_ends, special_texts
 from rllib_llm.shared.errors import Problems, require
 
@@ -44,13 +44,9 @@ def render_chat(
 
 
 def apply_template(
-    tokenizer: Any,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    tools: Sequence[Any] | None = None,
-    refused: type[Problems] = DataSourceError,
-    **settings: Any,
-) -> Any:
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None,
+    refused: type[Problems] = Problems, **settings: Any,
+) -> Any:  # fmt: skip
     """The result of `tokenizer.apply_chat_template`.
 
     Args:
@@ -62,12 +58,9 @@ def apply_template(
     Raises:
         Problems: of the class `refused`: no template, or one that refuses the messages.
     """
-    require(
-        tokenizer.chat_template, "messages", ..., "become text",
-        "the tokenizer has no chat template",
-        "Set chat_template (a file, or the template itself), take an instruction-tuned model, or "
-        "write the rows as text", refused,
-    )  # fmt: skip
+    require(tokenizer.chat_template, "messages", ..., "become text",
+            "the tokenizer has no chat template", "Set chat_template, take an instruction-tuned "
+            "model, or write the rows as text", refused)  # fmt: skip
     taken = [_as_read(tokenizer, message, refused) for message in messages]
     for message in taken:
         if message.get("tool_calls"):
@@ -79,16 +72,15 @@ def apply_template(
         roles = [message.get("role") for message in messages]
         kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
         raise refused(
-            f"messages with the roles {roles} must be what the chat template takes: it refuses "
-            f"them ({kind}{error}). Correct the messages, or set chat_template to one that takes "
-            "them."
-        ) from error
+            f"messages with the roles {roles}", "be what the chat template takes",
+            f"it refuses them ({kind}{error})", "Correct them, or set chat_template to another",
+        ) from error  # fmt: skip
 
 
 def content_text(message: Mapping[str, Any]) -> str:
     """The words of a message, also where it is a list of parts, as OpenAI writes it; raises
-    DataSourceError where one is an image or a sound."""
-    return "".join(_texts(message, DataSourceError))
+    Problems where one is an image or a sound."""
+    return "".join(_texts(message, Problems))
 
 
 def _texts(message: Mapping[str, Any], refused: type[Problems]) -> list[str]:
@@ -99,17 +91,13 @@ def _texts(message: Mapping[str, Any], refused: type[Problems]) -> list[str]:
     for part in parts:
         if part.get("type", "text") != "text" or "text" not in part:
             raise refused(
-                name=f"a part of a message of the role {message.get('role')!r}",
-                value=str(part)[:60], rule="be of the type 'text'",
-                reason="a language model reads nothing else here",
-                remedy="Drop the row, or describe what the part shows",
+                f"a part of a message of the role {message.get('role')!r}", "be of the type 'text'",
+                "a language model reads nothing else", "Drop the row", str(part)[:60],
             )  # fmt: skip
     return [part["text"] or "" for part in parts]
 
 
-def _as_read(
-    tokenizer: Any, message: Mapping[str, Any], refused: type[Problems]
-) -> dict[str, Any]:
+def _as_read(tokenizer: Any, message: Mapping[str, Any], refused: type[Problems]) -> dict[str, Any]:
     """A copy of the message with its content as the template reads it: text, or a list of parts."""
     content = message.get("content")
     if not isinstance(content, (str, list)):
@@ -124,13 +112,13 @@ def _as_read(
 @functools.lru_cache(64)
 def _kinds_read(tokenizer: Any, template: str, role: str) -> tuple[str, ...]:
     """The kinds of content a template reads in a message of this role: "text", "parts" or both.
-    `template` is the tokenizer's own, by which a new one is told from an old one."""
+    `template` is the tokenizer's: it makes the cache's entries of two templates differ."""
     word = "qqq"
     before = {"system": (), "user": ()}.get(role, ({"role": "user", "content": "x"},))
-    behind = ({"role": "user", "content": "x"},) if role == "system" else ()
+    after = ({"role": "user", "content": "x"},) if role == "system" else ()
 
     def written(content: Any) -> str:
-        chat = [*before, {"role": role, "content": content}, *behind]
+        chat = [*before, {"role": role, "content": content}, *after]
         try:
             return str(tokenizer.apply_chat_template(chat, tokenize=False))
         except _TEMPLATES_RAISE:
@@ -158,18 +146,13 @@ Span = tuple[int, int]  # of characters, the end excluded
 
 
 def check_text(text: Any) -> None:
-    """Raises DataSourceError where it is no text that UTF-8 can write."""
+    """Raises Problems where it is no text that UTF-8 can write."""
     try:
         text.encode()
-        return
-    except UnicodeEncodeError as error:
-        reason = f"{text[error.start]!r} in it is half of a character"
-    except AttributeError:
-        reason = f"it is {type(text).__name__}"
-    raise DataSourceError(
-        f"what is to be read, {str(text)[:60]!r},", "be text that UTF-8 can write", reason,
-        "Correct the row, or drop it",
-    )  # fmt: skip
+    except (AttributeError, UnicodeEncodeError) as error:
+        reason = error if isinstance(text, str) else f"it is {type(text).__name__}"
+        name, remedy = f"the text {str(text)[:60]!r}", "Correct the row, or drop it"
+        raise Problems(name, "be text that UTF-8 can write", reason, remedy) from error
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
@@ -185,9 +168,8 @@ def encode_ended(tokenizer: Any, prompt: str, completion: str) -> tuple[list[int
     check_text(prompt)
     check_text(completion)
     text = prompt + completion
-    ids, targets = encode_spans(
-        tokenizer, text, [(len(prompt), len(text))], add_special_tokens=True
-    )
+    span = (len(prompt), len(text))
+    ids, targets = encode_spans(tokenizer, text, [span], add_special_tokens=True)
     border = targets.index(True) if any(targets) else len(ids)
     if not ids or ids[-1] != tokenizer.eos_token_id:
         ids.append(tokenizer.eos_token_id)
@@ -205,9 +187,8 @@ def encode_spans(
     """
     check_text(text)
     if tokenizer.is_fast and spans:
-        encoded = tokenizer(
-            text, add_special_tokens=add_special_tokens, return_offsets_mapping=True
-        )
+        settings = {"add_special_tokens": add_special_tokens, "return_offsets_mapping": True}
+        encoded = tokenizer(text, **settings)
         ids, ends = list(encoded["input_ids"]), [end for _, end in encoded["offset_mapping"]]
         stay = _as_one_text(tokenizer, text, ids) if add_special_tokens else slice(None)
         return ids[stay], [any(start < end <= stop for start, stop in spans) for end in ends[stay]]
@@ -245,10 +226,9 @@ def _as_one_text(tokenizer: Any, text: str, ids: list[int]) -> slice:
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     has_two = bos is not None and ids[:2] == [bos, bos] and text.startswith(tokenizer.bos_token)
     if has_two:
-        warnings.warn(
-            f"A text begins with {tokenizer.bos_token}, and the tokenizer adds one: one is kept.",
-            stacklevel=2,
-        )
+        token = tokenizer.bos_token
+        warnings.warn(f"A text begins with {token}, and the tokenizer adds one: one is kept.",
+                      stacklevel=2)  # fmt: skip
     has_end = eos is not None and ids[-1:] == [eos] and not text.endswith(tokenizer.eos_token)
     return slice(int(has_two), len(ids) - has_end)
 
@@ -264,8 +244,8 @@ Messages = list[dict[str, Any]]
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _SPLIT_IT = (
-    "Make each assistant turn a row of its own ({prompt: the messages before it, completion: "
-    "[it]}), or give a template that renders turns alike wherever they stand, with chat_template"
+    "Make each assistant turn a row ({prompt: the messages before it, completion: [it]}), or set "
+    "chat_template to one that renders turns alike wherever they stand"
 )
 
 
@@ -276,42 +256,35 @@ def as_turns(prompt: Any, answer: Any) -> tuple[Messages, int]:
     may repeat the prompt in front, as many preference data sets do.
 
     Raises:
-        DataSourceError: an answer that begins with another turn than the assistant's and does not
-            hold the prompt.
+        Problems: an answer that begins with another turn than the assistant's and does not hold
+            the prompt.
     """
-    turns = list(answer) if isinstance(answer, list) else [_turn("assistant", answer)]
+    turns = list(answer) if isinstance(answer, list) else [{"role": "assistant", "content": answer}]
     for part in (turns, prompt if isinstance(prompt, list) else ()):
         check_messages(part)
     if prompt is None:
         return turns, num_before_answer(turns)
-    before = list(prompt) if isinstance(prompt, list) else [_turn("user", prompt)]
+    before = list(prompt) if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     if [_plain(turn) for turn in turns[: len(before)]] == [_plain(turn) for turn in before]:
         return turns, len(before)
     if turns and turns[0]["role"] == "assistant":
         return before + turns, len(before)
     if isinstance(prompt, str) and _plain(before[0]) in [_plain(turn) for turn in turns[:-1]]:
         return turns, num_before_answer(turns)  # a system message, then the prompt
-    raise DataSourceError(
-        "prompt", "be followed or repeated by the messages that answer it",
-        f"they begin with the turn of {turns[0]['role'] if turns else 'nobody'!r}",
-        "Drop the prompt, or let the answer begin with the assistant's turn", str(prompt)[:60],
-    )  # fmt: skip
+    first = f"they begin with {turns[0]['role']!r}" if turns else "there are none"
+    raise Problems("prompt", "be followed or repeated by the messages that answer it", first,
+                   "Let the answer begin with the assistant's turn", str(prompt)[:60])  # fmt: skip
 
 
 def check_messages(messages: Iterable[Any]) -> None:
-    """Raises DataSourceError where they are no list, or one is no message with a role."""
+    """Raises Problems where they are no list, or one is no message with a role."""
+    written = "Write [{role: user, content: ...}, ...], and calls as [{function: {name: ...}}]"
     if not isinstance(messages, Iterable):
-        raise DataSourceError(
-            "messages", "be a list", "it is a conversation",
-            "Write [{role: user, content: ...}, ...], or rename the column", messages,
-        )  # fmt: skip
+        raise Problems("messages", "be a list", "", written, messages)
     for message in messages:
         if not is_message(message):
-            raise DataSourceError(
-                f"the message {str(message)[:60]!r}", "have 'role' and 'content'",
-                "chat templates read these", "Rename its keys, and write calls as [{function: "
-                "{name: ...}}]",
-            )  # fmt: skip
+            name = f"the message {str(message)[:60]!r}"
+            raise Problems(name, "have 'role' and 'content'", "", written)
 
 
 def is_message(given: Any) -> TypeGuard[Mapping[str, Any]]:
@@ -326,10 +299,6 @@ def is_message(given: Any) -> TypeGuard[Mapping[str, Any]]:
     )
 
 
-def _turn(role: str, content: Any) -> dict[str, Any]:
-    return {"role": role, "content": content}
-
-
 def _plain(turn: Mapping[str, Any]) -> tuple[str, str]:
     return str(turn.get("role")), content_text(turn).strip()
 
@@ -341,12 +310,9 @@ def num_before_answer(turns: Sequence[Any]) -> int:
 
 
 def encode_chat(
-    tokenizer: Any,
-    messages: Messages,
-    num_prompt_turns: int = 0,
-    *,
+    tokenizer: Any, messages: Messages, num_prompt_turns: int = 0, *,
     tools: Sequence[Any] | None = None,
-) -> tuple[list[int], list[bool]]:
+) -> tuple[list[int], list[bool]]:  # fmt: skip
     """Token ids of a conversation, and a mask of the assistant's: from turn `num_prompt_turns` on,
     its text and its end-of-turn token, which are the tokens that a rollout samples, also where the
     template leaves the last turn open; without such a token, the template's text after the turn.
@@ -354,19 +320,14 @@ def encode_chat(
     A template's own `{% generation %}` marks are believed.
 
     Raises:
-        DataSourceError: no assistant turn, or a template that does not show where one is.
+        Problems: no assistant turn, or a template that does not show where one is.
     """
     check_messages(messages)
     messages = list(messages)
-    own = [
-        i for i, message in enumerate(messages)
-        if i >= num_prompt_turns and message["role"] == "assistant"
-    ]  # fmt: skip
-    require(
-        own, f"messages with the roles {[message['role'] for message in messages]}", ...,
-        "have a turn of 'assistant' to learn from", "there is none behind the prompt",
-        "Drop the row, or rename its roles", DataSourceError,
-    )  # fmt: skip
+    roles = [message["role"] for message in messages]
+    own = [i for i, role in enumerate(roles) if i >= num_prompt_turns and role == "assistant"]
+    require(own, f"messages with the roles {roles}", ..., "have a turn of 'assistant' to learn "
+            "from", "none follows the prompt", "Drop the row, or rename its roles")  # fmt: skip
     if _MARK.search(str(tokenizer.chat_template or "")):
         return _encode_marked(tokenizer, messages, own[0], tools)
     render = functools.partial(render_chat, tokenizer, tools=tools)
@@ -380,14 +341,11 @@ def encode_chat(
 
 
 def encode_judged_chat(
-    tokenizer: Any,
-    messages: Sequence[Any],
-    *,
-    finished: bool = True,
+    tokenizer: Any, messages: Sequence[Any], *, finished: bool = True,
     tools: Sequence[Any] | None = None,
-) -> list[int]:
+) -> list[int]:  # fmt: skip
     """Ids of a conversation up to the token that ends its last turn, as reward models of ours read
-    it: a sampled completion has nothing behind that token, and without it when not `finished`."""
+    it: a sampled completion has nothing after that token, and without it when not `finished`."""
     text = render_chat(tokenizer, messages, tools=tools)
     trimmed = text.rstrip()
     for end in special_texts(tokenizer):
@@ -400,21 +358,21 @@ def encode_judged_chat(
 
 def _span(render: Render, messages: Messages, turn: int, text: str, ends: TurnEnds) -> Span:
     """Characters of `text`, the whole conversation rendered, that the assistant samples: what the
-    template writes behind the turn's end (usually a line break) is not the assistant's."""
+    template writes after the turn's end (usually a line break) is not the assistant's."""
     before, upto = render(messages[:turn], generation_prompt=True), render(messages[: turn + 1])
     if not text.startswith(before):
         raise _not_shown(turn, before, text)
-    told, written = ends.split(upto, len(before), messages[turn])
-    if behind := ends.behind(text, told):
-        return len(before), len(told + behind[0])
+    shown, written = ends.split(upto, len(before), messages[turn])
+    if end_and_rest := ends.behind(text, shown):
+        return len(before), len(shown + end_and_rest[0])
     if not written and text.startswith(upto):
-        return len(before), len(told)
+        return len(before), len(shown)
     # Some templates write a last turn in another way, e.g. with its thoughts: what ends it there
     # ends it here as well.
-    said, told = content_text(messages[turn]).strip(), told + written
-    closing = told[told.rindex(said) + len(said) :] if said and said in told else None
-    start = text.find(said, len(before))
-    end = start + len(said)
+    content, shown = content_text(messages[turn]).strip(), shown + written
+    closing = shown.rpartition(content)[2] if content and content in shown else None
+    start = text.find(content, len(before))
+    end = start + len(content)
     follows = start >= 0 and not text[len(before) : start].strip()
     if closing and follows and text.startswith(closing, end):
         return len(before), end + len(closing)
@@ -427,18 +385,17 @@ def _turn_ends(tokenizer: Any, messages: Messages, tools: Sequence[Any] | None) 
     names = (call.get("function", call).get("name") for call in calls)
     render = functools.partial(render_chat, tokenizer, tools=tools)
     try:
-        return find_turn_ends(tokenizer, render, next(names, None), refused=DataSourceError)
-    except DataSourceError:
+        return find_turn_ends(tokenizer, render, next(names, None), refused=Problems)
+    except Problems:
         return TurnEnds("", "", "")
 
 
-def _not_shown(turn: int, part: str, text: str) -> DataSourceError:
+def _not_shown(turn: int, part: str, text: str) -> Problems:
     same = common_prefix_len(part, text)
-    return DataSourceError(
+    return Problems(
         f"messages[{turn}]", "be rendered by the chat template as it is before an answer",
         f"there it writes {part[same : same + 40]!r} where the whole conversation has "
-        f"{text[same : same + 40]!r}, so that it is not known which tokens are the assistant's, "
-        "and a model would be asked for them after another text", _SPLIT_IT,
+        f"{text[same : same + 40]!r}, so that the assistant's tokens are not known", _SPLIT_IT,
     )  # fmt: skip
 
 
@@ -457,11 +414,9 @@ def _encode_marked(
         span = (len(before), len(text))
         _, later = encode_spans(tokenizer, text, [span], add_special_tokens=False)
         marked = [one and other for one, other in zip(marked, later, strict=True)]
-    require(
-        any(marked), "messages", ...,
-        "have tokens that the chat template marks with {% generation %}", "it marks none here",
-        "Put the marks around the assistant's turns, or remove them all", DataSourceError,
-    )  # fmt: skip
+    require(any(marked), "messages", ..., "have tokens that the chat template marks with "
+            "{% generation %}", "it marks none", "Put the marks around the assistant's turns, or "
+            "remove them all")  # fmt: skip
     return ids, marked
 
 
@@ -487,7 +442,7 @@ def parts_of_rows(rows: Rows, tokenizer: Any) -> list[Part] | None:
         said in turn 1:   [ask 1] <think> a </think> answer 1
         said in turn 2:   [ask 1] answer 1 [ask 2] <think> b </think> answer 2
 
-    What turn 1 says is learnt from where it stands as it was said: in a row of its own. In the
+    What turn 1 says is learnt from where it stands as it was said, in a separate row. In the
     second row it is only read; a target there would teach the model not to think.
     """
     if "messages" not in rows.columns or not _drops_thoughts(tokenizer):
@@ -496,7 +451,7 @@ def parts_of_rows(rows: Rows, tokenizer: Any) -> list[Part] | None:
     for place, row in enumerate(rows):
         try:
             borders = borders_of_parts(tokenizer, list(row["messages"] or ()), row.get("tools"))
-        except DataSourceError as error:
+        except Problems as error:
             raise error.within(f"row {place} of {rows.description}") from error
         parts += [Part(place, *each) for each in borders]
     return parts
@@ -507,14 +462,12 @@ def borders_of_parts(
 ) -> list[tuple[int, int]]:
     """(start, end) of each training row of a conversation, see `Part`; of no messages one."""
     check_messages(messages)
-    ends: dict[int, int] = {}  # by the assistant's turn: the longest conversation that shows it
+    parts: list[tuple[int, int]] = []
     for turn, message in enumerate(messages):
         if message["role"] == "assistant":
-            ends[turn] = _shown_until(tokenizer, messages, turn, tools)
-    parts: list[tuple[int, int]] = []
-    for turn, end in ends.items():
-        if not parts or end != parts[-1][1]:
-            parts.append((turn, end))
+            end = _shown_until(tokenizer, messages, turn, tools)  # the longest that shows it
+            if not parts or end != parts[-1][1]:
+                parts.append((turn, end))
     return parts or [(0, len(messages))]
 
 
@@ -528,16 +481,14 @@ def _shown_until(tokenizer: Any, messages: Messages, turn: int, tools: Sequence[
     newest = render_chat(tokenizer, messages[: turn + 1], tools=tools)
     if thoughts in newest[len(before) :]:
         ends_of_turns = _turn_ends(tokenizer, messages, tools)
-        said = "".join(ends_of_turns.split(newest, len(before), messages[turn]))
-        ends = range(len(messages), turn, -1)
+        shown = "".join(ends_of_turns.split(newest, len(before), messages[turn]))
         return next(
-            end
-            for end in ends
-            if render_chat(tokenizer, messages[:end], tools=tools).startswith(said)
-        )
-    raise DataSourceError(
+            end for end in range(len(messages), turn, -1)
+            if render_chat(tokenizer, messages[:end], tools=tools).startswith(shown)
+        )  # fmt: skip
+    raise Problems(
         f"messages[{turn}]", "have its thoughts written by the chat template where it is the "
-        "newest turn", f"{thoughts[:40]!r} is not in it, and would never be learnt",
+        "newest turn", f"{thoughts[:40]!r} would never be learnt",
         f"Give a template that writes {_REASONING}, or put the thoughts into the content",
     )  # fmt: skip
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rllib_llm.data.rows import DataSourceError, Rows
-from rllib_llm.shared.errors import nearest, require
+from rllib_llm.data.rows import Rows
+from rllib_llm.shared.errors import Problems, nearest, require
 
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _PARQUET = (".parquet", ".pq")
@@ -28,54 +28,40 @@ _ALWAYS_TEXT = (
 )  # fmt: skip
 
 
-def missing_file(path: Path, text: str, name: str) -> DataSourceError:
+def missing_file(path: Path, text: str, name: str) -> Problems:
     """The error for a file that is not there, with the nearest name that is."""
     parent = path.parent
-    names = [entry.name for entry in parent.iterdir()] if parent.is_dir() else []
-    near = nearest(path.name, names, 1)
+    near = nearest(path.name, os.listdir(parent) if parent.is_dir() else [], 1)
+    remedy = f"Check the path (relative paths start at {str(Path.cwd())!r})"
     if near:
         remedy = f"Did you mean {str(parent / near[0])!r}?"
     elif not parent.is_dir():
         remedy = f"The folder {str(parent.absolute())!r} does not exist either: check the path"
-    else:
-        remedy = f"Check the path (relative paths start at {str(Path.cwd())!r})"
-    return DataSourceError(name, "be a file or folder that exists", "there is none", remedy, text)
+    return Problems(name, "be a file or folder that exists", "there is none", remedy, text)
 
 
 def read_file(path: Path, name: str) -> Rows:
     """Rows of one file, its format known by its ending.
 
     Raises:
-        DataSourceError: no such file, another format, a broken line (numbered).
+        Problems: no such file, another format, a broken line (numbered).
     """
     if not path.is_file():
         raise missing_file(path, str(path), name)
-    try:
-        return _read(path, name)
-    except DataSourceError as error:
-        if not error.problem.rule:
-            raise
-        raise DataSourceError([replace(error.problem, name=name, value=str(path))]) from error
-
-
-def _read(path: Path, name: str) -> Rows:
-    """As `read_file`, the errors without the file."""
     suffix = path.suffix.lower()
     if suffix in _PARQUET:
-        return _read_parquet(path)
+        return _read_parquet(path, name)
     if suffix in _TEXT:
-        return rows_of(filter(str.strip, text_of(path).split("\n")), str(path), name)
+        return rows_of(filter(str.strip, text_of(path, name).split("\n")), str(path), name)
     if suffix in _TABLES:
-        return _read_table(path)
+        return _read_table(path, name)
     if suffix in _JSON_LINES:
-        return rows_of(_json_values(path), str(path), name)
-    raise DataSourceError(
-        "", f"end in one of {list(SUFFIXES)}", "the format of "
-        f"{path.suffix or 'a name without an ending'!r} is not known", "Rename or convert it",
-    )  # fmt: skip
+        return rows_of(_json_values(path, name), str(path), name)
+    rule = f"end in one of {list(SUFFIXES)}"
+    raise Problems(name, rule, "", "Rename or convert it", str(path))
 
 
-def text_of(path: Path) -> str:
+def text_of(path: Path, name: str = "file") -> str:
     """The text of a file in UTF-8, without the byte order mark that some editors put first."""
     try:
         return path.read_text(encoding="utf-8-sig")
@@ -84,16 +70,17 @@ def text_of(path: Path) -> str:
         line = content.count(b"\n", 0, error.start) + 1
         utf_16 = content[:2] in (b"\xff\xfe", b"\xfe\xff")
         likely = "UTF-16" if utf_16 else "Windows-1252 or Latin-1"
-        raise DataSourceError(
-            "file", "be text in UTF-8", f"line {line} holds the byte 0x{content[error.start]:02x}, "
-            f"so that it is probably {likely}", "Convert it: iconv -f "
-            f"{'UTF-16' if utf_16 else 'WINDOWS-1252'} -t UTF-8 {path.name}", str(path),
+        raise Problems(
+            name, "be text in UTF-8",
+            f"line {line} holds the byte 0x{content[error.start]:02x}: it is probably {likely}",
+            f"Convert it: iconv -f {'UTF-16' if utf_16 else 'WINDOWS-1252'} -t UTF-8 {path.name}",
+            str(path),
         ) from error  # fmt: skip
 
 
-def _read_table(path: Path) -> Rows:
+def _read_table(path: Path, name: str) -> Rows:
     """Rows of a table with a line of column names: separated by tabs, commas or semicolons."""
-    text = text_of(path)
+    text = text_of(path, name)
     header = text.partition("\n")[0]
     separator = "\t" if path.suffix.lower() == ".tsv" else max(",;\t", key=header.count)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
@@ -103,31 +90,25 @@ def _read_table(path: Path) -> Rows:
     try:
         names = [column.strip() for column in next(table, [])]
         for row in table:
-            if len(row) > len(names) or (len(row) < len(names) and any(row)):
-                raise DataSourceError(
-                    "", f"have as many values in each row as columns {names}",
-                    f"the row that ends in line {reader.line_num} has {len(row)}",
-                    "Put values that hold the separator into double quotes",
-                )  # fmt: skip
+            if any(row) and len(row) != len(names):
+                rule = f"have as many values in each row as columns {names}"
+                what = f"line {reader.line_num} has {len(row)}"
+                remedy = "Put values that hold the separator into double quotes"
+                raise Problems(name, rule, what, remedy, str(path))
             if any(row):
                 rows.append(row)
     except csv.Error as error:
-        raise DataSourceError(
-            "", f"be a table of values separated by {separator!r}",
-            f"line {reader.line_num} is not ({error})", "Correct its quotation marks",
+        raise Problems(
+            name, f"be a table of values separated by {separator!r}",
+            f"line {reader.line_num} is not ({error})", "Correct its quotation marks", str(path),
         ) from error  # fmt: skip
-    require(
-        not any(re.fullmatch("'.*'", column) for column in names), "", ...,
-        "have column names without single quotes",
-        f"its first line has {names}, and tables are quoted by double quotes",
-        "Use double quotes, or none", DataSourceError,
-    )  # fmt: skip
     # Tables of pandas whose columns have no names number them; another number is a value.
     has_values = any(_NUMBER.fullmatch(name) and name != str(i) for i, name in enumerate(names))
+    is_quoted = any(re.fullmatch("'.*'", column) for column in names)
     require(
-        all(names) and len({*names}) == len(names) and not has_values, "", ...,
-        "begin with a line of column names, each its own", f"it begins with {names}",
-        "Add the line, such as prompt,answer, or rename a column", DataSourceError,
+        all(names) and len({*names}) == len(names) and not has_values and not is_quoted, name,
+        str(path), "begin with a line of different column names, without single quotes",
+        f"it begins with {names}", "Add the line, such as prompt,answer, or rename a column",
     )  # fmt: skip
     columns = [_as_typed([row[i] for row in rows], column) for i, column in enumerate(names)]
     values = zip(*columns, strict=True)
@@ -165,7 +146,7 @@ _INTEGER = re.compile(r"-?(?:0|[1-9]\d{0,17})")
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d{0,17})(?:\.\d+)?(?:[eE][-+]?\d{1,3})?")
 
 
-def _read_parquet(path: Path) -> Rows:
+def _read_parquet(path: Path, name: str) -> Rows:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -174,10 +155,9 @@ def _read_parquet(path: Path) -> Rows:
             return Rows(_mapped(path), str(path))
         return Rows(pq.read_table(path), str(path))
     except (pa.ArrowException, OSError) as error:
-        raise DataSourceError(
-            "", "be a Parquet file that can be read", error,
-            "Write it again as Parquet, or give it the ending of its format",
-        ) from error  # fmt: skip
+        remedy = "Write it again as Parquet, or give it the ending of its format"
+        rule = "be a Parquet file that can be read"
+        raise Problems(name, rule, error, remedy, str(path)) from error
 
 
 def _mapped(path: Path) -> Any:
@@ -196,8 +176,8 @@ def _mapped(path: Path) -> Any:
             datasets.enable_progress_bars()
 
 
-def _json_values(path: Path) -> Iterator[Any]:
-    text = text_of(path)
+def _json_values(path: Path, name: str) -> Iterator[Any]:
+    text = text_of(path, name)
     is_array = text.lstrip().startswith("[")
     for number, line in enumerate([text] if is_array else text.split("\n"), start=1):
         if not line.strip():
@@ -205,14 +185,12 @@ def _json_values(path: Path) -> Iterator[Any]:
         try:
             found = json.loads(line)
         except (ValueError, RecursionError) as error:  # also a number of too many digits
-            told = str(error)
-            if isinstance(error, json.JSONDecodeError) and not is_array:
-                told = f"{error.msg} at character {error.colno}"
-            raise DataSourceError(
-                "", "hold a JSON array" if is_array else "hold one JSON object for each line",
-                told if is_array else f"line {number} is {line[:80]!r} ({told})",
-                "Correct the file" if is_array else "Correct or remove the line",
-            ) from error  # fmt: skip
+            rule = "hold a JSON array" if is_array else "hold one JSON object for each line"
+            what = str(error)
+            if not is_array:
+                column = f" at character {error.colno}" if hasattr(error, "colno") else ""
+                what = f"line {number} is {line[:80]!r} ({getattr(error, 'msg', error)}{column})"
+            raise Problems(name, rule, what, "Correct it", str(path)) from error
         yield from found if is_array else [found]
 
 
@@ -220,7 +198,7 @@ def rows_of(values: Any, description: str, name: str) -> Rows:
     """Rows of an iterable of dicts or strings (a string becomes {"text": string}).
 
     Raises:
-        DataSourceError: it is no iterable, or a row is neither.
+        Problems: it is no iterable, or a row is neither.
     """
     if hasattr(values, "column_names") and hasattr(values, "__len__"):
         return Rows(values, description)
@@ -230,24 +208,15 @@ def rows_of(values: Any, description: str, name: str) -> Rows:
         table = pa.table(values)
         index = [name for name in table.column_names if name.startswith("__index_level_")]
         return Rows(table.drop_columns(index), description)
-    if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
-        raise DataSourceError(
-            f"{name}={description} must give an iterable of dicts or strings: it gave "
-            f"{type(values).__name__}. Return a list of rows.",
-        )  # fmt: skip
+    is_iterable = isinstance(values, Iterable) and not isinstance(values, (str, bytes, Mapping))
+    require(is_iterable, name, description, "give an iterable of dicts or strings",
+            f"it gave {type(values).__name__}", "Return a list of rows")  # fmt: skip
     rows = []
     for number, value in enumerate(values):
-        if isinstance(value, str):
-            value = {"text": value}
-        if not isinstance(value, Mapping):
-            raise DataSourceError(
-                f"{name}={description} must give dicts or strings: row {number} is "
-                f"{type(value).__name__} {str(value)[:80]!r}. Make each row a dict of columns.",
-            )  # fmt: skip
-        if nameless := [key for key in value if not isinstance(key, str)]:
-            raise DataSourceError(
-                f"{name}={description} must name columns by texts: row {number} has "
-                f"{nameless[0]!r}. Rename the column.",
-            )  # fmt: skip
-        rows.append(dict(value))
+        row = {"text": value} if isinstance(value, str) else value
+        if not isinstance(row, Mapping) or not all(isinstance(key, str) for key in row):
+            what = f"row {number} is {type(row).__name__} {str(row)[:80]!r}"
+            rule = "give strings, or dicts with texts as keys"
+            raise Problems(name, rule, what, "Make each row a dict of columns", description)
+        rows.append(dict(row))
     return Rows(rows, description)

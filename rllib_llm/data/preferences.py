@@ -28,23 +28,23 @@ from rllib_llm.data.encoding import (
     keep_end,
 )
 from rllib_llm.data.rollouts import pairs_of_rollouts
-from rllib_llm.data.rows import DataSourceError, EpochOrder, Rows, require_columns
+from rllib_llm.data.rows import EpochOrder, Rows, require_columns
 from rllib_llm.data.sources import Source, load_rows
 from rllib_llm.data.texts import BatchSource
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import pad_left, pad_right
 from rllib_llm.shared.dotted import import_dotted
-from rllib_llm.shared.errors import nearest, require
+from rllib_llm.shared.errors import Problems, nearest, require
 
 
 class PreferenceSource(BatchSource):
     """Batches of pairs by position; subclasses say in which columns.
 
-    Pairs whose chosen and rejected texts are the same say nothing of what is preferred: they are
-    left out, with a warning that counts them.
+    Pairs whose chosen and rejected texts are the same express no preference: they are left out,
+    with a warning that counts them.
 
     Raises:
-        DataSourceError: no rows, a row without a text of either kind, or no pair that differs.
+        Problems: no rows, a row without a text of either kind, or no pair that differs.
     """
 
     _lost = "beginning"
@@ -66,11 +66,9 @@ class PreferenceSource(BatchSource):
         chosen_ids, chosen_mask = pad_right(chosen, pad)
         rejected_ids, rejected_mask = pad_right(rejected, pad)
         return {
-            columns.CHOSEN_IDS: chosen_ids,
-            columns.CHOSEN_MASK: chosen_mask,
-            columns.REJECTED_IDS: rejected_ids,
-            columns.REJECTED_MASK: rejected_mask,
-        }
+            columns.CHOSEN_IDS: chosen_ids, columns.CHOSEN_MASK: chosen_mask,
+            columns.REJECTED_IDS: rejected_ids, columns.REJECTED_MASK: rejected_mask,
+        }  # fmt: skip
 
 
 class PairSource(PreferenceSource):
@@ -79,13 +77,11 @@ class PairSource(PreferenceSource):
     start."""
 
     def _encode(self, row: dict[str, Any], part: Part | None = None) -> tuple[list[int], list[int]]:
-        if self._is_stored(row, "chosen_"):
-            chosen, rejected = (
-                [*row["prompt_ids"], *row[f"{name}_completion_ids"]]
-                for name in ("chosen", "rejected")
-            )
-        else:
-            chosen, rejected = (self._tokenize(row, row[name]) for name in ("chosen", "rejected"))
+        is_stored = self._is_stored(row, "chosen_")
+        chosen, rejected = (
+            [*row["prompt_ids"], *row[f"{name}_completion_ids"]] if is_stored
+            else self._tokenize(row, row[name]) for name in ("chosen", "rejected")
+        )  # fmt: skip
         return self._cut(chosen), self._cut(rejected)
 
     def _cut(self, ids: list[int]) -> list[int]:
@@ -126,34 +122,28 @@ class PromptedPairSource(PreferenceSource):
         chosen, rejected, border = (self._encode_chats if is_chat else self._encode_texts)(row)
         border = min(border, common_prefix_len(chosen, rejected))
         prompt = chosen[:border]
-        require(
-            prompt, "a pair", ..., "have a prompt, or texts that begin alike",
-            "the answers' first tokens are predicted from what stands before them, and the "
-            "tokenizer has no BOS", "Add the column 'prompt'", DataSourceError,
-        )  # fmt: skip
+        require(prompt, "a pair", ..., "have a prompt, or texts that begin alike",
+                "the tokenizer has no BOS", "Add the column 'prompt'")  # fmt: skip
         return self._shorten(prompt, chosen[border:], rejected[border:])
 
     def _encode_texts(self, row: dict[str, Any]) -> tuple[list[int], list[int], int]:
-        """Ids of both texts and where their answers begin, as far as the row tells."""
+        """Ids of both texts and where their answers begin, as far as the row shows it."""
         prompt = row.get("prompt") or ""
         (chosen_ids, border), (rejected_ids, other_border) = (
             encode_ended(self._tokenizer, prompt, row[name]) for name in ("chosen", "rejected")
         )
-        told = min(border, other_border) if prompt else len(chosen_ids)
-        return chosen_ids, rejected_ids, told
+        return chosen_ids, rejected_ids, min(border, other_border) if prompt else len(chosen_ids)
 
     def _encode_chats(self, row: dict[str, Any]) -> tuple[list[int], list[int], int]:
         prompt, tools = row.get("prompt"), row.get("tools")
         one, num_prompt_turns = as_turns(prompt, row["chosen"])
         other, num_other = as_turns(prompt, row["rejected"])
         answers = [*one[num_prompt_turns:], *other[num_other:]]
+        is_same_prompt = one[:num_prompt_turns] == other[:num_other]
         require(
-            one[:num_prompt_turns] == other[:num_other]
-            and all(turn["role"] == "assistant" for turn in answers),
-            "chosen and rejected messages", ...,
-            "answer the same prompt, with nothing but turns of the assistant",
-            "what others say is not the policy's to learn",
-            "Put all turns before the answer into 'prompt'", DataSourceError,
+            is_same_prompt and all(turn["role"] == "assistant" for turn in answers),
+            "chosen and rejected messages", ..., "answer the same prompt, with nothing but turns "
+            "of the assistant", "", "Put all turns before the answer into 'prompt'",
         )  # fmt: skip
         chosen_ids, own = encode_chat(self._tokenizer, one, num_prompt_turns, tools=tools)
         rejected_ids, other_own = encode_chat(self._tokenizer, other, num_other, tools=tools)
@@ -182,12 +172,8 @@ class PromptedPairSource(PreferenceSource):
                 masks = [pair[at + 2] if len(pair) > 3 else [True] * len(pair[at])
                          for pair in encoded]  # fmt: skip
                 sampled[name] = pad_right(masks, False, torch.bool)[0]
-        return {
-            **sampled,
-            columns.PROMPT_IDS: prompts,
-            columns.PROMPT_MASK: prompt_mask,
-            **self._answers([pair[1] for pair in encoded], [pair[2] for pair in encoded]),
-        }
+        answers = self._answers([pair[1] for pair in encoded], [pair[2] for pair in encoded])
+        return {**sampled, columns.PROMPT_IDS: prompts, columns.PROMPT_MASK: prompt_mask, **answers}
 
 
 def _sampled(row: dict[str, Any], name: str) -> tuple[list[int], list[bool]]:
@@ -203,47 +189,36 @@ def _is_chat(prompt: Any, answer: Any) -> bool:
 def _telling_pairs(rows: Rows) -> np.ndarray:
     """Indices [pairs] int64 of the rows whose two texts differ."""
     for name in ("chosen", "rejected"):
-        if name not in rows.columns:
-            near = nearest(name, rows.columns, 1)
-            what = f"Rename {near[0]!r} to {name!r}" if near else "Rename a column"
-            raise DataSourceError(
-                f"a row with the columns {sorted(rows.columns)}",
-                "have 'chosen' and 'rejected' (and 'prompt', where they lack it)",
-                "a pair is two texts", f"{what}, or make pairs with pairs_from_labels",
-            ).within(rows.description)  # fmt: skip
+        near = nearest(name, rows.columns, 1)
+        what = f"Rename {near[0]!r} to {name!r}" if near else "Rename a column"
+        require(
+            name in rows.columns, rows.description, ..., "have the columns 'chosen' and 'rejected' "
+            "(and 'prompt', where they lack it)", f"it has {sorted(rows.columns)}",
+            f"{what}, or make pairs with pairs_from_labels",
+        )  # fmt: skip
     chosen, rejected = rows.column("chosen"), rows.column("rejected")
     for index, pair in enumerate(zip(chosen, rejected, strict=True)):
         if not all(isinstance(text, str) or (isinstance(text, list) and text) for text in pair):
-            raise DataSourceError(
-                f"row {index} of {rows.description}",
-                "have text or messages as 'chosen' and 'rejected'",
-                f"they are {str(pair[0])[:40]!r} and {str(pair[1])[:40]!r}",
-                "Correct the row, or drop it",
-            )  # fmt: skip
+            found = f"they are {str(pair[0])[:40]!r} and {str(pair[1])[:40]!r}"
+            rule = "have text or messages as 'chosen' and 'rejected'"
+            raise Problems(f"row {index} of {rows.description}", rule, found, "Drop the row")
     differ = [index for index, (a, b) in enumerate(zip(chosen, rejected, strict=True)) if a != b]
-    require(
-        differ, rows.description, ..., "have pairs whose chosen and rejected texts differ",
-        f"all {len(rows)} are the same", "Check the columns", DataSourceError,
-    )  # fmt: skip
+    require(differ, rows.description, ..., "have pairs whose chosen and rejected texts differ",
+            f"all {len(rows)} are the same", "Check the columns")  # fmt: skip
     if len(differ) < len(rows):
         warnings.warn(
             f"{len(rows) - len(differ)} of {len(rows)} pairs of {rows.description} are left out: "
-            "their chosen and rejected texts are the same, which says nothing of what is "
-            "preferred.",
+            "their chosen and rejected texts are the same.",
             stacklevel=4,
         )
     return np.array(differ, dtype=np.int64)
 
 
 def pairs_from_labels(
-    path: Source,
-    *,
-    text_column: str = "text",
-    label_column: str = "label",
-    num_pairs: int | None = None,
-    seed: int = 0,
+    path: Source, *, text_column: str = "text", label_column: str = "label",
+    num_pairs: int | None = None, seed: int = 0,
     rewrite: str | Callable[[str], str] | None = None,
-) -> list[dict[str, str]]:
+) -> list[dict[str, str]]:  # fmt: skip
     """Rows {"chosen", "rejected"}: a text of a higher label and one of a lower label.
 
     Texts of each label are drawn in a seeded order, each once before any is drawn again; with more
@@ -260,13 +235,10 @@ def pairs_from_labels(
             `rllib_llm.data.preferences.as_prose` where reviews are stored as tokens.
 
     Raises:
-        DataSourceError: no such column, a label that is no number, or only one label.
-        ValueError: `num_pairs` below 1.
+        Problems: no such column, a label that is no number, only one label, or `num_pairs` below 1.
     """
-    require(
-        num_pairs is None or num_pairs >= 1, "num_pairs", num_pairs, "be at least 1, or null",
-        "it counts preference pairs", "Leave it out to draw every text once",
-    )  # fmt: skip
+    require(num_pairs is None or num_pairs >= 1, "num_pairs", num_pairs, "be at least 1, or null",
+            "", "Leave it out to draw every text once")  # fmt: skip
     rows = load_rows(path)
     require_columns(rows, [text_column, label_column])
     groups = _texts_by_label(rows, text_column, label_column)
@@ -278,10 +250,10 @@ def pairs_from_labels(
         num_turns = math.ceil(max(map(len, groups.values())) / (len(groups) - 1))
         num_pairs = num_turns * len(matches)
     draws = {label: _draws(texts, seed) for label, texts in groups.items()}
-    pairs = []
-    for lower, higher in itertools.islice(itertools.cycle(matches), num_pairs):
-        pairs.append({"chosen": next(draws[higher]), "rejected": next(draws[lower])})
-    return pairs
+    return [
+        {"chosen": next(draws[higher]), "rejected": next(draws[lower])}
+        for lower, higher in itertools.islice(itertools.cycle(matches), num_pairs)
+    ]
 
 
 def _draws(texts: list[str], seed: int):
@@ -293,24 +265,16 @@ def _draws(texts: list[str], seed: int):
 def _texts_by_label(rows: Rows, text_column: str, label_column: str) -> dict[float, list[str]]:
     groups: dict[float, list[str]] = {}
     for number, row in enumerate(rows):
-        label: Any = row[label_column]
-        if not isinstance(label, int | float) or not math.isfinite(label):
-            raise DataSourceError(
-                f"{label_column}={label!r} in row {number} of {rows.description} must be a finite "
-                "number: the text of the higher label is the chosen one. Write labels as numbers, "
-                "the better the higher.",
-            )  # fmt: skip
-        if not isinstance(row[text_column], str):
-            raise DataSourceError(
-                f"{text_column}={row[text_column]!r} in row {number} of {rows.description} must be "
-                "text: it is what is compared. Name another column, or drop the row.",
-            )  # fmt: skip
-        groups.setdefault(float(label), []).append(row[text_column])
-    require(
-        len(groups) > 1, f"{label_column} of {rows.description}", ...,
-        "hold at least two different labels", f"all {len(rows)} rows have {next(iter(groups))}",
-        "Name the column of the labels", DataSourceError,
-    )  # fmt: skip
+        label, text = row[label_column], row[text_column]
+        is_number = isinstance(label, int | float) and math.isfinite(label)
+        where = f"row {number} of {rows.description}"
+        require(is_number, f"{where}: {label_column}", label, "be a finite number",
+                "the higher one's text is chosen", "Write labels as numbers")  # fmt: skip
+        require(isinstance(text, str), f"{where}: {text_column}", text, "be text", "", "")
+        groups.setdefault(float(label), []).append(text)
+    require(len(groups) > 1, f"{label_column} of {rows.description}", ...,
+            "hold at least two different labels", f"all {len(rows)} rows have {[*groups]}",
+            "Name the column of the labels")  # fmt: skip
     return groups
 
 
@@ -318,17 +282,14 @@ def _texts_by_label(rows: Rows, text_column: str, label_column: str) -> dict[flo
 _REPLACEMENTS = tuple(
     (re.compile(pattern, re.IGNORECASE), replacement)
     for pattern, replacement in (
-        (r"-lrb- ?", "("),
-        (r" ?-rrb-", ")"),
-        (r"`` ?", '"'),
-        (r" ?''", '"'),
+        (r"-lrb- ?", "("), (r" ?-rrb-", ")"), (r"`` ?", '"'), (r" ?''", '"'),
         (r"(?<=\w) n't\b", "n't"),
         (r"(?<=\w) ('(?:s|re|ve|ll|d|m)\b|'(?= |$))", r"\1"),
         (r" ([,.;:!?%)])", r"\1"),
         (r"([($#]) ", r"\1"),
         (r" {2,}", " "),
     )
-)
+)  # fmt: skip
 _SENTENCE_START = re.compile(r"(^|[.!?]\s+)([a-z])")
 
 

@@ -5,7 +5,7 @@
 `put` waits while the queue is full: every row is written, or the run ends. The rows of one
 iteration become one file, which is written when the next iteration's rows come, when the queue has
 been empty for a second, when it is large, and by `flush`, which a checkpoint calls. So a
-checkpoint's state is the number of files: what is found beyond it when a run goes on was sampled
+checkpoint's state is the number of files: what is found beyond it when a run resumes was sampled
 after the checkpoint, will be sampled again, and is removed.
 
 Files are numbered, merged where many, and cut where a run goes back:
@@ -24,6 +24,7 @@ import errno
 import functools
 import json
 import logging
+import math
 import os
 import queue
 import re
@@ -37,6 +38,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.fs
 import pyarrow.parquet as pq
+
+from rllib_llm.shared.errors import Problem, Problems
 
 STORE_FILE = ".store.json"  # hidden: readers take a folder's other files for data
 PIECES_KEY = b"rllib_llm_pieces"  # in each file's metadata: (rows, iteration) of what it is made of
@@ -100,7 +103,7 @@ SCHEMA = pa.schema(
 )
 
 
-class RolloutSchemaError(ValueError):
+class RolloutSchemaError(Problems):
     """Files of another schema version."""
 
 
@@ -109,10 +112,9 @@ def check_version(schema: pa.Schema, where: str) -> None:
     found = (schema.metadata or {}).get(VERSION_KEY, b"none").decode()
     if found != str(SCHEMA_VERSION):
         raise RolloutSchemaError(
-            f"{where} has rollout schema version {found}, which must be {SCHEMA_VERSION}: another "
-            "version of rllib_llm wrote it. Sample the rollouts again, or read them with that "
-            "version."
-        )
+            "rollout schema version", f"be {SCHEMA_VERSION}", f"{where} was written by another "
+            "version of rllib_llm", "Sample again, or read it with that", found,
+        )  # fmt: skip
 
 
 def conform(table: pa.Table, iteration: int) -> pa.Table:
@@ -130,17 +132,14 @@ def conform(table: pa.Table, iteration: int) -> pa.Table:
 
 # Of the columns that hold texts, and of those that hold one value that readers skip files by.
 _TEXTS = [field.name for field in SCHEMA if pa.types.is_string(field.type)]
-_SINGLE = [
-    field.name
-    for field in SCHEMA
-    if not pa.types.is_nested(field.type) and field.name not in ("prompt", "completion", "messages")
-]
+_LONG_TEXTS = ("prompt", "completion", "messages")
+_SINGLE = [f.name for f in SCHEMA if not pa.types.is_nested(f.type) and f.name not in _LONG_TEXTS]
 
 # --- which there are ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Part:
+class StoreFile:
     """One file, with the rows written under the numbers `first` to `last`.
 
     pieces: (rows, iteration) under each number.
@@ -171,7 +170,7 @@ def not_contained(names: Iterable[str]) -> list[str]:
 class RolloutFiles:
     """The files of a store, numbered in the order in which they were written; see `RolloutStore`.
 
-    `.store.json` holds the store's name, and of a run that went on from another store's state the
+    `.store.json` holds the store's name, and of a run that resumed from another store's state the
     number of its first own file: where it does so once more, those since then are removed.
     """
 
@@ -185,10 +184,8 @@ class RolloutFiles:
         self.has_begun = False
         self._is_local = isinstance(filesystem, pyarrow.fs.LocalFileSystem)
         self._keep_iterations = keep_iterations
-        self._most_merged = (
-            float("inf") if keep_iterations is None else keep_iterations / KEPT_SHARE
-        )
-        self._parts: list[Part] = []  # in order, those that may be merged or removed
+        self._most_merged = math.inf if keep_iterations is None else keep_iterations / KEPT_SHARE
+        self._parts: list[StoreFile] = []  # in order, those that may be merged or removed
         self._num_whole = 0  # of the first of them, which are not merged any more
 
     def begin(self, state: dict[str, Any] | None) -> None:
@@ -245,7 +242,7 @@ class RolloutFiles:
             for part in alike:
                 self._delete(part.name)
 
-    def _cut(self, part: Part, first: int) -> Part | None:
+    def _cut(self, part: StoreFile, first: int) -> StoreFile | None:
         """Removes the rows written under the numbers from `first` on."""
         if part.last < first:
             return part
@@ -272,7 +269,7 @@ class RolloutFiles:
 
     def _write(
         self, first: int, last: int, table: pa.Table, pieces: tuple[tuple[int, int], ...]
-    ) -> Part:
+    ) -> StoreFile:
         metadata = {**(table.schema.metadata or {}), PIECES_KEY: json.dumps(pieces).encode()}
         sink = pa.BufferOutputStream()
         pq.write_table(
@@ -280,15 +277,15 @@ class RolloutFiles:
             use_dictionary=_TEXTS, write_statistics=_SINGLE,
         )  # fmt: skip
         content = sink.getvalue()
-        part = Part(first, last, content.size, pieces)
+        part = StoreFile(first, last, content.size, pieces)
         self._put(part.name, content)
         self._parts.append(part)
         return part
 
-    def _read(self, part: Part) -> pa.Table:
+    def _read(self, part: StoreFile) -> pa.Table:
         return pq.read_table(f"{self.folder}/{part.name}", filesystem=self.filesystem)
 
-    def _read_part(self, name: str) -> Part:
+    def _read_part(self, name: str) -> StoreFile:
         path = f"{self.folder}/{name}"
         schema = pq.read_schema(path, filesystem=self.filesystem)
         check_version(schema, self.folder)
@@ -296,7 +293,7 @@ class RolloutFiles:
         match = _NAME.fullmatch(name)
         assert match is not None, "names of a store's files"
         size = self.filesystem.get_file_info(path).size
-        return Part(int(match[1]), int(match[2] or match[1]), size, tuple(map(tuple, pieces)))
+        return StoreFile(int(match[1]), int(match[2] or match[1]), size, tuple(map(tuple, pieces)))
 
     def _names(self) -> list[str]:
         selector = pyarrow.fs.FileSelector(self.folder, allow_not_found=True)
@@ -336,10 +333,6 @@ ROLLOUTS = "rollouts"  # the folder in a trial's
 MakeTable = Callable[[], pa.Table]
 
 
-class RolloutStoreError(RuntimeError):
-    """Rollouts cannot be written, and the run is to stop then."""
-
-
 _Item = tuple[int, int, MakeTable]  # of an iteration, so many rows
 
 
@@ -349,18 +342,14 @@ class RolloutStore:
     Args:
         folder: a path, or one inside `filesystem`.
         filesystem: pyarrow's; None: this machine's.
-        on_error: "go_on" says once that rollouts are no longer kept, "stop" raises.
+        on_error: "go_on" logs once that rollouts are no longer kept, "stop" raises.
         keep_iterations: of so many iterations rows are kept, the newest; None: of all.
     """
 
     def __init__(
-        self,
-        folder: str | os.PathLike,
-        *,
-        filesystem: pyarrow.fs.FileSystem | None = None,
-        on_error: str = "go_on",
-        keep_iterations: int | None = None,
-    ) -> None:
+        self, folder: str | os.PathLike, *, filesystem: pyarrow.fs.FileSystem | None = None,
+        on_error: str = "go_on", keep_iterations: int | None = None,
+    ) -> None:  # fmt: skip
         self._open_files = functools.partial(
             RolloutFiles, os.fspath(folder), filesystem or pyarrow.fs.LocalFileSystem(),
             keep_iterations=keep_iterations,
@@ -370,7 +359,7 @@ class RolloutStore:
         # An event asks for all that came before it to be written, and is set then.
         self._queue: queue.Queue[_Item | threading.Event | None] = queue.Queue(QUEUE_SIZE)
         self._thread: threading.Thread | None = None
-        self._begin: dict[str, Any] | None = None  # the state to go on from
+        self._begin: dict[str, Any] | None = None  # the state to resume from
         self._rows: list[pa.Table] = []  # of one iteration, not yet written
         self._num_waiting = self._num_bytes = 0  # rows of them, and their size in memory
         self._iteration = 0
@@ -383,7 +372,7 @@ class RolloutStore:
         of `iteration`. Blocks while the queue is full.
 
         Raises:
-            RolloutStoreError: writing failed, and `on_error` is "stop".
+            Problems: writing failed, and `on_error` is "stop".
         """
         self._raise_if_stopped()
         if self._thread is None:
@@ -397,7 +386,7 @@ class RolloutStore:
         """Returns when all that was put is on disk.
 
         Raises:
-            RolloutStoreError: as `put`.
+            Problems: as `put`.
         """
         if self._thread is not None:
             written = threading.Event()
@@ -458,9 +447,10 @@ class RolloutStore:
             self._guarded(self._write)
         self._iteration = iteration
         self._num_waiting += num_rows
-        self._guarded(lambda: self._add(conform(make(), iteration)))
+        self._guarded(lambda: self._add(make()))
 
-    def _add(self, table: pa.Table) -> None:
+    def _add(self, rows: pa.Table) -> None:
+        table = conform(rows, self._iteration)
         self._rows.append(table)
         self._num_bytes += table.nbytes
         if self._num_bytes >= FILE_BYTES:
@@ -474,7 +464,7 @@ class RolloutStore:
             except Exception as error:  # noqa: BLE001  (the border of a thread; raised by put)
                 self._error = error
                 if self._on_error == "go_on":
-                    logger.warning("%s The run goes on without.", self._explained(error))
+                    logger.warning("%s The run continues without.", self._problem(error))
         if self._error is not None:
             self._counts["lost"] += self._num_waiting
             self._clear()
@@ -499,12 +489,10 @@ class RolloutStore:
 
     def _raise_if_stopped(self) -> None:
         if self._error is not None and self._on_error == "stop":
-            raise RolloutStoreError(self._explained(self._error)) from self._error
+            raise Problems([self._problem(self._error)]) from self._error
 
-    def _explained(self, error: Exception) -> str:
+    def _problem(self, error: Exception) -> Problem:
         full = isinstance(error, OSError) and error.errno == errno.ENOSPC
-        return (
-            f"Rollouts cannot be kept in {self._files.folder!r}: "
-            f"{'the disk is full' if full else f'{type(error).__name__}: {error}'}. "
-            f"{'Free some' if full else 'Mend it'}, or set store_rollouts=False."
-        )
+        why = "the disk is full" if full else f"{type(error).__name__}: {error}"
+        rule = f"be able to write to {self._files.folder!r}"
+        return Problem("store_rollouts", rule, why, "Free some space, or set store_rollouts=False")

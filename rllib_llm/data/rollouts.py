@@ -16,22 +16,13 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 from pyarrow.fs import LocalFileSystem
 
-from rllib_llm.data.rollout_store import (
-    ROLLOUTS,
-    SCHEMA,
-    STORE_FILE,
-    check_version,
-    not_contained,
-)
-from rllib_llm.data.rows import DataSourceError, Rows
-from rllib_llm.shared.errors import did_you_mean, require
+from rllib_llm.data.rollout_store import ROLLOUTS, SCHEMA, STORE_FILE, check_version, not_contained
+from rllib_llm.data.rows import Rows
+from rllib_llm.shared.errors import Problems, did_you_mean, require
 from rllib_llm.shared.run_layout import RunFolder, name_one
 from rllib_llm.shared.storage import Place, UrlPath, place
 
-_OTHERWISE = (
-    "Check the path, and that store_rollouts is on; stages such as SFT, RewardModel and DPO "
-    "sample none."
-)
+_OTHERWISE = "Check the path, and that store_rollouts is on; SFT, RewardModel and DPO sample none"
 IN_ORDER = ("iteration", "position", "sample", "row")
 # What a later stage learns from, unless its condition speaks of these itself.
 LEARNABLE_SQL = "status IN ('trained', 'rejected') AND valid"
@@ -43,11 +34,7 @@ _LEARNT_COLUMNS = (
 )  # fmt: skip
 
 
-class ConditionError(ValueError):
-    """A condition that cannot be read, or that names no column."""
-
-
-class NoRolloutsError(ValueError):
+class NoRolloutsError(Problems):
     """A folder without rollouts."""
 
 
@@ -69,17 +56,15 @@ def rollout_folders(run: str | Path | UrlPath) -> list[Place]:
     if isinstance(root, Path) and not root.exists():
         beside = [path.name for path in root.parent.glob("*") if path.is_dir()]
         hint = did_you_mean(root.name, beside, otherwise="Check the path.")
-        raise NoRolloutsError(f"run={str(run)!r} must be a folder: there is none. {hint}")
+        raise NoRolloutsError("run", "be a folder", "there is none", hint, str(run))
     if is_rollout_folder(root):
         return [root]
     stores = RunFolder(root).in_trials(f"{ROLLOUTS}/{STORE_FILE}")
     found = sorted((file.parent for file in stores), key=str)
     if not found:
         inside = name_one(RunFolder(root).holding(f"{ROLLOUTS}/{STORE_FILE}"))
-        raise NoRolloutsError(
-            f"run={str(run)!r} must be the folder of a run, stage or trial that kept its rollouts: "
-            f"there are none in it. {inside or _OTHERWISE}"
-        )
+        rule = "be the folder of a run, stage or trial that kept its rollouts"
+        raise NoRolloutsError("run", rule, "", inside or _OTHERWISE, str(run))
     return found
 
 
@@ -87,7 +72,11 @@ def open_rollouts(folders: Sequence[Place]) -> ds.Dataset:
     """All rows of the folders, unread; RolloutSchemaError: they are of another version."""
     parts = []
     for folder in folders:
-        files = _paths(folder)
+        paths = {
+            file.name: file.path if isinstance(file, UrlPath) else str(file)
+            for file in folder.glob("part-*.parquet")
+        }
+        files = [paths[name] for name in not_contained(paths)]
         if not files:
             continue
         filesystem = folder.filesystem if isinstance(folder, UrlPath) else LocalFileSystem()
@@ -95,30 +84,16 @@ def open_rollouts(folders: Sequence[Place]) -> ds.Dataset:
         check_version(fragments.schema, str(folder))
         parts.append(ds.dataset(files, schema=SCHEMA, filesystem=filesystem, format="parquet"))
     if not parts:
-        raise NoRolloutsError(
-            f"{', '.join(map(str, folders))} must hold rollouts: nothing was written yet. Wait "
-            "for the first iteration to end."
-        )
+        name = f"the folder {', '.join(map(str, folders))}"
+        raise NoRolloutsError(name, "hold rollouts", "nothing was written yet", "Wait for one "
+                              "iteration to end")  # fmt: skip
     return parts[0] if len(parts) == 1 else ds.dataset(parts)
 
 
-def _paths(folder: Place) -> list[str]:
-    paths = {
-        file.name: file.path if isinstance(file, UrlPath) else str(file)
-        for file in folder.glob("part-*.parquet")
-    }
-    return [paths[name] for name in not_contained(paths)]
-
-
 def query(
-    rollouts: ds.Dataset,
-    *,
-    where: str | None = None,
-    sort: str | None = None,
-    limit: int | None = None,
-    columns: Sequence[str] | None = None,
-    learnable: bool = False,
-) -> pa.Table:
+    rollouts: ds.Dataset, *, where: str | None = None, sort: str | None = None,
+    limit: int | None = None, columns: Sequence[str] | None = None, learnable: bool = False,
+) -> pa.Table:  # fmt: skip
     """The rows that meet the SQL condition `where`, which DuckDB reads.
 
     Args:
@@ -127,18 +102,19 @@ def query(
         limit: the first rows only.
 
     Raises:
-        ConditionError: `where` or `sort` cannot be read, or DuckDB is not installed.
-        FileNotFoundError: a run that goes on has merged files meanwhile.
+        Problems: `where` or `sort` cannot be read, or DuckDB is not installed.
+        FileNotFoundError: a run in progress has merged files meanwhile.
     """
-    column, ascending = _sort_key(sort)
-    if column is not None and column not in rollouts.schema.names:
-        raise ConditionError(
-            f"sort={sort!r} must be a column, or one followed by asc or desc: there are "
-            f"{', '.join(rollouts.schema.names)}. Choose one."
-        )
     keys = [(name, "ascending") for name in IN_ORDER]
-    if column is not None:
-        keys.insert(0, (column, "ascending" if ascending else "descending"))
+    if sort is not None:
+        column, *order = sort.split()[:2] or [""]
+        is_order = " ".join(order).lower() in ("", "asc", "desc") and len(sort.split()) < 3
+        require(
+            column in rollouts.schema.names and is_order, "sort", sort,
+            "be a column, or one followed by asc or desc",
+            f"there are {', '.join(rollouts.schema.names)}", "",
+        )  # fmt: skip
+        keys.insert(0, (column, "ascending" if "asc" in map(str.lower, order) else "descending"))
     if where is not None or (limit is not None and importlib.util.find_spec("duckdb")):
         found = _in_duckdb(rollouts, where, keys, limit, learnable)
     else:
@@ -151,29 +127,15 @@ def query(
     return found if columns is None else found.select(list(columns))
 
 
-def _sort_key(sort: str | None) -> tuple[str | None, bool]:
-    if sort is None:
-        return None, True
-    match = re.fullmatch(r"\s*(\S+?)(?:\s+(asc|desc))?\s*", sort, re.IGNORECASE)
-    if match is None:
-        return sort, True
-    return match[1], (match[2] or "desc").lower() == "asc"
-
-
 def _in_duckdb(
-    rollouts: ds.Dataset,
-    where: str | None,
-    keys: list[tuple[str, str]],
-    limit: int | None,
+    rollouts: ds.Dataset, where: str | None, keys: list[tuple[str, str]], limit: int | None,
     learnable: bool,
-) -> pa.Table:
+) -> pa.Table:  # fmt: skip
     try:
         import duckdb
     except ImportError as error:
-        raise ConditionError(
-            f"where={where!r} must be read by DuckDB, which is not installed. Install it: "
-            "pip install 'rllib-llm[rollouts]'."
-        ) from error
+        rule, remedy = "be read by DuckDB", "pip install 'rllib-llm[rollouts]'"
+        raise Problems("where", rule, "it is not installed", remedy, where) from error
     files = [*rollouts.get_fragments()]
     words = {"ascending": "ASC", "descending": "DESC"}
     order = ", ".join(
@@ -188,7 +150,7 @@ def _in_duckdb(
     with duckdb.connect() as connection:
         try:
             if all(isinstance(file.filesystem, LocalFileSystem) for file in files):
-                # DuckDB reads what it needs of its own files, of others all columns.
+                # Of local files DuckDB reads what it needs, of others all columns.
                 connection.read_parquet([file.path for file in files]).create_view("rollouts")
             else:
                 connection.register("rollouts", rollouts)
@@ -197,10 +159,8 @@ def _in_duckdb(
             raise FileNotFoundError(str(error)) from error
         except duckdb.Error as error:
             first = " ".join(str(error).partition("\n\n")[0].split())  # then it draws a caret
-            raise ConditionError(
-                f"where={where!r} must be an SQL condition on the columns "
-                f"{', '.join(rollouts.schema.names)}: {first}. Correct it."
-            ) from error
+            rule = f"be an SQL condition on the columns {', '.join(rollouts.schema.names)}"
+            raise Problems("where", rule, first, value=where) from error
 
 
 def load_rollouts(
@@ -216,25 +176,29 @@ def load_rollouts(
         best_of_group: how many completions of each group, those of the highest score, 1 or more.
 
     Raises:
-        DataSourceError: a condition that cannot be read, or no rows.
+        Problems: a condition that cannot be read, or no rows.
     """
     try:
         rollouts = open_rollouts([Path(folder)])
         names = re.sub(r"'[^']*'", "", where or "")  # in a text they are words
         learnable = not re.search(r"\b(status|valid)\b", names)
         table = query(rollouts, where=where, columns=_LEARNT_COLUMNS, learnable=learnable)
-    except ValueError as error:
-        raise DataSourceError(f"{name}: {error}") from error
+    except Problems as error:
+        raise error.within(name) from error.__cause__
     if best_of_group is not None:
-        best = _best_rows(Rows(table, folder), best_of_group)
-        table = table.take(pa.array(best, pa.int64()))
+        rows, kept = Rows(table, folder), []
+        samples = rows.column("sample")
+        for group in _ranked_groups(rows):  # all rows of each group's best rollouts
+            best = list(dict.fromkeys(samples[index] for index in group))[:best_of_group]
+            kept += [index for index in group if samples[index] in best]
+        table = table.take(pa.array(kept, pa.int64()))
     description = f"{folder}{f' where {where}' if where else ''}"
     if table.column("messages").null_count == table.num_rows:
         return Rows(table.drop_columns("messages"), description)
-    rows = table.to_pylist()
-    for row in rows:
+    learnt = table.to_pylist()
+    for row in learnt:
         row["messages"] = row["messages"] and json.loads(row["messages"])
-    return Rows(rows, description)
+    return Rows(learnt, description)
 
 
 def _ranked_groups(rows: Rows) -> list[list[int]]:
@@ -252,21 +216,12 @@ def _ranked_groups(rows: Rows) -> list[list[int]]:
     ]
 
 
-def _best_rows(rows: Rows, num_rollouts: int) -> list[int]:
-    """Indices of all rows of each group's best rollouts."""
-    samples, found = rows.column("sample"), []
-    for group in _ranked_groups(rows):
-        best = list(dict.fromkeys(samples[index] for index in group))[:num_rollouts]
-        found += [index for index in group if samples[index] in best]
-    return found
-
-
 def pairs_of_rollouts(rows: Rows) -> Rows:
     """Rows {"prompt", "chosen", "rejected"} from rollouts: the best and the worst completion of
     each group whose scores differ. Other rows are returned unchanged.
 
     Raises:
-        DataSourceError: no group has two scores.
+        Problems: no group has two scores.
     """
     needed = {*_GROUP_COLUMNS, "score", "sample", "prompt", "completion"}
     if "chosen" in rows.columns or not needed <= set(rows.columns):
@@ -281,11 +236,8 @@ def pairs_of_rollouts(rows: Rows) -> Rows:
         alike = [index for index in whole if prompts[index] == prompts[whole[0]]]
         if len(alike) > 1 and scores[alike[0]] > scores[alike[-1]]:
             pairs.append(_pair(rows[alike[0]], rows[alike[-1]]))
-    require(
-        pairs, rows.description, ..., "hold a group with two scores",
-        "the best and the worst of a group become a pair, rollouts of one row each",
-        "Sample more completions of each prompt", DataSourceError,
-    )  # fmt: skip
+    require(pairs, rows.description, ..., "hold a group with two scores, of rollouts of one row "
+            "each", "", "Sample more completions of each prompt")  # fmt: skip
     return Rows(pairs, f"pairs of {rows.description}")
 
 
@@ -313,15 +265,11 @@ def summary(rollouts: ds.Dataset) -> dict[str, dict[str, float]]:
     counted = table.group_by("status").aggregate(
         [("tokens", "sum"), ("score", "mean"), ("row", "sum")]
     )
-    found = {
-        row["status"]: {
-            "completions": row["row_sum"],
-            "tokens": row["tokens_sum"] or 0,
-            "score": row["score_mean"],
-        }
-        for row in counted.to_pylist()
-    }
-    return dict(sorted(found.items()))
+    return {
+        row["status"]: {"completions": row["row_sum"], "tokens": row["tokens_sum"] or 0,
+                        "score": row["score_mean"]}
+        for row in sorted(counted.to_pylist(), key=lambda row: row["status"])
+    }  # fmt: skip
 
 
 def reasons(rollouts: ds.Dataset) -> dict[str, int]:

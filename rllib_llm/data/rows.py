@@ -3,6 +3,7 @@ function of seed and position."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,10 +12,6 @@ from typing import Any
 import numpy as np
 
 from rllib_llm.shared.errors import Problems, did_you_mean, require
-
-
-class DataSourceError(Problems):
-    """A data source that cannot be read, is empty, or lacks a column."""
 
 
 class MadeRows(Sequence):
@@ -82,11 +79,9 @@ class Rows(MadeRows):
         """Columns {new name: old name}, the others as they are; one that already has a new name
         makes way."""
         require_columns(self, columns.values())
-        require(
-            len({*columns.values()}) == len(columns), "columns", dict(columns),
-            "give each column one new name", "a column has one name",
-            "Write the column twice in the data set", DataSourceError,
-        )  # fmt: skip
+        is_unique = len({*columns.values()}) == len(columns)
+        require(is_unique, "columns", dict(columns), "give each column one new name", "",
+                "Write the column twice in the data set")  # fmt: skip
         old_to_new = {old: new for new, old in columns.items()}
         rows = copy.copy(self)
         rows._stored_as = {
@@ -117,32 +112,23 @@ class Rows(MadeRows):
 
 
 def concatenated(parts: Sequence[Rows], description: str) -> Rows:
-    """One behind another; parts in Arrow stay there, where all have the same columns of the same
-    kinds."""
+    """The rows of all parts in order; parts in Arrow stay there, where all have the same columns of
+    the same kinds."""
     is_arrow = not any(part._is_list for part in parts)
     if is_arrow and len({tuple(sorted(part.columns)) for part in parts}) == 1:
         import pyarrow as pa
 
-        try:
-            return Rows(_in_arrow(parts), description)
-        except (pa.ArrowException, ValueError):  # a column of two kinds
-            pass
+        tables = [part._backing for part in parts]
+        with contextlib.suppress(pa.ArrowException, ValueError):  # a column of two kinds
+            if all(part._is_arrow_table for part in parts):
+                return Rows(pa.concat_tables(tables, promote_options="permissive"), description)
+            import datasets
+
+            return Rows(datasets.concatenate_datasets([
+                datasets.Dataset(datasets.table.InMemoryTable(table)) if part._is_arrow_table
+                else table for part, table in zip(parts, tables, strict=True)
+            ]), description)  # fmt: skip
     return Rows([row for part in parts for row in part], description)
-
-
-def _in_arrow(parts: Sequence[Rows]) -> Any:
-    """The backings of parts in Arrow as one."""
-    backings = [part._backing for part in parts]
-    if all(part._is_arrow_table for part in parts):
-        import pyarrow as pa
-
-        return pa.concat_tables(backings, promote_options="permissive")
-    import datasets
-
-    return datasets.concatenate_datasets([
-        datasets.Dataset(datasets.table.InMemoryTable(backing)) if part._is_arrow_table else backing
-        for part, backing in zip(parts, backings, strict=True)
-    ])  # fmt: skip
 
 
 _CHAT_KEYS = {"role", "from", "function"}  # of a message, ShareGPT's, a tool's schema
@@ -155,10 +141,8 @@ _ROLES = {
 
 def _with_roles(value: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A chat in ShareGPT's keys and roles in those of templates; other lists as they are."""
-    if not all(
-        "role" not in e and isinstance(e.get("value"), str) and str(e.get("from")) in _ROLES
-        for e in value
-    ):
+    if not all("role" not in e and isinstance(e.get("value"), str)
+               and str(e.get("from")) in _ROLES for e in value):  # fmt: skip
         return value
     return [
         {"role": _ROLES[each["from"]], "content": each["value"]}
@@ -176,16 +160,13 @@ def _without_nulls(value: Any) -> Any:
 
 
 def require_columns(rows: Rows, names: Iterable[str], setting: str = "column") -> None:
-    """Raises `DataSourceError`, naming the columns there are, where one of `names`, which `setting`
-    gives, is absent."""
+    """Raises Problems, naming the columns there are, where one of `names`, which `setting` gives,
+    is absent."""
     for name in names:
-        if name in rows.columns:
-            continue
-        raise DataSourceError(
-            setting, f"be a column of {rows.description}", f"it has {rows.columns}",
-            did_you_mean(str(name), rows.columns, otherwise="Name another, or rename this one"),
-            name,
-        )  # fmt: skip
+        if name not in rows.columns:
+            meant = did_you_mean(str(name), rows.columns, otherwise="Name another, or rename one")
+            rule, what = f"be a column of {rows.description}", f"it has {rows.columns}"
+            raise Problems(setting, rule, what, meant, name)
 
 
 _NUM_ROUNDS = 8  # of the cipher; four suffice for large sets, small ones want more
@@ -218,11 +199,8 @@ class EpochOrder:
 
 def check_seed(seed: Any, name: str = "seed") -> None:
     """Raises Problems where it is no seed of a cipher."""
-    require(
-        isinstance(seed, (int, np.integer)) and 0 <= seed < 2**64, name, seed,
-        "be a whole number from 0 to 2^64 - 1", "the order of rows is a function of it",
-        "Choose another",
-    )  # fmt: skip
+    is_seed = isinstance(seed, (int, np.integer)) and 0 <= seed < 2**64
+    require(is_seed, name, seed, "be a whole number from 0 to 2^64 - 1", "", "")
 
 
 def permuted(places: np.ndarray, size: int, seed: int, stream: int) -> np.ndarray:

@@ -8,15 +8,15 @@ from __future__ import annotations
 import functools
 import glob
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rllib_llm.data.files import SUFFIXES, missing_file, read_file, rows_of
 from rllib_llm.data.rollouts import is_rollout_folder, load_rollouts
-from rllib_llm.data.rows import DataSourceError, Rows, concatenated
+from rllib_llm.data.rows import Rows, concatenated
 from rllib_llm.shared.dotted import import_dotted, looks_dotted
-from rllib_llm.shared.errors import require, unknown_key
+from rllib_llm.shared.errors import Problem, Problems, require, unknown_key
 from rllib_llm.shared.messages import blamed_on
 from rllib_llm.shared.storage import local_copy
 
@@ -62,19 +62,16 @@ def load_rows(source: Source | None, *, name: str = "data") -> Rows:
             "best_of_group": how many completions of each prompt, those of the highest score}.
 
     Raises:
-        DataSourceError: nothing there, unknown format, a broken line (numbered), or no rows.
+        Problems: nothing there, unknown format, a broken line (numbered), or no rows.
     """
     source, options = _with_options(source, name)
-    with blamed_on(name, source, "give rows", DataSourceError, "Correct the data, or its function"):
+    with blamed_on(name, source, "give rows", remedy="Correct the data, or its function"):
         rows = _read(source, options, name)
     if options.get("columns"):
         rows = rows.renamed(options["columns"])
     if "limit" in options:
         rows = rows.first(options["limit"])
-    require(
-        len(rows), name, ..., "hold at least one row", f"{rows.description} is empty",
-        "Point it at a source with rows", DataSourceError,
-    )  # fmt: skip
+    require(len(rows), name, ..., "hold at least one row", f"{rows.description} is empty", "")
     if SHAREGPT in rows.columns and not _NAMED & {*rows.columns}:
         chat = rows[0][SHAREGPT]
         if isinstance(chat, list) and chat and isinstance(chat[0], dict) and "role" in chat[0]:
@@ -83,9 +80,9 @@ def load_rows(source: Source | None, *, name: str = "data") -> Rows:
 
 
 def check_source(source: Source | None, *, name: str = "data") -> str:
-    """Raises what `load_rows` would where that can be told without reading: a key that is not
-    known, a file that is not there, a dotted path to nothing. Returns the hub id that the rows come
-    from, "" without one: the hub is not asked."""
+    """Raises what `load_rows` would where that is known without reading: a key that is not known, a
+    file that is not there, a dotted path to nothing. Returns the hub id that the rows come from, ""
+    without one: the hub is not asked."""
     source, options = _with_options(source, name)
     hub_id = ""
     for item in source if isinstance(source, (list, tuple)) else [source]:
@@ -118,36 +115,44 @@ def _with_options(source: Any, name: str) -> tuple[Any, dict[str, Any]]:
     """The source to be read, and the further keys of a mapping that says so."""
     if not isinstance(source, Mapping):
         return source, {}
-    unknown = [key for key in source if key not in _SOURCE_KEYS]
-    if unknown:
-        raise DataSourceError(unknown_key(name, key, _SOURCE_KEYS) for key in unknown)
-    require(
-        "path" in source, name, dict(source), "have a 'path'", "nothing says where the rows are",
-        f"Set it to {_ALLOWED}", DataSourceError,
-    )  # fmt: skip
     options = {key: value for key, value in source.items() if key != "path" and value is not None}
+    if found := [*_wrong_options(source, options, name)]:
+        raise Problems(found)
+    return source["path"], options
+
+
+def _wrong_options(
+    source: Mapping[str, Any], options: Mapping[str, Any], name: str
+) -> Iterator[Problem]:
+    for key in source:
+        if key not in _SOURCE_KEYS:
+            yield unknown_key(name, key, _SOURCE_KEYS)
+    if "path" not in source:
+        yield Problem(name, "have a 'path'", "", f"Set it to {_ALLOWED}", dict(source))
     for key in ("limit", "best_of_group"):
         number = options.get(key, 1)
-        require(
-            type(number) is int and number > 0, f"{name}[{key!r}]", number,
-            "be an integer of at least 1", "it counts what is read", "Leave it out for all",
-            DataSourceError,
-        )  # fmt: skip
+        if type(number) is not int or number < 1:
+            yield Problem(f"{name}.{key}", "be an integer of at least 1", value=number)
     columns, where = options.get("columns", {}), options.get("where", "")
-    require(
-        isinstance(columns, Mapping), f"{name}['columns']", columns, "be {new name: old name}",
-        f"it is {type(columns).__name__}", "Write {prompt: question}", DataSourceError,
-    )  # fmt: skip
-    require(
-        isinstance(where, str), f"{name}['where']", where, "be text",
-        "it is an SQL condition on the columns", "Write it as in 'score > 0'", DataSourceError,
-    )  # fmt: skip
-    return source["path"], options
+    if not isinstance(columns, Mapping):
+        yield Problem(f"{name}.columns", "be {new name: old name}", value=columns)
+    if not isinstance(where, str):
+        yield Problem(f"{name}.where", "be an SQL condition such as 'score > 0'", value=where)
 
 
 def _read(source: Any, options: dict[str, Any], name: str) -> Rows:
     if isinstance(source, (str, Path)):
-        return _read_named(str(source), options, name)
+        text = str(source)
+        found = _locate(text, options, name)
+        own = _keys_of(found)
+        _refuse_choices(options, repr(text), name, own)
+        if isinstance(found, list):
+            return _read_files(found, text, name)
+        if not isinstance(found, str):
+            return rows_of(found(), text, name)
+        if own == _OF_ROLLOUTS:
+            return load_rollouts(found, options.get("where"), options.get("best_of_group"), name)
+        return _read_hugging_face(found, options, name)
     what = f"a {type(source).__name__}"
     _refuse_choices(options, what, name, _OF_FUNCTIONS if callable(source) else ())
     if isinstance(source, Rows):
@@ -159,23 +164,17 @@ def _read(source: Any, options: dict[str, Any], name: str) -> Rows:
         return _read_files([Path(item).expanduser() for item in source], source, name)
     if isinstance(source, Iterable) or hasattr(source, "column_names"):
         return rows_of(source, f"{what} of rows", name)
-    raise DataSourceError(
-        name, f"be {_ALLOWED}", f"{type(source).__name__} is none of these",
-        "Pass a path or a list of rows", source,
-    )  # fmt: skip
+    raise Problems(name, f"be {_ALLOWED}", f"{type(source).__name__} is none of these", "", source)
 
 
 def _refuse_choices(
     options: Mapping[str, Any], what: str, name: str, own: tuple[str, ...] = ()
 ) -> None:
-    """Raises DataSourceError for a key that chooses from another kind of source than `what`, whose
-    keys are `own`."""
-    for key in options:
+    """Raises Problems for a key that chooses from another kind of source than `what`, whose keys
+    are `own`."""
+    for key, value in options.items():
         lacking = next((why for keys, why in _LACKING.items() if key in keys and keys != own), "")
-        require(
-            not lacking, f"{name}[{key!r}]", options[key], "be left out", f"{what} {lacking}",
-            "Remove it, or choose the rows beforehand", DataSourceError,
-        )  # fmt: skip
+        require(not lacking, f"{name}.{key}", value, "be left out", f"{what} {lacking}", "")
 
 
 def _read_files(paths: Sequence[Path], source: Any, name: str) -> Rows:
@@ -185,19 +184,6 @@ def _read_files(paths: Sequence[Path], source: Any, name: str) -> Rows:
 
 def _is_file(item: Any) -> bool:
     return isinstance(item, (str, Path)) and Path(item).expanduser().suffix in SUFFIXES
-
-
-def _read_named(text: str, options: dict[str, Any], name: str) -> Rows:
-    found = _locate(text, options, name)
-    own = _keys_of(found)
-    _refuse_choices(options, repr(text), name, own)
-    if isinstance(found, list):
-        return _read_files(found, text, name)
-    if not isinstance(found, str):
-        return rows_of(found(), text, name)
-    if own == _OF_ROLLOUTS:
-        return load_rollouts(found, options.get("where"), options.get("best_of_group"), name)
-    return _read_hugging_face(found, options, name)
 
 
 def _keys_of(found: list[Path] | str | Callable[[], Any]) -> tuple[str, ...]:
@@ -215,10 +201,8 @@ def _locate(text: str, options: dict[str, Any], name: str) -> list[Path] | str |
         return [path]
     if path.is_dir():
         holds_model = any(path.glob("*.safetensors")) or (path / "tokenizer.json").is_file()
-        require(
-            not holds_model, name, text, "be a folder of data", "it holds a model or a tokenizer",
-            "Name the folder or file of the rows", DataSourceError,
-        )  # fmt: skip
+        require(not holds_model, name, text, "be a folder of data", "it holds a model or a "
+                "tokenizer", "Name the folder or file of the rows")  # fmt: skip
         return str(path)
     if any(character in text for character in "*?["):
         matches = sorted(glob.glob(str(path), recursive=True))
@@ -226,11 +210,8 @@ def _locate(text: str, options: dict[str, Any], name: str) -> list[Path] | str |
             return [Path(match) for match in matches]
     if path.suffix in SUFFIXES or text.startswith((".", "/", "~")):
         raise missing_file(path, text, name)
-    if path.suffix.lower() in _UNREAD_SUFFIXES:
-        raise DataSourceError(
-            name, f"end in one of {list(SUFFIXES)}",
-            f"files of the format {path.suffix!r} are not read", "Save it as CSV or Parquet", text,
-        )  # fmt: skip
+    require(path.suffix.lower() not in _UNREAD_SUFFIXES, name, text, f"end in one of "
+            f"{list(SUFFIXES)}", "", "Save it as CSV or Parquet")  # fmt: skip
     if looks_dotted(text):
         found = import_dotted(text, name=name)
         return _bound(found if callable(found) else lambda: found, options, text, name)
@@ -246,11 +227,8 @@ def _bound(
         inspect.signature(function).bind(**kwargs)
     except TypeError as error:
         allowed = list(inspect.signature(function).parameters)
-        raise DataSourceError(
-            f"{name} kwargs", f"be arguments of {text!r}, which has {allowed or 'none'}", error,
-            "Correct them", kwargs,
-        ) from error  # fmt: skip
-
+        rule = f"be arguments of {text!r}, which has {allowed or 'none'}"
+        raise Problems(f"{name}.kwargs", rule, error, value=kwargs) from error
     return functools.partial(function, **kwargs)
 
 
@@ -264,25 +242,22 @@ def _read_hugging_face(text: str, options: dict[str, Any], name: str) -> Rows:
         if (Path(text) / "state.json").exists() or (Path(text) / "dataset_dict.json").exists():
             loaded = datasets.load_from_disk(text)
         else:
-            loaded = datasets.load_dataset(
-                text, options.get("name"), revision=options.get("revision")
-            )
+            revision = options.get("revision")
+            loaded = datasets.load_dataset(text, options.get("name"), revision=revision)
     except (
         OSError, ValueError, IndexError, HfHubHTTPError, HFValidationError,
         datasets.exceptions.DatasetGenerationError,
     ) as error:  # fmt: skip
         looked = f"there is no such file or folder (looked in {str(Path.cwd())!r})"
         found = "the folder is there" if Path(text).is_dir() else looked
-        raise DataSourceError(
+        raise Problems(
             name, f"be {_ALLOWED}", f"{found}, and reading it as a data set failed "
-            f"({type(error).__name__}: {str(error)[:300]})",
-            "Check the spelling, or the connection where it is a hub id", text,
+            f"({type(error).__name__}: {str(error)[:300]})", "Check the spelling, or for a hub id "
+            "the connection", text,
         ) from error  # fmt: skip
     if isinstance(loaded, Mapping):
         wanted = split or ("train" if "train" in loaded or len(loaded) > 1 else next(iter(loaded)))
-        require(
-            wanted in loaded, f"{name} split", wanted, f"be a split of {text!r}",
-            f"it has {list(loaded)}", f"Write {{'path': {text!r}, 'split': ...}}", DataSourceError,
-        )  # fmt: skip
+        require(wanted in loaded, f"{name}.split", wanted, f"be a split of {text!r}",
+                f"it has {list(loaded)}", "")  # fmt: skip
         loaded = loaded[wanted]
     return Rows(loaded, text)

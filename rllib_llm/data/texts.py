@@ -24,11 +24,11 @@ from rllib_llm.data.encoding import (
     parts_of_rows,
     vocabulary_hash,
 )
-from rllib_llm.data.rows import DataSourceError, EpochOrder, Rows
+from rllib_llm.data.rows import EpochOrder, Rows
 from rllib_llm.data.sources import Source, load_rows
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import pad_right
-from rllib_llm.shared.errors import require
+from rllib_llm.shared.errors import Problems, require
 
 LOSS_ON = ("completion", "all")
 TokenizedText = tuple[list[int], list[bool]]  # ids and loss mask
@@ -64,8 +64,8 @@ class BatchSource:
         if cut_before == 0 and self._num_cut:
             warnings.warn(
                 f"{self._num_cut} of the first {self._num_read} texts are longer than max_length="
-                f"{self._max_length} tokens and lose their {self._lost}; later ones lose it "
-                "without a word. Raise max_length, or drop them.",
+                f"{self._max_length} tokens and lose their {self._lost}, as later ones will. Raise "
+                "max_length, or drop them.",
                 stacklevel=2,
             )
         return self._columns(encoded)
@@ -74,24 +74,21 @@ class BatchSource:
         self._num_read += self._texts_of_row
         try:
             return self._encode(self._rows[place], part)
-        except DataSourceError as error:
+        except Problems as error:
             raise error.within(f"row {place} of {self._rows.description}") from error
 
     def _is_stored(self, row: Mapping[str, Any], of: str = "") -> bool:
         """Whether a row has the tokens that a policy of this vocabulary sampled.
 
         Raises:
-            DataSourceError: it is a conversation of another tokenizer.
+            Problems: it is a conversation of another tokenizer.
         """
         if row.get(f"{of}completion_ids") is None:
             return False
         is_own = row.get("tokenizer") == self._vocabulary
-        if not is_own and row.get(f"{of}messages") is not None:
-            raise DataSourceError(
-                "a conversation of a policy must be learnt from with the tokenizer that sampled "
-                "it: its tokens say what the policy said, and another tokenizer's would not. Take "
-                "the model of that run.",
-            )  # fmt: skip
+        require(is_own or row.get(f"{of}messages") is None, "a policy's conversation", ...,
+                "be learnt from with the tokenizer that sampled it", "another one's tokens are "
+                "not what it sampled", "Take the model of that run")  # fmt: skip
         return is_own
 
     @functools.cached_property
@@ -114,28 +111,15 @@ class TextSource(BatchSource):
     `loss_mask`, each [count, L], right-padded."""
 
     def __init__(
-        self,
-        data: Source,
-        *,
-        tokenizer: Any,
-        max_length: int,
-        seed: int = 0,
-        loss_on: str = "completion",
-        shuffle: bool = True,
-        keep_end: bool = False,
-    ):
+        self, data: Source, *, tokenizer: Any, max_length: int, seed: int = 0,
+        loss_on: str = "completion", shuffle: bool = True, keep_end: bool = False,
+    ) -> None:  # fmt: skip
         """`max_length`: tokens kept of each text, from its beginning. `loss_on`: "completion"
         (the prompt's tokens are no targets; a plain text is all target) or "all". `keep_end`:
         a text that is cut keeps its last token, EOS, for judges that read their score there."""
-        require(
-            loss_on in LOSS_ON, "loss_on", loss_on, f"be one of {LOSS_ON}",
-            "it says which tokens are targets", "Use 'completion' to leave prompts out",
-        )  # fmt: skip
-        require(
-            tokenizer.eos_token_id is not None, "tokenizer.eos_token", None, "be a token",
-            "every text ends with it, or the model never learns to stop",
-            "Set tokenizer.eos_token and save the tokenizer again",
-        )  # fmt: skip
+        require(loss_on in LOSS_ON, "loss_on", loss_on, f"be one of {LOSS_ON}", "", "")
+        require(tokenizer.eos_token_id is not None, "tokenizer.eos_token", None, "be a token",
+                "the model would never learn to stop", "Set it and save the tokenizer")  # fmt: skip
         rows = load_rows(data)
         # A rollout is learnt from as it was sampled: it is one row already.
         is_rollouts = "completion_ids" in rows.columns
@@ -184,10 +168,8 @@ class TextSource(BatchSource):
             ids, border = encode_ended(self._tokenizer, prompt, completion)
             return ids, [False] * border + [True] * (len(ids) - border)
         if row.get("text") is not None:
-            ids, _ = encode_ended(self._tokenizer, "", row["text"])
+            ids = encode_ended(self._tokenizer, "", row["text"])[0]
             return ids, [True] * len(ids)
-        raise DataSourceError(
-            f"a row with the columns {sorted(row)}",
-            "have 'text', or 'prompt' and 'completion', or 'messages'", "nothing else is a text",
-            "Rename a column, e.g. with {path: ..., columns: {text: yours}}",
-        )  # fmt: skip
+        raise Problems(f"a row with the columns {sorted(row)}", "have 'text', or 'prompt' and "
+                       "'completion', or 'messages'", "", "Rename a column, e.g. with {path: ..., "
+                       "columns: {text: yours}}")  # fmt: skip

@@ -1,6 +1,6 @@
-"""The tokens that end an assistant's turn, found by what a chat template writes behind one.
+"""The tokens that end an assistant's turn, found by what a chat template writes after one.
 
-    <|im_start|>assistant\\nIt is 2.<|im_end|>\\n     it ends with a token of its own
+    <|im_start|>assistant\\nIt is 2.<|im_end|>\\n     a special token ends it
     <|assistant|>It is 2.<|user|>                   what the next turn begins with ends it
 
 A policy stops at them, and supervised fine-tuning teaches it to.
@@ -42,11 +42,11 @@ class TurnEnds(NamedTuple):
                 return rendered[:place], end
         return rendered.rstrip(), ""
 
-    def behind(self, rendered: str, said: str) -> tuple[str, str] | None:
-        """The turn's end after `said`, and the text after that end."""
-        if not rendered.startswith(said):
+    def behind(self, rendered: str, beginning: str) -> tuple[str, str] | None:
+        """The turn's end after `beginning`, and the text after that end."""
+        if not rendered.startswith(beginning):
             return None
-        rest = rendered[len(said) :]
+        rest = rendered[len(beginning) :]
         for end in sorted({*self}, key=len, reverse=True):
             if rest.startswith(end):
                 return end, rest[len(end) :]
@@ -71,12 +71,10 @@ def find_turn_ends(
     last = last or text
     if text is None or last is None:
         raise refused(
-            name=f"the end of an assistant's turn, {tail[:40]!r},",
-            rule="begin with a special token",
-            reason="what ends the sampled turn would not be what the chat template writes, "
-            "and the next turn would be read after another text",
-            remedy="Give a template that ends turns with the EOS token",
-        )
+            f"the end of an assistant's turn, {tail[:40]!r},", "begin with a special token",
+            "what ends the sampled turn would not be what the chat template writes",
+            "Give a template that ends turns with the EOS token",
+        )  # fmt: skip
     calls = last
     if tool is not None:
         with contextlib.suppress(Problems):  # the proof says what becomes of calls
@@ -92,16 +90,13 @@ def special_texts(tokenizer: Any) -> list[str]:
 
 
 def example_calls(
-    name: str, said: str, answer: str, count: int = 1
+    name: str, text: str, answer: str, count: int = 1
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """A turn with `said` and so many calls of one tool, followed by the tool's answers."""
-    function = {"name": name, "arguments": {"text": said}}
+    """A turn with so many calls of one tool with `text`, followed by the tool's answers."""
+    function = {"name": name, "arguments": {"text": text}}
     ids = [f"call0000{i}" for i in range(count)]
-    calls = [{"type": "function", "id": call_id, "function": function} for call_id in ids]
-    results = [
-        {"role": "tool", "name": name, "tool_call_id": call_id, "content": answer}
-        for call_id in ids
-    ]
+    calls = [{"type": "function", "id": i, "function": function} for i in ids]
+    results = [{"role": "tool", "name": name, "tool_call_id": i, "content": answer} for i in ids]
     return {"role": "assistant", "content": "", "tool_calls": calls}, results
 
 

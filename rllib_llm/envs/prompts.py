@@ -19,7 +19,6 @@ from rllib_llm.data.encoding import (
     render_chat,
 )
 from rllib_llm.data.rows import (
-    DataSourceError,
     EpochOrder,
     Rows,
     check_seed,
@@ -69,7 +68,7 @@ class PromptSource:
 
     Raises:
         Problems: no rows in the split, a prompt of another type, a setting out of range.
-        DataSourceError: the source cannot be read or lacks the column.
+        Problems: the source cannot be read or lacks the column.
     """
 
     def __init__(
@@ -200,7 +199,7 @@ class PromptEncoder:
 
     def check(self, rows: Iterable[PromptRow]) -> None:
         """Raises Problems for a prompt that is too long, where such are refused, and
-        DataSourceError for one that the tokenizer cannot write (chats without a template)."""
+        Problems for one that the tokenizer cannot write (chats without a template)."""
         for row in rows:
             (self._encode_row if self.overflow == "error" else self._tokenize)(row)
 
@@ -239,7 +238,7 @@ class PromptEncoder:
                 text = render_chat(tokenizer, row.prompt, generation_prompt=True, tools=tools)
                 check_text(text)
                 ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-        except DataSourceError as error:
+        except Problems as error:
             raise error.within(f"row {row.index}") from error.__cause__
         if not ids and tokenizer.bos_token_id is not None:
             ids = [tokenizer.bos_token_id]

@@ -23,14 +23,14 @@ from rllib_llm.envs.rlhf import COMMON_DEFAULTS, build_bandit, policy_tokenizer,
 from rllib_llm.envs.settings import check_values, declared
 from rllib_llm.examples.characters import character_tokenizer, small_llama
 from rllib_llm.modules.tokenizer import eos_token_ids
-from rllib_llm.shared.errors import Problems
+from rllib_llm.shared.errors import require
 from rllib_llm.shared.setting import Settings, setting
 
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 MODEL = "rllib_llm.examples.arithmetic.build_model"
 
 
-class Sums(Settings):
+class ArithmeticSums(Settings):
     """How hard the problems are, and what they are worth."""
 
     digits: int = setting(1, "the length of each number, which says how hard", least=1, most=9)
@@ -42,7 +42,7 @@ class Sums(Settings):
 
 DEFAULTS: dict[str, Any] = {
     **COMMON_DEFAULTS,
-    **declared(Sums),
+    **declared(ArithmeticSums),
     "model": MODEL,
     "eval_fraction": 0.1,
     "max_prompt_len": 16,
@@ -63,22 +63,14 @@ def create(env_config: Mapping[str, Any]) -> BanditEnv:
     chosen = {name: settings[name] for name in ("digits", "operations", "num_problems")}
     problems = ArithmeticProblems(**chosen)
     tokenizer = policy_tokenizer(settings)
-    ends = eos_token_ids(tokenizer)
     return build_bandit(
-        settings,
-        tokenizer=tokenizer,
-        prompts=problems,
-        prompt_column="prompt",
+        settings, tokenizer=tokenizer, prompts=problems, prompt_column="prompt",
         rewards=[
             {"function": correct, "weight": settings["correct_weight"]},
-            {
-                "function": answer_format,
-                "name": "format",
-                "weight": settings["format_weight"],
-                "kwargs": {"stop_token_ids": ends},
-            },
+            {"function": answer_format, "name": "format", "weight": settings["format_weight"],
+             "kwargs": {"stop_token_ids": eos_token_ids(tokenizer)}},
         ],
-    )
+    )  # fmt: skip
 
 
 def correct(completions: Sequence[str], answer: Sequence[int]) -> list[float]:
@@ -114,11 +106,8 @@ class ArithmeticProblems(MadeRows):
 
     def __init__(self, digits: int = 1, operations: str = "+", num_problems: int = 10_000) -> None:
         check_values(DEFAULTS, digits=digits, operations=operations, num_problems=num_problems)
-        if any(sign not in OPERATIONS for sign in operations):
-            raise Problems(
-                f"operations={operations!r} must be one or more of {''.join(OPERATIONS)!r}: other "
-                "signs have no verified answer. Write them as one text such as '+-'.",
-            )  # fmt: skip
+        is_known = set(operations) <= set(OPERATIONS)
+        require(is_known, "operations", operations, "be of '+-*', as one text", "", "")
         self._limit = 10**digits
         self._operations = "".join(dict.fromkeys(operations))
         self._total = len(self._operations) * self._limit**2
@@ -136,22 +125,14 @@ class ArithmeticProblems(MadeRows):
 
 
 def sft_texts(
-    digits: int = 1,
-    operations: str = "+",
-    num_problems: int = 10_000,
-    split: str = "train",
-    eval_fraction: float = 0.1,
-    split_seed: int = 0,
-) -> list[dict[str, str]]:
+    digits: int = 1, operations: str = "+", num_problems: int = 10_000, split: str = "train",
+    eval_fraction: float = 0.1, split_seed: int = 0,
+) -> list[dict[str, str]]:  # fmt: skip
     """Rows {"prompt", "completion"} of solved problems, the environment's held-out ones apart."""
     source = PromptSource(
-        ArithmeticProblems(digits, operations, num_problems),
-        shuffle=False,
-        prompt_column="prompt",
-        split=split,
-        eval_fraction=eval_fraction,
-        split_seed=split_seed,
-    )
+        ArithmeticProblems(digits, operations, num_problems), shuffle=False, prompt_column="prompt",
+        split=split, eval_fraction=eval_fraction, split_seed=split_seed,
+    )  # fmt: skip
     return [
         {"prompt": row.prompt, "completion": str(row.columns["answer"])}
         for row in source.rows(0, len(source))

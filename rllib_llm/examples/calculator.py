@@ -1,7 +1,7 @@
 """rllib_llm/Calculator-v0: sums that want a calculator, the smallest task with a tool.
 
-"347*2958=" is beyond what a small model can do in its head. It may call the calculator, read the
-result and say it. Everything is generated: `build_model` makes the model and a tokenizer whose
+"347*2958=" is too hard for a small model alone. It may call the calculator, read the result and
+repeat it. Everything is generated: `build_model` makes the model and a tokenizer whose
 chat template knows tools, `sft_rows` conversations to start it with, few of which use the tool.
 """
 
@@ -27,7 +27,7 @@ from rllib_llm.examples.characters import (
     sft_conversations,
     small_llama,
 )
-from rllib_llm.shared.errors import Problems
+from rllib_llm.shared.errors import require
 from rllib_llm.shared.setting import Settings, setting
 
 MODEL = "rllib_llm.examples.calculator.build_model"
@@ -36,7 +36,7 @@ _CHARACTERS = "0123456789+-*=. "
 _STREAM = 41  # key of the problems' random numbers
 
 
-class Sums(Settings):
+class CalculatorSums(Settings):
     """How hard the sums are."""
 
     digits: tuple[int, int] = setting((3, 4), "the least and the most digits of a number")
@@ -51,7 +51,7 @@ class Calculator(ConversationEnv):
         "model": MODEL,
         "eval_fraction": 0.05,
         "max_turns": 3,
-        **declared(Sums),
+        **declared(CalculatorSums),
     }
 
     def tools(self) -> Sequence[Any]:
@@ -70,11 +70,9 @@ def problems(
 ) -> list[dict[str, str]]:
     """Rows {"prompt": "347*2958=", "answer": "1026426"}, each a function of its index alone."""
     least, most = 10 ** (digits[0] - 1), 10 ** digits[1]
-    if not 1 <= digits[0] <= digits[1] or set(operations) - set("+-*") or not operations:
-        raise Problems(
-            f"digits={digits!r}, operations={operations!r} must be (least, most) and of '+-*': "
-            "they say how hard the sums are. Take (3, 4) and '+-*'.",
-        )  # fmt: skip
+    require(1 <= digits[0] <= digits[1], "digits", digits, "be (least, most)", "", "")
+    is_known = operations and set(operations) <= set("+-*")
+    require(is_known, "operations", operations, "be of '+-*', as one text", "", "")
     generator = torch.Generator().manual_seed(_STREAM)
     numbers = torch.randint(least, most, (num_problems, 2), generator=generator).tolist()
     signs = torch.randint(len(operations), (num_problems,), generator=generator).tolist()

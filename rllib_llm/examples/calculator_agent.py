@@ -1,6 +1,6 @@
 """An agent for `rllib_llm/Agent-v0`: it has the policy work out sums, with a calculator.
 
-It is what anybody would write against OpenAI's client, and knows nothing of training.
+It is an ordinary program for OpenAI's client, and knows nothing of training.
 """
 
 from __future__ import annotations

@@ -84,10 +84,10 @@ class SftTurn(NamedTuple):
     """A question, the arguments of the tool call that answers it, its result, and the final
     reply."""
 
-    asked: str
+    question: str
     arguments: dict[str, str]
     result: str
-    said: str
+    reply: str
 
 
 def sft_conversations(
@@ -95,33 +95,28 @@ def sft_conversations(
 ) -> list[dict[str, Any]]:
     """Conversations {"messages", "tools"}. A share `call_share` of them, drawn with `seed`, calls
     the tool; the others answer directly."""
-    tool = schema["function"]["name"]
+    tool, call_id = schema["function"]["name"], "call00000"
     order = permuted(np.arange(num_rows), num_rows, seed, 1).tolist()
     rows = []
     for place, turn in zip(order, turns, strict=True):
-        question, answer = _said("user", turn.asked), _said("assistant", turn.said)
-        called = _called(tool, turn) if place < call_share * num_rows else []
-        rows.append({"messages": [question, *called, answer], "tools": [schema]})
+        function = {"name": tool, "arguments": turn.arguments}
+        call = {"type": "function", "id": call_id, "function": function}
+        used = [
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "name": tool, "tool_call_id": call_id, "content": turn.result},
+        ]
+        messages = [
+            {"role": "user", "content": turn.question},
+            *(used if place < call_share * num_rows else ()),
+            {"role": "assistant", "content": turn.reply},
+        ]
+        rows.append({"messages": messages, "tools": [schema]})
     return rows
-
-
-def _said(role: str, content: str) -> dict[str, Any]:
-    return {"role": role, "content": content}
-
-
-def _called(tool: str, turn: SftTurn) -> list[dict[str, Any]]:
-    """A call and its result, as messages."""
-    function = {"name": tool, "arguments": turn.arguments}
-    call = {"type": "function", "id": "call00000", "function": function}
-    return [
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "name": tool, "tool_call_id": "call00000", "content": turn.result},
-    ]
 
 
 def says_answer(conversation: Conversation) -> float:
     """1 where the last words are the task's answer, else 0."""
-    assert conversation.reply is not None, "somebody has spoken"
+    assert conversation.reply is not None, "the policy has answered"
     return float(conversation.reply.content.strip() == conversation.task["answer"])
 
 

@@ -1,7 +1,8 @@
 """rllib_llm/Lookup-v0: facts that stand in texts alone, the smallest task with a search.
 
-"kqx?" is asked, and "417" is right because a passage says "kqx: 417". Nobody can know it: the
-policy may search in its first turn, and say in its second what was found. Everything is generated:
+"kqx?" is asked, and "417" is right because a passage says "kqx: 417". It can only be looked up:
+the policy may search in its first turn, and repeat in its second what was found. Everything is
+generated:
 `build_model` makes the model and its tokenizer, `sft_rows` conversations to start it with.
 """
 

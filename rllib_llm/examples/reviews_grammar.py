@@ -29,6 +29,7 @@ from rllib_llm.examples.reviews_sentences import (
     heads_of,
     tables,
 )
+from rllib_llm.shared.errors import require
 
 UNGRAMMATICAL_SCORE = -3.0
 MOODS = (0.05, 0.5, 0.95)  # a writer's chance of a good opinion, one mood for a whole review
@@ -70,13 +71,9 @@ def openings(split: str = "train") -> tuple[Opening, ...]:
     """Return the openings of a split, in a fixed order; no head is in both splits.
 
     Raises:
-        ValueError: `split` is neither "train" nor "eval".
+        Problems: `split` is neither "train" nor "eval".
     """
-    if split not in SPLITS:
-        raise ValueError(
-            f"split={split!r} must be one of {SPLITS}: the openings come in these two parts. "
-            'Use "train" to learn from and "eval" to judge with.'
-        )
+    require(split in SPLITS, "split", split, f"be one of {SPLITS}", "", "")
     return tuple(
         Opening(kind, head, tail)
         for shift, kind in enumerate(KINDS)
@@ -138,13 +135,6 @@ def _opinions() -> dict[str, int]:
     return {text: sentiment for role in roles for text, sentiment in role.sentiments.items()}
 
 
-Split = Callable[[str], list[str]]
-
-
-def _words(text: str) -> list[str]:
-    return text.split(" ")
-
-
 def _sentences(text: str) -> list[str]:
     return re.split(r"(?<=\.) ", text.strip())
 
@@ -152,8 +142,9 @@ def _sentences(text: str) -> list[str]:
 # --- what goes wrong in a text that is no review -----------------------------------------------
 
 
-FAULTS = (
-    *((_words, change) for change in ("drop", "double", "swap", "borrow")),
+Split = Callable[[str], list[str]]
+FAULTS: tuple[tuple[Split, str], ...] = (
+    *((lambda text: text.split(" "), change) for change in ("drop", "double", "swap", "borrow")),
     *((_sentences, change) for change in ("drop", "repeat", "borrow")),
 )
 
@@ -163,8 +154,7 @@ def faulty(text: str, fault: tuple[Split, str], rng: random.Random) -> str:
     split, change = fault
     parts = split(text)
     if change == "borrow":
-        others = split(complete(rng.choice(openings()), rng))
-        borrowed = rng.choice(others)
+        borrowed = rng.choice(split(complete(rng.choice(openings()), rng)))
         parts[rng.randrange(len(parts))] = borrowed
         return " ".join(parts)
     place = rng.randrange(len(parts) - (change == "swap"))
@@ -210,19 +200,15 @@ def pretraining_texts(n: int = 8000, seed: int = 0) -> list[dict[str, str]]:
 
 
 def preference_pairs(
-    n: int = 4000,
-    seed: int = 0,
-    split: str = "train",
-    noise: float = 0.1,
-    spoilt: float = 0.1,
+    n: int = 4000, seed: int = 0, split: str = "train", noise: float = 0.1, spoilt: float = 0.1,
     min_gap: float = 2.0,
-) -> list[dict[str, str]]:
+) -> list[dict[str, str]]:  # fmt: skip
     """Return n {"prompt", "chosen", "rejected"} rows: two completions of one opening.
 
-    The one of higher gold score is chosen (they are at least `min_gap` apart, since nobody asks
-    people to compare what is alike), except in exactly round(noise * n) rows, whose labels
-    are the wrong way round. In a share `spoilt` of the rows (each with this chance) one completion
-    has a fault and is no review any more.
+    The one of higher gold score is chosen (they are at least `min_gap` apart, as comparisons of
+    people are), except in exactly round(noise * n) rows, whose labels are the wrong way round. In
+    a share `spoilt` of the rows (each with this chance) one completion has a fault and is no review
+    any more.
     """
     rng = random.Random(f"pairs {split} {seed}")
     choices = openings(split)

@@ -27,26 +27,18 @@ def build_tokenizer(vocab_size: int = 512) -> PreTrainedTokenizerFast:
     bpe.decoder = decoders.ByteLevel()
     specials = [PAD, BOS, EOS, UNK]
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=specials,
-        initial_alphabet=ALPHABET,
+        vocab_size=vocab_size, special_tokens=specials, initial_alphabet=ALPHABET,
         show_progress=False,
-    )
+    )  # fmt: skip
     texts = (row["text"] for row in pretraining_texts(TOKENIZER_TEXTS, seed=0))
     bpe.train_from_iterator(texts, trainer)
     bpe.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, specials.index(BOS))]
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        pad_token=PAD,
-        bos_token=BOS,
-        eos_token=EOS,
-        unk_token=UNK,
-        padding_side="left",
-        model_max_length=MAX_POSITIONS,
-        clean_up_tokenization_spaces=False,
-    )
+        tokenizer_object=bpe, pad_token=PAD, bos_token=BOS, eos_token=EOS, unk_token=UNK,
+        padding_side="left", model_max_length=MAX_POSITIONS, clean_up_tokenization_spaces=False,
+    )  # fmt: skip
 
 
 def build_model(

@@ -30,43 +30,22 @@ class Kind:
 
 
 KINDS = (
-    Kind(
-        "coffee maker",
-        ("lid", "timer", "filter"),
-        ("brews in two minutes", "never spills a drop"),
-        ("leaks all over", "burns every cup"),
-    ),
-    Kind(
-        "guitar",
-        ("neck", "bridge", "case"),
-        ("stays in tune", "makes every song shine"),
-        ("falls out of tune", "scares the cat"),
-    ),
-    Kind(
-        "backpack",
-        ("strap", "zipper", "pocket"),
-        ("fits under every seat", "keeps out the rain"),
-        ("smells of fish", "fell apart in one week"),
-    ),
-    Kind(
-        "tent",
-        ("pole", "floor", "roof"),
-        ("goes up in ten seconds", "laughs at the wind"),
-        ("lets in the bugs", "smells of wet dog"),
-    ),
-    Kind(
-        "novel",
-        ("plot", "ending", "cover"),
-        ("kept me up all night", "made me laugh on the train"),
-        ("put me to sleep", "gives away the murderer"),
-    ),
-    Kind(
-        "bicycle",
-        ("saddle", "bell", "chain"),
-        ("climbs every hill", "turns on a coin"),
-        ("squeaks all day", "goes nowhere fast"),
-    ),
-)
+    Kind("coffee maker", ("lid", "timer", "filter"),
+         ("brews in two minutes", "never spills a drop"), ("leaks all over", "burns every cup")),
+    Kind("guitar", ("neck", "bridge", "case"),
+         ("stays in tune", "makes every song shine"), ("falls out of tune", "scares the cat")),
+    Kind("backpack", ("strap", "zipper", "pocket"),
+         ("fits under every seat", "keeps out the rain"),
+         ("smells of fish", "fell apart in one week")),
+    Kind("tent", ("pole", "floor", "roof"),
+         ("goes up in ten seconds", "laughs at the wind"),
+         ("lets in the bugs", "smells of wet dog")),
+    Kind("novel", ("plot", "ending", "cover"),
+         ("kept me up all night", "made me laugh on the train"),
+         ("put me to sleep", "gives away the murderer")),
+    Kind("bicycle", ("saddle", "bell", "chain"),
+         ("climbs every hill", "turns on a coin"), ("squeaks all day", "goes nowhere fast")),
+)  # fmt: skip
 
 # The opening of a review: a head, which names the thing, and a tail.
 OWNERS = ("aunt", "uncle", "boss", "sister", "brother", "neighbor", "cousin", "dentist")
@@ -77,15 +56,9 @@ HEADS = (
     "{This} came",
 )
 TAILS = (
-    "last week",
-    "in June",
-    "on a whim",
-    "by mistake",
-    "two months ago",
-    "after a long wait",
-    "for my birthday",
-    "in a huge box",
-)
+    "last week", "in June", "on a whim", "by mistake", "two months ago", "after a long wait",
+    "for my birthday", "in a huge box",
+)  # fmt: skip
 
 # Said of any thing and any part; neither graded nor negated.
 PRAISE = ("wonderful", "lovely", "superb", "brilliant")
@@ -102,24 +75,11 @@ GENERAL, OWN = {+1: PRAISE, -1: BLAME}, {+1: GOOD, -1: BAD}
 ADVERBS, FEELINGS = {+1: GLAD, -1: SAD}, {+1: LOVE, -1: HATE}
 
 VERDICTS = {
-    +1: (
-        "Five stars.",
-        "I would buy it again.",
-        "It is worth every cent.",
-        "My friends all want it now.",
-    ),
-    0: (
-        "Three stars.",
-        "It does the job.",
-        "You get what you pay for.",
-    ),
-    -1: (
-        "One star.",
-        "I sent it back.",
-        "I want my money back.",
-        "I gave it to my worst enemy.",
-    ),
-}
+    +1: ("Five stars.", "I would buy it again.", "It is worth every cent.",
+         "My friends all want it now."),
+    0: ("Three stars.", "It does the job.", "You get what you pay for."),
+    -1: ("One star.", "I sent it back.", "I want my money back.", "I gave it to my worst enemy."),
+}  # fmt: skip
 
 FORM_WEIGHTS = (3, 5, 2, 2)  # of the forms of body, in the order of `tables`
 Sentence = tuple[str, int]
@@ -182,7 +142,7 @@ def heads_of(kind: Kind) -> list[str]:
 
 
 def _said_of(subjects: list[str], deeds: list[Sentence]) -> list[list[Sentence]]:
-    """Return the forms of what is said of subjects: one opinion, two, and one behind an adverb."""
+    """Return the forms of opinions on subjects: one opinion, two, and one after an adverb."""
     claims = [
         (f"{subject} is {word}", sign)
         for sign in OWN

@@ -39,7 +39,7 @@ class TwentyQuestions(ConversationEnv):
         return [{"prompt": ask, "secret": secret} for secret in range(1, highest + 1)]
 
     def respond(self, conversation: Conversation) -> Response:
-        assert conversation.reply is not None, "somebody has asked"
+        assert conversation.reply is not None, "the policy has asked"
         found = _NUMBER.search(conversation.reply.content)
         cost = -self.settings["cost"]
         if found is None:

@@ -1,6 +1,6 @@
 """The calculator's sums as a task set of verifiers, for `rllib_llm/Verifiers-v0`.
 
-It is what anybody would write for verifiers 0.4, and knows nothing of this package but its sums.
+It is an ordinary one for verifiers 0.4, and knows nothing of this package but its sums.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class SumData(vf.TaskData):
     answer: str
 
 
-class Calculator(vf.Toolset[vf.ToolsetConfig, vf.State]):
+class CalculatorTools(vf.Toolset[vf.ToolsetConfig, vf.State]):
     """One tool, `calculator`."""
 
     TOOL_PREFIX = None
@@ -35,7 +35,7 @@ class SumTask(vf.Task[SumData]):
 
     @classmethod
     def toolsets(cls, config: vf.TaskConfig) -> list[vf.Toolset]:
-        return [Calculator(vf.ToolsetConfig())]
+        return [CalculatorTools(vf.ToolsetConfig())]
 
     @vf.reward
     async def right(self, trace: vf.Trace) -> float:

@@ -96,13 +96,11 @@ OWNERS: Mapping[str, str] = {
 REMEDIES: Mapping[str, str] = {
     "sampler": "raise num_env_runners or sampling_batch_size, or lower max_new_tokens",
     "judge": "make the reward function async or faster, quantise the reward model, or raise "
-    "num_env_runners: each sampler judges its own completions",
-    "tools": "make the tools faster or raise how many conversations run at once; num_env_runners "
-    "adds processes that wait at the same time",
-    "learner": "raise num_learners, lower num_epochs, use mixed_precision='bf16' or lora; "
-    "sampling ahead (max_staleness) hides the sampler's part, not this one",
-    "evaluation": "raise evaluation_interval, lower evaluation_duration, or raise "
-    "evaluation_num_env_runners",
+    "num_env_runners: each sampler judges its completions",
+    "tools": "make the tools faster, or raise num_env_runners or the conversations run at once",
+    "learner": "raise num_learners, lower num_epochs, use mixed_precision='bf16' or lora",
+    "evaluation": "raise evaluation_interval or evaluation_num_env_runners, or lower "
+    "evaluation_duration",
     "checkpoints": "raise checkpoint_interval_s, or store runs on a faster disk",
     "weights": "use lora, dtype='bfloat16' or another weights_transport; max_staleness hides it",
 }  # fmt: skip
@@ -125,20 +123,17 @@ class Diagnosis:
 def diagnose(seconds: Mapping[str, float], has_samplers: bool = False) -> Diagnosis:
     """The diagnosis of the learner's `seconds` by phase, of a few iterations; `has_samplers`: there
     are sampler processes, whose number can be changed."""
-    by_owner: dict[str, float] = {}
-    for phase, value in seconds.items():
-        owner = OWNERS.get(phase)
-        if owner is not None:
-            by_owner[owner] = by_owner.get(owner, 0.0) + value
+    by_owner = dict.fromkeys(OWNERS.values(), 0.0)
+    for phase, owner in OWNERS.items():
+        by_owner[owner] += seconds.get(phase, 0.0)
     total = sum(by_owner.values())
     if total <= 0:
         return Diagnosis("", 0.0, "nothing is known before the first iteration has ended")
     starting = seconds.get(STARTING, 0.0)
     if starting > total:
-        text = (
-            f"starting took most of the time so far ({starting:.0f} s of {starting + total:.0f} s)"
-        )
-        return Diagnosis("", 0.0, f"{text}; what limits the run is told some iterations later")
+        took = f"({starting:.0f} s of {starting + total:.0f} s)"
+        return Diagnosis("", 0.0, f"starting took most of the time so far {took}; what limits the "
+                         "run shows some iterations later")  # fmt: skip
     bound = max(by_owner, key=by_owner.__getitem__)
     share = by_owner[bound] / total
     phases = [phase for phase, owner in OWNERS.items() if owner == bound]

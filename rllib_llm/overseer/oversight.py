@@ -2,8 +2,8 @@
 commands that a trial carries out.
 
 A thread reports once a second and brings commands back. Nothing waits for it, and it waits for
-nothing long: an overseer that is dead or hangs is missed by nobody but those who ask for the run's
-status. A trial carries commands out between two iterations, and never within one:
+nothing long: a run does not need its overseer, only its status and commands do. A trial carries
+commands out between two iterations, and never within one:
 
     iteration ─▶ commands ─▶ result ─▶ Tune saves ─▶ iteration ...
                   └ paused: here, until it is resumed, or a result is wanted
@@ -17,7 +17,7 @@ import queue
 import threading
 import time
 import uuid
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -43,21 +43,16 @@ class Link:
     Args:
         folder: of the Tune run.
         part: its name, unique in the run.
-        describe: gives what there is to say of it now, called in the link's thread.
+        describe: returns the part's facts, called in the link's thread.
         open: gives the overseer's handle.
         restarts_hung: whether an overseer that gives no answers any more is ended, so that Ray
             starts it anew.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        part: str,
-        describe: Callable[[], Mapping[str, Any]],
-        open: Callable[[Path], Any] = open_overseer,
-        *,
-        restarts_hung: bool = False,
-    ) -> None:
+        self, folder: Path, part: str, describe: Callable[[], Mapping[str, Any]],
+        open: Callable[[Path], Any] = open_overseer, *, restarts_hung: bool = False,
+    ) -> None:  # fmt: skip
         self._commands: queue.Queue[dict[str, Any]] = queue.Queue()
         self._folder, self._part, self._describe, self._open = folder, part, describe, open
         self._incarnation = uuid.uuid4().hex
@@ -67,11 +62,9 @@ class Link:
         self._overseer: NamedActor | None = None
         self._restarts_hung = restarts_hung
         self._fixed = {
-            "part": part,
-            "incarnation": self._incarnation,
-            "pid": os.getpid(),
+            "part": part, "incarnation": self._incarnation, "pid": os.getpid(),
             "node": ray.get_runtime_context().get_node_id()[:8],
-        }
+        }  # fmt: skip
         self._thread = threading.Thread(target=self._run, name="overseer-link", daemon=True)
         self._thread.start()
 
@@ -94,7 +87,7 @@ class Link:
         self._wake.set()
 
     def close(self) -> None:
-        """Ends the thread, the last answers being told."""
+        """Ends the thread, after it has sent the last answers."""
         self._ended.set()
         self._wake.set()
         self._thread.join(SECONDS_TO_LEAVE)
@@ -156,8 +149,8 @@ class Orders:
         self._iteration = 0
 
     def after_iteration(self, iteration: int) -> dict[str, bool]:
-        """Carries out what there is; a paused trial waits here, its result with it. Gives the marks
-        for that result."""
+        """Carries out the commands; a paused trial waits here, its result with it. Returns the
+        marks for that result."""
         self._iteration = iteration
         while (command := self._link.next_command()) is not None:
             self._carry_out(command)
@@ -166,7 +159,7 @@ class Orders:
         return marks
 
     def before_iteration(self) -> dict[str, bool]:
-        """Waits where the trial is paused, and gave its result away only to be saved. Gives the
+        """Waits where the trial is paused, and returned its result only to be saved. Returns the
         mark of a run that is to stop there: its last result is saved, no iteration is to follow."""
         self._wait(lambda: False)
         marks, self._marks = self._marks, {}  # the iteration before this is saved already
@@ -182,20 +175,18 @@ class Orders:
 
     def _carry_out(self, command: Mapping[str, Any]) -> None:
         try:
-            text = self._do(command)
+            self._link.answer(command, self._result_of(command))
         except ValueError as error:
             self._link.answer(command, str(error), refused=True)
-        else:
-            self._link.answer(command, text)
 
-    def _do(self, command: Mapping[str, Any]) -> str:
+    def _result_of(self, command: Mapping[str, Any]) -> str:
         name, iteration = command["name"], self._iteration
         if name == "pause":
             self.paused = True
             return f"paused after iteration {iteration}"
         if name == "resume":
             was_paused, self.paused = self.paused, False
-            return f"goes on after iteration {iteration}" if was_paused else "it was not paused"
+            return f"resumes after iteration {iteration}" if was_paused else "it was not paused"
         if name == "scale":
             return self._algorithm.scale_samplers(command["arguments"]["samplers"])
         self._marks[SHOULD_CHECKPOINT] = True
@@ -272,25 +263,24 @@ class Oversight(_Watched):
         super().close()
         self._orders = None
 
-    # --- what it tells -----------------------------------------------------------------------
+    # --- reports -----------------------------------------------------------------------------
 
     def doing(self, activity: str, phase: str | None) -> None:
-        """Notes what this process does from now on."""
+        """Sets this process's activity."""
         self._activity = activity
         if phase is not None:
             self.clock.enter(phase)
 
     def waited(self, seconds: float, of_samplers: Mapping[str, float]) -> None:
         """Attributes the last `seconds` of waiting to the samplers' activities: `WAITS`."""
-        parts: dict[str, float] = {}
+        parts = dict.fromkeys(WAITS.values(), 0.0)
         for name, phase in WAITS.items():
-            value = float(of_samplers.get(name, 0.0))
-            parts[phase] = parts.get(phase, 0.0) + max(0.0, value)
+            parts[phase] += max(0.0, float(of_samplers.get(name, 0.0)))
         # Tools run while a conversation is sampled.
         tools = parts[diagnosis.FOR_TOOLS]
         parts[diagnosis.FOR_COMPLETIONS] = max(0.0, parts[diagnosis.FOR_COMPLETIONS] - tools)
         self.clock.split(diagnosis.WAITING, seconds, parts)
-        # Work that was done before anyone waited held nobody up.
+        # Work that was done before the learner waited did not delay it.
         self._samplers_starved += min(seconds, float(of_samplers.get("starved_seconds", 0.0)))
 
     def end_iteration(self, iteration: int) -> dict[str, float]:
@@ -308,22 +298,19 @@ class Oversight(_Watched):
 
     def recent_seconds(self) -> dict[str, float]:
         """Seconds by phase of the last iterations, from which a diagnosis is made."""
-        recent: dict[str, float] = {}
+        recent: Counter[str] = Counter()
         for lap in self._recent:
-            for name, value in lap.items():
-                recent[name] = recent.get(name, 0.0) + value
-        return recent
+            recent.update(lap)  # type: ignore[arg-type]  # of seconds
+        return dict(recent)  # type: ignore[arg-type]
 
     def _describe(self) -> dict[str, Any]:
         return {
-            **super()._describe(),
-            "iteration": self._iteration,
-            "activity": self._activity,
+            **super()._describe(), "iteration": self._iteration, "activity": self._activity,
             "recent_seconds": self.recent_seconds(),
             "paused": self._orders is not None and self._orders.paused,
-        }
+        }  # fmt: skip
 
-    # --- what it is told ---------------------------------------------------------------------
+    # --- commands ----------------------------------------------------------------------------
 
     def before_iteration(self) -> dict[str, bool]:
         """See `Orders`."""
@@ -356,7 +343,7 @@ class SamplerWatch(_Watched):
 
     @property
     def on_step(self) -> Callable[[], None] | None:
-        """The callback of a decode loop after each token; None if nobody listens."""
+        """The callback of a decode loop after each token; None without a listener."""
         return None if self._link is None and self._say is None else self._token
 
     def begin(self, position: int, num_prompts: int) -> None:

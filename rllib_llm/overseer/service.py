@@ -2,8 +2,8 @@
 that holds it, created by the first trial that needs it; and its client, what `rllib status`, `rllib
 pause` ... use. HTTP on loopback only, authenticated by the run's token.
 
-It observes and relays: processes report to it and ask it for commands, and nobody waits for it.
-Started again, it is empty, and knows everything again after each has reported once.
+It observes and relays: processes report to it and ask it for commands, and none waits for it.
+After a restart it is empty, and knows everything again once each has reported.
 
 GET  /health /status /topology /metrics      GET /commands?id=1&id=2
 POST /commands  {"name": "scale", "arguments": {"samplers": 4}}   →  {"commands": [{"id", ...}]}
@@ -38,7 +38,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rllib_llm.overseer.diagnosis import diagnose
-from rllib_llm.shared.errors import Problems
+from rllib_llm.shared.errors import Problems, require
 from rllib_llm.shared.remote import NAMESPACE
 from rllib_llm.shared.run_layout import RunFolder, name_one
 from rllib_llm.shared.storage import place, read_json
@@ -48,12 +48,8 @@ WAITING, DONE, REFUSED = "waiting", "done", "refused"
 LOST = "lost"  # the overseer that knew of it has ended
 _OTHERWISE = (
     "Start the run with `--set overseer=true` and name its folder as `rllib train` shows it; if it "
-    "has only just begun, wait for its first iteration."
+    "has just begun, wait for its first iteration"
 )
-
-
-class CommandError(ValueError):
-    """An unknown command, or one with missing arguments."""
 
 
 @dataclass
@@ -61,8 +57,8 @@ class Command:
     """One command to one process.
 
     id: counts up; a process carries out each once, however often it hears of it.
-    part: whom it is for.
-    incarnation: the process that was there when the command was given; one that was started in its
+    part: the recipient.
+    incarnation: the process that existed when the command was given; one that was started in its
         place refuses it.
     """
 
@@ -76,22 +72,14 @@ class Command:
 
 
 def check_command(name: str, arguments: dict[str, Any]) -> None:
-    """Raises CommandError unless a run can be told so."""
-    if name not in NAMES:
-        raise CommandError(
-            f"command={name!r} must be one of {NAMES}: a run knows no other. Choose one."
-        )
+    """Raises Problems unless a run takes this command."""
+    require(name in NAMES, "command", name, f"be one of {NAMES}", "", "")
     if name == "scale":
         samplers = arguments.get("samplers")
-        if isinstance(samplers, bool) or not isinstance(samplers, int) or samplers < 1:
-            raise CommandError(
-                f"samplers={samplers!r} must be a whole number of at least 1: it counts samplers. "
-                "Write rllib scale RUN --samplers 2."
-            )
-    elif arguments:
-        raise CommandError(
-            f"arguments={arguments!r} must be left out: {name} takes none. Drop them."
-        )
+        is_count = type(samplers) is int and samplers >= 1
+        require(is_count, "samplers", samplers, "be a whole number of at least 1", "", "")
+    else:
+        require(not arguments, "arguments", arguments, "be left out", f"{name} takes none", "")
 
 
 SILENT_SECONDS = 15.0  # after which a part counts as silent
@@ -115,8 +103,8 @@ class Overseer:
         """Stores a part's report and returns its unanswered commands.
 
         Args:
-            report: "part" (its name), "kind", "trial", "incarnation", "pid", "node", and whatever
-                else it has to say; "answers" to commands: [{"id", "state", "answer"}].
+            report: "part" (its name), "kind", "trial", "incarnation", "pid", "node", and further
+                facts; "answers" to commands: [{"id", "state", "answer"}].
         """
         with self._lock:
             for answer in report.get("answers", ()):
@@ -130,7 +118,7 @@ class Overseer:
             for command in waiting:
                 if command.incarnation != report["incarnation"]:
                     command.state = REFUSED
-                    command.answer = f"{name} was started again since; it was told nothing"
+                    command.answer = f"{name} was started again since, and has not received it"
             return [asdict(command) for command in waiting if command.state == WAITING]
 
     def leave(self, part: str) -> None:
@@ -142,54 +130,47 @@ class Overseer:
     def command(
         self, name: str, arguments: Mapping[str, Any] | None = None
     ) -> list[dict[str, Any]]:
-        """Tells every trial that is alive; the commands.
+        """Queues a command for every trial that is alive; returns the commands.
 
         Raises:
-            CommandError: no such command.
+            Problems: no such command.
         """
         given = dict(arguments or {})
         check_command(name, given)
         with self._lock:
-            alive = [part for part in self._alive() if part["kind"] == "trial"]
-            given_out = []
-            for part in alive:
-                command = Command(
-                    next(self._ids), name, part["part"], part["incarnation"], dict(given)
-                )
-                self._commands[command.id] = command
-                given_out.append(asdict(command))
+            new = [
+                Command(next(self._ids), name, part["part"], part["incarnation"], dict(given))
+                for part in self._alive() if part["kind"] == "trial"
+            ]  # fmt: skip
+            self._commands |= {command.id: command for command in new}
             for old in list(self._commands)[:-MAX_KEPT]:
                 del self._commands[old]
-            return given_out
+            return [asdict(command) for command in new]
 
     def commands(self, ids: list[int] | None = None) -> list[dict[str, Any]]:
         """Commands and what became of them, all that are remembered or those asked for."""
         with self._lock:
-            chosen = self._commands.values() if ids is None else [
-                self._commands[one] for one in ids if one in self._commands
-            ]  # fmt: skip
-            return [asdict(command) for command in chosen]
+            known = self._commands
+            return [asdict(known[i]) for i in (known if ids is None else ids) if i in known]
 
     def status(self) -> dict[str, Any]:
         """Every part, with the seconds since it was heard, and a diagnosis of each trial."""
         with self._lock:
-            parts = []
+            now, parts = self._clock(), []
             for part in self._alive(FORGOTTEN_SECONDS):
-                silent = self._clock() - self._heard[part["part"]]
-                parts.append({**part, "silent_seconds": silent,
-                              "is_silent": silent > SILENT_SECONDS})  # fmt: skip
+                silent = now - self._heard[part["part"]]
+                state = {"silent_seconds": silent, "is_silent": silent > SILENT_SECONDS}
+                parts.append({**part, **state})
         samplers = {
             part["trial"] for part in parts
             if part["kind"] == "sampler" and not part["part"].startswith("evaluation ")
         }  # fmt: skip
-        diagnoses = {
-            part["part"]: vars(
-                diagnose(part.get("recent_seconds") or {}, part["trial"] in samplers)
-            )
-            for part in parts
-            if part["kind"] == "trial"
-        }
-        return {"parts": parts, "diagnoses": diagnoses}
+        trials = [part for part in parts if part["kind"] == "trial"]
+        return {"parts": parts, "diagnoses": {
+            trial["part"]: vars(
+                diagnose(trial.get("recent_seconds") or {}, trial["trial"] in samplers)
+            ) for trial in trials
+        }}  # fmt: skip
 
     def health(self) -> dict[str, Any]:
         """Whether every part has been heard lately."""
@@ -199,22 +180,17 @@ class Overseer:
 
     def metrics(self) -> str:
         """Numbers of every part in Prometheus' text format."""
+        parts = self.status()["parts"]
         lines = [
             "# HELP rllib_llm_phase_seconds Seconds that a part has spent in a phase.",
             "# TYPE rllib_llm_phase_seconds counter",
-        ]
-        parts = self.status()["parts"]
-        for part in parts:
-            for phase, seconds in (part.get("seconds") or {}).items():
-                labels = f'part="{part["part"]}",phase="{phase}"'
-                lines.append(f"rllib_llm_phase_seconds{{{labels}}} {seconds:.3f}")
-        lines += [
+            *(f'rllib_llm_phase_seconds{{part="{part["part"]}",phase="{phase}"}} {seconds:.3f}'
+              for part in parts for phase, seconds in (part.get("seconds") or {}).items()),
             "# HELP rllib_llm_iteration Iterations that a trial has learnt.",
             "# TYPE rllib_llm_iteration gauge",
-        ]
-        for part in parts:
-            if part.get("iteration") is not None:
-                lines.append(f'rllib_llm_iteration{{part="{part["part"]}"}} {part["iteration"]}')
+            *(f'rllib_llm_iteration{{part="{part["part"]}"}} {part["iteration"]}'
+              for part in parts if part.get("iteration") is not None),
+        ]  # fmt: skip
         return "\n".join(lines) + "\n"
 
     def _alive(self, seconds: float = SILENT_SECONDS) -> list[dict[str, Any]]:
@@ -225,7 +201,7 @@ class Overseer:
 
 
 def is_settled(commands: list[dict[str, Any]]) -> bool:
-    """Whether nothing more will be heard of these."""
+    """Whether the state of each is final."""
     return all(command["state"] in (DONE, REFUSED, LOST) for command in commands)
 
 
@@ -243,7 +219,8 @@ class OverseerServer:
         self.file = folder / ADDRESS_FILE
         # That of a previous overseer of this run, so that its clients keep working.
         self.token = read_json(self.file).get("token") or secrets.token_urlsafe(24)
-        handler = type("Handler", (_Handler,), {"overseer": overseer, "token": self.token})
+        names = {"overseer": overseer, "token": self.token}
+        handler = type("Handler", (_RequestHandler,), names)
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
@@ -264,7 +241,7 @@ class OverseerServer:
         os.replace(new, self.file)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _RequestHandler(BaseHTTPRequestHandler):
     overseer: Overseer
     token: str
 
@@ -293,13 +270,13 @@ class _Handler(BaseHTTPRequestHandler):
         length = int(self.headers.get("Content-Length") or 0)
         try:
             if urlsplit(self.path).path != "/commands" or length > MAX_BODY:
-                raise CommandError(f"{self.path} takes no command of {length} bytes.")
+                raise ValueError(f"{self.path} takes no command of {length} bytes.")
             body = json.loads(self.rfile.read(length) or b"{}")
-            told = self.overseer.command(str(body.get("name")), body.get("arguments"))
+            commands = self.overseer.command(str(body.get("name")), body.get("arguments"))
         except (ValueError, AttributeError, TypeError) as error:
             self._send_json({"error": str(error)}, HTTPStatus.BAD_REQUEST)
             return
-        self._send_json({"commands": told})
+        self._send_json({"commands": commands})
 
     def _is_allowed(self) -> bool:
         given = self.headers.get("Authorization", "").removeprefix("Bearer ")
@@ -350,20 +327,13 @@ def open_overseer(folder: Path) -> Any:
     """The overseer of the run in `folder`, made where there is none; it reserves nothing, and ends
     with the process that made it."""
     node = ray.get_runtime_context().get_node_id()
-    return (
-        ray.remote(OverseerActor)
-        .options(
-            name=overseer_name(folder),
-            namespace=NAMESPACE,
-            get_if_exists=True,
-            num_cpus=0,
-            max_concurrency=MAX_CALLS,
-            max_restarts=-1,
-            # Its folder is here; a trial's placement group has no place for it.
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True),
-        )
-        .remote(str(folder))
-    )
+    maker = ray.remote(OverseerActor).options(
+        name=overseer_name(folder), namespace=NAMESPACE, get_if_exists=True, num_cpus=0,
+        max_concurrency=MAX_CALLS, max_restarts=-1,
+        # Its folder is here; a trial's placement group has no place for it.
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True),
+    )  # fmt: skip
+    return maker.remote(str(folder))
 
 
 SECONDS_TO_ANSWER = 5.0
@@ -396,7 +366,7 @@ class Run:
     def tell(
         self, command: str, *, timeout_s: float = 0.0, **arguments: Any
     ) -> list[dict[str, Any]]:
-        """Tells every trial of the run, and gives the commands with their answers.
+        """Sends a command to every trial of the run; returns the commands with their answers.
 
         Args:
             timeout_s: how long to wait for answers; a command is carried out when the trial's
@@ -404,28 +374,28 @@ class Run:
                 "waiting", and one that its overseer has forgotten is "lost".
 
         Raises:
-            NoOverseerError: nobody answers.
+            NoOverseerError: the overseer does not answer.
             Problems: no such command.
         """
         body = json.dumps({"name": command, "arguments": arguments}).encode()
-        told = self._ask("/commands", body)["commands"]
+        commands = self._ask("/commands", body)["commands"]
         end = time.monotonic() + timeout_s
-        while not is_settled(told) and time.monotonic() < end:
+        while not is_settled(commands) and time.monotonic() < end:
             time.sleep(POLL_S)
-            told = self._asked_again(told)
-        return told
+            commands = self._updated(commands)
+        return commands
 
-    def _asked_again(self, told: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _updated(self, commands: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The current state of commands; unchanged while there is no answer."""
-        ids = {command["id"]: command for command in told}
+        ids = {command["id"]: command for command in commands}
         try:
-            found = self._ask("/commands?" + "&".join(f"id={one}" for one in ids))["commands"]
+            found = self._ask("/commands?" + "&".join(f"id={i}" for i in ids))["commands"]
         except NoOverseerError:  # it is started again, or the run has ended
-            return told
+            return commands
         known = {command["id"]: command for command in found}
         lost = {"state": LOST, "answer": "the overseer was started again; whether it was carried "
                 "out shows in rllib status"}  # fmt: skip
-        return [known.get(one, {**command, **lost}) for one, command in ids.items()]
+        return [known.get(i, {**command, **lost}) for i, command in ids.items()]
 
     def _ask(self, path: str, body: bytes | None = None) -> Any:
         return json.loads(self._read(path, body))
@@ -443,15 +413,14 @@ class Run:
         except urllib.error.HTTPError as error:
             if error.code == HTTPStatus.BAD_REQUEST:
                 raise Problems(json.loads(error.read())["error"]) from error
-            raise self._nobody(error) from error  # somebody else has its port now
+            raise self._unanswered(error) from error  # another server has its port now
         except (OSError, HTTPException, ValueError, KeyError) as error:
-            raise self._nobody(error) from error
+            raise self._unanswered(error) from error
 
-    def _nobody(self, error: Exception) -> NoOverseerError:
+    def _unanswered(self, error: Exception) -> NoOverseerError:
         return NoOverseerError(
-            f"run={str(self.folder)!r} must be going on, on this machine: its overseer does not "
-            f"answer ({error}). The run has ended, or its overseer is started again, which takes "
-            "up to a minute.",
+            "run", "be in progress, on this machine", f"its overseer does not answer ({error})",
+            "It has ended, or its overseer restarts, which takes up to a minute", str(self.folder),
         )  # fmt: skip
 
 
@@ -467,8 +436,6 @@ def find_run(folder: str | Path) -> Run:
     files.sort(key=lambda file: file.stat().st_mtime)
     if not files:
         inside = name_one(RunFolder(root).holding(ADDRESS_FILE))
-        raise Problems(
-            f"run={str(root)!r} must be the folder of a run with `overseer: true` in its config: "
-            f"no overseer has left its address there. {inside or _OTHERWISE}",
-        )  # fmt: skip
+        rule = "be the folder of a run with `overseer: true` in its config"
+        raise Problems("run", rule, "", inside or _OTHERWISE, str(root))
     return Run(files[-1].resolve())

@@ -242,7 +242,7 @@ class RolloutRecorder:
             reason: why they were rejected or failed, one word; "" otherwise.
 
         Raises:
-            RolloutStoreError: nothing can be written, and the run is to stop then.
+            Problems: nothing can be written, and the run is to stop then.
         """
         if self._store is None or self._about is None:
             return

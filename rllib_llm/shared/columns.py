@@ -41,7 +41,7 @@ ROW_WEIGHT = "row_weight"  # [B] float32, share of its rollout: rows alike in RO
 WEIGHTS_VERSION = "weights_version"  # [B, T] int32, of the weights that sampled it; -1: none did
 
 # --- metrics of the environment that count over all rows, also those that were not judged -------
-FAILED = "_failed"  # behind the name of a reward function: 1 where it failed
+FAILED = "_failed"  # after the name of a reward function: 1 where it failed
 PROMPT_TRUNCATED = "prompt_truncated"  # 1 where a prompt lost its beginning
 
 # --- made by the learner, once per update ----------------------------------------------------
@@ -112,7 +112,7 @@ def pad_left(rows: Sequence[Sequence[Any]], filler: float) -> tuple[Tensor, Tens
 
 
 def widen(tensor: Tensor, length: int, filler: float = 0, *, left: bool = False) -> Tensor:
-    """`tensor` [rows, L] as [rows, length], `filler` behind or before what there is."""
+    """`tensor` [rows, L] as [rows, length], `filler` after or before its values."""
     missing = length - tensor.shape[1]
     if not missing:
         return tensor

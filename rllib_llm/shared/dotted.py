@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rllib_llm.shared.errors import Problems, did_you_mean
+from rllib_llm.shared.errors import Problems, did_you_mean, require
 
+IMPORTABLE = "name a module that can be imported"
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)?")
 
 
@@ -50,11 +51,8 @@ def import_dotted(path: str, *, name: str = "path") -> Any:
         Problems: not a dotted path, no such module, one whose code raises (the cause is what
             it raised), or no such name in it.
     """
-    if not isinstance(path, str) or not package_of(path):
-        raise Problems(
-            name, "be a dotted path such as 'package.module.name' or 'package.module:name'",
-            "it names no module", "Write the module and the name in it", path,
-        )  # fmt: skip
+    rule = "be a dotted path such as 'package.module.name' or 'package.module:name'"
+    require(isinstance(path, str) and package_of(path), name, path, rule, "", "")
     try:
         if ":" in path:
             module_path, attributes = path.split(":")
@@ -62,48 +60,35 @@ def import_dotted(path: str, *, name: str = "path") -> Any:
             rest = attributes.split(".")
         else:
             module_path, module, rest = _longest_module(path.split("."))
-    except SystemExit as error:
-        raise _exits(error, name, path) from error
-    except Exception as error:
-        raise Problems(
-            name, "name a module that can be imported", _raised(error),
-            "Correct the module, or install what it needs", path,
-        ) from error  # fmt: skip
+    except (SystemExit, Exception) as error:
+        raise _not_imported(error, name, path) from error
     if module is None:
         files = [file.stem for file in Path.cwd().glob("*.py")]
         remedy = f"Write {path.replace('.py:', ':')!r}" if ".py:" in path else _moved(path)
-        raise Problems(
-            name, "name a module that can be imported",
-            f"there is no module {module_path or package_of(path)!r}",
-            remedy or did_you_mean(
-                package_of(path), files, cutoff=0.8,
-                otherwise="Install it, or put its folder on PYTHONPATH",
-            ), path,
-        )  # fmt: skip
+        remedy = remedy or did_you_mean(package_of(path), files, cutoff=0.8, otherwise="Install "
+                                        "it, or put its folder on PYTHONPATH")  # fmt: skip
+        what = f"there is no module {module_path or package_of(path)!r}"
+        raise Problems(name, IMPORTABLE, what, remedy, path)
     return _walk(module, module_path, rest, path, name)
 
 
-def _exits(error: SystemExit, name: str, path: str) -> Problems:
-    """The error for a module whose code ends the process, as that of a script may."""
+def _not_imported(error: BaseException, name: str, path: str) -> Problems:
+    """The error for a module whose code raises, or ends the process, as that of a script may."""
     frames = traceback.extract_tb(error.__traceback__)
-    # A module's own text, not what it calls, such as argparse.
-    line = next((frame for frame in reversed(frames) if frame.name == "<module>"), frames[-1])
-    file = os.path.basename(line.filename)
-    return Problems(
-        name, "name a module that can be imported", f"{file} must not exit when it is imported, "
-        f"and line {line.lineno} does (SystemExit: {error})",
-        "Put that under `if __name__ == '__main__':`", path,
-    )  # fmt: skip
-
-
-def _raised(error: Exception) -> str:
-    """A clause on what a module has raised, with the file and line."""
-    if isinstance(error, SyntaxError):
-        return f"its code raises SyntaxError ({error.filename}:{error.lineno}): {error.msg}"
-    frames = traceback.extract_tb(error.__traceback__)
-    line = [frame for frame in frames if not frame.filename.startswith("<frozen importlib")][-1]
-    place = f"{line.filename}:{line.lineno}"
-    return f"its code raises {type(error).__name__} ({place}): {error}"
+    remedy = "Correct the module, or install what it needs"
+    if isinstance(error, SystemExit):
+        # A module's own text, not what it calls, such as argparse.
+        line = next((frame for frame in reversed(frames) if frame.name == "<module>"), frames[-1])
+        reason = (f"{os.path.basename(line.filename)} must not exit when it is imported, and line "
+                  f"{line.lineno} does (SystemExit: {error})")  # fmt: skip
+        remedy = "Put that under `if __name__ == '__main__':`"
+    elif isinstance(error, SyntaxError):
+        reason = f"its code raises SyntaxError ({error.filename}:{error.lineno}): {error.msg}"
+    else:
+        line = [each for each in frames if not each.filename.startswith("<frozen importlib")][-1]
+        where = f"{line.filename}:{line.lineno}"
+        reason = f"its code raises {type(error).__name__} ({where}): {error}"
+    return Problems(name, IMPORTABLE, reason, remedy, path)
 
 
 def _import_module(module_path: str) -> Any:
@@ -134,10 +119,8 @@ def _walk(module: Any, module_path: str, rest: list[str], path: str, name: str) 
             meant = did_you_mean(attribute, names, 3, otherwise="Check the spelling")
             if path == f"{module_path}.py":
                 meant = f"Write {f'{module_path}.NAME'!r}, with the name of a function or class"
-            raise Problems(
-                name, f"name something in {module_path!r}", f"it has no {attribute!r}",
-                _moved(path) or meant, path,
-            )  # fmt: skip
+            rule, what = f"name something in {module_path!r}", f"it has no {attribute!r}"
+            raise Problems(name, rule, what, _moved(path) or meant, path)
         found = getattr(found, attribute)
     return found
 
@@ -174,28 +157,22 @@ def name_imports(modules: Sequence[str]) -> None:
     """Imports the modules in this process, and in all processes that it starts later.
 
     Raises:
-        ModuleNotFoundError: saying which.
-        Problems: no module's name, or the code of one exits.
+        ModuleNotFoundError: a module lacks another one.
+        Problems: no module's name, no such module, or the code of one exits.
     """
     for module in modules:
-        if not all(part.isidentifier() for part in module.split(".")):
-            name = Path(module).stem
-            raise Problems(
-                "--import", "be a module's name, as Python imports it", "it is none",
-                f"Write {name}" if name.isidentifier() else "Write package.module", module,
-            )  # fmt: skip
+        is_name, stem = all(part.isidentifier() for part in module.split(".")), Path(module).stem
+        remedy = f"Write {stem}" if stem.isidentifier() else "Write package.module"
+        require(is_name, "--import", module, "be a module's name", "", remedy)
         try:
             importlib.import_module(module)
         except SystemExit as error:
-            raise _exits(error, "--import", module) from error
+            raise _not_imported(error, "--import", module) from error
         except ModuleNotFoundError as error:
             if error.name is None or not f"{module}.".startswith(f"{error.name}."):
                 raise
-            raise ModuleNotFoundError(
-                f"--import={module!r} must be a module that can be imported: there is none. Start "
-                "the command in its folder, or put the folder on PYTHONPATH.",
-                name=error.name,
-            ) from error
+            remedy = "Start the command in its folder, or put the folder on PYTHONPATH"
+            raise Problems("--import", IMPORTABLE, "there is none", remedy, module) from error
     if modules:
         os.environ[IMPORTS] = ",".join(modules)
 

@@ -2,12 +2,13 @@
 
 Requests run in a bounded number of threads; what may pass (overload, a restart, a lost connection,
 an answer cut short) is tried again with growing, jittered pauses. A client that waits for outages
-goes on asking a server that is away until it has been away for `outage_s`.
+retries a server that is away until it has been away for `outage_s`.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import random
 import threading
@@ -17,18 +18,19 @@ from concurrent.futures import Future, ThreadPoolExecutor, thread
 from functools import partial
 from typing import Any, TypeVar
 
-from rllib_llm.shared.arguments import Count, Pause, Seconds, checked
-from rllib_llm.shared.errors import require
+from rllib_llm.shared.errors import Problems, require, suggestion
 from rllib_llm.shared.remote import Away, Outage, backoff_seconds
 
 logger = logging.getLogger(__name__)
 
 RETRIED_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 AWAY_STATUS = frozenset({429, 502, 503, 504})  # of a server that can answer nothing now
-MISSING = (
-    "engine='openai' and judges on a server must find the package httpx: it cannot be imported. "
-    "Install it: pip install 'rllib-llm[openai]'."
-)
+MISSING = "engine='openai' and judges on a server need httpx: pip install 'rllib-llm[openai]'."
+# The least value of each number that a user may set.
+_LEAST = {
+    "timeout_s": 1e-3, "max_attempts": 1, "max_concurrency": 1, "first_delay_s": 0.0,
+    "max_delay_s": 0.0, "outage_s": 0.0,
+}  # fmt: skip
 
 Answer = TypeVar("Answer")
 JUDGE_OUTAGE_S = 600.0  # that a judge or reward service may be away
@@ -38,11 +40,10 @@ class ServerError(Away):
     """The server gave no usable answer, however often it was asked."""
 
 
-class RequestRefusedError(ValueError):
+class RequestRefusedError(Problems):
     """The server refuses the request itself (wrong key, unknown model): asking again is no use."""
 
 
-@checked
 class OpenAIClient:
     """Sends JSON to one server, concurrently, with retries.
 
@@ -58,42 +59,42 @@ class OpenAIClient:
             requests fail, whatever `max_attempts`; 0: no outage is waited for.
         outage_setting: what the user calls `outage_s`, for the error.
 
-    A client can be pickled; the copy opens connections of its own.
+    A client can be pickled; the copy opens new connections.
 
     Raises:
         ImportError: httpx is not installed.
-        Problems: a setting out of range.
+        Problems: a setting out of range, or one that is not known.
     """
 
     def __init__(
-        self,
-        base_url: str,
-        *,
-        api_key_env: str = "OPENAI_API_KEY",
-        timeout_s: Seconds = 120.0,
-        max_attempts: Count = 5,
-        max_concurrency: Count = 32,
-        first_delay_s: Pause = 0.5,
-        max_delay_s: Pause = 30.0,
-        outage_s: Pause = 0.0,
-        outage_setting: str = "outage_s",
-    ) -> None:
-        self._arguments = {name: value for name, value in locals().items() if name != "self"}
+        self, base_url: str, *, api_key_env: str = "OPENAI_API_KEY", timeout_s: float = 120.0,
+        max_attempts: int = 5, max_concurrency: int = 32, first_delay_s: float = 0.5,
+        max_delay_s: float = 30.0, outage_s: float = 0.0, outage_setting: str = "outage_s",
+        **unknown: Any,
+    ) -> None:  # fmt: skip
+        given = {name: each for name, each in locals().items() if name not in ("self", "unknown")}
+        self._arguments = given
+        for name, value in unknown.items():
+            rule = f"be an argument of {type(self).__name__}"
+            require(False, name, value, rule, "", suggestion(name, given))
+        for name, least in _LEAST.items():
+            value, kind = given[name], "whole number" if isinstance(least, int) else "number"
+            is_number = isinstance(value, int | type(least)) and not isinstance(value, bool)
+            holds = is_number and least <= value < math.inf
+            require(holds, name, value, f"be a {kind} of at least {least:g}", "", "")
+        require(str(base_url).startswith(("http://", "https://")), "base_url", base_url, "start "
+                "with http:// or https://", "", "Write it up to the version, such as "
+                "http://localhost:8000/v1")  # fmt: skip
         try:
             import httpx
         except ImportError as error:
             raise ImportError(f"{MISSING} ({error})") from error
-        require(
-            base_url.startswith(("http://", "https://")), "base_url", base_url,
-            "start with http:// or https://", "it is where the server answers",
-            "Write it up to the version, such as http://localhost:8000/v1",
-        )  # fmt: skip
         self._outage = Outage(base_url, outage_s, setting=outage_setting)
         key = os.environ.get(api_key_env, "")
         self.base_url = base_url.rstrip("/")
         self._max_attempts = max_attempts
         self._first_delay_s, self._max_delay_s = first_delay_s, max_delay_s
-        self._jitter = random.Random()  # of its own: nothing global is drawn from
+        self._jitter = random.Random()  # nothing is drawn from the global state
         self._transport_errors = httpx.TransportError
         self._silences = httpx.ReadTimeout, httpx.WriteTimeout  # of one request, maybe
         self._lock, self._closing = threading.Lock(), threading.Event()
@@ -117,22 +118,16 @@ class OpenAIClient:
         return self._num_retries
 
     def submit(
-        self,
-        path: str,
-        body: dict[str, Any],
-        read: Callable[[Any], Answer],
+        self, path: str, body: dict[str, Any], read: Callable[[Any], Answer],
         headers: Mapping[str, str] | None = None,
-    ) -> Future[Answer]:
+    ) -> Future[Answer]:  # fmt: skip
         """Starts `post` in the background."""
         return self._threads.submit(partial(self.post, path, body, read, headers))
 
     def post(
-        self,
-        path: str,
-        body: dict[str, Any],
-        read: Callable[[Any], Answer],
+        self, path: str, body: dict[str, Any], read: Callable[[Any], Answer],
         headers: Mapping[str, str] | None = None,
-    ) -> Answer:
+    ) -> Answer:  # fmt: skip
         """Posts `body` and returns `read` of the server's answer.
 
         `path`: below base_url; `read`: from the decoded JSON to the answer; KeyError, IndexError,
@@ -166,10 +161,10 @@ class OpenAIClient:
                     wait_s = _retry_after_s(response.headers, wait_s, self._max_delay_s)
                 else:
                     raise RequestRefusedError(
-                        f"{url} must accept the request: it answered "
-                        f"{response.status_code} {response.text[:500]!r}. Check base_url, model "
-                        "and the API key's environment variable."
-                    )
+                        url, "accept the request", f"it answered {response.status_code} "
+                        f"{response.text[:500]!r}", "Check base_url, model and the API key's "
+                        "environment variable",
+                    )  # fmt: skip
             attempt += 1
             left_s = self._outage.waits(reason) if is_away else 0.0
             if left_s:
@@ -178,13 +173,12 @@ class OpenAIClient:
                 self._outage.give_up(reason)
             if attempt >= self._max_attempts and not left_s:
                 break
-            self._note_retry(url, reason, wait_s)
+            self._count_retry(url, reason, wait_s)
             if self._is_closing(wait_s):
                 break
-        raise ServerError(
-            f"{url} must answer within max_attempts={self._max_attempts}: the last attempt gave "
-            f"{reason}. Check the server, raise timeout_s, or lower max_concurrency."
-        )
+        raise ServerError(f"{url} must answer within max_attempts={self._max_attempts}: the last "
+                          f"attempt gave {reason}. Check the server, raise timeout_s, or lower "
+                          "max_concurrency.")  # fmt: skip
 
     def _is_closing(self, wait_s: float) -> bool:
         """Waits; True where the client, or the process, ends meanwhile."""
@@ -194,7 +188,7 @@ class OpenAIClient:
                 return True
         return False
 
-    def _note_retry(self, url: str, reason: str, wait_s: float) -> None:
+    def _count_retry(self, url: str, reason: str, wait_s: float) -> None:
         with self._lock:
             self._num_retries += 1
             is_first = self._num_retries == 1

@@ -20,26 +20,19 @@ CGROUP = Path("/sys/fs/cgroup")
 
 def usable_cores(cgroup: Path = CGROUP) -> float:
     """Cores of this process: those it is bound to, and no more than its control group's quota."""
-    if hasattr(os, "sched_getaffinity"):
-        bound = len(os.sched_getaffinity(0))
-    else:
-        bound = os.cpu_count() or 1
-    return min(float(bound), _quota(cgroup))
+    is_linux = hasattr(os, "sched_getaffinity")
+    bound = len(os.sched_getaffinity(0)) if is_linux else os.cpu_count() or 1
+    try:  # what the control group allows
+        quota, period = (cgroup / "cpu.max").read_text().split()
+        return min(float(bound), math.inf if quota == "max" else int(quota) / int(period))
+    except (OSError, ValueError):  # it sets no bound
+        return float(bound)
 
 
 def threads_for(reserved: float, cgroup: Path = CGROUP) -> int:
     """Threads for a process that Ray has given `reserved` CPUs: so many, at least one, and never
     more than the cores it may use. Threads that share a core wait for each other at barriers."""
     return max(1, min(math.floor(reserved), math.floor(usable_cores(cgroup))))
-
-
-def _quota(cgroup: Path) -> float:
-    """Cores that the control group allows, infinite where it sets no bound."""
-    try:
-        quota, period = (cgroup / "cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return math.inf
-    return math.inf if quota == "max" else int(quota) / int(period)
 
 
 def free_memory(cgroup: Path = CGROUP) -> int:
@@ -80,8 +73,8 @@ class CpuClock:
 class StarvedProcesses:
     """Seconds in which processes of this machine could not work, though they wanted to.
 
-    Of the thread that waited longest: the others wait for it, and so do processes that work for one
-    another. One that is stopped, or waits for an answer, wants no core, and is not starved.
+    Seconds of the thread that waited longest: the others wait for it, and so do processes that work
+    for one another. One that is stopped, or waits for an answer, wants no core, and is not starved.
 
     Args:
         pids: of the processes.
@@ -245,7 +238,7 @@ def until_it_fits(run: Callable[[], Result], make_smaller: Callable[[], str | No
 
     Args:
         run: does its work from the beginning.
-        make_smaller: has `run` take smaller parts, and says so; None: there are none.
+        make_smaller: has `run` take smaller parts, and returns the warning; None: there are none.
 
     Raises:
         torch.OutOfMemoryError: the smallest part is too much.
@@ -256,9 +249,9 @@ def until_it_fits(run: Callable[[], Result], make_smaller: Callable[[], str | No
         try:
             return run()
         except torch.OutOfMemoryError:
-            said = make_smaller()
-            if said is None:
+            text = make_smaller()
+            if text is None:
                 raise
         # Out of the handler, since what was raised holds on to the tensors.
-        warnings.warn(said, stacklevel=3)
+        warnings.warn(text, stacklevel=3)
         torch.cuda.empty_cache()

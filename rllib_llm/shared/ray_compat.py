@@ -5,7 +5,7 @@ override, stands in `PRIVATE_NAMES`, and so does what the functions need. A test
 them with the installed Ray by name and parameters, and finds uses that are not named here.
 
 This package was tried with Ray 2.60. With another version, importing it looks every name up, and
-says which are gone or take other arguments.
+raises an error with those that are gone or take other arguments.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def resources_by_node() -> list[dict[str, float]]:
 
 
 def free_by_node() -> list[dict[str, float]]:
-    """The resources of each live node that nobody has taken."""
+    """The free resources of each live node."""
     from ray._private.state import available_resources_per_node
 
     return list(available_resources_per_node().values())
@@ -420,14 +420,8 @@ def check_ray(version: str = ray.__version__, names: Iterable[PrivateName] = PRI
     """
     if version.startswith(f"{TRIED}."):
         return
-    problems = [problem for name in names if (problem := name.problem())]
-    if problems:
-        raise ImportError(
-            f"ray={version!r} must be {TRIED}, which this package was tried with: "
-            f"{'; '.join(problems)}. Install {REQUIREMENT!r}."
-        )
-    warnings.warn(
-        f"ray={version!r} was not tried with this package, {TRIED} was: all of Ray's internals "
-        f"that it needs are there, but what they do may have changed. Install {REQUIREMENT!r}.",
-        stacklevel=3,
-    )
+    if problems := [problem for name in names if (problem := name.problem())]:
+        raise ImportError(f"ray={version!r} must be {TRIED}, which this package was tried with: "
+                          f"{'; '.join(problems)}. Install {REQUIREMENT!r}.")  # fmt: skip
+    text = f"ray={version!r} was not tried with this package, {TRIED} was. Install {REQUIREMENT!r}."
+    warnings.warn(text, stacklevel=3)

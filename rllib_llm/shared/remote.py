@@ -1,15 +1,15 @@
 """Calls to other processes and services that may be slow, dead or unreachable: retries, waits,
 outages, and named actors of Ray that are restarted or hang.
 
-    who asks ─▶ what runs elsewhere, with a deadline ─┬─▶ answer
-                                                      ├─▶ Late          it is there, and was late
-                                                      └─▶ Away          it can answer nobody now
+    caller ─▶ what runs elsewhere, with a deadline ─┬─▶ answer
+                                                    ├─▶ Late          it is there, and was late
+                                                    └─▶ Away          it can answer no caller now
 
 Sandboxed processes, servers of tools, judges and rewards keep to it. There is one deadline for each
 kind of wait, since only its own can end it: `within` for what is awaited, `Contained.read` for a
 process, which is killed, `OpenAIClient` for an HTTP request, `NamedActor` for an actor of Ray.
-What is away is asked again after growing pauses, and its `Outage` says so. The caller makes a row
-that is not valid of `Away`, never a score: nobody whose words are judged has done it.
+What is away is asked again after growing pauses, and its `Outage` logs it. The caller makes a row
+that is not valid of `Away`, never a score: the policy has not caused it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from rllib_llm.shared.ray_compat import processes_of
 
 logger = logging.getLogger(__name__)
 
-TOLD_EVERY_S = 60.0
+LOGGED_EVERY_S = 60.0
 
 
 class Away(RuntimeError):
@@ -69,7 +69,7 @@ class Outage:
     Args:
         name: of what is asked.
         longest_s: that it is waited for; 0: it is not.
-        meanwhile: what happens while it is away, a sentence, where that is to be told at once.
+        meanwhile: what happens while it is away, a sentence, where that is to be logged at once.
         setting: what the user calls `longest_s`.
     """
 
@@ -81,7 +81,7 @@ class Outage:
         self._setting = setting
         self._lock = threading.Lock()
         self._since: float | None = None
-        self._told: float | None = None  # when it was last said
+        self._logged: float | None = None  # when it was last logged
 
     def waits(self, reason: str) -> float:
         """Notes an attempt that found it away; the seconds that it is still waited for."""
@@ -91,11 +91,11 @@ class Outage:
         with self._lock:
             self._since = now if self._since is None else self._since
             away = now - self._since
-            is_first = self._told is None and bool(self._meanwhile)
-            tells = is_first or now - (self._told or self._since) >= TOLD_EVERY_S
-            if tells:
-                self._told = now
-        if tells and away < self._longest_s:
+            is_first = self._logged is None and bool(self._meanwhile)
+            logs = is_first or now - (self._logged or self._since) >= LOGGED_EVERY_S
+            if logs:
+                self._logged = now
+        if logs and away < self._longest_s:
             then = self._meanwhile or f"It is waited for up to {self._longest_s:.0f} s."
             how_long = "went away" if is_first else f"has been away for {away:.0f} s"
             logger.warning("%s %s (%s). %s", self._name, how_long, reason, then)
@@ -106,15 +106,14 @@ class Outage:
         if self._longest_s:
             raise OutageError(
                 f"{self._name} must come back within {self._setting}={self._longest_s:g}: it was "
-                f"away all that time (an outage; the last attempt gave {reason}). Start the server "
-                f"again and resume the run, or raise {self._setting}."
+                f"away (an outage; the last attempt gave {reason}). Restart it and resume the run."
             )
 
     def end(self) -> None:
         """Notes that it has answered."""
         with self._lock:
-            since, told, self._since, self._told = self._since, self._told, None, None
-        if since is not None and told is not None:
+            since, logged, self._since, self._logged = self._since, self._logged, None, None
+        if since is not None and logged is not None:
             logger.warning("%s is back after %.0f s.", self._name, time.monotonic() - since)
 
 
@@ -128,9 +127,7 @@ class ExitedError(RuntimeError):
 
 def no_answer(seconds: float, setting: str = "") -> str:
     """The words of `Late`, with the setting that is the limit."""
-    return (
-        f"no answer within {setting}={seconds:g}" if setting else f"no answer within {seconds:g} s"
-    )
+    return f"no answer within {f'{setting}={seconds:g}' if setting else f'{seconds:g} s'}"
 
 
 class EventLoop:
@@ -146,7 +143,7 @@ class EventLoop:
             try:
                 return self._loop.run_forever()
             except (SystemExit, KeyboardInterrupt):  # of a task that a user's code has begun
-                continue  # who awaits that task gets it, too
+                continue  # the task's awaiter gets it, too
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """The coroutine's result; an interruption here cancels it."""
@@ -187,7 +184,7 @@ async def call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> An
 class OneThread:
     """A thread in which functions are called one after the other, for objects that only the thread
     may use which made them, such as connections of SQLite. It ends with the last reference to this
-    object. A call that nobody waits for any more keeps its thread, and later ones get another.
+    object. A call whose caller has gone keeps its thread, and later ones get another.
     """
 
     def __init__(self) -> None:
@@ -225,8 +222,8 @@ async def _called(work: partial, begin: Callable[[Callable[[], None]], None]) ->
 async def _in_thread(
     function: Callable[[], Any], begin: Callable[[Callable[[], None]], None]
 ) -> Any:
-    """The result of a function in a thread. One that nobody waits for any more cannot be ended; it
-    goes on behind the scenes, and holds up neither the loop nor the end of the process."""
+    """The result of a function in a thread. One whose caller has gone cannot be ended; it continues
+    in the background, and holds up neither the loop nor the end of the process."""
     loop = asyncio.get_running_loop()
     waiting: asyncio.Future[Any] = loop.create_future()
 
@@ -263,7 +260,7 @@ async def within(
     end_seconds: float = _END_SECONDS,
 ) -> Result:
     """The result of an awaitable, which is cancelled when its time is over (None: it has any). It
-    has `end_seconds` to end; if that takes longer, it goes on in the background.
+    has `end_seconds` to end; if that takes longer, it continues in the background.
 
     Raises:
         Late: it is, with the message `said`. What the awaitable itself raises is no `Late`.
@@ -276,7 +273,7 @@ async def within(
             await ended(task, end_seconds)
             raise Late(said or no_answer(seconds or 0.0))
         return task.result()
-    except asyncio.CancelledError:  # one of its own must not outlive it
+    except asyncio.CancelledError:  # its task must not outlive it
         await ended(task)
         raise
 
@@ -301,7 +298,7 @@ async def harmless(awaitable: Awaitable[Any]) -> Any:
         raise
     except BaseException as error:
         if isinstance(error, GeneratorExit) and asyncio.current_task() is not task:
-            raise  # the loop has ended, and nobody runs this any more
+            raise  # the loop has ended, and this does not run any more
         asked_to_end = getattr(task, "cancelling", lambda: 1)  # from Python 3.11
         if isinstance(error, asyncio.CancelledError) and asked_to_end():
             raise
@@ -323,22 +320,16 @@ class NamedActor:
         answer_seconds: that one attempt may take, beyond what the call itself waits for.
         patience_seconds: after which `call` gives up; 0: it tries once.
         restarts_hung: whether one that gives no answer is killed, for Ray to start it again.
-        reconnects: whether another one is connected to when somebody has ended it for good.
+        reconnects: whether another one is connected to when this one has been ended for good.
         get, sleep, uniform: what stands for `ray.get`, `time.sleep` and `random.uniform`.
     """
 
     def __init__(
-        self,
-        connect: Callable[[], Any],
-        *,
-        answer_seconds: float,
-        patience_seconds: float,
-        restarts_hung: bool = True,
-        reconnects: bool = True,
-        get: Callable[..., Any] = ray.get,
+        self, connect: Callable[[], Any], *, answer_seconds: float, patience_seconds: float,
+        restarts_hung: bool = True, reconnects: bool = True, get: Callable[..., Any] = ray.get,
         sleep: Callable[[float], None] = time.sleep,
         uniform: Callable[[float, float], float] = random.uniform,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._connect, self._reconnects = connect, reconnects
         self._answer_seconds, self._patience_seconds = answer_seconds, patience_seconds
         self._get, self._sleep, self._uniform = get, sleep, uniform

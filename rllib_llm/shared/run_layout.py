@@ -67,7 +67,6 @@ class RunFolder:
 
 def name_one(folders: Sequence[Place]) -> str:
     """Advice to name one of these folders; "" for none."""
-    if not folders:
-        return ""
     more = f" or {len(folders) - _MAX_NAMED} more" if len(folders) > _MAX_NAMED else ""
-    return f"Name one of {', '.join(map(str, folders[:_MAX_NAMED]))}{more}."
+    names = ", ".join(map(str, folders[:_MAX_NAMED]))
+    return f"Name one of {names}{more}" if folders else ""

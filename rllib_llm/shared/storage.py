@@ -21,13 +21,9 @@ from typing import Any
 import pyarrow.fs
 from pyarrow.fs import FileInfo, FileSelector, FileType, LocalFileSystem
 
-from rllib_llm.shared.errors import nearest
+from rllib_llm.shared.errors import Problems, nearest, require
 
 CACHE = "RLLIB_LLM_CACHE"  # environment variable: the folder for local copies
-
-
-class StorageError(ValueError):
-    """A URL that no file system is known for, or where nothing can be read or written."""
 
 
 def is_url(place: object) -> bool:
@@ -50,17 +46,15 @@ def open_storage(url: str) -> tuple[pyarrow.fs.FileSystem, str]:
     """File system and path in it of a URL.
 
     Raises:
-        StorageError: pyarrow knows no such file system, or it does not answer.
+        Problems: pyarrow knows no such file system, or it does not answer.
     """
     try:
         filesystem, path = pyarrow.fs.FileSystem.from_uri(url)
     except (OSError, ValueError) as error:
         is_web = url.startswith(("http://", "https://"))
         remedy = "Download it" if is_web else "Check it, and the credentials in the environment"
-        raise StorageError(
-            f"{url!r} must be a path or a URL that pyarrow knows, such as s3://bucket/folder, "
-            f"gs://... or hdfs://...: {error}. {remedy}."
-        ) from error
+        rule = "be a path or a URL that pyarrow knows, such as s3://bucket/folder or gs://..."
+        raise Problems(repr(url), rule, error, remedy) from error
     return filesystem, path.rstrip("/")
 
 
@@ -240,7 +234,7 @@ def local_copy(source: str | os.PathLike | UrlPath) -> Path:
     state of its files; processes that want the same one at once each fetch it, and one wins.
 
     Raises:
-        StorageError: there is nothing at `source`.
+        Problems: there is nothing at `source`.
     """
     if isinstance(source, UrlPath) or is_url(source):
         return _local_copy_of(UrlPath(str(source)))
@@ -249,21 +243,15 @@ def local_copy(source: str | os.PathLike | UrlPath) -> Path:
 
 def _local_copy_of(url: UrlPath) -> Path:
     files = _listing(url)
-    if not files:
-        raise StorageError(
-            f"{str(url)!r} must exist: nothing lies there. Check the URL, and the credentials in "
-            "the environment."
-        )
+    require(files, repr(str(url)), ..., "exist", "nothing lies there",
+            "Check the URL, and the credentials in the environment")  # fmt: skip
     state = [(info.path, info.size, info.mtime_ns) for info in files]
     key = hashlib.sha256(json.dumps([str(url), state]).encode()).hexdigest()[:24]
-    target = _cache() / key / (url.name or "root")
+    cache = Path(os.environ.get(CACHE, "~/.cache/rllib_llm")).expanduser()
+    target = cache / key / (url.name or "root")
     if not target.exists():
         _fetch(url, files, target)
     return target
-
-
-def _cache() -> Path:
-    return Path(os.environ.get(CACHE, "~/.cache/rllib_llm")).expanduser()
 
 
 def _listing(url: UrlPath) -> list[FileInfo]:
@@ -286,8 +274,7 @@ def _fetch(url: UrlPath, files: list[FileInfo], target: Path) -> None:
         pyarrow.fs.copy_files(url.path, str(copied), url.filesystem, LocalFileSystem())
         with contextlib.suppress(OSError):  # another process was quicker
             os.rename(copied, target)
-        if not target.exists():
-            raise StorageError(f"{str(url)!r} must be readable: its copy was not whole. Try again.")
+        require(target.exists(), repr(str(url)), ..., "be readable", "its copy was not whole", "")
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -312,7 +299,7 @@ def whole_lines(file: Path) -> list[bytes]:
 
 
 def new_lines(file: Path, start: int) -> tuple[list[str], int]:
-    """The whole lines of a file from byte `start` on, and the byte behind the last of them. In a
+    """The whole lines of a file from byte `start` on, and the byte after the last of them. In a
     file that was cut back meanwhile, lines in place of known ones may be left out."""
     if not file.is_file():
         return [], 0
@@ -346,7 +333,7 @@ def replace_text(file: Place, text: str) -> None:
 
 
 class BestEffort:
-    """Writes files that a run can do without: an OSError, such as a full disk, is warned of once,
+    """Writes files that a run does not need: an OSError, such as a full disk, is warned of once,
     and ends nothing."""
 
     def __init__(self, what: str) -> None:
@@ -362,7 +349,6 @@ class BestEffort:
             if not self._has_warned:
                 self._has_warned = True
                 warnings.warn(
-                    f"{self._what} cannot be written: {error}. Training goes on without. Free "
-                    "some disk.",
+                    f"{self._what} cannot be written: {error}. Training continues without.",
                     stacklevel=4,
                 )

@@ -8,7 +8,7 @@ import pytest
 
 import rllib_llm
 from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT
-from rllib_llm.cli.evaluate import checkpoint_config, run_evaluation
+from rllib_llm.cli.evaluate import config_for_evaluation, run_evaluation
 from rllib_llm.modules.pretrained import load_causal_lm
 from tests.algorithms import tiny_runs as tiny
 
@@ -54,7 +54,7 @@ def test_an_evaluation_has_the_reference_that_training_had(tmp_path):
     with tiny.built(config) as algorithm:
         trained = [algorithm.train() for _ in range(2)][-1]["eval"]
         algorithm.save_to_path(str(tmp_path / "checkpoint"))
-    settings = checkpoint_config(tmp_path / "checkpoint", {})
+    settings = config_for_evaluation(tmp_path / "checkpoint", {})
     found = run_evaluation(tmp_path / "checkpoint", settings)
     assert trained["rewards/margins"] > 0.01
     assert found["rewards/margins"] == pytest.approx(trained["rewards/margins"], rel=1e-5)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from rllib_llm.data.rows import DataSourceError
+from rllib_llm.shared.errors import Problems
 from tests.algorithms import tiny_runs as tiny
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -66,5 +66,5 @@ def test_texts_are_cut_to_what_the_model_reads():
 
 
 def test_an_empty_data_set_is_refused():
-    with pytest.raises(DataSourceError, match="empty|no rows|must have"):
+    with pytest.raises(Problems, match="empty|no rows|must have"):
         tiny.sft(data=[]).build_algo()

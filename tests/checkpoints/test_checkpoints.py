@@ -192,7 +192,7 @@ def test_a_damaged_checkpoint_is_refused_and_changes_nothing(tmp_path):
         model = path / MODEL_IN_CHECKPOINT / "model.safetensors"
         model.write_bytes(model.read_bytes()[:-1])
         for restore in (algorithm.restore_from_path, type(algorithm).from_checkpoint):
-            with pytest.raises(CheckpointError, match="bytes in .*model.safetensors"):
+            with pytest.raises(CheckpointError, match="bytes of .*model.safetensors"):
                 restore(str(path))
         tiny.assert_same_weights(tiny.weights(algorithm), trained)
         assert (algorithm.position, algorithm.training_iteration) == (12, 1)

@@ -32,9 +32,7 @@ def test_a_damaged_one_is_told_by_its_url(tmp_path, monkeypatch):
         (target / "a").unlink()
         with pytest.raises(CheckpointError) as told:
             newest_usable(target)
-    assert str(told.value).startswith(
-        f"checkpoint={str(target)!r} must hold a: the file is missing"
-    )
+    assert told.value.problem.value == str(target) and "missing" in told.value.problem.reason
 
 
 def test_an_upload_that_fails_leaves_no_mixture_of_two_checkpoints(tmp_path):

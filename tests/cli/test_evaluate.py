@@ -6,7 +6,7 @@ import logging
 import pytest
 from typer.testing import CliRunner
 
-from rllib_llm.cli.evaluate import checkpoint_config
+from rllib_llm.cli.evaluate import config_for_evaluation
 from rllib_llm.cli.main import app
 from rllib_llm.cli.session import LOGGERS
 from rllib_llm.runs.results import StageResult
@@ -145,8 +145,8 @@ def test_v_shows_the_traceback_and_lets_the_libraries_speak(monkeypatch):
     ("arguments", "message"),
     [
         (["/nowhere"], "must be a checkpoint folder: there is none"),
-        (["{checkpoint}", "--config", "{lrr: 1}"], "--config.lrr must be a known key"),
-        (["{sft}", "--config", "{eval_data: null}"], "must have held-out rows to be evaluated"),
+        (["{checkpoint}", "--config", "{lrr: 1}"], "lrr must be a known key"),
+        (["{sft}", "--config", "{eval_data: null}"], "must have held-out rows"),
         (["{sft}/learner_group/learner/rl_module/default_policy"], "it is a model's folder"),
         (["{sft}0"], "Did you mean '{sft}'?"),
     ],
@@ -163,5 +163,5 @@ def test_mistakes_are_told(run_folder, arguments: list[str], message: str):
 def test_an_evaluation_s_settings_are_laid_over_those_of_the_run(run_folder):
     checkpoint = StageResult.load(run_folder / "ppo").checkpoint
     sampled = {"explore": True, "num_completions": 4}
-    config = checkpoint_config(checkpoint, {"evaluation_config": dict(sampled)})
+    config = config_for_evaluation(checkpoint, {"evaluation_config": dict(sampled)})
     assert config.evaluation_config == {"num_logged_samples": 3, **sampled}

@@ -36,7 +36,7 @@ def test_every_example_is_printed_as_it_is_and_can_be_read(name: str):
 def test_an_unknown_name_is_told_with_the_nearest():
     result = CliRunner().invoke(app, ["example", "run", "reviews_ppo_ptxx"])
     assert result.exit_code == 2
-    assert "example='reviews_ppo_ptxx' is not one of the examples" in said(result.output)
+    assert "example='reviews_ppo_ptxx' must be an example" in said(result.output)
 
 
 def test_the_description_is_the_first_sentence_of_the_comment(tmp_path):

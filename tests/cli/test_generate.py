@@ -12,7 +12,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT, find_model, write_manifest
-from rllib_llm.cli.generate import Completer, Piece, Sampling, converse, unescaped
+from rllib_llm.cli.generate import (
+    CheckpointCompleter,
+    CompletionPiece,
+    GenerateOptions,
+    converse,
+    unescaped,
+)
 from rllib_llm.cli.main import app
 from rllib_llm.examples import arithmetic
 from rllib_llm.shared.errors import Problems
@@ -160,7 +166,7 @@ def chat_model(tmp_path_factory):
 
 
 def test_a_model_with_a_template_chats_by_default(chat_model):
-    completer = Completer(str(chat_model), Sampling(system="good"))
+    completer = CheckpointCompleter(str(chat_model), GenerateOptions(system="good"))
     assert completer.chats
     chat = completer.as_chat("the cat")
     assert chat == [
@@ -180,42 +186,46 @@ def test_a_model_with_a_template_chats_by_default(chat_model):
 
 def test_what_streams_is_what_is_completed_at_once(chat_model):
     # With seed 8 the completion is 62 tokens long, in a chat as without.
-    for sampling in (Sampling(seed=8), Sampling(greedy=True), Sampling(seed=8, chat=False)):
-        (made,) = Completer(str(chat_model), sampling).complete(["the big dog"])
-        pieces = list(Completer(str(chat_model), sampling).sample(["the big dog"]))
+    for settings in ({"seed": 8}, {"greedy": True}, {"seed": 8, "chat": False}):
+        sampling = GenerateOptions(**settings)
+        (made,) = CheckpointCompleter(str(chat_model), sampling).complete(["the big dog"])
+        pieces = list(CheckpointCompleter(str(chat_model), sampling).sample(["the big dog"]))
         assert "".join(piece.text for piece in pieces) == made["completion"]
         assert [piece.num_tokens for piece in pieces] == [*range(1, made["num_tokens"] + 1)]
 
 
 def test_a_completion_does_not_depend_on_the_prompts_beside_it(chat_model):
-    alone = Completer(str(chat_model), Sampling(seed=8)).complete(["the big dog"])
-    both = Completer(str(chat_model), Sampling(seed=8)).complete(["the big dog", "a cat"])
+    alone = CheckpointCompleter(str(chat_model), GenerateOptions(seed=8)).complete(["the big dog"])
+    completer = CheckpointCompleter(str(chat_model), GenerateOptions(seed=8))
+    both = completer.complete(["the big dog", "a cat"])
     assert both[0] == alone[0]
 
 
 def test_an_interrupted_answer_does_not_disturb_the_next(chat_model):
-    completer = Completer(str(chat_model), Sampling(greedy=True))
+    completer = CheckpointCompleter(str(chat_model), GenerateOptions(greedy=True))
     next(completer.sample(["the big dog"]))  # Ctrl-C comes behind its first token
     after = completer.complete(["the big dog"])
-    assert after == Completer(str(chat_model), Sampling(greedy=True)).complete(["the big dog"])
+    anew = CheckpointCompleter(str(chat_model), GenerateOptions(greedy=True))
+    assert after == anew.complete(["the big dog"])
 
 
 def test_a_stop_text_ends_a_completion_and_is_no_part_of_it(chat_model):
-    whole = Completer(str(chat_model), Sampling(seed=4)).complete(["the"])[0]["completion"]
+    completer = CheckpointCompleter(str(chat_model), GenerateOptions(seed=4))
+    whole = completer.complete(["the"])[0]["completion"]
     stop = "bad"
     expected = whole[: whole.index(stop)]
     assert expected.strip() and not expected.endswith("bad")
-    stopped = Completer(str(chat_model), Sampling(seed=4, stop=[stop]))
+    stopped = CheckpointCompleter(str(chat_model), GenerateOptions(seed=4, stop=[stop]))
     row = stopped.complete(["the"])[0]
     assert row["completion"] == expected and row["finished"]
-    again = Completer(str(chat_model), Sampling(seed=4, stop=[stop]))
+    again = CheckpointCompleter(str(chat_model), GenerateOptions(seed=4, stop=[stop]))
     pieces = list(again.sample(["the"]))
     assert "".join(piece.text for piece in pieces) == expected
     assert pieces[-1].num_tokens == row["num_tokens"]  # none behind the stop text
 
 
 def test_a_long_chat_loses_its_oldest_exchanges_but_not_the_system_message(chat_model):
-    completer = Completer(str(chat_model), Sampling(system="good"))
+    completer = CheckpointCompleter(str(chat_model), GenerateOptions(system="good"))
     chat = [{"role": "system", "content": "good"}]
     for question, answer in (("cat", "sat"), ("dog", "ran")):
         chat += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
@@ -229,12 +239,12 @@ def test_a_long_chat_loses_its_oldest_exchanges_but_not_the_system_message(chat_
 
 
 def test_a_conversation_remembers_until_it_begins_anew(chat_model, monkeypatch):
-    completer = Completer(str(chat_model), Sampling(greedy=True, max_new_tokens=3))
+    completer = CheckpointCompleter(str(chat_model), GenerateOptions(greedy=True, max_new_tokens=3))
     heard: list = []
 
     def sample(chats):
         heard.append([message["content"] for message in chats[0]])
-        yield from (Piece(0, "an", 1, False), Piece(0, "swer", 2, True))
+        yield from (CompletionPiece(0, "an", 1, False), CompletionPiece(0, "swer", 2, True))
 
     monkeypatch.setattr(completer, "sample", sample)
     typed = iter(["cat", "dog", "/new", "mat", ""])

@@ -40,5 +40,5 @@ def test_a_setting_without_an_equals_sign_is_said_and_not_the_word_behind_it(com
     result = CliRunner().invoke(app, [command, "x.yaml", "--set", "lr", "1e-4"])
     assert result.exit_code == 2
     said = " ".join(result.output.replace("│", " ").split())
-    assert "'lr' must have a value. Write NAME=VALUE without spaces, such as lr=1e-4." in said
+    assert "'lr' must be NAME=VALUE without spaces, such as lr=1e-4." in said
     assert "1e-4)" not in said

@@ -11,10 +11,10 @@ from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.conversations.proof import ENDS, MORE, SAYS, THINKS, USER
 from rllib_llm.data.encoding import encode_chat
 from rllib_llm.data.preferences import PromptedPairSource
-from rllib_llm.data.rows import DataSourceError
 from rllib_llm.data.texts import TextSource
 from rllib_llm.examples import calculator
 from rllib_llm.shared import columns
+from rllib_llm.shared.errors import Problems
 from tests.conversations.templates import ADD, FAMILIES, family_tokenizer
 
 CALL = {
@@ -140,5 +140,5 @@ def test_texts_may_stand_among_conversations_with_thoughts():
 
 def test_a_message_without_a_role_is_told_with_its_row():
     rows = [{"messages": [USER, SAYS]}, {"messages": [USER, {"content": "yes"}]}]
-    with pytest.raises(DataSourceError, match="row 1 of .*'content': 'yes'.* must have 'role'"):
+    with pytest.raises(Problems, match="row 1 of .*'content': 'yes'.* must have 'role'"):
         TextSource(rows, tokenizer=family_tokenizer("qwen3"), max_length=400)

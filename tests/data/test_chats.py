@@ -12,7 +12,7 @@ from rllib_llm.data.encoding import (
     encode_judged_chat,
     render_chat,
 )
-from rllib_llm.data.rows import DataSourceError
+from rllib_llm.shared.errors import Problems
 from tests.tiny_models import byte_tokenizer
 
 USER = {"role": "user", "content": "hi"}
@@ -56,9 +56,9 @@ def test_a_last_turn_may_be_written_in_another_way():
 def test_a_generation_prompt_that_the_conversation_lacks_is_refused():
     message = (
         r"messages\[1\] must be rendered .* there it writes '<think>\\n' where the whole "
-        r"conversation has 'yo</s>.*Make each assistant turn a row .* with chat_template"
+        r"conversation has 'yo</s>.*Make each assistant turn a row .* chat_template"
     )
-    with pytest.raises(DataSourceError, match=message):
+    with pytest.raises(Problems, match=message):
         learnt(OPENS_THOUGHTS, CHAT)
 
 
@@ -82,24 +82,24 @@ def test_templates_with_marks_take_arguments_as_json_text_and_name_what_they_ref
     assert learnt(MARKED, called('{"a": 1}')) == learnt(MARKED, called({"a": 1}))
     assert learnt(MARKED, called('{"a": 1}')) == '{"a": 1}</s>yo</s>'
     assert learnt(MARKED, called('{"a": 1}'), 2) == "yo</s>"  # behind a prompt with a call
-    with pytest.raises(DataSourceError, match="what the chat template takes.*user first"):
+    with pytest.raises(Problems, match="what the chat template takes.*user first"):
         learnt(MARKED, CHAT[1:])
 
 
 def test_a_conversation_without_the_assistant_is_refused():
-    with pytest.raises(DataSourceError, match=r"roles \['user'\] must have a turn of 'assistant'"):
+    with pytest.raises(Problems, match=r"roles \['user'\] must have a turn of 'assistant'"):
         learnt(LAST_THINKS, [USER])
 
 
 def test_what_a_template_refuses_is_told():
     with pytest.raises(
-        DataSourceError, match=r"roles \['assistant'\].*it refuses them \(user first"
+        Problems, match=r"roles \['assistant'\].*it refuses them \(user first"
     ):
         learnt(STRICT + LAST_THINKS, [YO])
 
 
 def test_a_tokenizer_without_a_template_says_what_to_do():
-    with pytest.raises(DataSourceError, match="no chat template. Set chat_template"):
+    with pytest.raises(Problems, match="has no chat template"):
         render_chat(byte_tokenizer(), CHAT)
 
 
@@ -130,7 +130,7 @@ def test_as_turns():
 def test_a_chat_with_half_a_character_is_refused_as_data():
     """Training a reward model on it ended in the tokenizer's TypeError."""
     half = [USER, {"role": "assistant", "content": "\ud800"}]
-    with pytest.raises(DataSourceError, match="be text that UTF-8 can write.*half of a character"):
+    with pytest.raises(Problems, match="be text that UTF-8 can write.*surrogates not allowed"):
         encode_judged_chat(tokenizer_with(LAST_THINKS), half)
 
 
@@ -181,5 +181,5 @@ def test_parts_stay_parts_where_the_template_reads_them():
 ])  # fmt: skip
 def test_images_are_refused_by_name(part):
     chat = [{"role": "user", "content": [*parts("look: "), part]}, YO]
-    with pytest.raises(DataSourceError, match="role 'user'=.*image.*must be of the type 'text'"):
+    with pytest.raises(Problems, match="role 'user'=.*image.*must be of the type 'text'"):
         learnt(LAST_THINKS, chat)

@@ -13,11 +13,11 @@ import torch
 
 from rllib_llm.data.encoding import encode_chat, vocabulary_hash
 from rllib_llm.data.preferences import PairSource, PromptedPairSource
-from rllib_llm.data.rows import DataSourceError
 from rllib_llm.data.sources import load_rows
 from rllib_llm.data.texts import TextSource
 from rllib_llm.envs.prompts import PromptSource
 from rllib_llm.shared import columns
+from rllib_llm.shared.errors import Problems
 from tests.conversations.templates import ADD, CHATML, family_tokenizer
 from tests.tiny_models import byte_tokenizer
 
@@ -72,15 +72,15 @@ def test_a_quotation_mark_that_begins_a_value_between_tabs_joins_no_rows(tmp_pat
         ("a,b\n1,2,3\n", "as many values in each row.* line 2 has 3"),
         ("a,b\n1\n", "line 2 has 1"),
         ('a,b\n"x"y,2\n', "separated by ',': line 2 is not"),
-        ("a,a\n1,2\n", "column names, each its own"),
+        ("a,a\n1,2\n", "different column names"),
         (",b\n1,2\n", "column names"),
         ("3+4=,7\n2+2=,4\n", r"it begins with \['3\+4=', '7'\]\. Add the line, such as prompt,ans"),
         ("a,b\n", "at least one row"),
-        ("'a';'b'\n'1';'2'\n", "without single quotes.* Use double quotes"),
+        ("'a';'b'\n'1';'2'\n", "without single quotes"),
     ],
 )
 def test_what_is_wrong_with_a_table_is_told(tmp_path, text, told):
-    with pytest.raises(DataSourceError, match=told):
+    with pytest.raises(Problems, match=told):
         rows_of(tmp_path, "a.csv", text)
 
 
@@ -110,7 +110,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path, name, content):
 @pytest.mark.parametrize(("encoding", "likely"), [("latin-1", "Latin-1"), ("utf-16", "UTF-16")])
 def test_another_encoding_is_named_with_its_line(tmp_path, name, encoding, likely):
     content = {"a.jsonl": '{"text": "a"}\n{"text": "ä"}'}.get(name, "text\nä")
-    with pytest.raises(DataSourceError, match=rf"UTF-8: line \d holds .*{likely}.*iconv -f"):
+    with pytest.raises(Problems, match=rf"UTF-8: line \d holds .*{likely}.*iconv -f"):
         rows_of(tmp_path, name, content.encode(encoding))
 
 
@@ -222,13 +222,13 @@ def test_pairs_are_the_tokens_that_were_sampled():
 
 def test_a_rollout_of_several_rows_is_no_half_of_a_pair():
     again = rollout(0, 1.0, [15], [True], prompt_ids=[1, 5, 10, 11])
-    with pytest.raises(DataSourceError, match="rollouts of one row each"):
+    with pytest.raises(Problems, match="rollouts of one row each"):
         PromptedPairSource([*ROLLOUTS, again], tokenizer=family_tokenizer("qwen3"), max_length=50)
 
 
 @pytest.mark.parametrize("kind", [TextSource, PromptedPairSource])
 def test_another_tokenizer_cannot_learn_from_conversations(kind):
-    with warnings.catch_warnings(), pytest.raises(DataSourceError, match="tokenizer that sampled"):
+    with warnings.catch_warnings(), pytest.raises(Problems, match="tokenizer that sampled"):
         kind(ROLLOUTS, tokenizer=family_tokenizer("llama3"), max_length=50).batch(0, 1)
 
 
@@ -321,5 +321,5 @@ def test_a_damaged_parquet_file_is_refused_by_name(tmp_path):
     page = content[:half] + bytes(64) + content[half + 64 :]
     for damaged in (page, content[:-200] + content[-99:]):
         path.write_bytes(damaged)
-        with pytest.raises(DataSourceError, match=r"rows.parquet' must be a Parquet file that can"):
+        with pytest.raises(Problems, match=r"rows.parquet' must be a Parquet file that can"):
             load_rows(str(path))

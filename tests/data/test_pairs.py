@@ -7,8 +7,8 @@ import json
 import pytest
 
 from rllib_llm.data.preferences import as_prose, pairs_from_labels
-from rllib_llm.data.rows import DataSourceError
 from rllib_llm.data.sources import load_rows
+from rllib_llm.shared.errors import Problems
 
 ROWS = [
     {"text": "good 1", "label": 1},
@@ -76,13 +76,13 @@ def test_as_a_data_source_of_a_stage(tmp_path):
 
 
 def test_labels_that_cannot_be_compared_are_named():
-    with pytest.raises(DataSourceError, match="label='positive' in row 0 .* must be a finite numb"):
+    with pytest.raises(Problems, match="row 0 of .*: label='positive' must be a finite numb"):
         pairs_from_labels([{"text": "fine", "label": "positive"}])
-    with pytest.raises(DataSourceError, match="at least two different labels: all 1 rows have 1.0"):
+    with pytest.raises(Problems, match="at least two different labels: all 1 rows have .1.0"):
         pairs_from_labels([{"text": "fine", "label": 1}])
-    with pytest.raises(DataSourceError, match="text=None in row 0"):
+    with pytest.raises(Problems, match="row 0 of .*: text=None must be text"):
         pairs_from_labels([{"text": None, "label": 1}])
-    with pytest.raises(DataSourceError, match="Did you mean 'label'"):
+    with pytest.raises(Problems, match="Did you mean 'label'"):
         pairs_from_labels(ROWS, label_column="labels")
     with pytest.raises(ValueError, match="num_pairs=0 must be at least 1"):
         pairs_from_labels(ROWS, num_pairs=0)

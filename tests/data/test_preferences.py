@@ -7,8 +7,8 @@ import warnings
 import pytest
 
 from rllib_llm.data.preferences import PairSource, PromptedPairSource
-from rllib_llm.data.rows import DataSourceError
 from rllib_llm.shared import columns
+from rllib_llm.shared.errors import Problems
 from tests.algorithms.tiny_runs import build_model
 from tests.data.test_texts import CHAT, PLAIN_TEMPLATE
 from tests.tiny_models import byte_tokenizer, sentencepiece_tokenizer
@@ -65,9 +65,9 @@ def test_pairs_of_conversations_go_through_the_chat_template():
 
 
 def test_a_row_that_is_no_pair_is_refused(tokenizer):
-    with pytest.raises(DataSourceError, match="must have 'chosen' and 'rejected'"):
+    with pytest.raises(Problems, match="must have the columns 'chosen' and 'rejected'"):
         PairSource([{"chosen": "1"}], tokenizer=tokenizer, max_length=8)
-    with pytest.raises(DataSourceError, match="row 1 of .* must have text or messages"):
+    with pytest.raises(Problems, match="row 1 of .* must have text or messages"):
         rows = [{"chosen": "1", "rejected": "2"}, {"chosen": "1", "rejected": None}]
         PairSource(rows, tokenizer=tokenizer, max_length=8)
 
@@ -106,7 +106,7 @@ def test_answers_that_begin_with_anothers_turn_are_refused(source):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = PLAIN_TEMPLATE
     rows = [{"prompt": "no", "chosen": CHAT[:2], "rejected": CHAT[2:]}]
-    with pytest.raises(DataSourceError, match="row 0 of .* must be followed or repeated"):
+    with pytest.raises(Problems, match="row 0 of .* must be followed or repeated"):
         source(rows, tokenizer=tokenizer, max_length=64).batch(0, 1)
 
 
@@ -130,7 +130,7 @@ def test_equal_texts_are_left_out_and_counted(source, tokenizer):
         "13<eos>" if source is PairSource else "3<eos>",
         "14<eos>" if source is PairSource else "4<eos>",
     ]
-    with pytest.raises(DataSourceError, match="all 1 are the same"):
+    with pytest.raises(Problems, match="all 1 are the same"):
         source(rows[1:2], tokenizer=tokenizer, max_length=8)
 
 
@@ -166,7 +166,7 @@ def test_a_token_of_prompt_and_answer_is_the_answers():
 
 
 def test_a_pair_without_a_beginning_is_refused(tokenizer):
-    with pytest.raises(DataSourceError, match="row 0 of .* a pair must have a prompt"):
+    with pytest.raises(Problems, match="row 0 of .* a pair must have a prompt"):
         prompted([{"chosen": "1", "rejected": "2"}], tokenizer)
 
 
@@ -186,7 +186,7 @@ def test_answers_hold_nothing_but_the_assistant():
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = PLAIN_TEMPLATE
     rows = [{"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": CHAT[1:2]}]
-    with pytest.raises(DataSourceError, match="must answer the same prompt"):
+    with pytest.raises(Problems, match="must answer the same prompt"):
         prompted(rows, tokenizer)
 
 

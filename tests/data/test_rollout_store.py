@@ -18,11 +18,11 @@ from rllib_llm.data.rollout_store import (
     SCHEMA,
     RolloutSchemaError,
     RolloutStore,
-    RolloutStoreError,
     conform,
     not_contained,
 )
 from rllib_llm.data.rollouts import open_rollouts, rollout_folders
+from rllib_llm.shared.errors import Problems
 from tests.data.tiny_rollouts import group, put, table
 
 
@@ -65,7 +65,7 @@ def test_the_schema_is_in_every_file_and_another_version_is_refused(tmp_path):
     assert pq.ParquetFile(file).metadata.row_group(0).column(0).compression == "ZSTD"
     later = pq.read_table(file).replace_schema_metadata({b"rllib_llm_rollouts": b"9"})
     pq.write_table(later, file)
-    with pytest.raises(RolloutSchemaError, match="schema version 9, which must be 3"):
+    with pytest.raises(RolloutSchemaError, match="schema version='9' must be 3"):
         open_rollouts(rollout_folders(tmp_path))
 
 
@@ -171,7 +171,7 @@ def test_a_full_disk_is_said_once_and_the_run_goes_on(tmp_path, caplog):
             store.put(iteration, 4, FullDisk())
         store.flush()
     (message,) = [record.getMessage() for record in caplog.records]
-    assert "the disk is full. Free some, or set store_rollouts=False. The run goes on" in message
+    assert "the disk is full. Free some space, or set store_rollouts=False. The run" in message
     store.stop()
     assert rows_in(tmp_path) == [(1, 1)]
     assert store.metrics()["lost"] == 8
@@ -180,9 +180,9 @@ def test_a_full_disk_is_said_once_and_the_run_goes_on(tmp_path, caplog):
 def test_a_full_disk_stops_the_run_where_it_is_told_to(tmp_path):
     store = RolloutStore(tmp_path, on_error="stop")
     store.put(1, 4, FullDisk())
-    with pytest.raises(RolloutStoreError, match="the disk is full. Free some"):
+    with pytest.raises(Problems, match="the disk is full. Free some"):
         store.flush()
-    with pytest.raises(RolloutStoreError, match="the disk is full"):
+    with pytest.raises(Problems, match="the disk is full"):
         put(store, 2, *group(2, [1.0]))
     store.stop()
 

@@ -10,7 +10,6 @@ import pytest
 from rllib_llm.data.preferences import PreferenceSource
 from rllib_llm.data.rollout_store import RolloutStore
 from rllib_llm.data.rollouts import (
-    ConditionError,
     NoRolloutsError,
     open_rollouts,
     pairs_of_rollouts,
@@ -18,8 +17,8 @@ from rllib_llm.data.rollouts import (
     rollout_folders,
     summary,
 )
-from rllib_llm.data.rows import DataSourceError
 from rllib_llm.data.sources import load_rows
+from rllib_llm.shared.errors import Problems
 from tests.data.tiny_rollouts import group, put
 from tests.tiny_models import byte_tokenizer
 
@@ -85,19 +84,19 @@ def test_a_file_that_was_merged_meanwhile_is_no_wrong_condition(tmp_path, questi
 
 @pytest.mark.parametrize("where", ["score >", "colour = 'red'", "score > 1 )", "DROP TABLE x"])
 def test_what_cannot_be_read_is_said(folder, where):
-    with pytest.raises(ConditionError, match="where=.* must be"):
+    with pytest.raises(Problems, match="where=.* must be"):
         query(open_rollouts([folder]), where=where)
 
 
 def test_a_misspelt_column_is_told_with_the_one_it_resembles(folder):
-    with pytest.raises(ConditionError, match='Candidate bindings: "score"'):
+    with pytest.raises(Problems, match='Candidate bindings: "score"'):
         query(open_rollouts([folder]), where="scor > 1")
 
 
 def test_a_condition_without_duckdb_says_what_to_install(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "duckdb", None)
     rollouts = open_rollouts([folder])
-    with pytest.raises(ConditionError, match=r"pip install 'rllib-llm\[rollouts\]'"):
+    with pytest.raises(Problems, match=r"pip install 'rllib-llm\[rollouts\]'"):
         query(rollouts, where="score > 1")
     assert len(query(rollouts)) == 10 and len(load_rows(str(folder))) == 9
 
@@ -123,12 +122,12 @@ def test_rows_without_a_score_are_neither_the_best_nor_half_of_a_pair(tmp_path):
     assert [row["score"] for row in load_rows({**every, "best_of_group": 1})] == [1.0]
     (pair,) = pairs_of_rollouts(load_rows(every))
     assert (pair["chosen"], pair["rejected"]) == (" 1", " 0")
-    with pytest.raises(DataSourceError, match="hold at least one row"):
+    with pytest.raises(Problems, match="hold at least one row"):
         load_rows({"path": str(tmp_path), "where": "NOT valid", "best_of_group": 1})
 
 
 def test_an_unknown_column_to_sort_by(folder):
-    with pytest.raises(ConditionError, match="sort='colour' must be a column"):
+    with pytest.raises(Problems, match="sort='colour' must be a column"):
         query(open_rollouts([folder]), sort="colour")
 
 
@@ -142,7 +141,7 @@ def test_a_run_holds_the_rollouts_of_its_trials(folder, tmp_path):
 def test_a_folder_of_runs_is_answered_with_the_run(folder, tmp_path):
     run = tmp_path / "results" / "run"
     shutil.copytree(folder.parent, run / "stage" / "trial")
-    with pytest.raises(NoRolloutsError, match=rf"there are none in it. Name one of {run}\."):
+    with pytest.raises(NoRolloutsError, match=rf"kept its rollouts. Name one of {run}\."):
         rollout_folders(tmp_path / "results")
 
 
@@ -166,7 +165,7 @@ def test_best_and_worst_of_a_group_are_a_pair(folder, tokenizer):
     pairs = PreferenceSource(str(folder), tokenizer=tokenizer, max_length=16, shuffle=False)
     assert len(pairs) == 2  # the rejected group has one score
     assert pairs._rows[1] == {"prompt": "2+2=", "chosen": " 1", "rejected": " 0"}
-    with pytest.raises(DataSourceError, match="a group with two scores"):
+    with pytest.raises(Problems, match="a group with two scores"):
         PreferenceSource(
             {"path": str(folder), "where": "status = 'rejected'"}, tokenizer=tokenizer,
             max_length=16,
@@ -179,19 +178,19 @@ def tokenizer():
 
 
 @pytest.mark.parametrize("options, message", [
-    ({"where": "colour = 1"}, "data: where=.* must be"),
-    ({"best_of_group": 0}, r"data\['best_of_group'\]=0 must be an integer of at least 1"),
+    ({"where": "colour = 1"}, "data.where=.* must be"),
+    ({"best_of_group": 0}, r"data.best_of_group=0 must be an integer of at least 1"),
     ({"where": "score > 99"}, "must hold at least one row"),
 ])  # fmt: skip
 def test_options_that_cannot_be(folder, options, message):
-    with pytest.raises(DataSourceError, match=message):
+    with pytest.raises(Problems, match=message):
         load_rows({"path": str(folder), **options})
 
 
 def test_a_condition_on_other_data_is_refused(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text('{"text": "a"}\n')
-    with pytest.raises(DataSourceError, match="holds no rollouts of a run"):
+    with pytest.raises(Problems, match="holds no rollouts of a run"):
         load_rows({"path": str(file), "where": "text = 'a'"})
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from rllib_llm.data.preferences import PairSource
-from rllib_llm.data.rows import DataSourceError
 from rllib_llm.data.texts import TextSource
 from rllib_llm.modules.logprobs import text_logprobs
 from rllib_llm.shared import columns
+from rllib_llm.shared.errors import Problems
 from tests.algorithms.tiny_runs import build_model
 from tests.tiny_models import ENCODER_SPECIALS, byte_tokenizer, llama, sentencepiece_tokenizer
 
@@ -175,7 +175,7 @@ def test_a_tokenizer_that_adds_eos_adds_only_one():
 
 def test_a_row_that_is_no_text_is_refused(tokenizer):
     source = TextSource([{"question": "?"}], tokenizer=tokenizer, max_length=8)
-    with pytest.raises(DataSourceError, match=r"columns \['question'\] must have 'text'"):
+    with pytest.raises(Problems, match=r"columns \['question'\] must have 'text'"):
         source.batch(0, 1)
 
 
@@ -188,16 +188,16 @@ def test_an_unknown_loss_on_is_refused(tokenizer):
     ("row", "message"),
     [
         ({"text": 3}, "it is int"),
-        ({"text": "half \ud83d"}, "is half of a character"),
+        ({"text": "half \ud83d"}, "surrogates not allowed"),
         ({"prompt": 1, "completion": "2"}, "it is int"),
         ({"messages": [{"speaker": "human", "says": "x"}]}, "must have 'role' and 'content'"),
         ({"messages": "hello"}, "must have 'role' and 'content'"),
-        ({"messages": [{"role": "user", "content": "x", "tool_calls": 3}]}, "and write calls as"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": 3}]}, "and calls as"),
         ({"messages": [{"role": 3, "content": "x"}]}, "must have 'role' and 'content'"),
         ({"messages": 7}, "messages=7 must be a list"),
     ],
 )
 def test_rows_that_are_no_text_are_named(row, message):
     source = TextSource([row], tokenizer=byte_tokenizer(), max_length=8)
-    with pytest.raises(DataSourceError, match=f"row 0 of a list of rows: .*{message}"):
+    with pytest.raises(Problems, match=f"row 0 of a list of rows: .*{message}"):
         source.batch(0, 1)

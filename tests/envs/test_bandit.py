@@ -5,7 +5,6 @@ import pytest
 import torch
 from ray.rllib.utils.spaces.repeated import Repeated
 
-from rllib_llm.data.rows import DataSourceError
 from rllib_llm.envs.bandit import BanditEnv, BanditEnvError
 from rllib_llm.envs.judges.rewards import RewardError, RewardSum
 from rllib_llm.envs.prompts import PromptSource
@@ -358,6 +357,6 @@ def env_rows(env) -> list:
 
 def test_chats_without_a_template_are_told_before_anything_is_sampled():
     chats = [{"messages": [{"role": "user", "content": "the cat"}]}]
-    with pytest.raises(DataSourceError, match="messages must become text: .* no chat template"):
+    with pytest.raises(Problems, match="messages must become text: .* no chat template"):
         word_env(prompts=PromptSource(chats))
     assert word_env(prompts=PromptSource(chats), tokenizer=word_tokenizer(chat=True))

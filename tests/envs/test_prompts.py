@@ -5,7 +5,6 @@ import warnings
 import pytest
 
 from rllib_llm.data.encoding import encode_chat
-from rllib_llm.data.rows import DataSourceError
 from rllib_llm.envs.prompts import PromptEncoder, PromptRow, PromptSource
 from rllib_llm.shared.errors import Problems
 from tests.conversations.templates import ADD, family_tokenizer
@@ -84,19 +83,19 @@ def test_the_prompt_column_is_chosen_or_named():
         PromptSource([{"question": "a", "label": 1}])
     with pytest.raises(Problems, match="must have a column with the prompts: it has none"):
         PromptSource([{}, {}])
-    with pytest.raises(DataSourceError, match="column='qestion' must be .*'question'"):
+    with pytest.raises(Problems, match="column='qestion' must be .*'question'"):
         PromptSource([{"question": "a", "label": 1}], prompt_column="qestion")
 
 
 def test_empty_data_and_wrong_rows():
-    with pytest.raises(DataSourceError, match="at least one row"):
+    with pytest.raises(Problems, match="at least one row"):
         PromptSource([])
     with pytest.raises(Problems, match=r"prompt=3 \(row 0 of .*must be text or a list of chat"):
         PromptSource([{"prompt": 3}]).rows(0, 1)
     with pytest.raises(Problems, match="position=-1"):
         PromptSource(TEN).indices(-1, 2)
     halves = PromptSource([{"prompt": "\ud83d"}])
-    with pytest.raises(DataSourceError, match="row 0: .* must be text that UTF-8 can write"):
+    with pytest.raises(Problems, match="row 0: .* must be text that UTF-8 can write"):
         PromptEncoder(word_tokenizer(), 16).encode(halves.rows(0, 1))
 
 
@@ -140,11 +139,11 @@ def test_chat_messages_go_through_the_template():
     assert texts == ["<user> the cat <assistant>"]
     assert ids == [tokenizer(texts[0], add_special_tokens=False)["input_ids"]]
     assert ids[0][-1] == tokenizer.convert_tokens_to_ids("<assistant>")
-    with pytest.raises(DataSourceError, match="row 0: messages must .* has no chat template"):
+    with pytest.raises(Problems, match="row 0: messages must .* has no chat template"):
         _encode(word_tokenizer(), messages)
     # What a template complains of is said with the row, and is a mistake of the user's.
     tokenizer.chat_template = "{{ raise_exception('users first') }}"
-    with pytest.raises(DataSourceError, match=r"row 0: messages .*refuses them \(users first\)"):
+    with pytest.raises(Problems, match=r"row 0: messages .*refuses them \(users first\)"):
         _encode(tokenizer, messages)
 
 

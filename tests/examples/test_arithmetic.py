@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rllib_llm.examples import arithmetic
-from rllib_llm.examples.arithmetic import answer_format, correct, sft_texts
+from rllib_llm.examples.arithmetic import ArithmeticProblems, answer_format, correct, sft_texts
 from rllib_llm.shared.errors import Problems
 from tests.envs.tiny_envs import answer
 
@@ -14,7 +14,7 @@ from tests.envs.tiny_envs import answer
     [((1, "+"), 100), ((1, "+-*"), 300), ((2, "-"), 10_000)],
 )
 def test_problems_are_distinct_and_their_answers_true(settings, total):
-    problems = Problems(*settings, num_problems=10**9)
+    problems = ArithmeticProblems(*settings, num_problems=10**9)
     assert len(problems) == total
     texts = [row["prompt"] for row in problems]
     assert len(set(texts)) == total
@@ -24,20 +24,20 @@ def test_problems_are_distinct_and_their_answers_true(settings, total):
 
 
 def test_a_few_problems_already_mix_sizes_and_operations():
-    few = [row["prompt"] for row in Problems(2, "+-*", num_problems=60)]
+    few = [row["prompt"] for row in ArithmeticProblems(2, "+-*", num_problems=60)]
     assert all(any(sign in text for text in few) for sign in "+-*")
     assert len({text[0] for text in few}) == 10
-    assert Problems(2, "+-*", 60)[17] == Problems(2, "+-*", 60)[17]
-    assert Problems(1, "+")[-1] == Problems(1, "+")[99]
+    assert ArithmeticProblems(2, "+-*", 60)[17] == ArithmeticProblems(2, "+-*", 60)[17]
+    assert ArithmeticProblems(1, "+")[-1] == ArithmeticProblems(1, "+")[99]
     with pytest.raises(IndexError):
-        Problems(1, "+")[100]
+        ArithmeticProblems(1, "+")[100]
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"digits": 0}, "digits=0 must be a whole number of at least 1 and at most 9"),
-        ({"operations": "+/"}, r"operations='\+/' must be one or more of"),
+        ({"operations": "+/"}, r"operations='\+/' must be of '\+-\*'"),
         ({"operations": ""}, "operations='' must be"),
         ({"num_problems": 0}, "num_problems=0 must be"),
         ({"digit": 2}, r"digit must be a known key. Did you mean 'digits'"),

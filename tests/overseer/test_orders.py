@@ -65,7 +65,7 @@ def test_a_paused_trial_waits_with_its_result_until_it_is_resumed(world):
         ("pause", "done", "paused after iteration 4"),
         ("scale", "done", "2 samplers"),
         ("scale", "refused", "samplers=3 must be at most 2"),
-        ("resume", "done", "goes on after iteration 4"),
+        ("resume", "done", "resumes after iteration 4"),
     ]
 
 

@@ -16,7 +16,6 @@ from rllib_llm.cli.main import app
 from rllib_llm.overseer.diagnosis import FOR_COMPLETIONS
 from rllib_llm.overseer.service import (
     SILENT_SECONDS,
-    CommandError,
     NoOverseerError,
     Overseer,
     OverseerServer,
@@ -93,7 +92,7 @@ def test_commands_go_to_trials_that_are_alive():
     ("pause", {"samplers": 2}, "must be left out"),
 ])  # fmt: skip
 def test_other_commands_are_refused(name, arguments, message):
-    with pytest.raises(CommandError, match=message):
+    with pytest.raises(Problems, match=message):
         Overseer(Clock()).command(name, arguments)
 
 
@@ -133,7 +132,7 @@ def test_a_command_that_its_overseer_forgot_is_lost(served):
     (command,) = find_run(folder).tell("pause", timeout_s=0.0)
     assert command["state"] == "waiting"
     overseer._commands.clear()  # as of one that was started again
-    (found,) = find_run(folder)._asked_again([command])
+    (found,) = find_run(folder)._updated([command])
     assert found["state"] == "lost" and "rllib status" in found["answer"]
     assert is_settled([found])
 

@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from rllib_llm.shared.dotted import HOOK, IMPORTS, import_named, name_imports, runtime_env
+from rllib_llm.shared.errors import Problems
 
 
 def test_named_modules_are_imported_here_and_in_rays_processes(monkeypatch, tmp_path):
@@ -28,7 +29,7 @@ def test_named_modules_are_imported_here_and_in_rays_processes(monkeypatch, tmp_
 
 
 def test_a_module_that_is_not_there_is_named(monkeypatch, tmp_path):
-    with pytest.raises(ModuleNotFoundError, match="--import='no_such_module' must be a module"):
+    with pytest.raises(Problems, match="--import='no_such_module' must name a module"):
         name_imports(["no_such_module"])
     (tmp_path / "needs_more.py").write_text("import no_such_library\n")
     monkeypatch.syspath_prepend(str(tmp_path))

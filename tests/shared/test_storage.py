@@ -12,9 +12,9 @@ from rllib_llm.checkpoints.folder import CheckpointError, check, newest_usable, 
 from rllib_llm.data.rollout_store import RolloutStore
 from rllib_llm.data.rollouts import open_rollouts, query, rollout_folders
 from rllib_llm.data.sources import load_rows
+from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.storage import (
     CACHE,
-    StorageError,
     UrlPath,
     fetch_file,
     is_url,
@@ -90,9 +90,9 @@ def test_a_file_is_fetched_unless_it_is_there(root, tmp_path):
 
 
 def test_what_is_not_there_is_said(root):
-    with pytest.raises(StorageError, match="nothing lies there"):
+    with pytest.raises(Problems, match="nothing lies there"):
         local_copy(root / "nowhere")
-    with pytest.raises(StorageError, match="a URL that pyarrow knows"):
+    with pytest.raises(Problems, match="a URL that pyarrow knows"):
         _ = UrlPath("nothing://x").path
 
 

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rllib_llm.data.encoding import encode_ended, encode_text
-from rllib_llm.data.rows import DataSourceError, Rows
+from rllib_llm.data.rows import Rows
 from rllib_llm.modules.model_source import num_positions
 from rllib_llm.runs.doctor.stage import (
     MAX_ROWS,
@@ -103,8 +103,8 @@ def _of_prompts(config: Any) -> Iterator[Problem]:
         try:
             if can_be_read(prompts):
                 prompts = load_rows(prompts, name="prompts")
-        except DataSourceError as error:
-            yield from error.found
+        except ValueError as error:
+            yield from problems_of(error)
             return
         yield from _of_functions(settings["reward_functions"], prompts)
     if not all(is_here(settings[key]) for key in ("model", "tokenizer", "reference")):
