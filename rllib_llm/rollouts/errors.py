@@ -15,7 +15,7 @@ from rllib_llm.weights.coordinator import WeightsLostError
 
 
 class SamplingError(RuntimeError):
-    """No sampler can serve the request; the message carries the first sampler's traceback."""
+    """No sampler can serve the request; the cause has the first sampler's traceback."""
 
 
 class BrokenSamplerError(SamplingError):

@@ -175,7 +175,8 @@ def run_stage(
         raise StageInterrupted(text)
     if grid.num_errors:
         goes_on_from = last_saved(trials, of=f" of {experiment.name}")
-        raise StageFailed(_failure_text(experiment.name, trials), goes_on_from)
+        failed = next(trial for trial in trials if trial.error is not None)
+        raise StageFailed(failure_text(experiment.name, failed.error, failed.path), goes_on_from)
     return _finished(experiment, folder, trials)
 
 
@@ -335,9 +336,3 @@ def last_saved(trials: list[Any], of: str = "") -> str:
         return f"the beginning{of}, since there is no checkpoint"
     plural = "s" if len(saved) > 1 else ""
     return f"iteration{plural} {', '.join(str(one) if one else 'none' for one in saved)}{of}"
-
-
-def _failure_text(name: str, trials: list[Any]) -> str:
-    """Return what ended the first failed trial, where, and the file with the whole error."""
-    failed = next(trial for trial in trials if trial.error is not None)
-    return failure_text(name, str(failed.error), failed.path)

@@ -14,7 +14,7 @@ from rich.console import Console
 from rllib_llm.overseer.diagnosis import PAUSED
 from rllib_llm.runs import callbacks, live_table
 from rllib_llm.runs.live_table import SILENT_S, LiveTable, TrialRow, places
-from rllib_llm.shared.messages import Message, MessageLog
+from rllib_llm.shared.messages import MessageLog, TrialMessage
 
 
 def trial(name: str, **params: object) -> SimpleNamespace:
@@ -182,7 +182,7 @@ def test_warnings_of_the_trials_processes_are_printed_once(tmp_path):
         table.on_step_end(0, trials)
         for index, one in enumerate(trials):
             text = f"{index + 3} of the first 16 prompts are longer than max_prompt_len"
-            MessageLog(tmp_path / one.trial_id).write([Message("trial", text, True)], 1)
+            MessageLog(tmp_path / one.trial_id).write([TrialMessage("trial", text, True)], 1)
         table._last_poll = 0.0
         table.on_step_end(1, trials)
     (line,) = out.file.getvalue().splitlines()
@@ -316,7 +316,7 @@ def test_warnings_of_a_trial_whose_results_go_to_a_url_are_heard(tmp_path):
     table.on_trial_start(0, [far], far)
     table.on_step_end(0, [far])
     log = MessageLog(tmp_path)
-    log.write([Message("trial", "prompts are cut", True)], 1)
+    log.write([TrialMessage("trial", "prompts are cut", True)], 1)
     log.doing(f"{PAUSED}: rllib resume goes on")
     table.__exit__()
     assert "warning: prompts are cut" in table._console.file.getvalue()
