@@ -133,6 +133,7 @@ class SamplingEnvironment:
         texts = {}
         if "completion_texts" in infos:
             texts = {"prompt": infos["prompt_texts"], "completion": infos["completion_texts"]}
+            texts |= {name: infos[name] for name in ("turns", "question") if name in infos}
         return Judgement(
             rewards,
             judged,

@@ -258,20 +258,16 @@ class LiveTable(Callback):
         metrics = columns([row.result for row in rows])
         elapsed = _clock(time.monotonic() - self._started)
         table = Table(
-            title=f"{self._title}, {elapsed}",
-            title_justify="left",
-            title_style="bold",
-            box=SIMPLE_HEAD,
-            padding=(0, 1, 0, 0),
-            pad_edge=False,
-        )
+            title=Text(f"{self._title}, {elapsed}", style="bold"), title_justify="left",
+            box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False,
+        )  # fmt: skip
         table.add_column("trial" if len(rows) > 1 else "stage", no_wrap=True)
         table.add_column("progress", width=BAR_WIDTH)
         for heading in ("left", "iter", *(metric.title for metric in metrics)):
             table.add_column(heading, justify="right", no_wrap=True)
         for row in rows:
             cells = (_cell(row.result, metric) for metric in metrics)
-            table.add_row(row.name, _bar(row), _eta(row), _iteration(row), *cells)
+            table.add_row(Text(row.name), _bar(row), _eta(row), _iteration(row), *cells)
         return table
 
     def _row(self, trial: Any) -> TrialRow:

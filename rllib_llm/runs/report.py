@@ -57,7 +57,7 @@ def report(
 
 
 def _heading(text: str, console: Console) -> None:
-    console.print(f"\n[bold]{text}[/bold]", highlight=False, soft_wrap=True)
+    console.print(Text(f"\n{text}", style="bold"), soft_wrap=True)
 
 
 def _print_summary(result: StageResult, rows: list[dict[str, Any]], console: Console) -> None:
@@ -77,7 +77,7 @@ def _print_summary(result: StageResult, rows: list[dict[str, Any]], console: Con
     for heading in ("first", "last"):
         table.add_column(heading, justify="right")
     for metric in summary_metrics(rows):
-        table.add_row(metric.title, *first_and_last(rows, metric))
+        table.add_row(Text(metric.title), *first_and_last(rows, metric))
     console.print(table)
     for sign in signs(rows):
         line = Text.assemble(("look: ", "yellow"), f"iteration {sign.iteration}: {sign.text}")
@@ -210,7 +210,8 @@ def before_after_table(pairs: list[tuple[dict, dict]], num: int = 5) -> Table:
     table.add_column("before", ratio=3)
     table.add_column("after", ratio=3)
     for before, after in spread(pairs, num):
-        table.add_row(Text(_short(before["prompt"])), _cell(before), _cell(after))
+        prompt = before.get("question") or before["prompt"]
+        table.add_row(Text(_short(prompt)), _cell(before), _cell(after))
     return table
 
 

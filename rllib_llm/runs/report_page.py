@@ -55,9 +55,12 @@ PANELS = (
     Panel("Grammatical", "share", "env/grammatical", "eval/grammatical"),
     Panel("Turns", "per conversation", "env/num_turns", "eval/num_turns"),
     Panel("Tool calls", "per conversation", "env/num_tool_calls", "eval/num_tool_calls"),
-    Panel("Loss", "nats per token", "loss/sft", "eval/loss"),
-    Panel("Loss", "nats per pair", "loss/reward_model", "eval/loss"),
     Panel("Pairs ordered rightly", "share", "train/accuracy", "eval/accuracy"),
+)
+# One of them: by the stage's training loss is known what its held-out loss is of.
+LOSS_PANELS = tuple(
+    Panel("Loss", f"nats per {unit}", f"loss/{kind}", "eval/loss")
+    for kind, unit in (("sft", "token"), ("reward_model", "pair"), ("dpo", "pair"))
 )
 STOCK_PANELS = (Panel("Return", "mean over episodes", "env_runners/episode_return_mean"),)
 X_AXIS = ("episode", "episodes")
@@ -192,7 +195,8 @@ def panels(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     is_ours = any("episode" in result for result in results)
     (x_key, x_title), known = (X_AXIS, PANELS) if is_ours else (STOCK_X_AXIS, STOCK_PANELS)
     found = []
-    for panel in (*known, *part_panels(results), *EXTRA_PANELS):
+    losses = [each for each in LOSS_PANELS if any(each.key in result for result in results)]
+    for panel in (*known, *losses, *part_panels(results), *EXTRA_PANELS):
         xs, ys = series(results, x_key, panel.key)
         curves = [{"name": "training", "x": _thin(xs), "y": _thin(ys)}] if ys else []
         if panel.eval_key:
@@ -215,7 +219,8 @@ def _thin(values: list[float]) -> list[float]:
 def _pairs(folder: Place) -> list[dict[str, Any]]:
     pairs = before_and_after(read_json_lines(folder / SAMPLES_FILE))
     return [
-        {"prompt": before["prompt"], "before": before["completion"], "after": after["completion"],
+        {"prompt": before.get("question") or before["prompt"],
+         "before": before["completion"], "after": after["completion"],
          "score_before": before.get("score"), "score_after": after.get("score")}
         for before, after in spread(pairs, MAX_PAIRS)
     ]  # fmt: skip

@@ -48,6 +48,12 @@ def test_one_row_per_trial_with_the_settings_that_vary():
     assert "2/4" in row and "20" in row and "1.500" in row and "0.250" in row
 
 
+def test_markup_in_a_trial_s_values_is_text():
+    table = LiveTable("ppo · PPOPtx", {}, console(terminal=True))
+    table.on_trial_result(1, [], trial("a", template="<s>[/INST]"), result(1))
+    assert "template=<s>[/INST]" in rendered(table)
+
+
 def test_a_single_trial_carries_the_name_of_its_stage():
     table = LiveTable("sft · SFT", {}, console(terminal=True))
     assert "sft" in rendered(table)  # also before the trial starts
