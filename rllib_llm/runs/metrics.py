@@ -223,12 +223,9 @@ REPORTED_BY: tuple[tuple[str, frozenset[str]], ...] = (
 )
 # A result by which trials of an algorithm may be compared.
 TYPICAL = {
-    **dict.fromkeys(SAMPLING, "objective/scores"),
-    "SFT": "loss/sft",
-    "RewardModel": "train/accuracy",
-    "DPO": "train/accuracy",
-    "Generate": "episode",
-}
+    **dict.fromkeys(SAMPLING, "objective/scores"), "SFT": "loss/sft",
+    "RewardModel": "train/accuracy", "DPO": "train/accuracy", "Generate": "episode",
+}  # fmt: skip
 
 
 def reporters(name: str) -> frozenset[str] | None:
@@ -301,35 +298,25 @@ COLUMNS: dict[str, tuple[Metric, ...]] = {
 }  # fmt: skip
 # What a summary shows, first against last.
 SUMMARY_METRICS = (
-    EPISODES,
-    Metric("loss/sft", "loss, nats per token"),
-    Metric("loss/reward_model", "loss, nats per pair"),
-    Metric("loss/dpo", "loss, per pair"),
-    Metric("eval/loss", "  held out"),
-    Metric("train/accuracy", "pairs ordered rightly"),
+    EPISODES, Metric("loss/sft", "loss, nats per token"),
+    Metric("loss/reward_model", "loss, nats per pair"), Metric("loss/dpo", "loss, per pair"),
+    Metric("eval/loss", "  held out"), Metric("train/accuracy", "pairs ordered rightly"),
     Metric("eval/accuracy", "  held out"),
     Metric("rewards/margins", "reward of chosen less rejected"),
     Metric("logps/chosen", "log-prob of the chosen, nats per completion", ".1f"),
-    Metric("objective/scores", "reward"),
-    Metric("eval/scores", "  held out"),
-    Metric("env/gold_score", "gold score, -3 to 3"),
-    Metric("eval/gold_score", "  held out"),
-    Metric("env/grammatical", "grammatical share"),
-    Metric("eval/grammatical", "  held out"),
-    Metric("env/distinct", "distinct completions, share"),
-    Metric("eval/distinct", "  held out"),
+    Metric("objective/scores", "reward"), Metric("eval/scores", "  held out"),
+    Metric("env/gold_score", "gold score, -3 to 3"), Metric("eval/gold_score", "  held out"),
+    Metric("env/grammatical", "grammatical share"), Metric("eval/grammatical", "  held out"),
+    Metric("env/distinct", "distinct completions, share"), Metric("eval/distinct", "  held out"),
     Metric("env/num_turns", "turns of a conversation", ".2f"),
     Metric("env/num_tool_calls", "  tool calls", ".2f"),
     Metric("env/tool_failures", "  failed tool calls", ".2f"),
     Metric("objective/kl", "estimated KL to the reference, nats per completion"),
     Metric("loss/ptx_avg", "pretraining loss, nats per token"),
-    Metric("eval/ptx_loss", "  held out"),
-    Metric("policy/entropy_avg", "entropy, nats per token"),
-    Metric("train/output_length", "completion length, tokens", ".1f"),
-    TOKENS_PER_S,
-    STALENESS,
+    Metric("eval/ptx_loss", "  held out"), Metric("policy/entropy_avg", "entropy, nats per token"),
+    Metric("train/output_length", "completion length, tokens", ".1f"), TOKENS_PER_S, STALENESS,
     INVALID,
-)
+)  # fmt: skip
 
 
 def columns(results: Sequence[Mapping[str, Any]]) -> list[Metric]:

@@ -161,19 +161,13 @@ RLLIB_FILES = ("*.pkl", "metadata.json")  # beside the model in a checkpoint
 # held-out data the best checkpoint of a trial is told, and the best of several trials as well:
 # training scores are of prompts that were learnt from.
 HELD_OUT = (
-    ("eval/scores", "max"),
-    ("eval/accuracy", "max"),
-    ("eval/loss", "min"),
+    ("eval/scores", "max"), ("eval/accuracy", "max"), ("eval/loss", "min"),
     ("evaluation/env_runners/episode_return_mean", "max"),
-)
+)  # fmt: skip
 BEST = (
-    *HELD_OUT,
-    ("objective/scores", "max"),
-    ("loss/reward_model", "min"),
-    ("loss/dpo", "min"),
-    ("loss/sft", "min"),
-    ("env_runners/episode_return_mean", "max"),
-)
+    *HELD_OUT, ("objective/scores", "max"), ("loss/reward_model", "min"), ("loss/dpo", "min"),
+    ("loss/sft", "min"), ("env_runners/episode_return_mean", "max"),
+)  # fmt: skip
 
 
 @dataclass

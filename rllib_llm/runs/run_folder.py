@@ -291,13 +291,10 @@ def describe_environment(folder: Path | None = None) -> dict[str, str]:
     """Versions, processor, GPUs and the commit of the code in `folder` (by default the present
     one)."""
     found = {
-        "begun": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
-        "Python": platform.python_version(),
-        "system": platform.platform(),
-        "processor": _processor(),
-        "cores": str(os.cpu_count() or "?"),
-        "GPUs": ", ".join(_gpus()) or "none",
-    }
+        "begun": time.strftime("%Y-%m-%d %H:%M:%S %Z"), "Python": platform.python_version(),
+        "system": platform.platform(), "processor": _processor(),
+        "cores": str(os.cpu_count() or "?"), "GPUs": ", ".join(_gpus()) or "none",
+    }  # fmt: skip
     for name in PACKAGES:
         try:
             found[name] = version(name)

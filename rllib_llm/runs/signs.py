@@ -274,16 +274,11 @@ def reward_drop(rows: Rows) -> str:
 
 
 RULES: Mapping[str, Callable[[Rows], str]] = {
-    "constant rewards": constant_rewards,
-    "flat groups": flat_groups,
-    "no tool calls": no_tool_calls,
-    "overfitted judge": overfitted_judge,
-    "entropy collapse": entropy_collapse,
-    "KL explosion": kl_explosion,
-    "starved": starved,
-    "slow iteration": slow_iteration,
-    "reward drop": reward_drop,
-}
+    "constant rewards": constant_rewards, "flat groups": flat_groups,
+    "no tool calls": no_tool_calls, "overfitted judge": overfitted_judge,
+    "entropy collapse": entropy_collapse, "KL explosion": kl_explosion, "starved": starved,
+    "slow iteration": slow_iteration, "reward drop": reward_drop,
+}  # fmt: skip
 OF_ONE_BATCH = ("reward drop",)  # told each time
 
 

@@ -50,14 +50,9 @@ class StageInterrupted(RuntimeError):
 
 
 def run_stages(
-    experiments: list[Experiment],
-    folder: Place,
-    console: Console,
-    *,
-    resume: bool = False,
-    loggers: Callable[[str], list[Any]] = lambda stage: [],
-    told: Sequence[str] = (),
-) -> list[StageResult]:
+    experiments: list[Experiment], folder: Place, console: Console, *, resume: bool = False,
+    loggers: Callable[[str], list[Any]] = lambda stage: [], told: Sequence[str] = (),
+) -> list[StageResult]:  # fmt: skip
     """Run the experiments in order, each with the results of the earlier ones.
 
     Args:
@@ -75,19 +70,15 @@ def run_stages(
     for index, experiment in enumerate(experiments):
         result = StageResult.load(folder / experiment.name) if resume else None
         later = [folder / other.name for other in experiments[index + 1 :]]
-        if (
-            result is not None
-            and result.falls_short(experiment)
-            and not any(stage.exists() for stage in later)
-        ):
-            result = None  # it is to go further than before
+        is_last = not any(stage.exists() for stage in later)
+        if result is not None and is_last and result.falls_short(experiment):
+            result = None  # it is to continue further than before
+        name = experiment.name
         if result is None:
             resolved = fill(experiment, lambda ref, where: _product(products, ref, where))
-            further = loggers(experiment.name)
-            result = run_stage(resolved, folder, console, resume, further, told)
-        products[f"{experiment.name}.model"] = result.model
-        products[f"{experiment.name}.checkpoint"] = result.checkpoint
-        products[f"{experiment.name}.rollouts"] = result.best_trial_folder / ROLLOUTS
+            result = run_stage(resolved, folder, console, resume, loggers(name), told)
+        products |= {f"{name}.model": result.model, f"{name}.checkpoint": result.checkpoint}
+        products[f"{name}.rollouts"] = result.best_trial_folder / ROLLOUTS
         results.append(result)
     return results
 
@@ -100,21 +91,15 @@ def _product(products: Mapping[str, Place | None], ref: str, where: str) -> str:
     """
     if products[ref] is None:
         name, _, product = ref.rpartition(".")
-        raise Problems(
-            f"{where}: ${{{ref}}} must be something that {name!r} made: its algorithm leaves no "
-            f"{product}. Name another experiment.",
-        )  # fmt: skip
+        why = f"its algorithm leaves no {product}"
+        raise Problems(where, f"name something that {name!r} made", why, "", f"${{{ref}}}")
     return str(products[ref])
 
 
 def run_stage(
-    experiment: Experiment,
-    run_folder: Place,
-    console: Console,
-    resume: bool,
-    loggers: list[Any],
+    experiment: Experiment, run_folder: Place, console: Console, resume: bool, loggers: list[Any],
     told: Sequence[str] = (),
-) -> StageResult:
+) -> StageResult:  # fmt: skip
     """Run one experiment, every reference resolved, to its end."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what it warns of was said before the first stage
@@ -157,12 +142,9 @@ def run_stage(
                 table.warn(f"{experiment.name} {AGAIN}{aside}")
         try:
             grid = fit(
-                tuner,
-                restored,
-                experiment.max_failures,
-                table.warn,
+                tuner, restored, experiment.max_failures, table.warn,
                 saved=lambda: {*map(str, RunFolder(folder).in_trials(CHECKPOINTS))},
-            )
+            )  # fmt: skip
         except KeyboardInterrupt:
             raise StageInterrupted(f"{experiment.name} was stopped at once.") from None
         except (KilledForMemory, ErrorCutShort) as error:
@@ -181,7 +163,7 @@ def run_stage(
 
 
 def _finished(experiment: Experiment, folder: Place, trials: list[Any]) -> StageResult:
-    """The stage's result, with its record and page written."""
+    """The stage's result; its record and page are written."""
     result = collect_result(experiment, folder, trials)
     write_page({experiment.name: find_trials(folder)}, folder / PAGE_FILE)
     return result
@@ -191,17 +173,14 @@ def _callbacks(experiment: Experiment) -> list[Any]:
     """The callbacks of one Tune run."""
     settings = experiment.checkpoint_config
     by_iterations = "checkpoint_frequency" in settings
+    interval = settings.get(INTERVAL, None if by_iterations else "auto")
     callbacks = default_callbacks(
-        checkpoint_interval_s=settings.get(INTERVAL, None if by_iterations else "auto"),
-        metric=experiment.metric,
-        mode=experiment.mode,
+        checkpoint_interval_s=interval, metric=experiment.metric, mode=experiment.mode
     )
-    planned = search_space(experiment).get("planned_iterations")
+    name = "planned_iterations"
+    planned = {key: value for key, value in search_space(experiment).items() if key == name}
     terms = NewTerms(
-        experiment.stop,
-        experiment.max_failures,
-        checkpoint_settings(experiment),
-        {} if planned is None else {"planned_iterations": planned},
+        experiment.stop, experiment.max_failures, checkpoint_settings(experiment), planned
     )
     return [*callbacks, terms]
 
@@ -218,7 +197,7 @@ def _tuner(experiment: Experiment, run_folder: Place, callbacks: list[Any]) -> A
         search_alg=make_searcher(experiment),
         max_concurrent_trials=experiment.max_concurrent_trials,
         time_budget_s=experiment.time_budget_s,
-        trial_dirname_creator=_trial_folder_name,
+        trial_dirname_creator=lambda trial: f"{trial.trainable_name}_{trial.trial_id}",
         # Schedulers stop and restart trials; a process that has imported everything is worth much.
         reuse_actors=bool(experiment.scheduler) and issubclass(algo_class, LanguageModelAlgorithm),
     )
@@ -238,12 +217,9 @@ def _tuner(experiment: Experiment, run_folder: Place, callbacks: list[Any]) -> A
         where = f"{experiment.name}.restore"
         source = restore_source(experiment.restore, algo_class, where, experiment.stop)
     return tuner_from_checkpoint(
-        algo_class,
-        None if source is None else str(source),
-        param_space=_param_space(experiment),
-        tune_config=tune_config,
-        run_config=run_config,
-    )
+        algo_class, None if source is None else str(source), param_space=_param_space(experiment),
+        tune_config=tune_config, run_config=run_config,
+    )  # fmt: skip
 
 
 AGAIN = "begins again: no checkpoint of it had been saved."
@@ -262,13 +238,13 @@ def _at_their_end(experiment: Experiment, trials: list[Any]) -> list[Any]:
     """The trials of a resumed stage with the results of their last checkpoints, where all of them
     are at the experiment's stop; else none. Tune would compute one more iteration of each."""
     ended = []
-    for trial in trials:
+    for trial in trials if len(trials) == num_trials(experiment) else ():
         kept = {saved.path: metrics for saved, metrics in trial.best_checkpoints or []}
         metrics = kept.get(trial.checkpoint.path) if trial.checkpoint else None
         if metrics is None or not is_reached(experiment.stop, flatten(metrics)):
             return []
         ended.append(dataclasses.replace(trial, metrics=metrics))
-    return ended if len(ended) == num_trials(experiment) else []
+    return ended
 
 
 def _can_resume(folder: Place) -> bool:
@@ -294,20 +270,15 @@ def _restored_tuner(
     try:
         note_saved(folder)
         tuner = tune.Tuner.restore(
-            str(folder),
-            algorithm_class(experiment.run, experiment.name),
-            param_space=_param_space(experiment),
-            resume_unfinished=True,
-            resume_errored=True,
-        )
+            str(folder), algorithm_class(experiment.run, experiment.name),
+            param_space=_param_space(experiment), resume_unfinished=True, resume_errored=True,
+        )  # fmt: skip
     except CUT_SHORT:
         remedy = "Start anew"
         with contextlib.suppress(ValueError):
             remedy = f"Start a new run, with `restore: {newest_usable(folder)}` in {folder.name}"
-        raise StateCutShort(
-            name=f"{folder.name}: Tune's record of the run", rule="be whole",
-            reason="its file was cut short, as by a full disk", remedy=remedy,
-        ) from None  # fmt: skip
+        name, why = f"{folder.name}: Tune's record of the run", "it was cut short, as by a full disk"
+        raise StateCutShort(name, "be whole", why, remedy) from None
     # The pickled callbacks of the first run belong to a terminal that is gone.
     replace_callbacks(tuner, callbacks)
     if further:
@@ -317,10 +288,6 @@ def _restored_tuner(
 
 def _param_space(experiment: Experiment) -> dict[str, Any]:
     return resolve_classes(search_space(experiment), f"{experiment.name}.config")
-
-
-def _trial_folder_name(trial: Any) -> str:
-    return f"{trial.trainable_name}_{trial.trial_id}"
 
 
 def last_saved(trials: list[Any], of: str = "") -> str:

@@ -84,27 +84,23 @@ class TimedCheckpoints(Callback):
             self._asked[trial.trial_id] = now
 
     def on_trial_save(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        now = time.monotonic()
-        self._since[trial.trial_id] = now
-        asked = self._asked.pop(trial.trial_id, None)
-        if asked is not None:
-            self._note_cost(trial, now - asked)
+        name, now = trial.trial_id, time.monotonic()
+        self._since[name] = now
+        if (asked := self._asked.pop(name, None)) is None:
+            return
+        before = self.seconds(name)
+        self._slowest[name] = max(now - asked, self._slowest.get(name, 0.0))
+        if self.seconds(name) > before:
+            text = "A checkpoint of %s takes %.0f s: to cost at most %.0f %% of the time, there is "
+            text += "one every %.0f min. checkpoint_interval_s overrides this."
+            minutes = self.seconds(name) / 60
+            logger.warning(text, trial, now - asked, 100 * MAX_SHARE, minutes)
 
     def seconds(self, trial_id: str) -> float:
         """Seconds from one checkpoint of a trial to the next."""
         if not isinstance(self._interval_s, str):
             return self._interval_s
         return max(INTERVAL_S, self._slowest.get(trial_id, 0.0) / MAX_SHARE)
-
-    def _note_cost(self, trial: Any, seconds: float) -> None:
-        before = self.seconds(trial.trial_id)
-        self._slowest[trial.trial_id] = max(seconds, self._slowest.get(trial.trial_id, 0.0))
-        if self.seconds(trial.trial_id) > before:
-            logger.warning(
-                "A checkpoint of %s takes %.0f s: so that this costs no more than %.0f %% of the "
-                "time, there is one every %.0f min. checkpoint_interval_s says otherwise.",
-                trial, seconds, 100 * MAX_SHARE, self.seconds(trial.trial_id) / 60,
-            )  # fmt: skip
 
 
 MEASURED = "eval/iteration"  # after which iteration what stands under eval/ was measured
