@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
 from rllib_llm.checkpoints.algorithm import restore_source
@@ -77,7 +78,8 @@ def run_stages(
         if result is None:
             resolved = fill(experiment, lambda ref, where: _product(products, ref, where))
             result = run_stage(resolved, folder, console, resume, loggers(name), told)
-        products |= {f"{name}.model": result.model, f"{name}.checkpoint": result.checkpoint}
+        products[f"{name}.model"] = result.model
+        products[f"{name}.checkpoint"] = result.checkpoint
         products[f"{name}.rollouts"] = result.best_trial_folder / ROLLOUTS
         results.append(result)
     return results
@@ -129,9 +131,9 @@ def run_stage(
             trials = list(tuner.get_results())
             if ended := _at_their_end(experiment, trials):
                 text = f"{experiment.name} is at its stop already, at {last_saved(trials)}."
-                console.print(text, highlight=False)
+                console.print(Text(text))
                 return _finished(experiment, folder, ended)
-            console.print(f"{experiment.name} goes on from {last_saved(trials)}.", highlight=False)
+            console.print(Text(f"{experiment.name} goes on from {last_saved(trials)}."))
             anew = [placed(one.path, folder) for one in trials if _begins_again(one, finished)]
             if anew:
                 names = ", ".join(one.name for one in anew)
@@ -197,7 +199,7 @@ def _tuner(experiment: Experiment, run_folder: Place, callbacks: list[Any]) -> A
         search_alg=make_searcher(experiment),
         max_concurrent_trials=experiment.max_concurrent_trials,
         time_budget_s=experiment.time_budget_s,
-        trial_dirname_creator=lambda trial: f"{trial.trainable_name}_{trial.trial_id}",
+        trial_dirname_creator=_trial_folder_name,
         # Schedulers stop and restart trials; a process that has imported everything is worth much.
         reuse_actors=bool(experiment.scheduler) and issubclass(algo_class, LanguageModelAlgorithm),
     )
@@ -277,7 +279,7 @@ def _restored_tuner(
         remedy = "Start anew"
         with contextlib.suppress(ValueError):
             remedy = f"Start a new run, with `restore: {newest_usable(folder)}` in {folder.name}"
-        name, why = f"{folder.name}: Tune's record of the run", "it was cut short, as by a full disk"
+        name, why = f"{folder.name}: Tune's record of the run", "a full disk may have cut it short"
         raise StateCutShort(name, "be whole", why, remedy) from None
     # The pickled callbacks of the first run belong to a terminal that is gone.
     replace_callbacks(tuner, callbacks)
@@ -288,6 +290,10 @@ def _restored_tuner(
 
 def _param_space(experiment: Experiment) -> dict[str, Any]:
     return resolve_classes(search_space(experiment), f"{experiment.name}.config")
+
+
+def _trial_folder_name(trial: Any) -> str:
+    return f"{trial.trainable_name}_{trial.trial_id}"
 
 
 def last_saved(trials: list[Any], of: str = "") -> str:

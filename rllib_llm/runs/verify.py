@@ -152,7 +152,9 @@ class Verification:
         lines = [
             f"{self.trial}: {num} of {self.num_stored} completions {made} {_named(self.versions)}",
             same,
-            f"cannot be checked: {num_lost} completions; no checkpoint holds {lost}" if lost else "",
+            f"cannot be checked: {num_lost} completions; no checkpoint holds {lost}"
+            if lost
+            else "",
             f"left out: {unknown} tokens of these completions, of other weights" if unknown else "",
             *(str(each) for each in self.completions if each.differences),
         ]
