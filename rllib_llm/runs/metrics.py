@@ -29,8 +29,7 @@ GROUPS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("tokens_per_s", "tokens/s", "`throughput/tokens_per_s`"),
     ),
     "What is learnt towards": (
-        ("objective/scores", "score", "what the judges say, before any KL share"),
-        ("objective/scores_std", "score", "standard deviation in the batch"),
+        ("objective/scores, objective/scores_std", "score", "the judges': mean, deviation"),
         ("objective/kl", "nats per completion", "KL from the reference"),
         ("objective/entropy", "nats per completion", "−log-prob of sampled completions"),
         ("objective/non_score_reward", "score", "−β·KL, if in the reward"),
@@ -47,8 +46,7 @@ GROUPS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("val/ratio, val/ratio_var", "1", "new over old token probability: mean, variance"),
         ("val/num_eos_tokens, eval/finished", "share", "completions ended by a stop token"),
         ("sampler/logprob_gap", "nats per token", "mean absolute gap of their log-probs"),
-        ("grad_norm", "1", "global norm before clipping"),
-        ("lr", "1", "of the last optimiser step"),
+        ("grad_norm, lr", "1", "before clipping; of the last step"),
         ("effective/<setting>", "as the setting", "what optimiser and loss used"),
     ),
     "Training data": (
@@ -56,13 +54,11 @@ GROUPS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("train/<name>_rewards", "reward", "one reward function, before its weight"),
         ("train/output_length, eval/output_length", "tokens", "mean length, stop token included"),
         ("train/num_invalid", "completions", "without a score, not trained on"),
-        ("train/truncated_share", "share", "prompts (SFT: texts) cut to the maximum length"),
-        ("env/truncated", "share", "conversations ended by `max_turns` or a token limit"),
+        ("train/truncated_share, env/truncated", "share", "cut prompts; cut conversations"),
         ("train/zero_variance_groups", "share", "groups with equal scores"),
         ("train/padding_share", "share", "padding among computed tokens"),
         ("train/staleness", "updates", "age of the sampling weights"),
-        ("env/distinct", "share", "distinct completions"),
-        ("eval/distinct", "share", "distinct completions; of greedy ones one of each prompt"),
+        ("env/distinct, eval/distinct", "share", "completions; if greedy, one of each prompt"),
         ("env/sampled_share", "share", "completion tokens that the policy sampled"),
         ("env/<function>_failed", "share", "rows on which a reward function failed"),
         ("env/<name>", "its own", "metrics of environment and judges"),
@@ -75,14 +71,12 @@ GROUPS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("off_policy/age_mean, off_policy/age_max", "updates", "age of a token's weights"),
         ("off_policy/age_<updates>", "share", "tokens of that age; last bin: or older"),
         ("off_policy/versions", "versions", "mean number in a completion"),
-        ("off_policy/k1", "nats per token", "mean −log r, r = π/π_sampler, before the update"),
-        ("off_policy/k3", "nats per token", "mean r − 1 − log r"),
-        ("off_policy/k1_lag_<updates>, off_policy/k3_lag_<updates>", "nats per token",
-         "k1, k3 by age"),
+        ("off_policy/k1, off_policy/k1_lag_<updates>", "nats per token",
+         "mean −log r, r = π/π_sampler, before the update; by age"),
+        ("off_policy/k3, off_policy/k3_lag_<updates>", "nats per token", "mean r − 1 − log r"),
         ("off_policy/weight", "1", "mean importance weight after the bounds"),
-        ("off_policy/bounded_share", "share", "tokens whose weight was bounded"),
+        ("off_policy/bounded_share, off_policy/rejected_share", "share", "of tokens"),
         ("off_policy/ess_share", "share", "effective sample size, (Σw)²/Σw²"),
-        ("off_policy/rejected_share", "share", "tokens excluded by `rejection`"),
     ),
     "Supervised stages": (
         ("loss/sft", "nats per token", "cross-entropy of target tokens"),
@@ -90,40 +84,35 @@ GROUPS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("loss/dpo", "nats per pair", "preference objective"),
         ("train/accuracy, eval/accuracy", "share", "pairs ordered rightly"),
         ("train/kto_kl", "nats per completion", "reference point of `kto`"),
-        ("rewards/<name>", "nats", "implicit rewards: chosen, rejected, margins"),
-        ("logps/<name>", "nats per completion", "log-probs of answers: chosen, rejected"),
+        ("rewards/<name>", "nats", "implicit: chosen, rejected, margins"),
+        ("logps/<name>", "nats per completion", "chosen, rejected"),
     ),
     "Held out": (
         ("eval/scores, eval/scores_std", "score", "mean over prompts, standard deviation"),
         ("eval/loss", "nats", "of a supervised stage"),
         ("eval/iteration", "iterations", "when it was measured"),
-        ("eval/pass@<k>", "share", "prompts with one of k completions right; _low, _high"),
-        ("eval/pass^<k>", "share", "prompts with all k right; _low, _high"),
+        ("eval/pass@<k>, eval/pass^<k>", "share", "prompts with one (all) of k right; _low, _high"),
         ("eval/<name>", "its own", "components and diagnostics"),
         ("eval/<environment>/<name>", "as above", "for each of `eval_envs`"),
     ),
     "Weights on their way": (
-        ("weights/version", "updates", "newest published"),
-        ("weights/oldest_version", "updates", "oldest that sampled a row"),
-        ("weights/versions_behind", "updates", "lag of the batch"),
+        ("weights/version, weights/oldest_version, weights/versions_behind", "updates",
+         "newest published; oldest in the batch; lag"),
         ("weights/bytes", "bytes", "size of one version"),
-        ("weights/publish_seconds", "s", "publishing, by the learner"),
-        ("weights/push_seconds", "s", "pushing to servers"),
-        ("weights/transfer_seconds", "s", "until the slowest sampler had them"),
-        ("weights/load_seconds", "s", "loading"),
+        ("weights/publish_seconds, weights/push_seconds", "s", "by the learner, to servers"),
+        ("weights/transfer_seconds, weights/load_seconds", "s", "of the slowest sampler"),
         ("weights/gb_per_s", "GB/s", "transfer and load"),
         ("weights/age_seconds", "s", "age in use"),
-        ("weights/skips", "versions", "skipped by a sampler"),
-        ("weights/republished", "times", "published again, since lost"),
-        ("weights/failures/<kind>", "times", "failed transfers"),
+        ("weights/skips", "versions", "not loaded"),
+        ("weights/republished, weights/failures/<kind>", "times", "after a loss; transfers"),
         ("weights/<name>", "its own", "background publisher: snapshots, announcements"),
     ),
     "Groups on their way, and what became of them": (
         ("rollouts/tokens_generated", "tokens", "sampled so far"),
         ("rollouts/tokens_trained, rollouts/tokens_rejected, rollouts/tokens_carried", "tokens",
          "of these trained on, rejected, waiting"),
-        ("rollouts/groups_trained, rollouts/groups_rejected", "groups", "so far"),
-        ("rollouts/groups_failed", "groups", "completed by no sampler so far"),
+        ("rollouts/groups_trained, rollouts/groups_rejected, rollouts/groups_failed", "groups",
+         "so far"),
         ("rollouts/rejected/<reason>", "groups",
          "so far, by reason: a filter's, `too_few`, `stale` or `late`"),
         ("rollouts/groups_<state>", "groups", "now waiting, leased, partial, judged or ready"),
@@ -153,16 +142,13 @@ GROUPS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("faults/<name>", "times, s", "of samplers, recovered from"),
     ),
     "RLlib's and Tune's own": (
-        ("training_iteration", "iterations", "so far; usually used in `stop:`"),
+        ("training_iteration", "iterations", "usual in `stop:`"),
         ("num_env_steps_sampled_lifetime", "completions", "an episode is one step"),
         ("time_total_s", "s", "all iterations so far"),
         ("iterations_since_restore, time_since_restore", "iterations, s", "since it was resumed"),
-        ("env_runners/<name>", "RLlib's", "`episode_return_mean` and the like"),
-        ("evaluation/<name>", "RLlib's", "held-out results by RLlib's names"),
-        ("learners/<name>", "RLlib's", "metrics of each module"),
-        ("<name>_this_iter", "RLlib's", "counts of this iteration"),
-        ("should_checkpoint", "true", "a command asked for a checkpoint"),
-        ("stop_run", "true", "last result of a run ended by `rllib stop`"),
+        ("env_runners/<name>, evaluation/<name>, learners/<name>, <name>_this_iter", "RLlib's",
+         "under its names"),
+        ("should_checkpoint, stop_run", "true", "asked for by a command"),
     ),
 }  # fmt: skip
 NAMES = [name for rows in GROUPS.values() for names, *_ in rows for name in names.split(", ")]
@@ -296,27 +282,42 @@ COLUMNS: dict[str, tuple[Metric, ...]] = {
     ),
     "episode": (),
 }  # fmt: skip
-# What a summary shows, first against last.
-SUMMARY_METRICS = (
-    EPISODES, Metric("loss/sft", "loss, nats per token"),
-    Metric("loss/reward_model", "loss, nats per pair"), Metric("loss/dpo", "loss, per pair"),
-    Metric("eval/loss", "  held out"), Metric("train/accuracy", "pairs ordered rightly"),
-    Metric("eval/accuracy", "  held out"),
-    Metric("rewards/margins", "reward of chosen less rejected"),
-    Metric("logps/chosen", "log-prob of the chosen, nats per completion", ".1f"),
-    Metric("objective/scores", "reward"), Metric("eval/scores", "  held out"),
-    Metric("env/gold_score", "gold score, -3 to 3"), Metric("eval/gold_score", "  held out"),
-    Metric("env/grammatical", "grammatical share"), Metric("eval/grammatical", "  held out"),
-    Metric("env/distinct", "distinct completions, share"), Metric("eval/distinct", "  held out"),
-    Metric("env/num_turns", "turns of a conversation", ".2f"),
-    Metric("env/num_tool_calls", "  tool calls", ".2f"),
-    Metric("env/tool_failures", "  failed tool calls", ".2f"),
-    Metric("objective/kl", "estimated KL to the reference, nats per completion"),
-    Metric("loss/ptx_avg", "pretraining loss, nats per token"),
-    Metric("eval/ptx_loss", "  held out"), Metric("policy/entropy_avg", "entropy, nats per token"),
-    Metric("train/output_length", "completion length, tokens", ".1f"), TOKENS_PER_S, STALENESS,
-    INVALID,
-)  # fmt: skip
+@dataclass(frozen=True)
+class Curve:
+    """A result that summary and report show, and where it was measured on held-out data."""
+
+    key: str
+    title: str
+    unit: str = ""
+    held_out: str = ""
+    form: str = ".3f"
+
+
+CURVES = (
+    Curve("loss/sft", "loss", "nats per token", "eval/loss"),
+    Curve("loss/reward_model", "loss", "nats per pair", "eval/loss"),
+    Curve("loss/dpo", "loss", "nats per pair", "eval/loss"),
+    Curve("train/accuracy", "pairs ordered rightly", "share", "eval/accuracy"),
+    Curve("rewards/margins", "reward of chosen less rejected", "nats"),
+    Curve("logps/chosen", "log-prob of the chosen", "nats per completion", form=".1f"),
+    Curve("objective/scores", "reward", held_out="eval/scores"),
+    Curve("env/gold_score", "gold score", "-3 to 3", "eval/gold_score"),
+    Curve("env/grammatical", "grammatical", "share", "eval/grammatical"),
+    Curve("env/distinct", "distinct completions", "share", "eval/distinct"),
+    Curve("env/num_turns", "turns", "per conversation", "eval/num_turns", ".2f"),
+    Curve("env/num_tool_calls", "tool calls", "per conversation", "eval/num_tool_calls", ".2f"),
+    Curve("env/tool_failures", "failed tool calls", "per conversation", form=".2f"),
+    Curve("objective/kl", "KL to the reference", "nats per completion"),
+    Curve("loss/ptx_avg", "pretraining loss", "nats per token", "eval/ptx_loss"),
+    Curve("policy/entropy_avg", "entropy", "nats per token"),
+)
+
+
+def curves(results: Sequence[Mapping[str, Any]]) -> list[Curve]:
+    """Those that some of the results have; of the losses that of the stage, since held-out losses
+    of all kinds have one name."""
+    keys = {key for result in results for key in result}
+    return [one for one in CURVES if keys & ({one.key, one.held_out} - {"eval/loss"})]
 
 
 def columns(results: Sequence[Mapping[str, Any]]) -> list[Metric]:
@@ -333,9 +334,14 @@ def summary_metrics(results: Sequence[Mapping[str, Any]]) -> list[Metric]:
     if not is_ours:
         return _held(results, STOCK_METRICS)
     keys = sorted({key for result in results for key in result})
-    metrics = [*SUMMARY_METRICS, *_drifts(keys), *_losses_of_rows(keys)]
-    after = next(i for i, metric in enumerate(metrics) if metric.key == "eval/scores") + 1
-    metrics[after:after] = [Metric(k, f"  {n}") for k, n in reward_parts(results).items()]
+    metrics = [EPISODES]
+    for one in curves(results):
+        metrics.append(Metric(one.key, ", ".join(filter(None, (one.title, one.unit))), one.form))
+        metrics.append(Metric(one.held_out, "  held out", one.form))
+        if one.key == "objective/scores":
+            metrics += [Metric(k, f"  {n}") for k, n in reward_parts(results).items()]
+    length = Metric("train/output_length", "completion length, tokens", ".1f")
+    metrics += [length, TOKENS_PER_S, STALENESS, INVALID, *_drifts(keys), *_losses_of_rows(keys)]
     silent = {INVALID.key, STALENESS.key, *(metric.key for metric in _losses_of_rows(keys))}
     return [
         metric

@@ -19,7 +19,7 @@ from rllib_llm.data.decoding import TokenTexts
 from rllib_llm.data.rollout_store import ROLLOUTS, RolloutSchemaError
 from rllib_llm.data.rollouts import NoRolloutsError, open_rollouts
 from rllib_llm.rollouts.recorder import SAMPLES_FILE
-from rllib_llm.runs.metrics import first_and_last, reward_parts, summary_metrics
+from rllib_llm.runs.metrics import Curve, curves, first_and_last, reward_parts, summary_metrics
 from rllib_llm.runs.results import (
     as_shown,
     before_and_after,
@@ -36,44 +36,17 @@ from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.run_layout import RESULTS, SETTINGS_FILE, RunFolder, name_one
 from rllib_llm.shared.storage import Place, place, read_json, replace_text
 
-
-@dataclass(frozen=True)
-class Panel:
-    """One small plot: a result over the episodes, with the held-out result."""
-
-    title: str
-    unit: str
-    key: str
-    eval_key: str = ""
-
-
-PANELS = (
-    Panel("Reward", "judge's score", "objective/scores", "eval/scores"),
-    Panel("Gold score", "-3 to 3", "env/gold_score", "eval/gold_score"),
-    Panel("KL to the reference", "nats per completion", "objective/kl"),
-    Panel("Pretraining loss", "nats per token", "loss/ptx_avg", "eval/ptx_loss"),
-    Panel("Entropy of the policy", "nats per token", "policy/entropy_avg"),
-    Panel("Grammatical", "share", "env/grammatical", "eval/grammatical"),
-    Panel("Turns", "per conversation", "env/num_turns", "eval/num_turns"),
-    Panel("Tool calls", "per conversation", "env/num_tool_calls", "eval/num_tool_calls"),
-    Panel("Pairs ordered rightly", "share", "train/accuracy", "eval/accuracy"),
-)
-# One of them: by the stage's training loss is known what its held-out loss is of.
-LOSS_PANELS = tuple(
-    Panel("Loss", f"nats per {unit}", f"loss/{kind}", "eval/loss")
-    for kind, unit in (("sft", "token"), ("reward_model", "pair"), ("dpo", "pair"))
-)
-STOCK_PANELS = (Panel("Return", "mean over episodes", "env_runners/episode_return_mean"),)
+STOCK_CURVES = (Curve("env_runners/episode_return_mean", "return", "mean over episodes"),)
 X_AXIS = ("episode", "episodes")
 STOCK_X_AXIS = ("num_env_steps_sampled_lifetime", "environment steps")
 
 
-def part_panels(results: Sequence[Mapping[str, Any]]) -> tuple[Panel, ...]:
-    """One panel for each part of a reward, where there are several."""
-    return tuple(
-        Panel(f"Reward: {name}", "before its weight", key, key.replace("train/", "eval/"))
+def part_curves(results: Sequence[Mapping[str, Any]]) -> list[Curve]:
+    """One for each part of a reward, where there are several."""
+    return [
+        Curve(key, f"reward: {name}", "before its weight", key.replace("train/", "eval/"))
         for key, name in reward_parts(results).items()
-    )
+    ]
 
 
 PAGE_FILE = "report.html"
@@ -81,14 +54,14 @@ TEMPLATE = Path(__file__).parent / "page"
 MAX_PAIRS = 50
 MAX_POINTS = 1000  # of a curve
 # Left out where they would hold only zeros, as the staleness of a synchronous run.
-EXTRA_PANELS = (
-    Panel("Completion length", "tokens", "train/output_length", "eval/output_length"),
-    Panel("Staleness", "updates", "train/staleness"),
-    Panel("Completions without a score", "rows", "train/num_invalid"),
-    Panel("Clipped ratios", "share of tokens", "policy/clipfrac_avg"),
-    Panel("Gradient norm", "before clipping", "grad_norm"),
-    Panel("Learning rate", "last optimiser step", "lr"),
-    Panel("Sampled tokens", "per second", "throughput/tokens_per_s"),
+EXTRA_CURVES = (
+    Curve("train/output_length", "completion length", "tokens", "eval/output_length"),
+    Curve("train/staleness", "staleness", "updates"),
+    Curve("train/num_invalid", "completions without a score", "rows"),
+    Curve("policy/clipfrac_avg", "clipped ratios", "share of tokens"),
+    Curve("grad_norm", "gradient norm", "before clipping"),
+    Curve("lr", "learning rate", "last optimiser step"),
+    Curve("throughput/tokens_per_s", "sampled tokens", "per second"),
 )
 
 
@@ -176,25 +149,22 @@ def _short(value: Any) -> str:
 def panels(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The curves of a trial: [{title, unit, x_title, curves: [{name, x, y}]}]."""
     is_ours = any("episode" in result for result in results)
-    (x_key, x_title), known = (X_AXIS, PANELS) if is_ours else (STOCK_X_AXIS, STOCK_PANELS)
+    x_key, x_title = X_AXIS if is_ours else STOCK_X_AXIS
+    known = [*(curves(results) if is_ours else STOCK_CURVES), *part_curves(results)]
     found = []
-    losses = [each for each in LOSS_PANELS if any(each.key in result for result in results)]
-    for panel in (*known, *losses, *part_panels(results), *EXTRA_PANELS):
-        xs, ys = series(results, x_key, panel.key)
-        curves = [{"name": "training", "x": _thin(xs), "y": _thin(ys)}] if ys else []
-        if panel.eval_key:
-            xs, ys = fresh_series(results, x_key, panel.eval_key)
-            if ys:
-                curves.append({"name": "held out", "x": _thin(xs), "y": _thin(ys)})
-        is_flat = panel in EXTRA_PANELS and not any(any(curve["y"]) for curve in curves)
-        if curves and not is_flat:
-            about = {"title": panel.title, "unit": panel.unit, "x_title": x_title}
-            found.append({**about, "curves": curves})
+    for one in (*known, *EXTRA_CURVES):
+        points = {"training": series(results, x_key, one.key)}
+        if one.held_out:
+            points["held out"] = fresh_series(results, x_key, one.held_out)
+        lines = []
+        for name, (xs, ys) in points.items():
+            step = max(1, -(-len(xs) // MAX_POINTS))
+            lines += [{"name": name, "x": xs[::step], "y": ys[::step]}] if ys else []
+        is_flat = one in EXTRA_CURVES and not any(any(line["y"]) for line in lines)
+        if lines and not is_flat:
+            title = one.title[:1].upper() + one.title[1:]
+            found.append({"title": title, "unit": one.unit, "x_title": x_title, "curves": lines})
     return found
-
-
-def _thin(values: list[float]) -> list[float]:
-    return values[:: max(1, -(-len(values) // MAX_POINTS))]
 
 
 def _pairs(folder: Place) -> list[dict[str, Any]]:

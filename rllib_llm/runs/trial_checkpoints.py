@@ -179,10 +179,9 @@ def _is_better(record: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
 
 def _link(source: Path, target: Path) -> None:
     """Makes `target` the same files as `source`, which may be deleted later."""
-    partial = target.with_name(f".{target.name}.partial")
+    partial, replaced = (target.with_name(f".{target.name}.{it}") for it in ("partial", "replaced"))
     shutil.rmtree(partial, ignore_errors=True)
     shutil.copytree(source, partial, copy_function=_link_or_copy)
-    replaced = target.with_name(f".{target.name}.replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     if target.is_dir():
         os.rename(target, replaced)
@@ -313,16 +312,16 @@ def _up_to_date(stage: Place, states: list[str]) -> list[str]:
 def _is_usable(checkpoint: Place) -> bool:
     try:
         check(local_copy(checkpoint))
+        return True
     except CheckpointError:
         return False
-    return True
 
 
 def _result_of(trial: Place, about: Mapping[str, Any]) -> dict[str, Any]:
     """The result that a checkpoint with this manifest was saved with, as far as it is known."""
     of_it = {key: about[key] for key in (TRAINING_ITERATION, TIME_TOTAL_S)}
     rows = read_json_lines(trial / RESULTS)
-    return next((row for row in rows if all(row.get(key) == of_it[key] for key in of_it)), of_it)
+    return next((row for row in rows if of_it.items() <= row.items()), of_it)
 
 
 # The last is what Slurm is often told to send before a time limit.
@@ -343,8 +342,7 @@ class SaveOnStop(Callback):
     """
 
     def __init__(self) -> None:
-        self.interrupted = False
-        self._told = self._ended = False
+        self.interrupted = self._has_said_so = self._ended = False
         self._handlers: dict[signal.Signals, Any] = {}  # those before
         self._end_run: Any = None  # Tune's handler
 
@@ -386,11 +384,10 @@ class SaveOnStop(Callback):
         if all(_is_saved(trial) for trial in trials):
             self._ended = True
             self._end(trials)
-        elif not self._told:
-            self._told = True
-            logger.warning(
-                "Stopping: a checkpoint is saved when this iteration ends. Once more stops at once."
-            )
+        elif not self._has_said_so:
+            self._has_said_so = True
+            text = "Stopping: a checkpoint is saved after this iteration. Once more stops at once."
+            logger.warning(text)
 
     def _end(self, trials: list[Any]) -> None:
         if callable(self._end_run):
@@ -417,9 +414,8 @@ class SaveOnStop(Callback):
 
 def _is_saved(trial: Any) -> bool:
     """Whether ending `trial` now loses nothing but an iteration that has not ended."""
-    if trial.status != Trial.RUNNING or not trial.has_reported_at_least_once:
-        return True
-    return _is_saved_at(trial, trial.last_result)
+    has_results = trial.status == Trial.RUNNING and trial.has_reported_at_least_once
+    return not has_results or _is_saved_at(trial, trial.last_result)
 
 
 def _is_saved_at(trial: Any, result: dict[str, Any]) -> bool:

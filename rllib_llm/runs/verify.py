@@ -262,12 +262,12 @@ class _Trial:
         askable = sorted(key for key, those in versions.items() if those & kept)
         missing = Counter(v for those in versions.values() for v in those - kept)
         drawn = random.Random(seed).sample(askable, min(num_samples, len(askable)))
-        compared = _Sampling(self, kept, [_stored(rollouts, key) for key in sorted(drawn)])
+        sampled = _Sampling(self, kept, [_stored(rollouts, key) for key in sorted(drawn)])
         return Verification(
             trial=self.folder.name,
             versions=sorted(kept & {v for those in versions.values() for v in those}),
             num_stored=len(versions), num_askable=len(askable),
-            missing=dict(sorted(missing.items())), completions=compared.checked(),
+            missing=dict(sorted(missing.items())), completions=sampled.compared(),
         )  # fmt: skip
 
     def sampling(self, status: str) -> tuple[Any, bool, int, int]:
@@ -318,7 +318,7 @@ class _Sampling:
     def _model(self) -> Any:
         return self._policy.build().computing_model
 
-    def checked(self) -> list[Checked]:
+    def compared(self) -> list[Checked]:
         keeps_cache = self._trial.config.streams and self._trial.config.in_flight == "keep"
         found = [list(pieces(rows, keeps_cache=keeps_cache)) for rows in self._rows]
         wanted = [(piece, i) for i, own in enumerate(found) for piece in own

@@ -72,12 +72,11 @@ def _without_half_characters(text: str) -> str:
 
 
 def _is_own(error: BaseException) -> bool:
-    return type(error).__module__.partition(".")[0] == "rllib_llm"
+    return type(error).__module__.startswith("rllib_llm")
 
 
 def _users_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    frames = traceback.extract_tb(error.__traceback__)
-    return [frame for frame in frames if not is_library(frame.filename)]
+    return [f for f in traceback.extract_tb(error.__traceback__) if not is_library(f.filename)]
 
 
 def raised(error: BaseException) -> str:
@@ -87,11 +86,10 @@ def raised(error: BaseException) -> str:
     exception of this package explains itself, without a place.
     """
     what = " ".join(told(error).split())
-    frames = _users_frames(error) or traceback.extract_tb(error.__traceback__)
-    if _is_own(error) or not frames:
-        return what
-    frame = frames[-1]
-    return f"{what}, raised in {Path(frame.filename).name}:{frame.lineno} ({frame.name})"
+    for frame in (_users_frames(error) or traceback.extract_tb(error.__traceback__))[-1:]:
+        if not _is_own(error):
+            what += f", raised in {Path(frame.filename).name}:{frame.lineno} ({frame.name})"
+    return what
 
 
 @contextlib.contextmanager
@@ -136,9 +134,8 @@ def failure_text(name: str, error: BaseException, folder: str | Path | None = No
     those, of errors that are not this package's, the innermost. `error`: Ray's. `folder`: of the
     trial."""
     message, frames = last_error(str(error))
-    kind, _, rest = message.partition(": ")
-    if is_own := kind.startswith("rllib_llm."):
-        message = rest  # a constructor's: Ray gives its text alone
+    if is_own := message.startswith("rllib_llm."):  # a constructor's: Ray gives its text alone
+        message = message.partition(": ")[2]
     if isinstance(cause := getattr(error, "cause", None), BaseException):  # what the trial raised
         message, is_own = told(cause), _is_own(cause)
     own = [frame for frame in frames if not is_library(frame.split('"')[1])]
@@ -187,8 +184,8 @@ def short_failure(record: logging.LogRecord) -> bool:
     this package by a short explanation; the trial's error.txt has the whole."""
     error = record.exc_info[1] if record.exc_info else None
     if error is not None and "rllib_llm" in str(error):
-        record.msg = failure_text(record.getMessage(), error)
-        record.args, record.exc_info, record.exc_text = None, None, None
+        record.msg, record.args = failure_text(record.getMessage(), error), None
+        record.exc_info = record.exc_text = None
     return True
 
 
@@ -229,22 +226,20 @@ class Listener(logging.Handler):
 
     def take(self) -> list[TrialMessage]:
         """The messages recorded since the last call."""
-        messages = list(self._messages)
-        self._messages.clear()
-        return messages
+        return [self._messages.popleft() for _ in range(len(self._messages))]
 
     def __enter__(self) -> Listener:
         self._block.enter_context(warnings.catch_warnings())
         shown = warnings.showwarning
 
         def show(message: Any, category: Any, filename: str, lineno: int, *more: Any) -> None:
-            of_package = filename.startswith(PACKAGE)
+            of_package, text = filename.startswith(PACKAGE), str(message)
             ours = of_package or not is_library(filename)
             if ours and issubclass(category, UserWarning):
-                self.note(str(message), is_warning=True)
-            elif str(message) not in self._libraries_said:
-                self._libraries_said.add(str(message))
-                self.note(str(message))
+                self.note(text, is_warning=True)
+            elif text not in self._libraries_said:
+                self._libraries_said.add(text)
+                self.note(text)
             # This package's own source line would explain nothing.
             shown(message, category, filename, lineno, more[0], "" if of_package else more[1])
 
@@ -264,8 +259,7 @@ class _Tee:
     """Standard output whose lines are recorded, too."""
 
     def __init__(self, stdout: TextIO, listener: Listener) -> None:
-        self._stdout, self._listener = stdout, listener
-        self._line = ""
+        self._stdout, self._listener, self._line = stdout, listener, ""
 
     def write(self, text: str) -> int:
         *lines, self._line = (self._line + text).split("\n")
@@ -323,11 +317,8 @@ class MessageLog:
         """Publishes the trial's current activity, "" for none."""
         file = self._folder / ACTIVITY_FILE
         with self._files.writing():
-            if not activity:
-                file.unlink(missing_ok=True)
-                return
             self._folder.mkdir(parents=True, exist_ok=True)
-            replace_text(file, activity)
+            replace_text(file, activity) if activity else file.unlink(missing_ok=True)
 
 
 def same_key(text: str) -> str:
@@ -345,13 +336,12 @@ class TrialEar:
     def new_warnings(self) -> list[str]:
         """Warnings since the last call, or since this was made."""
         lines, self._position = new_lines(self._file, self._position)
-        found = []
+        rows: list[dict[str, Any]] = []
         for line in lines:
             with contextlib.suppress(json.JSONDecodeError):  # a row that a full disk cut off
-                row = json.loads(line)
-                text = " ".join(_without_half_characters(row["text"]).split())
-                found += [text] if row["is_warning"] else []
-        return found
+                rows.append(json.loads(line))
+        texts = (_without_half_characters(row["text"]) for row in rows if row["is_warning"])
+        return [" ".join(text.split()) for text in texts]
 
     def activity(self) -> tuple[str, float] | None:
         """The trial's activity and its start (seconds since the epoch); None if unknown."""

@@ -18,13 +18,13 @@ from typer.testing import CliRunner
 from rllib_llm.cli.main import app
 from rllib_llm.data.rollout_store import conform
 from rllib_llm.examples.calculator import build_tokenizer
+from rllib_llm.runs.metrics import CURVES
 from rllib_llm.runs.report_page import (
-    PANELS,
     TEMPLATE,
     find_trials,
     page_rows,
     panels,
-    part_panels,
+    part_curves,
     write_page,
 )
 from rllib_llm.runs.run_folder import describe_environment, read_environment, write_environment
@@ -191,13 +191,13 @@ def test_the_environment_is_noted_once(tmp_path):
 
 def test_each_part_of_a_reward_has_a_plot_of_its_own():
     flat = [{"train/correct_rewards": 0.5, "train/format_rewards": 0.9}]
-    assert [panel.title for panel in part_panels(flat)] == ["Reward: correct", "Reward: format"]
-    assert part_panels(flat)[0].eval_key == "eval/correct_rewards"  # as evaluations report it
-    assert part_panels([{"train/correct_rewards": 0.5}]) == ()  # it is the reward itself
+    assert [one.title for one in part_curves(flat)] == ["reward: correct", "reward: format"]
+    assert part_curves(flat)[0].held_out == "eval/correct_rewards"  # as evaluations report it
+    assert part_curves([{"train/correct_rewards": 0.5}]) == []  # it is the reward itself
 
 
 def test_the_report_shows_what_the_job_is_judged_by():
-    keys = {panel.key for panel in PANELS}
+    keys = {one.key for one in CURVES}
     assert {"objective/scores", "env/gold_score", "objective/kl", "loss/ptx_avg"} <= keys
     assert "policy/entropy_avg" in keys
 
