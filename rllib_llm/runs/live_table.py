@@ -38,8 +38,10 @@ WAITING_INTERVAL_S = 30.0  # between plain lines on what a trial does that has n
 MAX_WAITING = 3  # trials of which it is told
 SILENT_S = 4.0  # without a result until it is shown what a trial does
 POLL_S = 1.0
-WAITS_FOR_IMPORTS = "its process imports libraries"
-WAITS_FOR_CPUS = "waiting for CPUs or GPUs, of which the cluster has not enough free"
+WAITS = {  # by whether the cluster gave the trial its CPUs
+    None: "waiting for its process", True: "its process imports libraries",
+    False: "waiting for CPUs or GPUs, of which the cluster has not enough free",
+}  # fmt: skip
 BAR_WIDTH = 8
 
 
@@ -75,9 +77,8 @@ class TrialRow:
         if activity is None or activity[1] < self.begun_at:
             if self._last_time:
                 return ""
-            why = {None: "waiting for its process", True: WAITS_FOR_IMPORTS, False: WAITS_FOR_CPUS}
             silent = min(silent, time.monotonic() - self._placed_at)
-            return f"{why[self.has_place]}, for {_clock(silent)}"
+            return f"{WAITS[self.has_place]}, for {_clock(silent)}"
         text, since = activity
         return f"{text}, for {_clock(max(0.0, time.time() - since))}"
 
@@ -378,10 +379,10 @@ class TunerProgress(Progress):
         if is_default and any(_is_ours(trial) for trial in trials):
             set_verbosity(Verbosity.V0_MINIMAL)
             self._console.quiet = False
-            num = self._num_trials
+            num, first = self._num_trials, trials[0]
             count = f"{num} trial{'s' * (num != 1)}" if num else "Trials"
-            text = f"{count} of {trials[0].trainable_name}, results in "
-            text += str(trials[0].storage.experiment_fs_path)
+            text = f"{count} of {first.trainable_name}, results in "
+            text += str(first.storage.experiment_fs_path)
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def on_trial_start(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:

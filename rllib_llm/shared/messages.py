@@ -86,10 +86,11 @@ def raised(error: BaseException) -> str:
     exception of this package explains itself, without a place.
     """
     what = " ".join(told(error).split())
-    for frame in (_users_frames(error) or traceback.extract_tb(error.__traceback__))[-1:]:
-        if not _is_own(error):
-            what += f", raised in {Path(frame.filename).name}:{frame.lineno} ({frame.name})"
-    return what
+    frames = _users_frames(error) or traceback.extract_tb(error.__traceback__)
+    if _is_own(error) or not frames:
+        return what
+    file, line = Path(frames[-1].filename).name, frames[-1].lineno
+    return f"{what}, raised in {file}:{line} ({frames[-1].name})"
 
 
 @contextlib.contextmanager
@@ -126,9 +127,6 @@ def short_traceback(error: BaseException) -> str:
     return "".join(parts)
 
 
-NUM_FRAMES = 2  # of a traceback that are shown
-
-
 def failure_text(name: str, error: BaseException, folder: str | Path | None = None) -> str:
     """The error that ended a trial of the stage `name`, and the frames of the user's code; without
     those, of errors that are not this package's, the innermost. `error`: Ray's. `folder`: of the
@@ -140,7 +138,7 @@ def failure_text(name: str, error: BaseException, folder: str | Path | None = No
         message, is_own = told(cause), _is_own(cause)
     own = [frame for frame in frames if not is_library(frame.split('"')[1])]
     places = own or ([] if is_own else frames)
-    lines = [f"{name}: {message}", *(f"  {place}" for place in places[-NUM_FRAMES:])]
+    lines = [f"{name}: {message}", *(f"  {place}" for place in places[-2:])]
     return "\n".join([*lines, f"The whole error: {folder}/error.txt"] if folder else lines)
 
 
@@ -189,9 +187,6 @@ def short_failure(record: logging.LogRecord) -> bool:
     return True
 
 
-MAX_MESSAGES = 1000  # kept until they are taken; the first go
-
-
 @dataclass(frozen=True)
 class TrialMessage:
     """A warning to the user, or a printed line, with its origin."""
@@ -211,7 +206,7 @@ class Listener(logging.Handler):
     def __init__(self, speaker: str) -> None:
         super().__init__(logging.WARNING)
         self.speaker = speaker
-        self._messages: deque[TrialMessage] = deque(maxlen=MAX_MESSAGES)
+        self._messages: deque[TrialMessage] = deque(maxlen=1000)  # the first go
         self._libraries_said: set[str] = set()
         self._block = contextlib.ExitStack()
 
@@ -308,17 +303,18 @@ class MessageLog:
         rows = [{"iteration": iteration, **dataclasses.asdict(each)} for each in kept]
         with self._files.writing():
             self._folder.mkdir(parents=True, exist_ok=True)
-            file = self._folder / MESSAGES_FILE
-            # A text may have half a character.
-            with file.open("a", encoding="utf-8", errors="backslashreplace") as stream:
-                stream.write("".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows))
+            with (self._folder / MESSAGES_FILE).open("a", encoding="utf-8") as stream:
+                stream.write("".join(f"{json.dumps(row)}\n" for row in rows))
 
     def doing(self, activity: str) -> None:
         """Publishes the trial's current activity, "" for none."""
         file = self._folder / ACTIVITY_FILE
         with self._files.writing():
-            self._folder.mkdir(parents=True, exist_ok=True)
-            replace_text(file, activity) if activity else file.unlink(missing_ok=True)
+            if activity:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                replace_text(file, activity)
+            else:
+                file.unlink(missing_ok=True)
 
 
 def same_key(text: str) -> str:
