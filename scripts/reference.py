@@ -90,10 +90,12 @@ def metrics_page() -> str:
         "in files, in `stop:` and in Weights & Biases. Means are over the tokens or completions "
         "that count, padding excluded. A name in angle brackets stands for names of yours.",
     ]  # fmt: skip
-    for group in GROUPS:
-        lines += ["", f"## {group.title}", ""]
+    for title, rows in GROUPS.items():
+        lines += ["", f"## {title}", ""]
         lines += ["| result | unit | meaning |", "|---|---|---|"]
-        lines += [f"| `{row.name}` | {row.unit} | {row.meaning} |" for row in group.rows]
+        for names, unit, meaning in rows:
+            shown = ", ".join(f"`{name}`" for name in names.split(", "))
+            lines.append(f"| {shown} | {unit} | {meaning} |")
     return "\n".join([*lines, ""])
 
 

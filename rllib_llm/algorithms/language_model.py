@@ -43,7 +43,13 @@ from rllib_llm.overseer.diagnosis import BETWEEN, PAUSED, SAVING
 from rllib_llm.overseer.oversight import Oversight
 from rllib_llm.rollouts.recorder import SAMPLES_FILE
 from rllib_llm.shared.errors import Problems
-from rllib_llm.shared.messages import MESSAGES_FILE, Listener, Message, MessageLog, raise_plainly
+from rllib_llm.shared.messages import (
+    MESSAGES_FILE,
+    Listener,
+    MessageLog,
+    TrialMessage,
+    raise_plainly,
+)
 from rllib_llm.shared.storage import fetch_file
 
 logger = logging.getLogger(__name__)
@@ -151,7 +157,7 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         finally:
             self.tell(self._listener.take())
 
-    def tell(self, messages: list[Message]) -> None:
+    def tell(self, messages: list[TrialMessage]) -> None:
         """Writes messages to the trial's folder, from where the command shows warnings."""
         if self._message_log is not None:
             self._message_log.write(messages, self.iteration + 1)

@@ -190,8 +190,9 @@ class Judgement:
 
     rewards: [B] float32, its own. columns: those of the training batch. components, metrics: [B]
     float32 by name; of a conversation NaN in all rows of a rollout but its first, so that a mean
-    counts each rollout once. texts: {"prompt", "completion"}, where it gave them, and "messages" of
-    conversations. cause: what was raised where none of them could be judged.
+    counts each rollout once. texts: {"prompt", "completion"}, where it gave them, "messages" of
+    conversations, "turns" (a prompt for people) and "question" (the last user's words) of chats.
+    cause: what was raised where none of them could be judged.
     """
 
     rewards: torch.Tensor

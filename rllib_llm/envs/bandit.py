@@ -27,6 +27,7 @@ from rllib_llm.envs.actions import (
     decode_completions,
     pad_completions,
 )
+from rllib_llm.envs.judges.reward_functions import question, shown_message
 from rllib_llm.envs.judges.rewards import RewardBatch, RewardSum
 from rllib_llm.envs.prompts import PromptEncoder, PromptRow, PromptSource
 from rllib_llm.envs.settings import check_values
@@ -233,6 +234,10 @@ class BanditEnv(VectorEnv):
         }
         if completions:  # decoded anyway: who keeps them need not decode again
             infos["prompt_texts"], infos["completion_texts"] = self._texts, completions
+            chats = [row.columns.get("messages") or () for row in self._rows]
+            turns = ("\n".join(map(shown_message, chat)) for chat in chats)
+            infos["turns"] = [shown or text for shown, text in zip(turns, self._texts, strict=True)]
+            infos["question"] = [*map(question, chats)]
         if self.reference is not None:
             self._add_reference(infos, batch, actions.get(columns.SAMPLER_LOGPROBS))
         return infos

@@ -27,6 +27,7 @@ from rllib_llm.envs.conversation import ConversationEnv, Response, no_room
 from rllib_llm.envs.judges.reward_functions import (
     RewardBatch,
     as_number,
+    question,
     shown_message,
     transcripts,
 )
@@ -429,14 +430,17 @@ def _metrics(
 
 
 def _texts(attempts: Sequence[Rollout]) -> dict[str, list[str]]:
-    """For each row: the prompt, the text after it on the row's path, and both as JSON."""
-    shown: dict[str, list[str]] = {"prompt": [], "completion": [], "messages": []}
+    """For each row: the prompt, the text after it on the row's path, both as JSON, and the words of
+    the prompt's last user message."""
+    names = ("prompt", "completion", "messages", "question")
+    shown: dict[str, list[str]] = {name: [] for name in names}
     for attempt in attempts:
         chat = attempt.conversation
         rows = [([*map(dict, row.messages)], row.num_prompt_messages) for row in chat.rows()]
         for messages, start in rows or [(chat.messages, len(chat.opening))]:
             for name, part in (("prompt", messages[:start]), ("completion", messages[start:])):
                 shown[name].append("\n".join(shown_message(message) for message in part))
+            shown["question"].append(question(messages[:start]))
             shown["messages"].append(json.dumps(messages, ensure_ascii=False, default=str))
     return shown
 

@@ -44,7 +44,7 @@ from rllib_llm.learners.optimizer import decay_groups, load_state, whole_state
 from rllib_llm.learners.sharding import clip_gradients_, gradient_norm, sum_gradients_
 from rllib_llm.learners.shared_passes import Batch, SharedPasses, seeded_dropout
 from rllib_llm.numerics.learning_rate import learning_rate_factor
-from rllib_llm.shared.messages import Listener, Message
+from rllib_llm.shared.messages import Listener, TrialMessage
 from rllib_llm.shared.process import keep_freed_memory
 from rllib_llm.weights.transport import WeightsExporter
 
@@ -97,7 +97,7 @@ class LanguageModelLearner(SharedPasses):
             NUM_PARAMETERS: self._num_parameters,
         }
 
-    def take_messages(self) -> list[Message]:
+    def take_messages(self) -> list[TrialMessage]:
         """The messages of an actor since the last call."""
         return self._listener.take() if self._listener is not None else []
 

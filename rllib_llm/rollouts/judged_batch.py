@@ -19,7 +19,7 @@ from rllib_llm.rollouts.groups import UNJUDGED, Closed, JudgedGroup, Lease
 from rllib_llm.rollouts.schedule import ServingSettings
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import NO_VERSION, widen
-from rllib_llm.shared.messages import Message
+from rllib_llm.shared.messages import TrialMessage
 
 Column: TypeAlias = torch.Tensor
 # Columns padded on the left; all other two-dimensional ones are padded on the right.
@@ -75,7 +75,7 @@ class JudgedBatch:
     timings: dict[str, float] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)
     node: str = ""
-    messages: list[Message] = field(default_factory=list)
+    messages: list[TrialMessage] = field(default_factory=list)
     pad_token_id: int = 0
     num_replayed: int = 0
     cause: str = ""

@@ -190,7 +190,8 @@ def _texts(batch: JudgedBatch, tokenizer: Any) -> dict[str, pa.Array]:
     """Prompt and completion as text, decoded here unless the environment did; of a conversation
     its messages."""
     if batch.texts:
-        return {name: pa.array(texts, pa.string()) for name, texts in batch.texts.items()}
+        stored = [name for name in ("prompt", "completion", "messages") if name in batch.texts]
+        return {name: pa.array(batch.texts[name], pa.string()) for name in stored}
     have = batch.columns
     if tokenizer is None or columns.COMPLETION_MASK not in have:
         return {}
@@ -277,8 +278,9 @@ SAMPLES_FILE = "samples.jsonl"
 
 class SampleLog:
     """Appends rows {iteration, split, prompt_index, prompt, completion, score, <components>,
-    <metrics>}. The first it writes replaces rows of that iteration and later ones: of a process
-    that went on from the same checkpoint."""
+    <metrics>}; the prompt of a chat is its turns, and `question` the last user's words. The first
+    rows it writes replace those of that iteration and later ones: of a process that went on from
+    the same checkpoint."""
 
     def __init__(self, folder: Path):
         self.path = folder / SAMPLES_FILE
@@ -319,7 +321,8 @@ def _row(batch: JudgedBatch, row: int) -> dict[str, Any]:
     }  # fmt: skip
     return {
         "prompt_index": int(batch.columns[columns.PROMPT_INDEX][row]),
-        "prompt": batch.texts["prompt"][row],
+        "prompt": batch.texts.get("turns", batch.texts["prompt"])[row],
+        **({"question": batch.texts["question"][row]} if "question" in batch.texts else {}),
         "completion": batch.texts["completion"][row],
         "score": round(float(batch.columns[columns.SCORES][row]), 6),
         **{

@@ -130,6 +130,7 @@ class SamplingEnvironment:
         texts = {}
         if "completion_texts" in infos:
             texts = {"prompt": infos["prompt_texts"], "completion": infos["completion_texts"]}
+            texts |= {name: infos[name] for name in ("turns", "question") if name in infos}
         components, metrics = (dict(infos.get(name, {})) for name in ("components", "metrics"))
         return Judgement(rewards, judged, components, metrics, texts)
 

@@ -14,6 +14,7 @@ from ray.rllib.env.env_runner_group import EnvRunnerGroup
 
 from rllib_llm.rollouts.errors import BrokenSamplerError, Faults
 from rllib_llm.shared.errors import require
+from rllib_llm.shared.messages import last_error
 from rllib_llm.shared.ray_compat import (
     new_sampler,
     processes_of,
@@ -199,11 +200,12 @@ class SamplerPool:
         self._down_since[worker] = time.monotonic()
 
     def require_built(self) -> None:
-        """Raises BrokenSamplerError with the traceback of a sampler whose constructor failed. RLlib
-        only logs it, and Ray does not restart such an actor."""
+        """Raises BrokenSamplerError with what a sampler's constructor raised. RLlib only logs
+        it, and Ray does not restart such an actor."""
         for worker, error in self._errors():
             if isinstance(error, ActorDiedError):
-                raise BrokenSamplerError(f"Sampler {worker} cannot be built: {error}")
+                what, _ = last_error(str(error))
+                raise BrokenSamplerError(f"Sampler {worker} cannot be built: {what}") from error
 
     def last_words(self) -> str:
         """Ray's error message about the first sampler that is down."""

@@ -191,7 +191,8 @@ class RolloutSource:
             num_failures, is_lockstep = self._num_failures[sampler], True
         if not failure.may_pass or (is_lockstep and num_failures >= self._rules.max_failures):
             kind = RuntimeError if failure.may_pass else BrokenSamplerError
-            raise kind(f"{failure.error}\n\nIn sampler {sampler}:\n{failure.traceback}")
+            trace = RuntimeError(f"in sampler {sampler}:\n{failure.traceback}")
+            raise kind(failure.error) from trace
         self._last_failure = f"The last failure: {failure.error}"
         logger.warning("Sampler %s failed and is asked again: %s", sampler, failure.error)
 

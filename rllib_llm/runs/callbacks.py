@@ -18,7 +18,7 @@ import os
 import pickle
 import re
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -179,18 +179,14 @@ class RestartHungTrials(Callback):
             self._looked[name] = now
         if now - self._looked[name] >= LOOK_SECONDS or silent > limit:
             self._looked[name] = now
-            is_waiting = _is_paused(trial)
             starved = self._starved[name].take()
-            self._heard[name] = now if is_waiting else min(now, self._heard[name] + starved)
+            self._heard[name] = now if _is_paused(trial) else min(now, self._heard[name] + starved)
         return now - self._heard[name]
 
     def _kill(self, trial: Any, now: float, slowest: float) -> None:
-        logger.error(
-            "Trial %s is killed: it has %s for %.0f s, in which it had cores to work on (slowest "
-            "so far %.0f s).",
-            trial, "been saving" if trial.is_saving else "reported nothing",
-            now - self._heard[trial.trial_id], slowest,
-        )  # fmt: skip
+        does = "been saving" if trial.is_saving else "reported nothing"
+        text = "Trial %s is killed: it has %s for %.0f s, though it had cores (slowest: %.0f s)."
+        logger.error(text, trial, does, now - self._heard[trial.trial_id], slowest)
         self._heard[trial.trial_id] = now
         ray.kill(trial.temporary_state.ray_actor)
 
@@ -223,16 +219,13 @@ class ErrorCutShort(RuntimeError):
 
 
 def fit(
-    tuner: Any,
-    restored: Callable[[], Any],
-    max_failures: int,
-    tell: Callable[[str], None],
+    tuner: Any, restored: Callable[[], Any], max_failures: int, tell: Callable[[str], None],
     saved: Callable[[], object] = lambda: None,
-) -> Any:
+) -> Any:  # fmt: skip
     """Return `tuner.fit()`; where Ray kills a trial for memory, that of the run as it was saved.
 
     Args:
-        restored: returns a Tuner that goes on from the trials' last checkpoints.
+        restored: returns a Tuner that continues from the trials' last checkpoints.
         max_failures: how often without a new checkpoint in between, -1 for always.
         saved: which checkpoints there are; where that has changed, the run has moved on.
         tell: takes a sentence on what happened.
@@ -246,20 +239,18 @@ def fit(
         try:
             return tuner.fit()
         except (EOFError, pickle.UnpicklingError):
-            full = os.strerror(errno.ENOSPC)
-            raise ErrorCutShort(
-                f"a trial failed, and the reason could not be written to its folder: {full}"
-            ) from None
+            why = f"its reason could not be written: {os.strerror(errno.ENOSPC)}"
+            raise ErrorCutShort(f"a trial failed, and {why}") from None
         except RuntimeError as error:
             if not isinstance(error.__cause__, OutOfMemoryError):
                 raise
-            told = memory_text(str(error.__cause__))
+            text = memory_text(str(error.__cause__))
         if (now := saved()) != before:
             num_killed, before = 0, now
         if 0 <= max_failures <= num_killed:
-            raise KilledForMemory(f"{told} {REMEDY}")
+            raise KilledForMemory(f"{text} {REMEDY}")
         num_killed += 1
-        tell(f"{told} It goes on from its last checkpoint. {REMEDY}")
+        tell(f"{text} It continues from its last checkpoint. {REMEDY}")
         tuner = restored()
 
 
@@ -267,13 +258,13 @@ def memory_text(message: str) -> str:
     """Return Ray's explanation of a killed process in a sentence or two: the machine's memory use
     and its largest users."""
     used = USED.search(message)
-    full = f" ({used['used']} of {used['total']} GB in use)" if used else ""
-    text = f"Ray killed a trial's process because the machine's memory was full{full}."
+    full = f" ({used['used']} of {used['total']} GB)" if used else ""
     users = [
         f"{user['command'].strip()[:MAX_CHARS]} ({user['gigabytes']} GB, process {user['pid']})"
         for user in USER.finditer(message)
     ]
-    return f"{text} Most was used by {', '.join(users[:MAX_USERS])}." if users else text
+    most = f" Most was used by {', '.join(users[:MAX_USERS])}." if users else ""
+    return f"Ray killed a trial's process, since the memory was full{full}.{most}"
 
 
 def _is_paused(trial: Any) -> bool:
@@ -286,6 +277,11 @@ def _is_paused(trial: Any) -> bool:
 class ResultLog(JsonLoggerCallback):
     """Writes each result to result.json in the trial's folder, which Tune's `ResultGrid` reads.
 
+    A trial that continues from a checkpoint of its own, or from none, replaces the iterations after
+    that. One that continues from the checkpoint of another trial of its run, as population-based
+    training makes it, has its own rows as its past, whatever their iterations; only where it failed
+    and continues from that checkpoint once more, the rows since then are replaced.
+
     When the trial ends, progress.csv is made from it. To Tune it is a JSON logger, since Tune adds
     its own where it finds none; of that it takes only what writes params.json and params.pkl.
     `NoOtherCsv` goes with it.
@@ -294,12 +290,18 @@ class ResultLog(JsonLoggerCallback):
     def __init__(self) -> None:
         super().__init__()
         self._files: dict[Any, IO[bytes]] = {}
-        self._starts = _Starts()
+        self._sources: dict[Any, Path | None] = {}  # checkpoints of other trials
+        self._num_rows: Counter[Any] = Counter()  # logged since the trial continued from there
+        self._failed: set[Any] = set()
         self._disk = BestEffort(f"{EXPR_RESULT_FILE} and {EXPR_PROGRESS_FILE}")
 
     def log_trial_start(self, trial: Any) -> None:
         self._close(trial)
-        self._starts.begin(trial)
+        source = other_trials_checkpoint(trial)
+        if trial not in self._failed or source != self._sources.get(trial):
+            self._num_rows[trial] = 0
+        self._failed.discard(trial)
+        self._sources[trial] = source
         with self._disk.writing():
             trial.init_local_path()
             self.update_config(trial, trial.config)
@@ -314,13 +316,15 @@ class ResultLog(JsonLoggerCallback):
 
     def _write(self, trial: Any, result: dict[str, Any]) -> None:
         if trial not in self._files:  # its first result says what of the file to keep
-            file = _folder_of(trial) / EXPR_RESULT_FILE
-            keep_json_rows(file, TRAINING_ITERATION, *self._starts.rows_to_replace(trial, result))
+            file, num_rows = _folder_of(trial) / EXPR_RESULT_FILE, self._num_rows.pop(trial, 0)
+            is_own = self._sources.get(trial) is None
+            replaced = (result[TRAINING_ITERATION], 0) if is_own else (None, num_rows)
+            keep_json_rows(file, TRAINING_ITERATION, *replaced)
             # Unbuffered: what a full disk refuses must not stand before the next row.
             self._files[trial] = file.open("ab", buffering=0)
         row = json.dumps(result, cls=SafeFallbackEncoder) + "\n"
         _append_whole(self._files[trial], row.encode())
-        self._starts.count(trial)
+        self._num_rows[trial] += 1
 
     def log_trial_end(self, trial: Any, failed: bool = False) -> None:
         self._close(trial)
@@ -328,7 +332,7 @@ class ResultLog(JsonLoggerCallback):
             write_csv(_folder_of(trial))
 
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        self._starts.fail(trial)
+        self._failed.add(trial)
 
     def _close(self, trial: Any) -> None:
         if trial in self._files:
@@ -339,50 +343,9 @@ class NoOtherCsv(CSVLoggerCallback):
     """Writes nothing; prevents Tune from adding its own CSV logger. (One callback that was a logger
     of both kinds would count as one.)"""
 
-    def log_trial_start(self, trial: Any) -> None: ...
+    def log_trial_start(self, *args: Any, **info: Any) -> None: ...
 
-    def log_trial_result(self, iteration: int, trial: Any, result: dict[str, Any]) -> None: ...
-
-    def log_trial_end(self, trial: Any, failed: bool = False) -> None: ...
-
-
-class _Starts:
-    """The rows of a trial's file that its latest start computes again.
-
-    A trial that goes on from a checkpoint of its own, or from none, replaces the iterations after
-    that. One that goes on from the checkpoint of another trial of its run, as population-based
-    training makes it, has its own rows as its past, whatever their iterations; only where it
-    failed and goes on from that checkpoint once more, the rows since then are replaced.
-    """
-
-    def __init__(self) -> None:
-        self._sources: dict[Any, Path | None] = {}  # checkpoints of other trials
-        self._num_rows: dict[Any, int] = {}  # logged since the trial went on from there
-        self._failed: set[Any] = set()
-
-    def begin(self, trial: Any) -> None:
-        """Notes where a trial continues from, at its first result: schedulers may have changed it
-        before."""
-        source, before = other_trials_checkpoint(trial), self._sources.get(trial)
-        if trial not in self._failed or source != before:
-            self._num_rows[trial] = 0
-        self._failed.discard(trial)
-        self._sources[trial] = source
-
-    def count(self, trial: Any) -> None:
-        """Notes that a row was logged."""
-        self._num_rows[trial] = self._num_rows.get(trial, 0) + 1
-
-    def fail(self, trial: Any) -> None:
-        """Notes that a trial failed and will be started again."""
-        self._failed.add(trial)
-
-    def rows_to_replace(self, trial: Any, result: dict[str, Any]) -> tuple[int | None, int]:
-        """`first` and `num_last` of `keep_json_rows` at the first result of a start."""
-        num_rows = self._num_rows.pop(trial, 0)
-        if self._sources.get(trial) is None:
-            return result[TRAINING_ITERATION], 0
-        return None, num_rows
+    log_trial_result = log_trial_end = log_trial_start
 
 
 def _append_whole(file: IO[bytes], row: bytes) -> None:
@@ -430,13 +393,10 @@ def _folder_of(trial: Any) -> Path:
 
 
 def default_callbacks(
-    *,
-    checkpoint_interval_s: float | str | None = "auto",
-    hung_trial_timeout_s: float | str | None = "auto",
-    metric: str | None = None,
-    mode: str | None = None,
-    wandb_project: str | None = None,
-) -> list[Callback]:
+    *, checkpoint_interval_s: float | str | None = "auto",
+    hung_trial_timeout_s: float | str | None = "auto", metric: str | None = None,
+    mode: str | None = None, wandb_project: str | None = None,
+) -> list[Callback]:  # fmt: skip
     """Return new callbacks for one `tune.RunConfig(callbacks=...)`, whose storage is a folder.
 
     They write each result once, however often a trial is started again; have a checkpoint saved
@@ -471,16 +431,11 @@ class NewTerms(Callback):
     """
 
     def __init__(
-        self,
-        stop: Mapping[str, Any],
-        max_failures: int,
-        checkpoint_config: CheckpointConfig,
+        self, stop: Mapping[str, Any], max_failures: int, checkpoint_config: CheckpointConfig,
         settings: Mapping[str, Any] | None = None,
-    ):
-        self._stop = dict(stop)
-        self._max_failures = max_failures
-        self._checkpoint_config = checkpoint_config
-        self._settings = dict(settings or {})
+    ):  # fmt: skip
+        self._stop, self._settings = dict(stop), dict(settings or {})
+        self._max_failures, self._checkpoint_config = max_failures, checkpoint_config
         self._given: set[str] = set()  # trial ids
 
     def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:

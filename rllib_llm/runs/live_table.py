@@ -38,8 +38,10 @@ WAITING_INTERVAL_S = 30.0  # between plain lines on what a trial does that has n
 MAX_WAITING = 3  # trials of which it is told
 SILENT_S = 4.0  # without a result until it is shown what a trial does
 POLL_S = 1.0
-WAITS_FOR_IMPORTS = "its process imports libraries"
-WAITS_FOR_CPUS = "waiting for CPUs or GPUs, of which the cluster has not enough free"
+WAITS = {  # by whether the cluster gave the trial its CPUs
+    None: "waiting for its process", True: "its process imports libraries",
+    False: "waiting for CPUs or GPUs, of which the cluster has not enough free",
+}  # fmt: skip
 BAR_WIDTH = 8
 
 
@@ -56,9 +58,9 @@ class TrialRow:
         self.source: Path | None = None  # another trial's checkpoint, from which it continues
         self.has_place: bool | None = None  # whether the cluster gave it its CPUs; None: not known
         self._placed_at = 0.0  # when that was heard
-        self._watch = Watch()
+        self.watch = Watch()
         self.has_begun = False  # in this process: not so at the start of a resumed run
-        self._begun_at = time.time()
+        self.begun_at = time.time()  # its process; earlier activities are outdated
         self._first: tuple[float, float] | None = None
         self._last_time = 0.0
         self._started = time.monotonic()
@@ -72,12 +74,11 @@ class TrialRow:
             return ""
         activity = self.ear.activity() if self.ear is not None else None
         # What a process before this one did is past.
-        if activity is None or activity[1] < self._begun_at:
+        if activity is None or activity[1] < self.begun_at:
             if self._last_time:
                 return ""
-            why = {None: "waiting for its process", True: WAITS_FOR_IMPORTS, False: WAITS_FOR_CPUS}
             silent = min(silent, time.monotonic() - self._placed_at)
-            return f"{why[self.has_place]}, for {_clock(silent)}"
+            return f"{WAITS[self.has_place]}, for {_clock(silent)}"
         text, since = activity
         return f"{text}, for {_clock(max(0.0, time.time() - since))}"
 
@@ -85,15 +86,6 @@ class TrialRow:
         """Note whether the cluster has given the trial its CPUs."""
         if has_place != self.has_place:
             self.has_place, self._placed_at = has_place, time.monotonic()
-
-    def begin(self) -> None:
-        """Note that the trial's process starts, so that earlier messages are outdated."""
-        self.has_begun = True
-        self._begun_at = time.time()
-
-    def remember(self, earlier: list[dict[str, Any]]) -> None:
-        """Takes over what a process before this one reported of the trial."""
-        self._watch.remember(earlier)
 
     def update(self, result: Mapping[str, Any]) -> list[Sign]:
         """Take over a new result of the trial; return the signs that it shows first."""
@@ -103,7 +95,7 @@ class TrialRow:
         self._last_time = time.monotonic()
         if self._first is None:
             self._first = (self._last_time, self.share)
-        return self._watch.new_signs(self.result)
+        return self.watch.new_signs(self.result)
 
     def eta_s(self) -> float | None:
         """Seconds to the end at the mean pace so far, None before two results."""
@@ -153,35 +145,24 @@ class LiveTable(Callback):
     def on_trial_start(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
         row = self._row(trial)
         before, row.name = row.name, self._name(trial)
-        source, known = other_trials_checkpoint(trial), row.source
-        row.source = source
-        if row.has_begun and source is not None and source != known:
-            self._tell_replaced(before, row.name, source, trials, trial.latest_checkpoint_result)
-        row.begin()
-
-    def _tell_replaced(
-        self, before: str, name: str, source: Path, trials: list, saved: Any
-    ) -> None:
-        """Print that a trial goes on from another one's checkpoint (population-based training).
-
-        before, name: the trial's settings until then and from then on; saved: the checkpoint's
-        result.
-        """
-        others = (one for one in trials if Path(one.storage.trial_fs_path) == source.parent)
-        other = next(map(self._name, others), source.parent.name)
-        iteration = saved.metrics["training_iteration"]
-        text = f"{before} goes on from iteration {iteration} of {other}, as {name}"
-        line = Text.assemble(("replaced: ", "yellow"), text)
-        self._console.print(line, soft_wrap=True, highlight=False)
+        known, row.source = row.source, other_trials_checkpoint(trial)
+        if row.has_begun and row.source not in (None, known):  # population-based training
+            folder = row.source.parent
+            others = (one for one in trials if Path(one.storage.trial_fs_path) == folder)
+            other = next(map(self._name, others), folder.name)
+            done = trial.latest_checkpoint_result.metrics["training_iteration"]
+            text = f"{before} goes on from iteration {done} of {other}, as {row.name}"
+            self._print("replaced", text)
+        row.has_begun, row.begun_at = True, time.time()
 
     def on_trial_result(
         self, iteration: int, trials: list, trial: Any, result: dict[str, Any], **info: Any
     ) -> None:
         row, folder = self._row(trial), local_folder(trial)
         if not row.result and result.get("training_iteration", 1) > 1 and folder is not None:
-            row.remember(read_results(folder))
+            row.watch.remember(read_results(folder))
         for sign in row.update(result):
-            self._look(row, sign)
+            self._print("look", f"{row.name}, iteration {sign.iteration}: {sign.text}")
         if not result.get("done"):  # its end has a line of its own
             self._print_line(row)
 
@@ -213,10 +194,9 @@ class LiveTable(Callback):
         num_more = len(lines) - MAX_WAITING
         return [*lines[:MAX_WAITING], *([f"and {num_more} further trials"] if num_more > 0 else [])]
 
-    def _look(self, row: TrialRow, sign: Sign) -> None:
-        """Print a sign that something is wrong, above the table."""
-        head = f"{row.name}, iteration {sign.iteration}: "
-        line = Text.assemble(("look: ", "yellow"), head, sign.text)
+    def _print(self, label: str, text: str) -> None:
+        """Print a line above the table."""
+        line = Text.assemble((f"{label}: ", "yellow"), text)
         self._console.print(line, soft_wrap=True, highlight=False)
 
     def _hear(self) -> None:
@@ -233,18 +213,18 @@ class LiveTable(Callback):
         """Print a warning above the table, the same one of several trials once."""
         if same_key(text) not in self._told:
             self._told.add(same_key(text))
-            line = Text.assemble(("warning: ", "yellow"), text)
-            self._console.print(line, soft_wrap=True, highlight=False)
+            self._print("warning", text)
 
     def on_trial_complete(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
         row = self._row(trial)
-        row.state = "done" if row.share >= 1.0 or not row.stop else "stopped"
-        self._print_line(row, force=True)
+        self._end(row, "done" if row.share >= 1.0 or not row.stop else "stopped")
 
     def on_trial_error(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
-        row = self._row(trial)
-        row.state = "failed"
-        self._print_line(row, force=True)
+        self._end(self._row(trial), "failed")
+
+    def _end(self, row: TrialRow, state: str) -> None:
+        row.state, self._last_line = state, -LINE_INTERVAL_S
+        self._print_line(row)
 
     # --- rendering ----------------------------------------------------------------------------
 
@@ -258,20 +238,16 @@ class LiveTable(Callback):
         metrics = columns([row.result for row in rows])
         elapsed = _clock(time.monotonic() - self._started)
         table = Table(
-            title=f"{self._title}, {elapsed}",
-            title_justify="left",
-            title_style="bold",
-            box=SIMPLE_HEAD,
-            padding=(0, 1, 0, 0),
-            pad_edge=False,
-        )
+            title=Text(f"{self._title}, {elapsed}", style="bold"), title_justify="left",
+            box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False,
+        )  # fmt: skip
         table.add_column("trial" if len(rows) > 1 else "stage", no_wrap=True)
         table.add_column("progress", width=BAR_WIDTH)
         for heading in ("left", "iter", *(metric.title for metric in metrics)):
             table.add_column(heading, justify="right", no_wrap=True)
         for row in rows:
             cells = (_cell(row.result, metric) for metric in metrics)
-            table.add_row(row.name, _bar(row), _eta(row), _iteration(row), *cells)
+            table.add_row(Text(row.name), _bar(row), _eta(row), _iteration(row), *cells)
         return table
 
     def _row(self, trial: Any) -> TrialRow:
@@ -290,11 +266,9 @@ class LiveTable(Callback):
         """The name of a trial without settings of its own."""
         return self._stage
 
-    def _print_line(self, row: TrialRow, force: bool = False) -> None:
-        if self._live is not None:
-            return
+    def _print_line(self, row: TrialRow) -> None:
         now = time.monotonic()
-        if not force and now - self._last_line < LINE_INTERVAL_S:
+        if self._live is not None or now - self._last_line < LINE_INTERVAL_S:
             return
         self._last_line = now
         cells = [f"{m.title} {_cell(row.result, m)}" for m in columns([row.result])]
@@ -307,7 +281,7 @@ class LiveTable(Callback):
 
 def _bar(row: TrialRow) -> Any:
     if row.state in ("failed", "starting"):
-        return f"[red]{row.state}[/red]" if row.state == "failed" else f"[dim]{row.state}[/dim]"
+        return Text(row.state, style="red" if row.state == "failed" else "dim")
     share = 1.0 if row.state == "done" else row.share  # a scheduler may have stopped it
     return ProgressBar(total=1.0, completed=share, width=BAR_WIDTH)
 
@@ -405,10 +379,10 @@ class TunerProgress(Progress):
         if is_default and any(_is_ours(trial) for trial in trials):
             set_verbosity(Verbosity.V0_MINIMAL)
             self._console.quiet = False
-            num = self._num_trials
+            num, first = self._num_trials, trials[0]
             count = f"{num} trial{'s' * (num != 1)}" if num else "Trials"
-            text = f"{count} of {trials[0].trainable_name}, results in "
-            text += str(trials[0].storage.experiment_fs_path)
+            text = f"{count} of {first.trainable_name}, results in "
+            text += str(first.storage.experiment_fs_path)
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def on_trial_start(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:

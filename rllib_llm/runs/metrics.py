@@ -15,226 +15,143 @@ from typing import Any
 from rllib_llm.runs.results import fresh_series, number
 from rllib_llm.shared.errors import suggestion
 
-
-@dataclass(frozen=True)
-class Row:
-    """One result: name as it is joined by `/`, unit, meaning."""
-
-    name: str
-    unit: str
-    meaning: str
-
-
-@dataclass(frozen=True)
-class Group:
-    """Results that belong together."""
-
-    title: str
-    rows: tuple[Row, ...]
-
-
-def _group(title: str, *rows: tuple[str, str, str]) -> Group:
-    return Group(title, tuple(Row(*row) for row in rows))
-
-
-GROUPS = (
-    _group(
-        "What Tune's own table shows",
-        ("reward", "score", "`objective/scores`"),
-        ("held_out_reward", "score", "`eval/scores`"),
+# By title: names as they are joined by `/`, several of one kind with commas; unit; meaning.
+GROUPS: dict[str, tuple[tuple[str, str, str], ...]] = {
+    "What Tune's own table shows": (
+        ("reward, held_out_reward", "score", "`objective/scores`, `eval/scores`"),
         ("kl", "nats per completion", "`objective/kl`"),
         ("length", "tokens", "`train/output_length`"),
         ("sft_loss", "nats per token", "`loss/sft`"),
-        ("rm_loss", "nats per pair", "`loss/reward_model`"),
-        ("dpo_loss", "nats per pair", "`loss/dpo`"),
+        ("rm_loss, dpo_loss", "nats per pair", "`loss/reward_model`, `loss/dpo`"),
         ("held_out_loss", "nats", "`eval/loss`"),
-        ("accuracy", "share", "`train/accuracy`"),
-        ("held_out_accuracy", "share", "`eval/accuracy`"),
+        ("accuracy, held_out_accuracy", "share", "`train/accuracy`, `eval/accuracy`"),
         ("entropy", "nats per token", "`policy/entropy_avg`"),
         ("tokens_per_s", "tokens/s", "`throughput/tokens_per_s`"),
     ),
-    _group(
-        "What is learnt towards",
-        ("objective/scores", "score", "what the judges say, before any KL share"),
-        ("objective/scores_std", "score", "standard deviation of the batch's scores"),
-        ("objective/kl", "nats per completion", "KL from the reference, where there is one"),
-        ("objective/entropy", "nats per completion", "−log-prob of the sampled completion"),
-        ("objective/non_score_reward", "score", "−β times the KL, if it is in the reward"),
+    "What is learnt towards": (
+        ("objective/scores, objective/scores_std", "score", "the judges': mean, deviation"),
+        ("objective/kl", "nats per completion", "KL from the reference"),
+        ("objective/entropy", "nats per completion", "−log-prob of sampled completions"),
+        ("objective/non_score_reward", "score", "−β·KL, if in the reward"),
         ("objective/rlhf_reward", "score", "processed score plus `non_score_reward`"),
         ("objective/ref_kl_coeff", "1", "current β"),
     ),
-    _group(
-        "The update",
+    "The update": (
         ("policy/approxkl_avg", "nats²", "½ · mean (log-prob − old log-prob)² per token"),
-        ("policy/clipfrac_avg", "share", "tokens whose ratio was clipped"),
-        ("policy/entropy_avg", "nats per token", "entropy of the next-token distribution"),
-        ("loss/policy_avg", "1", "policy loss"),
-        ("loss/value_avg", "1", "critic loss"),
-        ("loss/ref_kl_avg", "nats per token", "KL to the reference, if it is in the loss"),
-        ("loss/ptx_avg", "nats per token", "cross-entropy of pretraining text"),
-        ("val/ratio", "1", "mean ratio of new to old probability per token"),
-        ("val/ratio_var", "1", "variance of that ratio"),
-        ("val/clipfrac_avg", "share", "tokens whose value was clipped"),
-        ("val/num_eos_tokens", "share", "completions that ended with a stop token"),
+        ("policy/clipfrac_avg, val/clipfrac_avg", "share", "clipped ratios; values"),
+        ("policy/entropy_avg", "nats per token", "next-token entropy"),
+        ("loss/policy_avg, loss/value_avg", "1", "policy loss, critic loss"),
+        ("loss/ref_kl_avg", "nats per token", "KL to the reference, if in the loss"),
+        ("loss/ptx_avg, eval/ptx_loss", "nats per token", "pretraining text, held-out text"),
+        ("val/ratio, val/ratio_var", "1", "new over old token probability: mean, variance"),
+        ("val/num_eos_tokens, eval/finished", "share", "completions ended by a stop token"),
         ("sampler/logprob_gap", "nats per token", "mean absolute gap of their log-probs"),
-        ("grad_norm", "1", "global gradient norm before clipping"),
-        ("lr", "1", "learning rate of the last optimiser step"),
-        ("effective/<setting>", "as the setting", "values that optimiser and loss used"),
+        ("grad_norm, lr", "1", "before clipping; of the last step"),
+        ("effective/<setting>", "as the setting", "what optimiser and loss used"),
     ),
-    _group(
-        "Training data",
-        ("train/rewards", "reward", "mean reward of the rows that were judged"),
-        ("train/<name>_rewards", "reward", "mean of one reward function, before its weight"),
-        ("train/output_length", "tokens", "mean completion length, stop token included"),
-        ("train/num_invalid", "completions", "rows without a score, which are not trained on"),
-        (
-            "train/truncated_share",
-            "share",
-            "prompts (of SFT: texts) cut to the maximum length; of completions: `env/truncated`",
-        ),
+    "Training data": (
+        ("train/rewards", "reward", "mean of judged rows"),
+        ("train/<name>_rewards", "reward", "one reward function, before its weight"),
+        ("train/output_length, eval/output_length", "tokens", "mean length, stop token included"),
+        ("train/num_invalid", "completions", "without a score, not trained on"),
+        ("train/truncated_share, env/truncated", "share", "cut prompts; cut conversations"),
         ("train/zero_variance_groups", "share", "groups with equal scores"),
-        ("train/padding_share", "share", "padding among the tokens computed"),
-        ("train/staleness", "updates", "age of the weights that sampled the batch"),
-        ("env/distinct", "share", "distinct completions in the batch"),
+        ("train/padding_share", "share", "padding among computed tokens"),
+        ("train/staleness", "updates", "age of the sampling weights"),
+        ("env/distinct, eval/distinct", "share", "completions; if greedy, one of each prompt"),
         ("env/sampled_share", "share", "completion tokens that the policy sampled"),
         ("env/<function>_failed", "share", "rows on which a reward function failed"),
-        (
-            "env/truncated",
-            "share",
-            "conversations that `max_turns`, `max_tokens` or `max_new_tokens` ended; of prompts: "
-            "`train/truncated_share`",
-        ),
-        ("env/<name>", "its own", "metrics of the environment and its judges"),
-        ("env/gold_score", "-3 to 3", "of Reviews-v0: how positive a review is, by its grammar"),
-        ("episode", "completions", "completions trained on so far"),
-        ("epoch", "passes", "passes over the data of a supervised stage"),
-        ("eps", "completions per second", "over the whole iteration"),
+        ("env/<name>", "its own", "metrics of environment and judges"),
+        ("env/gold_score", "-3 to 3", "Reviews-v0: positivity by its grammar"),
+        ("episode", "completions", "trained on so far"),
+        ("epoch", "passes", "over a supervised stage's data"),
+        ("eps", "completions per second", "over the iteration"),
     ),
-    _group(
-        "Older data, where `off_policy` is set",
-        ("off_policy/age_mean", "updates", "age of the weights that sampled a token"),
-        ("off_policy/age_max", "updates", "age of the oldest token"),
-        ("off_policy/age_<updates>", "share", "tokens of that age; the last bin: or older"),
-        ("off_policy/versions", "versions", "mean number of weight versions in a completion"),
-        ("off_policy/k1", "nats per token", "mean −log(π/π_sampler) before the update"),
-        ("off_policy/k3", "nats per token", "mean r − 1 − log r, r = π/π_sampler"),
-        ("off_policy/k1_lag_<updates>", "nats per token", "k1 of the tokens of that age"),
-        ("off_policy/k3_lag_<updates>", "nats per token", "k3 of the tokens of that age"),
+    "Older data, where `off_policy` is set": (
+        ("off_policy/age_mean, off_policy/age_max", "updates", "age of a token's weights"),
+        ("off_policy/age_<updates>", "share", "tokens of that age; last bin: or older"),
+        ("off_policy/versions", "versions", "mean number in a completion"),
+        ("off_policy/k1, off_policy/k1_lag_<updates>", "nats per token",
+         "mean −log r, r = π/π_sampler, before the update; by age"),
+        ("off_policy/k3, off_policy/k3_lag_<updates>", "nats per token", "mean r − 1 − log r"),
         ("off_policy/weight", "1", "mean importance weight after the bounds"),
-        ("off_policy/bounded_share", "share", "tokens whose weight was changed by the bounds"),
-        ("off_policy/ess_share", "share", "effective sample size, (Σw)²/Σw², over tokens"),
-        ("off_policy/rejected_share", "share", "tokens left out of the loss by `rejection`"),
+        ("off_policy/bounded_share, off_policy/rejected_share", "share", "of tokens"),
+        ("off_policy/ess_share", "share", "effective sample size, (Σw)²/Σw²"),
     ),
-    _group(
-        "Supervised stages",
-        ("loss/sft", "nats per token", "cross-entropy of the target tokens"),
+    "Supervised stages": (
+        ("loss/sft", "nats per token", "cross-entropy of target tokens"),
         ("loss/reward_model", "nats per pair", "−log σ(chosen − rejected)"),
-        ("loss/dpo", "nats per pair", "loss of the preference objective"),
-        ("train/accuracy", "share", "pairs in the right order"),
-        ("train/kto_kl", "nats per completion", "reference point of the `kto` loss"),
-        ("rewards/<name>", "nats", "implicit rewards: chosen, rejected, margins"),
-        ("logps/<name>", "nats per completion", "log-probs of chosen and rejected answers"),
+        ("loss/dpo", "nats per pair", "preference objective"),
+        ("train/accuracy, eval/accuracy", "share", "pairs ordered rightly"),
+        ("train/kto_kl", "nats per completion", "reference point of `kto`"),
+        ("rewards/<name>", "nats", "implicit: chosen, rejected, margins"),
+        ("logps/<name>", "nats per completion", "chosen, rejected"),
     ),
-    _group(
-        "Held out",
-        ("eval/scores", "score", "mean over held-out prompts"),
-        ("eval/scores_std", "score", "its standard deviation"),
-        ("eval/output_length", "tokens", "mean length of a completion"),
-        ("eval/finished", "share", "completions that ended with a stop token"),
-        ("eval/loss", "nats", "held-out loss of a supervised stage"),
-        ("eval/accuracy", "share", "held-out pairs in the right order"),
-        ("eval/ptx_loss", "nats per token", "cross-entropy of held-out pretraining text"),
-        (
-            "eval/distinct",
-            "share",
-            "distinct completions; of greedy ones, which are all alike for a prompt, one of each "
-            "prompt counts",
-        ),
-        ("eval/iteration", "iterations", "iteration of the evaluation"),
-        ("eval/pass@<k>", "share", "prompts with at least one of k completions right; _low, _high"),
-        ("eval/pass^<k>", "share", "prompts with all of k completions right; _low, _high"),
+    "Held out": (
+        ("eval/scores, eval/scores_std", "score", "mean over prompts, standard deviation"),
+        ("eval/loss", "nats", "of a supervised stage"),
+        ("eval/iteration", "iterations", "when it was measured"),
+        ("eval/pass@<k>, eval/pass^<k>", "share", "prompts with one (all) of k right; _low, _high"),
         ("eval/<name>", "its own", "components and diagnostics"),
-        ("eval/<environment>/<name>", "as above", "the same for one of `eval_envs`"),
+        ("eval/<environment>/<name>", "as above", "for each of `eval_envs`"),
     ),
-    _group(
-        "Weights on their way",
-        ("weights/version", "updates", "newest published version"),
-        ("weights/oldest_version", "updates", "oldest version that sampled a row of the batch"),
-        ("weights/versions_behind", "updates", "lag of the batch behind the newest version"),
+    "Weights on their way": (
+        ("weights/version, weights/oldest_version, weights/versions_behind", "updates",
+         "newest published; oldest in the batch; lag"),
         ("weights/bytes", "bytes", "size of one version"),
-        ("weights/publish_seconds", "s", "time of publishing on the learner's side"),
-        ("weights/push_seconds", "s", "time of pushing weights to servers"),
-        ("weights/transfer_seconds", "s", "time until the slowest sampler had them"),
-        ("weights/load_seconds", "s", "time of loading them"),
-        ("weights/gb_per_s", "GB/s", "rate of transfer and load"),
-        ("weights/age_seconds", "s", "age of the weights in use"),
-        ("weights/skips", "versions", "versions that a sampler skipped"),
-        ("weights/republished", "times", "lost weights published again"),
-        ("weights/failures/<kind>", "times", "failed transfers"),
+        ("weights/publish_seconds, weights/push_seconds", "s", "by the learner, to servers"),
+        ("weights/transfer_seconds, weights/load_seconds", "s", "of the slowest sampler"),
+        ("weights/gb_per_s", "GB/s", "transfer and load"),
+        ("weights/age_seconds", "s", "age in use"),
+        ("weights/skips", "versions", "not loaded"),
+        ("weights/republished, weights/failures/<kind>", "times", "after a loss; transfers"),
         ("weights/<name>", "its own", "background publisher: snapshots, announcements"),
     ),
-    _group(
-        "Groups on their way, and what became of them",
-        ("rollouts/tokens_generated", "tokens", "tokens sampled so far"),
-        ("rollouts/tokens_trained", "tokens", "of these, trained on"),
-        ("rollouts/tokens_rejected", "tokens", "of these, rejected"),
-        ("rollouts/tokens_carried", "tokens", "of these, waiting"),
-        ("rollouts/groups_trained", "groups", "groups trained on so far"),
-        ("rollouts/groups_rejected", "groups", "groups rejected so far"),
-        ("rollouts/groups_failed", "groups", "groups that no sampler could complete, so far"),
-        ("rollouts/rejected/<reason>", "groups", "rejected so far, by reason: a filter's, "
-         "`too_few`, `stale` or `late`"),
-        ("rollouts/groups_<state>", "groups", "waiting, leased, partial, judged or ready now"),
-        ("rollouts/leases_expired", "leases", "leases not answered in time"),
-        ("rollouts/age_mean", "updates", "mean age of the batch's groups, by their oldest token"),
-        ("rollouts/age_max", "updates", "age of the oldest group"),
-        ("rollouts/wait_seconds", "s", "time that the learner waited for the batch"),
+    "Groups on their way, and what became of them": (
+        ("rollouts/tokens_generated", "tokens", "sampled so far"),
+        ("rollouts/tokens_trained, rollouts/tokens_rejected, rollouts/tokens_carried", "tokens",
+         "of these trained on, rejected, waiting"),
+        ("rollouts/groups_trained, rollouts/groups_rejected, rollouts/groups_failed", "groups",
+         "so far"),
+        ("rollouts/rejected/<reason>", "groups",
+         "so far, by reason: a filter's, `too_few`, `stale` or `late`"),
+        ("rollouts/groups_<state>", "groups", "now waiting, leased, partial, judged or ready"),
+        ("rollouts/leases_expired", "leases", "not answered in time"),
+        ("rollouts/age_mean, rollouts/age_max", "updates", "of the batch, by oldest tokens"),
+        ("rollouts/wait_seconds", "s", "the learner waited"),
     ),
-    _group(
-        "Replayed groups, where `replay_groups` is set",
-        ("replay/groups", "groups", "size of the buffer"),
-        ("replay/occupancy", "share", "share of the capacity in use"),
-        ("replay/mean_uses", "updates", "mean number of updates that used a buffered group"),
-        ("replay/mean_age", "iterations", "mean age of buffered groups"),
-        ("replay/added", "groups", "groups added so far"),
-        ("replay/drawn", "groups", "groups drawn so far"),
-        ("replay/reuse", "1", "groups drawn per group added"),
-        ("replay/evicted", "groups", "groups evicted from a full buffer"),
-        ("replay/used_up", "groups", "groups removed after `replay_max_uses`"),
+    "Replayed groups, where `replay_groups` is set": (
+        ("replay/groups, replay/occupancy", "groups, share", "buffered, of the capacity"),
+        ("replay/mean_uses", "updates", "that used a buffered group"),
+        ("replay/mean_age", "iterations", "of buffered groups"),
+        ("replay/added, replay/drawn, replay/reuse", "groups, groups, 1", "so far; their ratio"),
+        ("replay/evicted, replay/used_up", "groups", "removed: buffer full, `replay_max_uses`"),
     ),
-    _group(
-        "Rollouts kept, since the process began",
-        ("rollout_store/rows", "completions", "rows written"),
-        ("rollout_store/files", "files", "files written"),
-        ("rollout_store/bytes", "bytes", "bytes written"),
-        ("rollout_store/lost", "completions", "completions not stored after a write error"),
-        ("rollout_store/wait_seconds", "s", "time that the run waited for the writer"),
-        ("rollout_store/write_seconds", "s", "time of writing in the background"),
+    "Rollouts kept, since the process began": (
+        ("rollout_store/rows, rollout_store/lost", "completions", "written; not, after an error"),
+        ("rollout_store/files, rollout_store/bytes", "files, bytes", "written"),
+        ("rollout_store/wait_seconds", "s", "the run waited"),
+        ("rollout_store/write_seconds", "s", "written in the background"),
     ),
-    _group(
-        "Speed and faults",
-        ("throughput/tokens_per_s", "tokens/s", "sampled tokens over the whole iteration"),
-        ("throughput/samples_per_s", "completions/s", "completions over the whole iteration"),
-        ("throughput/<name>_seconds", "s", "time of the parts of an iteration"),
-        ("time_share/starved", "share", "time in which trial or sampler was ready but had no core"),
-        ("time_share/<phase>", "share", "time since the last result, by activity"),
-        ("faults/<name>", "times, s", "faults of samplers that were recovered from"),
+    "Speed and faults": (
+        ("throughput/tokens_per_s, throughput/samples_per_s", "tokens/s, completions/s",
+         "sampled, over the whole iteration"),
+        ("throughput/<name>_seconds", "s", "parts of an iteration"),
+        ("time_share/starved", "share", "trial or sampler was ready but had no core"),
+        ("time_share/<phase>", "share", "time by activity"),
+        ("faults/<name>", "times, s", "of samplers, recovered from"),
     ),
-    _group(
-        "RLlib's and Tune's own",
-        ("training_iteration", "iterations", "iterations so far; usually used in `stop:`"),
-        ("num_env_steps_sampled_lifetime", "completions", "an episode is one step long"),
-        ("time_total_s", "s", "time of all iterations so far"),
-        ("iterations_since_restore", "iterations", "iterations since the trial was resumed"),
-        ("time_since_restore", "s", "time of the iterations since the trial was resumed"),
-        ("env_runners/<name>", "RLlib's", "`episode_return_mean` and the like"),
-        ("evaluation/<name>", "RLlib's", "the held-out results under RLlib's name"),
-        ("learners/<name>", "RLlib's", "metrics of each module"),
-        ("<name>_this_iter", "RLlib's", "counts of this iteration"),
-        ("should_checkpoint", "true", "a checkpoint was requested by a command"),
-        ("stop_run", "true", "last result of a run ended by `rllib stop`"),
+    "RLlib's and Tune's own": (
+        ("training_iteration", "iterations", "usual in `stop:`"),
+        ("num_env_steps_sampled_lifetime", "completions", "an episode is one step"),
+        ("time_total_s", "s", "all iterations so far"),
+        ("iterations_since_restore, time_since_restore", "iterations, s", "since it was resumed"),
+        ("env_runners/<name>, evaluation/<name>, learners/<name>, <name>_this_iter", "RLlib's",
+         "under its names"),
+        ("should_checkpoint, stop_run", "true", "asked for by a command"),
     ),
-)  # fmt: skip
+}  # fmt: skip
+NAMES = [name for rows in GROUPS.values() for names, *_ in rows for name in names.split(", ")]
 
 
 # Results that count how far a trial is: what `stop:` usually names, and progress is told by.
@@ -292,12 +209,9 @@ REPORTED_BY: tuple[tuple[str, frozenset[str]], ...] = (
 )
 # A result by which trials of an algorithm may be compared.
 TYPICAL = {
-    **dict.fromkeys(SAMPLING, "objective/scores"),
-    "SFT": "loss/sft",
-    "RewardModel": "train/accuracy",
-    "DPO": "train/accuracy",
-    "Generate": "episode",
-}
+    **dict.fromkeys(SAMPLING, "objective/scores"), "SFT": "loss/sft",
+    "RewardModel": "train/accuracy", "DPO": "train/accuracy", "Generate": "episode",
+}  # fmt: skip
 
 
 def reporters(name: str) -> frozenset[str] | None:
@@ -322,19 +236,14 @@ def may_report(run: str, name: str) -> bool:
 def result_like(name: str, run: str = "") -> str:
     """A sentence with the results whose names are nearest to `name`; with `run`, those of one of
     our algorithms."""
-    rows = (row.name for group in GROUPS for row in group.rows)
-    known = [row for row in rows if "<" not in row and (not run or may_report(run, row))]
+    known = [name for name in NAMES if "<" not in name and (not run or may_report(run, name))]
     return suggestion(name, known)
 
 
 @functools.cache
 def _pattern() -> re.Pattern[str]:
-    alternatives = []
-    for group in GROUPS:
-        for row in group.rows:
-            parts = re.split(r"<\w+>", row.name)
-            alternatives.append(".+".join(re.escape(part) for part in parts))
-    return re.compile("|".join(alternatives))
+    parts = [re.split(r"<\w+>", name) for name in NAMES]
+    return re.compile("|".join(".+".join(map(re.escape, each)) for each in parts))
 
 
 @dataclass(frozen=True)
@@ -356,81 +265,66 @@ EPISODES = Metric("episode", "episodes", ",.0f")
 INVALID = Metric("train/num_invalid", "completions without a score", ",.0f")
 STALENESS = Metric("train/staleness", "staleness, updates", ".2f")
 TOKENS_PER_S = Metric("throughput/tokens_per_s", "tokens/s", ",.0f")
-# Columns of the live table, by a result that tells the kind of the stage.
-COLUMNS: dict[str, tuple[Metric, ...]] = {
-    "loss/sft": (
-        EPISODES,
-        Metric("loss/sft", "loss"),
-        Metric("eval/loss", "held-out loss"),
-        TOKENS_PER_S,
-    ),
-    "loss/reward_model": (
-        EPISODES,
-        Metric("loss/reward_model", "loss"),
-        Metric("train/accuracy", "accuracy"),
-        Metric("eval/accuracy", "held-out accuracy"),
-        TOKENS_PER_S,
-    ),
-    "loss/dpo": (
-        EPISODES,
-        Metric("loss/dpo", "loss"),
-        Metric("train/accuracy", "accuracy"),
-        Metric("eval/accuracy", "held-out accuracy"),
-        Metric("rewards/margins", "margin"),
-        TOKENS_PER_S,
-    ),
-    "objective/scores": (
-        EPISODES,
-        Metric("objective/scores", "reward"),
-        Metric("env/gold_score", "gold score"),
-        Metric("objective/kl", "KL"),
-        TOKENS_PER_S,
-    ),
-    "episode": (EPISODES, TOKENS_PER_S),
-}
-# Of RLlib's own algorithms.
+_ACCURACIES = (Metric("train/accuracy", "accuracy"), Metric("eval/accuracy", "held-out accuracy"))
+# Columns of the live table, by a result that tells the kind of the stage; the last are of RLlib's
+# own algorithms.
 STOCK_METRICS = (
     Metric("num_env_steps_sampled_lifetime", "env steps", ",.0f"),
     Metric("env_runners/episode_return_mean", "return", ".1f"),
 )
-# What a summary shows, first against last.
-SUMMARY_METRICS = (
-    EPISODES,
-    Metric("loss/sft", "loss, nats per token"),
-    Metric("loss/reward_model", "loss, nats per pair"),
-    Metric("loss/dpo", "loss, per pair"),
-    Metric("eval/loss", "  held out"),
-    Metric("train/accuracy", "pairs ordered rightly"),
-    Metric("eval/accuracy", "  held out"),
-    Metric("rewards/margins", "reward of chosen less rejected"),
-    Metric("logps/chosen", "log-prob of the chosen, nats per completion", ".1f"),
-    Metric("objective/scores", "reward"),
-    Metric("eval/scores", "  held out"),
-    Metric("env/gold_score", "gold score, -3 to 3"),
-    Metric("eval/gold_score", "  held out"),
-    Metric("env/grammatical", "grammatical share"),
-    Metric("eval/grammatical", "  held out"),
-    Metric("env/distinct", "distinct completions, share"),
-    Metric("eval/distinct", "  held out"),
-    Metric("env/num_turns", "turns of a conversation", ".2f"),
-    Metric("env/num_tool_calls", "  tool calls", ".2f"),
-    Metric("env/tool_failures", "  failed tool calls", ".2f"),
-    Metric("objective/kl", "estimated KL to the reference, nats per completion"),
-    Metric("loss/ptx_avg", "pretraining loss, nats per token"),
-    Metric("eval/ptx_loss", "  held out"),
-    Metric("policy/entropy_avg", "entropy, nats per token"),
-    Metric("train/output_length", "completion length, tokens", ".1f"),
-    TOKENS_PER_S,
-    STALENESS,
-    INVALID,
+COLUMNS: dict[str, tuple[Metric, ...]] = {
+    "loss/sft": (Metric("loss/sft", "loss"), Metric("eval/loss", "held-out loss")),
+    "loss/reward_model": (Metric("loss/reward_model", "loss"), *_ACCURACIES),
+    "loss/dpo": (Metric("loss/dpo", "loss"), *_ACCURACIES, Metric("rewards/margins", "margin")),
+    "objective/scores": (
+        Metric("objective/scores", "reward"), Metric("env/gold_score", "gold score"),
+        Metric("objective/kl", "KL"),
+    ),
+    "episode": (),
+}  # fmt: skip
+@dataclass(frozen=True)
+class Curve:
+    """A result that summary and report show, and where it was measured on held-out data."""
+
+    key: str
+    title: str
+    unit: str = ""
+    held_out: str = ""
+    form: str = ".3f"
+
+
+CURVES = (
+    Curve("loss/sft", "loss", "nats per token", "eval/loss"),
+    Curve("loss/reward_model", "loss", "nats per pair", "eval/loss"),
+    Curve("loss/dpo", "loss", "nats per pair", "eval/loss"),
+    Curve("train/accuracy", "pairs ordered rightly", "share", "eval/accuracy"),
+    Curve("rewards/margins", "reward of chosen less rejected", "nats"),
+    Curve("logps/chosen", "log-prob of the chosen", "nats per completion", form=".1f"),
+    Curve("objective/scores", "reward", held_out="eval/scores"),
+    Curve("env/gold_score", "gold score", "-3 to 3", "eval/gold_score"),
+    Curve("env/grammatical", "grammatical", "share", "eval/grammatical"),
+    Curve("env/distinct", "distinct completions", "share", "eval/distinct"),
+    Curve("env/num_turns", "turns", "per conversation", "eval/num_turns", ".2f"),
+    Curve("env/num_tool_calls", "tool calls", "per conversation", "eval/num_tool_calls", ".2f"),
+    Curve("env/tool_failures", "failed tool calls", "per conversation", form=".2f"),
+    Curve("objective/kl", "KL to the reference", "nats per completion"),
+    Curve("loss/ptx_avg", "pretraining loss", "nats per token", "eval/ptx_loss"),
+    Curve("policy/entropy_avg", "entropy", "nats per token"),
 )
+
+
+def curves(results: Sequence[Mapping[str, Any]]) -> list[Curve]:
+    """Those that some of the results have; of the losses that of the stage, since held-out losses
+    of all kinds have one name."""
+    keys = {key for result in results for key in result}
+    return [one for one in CURVES if keys & ({one.key, one.held_out} - {"eval/loss"})]
 
 
 def columns(results: Sequence[Mapping[str, Any]]) -> list[Metric]:
     """Return the columns of the live table for the flat `results` of a stage's trials."""
     for marker, metrics in COLUMNS.items():
         if any(marker in result for result in results):
-            return _held(results, metrics)
+            return _held(results, (EPISODES, *metrics, TOKENS_PER_S))
     return _held(results, STOCK_METRICS)
 
 
@@ -440,9 +334,14 @@ def summary_metrics(results: Sequence[Mapping[str, Any]]) -> list[Metric]:
     if not is_ours:
         return _held(results, STOCK_METRICS)
     keys = sorted({key for result in results for key in result})
-    metrics = [*SUMMARY_METRICS, *_drifts(keys), *_losses_of_rows(keys)]
-    after = next(i for i, metric in enumerate(metrics) if metric.key == "eval/scores") + 1
-    metrics[after:after] = [Metric(k, f"  {n}") for k, n in reward_parts(results).items()]
+    metrics = [EPISODES]
+    for one in curves(results):
+        metrics.append(Metric(one.key, ", ".join(filter(None, (one.title, one.unit))), one.form))
+        metrics.append(Metric(one.held_out, "  held out", one.form))
+        if one.key == "objective/scores":
+            metrics += [Metric(k, f"  {n}") for k, n in reward_parts(results).items()]
+    length = Metric("train/output_length", "completion length, tokens", ".1f")
+    metrics += [length, TOKENS_PER_S, STALENESS, INVALID, *_drifts(keys), *_losses_of_rows(keys)]
     silent = {INVALID.key, STALENESS.key, *(metric.key for metric in _losses_of_rows(keys))}
     return [
         metric

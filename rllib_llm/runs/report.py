@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -57,27 +56,23 @@ def report(
 
 
 def _heading(text: str, console: Console) -> None:
-    console.print(f"\n[bold]{text}[/bold]", highlight=False, soft_wrap=True)
+    console.print(Text(f"\n{text}", style="bold"), soft_wrap=True)
 
 
 def _print_summary(result: StageResult, rows: list[dict[str, Any]], console: Console) -> None:
-    seconds = number(rows[-1].get("time_total_s")) if rows else None
     title = f"{result.name} · {result.algorithm}"
-    if seconds is not None:
+    if rows and (seconds := number(rows[-1].get("time_total_s"))) is not None:
         title += f", {seconds:.0f} s of training"
     if len(result.trial_folders) > 1:
         title += f", best of {len(result.trial_folders)} trials: {result.labels[result.best]}"
         _print_trials(result, rows, console)
     _heading(title, console)
-    ends = (
-        "Losses and rates are means over an iteration's updates, held-out values an evaluation's."
-    )
-    table = Table(caption=ends, caption_justify="left")
-    table.add_column("result")
+    ends = "Losses and rates: means over an iteration's updates; held-out values: an evaluation's."
+    table = Table("result", caption=ends, caption_justify="left")
     for heading in ("first", "last"):
         table.add_column(heading, justify="right")
     for metric in summary_metrics(rows):
-        table.add_row(metric.title, *first_and_last(rows, metric))
+        table.add_row(Text(metric.title), *first_and_last(rows, metric))
     console.print(table)
     for sign in signs(rows):
         line = Text.assemble(("look: ", "yellow"), f"iteration {sign.iteration}: {sign.text}")
@@ -115,12 +110,9 @@ def _criteria(result: StageResult, experiment: Experiment, console: Console) -> 
         if value is not None and made is not None:
             done = result.metrics["training_iteration"]
             shown += f" (of iteration {made:.0f} of {done:.0f})"
-        color, word = ("green", "passed") if ok else ("red", "not passed")
-        console.print(
-            f"[{color}]{word}[/{color}]  {result.name}: {key} = {shown}, "
-            f"at least {least:.4g} wanted",
-            highlight=False,
-        )
+        verdict = ("passed", "green") if ok else ("not passed", "red")
+        text = f"  {result.name}: {key} = {shown}, at least {least:.4g} wanted"
+        console.print(Text.assemble(verdict, text))
     return met
 
 
@@ -130,19 +122,19 @@ def _places(results: list[StageResult], folder: Place) -> list[Text]:
     for result in results:
         trial = result.best_trial_folder
         samples, rollouts = trial / SAMPLES_FILE, trial / ROLLOUTS
-        places = {
-            "model (Hugging Face)": result.model,
-            "checkpoint": result.checkpoint,
-            "curves and report": result.folder / PAGE_FILE,
-            "sampled texts": samples if samples.is_file() else None,
-            "rollouts": rollouts if is_rollout_folder(rollouts) else None,
-            "logs (TensorBoard, JSON, CSV)": trial,
-        }
-        known = [(what, path) for what, path in places.items() if path is not None]
-        for index, (what, path) in enumerate(known):
-            name = "" if index else result.name
-            inner = path.relative_to(folder)  # type: ignore[arg-type]  # both are in one storage
-            rows.append((name, what, str(inner)))
+        name = result.name
+        for what, path in (
+            ("model (Hugging Face)", result.model),
+            ("checkpoint", result.checkpoint),
+            ("curves and report", result.folder / PAGE_FILE),
+            ("sampled texts", samples if samples.is_file() else None),
+            ("rollouts", rollouts if is_rollout_folder(rollouts) else None),
+            ("logs (TensorBoard, JSON, CSV)", trial),
+        ):
+            if path is not None:
+                inner = path.relative_to(folder)  # type: ignore[arg-type]  # both in one storage
+                rows.append((name, what, str(inner)))
+                name = ""
     widths = [max(len(row[column]) for row in rows) + 2 for column in (0, 1)]
     return [
         Text.assemble(" ", (name.ljust(widths[0]), "cyan"), what.ljust(widths[1]), path)
@@ -151,33 +143,26 @@ def _places(results: list[StageResult], folder: Place) -> list[Text]:
 
 
 def _next_commands(results: list[StageResult], folder: Place, console: Console) -> None:
-    commands = []
-    policies = [result.model for result in results if result.model and _generates(result.model)]
-    if policies:
-        commands.append(("talk to the model", f"{rllib_command()} generate {_shown(policies[-1])}"))
-    # Where rollouts were kept, and weights that sampled some of them.
-    stored = [
-        each.folder
-        for each in results
-        if each.checkpoint and is_rollout_folder(each.best_trial_folder / ROLLOUTS)
-    ]
-    if stored:
-        commands.append(
-            ("sample stored completions anew", f"{rllib_command()} verify {_shown(stored[-1])}")
-        )
-    held_out = any(name.startswith("eval/") for name in results[-1].metrics)
-    if (checkpoint := results[-1].checkpoint) and held_out:
-        commands.append(("evaluate it again", f"{rllib_command()} evaluate {_shown(checkpoint)}"))
-    commands.append(
-        ("all curves (pip install tensorboard)", f"tensorboard --logdir {_shown(folder)}")
-    )
+    rllib, last = rllib_command(), results[-1]
+    models = [one.model for one in results if one.model]
+    policies = [model for model in models if is_causal(read_json(model / "config.json"))]
+    saved = [one for one in results if one.checkpoint]  # weights that sampled some of the rollouts
+    stored = [one.folder for one in saved if is_rollout_folder(one.best_trial_folder / ROLLOUTS)]
+    held_out = any(name.startswith("eval/") for name in last.metrics)
     offline = "*/*/wandb/offline-run-*"
-    if isinstance(folder, Path) and any(folder.glob(offline)):
-        commands.append(("upload to Weights & Biases", f"wandb sync {_shown(folder)}/{offline}"))
+    has_offline = isinstance(folder, Path) and any(folder.glob(offline))
     _heading("Next", console)
-    for purpose, command in commands:
-        text = f"  [dim]# {purpose}[/dim]\n  {escape(command)}"
-        console.print(text, highlight=False, soft_wrap=True)
+    for purpose, command, paths in (
+        ("talk to the model", f"{rllib} generate", policies[-1:]),
+        ("sample stored completions anew", f"{rllib} verify", stored[-1:]),
+        ("evaluate it again", f"{rllib} evaluate", [last.checkpoint] if held_out else []),
+        ("all curves (pip install tensorboard)", "tensorboard --logdir", [folder]),
+        ("upload to Weights & Biases", "wandb sync", [folder] if has_offline else []),
+    ):
+        for path in filter(None, paths):
+            inner = f"/{offline}" if command == "wandb sync" else ""
+            text = Text.assemble((f"  # {purpose}", "dim"), f"\n  {command} {_shown(path)}{inner}")
+            console.print(text, soft_wrap=True)
 
 
 def rllib_command() -> str:
@@ -195,34 +180,26 @@ def _shown(path: Place) -> str:
     return shlex.quote(str(path))
 
 
-def _generates(model: Place) -> bool:
-    """True for a causal language model, False for a reward model."""
-    return is_causal(read_json(model / "config.json"))
-
-
 MAX_CHARS = 220
 
 
 def before_after_table(pairs: list[tuple[dict, dict]], num: int = 5) -> Table:
     """Return a table of `num` prompts spread over `pairs`: both completions, with scores."""
     table = Table(show_lines=True, expand=True)
-    table.add_column("prompt", ratio=2)
-    table.add_column("before", ratio=3)
-    table.add_column("after", ratio=3)
+    for name, ratio in (("prompt", 2), ("before", 3), ("after", 3)):
+        table.add_column(name, ratio=ratio)
     for before, after in spread(pairs, num):
-        table.add_row(Text(_short(before["prompt"])), _cell(before), _cell(after))
+        prompt = before.get("question") or before["prompt"]
+        table.add_row(Text(_short(prompt)), _cell(before), _cell(after))
     return table
 
 
 def _cell(row: dict[str, Any]) -> Group:
-    return Group(Text(_short(row["completion"]) or "(nothing)"), Text(_scores(row), style="dim"))
-
-
-def _scores(row: dict[str, Any]) -> str:
-    """Return the score and, where it is there, the gold score: "score 1.32  gold score 3.00"."""
-    shown = {"score": row.get("score"), "gold score": row.get("gold_score")}
-    return "  ".join(
-        f"{name} {value:.2f}" for name, value in shown.items() if isinstance(value, int | float)
+    """A completion with its score and, where it is there, the gold score."""
+    scores = {"score": row.get("score"), "gold score": row.get("gold_score")}
+    known = (f"{name} {value:.2f}" for name, value in scores.items() if value is not None)
+    return Group(
+        Text(_short(row["completion"]) or "(nothing)"), Text("  ".join(known), style="dim")
     )
 
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from rllib_llm.data.decoding import TokenTexts
 from rllib_llm.data.rollout_store import ROLLOUTS, RolloutSchemaError
 from rllib_llm.data.rollouts import NoRolloutsError, open_rollouts
 from rllib_llm.rollouts.recorder import SAMPLES_FILE
-from rllib_llm.runs.metrics import first_and_last, reward_parts, summary_metrics
+from rllib_llm.runs.metrics import Curve, curves, first_and_last, reward_parts, summary_metrics
 from rllib_llm.runs.results import (
     as_shown,
     before_and_after,
@@ -35,41 +36,17 @@ from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.run_layout import RESULTS, SETTINGS_FILE, RunFolder, name_one
 from rllib_llm.shared.storage import Place, place, read_json, replace_text
 
-
-@dataclass(frozen=True)
-class Panel:
-    """One small plot: a result over the episodes, with the held-out result."""
-
-    title: str
-    unit: str
-    key: str
-    eval_key: str = ""
-
-
-PANELS = (
-    Panel("Reward", "judge's score", "objective/scores", "eval/scores"),
-    Panel("Gold score", "-3 to 3", "env/gold_score", "eval/gold_score"),
-    Panel("KL to the reference", "nats per completion", "objective/kl"),
-    Panel("Pretraining loss", "nats per token", "loss/ptx_avg", "eval/ptx_loss"),
-    Panel("Entropy of the policy", "nats per token", "policy/entropy_avg"),
-    Panel("Grammatical", "share", "env/grammatical", "eval/grammatical"),
-    Panel("Turns", "per conversation", "env/num_turns", "eval/num_turns"),
-    Panel("Tool calls", "per conversation", "env/num_tool_calls", "eval/num_tool_calls"),
-    Panel("Loss", "nats per token", "loss/sft", "eval/loss"),
-    Panel("Loss", "nats per pair", "loss/reward_model", "eval/loss"),
-    Panel("Pairs ordered rightly", "share", "train/accuracy", "eval/accuracy"),
-)
-STOCK_PANELS = (Panel("Return", "mean over episodes", "env_runners/episode_return_mean"),)
+STOCK_CURVES = (Curve("env_runners/episode_return_mean", "return", "mean over episodes"),)
 X_AXIS = ("episode", "episodes")
 STOCK_X_AXIS = ("num_env_steps_sampled_lifetime", "environment steps")
 
 
-def part_panels(results: Sequence[Mapping[str, Any]]) -> tuple[Panel, ...]:
-    """One panel for each part of a reward, where there are several."""
-    return tuple(
-        Panel(f"Reward: {name}", "before its weight", key, key.replace("train/", "eval/"))
+def part_curves(results: Sequence[Mapping[str, Any]]) -> list[Curve]:
+    """One for each part of a reward, where there are several."""
+    return [
+        Curve(key, f"reward: {name}", "before its weight", key.replace("train/", "eval/"))
         for key, name in reward_parts(results).items()
-    )
+    ]
 
 
 PAGE_FILE = "report.html"
@@ -77,14 +54,14 @@ TEMPLATE = Path(__file__).parent / "page"
 MAX_PAIRS = 50
 MAX_POINTS = 1000  # of a curve
 # Left out where they would hold only zeros, as the staleness of a synchronous run.
-EXTRA_PANELS = (
-    Panel("Completion length", "tokens", "train/output_length", "eval/output_length"),
-    Panel("Staleness", "updates", "train/staleness"),
-    Panel("Completions without a score", "rows", "train/num_invalid"),
-    Panel("Clipped ratios", "share of tokens", "policy/clipfrac_avg"),
-    Panel("Gradient norm", "before clipping", "grad_norm"),
-    Panel("Learning rate", "last optimiser step", "lr"),
-    Panel("Sampled tokens", "per second", "throughput/tokens_per_s"),
+EXTRA_CURVES = (
+    Curve("train/output_length", "completion length", "tokens", "eval/output_length"),
+    Curve("train/staleness", "staleness", "updates"),
+    Curve("train/num_invalid", "completions without a score", "rows"),
+    Curve("policy/clipfrac_avg", "clipped ratios", "share of tokens"),
+    Curve("grad_norm", "gradient norm", "before clipping"),
+    Curve("lr", "learning rate", "last optimiser step"),
+    Curve("throughput/tokens_per_s", "sampled tokens", "per second"),
 )
 
 
@@ -110,17 +87,15 @@ def find_trials(folder: str | Place) -> list[PageTrial]:
     files = sorted(begun, key=begun.__getitem__)
     if not files:
         inside = name_one(RunFolder(root).holding(RESULTS))
-        raise Problems(
-            f"run={str(root)!r} must be the folder of a run with results: it holds no {RESULTS}. "
-            f"{inside or 'Name the folder that `rllib train` shows, after an iteration.'}",
-        )  # fmt: skip
-    stages = [file.parent.parent for file in files]
-    trials = []
-    for file, stage in zip(files, stages, strict=True):
-        several = stages.count(stage) > 1
-        label = f"{stage.name} · {file.parent.name}" if several else stage.name
-        trials.append(PageTrial(label, file.parent))
-    return trials
+        remedy = inside or "Name the folder that `rllib train` shows, after an iteration"
+        why = f"it holds no {RESULTS}"
+        raise Problems("run", "be the folder of a run with results", why, remedy, str(root))
+    trials = [file.parent for file in files]
+    stages = [trial.parent for trial in trials]
+    return [
+        PageTrial(f"{stage.name} · {trial.name}" if stages.count(stage) > 1 else stage.name, trial)
+        for trial, stage in zip(trials, stages, strict=True)
+    ]
 
 
 def _begun(result_file: Place) -> float | None:
@@ -137,49 +112,33 @@ def _begun(result_file: Place) -> float | None:
 def write_page(groups: Mapping[str, Sequence[PageTrial]], file: Place) -> Place:
     """Writes the page of the runs in `groups`, keyed by name; stages of one run in sequence,
     several runs side by side."""
-    data = {
-        "title": " and ".join(groups),
-        "several": len(groups) > 1,
-        "trials": [
-            {"run": name, **_trial(trial)} for name, trials in groups.items() for trial in trials
-        ],
-    }
-    text = to_json(data, inf_nan_mode="null").decode()
-    page = _read("page.html")
-    page = page.replace("/*STYLE*/", _read("page.css")).replace("/*SCRIPT*/", _read("page.js"))
+    found = [{"run": name, **_trial(each)} for name, trials in groups.items() for each in trials]
+    data = {"title": " and ".join(groups), "several": len(groups) > 1, "trials": found}
+    page, style, script = (
+        (TEMPLATE / f"page.{end}").read_text(encoding="utf-8") for end in ("html", "css", "js")
+    )
+    page = page.replace("/*STYLE*/", style).replace("/*SCRIPT*/", script)
     # A text may hold "</script>" or a comment's beginning: neither ends the data so.
-    page = page.replace("/*DATA*/", text.replace("<", "\\u003c"))
+    text = to_json(data, inf_nan_mode="null").decode().replace("<", "\\u003c")
     file.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(file, page)
+    replace_text(file, page.replace("/*DATA*/", text))
     return file
-
-
-def _read(name: str) -> str:
-    return (TEMPLATE / name).read_text(encoding="utf-8")
 
 
 def _trial(trial: PageTrial) -> dict[str, Any]:
     results = [*map(as_shown, read_results(trial.folder))]
     last = results[-1] if results else {}
+    settings = flatten(read_json(trial.folder / SETTINGS_FILE))
+    summary = [[each.title, *first_and_last(results, each)] for each in summary_metrics(results)]
     return {
-        "label": trial.label,
-        "iterations": last.get("training_iteration"),
+        "label": trial.label, "iterations": last.get("training_iteration"),
         "seconds": number(last.get("time_total_s")),
-        "settings": _settings(trial.folder),
+        "settings": {name: _short(value) for name, value in sorted(settings.items())},
         "environment": read_environment(trial.folder.parent),  # of the stage
-        "summary": [
-            [metric.title, *first_and_last(results, metric)] for metric in summary_metrics(results)
-        ],
+        "summary": summary, "panels": panels(results),
         "signs": [f"iteration {sign.iteration}: {sign.text}" for sign in signs(results)],
-        "panels": panels(results),
-        "pairs": _pairs(trial.folder),
-        "rows": page_rows(trial.folder),
-    }
-
-
-def _settings(folder: Place) -> dict[str, str]:
-    given = read_json(folder / SETTINGS_FILE)
-    return {name: _short(value) for name, value in sorted(flatten(given).items())}
+        "pairs": _pairs(trial.folder), "rows": page_rows(trial.folder),
+    }  # fmt: skip
 
 
 def _short(value: Any) -> str:
@@ -190,32 +149,29 @@ def _short(value: Any) -> str:
 def panels(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The curves of a trial: [{title, unit, x_title, curves: [{name, x, y}]}]."""
     is_ours = any("episode" in result for result in results)
-    (x_key, x_title), known = (X_AXIS, PANELS) if is_ours else (STOCK_X_AXIS, STOCK_PANELS)
+    x_key, x_title = X_AXIS if is_ours else STOCK_X_AXIS
+    known = [*(curves(results) if is_ours else STOCK_CURVES), *part_curves(results)]
     found = []
-    for panel in (*known, *part_panels(results), *EXTRA_PANELS):
-        xs, ys = series(results, x_key, panel.key)
-        curves = [{"name": "training", "x": _thin(xs), "y": _thin(ys)}] if ys else []
-        if panel.eval_key:
-            xs, ys = fresh_series(results, x_key, panel.eval_key)
-            if ys:
-                curves.append({"name": "held out", "x": _thin(xs), "y": _thin(ys)})
-        is_flat = panel in EXTRA_PANELS and not any(any(curve["y"]) for curve in curves)
-        if curves and not is_flat:
-            found.append({
-                "title": panel.title, "unit": panel.unit, "x_title": x_title, "curves": curves,
-            })  # fmt: skip
+    for one in (*known, *EXTRA_CURVES):
+        points = {"training": series(results, x_key, one.key)}
+        if one.held_out:
+            points["held out"] = fresh_series(results, x_key, one.held_out)
+        lines = []
+        for name, (xs, ys) in points.items():
+            step = max(1, -(-len(xs) // MAX_POINTS))
+            lines += [{"name": name, "x": xs[::step], "y": ys[::step]}] if ys else []
+        is_flat = one in EXTRA_CURVES and not any(any(line["y"]) for line in lines)
+        if lines and not is_flat:
+            title = one.title[:1].upper() + one.title[1:]
+            found.append({"title": title, "unit": one.unit, "x_title": x_title, "curves": lines})
     return found
-
-
-def _thin(values: list[float]) -> list[float]:
-    step = -(-len(values) // MAX_POINTS)
-    return values[::step] if step > 1 else values
 
 
 def _pairs(folder: Place) -> list[dict[str, Any]]:
     pairs = before_and_after(read_json_lines(folder / SAMPLES_FILE))
     return [
-        {"prompt": before["prompt"], "before": before["completion"], "after": after["completion"],
+        {"prompt": before.get("question") or before["prompt"],
+         "before": before["completion"], "after": after["completion"],
          "score_before": before.get("score"), "score_after": after.get("score")}
         for before, after in spread(pairs, MAX_PAIRS)
     ]  # fmt: skip
@@ -234,28 +190,18 @@ def page_rows(trial_folder: Place, limit: int = MAX_ROWS) -> list[dict[str, Any]
     most, spread evenly. tokens: [[text, log-prob, advantage, KL], ...], None where not known; of
     samples without tokens [].
     """
-    rows = _stored(trial_folder, limit)
-    if rows:
+    if rows := _stored(trial_folder, limit):
         return rows
-    samples = spread(read_json_lines(trial_folder / SAMPLES_FILE), limit)
-    return [_of_sample(row) for row in samples]
-
-
-def _of_sample(row: Mapping[str, Any]) -> dict[str, Any]:
-    parts = {
-        name: value
-        for name, value in row.items()
-        if name not in NO_PART and isinstance(value, int | float)
-    }
-    return {
-        "iteration": row.get("iteration"),
-        "split": row.get("split", "train"),
-        "prompt": row.get("prompt", ""),
-        "completion": row.get("completion", ""),
-        "score": row.get("score"),
-        "parts": parts,
-        "tokens": [],
-    }
+    return [
+        {
+            "iteration": row.get("iteration"), "split": row.get("split", "train"),
+            "prompt": row.get("prompt", ""), "completion": row.get("completion", ""),
+            "score": row.get("score"), "tokens": [],
+            "parts": {name: value for name, value in row.items()
+                      if name not in NO_PART and isinstance(value, int | float)},
+        }
+        for row in spread(read_json_lines(trial_folder / SAMPLES_FILE), limit)
+    ]  # fmt: skip
 
 
 def _stored(trial_folder: Place, limit: int) -> list[dict[str, Any]]:
@@ -266,37 +212,36 @@ def _stored(trial_folder: Place, limit: int) -> list[dict[str, Any]]:
     except RolloutSchemaError as error:
         warnings.warn(str(error), stacklevel=2)
         return []
+    tokenizer = _tokenizer(trial_folder)
+    texts = None if tokenizer is None else TokenTexts(tokenizer)
     chosen = rollouts.take(spread(range(rollouts.count_rows()), limit), columns=[*COLUMNS])
-    words = _words(trial_folder)
-    return [_of_rollout(row, words) for row in chosen.to_pylist()]
+    return [_of_rollout(row, texts) for row in chosen.to_pylist()]
 
 
-def _of_rollout(row: Mapping[str, Any], words: Callable[[int], str]) -> dict[str, Any]:
+def _of_rollout(row: Mapping[str, Any], texts: TokenTexts | None) -> dict[str, Any]:
     status = str(row.get("status"))
     return {
         "iteration": row["iteration"],
         "split": {"trained": "train", "evaluated": "eval"}.get(status, status),
-        "prompt": row.get("prompt") or "",
-        "completion": row.get("completion") or "",
+        "prompt": row.get("prompt") or "", "completion": row.get("completion") or "",
         "score": row.get("score") if row.get("valid", True) else None,
-        "parts": json.loads(row.get("rewards") or "{}"),
-        "tokens": _tokens(row, words),
-    }
+        "parts": json.loads(row.get("rewards") or "{}"), "tokens": _tokens(row, texts),
+    }  # fmt: skip
 
 
-def _tokens(row: Mapping[str, Any], words: Callable[[int], str]) -> list[list[Any]]:
-    ids = row.get("completion_ids") or []
-    logprobs, ref, advantages = (row.get(name) or [] for name in TOKEN_COLUMNS[1:])
-    tokens = []
-    for index, token in enumerate(ids):
-        logprob, reference = _at(logprobs, index), _at(ref, index)
-        kl = None if logprob is None or reference is None else logprob - reference
-        tokens.append([words(token), *map(_rounded, (logprob, _at(advantages, index), kl))])
-    return tokens
+def _tokens(row: Mapping[str, Any], texts: TokenTexts | None) -> list[list[Any]]:
+    """Of each token [text, log-prob, advantage, KL]; the text "#17" without a tokenizer."""
+    ids, *numbers = (row.get(name) or [] for name in TOKEN_COLUMNS)
+    known = zip_longest(ids, *(each[: len(ids)] for each in numbers))
+    return [
+        [texts.of(token)[0] if texts else f"#{token}",
+         *map(_rounded, (logprob, advantage, _difference(logprob, reference)))]
+        for token, logprob, reference, advantage in known
+    ]  # fmt: skip
 
 
-def _at(values: Sequence[float | None], index: int) -> float | None:
-    return values[index] if index < len(values) else None
+def _difference(a: float | None, b: float | None) -> float | None:
+    return None if a is None or b is None else a - b
 
 
 def _rounded(value: float | None) -> float | None:
@@ -308,15 +253,6 @@ def spread(rows: Sequence[Any], limit: int) -> list[Any]:
     if len(rows) <= limit:
         return list(rows)
     return [rows[index * len(rows) // limit] for index in range(limit)]
-
-
-def _words(trial_folder: Place) -> Callable[[int], str]:
-    """Gives the text of a token id by the trial's tokenizer; "#17" without one."""
-    tokenizer = _tokenizer(trial_folder)
-    if tokenizer is None:
-        return lambda token: f"#{token}"
-    texts = TokenTexts(tokenizer)
-    return lambda token: texts.of(token)[0]
 
 
 def _tokenizer(trial_folder: Place) -> Any:

@@ -69,8 +69,7 @@ def setting(key: str, value: Any) -> str:
 def local_folder(trial: Any) -> Path | None:
     """The folder in which the process of a trial of Tune writes, where it runs on this machine: the
     trial's own, or what Tune uploads to that from time to time."""
-    storage = getattr(trial, "storage", None)
-    if storage is None:
+    if (storage := getattr(trial, "storage", None)) is None:
         return None
     folder = place_in(storage.storage_filesystem, storage.trial_fs_path)
     return folder if isinstance(folder, Path) else Path(storage.trial_working_directory)
@@ -128,17 +127,15 @@ def fresh_series(results: list[dict[str, Any]], x: str, y: str) -> tuple[list[fl
     Results repeat the newest evaluation until the next. `eval/iteration` says when it was made;
     without it, a changed value is new. The evaluation before training stands at x = 0.
     """
-    xs, ys = [], []
-    seen = None
+    xs, ys, seen = [], [], None
     for result in results:
         value, at = number(result.get(y)), number(result.get(x))
         made = result.get("eval/iteration", value)
-        if value is None or at is None or made == seen:
-            continue
-        seen = made
-        before = result.get("eval/iteration", result["training_iteration"] - 1) == 0
-        xs.append(0.0 if before else at)
-        ys.append(value)
+        if value is not None and at is not None and made != seen:
+            seen = made
+            before = result.get("eval/iteration", result["training_iteration"] - 1) == 0
+            xs.append(0.0 if before else at)
+            ys.append(value)
     return xs, ys
 
 
@@ -161,19 +158,13 @@ RLLIB_FILES = ("*.pkl", "metadata.json")  # beside the model in a checkpoint
 # held-out data the best checkpoint of a trial is told, and the best of several trials as well:
 # training scores are of prompts that were learnt from.
 HELD_OUT = (
-    ("eval/scores", "max"),
-    ("eval/accuracy", "max"),
-    ("eval/loss", "min"),
+    ("eval/scores", "max"), ("eval/accuracy", "max"), ("eval/loss", "min"),
     ("evaluation/env_runners/episode_return_mean", "max"),
-)
+)  # fmt: skip
 BEST = (
-    *HELD_OUT,
-    ("objective/scores", "max"),
-    ("loss/reward_model", "min"),
-    ("loss/dpo", "min"),
-    ("loss/sft", "min"),
-    ("env_runners/episode_return_mean", "max"),
-)
+    *HELD_OUT, ("objective/scores", "max"), ("loss/reward_model", "min"), ("loss/dpo", "min"),
+    ("loss/sft", "min"), ("env_runners/episode_return_mean", "max"),
+)  # fmt: skip
 
 
 @dataclass
@@ -246,24 +237,17 @@ def collect_result(experiment: Experiment, folder: Place, trials: Sequence[Any])
         for trial in trials
     ]
     models = [export_model(*pair) for pair in zip(checkpoints, trial_folders, strict=True)]
+    # A result's config leaves out what is as by default.
+    configs = [
+        read_json(trial_folder / SETTINGS_FILE) or trial.config or {}
+        for trial, trial_folder in zip(trials, trial_folders, strict=True)
+    ]
     result = StageResult(
-        name=experiment.name,
-        algorithm=short_name(experiment.run),
-        folder=folder,
-        trial_folders=trial_folders,
-        # A result's config leaves out what is as by default.
-        labels=trial_labels(
-            [
-                read_json(trial_folder / SETTINGS_FILE) or trial.config or {}
-                for trial, trial_folder in zip(trials, trial_folders, strict=True)
-            ]
-        ),
-        best=best,
-        model=models[best],
-        checkpoint=checkpoints[best],
+        name=experiment.name, algorithm=short_name(experiment.run), folder=folder,
+        trial_folders=trial_folders, labels=trial_labels(configs), best=best,
+        model=models[best], checkpoint=checkpoints[best], stop=dict(experiment.stop),
         metrics={k: value for k, v in flats[best].items() if (value := number(v)) is not None},
-        stop=dict(experiment.stop),
-    )
+    )  # fmt: skip
     result.save()
     return result
 
@@ -271,12 +255,9 @@ def collect_result(experiment: Experiment, folder: Place, trials: Sequence[Any])
 def best_trial(experiment: Experiment, flats: Sequence[Mapping[str, Any]]) -> int:
     """Return the index of the trial with the best last result: by the experiment's metric, else by
     the first of `BEST` that a trial has."""
-    ranking: Sequence[tuple[str, str]] = BEST
-    if experiment.metric:
-        ranking = [(experiment.metric, experiment.mode or "max")]
-    for key, mode in ranking:
-        values = {i: number(flat.get(key)) for i, flat in enumerate(flats)}
-        known = {i: value for i, value in values.items() if value is not None}
+    given = [(experiment.metric, experiment.mode or "max")] if experiment.metric else BEST
+    for key, mode in given:
+        known = {i: v for i, flat in enumerate(flats) if (v := number(flat.get(key))) is not None}
         if known:
             return (max if mode == "max" else min)(known, key=known.__getitem__)
     return 0

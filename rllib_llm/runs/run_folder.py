@@ -25,7 +25,7 @@ from typing import Any
 
 from rllib_llm.runs.experiments import KEYS, Experiment
 from rllib_llm.runs.results import StageResult, read_results
-from rllib_llm.shared.errors import Problems
+from rllib_llm.shared.errors import Problem, Problems
 from rllib_llm.shared.run_layout import CHECKPOINTS, REPLACED, RESULTS, RUN_RECORD, RunFolder
 from rllib_llm.shared.storage import Place, UrlPath, place, read_json, remove, replace_text
 
@@ -64,10 +64,8 @@ def new_folder(
     number = 1
     while not _claim(folder):
         if chosen:
-            raise Problems(
-                f"experiment_name={chosen!r} must be new: a run lies in {str(folder)!r} already, "
-                "and two would be mixed. Add --resume to go on with it, or choose another name.",
-            )  # fmt: skip
+            remedy = "Add --resume to continue it, or choose another name"
+            raise Problems("experiment_name", "be new", f"{folder} is a run", remedy, chosen)
         # Another run began in the same second; at a URL the two may meet again.
         number += random.randrange(1, 1000) if isinstance(folder, UrlPath) else 1
         folder = root / f"{stamped}_{number}"
@@ -76,27 +74,23 @@ def new_folder(
 
 
 def _claim(folder: Place) -> bool:
-    """Whether the folder is this run's now: it was not there, or empty."""
+    """Whether the folder is this run's now: it was not there, or empty.
+
+    Object stores cannot create a file only where there is none, but list what was written: of
+    several that start at once, the one whose mark stands alone has the folder, or none.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
         return False
-    if isinstance(folder, UrlPath):
-        return _claim_url(folder)
-    try:
-        (folder / RUN_RECORD).touch(exist_ok=False)  # of several that start at once, one does
-    except FileExistsError:
-        return False
-    return True
-
-
-def _claim_url(folder: UrlPath) -> bool:
-    """As `_claim`. Object stores cannot create a file only where there is none, but list what was
-    written: of several that start at once, the one whose mark stands alone has the folder, or
-    none."""
+    if not isinstance(folder, UrlPath):
+        try:
+            (folder / RUN_RECORD).touch(exist_ok=False)  # of several that start at once, one does
+        except FileExistsError:
+            return False
+        return True
     mark = folder / f"{uuid.uuid4().hex}.start"
     mark.write_text("")
-    is_alone = [each.name for each in folder.iterdir()] == [mark.name]
-    if is_alone:
+    if is_alone := [each.name for each in folder.iterdir()] == [mark.name]:
         (folder / RUN_RECORD).write_text("")
     mark.unlink()
     return is_alone
@@ -112,10 +106,8 @@ def resumed_folder(root: Place, name: str, chosen: str | None, source: str) -> P
         return _newest(root, name, source)
     folder = root / chosen
     if not folder.is_dir():
-        raise Problems(
-            f"--resume: {str(folder)!r} must exist: it is the run to continue. Check "
-            "--storage-path and --experiment-name.",
-        )  # fmt: skip
+        raise Problems("--resume", "name a run that is there", "",
+                       "Check --storage-path and --experiment-name", str(folder))  # fmt: skip
     return folder
 
 
@@ -142,15 +134,12 @@ def alone_in(folder: Place) -> Iterator[None]:
         return
     opened = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise Problems(
-                f"--resume: {str(folder)!r} must be of a run that has ended: a process still "
-                "writes to it, and two would be mixed. Wait, or end it with Ctrl-C where it runs.",
-            ) from None  # fmt: skip
-        except OSError:
-            pass  # a file system without locks
+        with contextlib.suppress(OSError):  # a file system without locks
+            try:
+                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise Problems("--resume", "name a run that has ended", "a process writes to it",
+                               "Wait, or end it with Ctrl-C", str(folder)) from None  # fmt: skip
         yield
     finally:
         os.close(opened)  # which ends the lock
@@ -159,32 +148,18 @@ def alone_in(folder: Place) -> Iterator[None]:
 def _newest(root: Place, name: str, source: str) -> Place:
     # Of `name` alone: a run of name_2 begins with name_ as well.
     of_this_name = re.compile(re.escape(name) + STAMP.pattern)
-    found = sorted(
-        (path for path in root.glob("*") if of_this_name.fullmatch(path.name)),
-        key=lambda path: path.name,
-    )
-    sources = [_recorded(path).get("source") for path in found]
-    ours = [path for path, of in zip(found, sources, strict=True) if of == source]
+    found = sorted((path for path in root.glob("*") if of_this_name.fullmatch(path.name)), key=str)
+    ours = [path for path in found if _recorded(path).get("source") == source]
     if ours:
         return ours[-1]
-    others = (
-        []
-        if source == COMMAND_LINE
-        else [path.name for path in root.glob("*") if _recorded(path).get("source") == source]
-    )
-    if others:
-        raise Problems(
-            f"--resume: no run of {source} has a name that was made for it. Runs of it with names "
-            f"of yours: {', '.join(sorted(others))}. Name one with --experiment-name.",
-        )  # fmt: skip
-    if not found:
-        raise Problems(
-            f"--resume: no run of {name!r} lies in {str(root)!r}. Check --storage-path, or start "
-            "without --resume.",
-        )  # fmt: skip
+    others = [f"{each.name} (of {_recorded(each).get('source')})" for each in found[-1:]]
+    if source != COMMAND_LINE:  # runs of it with names of the user's
+        named = (each for each in root.glob("*") if _recorded(each).get("source") == source)
+        others = [each.name for each in named] or others
     raise Problems(
-        f"--resume: no run of {source} lies in {str(root)!r}: {found[-1].name} is of "
-        f"{sources[-1] or 'another start'}. Name the run that you mean with --experiment-name.",
+        f"--resume: a run {name!r} of {source}", f"lie in {str(root)!r}",
+        f"other runs there: {', '.join(sorted(others))}" if others else "",
+        "Name one with --experiment-name, or check --storage-path",
     )  # fmt: skip
 
 
@@ -234,27 +209,25 @@ def check_continues(folder: Place, experiments: Sequence[Experiment]) -> None:
     now = {spec["name"]: spec for spec in as_json(experiments)}
     begun = [name for name in before if has_saved(folder / name)]
     problems = [
-        f"{name} is not among the experiments: it has begun in {str(folder)!r}. Put it back."
+        Problem(name, "be among the experiments", f"it has begun in {str(folder)!r}", "Put it back")
         for name in begun
         if name not in now
     ]
-    for name in (name for name in begun if name in now):
-        for key, was, given in _differences(before[name], now[name]):
-            problems.append(
-                f"{name}.{key}={given!r} must be {was!r}, with which it began: a resumed "
-                "experiment keeps its settings. Start a new run for others, with --restore "
-                "from a checkpoint of this one if you like."
-            )
+    why = "a resumed experiment keeps the settings with which it began"
+    anew = "Start a new run, with --restore from a checkpoint of this one if you like"
+    for name in filter(now.__contains__, begun):
+        problems += [
+            Problem(f"{name}.{key}", f"be {was!r}", why, anew, given)
+            for key, was, given in _differences(before[name], now[name])
+        ]
     for index, experiment in enumerate(experiments):
         later = [one.name for one in experiments[index + 1 :] if (folder / one.name).exists()]
         result = StageResult.load(folder / experiment.name) if later else None
         if result is not None and result.falls_short(experiment):
-            problems.append(
-                f"{experiment.name}.stop={experiment.stop!r} must be {result.stop!r}, with which "
-                f"it ended: {later[0]} has begun from its result. Start a new run."
-            )
+            name, why = f"{experiment.name}.stop", f"{later[0]} has begun from its result"
+            problems.append(Problem(name, f"be {result.stop!r}", why, anew, experiment.stop))
     if problems:
-        raise Problems("\n".join(f"--resume: {problem}" for problem in problems))
+        raise Problems(problems)
 
 
 def _differences(before: Any, now: Any, key: str = "") -> list[tuple[str, Any, Any]]:
@@ -296,28 +269,17 @@ def check_writable(root: Place) -> None:
     Raises:
         Problems: they cannot.
     """
-    if isinstance(root, UrlPath):
-        try:
-            root.mkdir()
-        except OSError as error:
-            raise Problems(
-                f"storage_path={str(root)!r} must be a URL that can be written to: {error}. Check "
-                "the bucket, and the credentials in the environment.",
-            ) from error  # fmt: skip
-        return
-    existing = next(path for path in (root, *root.parents) if path.exists())
-    if not existing.is_dir():
-        raise Problems(
-            "storage_path", "be a folder", f"{str(existing)!r} is a file",
-            "Choose another with --storage-path", str(root),
-        )  # fmt: skip
+    remedy = "Choose another with --storage-path, or check permissions and credentials"
     try:
+        if isinstance(root, UrlPath):
+            root.mkdir()
+            return
+        existing = next(path for path in (root, *root.parents) if path.exists())
         tempfile.TemporaryDirectory(dir=existing).cleanup()
     except OSError as error:
-        raise Problems(
-            "storage_path", "be a folder that can be written to", f"{error.strerror}".lower(),
-            "Choose another with --storage-path, or change its permissions", str(root),
-        ) from error  # fmt: skip
+        why = (error.strerror or str(error)).lower()
+        rule = "be a folder or URL that can be written to"
+        raise Problems("storage_path", rule, why, remedy, str(root)) from error
 
 
 ENVIRONMENT_FILE = "environment.json"
@@ -329,13 +291,10 @@ def describe_environment(folder: Path | None = None) -> dict[str, str]:
     """Versions, processor, GPUs and the commit of the code in `folder` (by default the present
     one)."""
     found = {
-        "begun": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
-        "Python": platform.python_version(),
-        "system": platform.platform(),
-        "processor": _processor(),
-        "cores": str(os.cpu_count() or "?"),
-        "GPUs": ", ".join(_gpus()) or "none",
-    }
+        "begun": time.strftime("%Y-%m-%d %H:%M:%S %Z"), "Python": platform.python_version(),
+        "system": platform.platform(), "processor": _processor(),
+        "cores": str(os.cpu_count() or "?"), "GPUs": ", ".join(_gpus()) or "none",
+    }  # fmt: skip
     for name in PACKAGES:
         try:
             found[name] = version(name)

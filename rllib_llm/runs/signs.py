@@ -6,13 +6,13 @@ Pure functions of flat results, one per iteration, so that progress and report s
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rllib_llm.runs.metrics import reward_parts
 from rllib_llm.runs.results import number
 
 Rows = Sequence[Mapping[str, Any]]
@@ -45,12 +45,6 @@ class Sign:
 def kept(result: Mapping[str, Any]) -> dict[str, Any]:
     """A flat result without the config, of which the rules need little."""
     return {k: v for k, v in result.items() if k in OF_THE_CONFIG or not k.startswith("config/")}
-
-
-def _component(key: str) -> str:
-    """The reward function whose mean is the result `key`; "" for other results."""
-    match = re.fullmatch(r"train/(.+)_rewards", key)
-    return match[1] if match else ""
 
 
 class Watch:
@@ -118,10 +112,8 @@ def constant_rewards(rows: Rows) -> str:
     score = _last(rows, "objective/scores")
     if not spread or not score or max(spread) > 1e-6 * max(1.0, *map(abs, score)):
         return ""
-    return (
-        f"every completion gets the same reward, {score[-1]:.4g}, so there is nothing to learn "
-        "from. Look at the reward functions, and at texts in samples.jsonl."
-    )
+    why = f"every completion gets the same reward, {score[-1]:.4g}, which teaches nothing"
+    return f"{why}. Look at the reward functions, and at samples.jsonl."
 
 
 def flat_groups(rows: Rows) -> str:
@@ -129,11 +121,8 @@ def flat_groups(rows: Rows) -> str:
     flat = _last(rows, "train/zero_variance_groups")
     if not flat or min(flat) < 1.0 or constant_rewards(rows):
         return ""
-    return (
-        "all completions of a prompt get the same reward, in every group, so they teach "
-        "nothing. Look at num_completions and temperature (more completions, more variety), and "
-        "whether the prompts are all too easy or all too hard."
-    )
+    look = "Look at num_completions, temperature, and whether all prompts are too easy or too hard."
+    return f"all completions of a prompt get the same reward, which teaches nothing. {look}"
 
 
 def no_tool_calls(rows: Rows) -> str:
@@ -141,31 +130,24 @@ def no_tool_calls(rows: Rows) -> str:
     calls = _last(rows, "env/num_tool_calls")
     if not calls or any(calls):
         return ""
-    return (
-        "no conversation calls a tool, so the policy cannot learn how. Look at texts in "
-        "samples.jsonl; train it with SFT on a few calls first, with the same tools, and check "
-        "that tool_syntax is its own."
-    )
+    look = "Look at samples.jsonl and tool_syntax; train it with SFT on calls of these tools first."
+    return f"no conversation calls a tool, so the policy cannot learn how. {look}"
 
 
 def overfitted_judge(rows: Rows) -> str:
     """A reward model that orders held-out pairs worse than chance, and no better than before, while
     it fits its own."""
     losses = [value for row in rows if (value := number(row.get("loss/reward_model"))) is not None]
-    made: dict[Any, float] = {}
-    for row in rows:
-        if (value := number(row.get("eval/loss"))) is not None:
-            made[_made(row)] = value
+    measured = ((_made(row), number(row.get("eval/loss"))) for row in rows)
+    made = {when: value for when, value in measured if value is not None}
     held_out = list(made.values())[-2:]
     learns = len(losses) >= IN_A_ROW and losses[-1] < FALLEN * losses[0]
     rises = len(held_out) == 2 and held_out[1] >= held_out[0] > math.log(2)
     if not (learns and rises):
         return ""
-    return (
-        f"the held-out loss is {held_out[-1]:.3f}, above ln 2 = {math.log(2):.3f} of a coin, while "
-        f"the training loss falls ({losses[0]:.3f} to {losses[-1]:.3f}): it learns its pairs by "
-        "heart. Look at the number of pairs, num_epochs and lr, and for mislabelled pairs."
-    )
+    found = f"the held-out loss is {held_out[-1]:.3f}, above ln 2 = {math.log(2):.3f} of a coin"
+    found += f", while the training loss falls ({losses[0]:.3f} to {losses[-1]:.3f})"
+    return f"{found}: it overfits. Look at the pairs (number, labels), num_epochs and lr."
 
 
 def entropy_collapse(rows: Rows) -> str:
@@ -175,11 +157,9 @@ def entropy_collapse(rows: Rows) -> str:
         return ""
     if max(entropy[-IN_A_ROW:]) >= min(LITTLE_ENTROPY, COLLAPSED * entropy[0]):
         return ""
-    return (
-        f"the entropy fell from {entropy[0]:.3g} to {entropy[-1]:.2g} nats per token: the policy "
-        "samples the same text again and again. Look at env/distinct and samples.jsonl; lower lr, "
-        "raise ref_kl_coeff, or set entropy_coeff."
-    )
+    found = f"the entropy fell from {entropy[0]:.3g} to {entropy[-1]:.2g} nats per token"
+    look = "Look at env/distinct, samples.jsonl; lower lr, raise ref_kl_coeff, or set entropy_coeff"
+    return f"{found}: the policy samples the same text again and again. {look}."
 
 
 def kl_explosion(rows: Rows) -> str:
@@ -190,11 +170,9 @@ def kl_explosion(rows: Rows) -> str:
     per_token = [value / max(1.0, n) for value, n in zip(kl, length, strict=True)]
     if min(per_token) < MUCH_KL:
         return ""
-    return (
-        f"the KL to the reference is {kl[-1]:.4g} nats, {per_token[-1]:.2g} per token: the policy "
-        "writes what the reference never would. Look at samples.jsonl; raise "
-        "ref_kl_coeff or set ref_kl_target, and lower lr."
-    )
+    found = f"the KL to the reference is {kl[-1]:.4g} nats, {per_token[-1]:.2g} per token"
+    look = "Look at samples.jsonl; raise ref_kl_coeff or set ref_kl_target, and lower lr."
+    return f"{found}: the policy writes what the reference never would. {look}"
 
 
 def starved(rows: Rows) -> str:
@@ -208,11 +186,9 @@ def starved(rows: Rows) -> str:
         key.rpartition("/")[2] for key in OF_THE_CONFIG if (number(rows[-1].get(key)) or 0) > 1
     ]
     remedies = [*(f"lower {name}" for name in lower), "give each process fewer threads"]
-    return (
-        f"for {shares[-1]:.0%} of the time the trial was ready to compute and had no core: other "
-        "processes use them. Look at what else runs on the machine; if they are this run's own, "
-        f"{' or '.join(remedies)} (OMP_NUM_THREADS)."
-    )
+    found = f"for {shares[-1]:.0%} of the time the trial was ready to compute and had no core"
+    look = "Look at what else runs on the machine; if it is this run's own processes"
+    return f"{found}. {look}, {' or '.join(remedies)} (OMP_NUM_THREADS)."
 
 
 def slow_iteration(rows: Rows) -> str:
@@ -225,11 +201,9 @@ def slow_iteration(rows: Rows) -> str:
     last, usual = known[-1], statistics.median(known[:-1])
     if last < SLOW * usual or last < LONG_S:
         return ""
-    return (
-        f"it took {last:.3g} s, the median of those before is {usual:.3g} s: for "
-        f"{starved_share:.0%} of the time it was ready to compute and had no core, because other "
-        "processes used them. Look at what else runs on the machine."
-    )
+    why = f"for {starved_share:.0%} of the time it was ready to compute and had no core"
+    found = f"it took {last:.3g} s, the median of those before is {usual:.3g} s: {why}"
+    return f"{found}. Look at what else runs on the machine."
 
 
 def reward_drop(rows: Rows) -> str:
@@ -249,16 +223,15 @@ def reward_drop(rows: Rows) -> str:
     if usual - score <= least:
         return ""
     causes = []
-    falls = {
-        name: (usual_one - now, usual_one, now)
-        for key in last
-        if (name := _component(key))
-        and (now := number(last[key])) is not None
+    falls = [  # of each reward function
+        (usual_one - now, name, usual_one, now)
+        for key, name in reward_parts([last]).items()
+        if (now := number(last[key])) is not None
         and (usual_one := _usual(before, key)) is not None
-    }
+    ]
     if len(falls) > 1:
-        name = max(falls, key=lambda one: falls[one][0])
-        causes.append(f"mostly {name}, {falls[name][1]:.3g} to {falls[name][2]:.3g}")
+        _, name, usual_one, now = max(falls)
+        causes.append(f"mostly {name}, {usual_one:.3g} to {now:.3g}")
     ended = number(last.get("val/num_eos_tokens"))
     ended_before = _usual(before, "val/num_eos_tokens")
     if ended is not None and ended_before is not None and ended_before - ended >= FEWER_ENDED:
@@ -268,22 +241,15 @@ def reward_drop(rows: Rows) -> str:
     if not 1 / OTHER_LENGTH <= length / max(1.0, length_before) <= OTHER_LENGTH:
         causes.append(f"completions have {length:.3g} tokens ({length_before:.3g})")
     why = "; ".join(causes) or "as many end, and they are as long as before, so look at the prompts"
-    return (
-        f"the reward of this batch fell from {usual:.3g}, the median before, to {score:.3g}: {why}."
-    )
+    return f"this batch's reward fell from {usual:.3g}, the median before, to {score:.3g}: {why}."
 
 
 RULES: Mapping[str, Callable[[Rows], str]] = {
-    "constant rewards": constant_rewards,
-    "flat groups": flat_groups,
-    "no tool calls": no_tool_calls,
-    "overfitted judge": overfitted_judge,
-    "entropy collapse": entropy_collapse,
-    "KL explosion": kl_explosion,
-    "starved": starved,
-    "slow iteration": slow_iteration,
-    "reward drop": reward_drop,
-}
+    "constant rewards": constant_rewards, "flat groups": flat_groups,
+    "no tool calls": no_tool_calls, "overfitted judge": overfitted_judge,
+    "entropy collapse": entropy_collapse, "KL explosion": kl_explosion, "starved": starved,
+    "slow iteration": slow_iteration, "reward drop": reward_drop,
+}  # fmt: skip
 OF_ONE_BATCH = ("reward drop",)  # told each time
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
 from rllib_llm.checkpoints.algorithm import restore_source
@@ -50,14 +51,9 @@ class StageInterrupted(RuntimeError):
 
 
 def run_stages(
-    experiments: list[Experiment],
-    folder: Place,
-    console: Console,
-    *,
-    resume: bool = False,
-    loggers: Callable[[str], list[Any]] = lambda stage: [],
-    told: Sequence[str] = (),
-) -> list[StageResult]:
+    experiments: list[Experiment], folder: Place, console: Console, *, resume: bool = False,
+    loggers: Callable[[str], list[Any]] = lambda stage: [], told: Sequence[str] = (),
+) -> list[StageResult]:  # fmt: skip
     """Run the experiments in order, each with the results of the earlier ones.
 
     Args:
@@ -75,19 +71,16 @@ def run_stages(
     for index, experiment in enumerate(experiments):
         result = StageResult.load(folder / experiment.name) if resume else None
         later = [folder / other.name for other in experiments[index + 1 :]]
-        if (
-            result is not None
-            and result.falls_short(experiment)
-            and not any(stage.exists() for stage in later)
-        ):
-            result = None  # it is to go further than before
+        is_last = not any(stage.exists() for stage in later)
+        if result is not None and is_last and result.falls_short(experiment):
+            result = None  # it is to continue further than before
+        name = experiment.name
         if result is None:
             resolved = fill(experiment, lambda ref, where: _product(products, ref, where))
-            further = loggers(experiment.name)
-            result = run_stage(resolved, folder, console, resume, further, told)
-        products[f"{experiment.name}.model"] = result.model
-        products[f"{experiment.name}.checkpoint"] = result.checkpoint
-        products[f"{experiment.name}.rollouts"] = result.best_trial_folder / ROLLOUTS
+            result = run_stage(resolved, folder, console, resume, loggers(name), told)
+        products[f"{name}.model"] = result.model
+        products[f"{name}.checkpoint"] = result.checkpoint
+        products[f"{name}.rollouts"] = result.best_trial_folder / ROLLOUTS
         results.append(result)
     return results
 
@@ -100,21 +93,15 @@ def _product(products: Mapping[str, Place | None], ref: str, where: str) -> str:
     """
     if products[ref] is None:
         name, _, product = ref.rpartition(".")
-        raise Problems(
-            f"{where}: ${{{ref}}} must be something that {name!r} made: its algorithm leaves no "
-            f"{product}. Name another experiment.",
-        )  # fmt: skip
+        why = f"its algorithm leaves no {product}"
+        raise Problems(where, f"name something that {name!r} made", why, "", f"${{{ref}}}")
     return str(products[ref])
 
 
 def run_stage(
-    experiment: Experiment,
-    run_folder: Place,
-    console: Console,
-    resume: bool,
-    loggers: list[Any],
+    experiment: Experiment, run_folder: Place, console: Console, resume: bool, loggers: list[Any],
     told: Sequence[str] = (),
-) -> StageResult:
+) -> StageResult:  # fmt: skip
     """Run one experiment, every reference resolved, to its end."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what it warns of was said before the first stage
@@ -144,9 +131,9 @@ def run_stage(
             trials = list(tuner.get_results())
             if ended := _at_their_end(experiment, trials):
                 text = f"{experiment.name} is at its stop already, at {last_saved(trials)}."
-                console.print(text, highlight=False)
+                console.print(Text(text))
                 return _finished(experiment, folder, ended)
-            console.print(f"{experiment.name} goes on from {last_saved(trials)}.", highlight=False)
+            console.print(Text(f"{experiment.name} goes on from {last_saved(trials)}."))
             anew = [placed(one.path, folder) for one in trials if _begins_again(one, finished)]
             if anew:
                 names = ", ".join(one.name for one in anew)
@@ -157,12 +144,9 @@ def run_stage(
                 table.warn(f"{experiment.name} {AGAIN}{aside}")
         try:
             grid = fit(
-                tuner,
-                restored,
-                experiment.max_failures,
-                table.warn,
+                tuner, restored, experiment.max_failures, table.warn,
                 saved=lambda: {*map(str, RunFolder(folder).in_trials(CHECKPOINTS))},
-            )
+            )  # fmt: skip
         except KeyboardInterrupt:
             raise StageInterrupted(f"{experiment.name} was stopped at once.") from None
         except (KilledForMemory, ErrorCutShort) as error:
@@ -175,12 +159,13 @@ def run_stage(
         raise StageInterrupted(text)
     if grid.num_errors:
         goes_on_from = last_saved(trials, of=f" of {experiment.name}")
-        raise StageFailed(_failure_text(experiment.name, trials), goes_on_from)
+        failed = next(trial for trial in trials if trial.error is not None)
+        raise StageFailed(failure_text(experiment.name, failed.error, failed.path), goes_on_from)
     return _finished(experiment, folder, trials)
 
 
 def _finished(experiment: Experiment, folder: Place, trials: list[Any]) -> StageResult:
-    """The stage's result, with its record and page written."""
+    """The stage's result; its record and page are written."""
     result = collect_result(experiment, folder, trials)
     write_page({experiment.name: find_trials(folder)}, folder / PAGE_FILE)
     return result
@@ -190,17 +175,14 @@ def _callbacks(experiment: Experiment) -> list[Any]:
     """The callbacks of one Tune run."""
     settings = experiment.checkpoint_config
     by_iterations = "checkpoint_frequency" in settings
+    interval = settings.get(INTERVAL, None if by_iterations else "auto")
     callbacks = default_callbacks(
-        checkpoint_interval_s=settings.get(INTERVAL, None if by_iterations else "auto"),
-        metric=experiment.metric,
-        mode=experiment.mode,
+        checkpoint_interval_s=interval, metric=experiment.metric, mode=experiment.mode
     )
-    planned = search_space(experiment).get("planned_iterations")
+    name = "planned_iterations"
+    planned = {key: value for key, value in search_space(experiment).items() if key == name}
     terms = NewTerms(
-        experiment.stop,
-        experiment.max_failures,
-        checkpoint_settings(experiment),
-        {} if planned is None else {"planned_iterations": planned},
+        experiment.stop, experiment.max_failures, checkpoint_settings(experiment), planned
     )
     return [*callbacks, terms]
 
@@ -237,12 +219,9 @@ def _tuner(experiment: Experiment, run_folder: Place, callbacks: list[Any]) -> A
         where = f"{experiment.name}.restore"
         source = restore_source(experiment.restore, algo_class, where, experiment.stop)
     return tuner_from_checkpoint(
-        algo_class,
-        None if source is None else str(source),
-        param_space=_param_space(experiment),
-        tune_config=tune_config,
-        run_config=run_config,
-    )
+        algo_class, None if source is None else str(source), param_space=_param_space(experiment),
+        tune_config=tune_config, run_config=run_config,
+    )  # fmt: skip
 
 
 AGAIN = "begins again: no checkpoint of it had been saved."
@@ -261,13 +240,13 @@ def _at_their_end(experiment: Experiment, trials: list[Any]) -> list[Any]:
     """The trials of a resumed stage with the results of their last checkpoints, where all of them
     are at the experiment's stop; else none. Tune would compute one more iteration of each."""
     ended = []
-    for trial in trials:
+    for trial in trials if len(trials) == num_trials(experiment) else ():
         kept = {saved.path: metrics for saved, metrics in trial.best_checkpoints or []}
         metrics = kept.get(trial.checkpoint.path) if trial.checkpoint else None
         if metrics is None or not is_reached(experiment.stop, flatten(metrics)):
             return []
         ended.append(dataclasses.replace(trial, metrics=metrics))
-    return ended if len(ended) == num_trials(experiment) else []
+    return ended
 
 
 def _can_resume(folder: Place) -> bool:
@@ -293,20 +272,15 @@ def _restored_tuner(
     try:
         note_saved(folder)
         tuner = tune.Tuner.restore(
-            str(folder),
-            algorithm_class(experiment.run, experiment.name),
-            param_space=_param_space(experiment),
-            resume_unfinished=True,
-            resume_errored=True,
-        )
+            str(folder), algorithm_class(experiment.run, experiment.name),
+            param_space=_param_space(experiment), resume_unfinished=True, resume_errored=True,
+        )  # fmt: skip
     except CUT_SHORT:
         remedy = "Start anew"
         with contextlib.suppress(ValueError):
             remedy = f"Start a new run, with `restore: {newest_usable(folder)}` in {folder.name}"
-        raise StateCutShort(
-            name=f"{folder.name}: Tune's record of the run", rule="be whole",
-            reason="its file was cut short, as by a full disk", remedy=remedy,
-        ) from None  # fmt: skip
+        name, why = f"{folder.name}: Tune's record of the run", "a full disk may have cut it short"
+        raise StateCutShort(name, "be whole", why, remedy) from None
     # The pickled callbacks of the first run belong to a terminal that is gone.
     replace_callbacks(tuner, callbacks)
     if further:
@@ -335,9 +309,3 @@ def last_saved(trials: list[Any], of: str = "") -> str:
         return f"the beginning{of}, since there is no checkpoint"
     plural = "s" if len(saved) > 1 else ""
     return f"iteration{plural} {', '.join(str(one) if one else 'none' for one in saved)}{of}"
-
-
-def _failure_text(name: str, trials: list[Any]) -> str:
-    """Return what ended the first failed trial, where, and the file with the whole error."""
-    failed = next(trial for trial in trials if trial.error is not None)
-    return failure_text(name, str(failed.error), failed.path)

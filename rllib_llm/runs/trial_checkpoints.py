@@ -84,27 +84,23 @@ class TimedCheckpoints(Callback):
             self._asked[trial.trial_id] = now
 
     def on_trial_save(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        now = time.monotonic()
-        self._since[trial.trial_id] = now
-        asked = self._asked.pop(trial.trial_id, None)
-        if asked is not None:
-            self._note_cost(trial, now - asked)
+        name, now = trial.trial_id, time.monotonic()
+        self._since[name] = now
+        if (asked := self._asked.pop(name, None)) is None:
+            return
+        before = self.seconds(name)
+        self._slowest[name] = max(now - asked, self._slowest.get(name, 0.0))
+        if self.seconds(name) > before:
+            text = "A checkpoint of %s takes %.0f s: to cost at most %.0f %% of the time, there is "
+            text += "one every %.0f min. checkpoint_interval_s overrides this."
+            minutes = self.seconds(name) / 60
+            logger.warning(text, trial, now - asked, 100 * MAX_SHARE, minutes)
 
     def seconds(self, trial_id: str) -> float:
         """Seconds from one checkpoint of a trial to the next."""
         if not isinstance(self._interval_s, str):
             return self._interval_s
         return max(INTERVAL_S, self._slowest.get(trial_id, 0.0) / MAX_SHARE)
-
-    def _note_cost(self, trial: Any, seconds: float) -> None:
-        before = self.seconds(trial.trial_id)
-        self._slowest[trial.trial_id] = max(seconds, self._slowest.get(trial.trial_id, 0.0))
-        if self.seconds(trial.trial_id) > before:
-            logger.warning(
-                "A checkpoint of %s takes %.0f s: so that this costs no more than %.0f %% of the "
-                "time, there is one every %.0f min. checkpoint_interval_s says otherwise.",
-                trial, seconds, 100 * MAX_SHARE, self.seconds(trial.trial_id) / 60,
-            )  # fmt: skip
 
 
 MEASURED = "eval/iteration"  # after which iteration what stands under eval/ was measured
@@ -183,10 +179,9 @@ def _is_better(record: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
 
 def _link(source: Path, target: Path) -> None:
     """Makes `target` the same files as `source`, which may be deleted later."""
-    partial = target.with_name(f".{target.name}.partial")
+    partial, replaced = (target.with_name(f".{target.name}.{it}") for it in ("partial", "replaced"))
     shutil.rmtree(partial, ignore_errors=True)
     shutil.copytree(source, partial, copy_function=_link_or_copy)
-    replaced = target.with_name(f".{target.name}.replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     if target.is_dir():
         os.rename(target, replaced)
@@ -317,16 +312,16 @@ def _up_to_date(stage: Place, states: list[str]) -> list[str]:
 def _is_usable(checkpoint: Place) -> bool:
     try:
         check(local_copy(checkpoint))
+        return True
     except CheckpointError:
         return False
-    return True
 
 
 def _result_of(trial: Place, about: Mapping[str, Any]) -> dict[str, Any]:
     """The result that a checkpoint with this manifest was saved with, as far as it is known."""
     of_it = {key: about[key] for key in (TRAINING_ITERATION, TIME_TOTAL_S)}
     rows = read_json_lines(trial / RESULTS)
-    return next((row for row in rows if all(row.get(key) == of_it[key] for key in of_it)), of_it)
+    return next((row for row in rows if of_it.items() <= row.items()), of_it)
 
 
 # The last is what Slurm is often told to send before a time limit.
@@ -347,8 +342,7 @@ class SaveOnStop(Callback):
     """
 
     def __init__(self) -> None:
-        self.interrupted = False
-        self._told = self._ended = False
+        self.interrupted = self._has_said_so = self._ended = False
         self._handlers: dict[signal.Signals, Any] = {}  # those before
         self._end_run: Any = None  # Tune's handler
 
@@ -390,11 +384,10 @@ class SaveOnStop(Callback):
         if all(_is_saved(trial) for trial in trials):
             self._ended = True
             self._end(trials)
-        elif not self._told:
-            self._told = True
-            logger.warning(
-                "Stopping: a checkpoint is saved when this iteration ends. Once more stops at once."
-            )
+        elif not self._has_said_so:
+            self._has_said_so = True
+            text = "Stopping: a checkpoint is saved after this iteration. Once more stops at once."
+            logger.warning(text)
 
     def _end(self, trials: list[Any]) -> None:
         if callable(self._end_run):
@@ -421,9 +414,8 @@ class SaveOnStop(Callback):
 
 def _is_saved(trial: Any) -> bool:
     """Whether ending `trial` now loses nothing but an iteration that has not ended."""
-    if trial.status != Trial.RUNNING or not trial.has_reported_at_least_once:
-        return True
-    return _is_saved_at(trial, trial.last_result)
+    has_results = trial.status == Trial.RUNNING and trial.has_reported_at_least_once
+    return not has_results or _is_saved_at(trial, trial.last_result)
 
 
 def _is_saved_at(trial: Any, result: dict[str, Any]) -> bool:

@@ -35,7 +35,7 @@ from rllib_llm.engines.sampling import truncate
 from rllib_llm.envs.adapters.agent import AgentEnv
 from rllib_llm.envs.registry import creator
 from rllib_llm.rollouts.policy import EVALUATION_SEED, ModulePolicy
-from rllib_llm.shared.errors import Problems
+from rllib_llm.shared.errors import Problems, require
 from rllib_llm.shared.run_layout import RunFolder
 from rllib_llm.shared.storage import Place, local_copy, read_json
 
@@ -66,16 +66,13 @@ class Difference:
     is_round_off: bool
 
     def __str__(self) -> str:
-        why = "within round-off" if self.is_round_off else "more than round-off"
+        stored, sampled = f"{self.stored!r} ({self.stored_id})", f"{self.sampled!r}"
+        what = f"{stored} is stored, {sampled} ({self.sampled_id}) sampled, off by {self.miss:.2g}"
         if self.stored_id == self.sampled_id:
-            return (
-                f"token {self.token} {self.stored!r}: log-prob {self.stored_logprob:.6g} is "
-                f"stored, {self.sampled_logprob:.6g} computed, {why}"
-            )
-        return (
-            f"token {self.token}: {self.stored!r} ({self.stored_id}) is stored, "
-            f"{self.sampled!r} ({self.sampled_id}) sampled, off by {self.miss:.2g}, {why}"
-        )
+            numbers = f"{self.stored_logprob:.6g} is stored, {self.sampled_logprob:.6g} computed"
+            what = f"{stored}: log-prob {numbers}"
+        why = "within round-off" if self.is_round_off else "more than round-off"
+        return f"token {self.token}: {what}, {why}"
 
 
 @dataclass
@@ -143,30 +140,25 @@ class Verification:
         return _bits(statistics.median(errors)), _bits(max(errors))
 
     def __str__(self) -> str:
-        lines = [
-            f"{self.trial}: {len(self.completions)} of {self.num_stored} completions sampled anew "
-            f"from the weights of {_named(self.versions)}"
-        ]
-        if self.completions:
-            lines.append(self._agreement())
-        if self.missing:
-            lines.append(
-                f"cannot be checked: {self.num_stored - self.num_askable} completions; no "
-                f"checkpoint holds {_named(self.missing)}"
-            )
+        num, made = len(self.completions), "sampled anew from the weights of"
+        same = f"{self.num_same} of {num} completions agree token for token" if num else ""
+        if any(each.logprob_errors for each in self.completions):
+            median, worst = map(_shown_bits, self.bits())
+            known = "" if any(each.differences for each in self.completions) else ": round-off"
+            same += f"; half of the log-probs agree to {median}, all to {worst}{known}"
+        num_lost = self.num_stored - self.num_askable
+        lost = _named(self.missing) if self.missing else ""
         unknown = sum(each.num_unknown for each in self.completions)
-        if unknown:
-            lines.append(f"left out: {unknown} tokens of these completions, of other weights")
-        lines += [str(each) for each in self.completions if each.differences]
-        return "\n".join(lines)
-
-    def _agreement(self) -> str:
-        same = f"{self.num_same} of {len(self.completions)} completions agree token for token"
-        if not any(each.logprob_errors for each in self.completions):
-            return same
-        median, worst = map(_told_bits, self.bits())
-        known = "" if any(each.differences for each in self.completions) else ": round-off"
-        return f"{same}; half of the log-probs agree to {median}, all to {worst}{known}"
+        lines = [
+            f"{self.trial}: {num} of {self.num_stored} completions {made} {_named(self.versions)}",
+            same,
+            f"cannot be checked: {num_lost} completions; no checkpoint holds {lost}"
+            if lost
+            else "",
+            f"left out: {unknown} tokens of these completions, of other weights" if unknown else "",
+            *(str(each) for each in self.completions if each.differences),
+        ]
+        return "\n".join(filter(None, lines))
 
 
 def verify(run: str | Path, num_samples: int = 16, seed: int = 0) -> list[Verification]:
@@ -224,13 +216,10 @@ def pieces(rows: Sequence[dict[str, Any]], *, keeps_cache: bool) -> Iterator[_Pi
     turn = 0
     for row in rows:
         turns = [(0, len(row["completion_ids"]))]
-        if row["messages"] is not None:
-            turns = _runs(row["loss_mask"])
-        for first, last in turns:
+        for first, last in turns if row["messages"] is None else _runs(row["loss_mask"]):
             spans = [span for span in row["version_spans"] if first <= span["start"] < last]
-            for number, span in enumerate(spans):
-                if number == 0 or not keeps_cache:
-                    yield _Piece(row, span["version"], turn, first, span["start"], span["end"])
+            for span in spans[: 1 if keeps_cache else None]:
+                yield _Piece(row, span["version"], turn, first, span["start"], span["end"])
             turn += 1
 
 
@@ -256,10 +245,8 @@ class _Trial:
             if version is not None:
                 self.checkpoints[version] = saved
         if not self.checkpoints:
-            raise Problems(
-                f"run={str(folder)!r} must hold a checkpoint: its settings and weights sample "
-                "again what is stored. Train with --checkpoint-at-end or --checkpoint-freq.",
-            )  # fmt: skip
+            remedy = "Train with --checkpoint-at-end or --checkpoint-freq"
+            raise Problems("run", "hold a checkpoint with its weights", "", remedy, str(folder))
         newest = self.checkpoints[max(self.checkpoints)]
         self.config = saved_config(local_copy(newest))
         _check_sampled_here(self.config)
@@ -275,17 +262,13 @@ class _Trial:
         askable = sorted(key for key, those in versions.items() if those & kept)
         missing = Counter(v for those in versions.values() for v in those - kept)
         drawn = random.Random(seed).sample(askable, min(num_samples, len(askable)))
-        compared = _Sampling(self, kept)
-        for key in sorted(drawn):
-            compared.add(_stored(rollouts, key))
+        sampled = _Sampling(self, kept, [_stored(rollouts, key) for key in sorted(drawn)])
         return Verification(
             trial=self.folder.name,
             versions=sorted(kept & {v for those in versions.values() for v in those}),
-            num_stored=len(versions),
-            num_askable=len(askable),
-            missing=dict(sorted(missing.items())),
-            completions=compared.checked(),
-        )
+            num_stored=len(versions), num_askable=len(askable),
+            missing=dict(sorted(missing.items())), completions=sampled.compared(),
+        )  # fmt: skip
 
     def sampling(self, status: str) -> tuple[Any, bool, int, int]:
         """For completions of this status: config, whether they were sampled (not greedy),
@@ -302,18 +285,13 @@ def _check_sampled_here(config: Any) -> None:
     make = creator(config.env)
     made = make.args[0] if isinstance(make, functools.partial) else make
     kind = made if isinstance(made, type) else object
-    rules = {
-        "engine": (config.engine, config.engine == "torch"),
-        "generate_function": (config.generate_function, config.generate_function is None),
-        "env": (config.env, not issubclass(kind, AgentEnv)),
-    }
-    for name, (value, holds) in rules.items():
-        if not holds:
-            raise Problems(
-                f"{name}={value!r} must be left alone in a run that is verified: its completions "
-                "are not sampled by the policy alone from noise of this package. Look at them with "
-                "`rllib rollouts`.",
-            )  # fmt: skip
+    why = "only completions that the policy samples with this package's noise can be sampled again"
+    for name, holds, rule in (
+        ("engine", config.engine == "torch", "be 'torch'"),
+        ("generate_function", config.generate_function is None, "be None"),
+        ("env", not issubclass(kind, AgentEnv), "be no agent's"),
+    ):
+        require(holds, name, getattr(config, name), rule, why, "Look at `rllib rollouts`")
 
 
 def _stored(rollouts: ds.Dataset, key: tuple) -> list[dict[str, Any]]:
@@ -325,9 +303,8 @@ def _stored(rollouts: ds.Dataset, key: tuple) -> list[dict[str, Any]]:
 class _Sampling:
     """Completions to be sampled again, version by version."""
 
-    def __init__(self, trial: _Trial, kept: set[int]) -> None:
-        self._trial, self._kept = trial, kept
-        self._rows: list[list[dict[str, Any]]] = []
+    def __init__(self, trial: _Trial, kept: set[int], rows: list[list[dict[str, Any]]]) -> None:
+        self._trial, self._kept, self._rows = trial, kept, rows
         spaces: Any = (Discrete(2), Discrete(2))  # nothing here depends on them
         spec = trial.config.get_multi_rl_module_spec(
             spaces={DEFAULT_MODULE_ID: spaces}, inference_only=True
@@ -341,15 +318,20 @@ class _Sampling:
     def _model(self) -> Any:
         return self._policy.build().computing_model
 
-    def add(self, rows: list[dict[str, Any]]) -> None:
-        self._rows.append(rows)
-
-    def checked(self) -> list[Checked]:
+    def compared(self) -> list[Checked]:
         keeps_cache = self._trial.config.streams and self._trial.config.in_flight == "keep"
         found = [list(pieces(rows, keeps_cache=keeps_cache)) for rows in self._rows]
         wanted = [(piece, i) for i, own in enumerate(found) for piece in own
                   if piece.version in self._kept]  # fmt: skip
-        checked = [_unchecked(rows) for rows in self._rows]
+        checked = [
+            Checked(
+                **{name: first[name] for name in _KEY},
+                prompt=first["prompt"] or str(first["prompt_ids"]),
+                completion=first["completion"] or str(first["completion_ids"]),
+                num_unknown=sum(row["tokens"] for row in (first, *others)),
+            )
+            for first, *others in self._rows
+        ]
         wanted.sort(key=lambda each: each[0].version)
         for version, part in groupby(wanted, key=lambda each: each[0].version):
             alike = list(part)
@@ -403,16 +385,11 @@ class _Sampling:
         sampled = made.token_ids[i] if i < len(made.token_ids) else NO_TOKEN
         miss = 0.0 if stored == sampled else self._miss(piece, i)
         return Difference(
-            token=piece.start + i,
-            stored_id=stored,
-            sampled_id=sampled,
-            stored=self._text(stored),
-            sampled=self._text(sampled),
-            stored_logprob=piece.row["logprobs"][piece.start + i],
-            sampled_logprob=made.logprobs[i] if i < len(made.logprobs) else math.nan,
-            miss=miss,
+            token=piece.start + i, stored_id=stored, sampled_id=sampled, stored=self._text(stored),
+            sampled=self._text(sampled), stored_logprob=piece.row["logprobs"][piece.start + i],
+            sampled_logprob=made.logprobs[i] if i < len(made.logprobs) else math.nan, miss=miss,
             is_round_off=stored != sampled and miss <= self._round_off,
-        )
+        )  # fmt: skip
 
     @torch.inference_mode()
     def _miss(self, piece: _Piece, i: int) -> float:
@@ -443,22 +420,11 @@ class _Sampling:
         return self._policy.build().tokenizer.decode([token]) if token != NO_TOKEN else ""
 
 
-def _unchecked(rows: list[dict[str, Any]]) -> Checked:
-    """A completion of which no token is compared yet."""
-    first = rows[0]
-    return Checked(
-        **{name: first[name] for name in _KEY},
-        prompt=first["prompt"] or str(first["prompt_ids"]),
-        completion=first["completion"] or str(first["completion_ids"]),
-        num_unknown=sum(row["tokens"] for row in rows),
-    )
-
-
 def _bits(error: float) -> float:
     return -math.log2(error) if error else math.inf
 
 
-def _told_bits(bits: float) -> str:
+def _shown_bits(bits: float) -> str:
     return "the last bit" if bits == math.inf else f"{max(bits, 0.0):.1f} bits"
 
 

@@ -63,10 +63,8 @@ def check_wandb(key: str | None) -> None:
     try:
         set_wandb_key(key)  # into the environment
     except ValueError as error:
-        raise Problems(
-            "--wandb-project must come with an account: no API key was found. Give --wandb-key, "
-            "run `wandb login`, or set WANDB_MODE=offline to log without an account.",
-        ) from error  # fmt: skip
+        remedy = "Give --wandb-key, run `wandb login`, or set WANDB_MODE=offline"
+        raise Problems("--wandb-project", "come with an API key", "", remedy) from error
 
 
 def wandb_logger(project: str, run_name: str, group: str) -> WandbLogger:

@@ -2,13 +2,12 @@
 
     sampler: Listener ─▶ JudgedBatch.messages ─▶ trial: MessageLog ─▶ files ─▶ TrialEar: terminal
 
-The files lie in the trial's folder: what it does just now, and messages.log:
+The files lie in the trial's folder: its current activity, and messages.jsonl, a row a message:
 
-    [3 sampler 1] warning: reward function 'answered' failed on completions, ...
-    [3 sampler 1] a line that a reward function printed
+    {"iteration": 3, "speaker": "sampler 1", "text": "...", "is_warning": true}
 
-The number is the iteration. A warning stands there once, however many samplers give it. All of it
-is passed on as well, so that it stands in Ray's own logs as before.
+A warning stands there once, however many samplers give it. All of it is passed on as well, so that
+it stands in Ray's own logs.
 
 Errors are shortened to their reason and place. Importing `rllib_llm` hides warnings of libraries
 that users cannot act on, in scripts and in Ray's workers alike; `RLLIB_LLM_VERBOSE=1`, which
@@ -18,9 +17,11 @@ that users cannot act on, in scripts and in Ray's workers alike; `RLLIB_LLM_VERB
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
+import json
 import logging
 import os
-import re
 import site
 import sys
 import sysconfig
@@ -30,7 +31,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn, TextIO
 
 from rllib_llm.shared.errors import Problems
@@ -59,7 +59,7 @@ def told(error: BaseException) -> str:
     if any(kind.__name__ == "BaseExceptionGroup" for kind in type(error).__mro__):
         return told(error.exceptions[0])  # type: ignore[attr-defined]  # Python 3.10 has none
     try:
-        text = str(error).encode(errors="backslashreplace").decode()  # of half characters
+        text = _without_half_characters(str(error))
     except Exception:  # noqa: BLE001  (of a user's class)
         text = "(its text cannot be read)"
     if _is_own(error):
@@ -67,8 +67,16 @@ def told(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+def _without_half_characters(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()
+
+
 def _is_own(error: BaseException) -> bool:
-    return type(error).__module__.partition(".")[0] == "rllib_llm"
+    return type(error).__module__.startswith("rllib_llm")
+
+
+def _users_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    return [f for f in traceback.extract_tb(error.__traceback__) if not is_library(f.filename)]
 
 
 def raised(error: BaseException) -> str:
@@ -78,12 +86,11 @@ def raised(error: BaseException) -> str:
     exception of this package explains itself, without a place.
     """
     what = " ".join(told(error).split())
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = _users_frames(error) or traceback.extract_tb(error.__traceback__)
     if _is_own(error) or not frames:
         return what
-    own = [frame for frame in frames if not is_library(frame.filename)]
-    frame = (own or list(frames))[-1]
-    return f"{what}, raised in {Path(frame.filename).name}:{frame.lineno} ({frame.name})"
+    file, line = Path(frames[-1].filename).name, frames[-1].lineno
+    return f"{what}, raised in {file}:{line} ({frames[-1].name})"
 
 
 @contextlib.contextmanager
@@ -98,131 +105,76 @@ def blamed_on(
     except (Exception, SystemExit) as error:
         if _is_own(error):
             raise
-        raise kind(
-            name=name, value=value, rule=rule, reason=raised(error), remedy=remedy
-        ) from error
-
-
-def explains_itself(error: BaseException) -> bool:
-    """Whether an exception's text explains the problem and the remedy, so that its place in this
-    package need not be shown: true for its own ValueErrors."""
-    if not isinstance(error, ValueError):
-        return False
-    if _is_own(error):
-        return True
-    frames = traceback.extract_tb(error.__traceback__)
-    return type(error) is ValueError and bool(frames) and frames[-1].filename.startswith(PACKAGE)
+        raise kind(name, rule, raised(error), remedy, value) from error
 
 
 def raise_plainly(error: ValueError) -> NoReturn:
-    """Raise the exception that is being handled on; one that explains itself without the places in
-    libraries and here, which would bury its sentence, unless everything is to be seen."""
-    if is_verbose() or not explains_itself(error):
+    """Raise the exception that is being handled again; `Problems`, which explain themselves,
+    without the frames of libraries, unless everything is to be shown."""
+    if is_verbose() or not isinstance(error, Problems):
         raise error
     raise error.with_traceback(None) from error.__cause__
 
 
 def short_traceback(error: BaseException) -> str:
-    """The traceback as text; of an error that explains itself the user's own places alone."""
-    if not explains_itself(error):
+    """The traceback as text; of `Problems` the user's own frames alone."""
+    if not isinstance(error, Problems):
         return "".join(traceback.format_exception(error))
-    parts = []
-    if error.__cause__ is not None:
-        frames = traceback.extract_tb(error.__cause__.__traceback__)
-        own = [frame for frame in frames if not is_library(frame.filename)]
-        parts += [*traceback.format_list(own), *traceback.format_exception_only(error.__cause__)]
-        parts.append("\nso:\n\n")
-    parts += traceback.format_exception_only(error)
+    parts = traceback.format_exception_only(error)
+    if (cause := error.__cause__) is not None:
+        frames = traceback.format_list(_users_frames(cause))
+        parts = [*frames, *traceback.format_exception_only(cause), "\nso:\n\n", *parts]
     return "".join(parts)
 
 
-NUM_FRAMES = 4  # of a traceback that are shown where none is the user's own
-NUM_OWN_FRAMES = 2
-ERROR_LINE = re.compile(r"^(?!\s)(?P<kind>[\w.]+(Error|Exception|Interrupt|Exit|Warning))\b:? ?")
-FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)$')
-# What Ray calls the class of an actor whose constructor failed.
-ACTOR_CLASS = re.compile(r"<?[\w.]*\b_modify_class\.<locals>\.Class( object at 0x[0-9a-f]+>)?")
-# Ray's words for a process that ended by itself, and for a constructor that raised.
-DIED, IN_CONSTRUCTOR = "The actor died", "error raised in its creation task"
-COLOUR = re.compile(r"\x1b\[\d*(;\d+)*m")
+def failure_text(name: str, error: BaseException, folder: str | Path | None = None) -> str:
+    """The error that ended a trial of the stage `name`, and the frames of the user's code; without
+    those, of errors that are not this package's, the innermost. `error`: Ray's. `folder`: of the
+    trial."""
+    message, frames = last_error(str(error))
+    if is_own := message.startswith("rllib_llm."):  # a constructor's: Ray gives its text alone
+        message = message.partition(": ")[2]
+    if isinstance(cause := getattr(error, "cause", None), BaseException):  # what the trial raised
+        message, is_own = told(cause), _is_own(cause)
+    own = [frame for frame in frames if not is_library(frame.split('"')[1])]
+    places = own or ([] if is_own else frames)
+    lines = [f"{name}: {message}", *(f"  {place}" for place in places[-2:])]
+    return "\n".join([*lines, f"The whole error: {folder}/error.txt"] if folder else lines)
 
 
-def failure_text(name: str, traceback: str, folder: str | Path | None = None) -> str:
-    """The error that ended a trial of the stage `name`, from its traceback's text: one sentence for
-    an explained mistake, otherwise with its places. `folder`: of the trial."""
-    message, frames = last_error(traceback)
-    match = ERROR_LINE.match(message)
-    kind = match["kind"] if match else ""
-    text = [f"{name}: {message}"]
-    if _explains_itself(kind, frames):
-        text = [f"{name}: {message[match.end() :] if match else message}"]
-    elif frames:
-        own = [frame for frame in frames if not is_library(frame["file"])]
-        shown = own[-NUM_OWN_FRAMES:] or frames[-NUM_FRAMES:]
-        text += [f"  raised in {place(frame)}" for frame in shown]
-    return "\n".join([*text, f"The whole error: {folder}/error.txt"] if folder else text)
-
-
-def last_error(traceback: str) -> tuple[str, list[re.Match[str]]]:
-    """The message of the last exception in a traceback's text, and the frames before it (groups
-    file, line, function)."""
-    text = ACTOR_CLASS.sub("an actor", COLOUR.sub("", traceback).strip())
-    lines = text.splitlines()
-    # A kill, or too little memory.
-    if text.startswith(DIED) and IN_CONSTRUCTOR not in lines[0]:
+def last_error(text: str) -> tuple[str, list[str]]:
+    """The message of the last exception in a text of Ray's, and the frames of its tracebacks; of a
+    process that died, which has none, Ray's explanation."""
+    lines = text.strip().splitlines()
+    at = [i for i, line in enumerate(lines) if line.lstrip().startswith('File "')]
+    if not at:
         return " ".join(line for line in lines if not line.startswith((" ", "\t"))), []
-    starts = [index for index, line in enumerate(lines) if ERROR_LINE.match(line)]
-    start = starts[-1] if starts else max(0, len(lines) - NUM_FRAMES)
-    frames = [match for line in lines[:start] if (match := FRAME.match(line))]
-    return "\n".join(lines[start:]), frames
-
-
-def place(frame: re.Match[str]) -> str:
-    """A frame as "file:line in function", the file of a library without its folder."""
-    file = frame["file"].rpartition("site-packages/")[2]
-    return f"{file}:{frame['line']} in {frame['function']}"
-
-
-def _explains_itself(kind: str, frames: list[re.Match[str]]) -> bool:
-    """Whether an exception's text explains what to do: that of this package's own classes, and of
-    ValueErrors that it raises."""
-    if kind.startswith("rllib_llm."):
-        return True
-    return kind == "ValueError" and bool(frames) and frames[-1]["file"].startswith(PACKAGE)
+    message = itertools.dropwhile(lambda line: line.startswith("    "), lines[at[-1] + 1 :])
+    return "\n".join(message), [lines[i].strip() for i in at]
 
 
 # Kernels that were built for other machines, enums of PyTorch's own, arguments that RLlib passes to
 # itself, and how long a trial's set-up took.
 LOGGERS = (
-    "torchao",
-    "torch.utils._pytree",
-    "bitsandbytes",
-    "ray._common.deprecation",
-    "ray.rllib.utils.deprecation",
-    "ray.tune.trainable.trainable",
-    "ray.tune.utils.util",
-)
-FAILURES = "ray.tune.execution.tune_controller"  # logs what ended a trial
-# Tune prints every setting and every result in tables of its new output engine, which asks nobody.
-# The other one, which RLlib's own examples choose, can be told to be silent.
-TUNE_OUTPUT = "RAY_AIR_NEW_OUTPUT"
-TUNE_CALLBACKS = "RAY_TUNE_CALLBACKS"
-PROGRESS = "rllib_llm.runs.live_table.TunerProgress"
+    "torchao", "torch.utils._pytree", "bitsandbytes", "ray._common.deprecation",
+    "ray.rllib.utils.deprecation", "ray.tune.trainable.trainable", "ray.tune.utils.util",
+)  # fmt: skip
+TUNE_CALLBACKS, PROGRESS = "RAY_TUNE_CALLBACKS", "rllib_llm.runs.live_table.TunerProgress"
 
 
 def quiet_libraries() -> None:
     """Let those `LOGGERS` pass errors only to which nobody has given a level."""
     if is_verbose():
         return
-    for name in LOGGERS:
-        logger = logging.getLogger(name)
+    for logger in map(logging.getLogger, LOGGERS):
         if logger.level == logging.NOTSET:
             logger.setLevel(logging.ERROR)
-    logging.getLogger(FAILURES).addFilter(short_failure)
-    os.environ.setdefault(TUNE_OUTPUT, "0")
+    logging.getLogger("ray.tune.execution.tune_controller").addFilter(short_failure)
+    # Tune prints every setting and every result in tables of its new output engine, which cannot be
+    # switched off. The other one, which RLlib's own examples choose, can be.
+    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
     callbacks = [name for name in os.environ.get(TUNE_CALLBACKS, "").split(",") if name]
-    if PROGRESS not in callbacks:
-        os.environ[TUNE_CALLBACKS] = ",".join([*callbacks, PROGRESS])
+    os.environ[TUNE_CALLBACKS] = ",".join(dict.fromkeys([*callbacks, PROGRESS]))
 
 
 def short_failure(record: logging.LogRecord) -> bool:
@@ -230,16 +182,13 @@ def short_failure(record: logging.LogRecord) -> bool:
     this package by a short explanation; the trial's error.txt has the whole."""
     error = record.exc_info[1] if record.exc_info else None
     if error is not None and "rllib_llm" in str(error):
-        record.msg = failure_text(record.getMessage(), str(error))
-        record.args, record.exc_info, record.exc_text = None, None, None
+        record.msg, record.args = failure_text(record.getMessage(), error), None
+        record.exc_info = record.exc_text = None
     return True
 
 
-MAX_MESSAGES = 1000  # kept until they are taken; the first go
-
-
 @dataclass(frozen=True)
-class Message:
+class TrialMessage:
     """A warning to the user, or a printed line, with its origin."""
 
     speaker: str
@@ -247,7 +196,7 @@ class Message:
     is_warning: bool = False
 
 
-class Listener:
+class Listener(logging.Handler):
     """Records messages in its `with` blocks, which may follow one another but not nest.
 
     A warning is one to the user where this package or the user's code gives it, or this package
@@ -255,84 +204,57 @@ class Listener:
     """
 
     def __init__(self, speaker: str) -> None:
+        super().__init__(logging.WARNING)
         self.speaker = speaker
-        self._messages: deque[Message] = deque(maxlen=MAX_MESSAGES)
+        self._messages: deque[TrialMessage] = deque(maxlen=1000)  # the first go
         self._libraries_said: set[str] = set()
-        self._handler = _Handler(self)
-        self._catching: warnings.catch_warnings | None = None
-        self._stdout: TextIO | None = None
+        self._block = contextlib.ExitStack()
 
     def note(self, text: str, is_warning: bool = False) -> None:
         """Keep a message."""
         if text.strip():
-            self._messages.append(Message(self.speaker, text.strip(), is_warning))
-
-    def take(self) -> list[Message]:
-        """The messages recorded since the last call."""
-        messages = list(self._messages)
-        self._messages.clear()
-        return messages
-
-    def __enter__(self) -> Listener:
-        self._catching = warnings.catch_warnings()
-        self._catching.__enter__()
-        shown = warnings.showwarning
-
-        def show(
-            message: Warning | str,
-            category: type[Warning],
-            filename: str,
-            lineno: int,
-            file: TextIO | None = None,
-            line: str | None = None,
-        ) -> None:
-            of_package = filename.startswith(PACKAGE)
-            ours = of_package or not is_library(filename)
-            if ours and issubclass(category, UserWarning):
-                self.note(str(message), is_warning=True)
-            elif str(message) not in self._libraries_said:
-                self._libraries_said.add(str(message))
-                self.note(str(message))
-            # This package's own source line would explain nothing.
-            shown(message, category, filename, lineno, file, "" if of_package else line)
-
-        warnings.showwarning = show
-        logging.getLogger("rllib_llm").addHandler(self._handler)
-        self._stdout = sys.stdout
-        sys.stdout = _Tee(self._stdout, self)  # type: ignore[assignment]
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        assert self._catching is not None and self._stdout is not None
-        if isinstance(sys.stdout, _Tee):  # nobody put another in its place
-            sys.stdout.end_line()
-        sys.stdout = self._stdout
-        logging.getLogger("rllib_llm").removeHandler(self._handler)
-        self._catching.__exit__(kind, error, traceback)
-
-
-class _Handler(logging.Handler):
-    """Notes this package's log records from warnings up."""
-
-    def __init__(self, listener: Listener) -> None:
-        super().__init__(logging.WARNING)
-        self._listener = listener
+            self._messages.append(TrialMessage(self.speaker, text.strip(), is_warning))
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._listener.note(record.getMessage(), is_warning=True)
+        """Keeps a log record of this package."""
+        self.note(record.getMessage(), is_warning=True)
+
+    def take(self) -> list[TrialMessage]:
+        """The messages recorded since the last call."""
+        return [self._messages.popleft() for _ in range(len(self._messages))]
+
+    def __enter__(self) -> Listener:
+        self._block.enter_context(warnings.catch_warnings())
+        shown = warnings.showwarning
+
+        def show(message: Any, category: Any, filename: str, lineno: int, *more: Any) -> None:
+            of_package, text = filename.startswith(PACKAGE), str(message)
+            ours = of_package or not is_library(filename)
+            if ours and issubclass(category, UserWarning):
+                self.note(text, is_warning=True)
+            elif text not in self._libraries_said:
+                self._libraries_said.add(text)
+                self.note(text)
+            # This package's own source line would explain nothing.
+            shown(message, category, filename, lineno, more[0], "" if of_package else more[1])
+
+        warnings.showwarning = show  # type: ignore[assignment]
+        logger, tee = logging.getLogger("rllib_llm"), _Tee(sys.stdout, self)
+        logger.addHandler(self)
+        self._block.callback(logger.removeHandler, self)
+        self._block.enter_context(contextlib.redirect_stdout(tee))  # type: ignore[type-var]
+        self._block.callback(tee.end_line)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._block.close()
 
 
 class _Tee:
     """Standard output whose lines are recorded, too."""
 
     def __init__(self, stdout: TextIO, listener: Listener) -> None:
-        self._stdout, self._listener = stdout, listener
-        self._line = ""
+        self._stdout, self._listener, self._line = stdout, listener, ""
 
     def write(self, text: str) -> int:
         *lines, self._line = (self._line + text).split("\n")
@@ -349,10 +271,8 @@ class _Tee:
         return getattr(self._stdout, name)
 
 
-MESSAGES_FILE = "messages.log"
+MESSAGES_FILE = "messages.jsonl"
 ACTIVITY_FILE = "doing_now.txt"
-WARNING = "warning: "
-LINE = re.compile(r"\[\d+ [^\]]+\] warning: (?P<text>.+)")
 MAX_PRINTED = 200  # lines of an iteration
 SAME_CHARS = 60  # that make two warnings the same, whatever numbers are in them
 
@@ -362,49 +282,44 @@ class MessageLog:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._told: set[str] = set()
+        self._written: set[str] = set()
         self._files = BestEffort(f"{MESSAGES_FILE} and {ACTIVITY_FILE}")
 
-    def write(self, messages: Iterable[Message], iteration: int) -> None:
+    def write(self, messages: Iterable[TrialMessage], iteration: int) -> None:
         """Append the messages of an iteration: of warnings those that are new, of printed lines the
         first `MAX_PRINTED`."""
-        lines, num_left_out = [], 0
+        kept, num_printed = [], 0
         for message in messages:
-            head = f"[{iteration} {message.speaker}] "
-            if message.is_warning:
-                key = same_key(message.text)
-                if key not in self._told:
-                    self._told.add(key)
-                    lines.append(head + WARNING + " ".join(message.text.split()))
-            elif len(lines) < MAX_PRINTED:
-                lines.append(head + message.text)
-            else:
-                num_left_out += 1
-        if num_left_out:
-            lines.append(f"[{iteration}] {num_left_out} further lines were printed")
-        if not lines:
+            if not message.is_warning:
+                num_printed += 1
+                kept += [message] if num_printed <= MAX_PRINTED else []
+            elif (key := same_key(message.text)) not in self._written:
+                self._written.add(key)
+                kept.append(message)
+        if (num_more := num_printed - MAX_PRINTED) > 0:
+            kept.append(TrialMessage("trial", f"{num_more} further lines were printed"))
+        if not kept:
             return
+        rows = [{"iteration": iteration, **dataclasses.asdict(each)} for each in kept]
         with self._files.writing():
             self._folder.mkdir(parents=True, exist_ok=True)
-            file = self._folder / MESSAGES_FILE
-            # A text may have half a character.
-            with file.open("a", encoding="utf-8", errors="backslashreplace") as stream:
-                stream.write("".join(f"{line}\n" for line in lines))
+            with (self._folder / MESSAGES_FILE).open("a", encoding="utf-8") as stream:
+                stream.write("".join(f"{json.dumps(row)}\n" for row in rows))
 
     def doing(self, activity: str) -> None:
         """Publishes the trial's current activity, "" for none."""
         file = self._folder / ACTIVITY_FILE
         with self._files.writing():
-            if not activity:
+            if activity:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                replace_text(file, activity)
+            else:
                 file.unlink(missing_ok=True)
-                return
-            self._folder.mkdir(parents=True, exist_ok=True)
-            replace_text(file, activity)
 
 
 def same_key(text: str) -> str:
     """A key for warnings that differ only in numbers and examples."""
-    return re.sub(r"[\d.]+", "#", " ".join(text.split()))[:SAME_CHARS]
+    return "".join(c for c in " ".join(text.split()) if not c.isdigit())[:SAME_CHARS]
 
 
 class TrialEar:
@@ -417,7 +332,12 @@ class TrialEar:
     def new_warnings(self) -> list[str]:
         """Warnings since the last call, or since this was made."""
         lines, self._position = new_lines(self._file, self._position)
-        return [match["text"] for line in lines if (match := LINE.match(line))]
+        rows: list[dict[str, Any]] = []
+        for line in lines:
+            with contextlib.suppress(json.JSONDecodeError):  # a row that a full disk cut off
+                rows.append(json.loads(line))
+        texts = (_without_half_characters(row["text"]) for row in rows if row["is_warning"])
+        return [" ".join(text.split()) for text in texts]
 
     def activity(self) -> tuple[str, float] | None:
         """The trial's activity and its start (seconds since the epoch); None if unknown."""

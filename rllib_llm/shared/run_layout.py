@@ -2,7 +2,7 @@
 
     RUN           run.json: which file or command started it, and its stages in order
       STAGE       stage.json once it has ended, report.html, overseer.address
-        TRIAL     result.json, params.json, samples.jsonl, messages.log
+        TRIAL     result.json, params.json, samples.jsonl, messages.jsonl
           checkpoint_000007, best_checkpoint, rollouts, model
       replaced    stages and trials that began again without a checkpoint, as they were
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 
 import pytest
@@ -45,12 +46,12 @@ def test_warnings_and_prints_of_a_trial_stand_in_its_folder(num_env_runners):
     ray.kill(trial)
     assert does
     speaker = "sampler 1" if num_env_runners else "trial"
-    lines = said.splitlines()
-    assert f"[1 {speaker}] asked for 12" in lines
-    warned = [line for line in lines if "warning: " in line]
-    assert len(warned) == 1
-    assert warned[0].startswith(f"[1 {speaker}] warning: reward function 'fragile' failed on ")
-    assert "KeyError: 'seven', raised in test_messages.py:" in warned[0]
+    rows = [json.loads(line) for line in said.splitlines()]
+    assert {(row["iteration"], row["speaker"]) for row in rows} == {(1, speaker)}
+    assert "asked for 12" in [row["text"] for row in rows]
+    (warned,) = [row["text"] for row in rows if row["is_warning"]]
+    assert warned.startswith("reward function 'fragile' failed on ")
+    assert "KeyError: 'seven', raised in test_messages.py:" in warned
     # Of 12 rows those failed that were not learnt from.
     share = result["env"]["fragile_failed"]
     assert 0 < share < 1 and share * 12 == pytest.approx(result["train"]["num_invalid"])
@@ -75,6 +76,8 @@ def test_a_learner_in_a_process_of_its_own_is_heard():
     _, said, _ = ray.get(trial.trained.remote())
     ray.get(trial.stop.remote())
     ray.kill(trial)
-    lines = said.splitlines()
-    assert lines.count("[1 learner 0] warning: the learner has something to say") == 1
-    assert lines.count("[1 learner 0] an update") == 1
+    rows = [json.loads(line) for line in said.splitlines()]
+    assert {(row["iteration"], row["speaker"]) for row in rows} == {(1, "learner 0")}
+    texts = [(row["text"], row["is_warning"]) for row in rows]
+    assert texts.count(("the learner has something to say", True)) == 1
+    assert texts.count(("an update", False)) == 1

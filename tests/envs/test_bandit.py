@@ -64,8 +64,10 @@ def test_chats_and_texts_may_stand_in_one_data_set():
         rewards=RewardSum(judge),
     )
     env.reset()
-    env.step(answer(env, "sat", "ran"))
+    *_, infos = env.step(answer(env, "sat", "ran"))
     assert seen == [(["<user> the cat <assistant>", "red"], [chat, None])]
+    # For people: turns instead of a template, and the user's words.
+    assert infos["turns"] == ["[user] the cat", "red"] and infos["question"] == ["the cat", ""]
 
 
 def test_without_options_it_walks_on():

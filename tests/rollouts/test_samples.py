@@ -36,6 +36,14 @@ def test_a_process_that_goes_on_replaces_what_it_samples_again(tmp_path):
                        "completion": "first", "score": 0.5, "gold": 1.0}  # fmt: skip
 
 
+def test_of_a_chat_its_turns_and_the_user_s_words_are_written(tmp_path):
+    chat = batch("2")
+    chat.texts |= {"turns": ["[system] Be brief.\n[user] 1+1?"], "question": ["1+1?"]}
+    SampleLog(tmp_path).write(chat, iteration=1, split="train", limit=1)
+    (row,) = read_json_lines(tmp_path / "samples.jsonl")
+    assert (row["prompt"], row["question"]) == (chat.texts["turns"][0], "1+1?")
+
+
 def test_rows_of_different_prompts_are_written_first(tmp_path):
     """Two prompts of three completions and one of one: a row of each before a second of any."""
     prompts = torch.tensor([7, 7, 7, 9, 9, 9, 8])

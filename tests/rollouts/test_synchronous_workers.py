@@ -252,8 +252,9 @@ def test_an_exception_in_a_callback_is_raised_with_its_traceback():
 
     config = tiny.grpo().callbacks(on_sample_end=note)
     group = ScriptedActors([build_sampler(config, worker_index=1)])
-    with pytest.raises(RuntimeError, match="(?s)KeyError: 'no such note'.*Traceback"):
+    with pytest.raises(RuntimeError, match="KeyError: 'no such note'") as caught:
         sample(group)
+    assert "Traceback" in str(caught.value.__cause__)
 
 
 class Unreachable:

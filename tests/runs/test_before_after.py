@@ -26,6 +26,12 @@ def test_both_completions_stand_side_by_side_with_their_scores():
     assert "(nothing)" in text and "score 2.35" in text or "score 2.34" in text
 
 
+def test_of_a_chat_the_user_s_words_are_shown():
+    before = row("[system] Be brief.\n[user] 1+1?", "3", question="1+1?")
+    text = rendered([(before, row(before["prompt"], "2"))])
+    assert "1+1?" in text and "Be brief" not in text
+
+
 def test_long_texts_are_cut_and_prompts_spread_over_the_set():
     pairs = [(row(f"p{i}", "x " * 500), row(f"p{i}", "y")) for i in range(10)]
     text = rendered(pairs, num=2)

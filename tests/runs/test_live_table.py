@@ -14,7 +14,7 @@ from rich.console import Console
 from rllib_llm.overseer.diagnosis import PAUSED
 from rllib_llm.runs import callbacks, live_table
 from rllib_llm.runs.live_table import SILENT_S, LiveTable, TrialRow, places
-from rllib_llm.shared.messages import Message, MessageLog
+from rllib_llm.shared.messages import MessageLog, TrialMessage
 
 
 def trial(name: str, **params: object) -> SimpleNamespace:
@@ -46,6 +46,12 @@ def test_one_row_per_trial_with_the_settings_that_vary():
     assert "lr=1e-05" in text and "lr=0.001" in text and "starting" in text
     row = next(line for line in text.splitlines() if "lr=0.001" in line)
     assert "2/4" in row and "20" in row and "1.500" in row and "0.250" in row
+
+
+def test_markup_in_a_trial_s_values_is_text():
+    table = LiveTable("ppo · PPOPtx", {}, console(terminal=True))
+    table.on_trial_result(1, [], trial("a", template="<s>[/INST]"), result(1))
+    assert "template=<s>[/INST]" in rendered(table)
 
 
 def test_a_single_trial_carries_the_name_of_its_stage():
@@ -182,7 +188,7 @@ def test_warnings_of_the_trials_processes_are_printed_once(tmp_path):
         table.on_step_end(0, trials)
         for index, one in enumerate(trials):
             text = f"{index + 3} of the first 16 prompts are longer than max_prompt_len"
-            MessageLog(tmp_path / one.trial_id).write([Message("trial", text, True)], 1)
+            MessageLog(tmp_path / one.trial_id).write([TrialMessage("trial", text, True)], 1)
         table._last_poll = 0.0
         table.on_step_end(1, trials)
     (line,) = out.file.getvalue().splitlines()
@@ -316,7 +322,7 @@ def test_warnings_of_a_trial_whose_results_go_to_a_url_are_heard(tmp_path):
     table.on_trial_start(0, [far], far)
     table.on_step_end(0, [far])
     log = MessageLog(tmp_path)
-    log.write([Message("trial", "prompts are cut", True)], 1)
+    log.write([TrialMessage("trial", "prompts are cut", True)], 1)
     log.doing(f"{PAUSED}: rllib resume goes on")
     table.__exit__()
     assert "warning: prompts are cut" in table._console.file.getvalue()

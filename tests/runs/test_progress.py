@@ -97,11 +97,11 @@ def test_trials_of_others_print_what_they_do(capsys, monkeypatch):
 
 
 def test_settings_of_tune_that_the_user_made_are_kept(monkeypatch):
-    monkeypatch.setenv(quiet.TUNE_OUTPUT, "1")
+    monkeypatch.setenv("RAY_AIR_NEW_OUTPUT", "1")
     monkeypatch.setenv(quiet.TUNE_CALLBACKS, "mine.Callback")
     quiet.quiet_libraries()
     quiet.quiet_libraries()
-    assert os.environ[quiet.TUNE_OUTPUT] == "1"
+    assert os.environ["RAY_AIR_NEW_OUTPUT"] == "1"
     assert os.environ[quiet.TUNE_CALLBACKS] == f"mine.Callback,{quiet.PROGRESS}"
 
 

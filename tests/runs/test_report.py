@@ -56,7 +56,7 @@ def test_the_report_says_what_changed_and_where_everything_is(tmp_path):
     assert passed
     assert "rl · PPOPtx, 6 s of training" in text
     assert "reward 0.500 2.250" in text and "episodes 10 30" in text
-    assert "Losses and rates are means over an iteration's updates" in text
+    assert "Losses and rates: means over an iteration's updates" in text
     assert "model (Hugging Face) rl/PPOPtx_0/model" in text
     assert "curves and report rl/report.html" in text
     assert f"rllib generate {result.model}" in text

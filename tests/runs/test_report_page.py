@@ -18,18 +18,20 @@ from typer.testing import CliRunner
 from rllib_llm.cli.main import app
 from rllib_llm.data.rollout_store import conform
 from rllib_llm.examples.calculator import build_tokenizer
+from rllib_llm.runs.metrics import CURVES
 from rllib_llm.runs.report_page import (
-    PANELS,
+    TEMPLATE,
     find_trials,
     page_rows,
     panels,
-    part_panels,
+    part_curves,
     write_page,
 )
 from rllib_llm.runs.run_folder import describe_environment, read_environment, write_environment
 from rllib_llm.shared.errors import Problems
 
 NASTY = "</script><script>document.title='stolen'</script><!-- & \u2028 \"'"
+NODE = shutil.which("node")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 
 
@@ -189,13 +191,13 @@ def test_the_environment_is_noted_once(tmp_path):
 
 def test_each_part_of_a_reward_has_a_plot_of_its_own():
     flat = [{"train/correct_rewards": 0.5, "train/format_rewards": 0.9}]
-    assert [panel.title for panel in part_panels(flat)] == ["Reward: correct", "Reward: format"]
-    assert part_panels(flat)[0].eval_key == "eval/correct_rewards"  # as evaluations report it
-    assert part_panels([{"train/correct_rewards": 0.5}]) == ()  # it is the reward itself
+    assert [one.title for one in part_curves(flat)] == ["reward: correct", "reward: format"]
+    assert part_curves(flat)[0].held_out == "eval/correct_rewards"  # as evaluations report it
+    assert part_curves([{"train/correct_rewards": 0.5}]) == []  # it is the reward itself
 
 
 def test_the_report_shows_what_the_job_is_judged_by():
-    keys = {panel.key for panel in PANELS}
+    keys = {one.key for one in CURVES}
     assert {"objective/scores", "env/gold_score", "objective/kl", "loss/ptx_avg"} <= keys
     assert "policy/entropy_avg" in keys
 
@@ -204,6 +206,55 @@ def test_a_report_draws_no_panel_of_zeros_but_those_of_rewards():
     names = ("objective/scores", "policy/clipfrac_avg", "train/staleness", "lr")
     results = [{"episode": i, **dict.fromkeys(names, 0.0), "lr": 1e-5} for i in (1, 2)]
     assert [panel["title"] for panel in panels(results)] == ["Reward", "Learning rate"]
+
+
+LOSSES = [("sft", "token"), ("reward_model", "pair"), ("dpo", "pair")]
+
+
+@pytest.mark.parametrize(("kind", "unit"), LOSSES)
+def test_a_supervised_stage_has_one_loss_in_its_unit(kind, unit):
+    result = {f"loss/{kind}": 1.0, "eval/loss": 1.0}
+    results = [{"episode": i, "training_iteration": i, **result} for i in (1, 2)]
+    (panel,) = panels(results)
+    assert panel["title"] == "Loss" and panel["unit"] == f"nats per {unit}"
+    assert [curve["name"] for curve in panel["curves"]] == ["training", "held out"]
+
+
+def in_node(expression: str) -> object:
+    """The value of an expression with the functions of the page, which is given no document."""
+    text = (TEMPLATE / "page.js").read_text(encoding="utf-8")
+    functions = text[text.index("function ticks") : text.index("function plot")]
+    program = f"{functions}\nconsole.log(JSON.stringify({expression}));"
+    done = subprocess.run([NODE, "-e", program], capture_output=True, text=True, timeout=20)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.skipif(NODE is None, reason="no node: apt-get install nodejs")
+def test_ticks_end_where_a_curve_spans_one_unit_in_the_last_place():
+    assert in_node("ticks(0, 10, 4)") == [0, 5, 10]
+    for value in (1e-4, 1.0, -3e7):
+        high = math.nextafter(value, math.inf)
+        assert len(in_node(f"ticks({value!r}, {high!r}, 4)")) <= 6
+
+
+@pytest.mark.skipif(NODE is None, reason="no node: apt-get install nodejs")
+def test_searching_computes_no_colours_anew():
+    text = (TEMPLATE / "page.js").read_text(encoding="utf-8")
+    draw = text[text.index("  function draw()") :]
+    assert "spread(" not in draw
+
+
+def test_before_and_after_shows_the_user_s_words(tmp_path):
+    trial = make_trial(tmp_path / "run" / "ppo")
+    chat = {"split": "eval", "prompt_index": 0, "prompt": "[system] Be brief.\n[user] 1+1?",
+            "question": "1+1?", "completion": "2", "score": 1.0}  # fmt: skip
+    rows = [json.dumps({"iteration": i, **chat}) for i in (0, 5)]
+    (trial / "samples.jsonl").write_text("\n".join(rows) + "\n")
+    page = write_page({"run": find_trials(tmp_path / "run")}, tmp_path / "report.html")
+    (trial_data,) = data_of(page)["trials"]
+    assert trial_data["pairs"][0]["prompt"] == "1+1?"
+    assert trial_data["rows"][0]["prompt"] == chat["prompt"]
 
 
 def test_results_of_rllib_s_own_algorithms_have_curves():

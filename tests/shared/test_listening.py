@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from rllib_llm.shared.messages import PACKAGE, Listener, Message
+from rllib_llm.shared.messages import PACKAGE, Listener, TrialMessage
 
 
 def test_warnings_records_and_prints_are_noted_and_passed_on(capsys):
@@ -35,7 +35,8 @@ def test_a_librarys_warning_is_kept_but_is_none_to_the_user():
         warnings.simplefilter("always")
         warnings.warn_explicit("numbers", UserWarning, "/venv/site-packages/numpy/a.py", 3)
         warnings.warn_explicit("mine", UserWarning, "/home/me/my_rewards.py", 3)
-    assert listener.take() == [Message("trial", "numbers"), Message("trial", "mine", True)]
+    said = [TrialMessage("trial", "numbers"), TrialMessage("trial", "mine", True)]
+    assert listener.take() == said
 
 
 def test_a_warning_of_this_package_is_shown_without_its_source_line():

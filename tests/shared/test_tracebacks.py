@@ -3,13 +3,7 @@ from __future__ import annotations
 import pytest
 
 from rllib_llm.envs.judges.reward_functions import RewardError, RewardTerm
-from rllib_llm.shared.messages import (
-    explains_itself,
-    failure_text,
-    is_library,
-    raised,
-    short_traceback,
-)
+from rllib_llm.shared.messages import is_library, raised, short_traceback
 
 
 def divides():
@@ -46,20 +40,14 @@ def test_what_explains_itself_is_shown_without_internal_frames():
             raise RewardError("reward function 'f' must judge: it failed. Correct it.") from error
 
     error = caught(fails)
-    assert explains_itself(error)
     lines = short_traceback(error).splitlines()
     assert "ZeroDivisionError: division by zero" in lines
     assert lines[-1].endswith("RewardError: reward function 'f' must judge: it failed. Correct it.")
     assert len(lines) <= 12
-    text = failure_text(
-        "rl", f"SamplingError: x\n\nIn the sampler:\n{short_traceback(error)}", "/a"
-    )
-    assert text.startswith("rl: reward function 'f' must judge: it failed. Correct it.\n")
 
 
 def test_other_errors_keep_their_whole_traceback():
     error = caught(divides)
-    assert not explains_itself(error)
     assert short_traceback(error).startswith("Traceback (most recent call last)")
-    assert not explains_itself(caught(lambda: int("x")))  # a ValueError, but not of this package
-    assert explains_itself(caught(lambda: RewardTerm.from_spec({"wieght": 1})))
+    assert "Traceback" in short_traceback(caught(lambda: int("x")))  # not of this package
+    assert "Traceback" not in short_traceback(caught(lambda: RewardTerm.from_spec({"wieght": 1})))

@@ -366,6 +366,12 @@ def shown_message(message: Mapping[str, Any]) -> str:
     return f"[{message['role']}] {_FORGED.sub('[ ', _words(message))}{called}"
 
 
+def question(messages: Sequence[Mapping[str, Any]]) -> str:
+    """The words of the last message of a user; "" without one."""
+    asked = [message for message in messages if message["role"] == "user"]
+    return _words(asked[-1]) if asked else ""
+
+
 def _words(message: Mapping[str, Any]) -> str:
     content = message.get("content")
     return content if isinstance(content, str) else "" if content is None else str(content)

@@ -23,6 +23,7 @@ from rllib_llm.envs.judges.reward_functions import (
     RewardTerm,
     as_number,
     check_names,
+    question,
 )
 from rllib_llm.shared.dotted import as_list
 from rllib_llm.shared.errors import ended, require
@@ -376,4 +377,6 @@ def shown_row(batch: RewardBatch, i: int) -> str:
     """A row of the batch for a message."""
     if not batch.completions:
         return f"token ids {batch.completion_ids[i][batch.completion_mask[i]].tolist()[:40]}"
-    return f"prompt {batch.prompts[i][-_SHOWN:]!r} completion {batch.completions[i][:_SHOWN]!r}"
+    chats = batch.columns.get("messages")
+    prompt = (chats and question(chats[i] or ())) or batch.prompts[i]
+    return f"prompt {prompt[-_SHOWN:]!r} completion {batch.completions[i][:_SHOWN]!r}"

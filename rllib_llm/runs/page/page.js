@@ -43,9 +43,9 @@ function ticks(low, high, count) {
   const raw = span / count;
   const power = Math.pow(10, Math.floor(Math.log10(raw)));
   const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= raw);
-  const found = [];
-  for (let value = Math.ceil(low / step) * step; value <= high + step * 1e-9; value += step) found.push(value);
-  return found;
+  const first = Math.ceil(low / step);
+  const places = Array.from({ length: count + 2 }, (_, i) => (first + i) * step); // a sum may stand still
+  return [...new Set(places)].filter((value) => value <= high + step * 1e-9);
 }
 function plot(title, unit, xTitle, curves) {
   const [width, height, left, right, top, bottom] = [420, 230, 52, 12, 10, 34];
@@ -53,6 +53,7 @@ function plot(title, unit, xTitle, curves) {
   let [x0, x1] = [Math.min(...points.map((p) => p[0])), Math.max(...points.map((p) => p[0]))];
   let [y0, y1] = [Math.min(...points.map((p) => p[1])), Math.max(...points.map((p) => p[1]))];
   if (x1 === x0) x1 = x0 + 1;
+  if (y1 - y0 < 1e-9 * Math.abs(y1)) y0 = y1; // round-off of a constant
   const room = (y1 - y0) * 0.06 || Math.abs(y1) * 0.1 || 1;
   if (y1 === y0 || y0 < 0 || y0 - room > 0) y0 -= room;
   y1 += room;
@@ -169,6 +170,7 @@ function completionsView(trials) {
   const all = trials.flatMap((trial) => trial.rows.map((row) => ({ ...row, run: nameOf(trial) })));
   if (!all.length) return [make("p", { class: "dim", text: "No completions were kept: log_samples_every says how often they are." })];
   const known = Object.entries(MEASURES).filter(([, i]) => all.some((row) => row.tokens.some((t) => t[i] !== null)));
+  const reaches = new Map(known.map(([, i]) => [i, spread(all, i)])); // once: rows are searched at each key
   const state = { text: "", run: "", split: "", iteration: "", measure: known.length ? known[0][0] : "", sort: "iteration", down: true, num: PAGE_ROWS };
   const place = make("div");
   const count = make("span", { class: "dim" });
@@ -194,7 +196,7 @@ function completionsView(trials) {
     rows.sort((a, b) => a[key] === b[key] ? 0 : a[key] === null ? 1 : b[key] === null ? -1 : (a[key] < b[key] ? -1 : 1) * sign);
     count.textContent = `${rows.length} of ${all.length}`;
     const index = MEASURES[state.measure] || 0;
-    const reach = index ? spread(all, index) : 0;
+    const reach = reaches.get(index) || 0;
     const head = make("tr", {}, ...columns.map(([field, name]) => make("th", { class: field === "score" || field === "iteration" ? "num" : "", "aria-sort": key === field ? (state.down ? "descending" : "ascending") : "none" },
       make("button", { text: name + (key === field ? (state.down ? " ↓" : " ↑") : ""), onclick: () => { state.down = key === field ? !state.down : true; state.sort = field; draw(); } }))));
     const body = rows.slice(0, state.num).map((row) => make("tr", {}, ...columns.map(([field, name]) => {
