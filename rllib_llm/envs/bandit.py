@@ -21,18 +21,14 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from ray.rllib.utils.spaces.repeated import Repeated
 from transformers import PreTrainedTokenizerBase
 
-from rllib_llm.envs.actions import (
-    BanditEnvError,
-    check_actions,
-    decode_completions,
-    pad_completions,
-)
+from rllib_llm.envs.actions import check_actions, decode_completions, pad_completions
 from rllib_llm.envs.judges.rewards import RewardBatch, RewardSum
 from rllib_llm.envs.prompts import PromptEncoder, PromptRow, PromptSource
 from rllib_llm.envs.settings import check_values
 from rllib_llm.modules.model_source import check_lengths, num_positions
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import pad_left
+from rllib_llm.shared.errors import Problems
 
 
 class BanditEnv(VectorEnv):
@@ -76,7 +72,14 @@ class BanditEnv(VectorEnv):
             num_envs=num_envs, max_prompt_len=max_prompt_len, kl_coeff=kl_coeff,
             max_completion_len=max_completion_len, temperature=temperature,
         )  # fmt: skip
-        check_parts(tokenizer, kl_coeff, reference)
+        if tokenizer.pad_token_id is None:
+            raise Problems(
+                "tokenizer.pad_token_id", "be a token id", "prompts of unequal length are padded",
+                "Set tokenizer.pad_token, to one that is not the EOS token", None,
+            )  # fmt: skip
+        if kl_coeff and reference is None:
+            reason = "it weighs the KL to the reference model"
+            raise Problems("kl_coeff", "be 0 without a reference", reason, value=kl_coeff)
         (first,) = prompts.rows(0, 1)
         rewards.check_columns(first.columns)
         self.tokenizer = tokenizer
@@ -135,12 +138,14 @@ class BanditEnv(VectorEnv):
         if seed is not None:
             self.position = 0
         chosen = {
-            "position": self.position,
-            "num_prompts": self.num_envs,
-            "num_completions": 1,
-            **checked_options(options),
-        }
-        return self._deal(**chosen)
+            "position": self.position, "num_prompts": self.num_envs, "num_completions": 1,
+        }  # fmt: skip
+        for name, value in (options or {}).items():
+            least = 0 if name == "position" else 1
+            if name not in chosen or not isinstance(value, int) or value < least:
+                rule = f"be an integer of at least {least}, under one of {[*chosen]}"
+                raise Problems(f"options[{name!r}]", rule, value=value)
+        return self._deal(**{**chosen, **(options or {})})
 
     def step(
         self, actions: Mapping[str, torch.Tensor]
@@ -164,10 +169,16 @@ class BanditEnv(VectorEnv):
             asked for; and of the next prompts next_prompt_index and next_position.
 
         Raises:
-            BanditEnvError: no prompts handed out, or actions that do not fit them.
+            Problems: no prompts handed out, or actions that do not fit them.
         """
-        actions = self._checked_actions(actions)
-        infos = self._judge(actions)
+        if not self._rows:
+            raise Problems("step()", "follow reset()", "no prompts are handed out yet")
+        if isinstance(actions, (list, tuple)):
+            actions = pad_completions(actions, self.pad_token_id)
+        infos = self._judge(check_actions(
+            actions, batch_size=len(self._rows), max_len=self.max_completion_len,
+            vocab_size=self.vocab_size, needs_logprobs=self.kl_coeff > 0, device=self.device,
+        ))  # fmt: skip
         rewards = infos["scores"]
         if self.kl_coeff:
             rewards = rewards - self.kl_coeff * infos["kl"]
@@ -184,10 +195,10 @@ class BanditEnv(VectorEnv):
         token_ids, texts = self._encoder.encode(rows)
         highest = max(max(ids) for ids in token_ids)
         if highest >= self.vocab_size:
-            raise BanditEnvError(
-                f"prompt token id={highest!r} must be below vocab_size={self.vocab_size}: the "
-                "tokenizer knows more tokens than the model. Take the tokenizer of the model."
-            )
+            raise Problems(
+                "prompt token id", f"be below vocab_size={self.vocab_size}", "the tokenizer knows "
+                "more tokens than the model", "Take the tokenizer of the model", highest,
+            )  # fmt: skip
         ids, mask = pad_left(token_ids, self.pad_token_id)
         self._rows = [row for row in rows for _ in range(num_completions)]
         self._texts = [text for text in texts for _ in range(num_completions)]
@@ -267,50 +278,6 @@ class BanditEnv(VectorEnv):
         rows, keep = ids.tolist(), mask.sum(-1).tolist()
         completions = [row[:length] for row, length in zip(rows, keep, strict=True)]
         return decode_completions(self.tokenizer, last_prompt_ids, completions)
-
-    def _checked_actions(self, actions: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        if not self._rows:
-            raise BanditEnvError(
-                "step() must follow reset(): no prompts are handed out yet. Call reset() first."
-            )
-        if isinstance(actions, (list, tuple)):
-            actions = pad_completions(actions, self.pad_token_id)
-        return check_actions(
-            actions,
-            batch_size=len(self._rows),
-            max_len=self.max_completion_len,
-            vocab_size=self.vocab_size,
-            needs_logprobs=self.kl_coeff > 0,
-            device=self.device,
-        )
-
-
-RESET_OPTIONS = ("position", "num_prompts", "num_completions")
-
-
-def check_parts(tokenizer: Any, kl_coeff: float, reference: Any) -> None:
-    """Raises BanditEnvError for a tokenizer without a pad token, and a KL to no reference."""
-    if tokenizer.pad_token_id is None:
-        raise BanditEnvError(
-            "tokenizer.pad_token_id=None must be a token id: prompts of unequal length are padded. "
-            "Set tokenizer.pad_token, to one that is not the EOS token."
-        )
-    if kl_coeff and reference is None:
-        raise BanditEnvError(
-            f"kl_coeff={kl_coeff!r} must be 0 without a reference: it weighs the KL to the "
-            "reference model. Give a reference or set it to 0."
-        )
-
-
-def checked_options(options: Mapping[str, int] | None) -> dict[str, int]:
-    for name, value in (options or {}).items():
-        lowest = 0 if name == "position" else 1
-        if name not in RESET_OPTIONS or not isinstance(value, int) or value < lowest:
-            raise BanditEnvError(
-                f"options[{name!r}]={value!r} must be an integer of at least {lowest} under one of "
-                f"{list(RESET_OPTIONS)}: these choose the prompts. Correct it."
-            )
-    return dict(options or {})
 
 
 def check_env_lengths(env: Any, *, model: Any, max_new_tokens: int, chosen: bool) -> None:
