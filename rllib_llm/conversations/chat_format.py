@@ -38,7 +38,7 @@ from rllib_llm.conversations.tool_calls import (
 )
 from rllib_llm.data.encoding import apply_template, common_prefix_len, content_text, render_chat
 from rllib_llm.data.turn_ends import MARKER, example_calls, find_turn_ends, special_texts
-from rllib_llm.shared.errors import Problems, require
+from rllib_llm.shared.errors import Problems
 
 Message = Mapping[str, Any]
 Messages = list[dict[str, Any]]
@@ -79,7 +79,7 @@ class ChatFormat:
         tools: JSON schemas of the tools that the template is to announce.
         syntax: of tool calls, one of `tool_calls.SYNTAXES`; None: what the template writes.
         history: what becomes of a turn where the template drops or changes earlier ones (thoughts,
-            as a rule): "fork" begins a new row with what the template writes, "keep" goes on behind
+            as a rule): "fork" begins a new row with what the template writes, "keep" appends to
             what was sampled.
         stop_token_ids: end a turn; None: what the template ends a turn with, and EOS.
         template_settings: further variables of the template, such as enable_thinking.
@@ -92,44 +92,32 @@ class ChatFormat:
     """
 
     def __init__(
-        self,
-        tokenizer: Any,
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        syntax: str | None = None,
-        history: str = "fork",
-        stop_token_ids: Sequence[int] | None = None,
-        template_settings: Mapping[str, Any] | None = None,
-        renderer: str | None = AUTO,
-    ) -> None:
-        require(
-            tokenizer.chat_template, "chat_template", None, "be a template",
-            "the tokenizer has none, and a conversation is rendered by it",
-            "Set chat_template (a file, or the template itself), or take an instruction-tuned "
-            "model", ChatFormatError,
-        )  # fmt: skip
-        if history not in HISTORIES or (syntax is not None and syntax not in SYNTAXES):
-            raise ChatFormatError(
-                f"history={history!r}, tool_syntax={syntax!r} must be of {HISTORIES} and "
-                f"{SYNTAXES}: they say how old turns and tool calls are written. Correct them.",
-            )  # fmt: skip
+        self, tokenizer: Any, *, tools: Sequence[Mapping[str, Any]] = (), syntax: str | None = None,
+        history: str = "fork", stop_token_ids: Sequence[int] | None = None,
+        template_settings: Mapping[str, Any] | None = None, renderer: str | None = AUTO,
+    ) -> None:  # fmt: skip
+        if not tokenizer.chat_template:
+            remedy = "Set chat_template (a file, or a text), or take an instruction-tuned model"
+            raise ChatFormatError("chat_template", "be a template", "", remedy, None)
+        if history not in HISTORIES:
+            raise ChatFormatError("history", f"be one of {HISTORIES}", value=history)
+        if syntax is not None and syntax not in SYNTAXES:
+            raise ChatFormatError("tool_syntax", f"be one of {SYNTAXES}", value=syntax)
         self.tokenizer, self._special_texts = tokenizer, special_texts(tokenizer)
         # Servers describe their tools: like all that others say, without special tokens.
         self.tools = [broken_up(tool, self._special_texts) for tool in tools]
         self.tool_names = frozenset(tool["function"]["name"] for tool in self.tools)
         self.syntax = syntax or syntax_of(str(tokenizer.chat_template))
-        # Without tools an answer in JSON is an answer, unless somebody says how calls are written.
+        # Without tools an answer in JSON is an answer, unless `syntax` says how calls are written.
         self._reads_calls = bool(self.tools) or syntax is not None
         functions = [tool["function"] for tool in tools]
         self._schemas = {each["name"]: each.get("parameters") or {} for each in functions}
         self.history = history
         self._settings = dict(template_settings or {})
-        taken = sorted(NOT_VARIABLES.intersection(self._settings))
-        require(
-            not taken, "template_settings", self._settings,
-            "hold variables of the chat template alone", f"{taken} are set by its caller",
-            "Leave them out; the template itself is set by chat_template", ChatFormatError,
-        )  # fmt: skip
+        if taken := sorted(NOT_VARIABLES.intersection(self._settings)):
+            reason = f"{taken} are set by its caller"
+            rule = "hold variables of the chat template alone"
+            raise ChatFormatError("template_settings", rule, reason, value=self._settings)
         # For examples the name that is hardest to read.
         self.example_tool = min(
             self.tool_names, key=lambda name: (name.isidentifier(), name), default=None
@@ -182,13 +170,9 @@ class ChatFormat:
         return self.encode(self.render(messages, generation_prompt=True))
 
     def suffix(
-        self,
-        before: Sequence[Message],
-        reply: ParsedReply,
-        new: Sequence[Message],
-        *,
+        self, before: Sequence[Message], reply: ParsedReply, new: Sequence[Message], *,
         last_id: int | None,
-    ) -> Suffix:
+    ) -> Suffix:  # fmt: skip
         """The tokens to append after a sampled turn, or that a new path must begin.
 
         Args:
@@ -225,8 +209,8 @@ class ChatFormat:
         start = self._turn_start(before, asked, rendered)
         if start is None:
             return None
-        told, end = self.ends.split(rendered, start, turn)
-        said = told[start:] + (end or self.ends.of(turn))
+        written, end = self.ends.split(rendered, start, turn)
+        said = written[start:] + (end or self.ends.of(turn))
         closes = thoughts_end(asked) if start < len(asked) else ""
         return f"{closes}\n\n{said}" if closes not in said else said
 
@@ -237,21 +221,17 @@ class ChatFormat:
         if common == len(asked):
             return common
         # Some templates write a generation prompt behind every conversation.
-        told = len(unasked) if asked != unasked else asked.rfind(last) + len(last)
-        if common >= told:  # whole marks: <think> and <tool_call> begin alike
+        begun = len(unasked) if asked != unasked else asked.rfind(last) + len(last)
+        if common >= begun:  # whole marks: <think> and <tool_call> begin alike
             return len(_HALF_MARK.sub("", rendered[:common]))
         prompt = asked[common_prefix_len(asked, unasked) :]
         place = rendered.rfind(prompt) if prompt else -1
         return None if place < 0 else place + len(prompt)
 
     def written_behind(
-        self,
-        before: Sequence[Message],
-        turn: Message,
-        new: Sequence[Message],
-        *,
+        self, before: Sequence[Message], turn: Message, new: Sequence[Message], *,
         last_id: int | None,
-    ) -> list[int]:
+    ) -> list[int]:  # fmt: skip
         """Ids that the template writes behind a turn, whatever it makes of the turn itself; see
         `suffix`."""
         rendered = self.render([*before, turn, *new], generation_prompt=True)
@@ -264,8 +244,8 @@ class ChatFormat:
                 return self._behind_turn(*behind, last_id)
         ended, here = (self.render(said).count(end) for said in (before, [*before, turn]))
         # What begins the next turn may be what ends this one.
-        told = self._upto_end(rendered, end, here + (here == ended))
-        return self._behind_turn(end, rendered[len(told) :], last_id)
+        old = self._upto_end(rendered, end, here + (here == ended))
+        return self._behind_turn(end, rendered[len(old) :], last_id)
 
     def bridge(
         self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], new: Sequence[Message]
@@ -292,11 +272,8 @@ class ChatFormat:
         """The text up to the end of its `count`-th turn."""
         parts = text.split(end, count)
         if len(parts) <= count:
-            raise ChatFormatError(
-                "a turn", f"end with {end!r} wherever it stands",
-                f"the chat template wrote {text.count(end)} such ends in place of {count}",
-                "Give a template that renders turns alike",
-            )  # fmt: skip
+            reason = f"the chat template wrote {text.count(end)} such ends in place of {count}"
+            raise ChatFormatError("a turn", f"end with {end!r} wherever it stands", reason)
         return text[: len(text) - len(parts[-1])]
 
     def _behind_turn(self, end: str, text: str, last_id: int | None) -> list[int]:
@@ -304,11 +281,9 @@ class ChatFormat:
         # Behind the token that is there: some tokenizers begin every text with a space.
         anchor = self.encode(end)
         ids = self.encode(end + text)
-        require(
-            ids[: len(anchor)] == anchor, "turn_end", end, "keep its tokens whatever follows",
-            f"with {text[:40]!r} behind it they differ",
-            "Make it a special token of the tokenizer", ChatFormatError,
-        )  # fmt: skip
+        if ids[: len(anchor)] != anchor:
+            rule = f"keep its tokens whatever follows, also {text[:40]!r}"
+            raise ChatFormatError("turn_end", rule, "", "Make it a special token", end)
         closed = {anchor[-1]}
         if end == self.ends.text:  # the newest turn may be closed by another token than old ones
             closed.add(self._id_of(self.ends.last))
@@ -384,7 +359,7 @@ def family_renderer(
 
     Raises:
         ImportError: a family is named, and renderers is not installed.
-        ValueError: renderers does not know the family.
+        Problems: renderers does not know the family.
     """
     if family is None:
         return None, "none is wanted"
@@ -394,10 +369,7 @@ def family_renderer(
     if importlib.util.find_spec("renderers") is None:
         if family == AUTO:
             return None, "the package renderers is not installed"
-        raise ImportError(
-            f"renderer={family!r} must find the package renderers: it is not installed. Install "
-            "it: pip install 'rllib-llm[renderers]'."
-        )
+        raise ImportError(f"renderer={family!r} needs: pip install 'rllib-llm[renderers]'.")
     from renderers import config_from_name, create_renderer
     from renderers.base import MODEL_RENDERER_MAP
 
@@ -410,7 +382,5 @@ def family_renderer(
     except (AssertionError, KeyError, TypeError, ValueError) as error:
         if family == AUTO:
             return None, f"{known} does not suit the tokenizer: {error}"
-        raise ValueError(
-            f"renderer={family!r} must suit the tokenizer and template_settings="
-            f"{dict(settings)!r}: {error}. Name another family, or None."
-        ) from error
+        rule = f"suit the tokenizer and template_settings={dict(settings)!r}"
+        raise Problems("renderer", rule, error, value=family) from error

@@ -52,22 +52,12 @@ class BanditEnv(VectorEnv):
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
 
     def __init__(
-        self,
-        *,
-        tokenizer: PreTrainedTokenizerBase,
-        prompts: PromptSource,
-        rewards: RewardSum,
-        num_envs: int = 8,
-        max_prompt_len: int,
-        max_completion_len: int,
-        reference: Any | None = None,
-        kl_coeff: float = 0.0,
-        temperature: float = 1.0,
-        prompt_overflow: str = "truncate_left",
-        return_texts: bool = False,
-        device: str | torch.device = "cpu",
-        vocab_size: int | None = None,
-    ) -> None:
+        self, *, tokenizer: PreTrainedTokenizerBase, prompts: PromptSource, rewards: RewardSum,
+        num_envs: int = 8, max_prompt_len: int, max_completion_len: int,
+        reference: Any | None = None, kl_coeff: float = 0.0, temperature: float = 1.0,
+        prompt_overflow: str = "truncate_left", return_texts: bool = False,
+        device: str | torch.device = "cpu", vocab_size: int | None = None,
+    ) -> None:  # fmt: skip
         check_values(
             num_envs=num_envs, max_prompt_len=max_prompt_len, kl_coeff=kl_coeff,
             max_completion_len=max_completion_len, temperature=temperature,
@@ -223,16 +213,12 @@ class BanditEnv(VectorEnv):
         names = dict.fromkeys(name for row in self._rows for name in row.columns)
         batch = RewardBatch(
             prompt_ids=self._observation[columns.PROMPT_IDS],
-            prompt_mask=self._observation[columns.PROMPT_MASK],
-            completion_ids=ids,
-            completion_mask=mask,
-            prompts=self._texts,
-            completions=completions,
+            prompt_mask=self._observation[columns.PROMPT_MASK], completion_ids=ids,
+            completion_mask=mask, prompts=self._texts, completions=completions,
             columns={name: [row.columns.get(name) for row in self._rows] for name in names},
-            global_step=self.global_step,
-            epoch=self.position / len(self.prompts),
+            global_step=self.global_step, epoch=self.position / len(self.prompts),
             max_steps=self.max_steps,
-        )
+        )  # fmt: skip
         judged = self.rewards(batch)
         infos: dict[str, Any] = {
             columns.SCORES: judged.scores,
@@ -297,9 +283,6 @@ def check_env_lengths(env: Any, *, model: Any, max_new_tokens: int, chosen: bool
     for name, positions in limits.items():
         if positions is not None and env.max_prompt_len + max_new_tokens > positions:
             check_lengths(
-                positions,
-                max_prompt_len=env.max_prompt_len,
-                max_new_tokens=max_new_tokens,
-                model=name,
-                longest_prompt=None if chosen else env._encoder.longest(env.prompts),
-            )
+                positions, max_prompt_len=env.max_prompt_len, max_new_tokens=max_new_tokens,
+                model=name, longest_prompt=None if chosen else env._encoder.longest(env.prompts),
+            )  # fmt: skip

@@ -34,7 +34,7 @@ from rllib_llm.envs.judges.rewards import Rewards, UnjudgedError
 from rllib_llm.envs.prompts import PromptRow
 from rllib_llm.envs.tools import ToolResult
 from rllib_llm.shared import columns
-from rllib_llm.shared.errors import Problems
+from rllib_llm.shared.errors import Problem, Problems
 from rllib_llm.shared.messages import told
 from rllib_llm.shared.remote import call, within
 
@@ -52,14 +52,9 @@ _OF_TOOLS = ("num_tool_calls", "tool_failures", "tool_timeouts", "tool_seconds")
 
 
 def run_rollouts(
-    env: ConversationEnv,
-    rows: Sequence[PromptRow],
-    *,
-    first_position: int,
-    num_completions: int,
-    complete: Complete,
-    max_new_tokens: int,
-) -> list[Rollout]:
+    env: ConversationEnv, rows: Sequence[PromptRow], *, first_position: int, num_completions: int,
+    complete: Complete, max_new_tokens: int,
+) -> list[Rollout]:  # fmt: skip
     """Conversations about all tasks, `num_completions` of each, in the order of the tasks.
 
     Raises:
@@ -77,7 +72,7 @@ def run_rollouts(
 def new_attempts(
     env: ConversationEnv, rows: Sequence[PromptRow], first_position: int, num_completions: int
 ) -> list[Rollout]:
-    """Rollouts that nobody has begun, `num_completions` of each task."""
+    """Rollouts that have not begun, `num_completions` of each task."""
     attempts = []
     for place, row in enumerate(rows):
         for copy in range(num_completions):
@@ -199,10 +194,7 @@ class _Player:
         response = await call(self.env.respond, self.conversation)
         if isinstance(response, Response):
             return response
-        raise TypeError(
-            f"respond() must return a Response, not {type(response).__name__}: it says whether the "
-            "conversation is over. Return Response(messages=..., done=...)."
-        )
+        raise TypeError(f"respond() must return a Response, not {type(response).__name__}")
 
     async def _call_tools(self, reply: ParsedReply) -> Response:
         results = []
@@ -249,8 +241,8 @@ def finite(source: str, value: Any, what: str = "reward") -> float:
     number = _number(source, what, value)
     if not abs(number) <= _LARGEST:
         raise ValueError(
-            f"{source} gave the {what} {number}, which must be a finite number of float32: nothing "
-            f"can be learnt from it. Return None where there is no {what}."
+            f"{source} gave the {what} {number}, which must be a finite number of float32. Return "
+            f"None where there is no {what}."
         )
     return number
 
@@ -278,10 +270,8 @@ def as_messages(given: Any) -> list[Message]:
         for message in messages
     ):
         return list(messages)
-    raise TypeError(
-        f"start() and respond() must say a text or messages {{'role', 'content'}}, not "
-        f"{str(given)[:80]!r}. Return one of them."
-    )
+    what = "a text or messages {role, content}"
+    raise TypeError(f"start() and respond() must return {what}, not {str(given)[:80]!r}")
 
 
 TURNS = "turns"  # component: what was earned at turns
@@ -331,12 +321,10 @@ def judge(env: ConversationEnv, attempts: Sequence[Rollout], pad_token_id: int) 
         return {name: column.to(env.device) for name, column in held.items()}
 
     return Judgement(
-        batch[columns.SCORES].to(env.device),
-        on_device(batch),
+        batch[columns.SCORES].to(env.device), on_device(batch),
         on_device({name: by_rollout(sound, column) for name, column in components.items()}),
-        on_device(_metrics(by_rollout, attempts, sound, judged)),
-        _texts(attempts),
-    )
+        on_device(_metrics(by_rollout, attempts, sound, judged)), _texts(attempts),
+    )  # fmt: skip
 
 
 def _components(
@@ -356,9 +344,8 @@ def _components(
         components[TURNS] = [0.0] * len(sound)  # the policy never came to a turn's end
     if not components and sound:
         raise Problems(
-            "env_config must have 'reward_functions' or 'reward_model', or respond() and score() "
-            "must give rewards: nothing said what any of these conversations is worth. Return a "
-            "reward from one of them.",
+            "rewards", "have functions or a model, or respond() or score() must return rewards",
+            "nothing judged any of these conversations",
         )  # fmt: skip
     return components, judged
 
@@ -401,11 +388,9 @@ def _before_last_turn(chat: Messages) -> Messages:
 
 
 def _metrics(
-    by_rollout: ByRollout,
-    attempts: Sequence[Rollout],
-    sound: Sequence[Rollout],
+    by_rollout: ByRollout, attempts: Sequence[Rollout], sound: Sequence[Rollout],
     judged: Rewards | None,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, torch.Tensor]:  # fmt: skip
     metrics: dict[str, torch.Tensor] = {}
     failed = [float(bool(attempt.invalid)) for attempt in attempts]
     metrics[f"{ROLLOUT}{columns.FAILED}"] = by_rollout(attempts, failed).nan_to_num()
@@ -447,17 +432,15 @@ def _report(env: ConversationEnv, attempts: Sequence[Rollout], sound: Sequence[R
         return
     first, count = failed[0], len(failed)
     if not sound:
-        raise UnjudgedError(
-            f"at least one of {count} conversations must come to an end: all failed, the first "
-            f"with {first.invalid[:_SHOWN].rstrip('.')}. Correct the environment, or what it "
-            "depends on.",
-            judge=ROLLOUT,
-        ) from first.error
+        found = Problem(
+            f"at least one of {count} conversations", "come to an end",
+            f"all failed, the first with {first.invalid[:_SHOWN].rstrip('.')}",
+        )  # fmt: skip
+        raise UnjudgedError([found], judge=ROLLOUT) from first.error
     if not env.has_warned:
         env.has_warned = True
         warnings.warn(
             f"{count} of {len(attempts)} conversations failed and are left out, the first with "
-            f"{first.invalid[:_SHOWN]}. Later failures are only counted "
-            f"(env/{ROLLOUT}{columns.FAILED}).",
+            f"{first.invalid[:_SHOWN]}. Later ones are counted (env/{ROLLOUT}{columns.FAILED}).",
             stacklevel=2,
-        )
+        )  # fmt: skip

@@ -220,15 +220,9 @@ class WorkerPool:
     """
 
     def __init__(
-        self,
-        function: str,
-        *,
-        num_workers: Count = 2,
-        deadline_s: Seconds = 10.0,
-        start_s: Seconds = 120.0,
-        isolated: bool = False,
-        **limits: Any,
-    ) -> None:
+        self, function: str, *, num_workers: Count = 2, deadline_s: Seconds = 10.0,
+        start_s: Seconds = 120.0, isolated: bool = False, **limits: Any,
+    ) -> None:  # fmt: skip
         self._deadline_s, self._start_s, self._function = deadline_s, start_s, function
         module, _, name = function.rpartition(":")
         path = f"{os.path.abspath(module)}:{name}" if module.endswith(".py") else function
@@ -300,8 +294,8 @@ class WorkerPool:
             worker.end()
             self._broken = WorkerError(
                 f"function={self._function!r} must be importable in a worker process: "
-                f"{said['error']}. Correct the path, install what it needs, name what it reads "
-                "(readable), or raise start_s and memory_mb."
+                f"{said['error']}. Install what it needs, name what it reads (readable), or raise "
+                "start_s and memory_mb."
             )
             raise self._broken
         worker.is_ready = True

@@ -55,7 +55,7 @@ _STATUS_MESSAGES = {
 }
 
 
-class Tool(Protocol):
+class PolicyTool(Protocol):
     """A tool that a policy can call. With a `timeout_s` it enforces that limit itself. One that
     raises `Away` is unavailable, and the rollout is invalid."""
 
@@ -91,28 +91,23 @@ class FunctionTool:
             self.schema: Mapping[str, Any] = get_json_schema(function)
         except Exception as error:  # noqa: BLE001  (also of a hint that names nothing)
             raise Problems(
-                f"tool {getattr(function, '__name__', function)!r} must have type hints and a "
-                "Google-style docstring with Args: the model is told from them what to call. "
-                f"{error}",
+                f"tool {getattr(function, '__name__', function)!r}",
+                "have type hints and a Google-style docstring with Args", error,
             ) from error  # fmt: skip
         self.name = str(self.schema["function"]["name"])
         self.function = function
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
         parameters = inspect.signature(function).parameters.values()
-        if nameless := [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL)]:
-            raise Problems(
-                f"tool {self.name!r} must take {nameless[0].name!r} by name: a call names its "
-                "arguments. Leave '/' out, and take a list instead of '*'.",
-            )  # fmt: skip
-        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-            raise Problems(
-                f"tool {self.name!r} must return its result: it yields, and the policy would read "
-                "the generator's address. Return a list or a text.",
-            )  # fmt: skip
-        if alarm := _alarm_in(function):
-            raise Problems(
-                f"tool {self.name!r} must not use {alarm!r}: it wants the main thread, and tools "
-                "run beside it, many at once. Leave the limit to tool_timeout_s.",
-            )  # fmt: skip
+        nameless = [p.name for p in parameters if p.kind in kinds]
+        yields = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
+        alarm = _alarm_in(function)
+        for is_wrong, rule, reason in (
+            (nameless, f"take {nameless} by name", "a call names its arguments"),
+            (yields, "return its result", "it yields"),
+            (alarm, f"not use {alarm!r}", "tools run beside the main thread; set tool_timeout_s"),
+        ):  # fmt: skip
+            if is_wrong:
+                raise Problems(f"tool {self.name!r}", rule, reason)
 
     def objection(self, arguments: Mapping[str, Any]) -> str:
         """Why these arguments do not suit it; "" where they do."""
@@ -154,12 +149,10 @@ class Toolbox:
         self, tools: Sequence[Any] = (), *, timeout_s: float = 10.0, max_chars: int = 4000
     ) -> None:
         made = [as_tool(tool) for tool in tools]
-        self.tools: dict[str, Tool] = {tool.name: tool for tool in made}
+        self.tools: dict[str, PolicyTool] = {tool.name: tool for tool in made}
         if len(self.tools) < len(made):
-            raise Problems(
-                f"tools={[tool.name for tool in made]!r} must have names of their own: the policy "
-                "calls them by name. Rename one.",
-            )  # fmt: skip
+            names = [tool.name for tool in made]
+            raise Problems("tools", "have names of their own", value=names)
         self.timeout_s, self.max_chars = timeout_s, max_chars
 
     def of(self, functions: Sequence[Callable[..., Any]]) -> Toolbox:
@@ -169,10 +162,8 @@ class Toolbox:
         for function in functions:
             known = self.tools.get(function.__name__)
             if not isinstance(known, FunctionTool):
-                raise Problems(
-                    f"tool {function.__name__!r} must be one of {sorted(self.tools)}: the policy "
-                    "learns of tools before a conversation begins. Return it from tools(), too.",
-                )  # fmt: skip
+                rule = f"be one of those that tools() returns, {sorted(self.tools)}"
+                raise Problems(f"tool {function.__name__!r}", rule)
             tool = own.tools[known.name] = copy.copy(known)
             tool.function = function
         return own
@@ -233,12 +224,12 @@ def _failure_of(error: Exception) -> str:
     return "unavailable" if is_signal or isinstance(error, Away) else "error"
 
 
-def as_tool(given: Any) -> Tool:
+def as_tool(given: Any) -> PolicyTool:
     """The tool of a function, a dotted path, or an object that is one already."""
     if isinstance(given, str):
         given = import_dotted(given, name="tools")
     if inspect.isclass(given):
-        with blamed_on("tools", given, "be made without arguments", Problems):
+        with blamed_on("tools", given, "be made without arguments"):
             given = given()
     if all(hasattr(given, name) for name in ("name", "schema", "run")):
         schema = given.schema if isinstance(given.schema, Mapping) else {}
@@ -246,15 +237,12 @@ def as_tool(given: Any) -> Tool:
         require(
             isinstance(described, Mapping) and described.get("name") == given.name, "tools", given,
             f"have a schema {{'type': 'function', 'function': {{'name': {given.name!r}, ...}}}}",
-            f"it has {given.schema!r}, from which the policy learns what to call",
-            "Make it with rllib_llm.envs.tools.tool_schema", Problems,
+            f"it has {given.schema!r}", "Make it with rllib_llm.envs.tools.tool_schema",
         )  # fmt: skip
         return given
     if not callable(given):
-        raise Problems(
-            f"tools={given!r} must be functions, their dotted paths, or objects with name, schema "
-            f"and run: it is {type(given).__name__}. Pass a function.",
-        )  # fmt: skip
+        rule = "be functions, their dotted paths, or objects with name, schema and run"
+        raise Problems("tools", rule, value=given)
     return FunctionTool(given)
 
 
@@ -360,7 +348,7 @@ class SearchTool:
         name: of the tool.
 
     Raises:
-        ValueError: no text there, or a file in another encoding.
+        Problems: no text there, or a file in another encoding.
     """
 
     def __init__(
@@ -375,10 +363,7 @@ class SearchTool:
             if passage.strip()
         ]
         if not self.passages:
-            raise ValueError(
-                f"folder={str(folder)[:80]!r} must hold texts ({', '.join(_SUFFIXES)}): there is "
-                "nothing to search. Name the folder of the texts."
-            )
+            raise Problems("folder", f"hold texts, {_SUFFIXES}", value=str(folder)[:80])
         self.num_results, self.max_chars, self.name = num_results, max_chars, name
         self._counts = [Counter(_words(f"{title} {text}")) for title, text in self.passages]
         self._lengths = [sum(counts.values()) for counts in self._counts]
@@ -491,10 +476,8 @@ class _Server:
         self._error = ""
         self._keeper: asyncio.Task | None = None
         self._holding: asyncio.Task | None = None
-        self._outage = Outage(
-            f"mcp_servers={address!r}",
-            meanwhile="Rollouts that call it are not valid until it is back.",
-        )
+        meanwhile = "Rollouts that call it are not valid until it is back."
+        self._outage = Outage(f"mcp_servers={address!r}", meanwhile=meanwhile)
 
     async def open(self) -> list[Any]:
         """Its tools as it lists them; from now on the connection is kept."""
@@ -504,10 +487,8 @@ class _Server:
         try:
             listed = await first
         except Exception as error:  # noqa: BLE001  (whatever the server or its transport raises)
-            raise Problems(
-                f"mcp_servers={self._address!r} must be reachable: {told(error)}. Start the "
-                "server, or correct the command.",
-            ) from error  # fmt: skip
+            rule = "be reachable"
+            raise Problems("mcp_servers", rule, told(error), value=self._address) from error
         self._names = frozenset(str(tool.name) for tool in listed)
         return listed
 
@@ -581,9 +562,8 @@ class _Server:
                 return
             attempt = 0 if failed is None else attempt + 1
             self._outage.waits(self._error)
-            await asyncio.sleep(
-                backoff_seconds(attempt, random.uniform, _FIRST_PAUSE, _LONGEST_PAUSE)
-            )
+            pause = backoff_seconds(attempt, random.uniform, _FIRST_PAUSE, _LONGEST_PAUSE)
+            await asyncio.sleep(pause)
 
     async def _hold(self, opened: asyncio.Future[list[Any]]) -> None:
         """Opens a connection and closes it in the same task, as the client demands."""
@@ -594,7 +574,7 @@ class _Server:
                 listed = await _listed_by(client)
                 gone = self._names - {str(tool.name) for tool in listed}
                 if gone:
-                    raise Problems(f"it has no tools {sorted(gone)} any more")
+                    raise RuntimeError(f"it has no tools {sorted(gone)} any more")
                 if not opened.done():
                     self._client = client
                     self._here.set()
@@ -615,7 +595,7 @@ async def _listed_by(client: Any) -> list[Any]:
         cursor = page.next_cursor
         if cursor is None:
             return listed
-    raise Problems(f"its list of tools does not end within {_MOST_PAGES} pages")
+    raise RuntimeError(f"its list of tools does not end within {_MOST_PAGES} pages")
 
 
 def _is_answer(error: Exception) -> bool:
@@ -623,9 +603,8 @@ def _is_answer(error: Exception) -> bool:
     from mcp.shared.exceptions import MCPError
     from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT
 
-    return isinstance(error, MCPError) and error.error.code not in (
-        CONNECTION_CLOSED, REQUEST_TIMEOUT
-    )  # fmt: skip
+    lost = (CONNECTION_CLOSED, REQUEST_TIMEOUT)
+    return isinstance(error, MCPError) and error.error.code not in lost
 
 
 def _for_client(server: Any) -> Any:

@@ -81,10 +81,8 @@ class TRLEnv(ConversationEnv):
             return ""
         name = task.get(_ENVIRONMENT)
         if name not in self.factories:
-            raise Problems(
-                f"environment={name!r} of a row must be one of {sorted(self.factories)}: "
-                "environment_factory has no other. Correct the column.",
-            )  # fmt: skip
+            rule = f"be one of environment_factory, {sorted(self.factories)}"
+            raise Problems("environment of a row", rule, value=name)
         return str(name)
 
     def _tools_with(self, name: str) -> list[Any]:
@@ -191,21 +189,17 @@ class _Factory(NamedTuple):
 def _factory(given: Any) -> _Factory:
     """The factory of an environment, which must make objects that can be reset."""
     factory = import_dotted(given, name="environment_factory") if isinstance(given, str) else given
-    setting = "env_config['environment_factory']"
-    name, first = f"{setting}={given!r}", None
+    place, first = "env_config['environment_factory']", None
     if wanted := _wanted_by(factory):
         raise Problems(
-            f"{name} must be callable without arguments, as in TRL: it wants {wanted}. Give "
-            "functools.partial(...), or a function that makes the environment.",
+            place, "be callable without arguments, as in TRL", f"it wants {wanted}",
+            "Give functools.partial(...), or a function that makes the environment", given,
         )  # fmt: skip
     if callable(factory):
-        with blamed_on(setting, given, "make an environment", Problems):
+        with blamed_on(place, given, "make an environment"):
             first = factory()
     if not callable(getattr(type(first), "reset", None)):
-        raise Problems(
-            f"{name} must make objects with reset(**row): each conversation has one of its own. "
-            "Give a class or a function that makes one.",
-        )  # fmt: skip
+        raise Problems(place, "make objects with reset(**row)", value=given)
     return _Factory(factory, first)
 
 
@@ -247,7 +241,4 @@ def _text_of(given: Any, whose: str) -> str:
     is_list = isinstance(given, (list, tuple))
     if is_list and all(_is_part(part) and part["type"] == "text" for part in given):
         return "".join(str(part["text"]) for part in given)
-    raise TypeError(
-        f"{whose} must give a text or parts of type 'text', not {str(given)[:80]!r}: the policy "
-        "reads no images. Describe what they show."
-    )
+    raise TypeError(f"{whose} must give text, not {str(given)[:80]!r}: the policy reads no images")

@@ -28,6 +28,7 @@ from rllib_llm.envs.judges.judge_model import (
 )
 from rllib_llm.envs.judges.reward_functions import Invalid, required_column
 from rllib_llm.shared.arguments import Count, checked
+from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.messages import blamed_on
 
 _NUMBER = r"(?<![\w.])(?<!\d,)[-+]?\d+(?:\.\d+)?(?![\w]|[.,]\d)"  # "7,5" is not read
@@ -64,21 +65,11 @@ class JudgeServer(JudgeModel):
     """
 
     def __init__(
-        self,
-        base_url: str,
-        model: str,
-        *,
-        template: str = TEMPLATE,
-        system: str | None = None,
-        pattern: str | None = None,
-        low: float = 0.0,
-        high: float = 10.0,
-        **judge: Any,
-    ) -> None:
+        self, base_url: str, model: str, *, template: str = TEMPLATE, system: str | None = None,
+        pattern: str | None = None, low: float = 0.0, high: float = 10.0, **judge: Any,
+    ) -> None:  # fmt: skip
         if not low < high:
-            raise ValueError(
-                f"low={low!r} must be below high={high!r}: they bound the scores. Swap them."
-            )
+            raise Problems("low", f"be below high={high!r}", "they bound the scores", value=low)
         super().__init__(base_url, model, **judge)
         self._template, self._system = template, system
         self.needed_columns = [("template", name) for name in _names_in(template)]
@@ -131,21 +122,10 @@ class JudgeServer(JudgeModel):
 
 
 def _names_in(template: str) -> list[str]:
-    """The columns that a template names.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
-    try:
-        fields = [
-            field for _, field, _, _ in string.Formatter().parse(template) if field is not None
-        ]
-    except ValueError as error:
-        raise ValueError(
-            f"template={template!r} must name columns in braces: {error}. Write a brace itself as "
-            "{{ or }}."
-        ) from error
-    names = [re.split(r"[.[]", field)[0] for field in fields]
+    """The columns that a template names; raises Problems where it cannot be read."""
+    with blamed_on("template", template, "name columns in braces", remedy="Write { as {{"):
+        fields = [field for _, field, _, _ in string.Formatter().parse(template)]
+    names = [re.split(r"[.[]", field)[0] for field in fields if field is not None]
     return [name for name in names if name not in ("prompt", "completion")]
 
 
@@ -173,10 +153,7 @@ def stated_score(said: str, low: float, high: float) -> float | None:
 
 
 def _no_score(reply: str, rule: str) -> UnreadableReply:
-    return UnreadableReply(
-        f"the judge's reply={reply[:200]!r} must {rule}. Change template, system, pattern, low, "
-        "high or max_tokens, or take another judge."
-    )
+    return UnreadableReply(f"the judge's reply={reply[:200]!r} must {rule}.")
 
 
 _CORRECT = "correct"
@@ -211,29 +188,20 @@ class RubricJudge(SchemaJudge):
         judge: further arguments of `SchemaJudge` and `JudgeModel`.
 
     Raises:
-        ValueError: no criterion of a weight above 0, names that repeat.
+        Problems: no criterion of a weight above 0, names that repeat.
     """
 
     def __init__(
-        self,
-        base_url: str,
-        model: str,
-        *,
-        criteria: Sequence[Mapping[str, Any] | Criterion],
-        scale: Count = 5,
-        reference_column: str | None = None,
-        **judge: Any,
-    ) -> None:
-        rule = "be of {name, description, weight}"
-        with blamed_on("criteria", criteria, rule, remedy="Correct them"):
+        self, base_url: str, model: str, *, criteria: Sequence[Mapping[str, Any] | Criterion],
+        scale: Count = 5, reference_column: str | None = None, **judge: Any,
+    ) -> None:  # fmt: skip
+        with blamed_on("criteria", criteria, "be of {name, description, weight}", remedy=""):
             self._criteria = [c if isinstance(c, Criterion) else Criterion(**c) for c in criteria]
             names = [criterion.name for criterion in self._criteria]
             self._most = sum(max(criterion.weight, 0.0) for criterion in self._criteria)
         if len({*names, REASONING}) <= len(names) or self._most <= 0:
-            raise ValueError(
-                f"criteria={names!r} must have names of their own other than {REASONING!r}, and "
-                "one weight above 0 at least: the score is their weighted mean. Correct them."
-            )
+            rule = f"have names of their own, not {REASONING!r}, and one weight above 0 at least"
+            raise Problems("criteria", rule, "the score is their weighted mean", value=names)
         grade = {"type": "integer", "minimum": 0, "maximum": scale}
         super().__init__(base_url, model, dict.fromkeys(names, grade), **judge)
         self._scale, self._reference_column = scale, reference_column
@@ -263,11 +231,8 @@ class RubricJudge(SchemaJudge):
         parts = [tagged("request", prompt), tagged("answer", completion)]
         if reference is not None:
             parts.insert(1, tagged("good_answer", str(reference)))
-        task = (
-            f"Grade the answer by each criterion, from 0 (not at all) to {self._scale} (fully):\n"
-            f"{listed}"
-        )
-        return self.question([*parts, task])
+        scale = f"from 0 (not at all) to {self._scale} (fully)"
+        return self.question([*parts, f"Grade the answer by each criterion, {scale}:\n{listed}"])
 
     def _score(self, grades: Mapping[str, Any]) -> float:
         total = sum(c.weight * grades[c.name] for c in self._criteria)
@@ -335,14 +300,9 @@ class PairwiseJudge(SchemaJudge):
     """
 
     def __init__(
-        self,
-        base_url: str,
-        model: str,
-        *,
-        against: str = GROUP,
-        num_opponents: Count | None = None,
-        **judge: Any,
-    ) -> None:
+        self, base_url: str, model: str, *, against: str = GROUP,
+        num_opponents: Count | None = None, **judge: Any,
+    ) -> None:  # fmt: skip
         winner = {"type": "string", "enum": list(_POINTS)}
         super().__init__(base_url, model, {_BETTER: winner}, **judge)
         self._against, self._num_opponents = against, num_opponents

@@ -29,10 +29,6 @@ _CLOCK = re.compile(
 _GROUPED = re.compile(r"-?\d{1,3}(?:[, ]\d{3})+(?:\.\d+)?")
 
 
-class GoldAnswerError(ValueError):
-    """A right answer that cannot be read."""
-
-
 def check(completion: str, answer: str) -> float:
     r"""1.0 where the completion's last answer equals `answer`, else 0.0, also where it has none.
 
@@ -42,7 +38,7 @@ def check(completion: str, answer: str) -> float:
     significant digits.
 
     Raises:
-        GoldAnswerError: `answer` cannot be read; what the policy said is not to blame.
+        ValueError: `answer` cannot be read; what the policy said is not to blame.
     """
     gold, said = _answer(str(answer)), _answer(completion)
     right = _plain(gold)
@@ -58,7 +54,7 @@ def check(completion: str, answer: str) -> float:
         return float(text.casefold() == right.casefold())
     wanted = _parsed(gold, boxed=not any(mark in gold for mark in _DELIMITED))
     if not wanted:
-        raise GoldAnswerError(f"answer={answer!r} must be readable by math-verify")
+        raise ValueError(f"answer={answer!r} must be readable by math-verify")
     found = _parsed(said, boxed="\\boxed" in completion)
     sizes = [abs(float(n)) for n in wanted + found if isinstance(n, Number) and n.is_finite and n]
     digits = max([6, *(5 - math.floor(math.log10(size)) for size in sizes if size)])

@@ -53,18 +53,11 @@ class RemoteReward(Judge):
     wants_texts = True
 
     def __init__(
-        self,
-        url: str,
-        *,
-        shape: Literal["openrlhf", "slime", "rllib"] = "rllib",
-        label_column: str = "answer",
-        reward_key: str = "score",
-        batch_size: Count = 32,
-        token_env: str = TOKEN_ENV,
-        max_concurrency: Count = 8,
-        judge_outage_s: Pause = JUDGE_OUTAGE_S,
-        **client: Any,
-    ) -> None:
+        self, url: str, *, shape: Literal["openrlhf", "slime", "rllib"] = "rllib",
+        label_column: str = "answer", reward_key: str = "score", batch_size: Count = 32,
+        token_env: str = TOKEN_ENV, max_concurrency: Count = 8,
+        judge_outage_s: Pause = JUDGE_OUTAGE_S, **client: Any,
+    ) -> None:  # fmt: skip
         base, _, self._path = url.rpartition("/")
         self._client = OpenAIClient(
             base, api_key_env=token_env, max_concurrency=max_concurrency,
@@ -188,10 +181,7 @@ class Verifier(Judge):
         )
 
 
-MISSING = (
-    "MathVerify must find the package math-verify: it cannot be imported. Install it: "
-    "pip install 'rllib-llm[environments]'."
-)
+MISSING = "MathVerify needs math-verify: pip install 'rllib-llm[environments]'."
 
 
 @checked
@@ -217,11 +207,7 @@ class MathVerify(Verifier):
         self.needed_columns = [("answer_column", answer_column)]
 
     def __call__(self, completions: Sequence[str], **columns: Any) -> list[Any]:
-        """1.0 or 0.0 for each completion, `Invalid` where it could not be found out.
-
-        Raises:
-            ValueError: the data set has no such column.
-        """
+        """1.0 or 0.0 for each completion, `Invalid` where it could not be found out."""
         answers = required_column(columns, "answer_column", self._answer_column)
         rows = zip(completions, answers, strict=True)
         calls = [

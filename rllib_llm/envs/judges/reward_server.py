@@ -30,7 +30,7 @@ MAX_BODY_BYTES = 32 * 2**20
 _SPECIAL_TOKENS = re.compile(r"(?:\s|<[^<>\s]{1,40}>|\[[A-Z_]{2,20}\])*")
 
 
-class RewardRequest(BaseModel):
+class ScoringRequest(BaseModel):
     """A scoring request in this package's format."""
 
     prompts: list[str]
@@ -65,10 +65,7 @@ class RewardService:
     def __init__(self, rewards: RewardSum, *, label_column: str = LABEL_COLUMN) -> None:
         wanting = [term.name for term in rewards.terms if term.wants_tokens]
         if wanting:
-            raise RewardError(
-                f"reward functions {wanting!r} must read texts: a service knows nothing of the "
-                "policy's tokens. Take them out of what is served.",
-            )  # fmt: skip
+            raise RewardError(f"reward functions {wanting!r}", "read texts", "a service has no ids")
         self._rewards, self._label_column = rewards, label_column
         self._turn = asyncio.Lock()
 
@@ -123,18 +120,13 @@ def _behind_prompt(query: str, prompt: str) -> str:
     place = query.find(prompt)
     if place >= 0 and _SPECIAL_TOKENS.fullmatch(query, 0, place):
         return query[place + len(prompt) :]
-    raise HTTPException(
-        422,
-        f"query {query[:80]!r} must begin with its prompt {prompt[:80]!r}, special tokens apart",
-    )
+    raise HTTPException(422, f"query {query[:80]!r} must begin with its prompt {prompt[:80]!r}")
 
 
 def make_app(service: RewardService, token: str) -> FastAPI:
     """The HTTP application; raises ValueError for an empty token."""
     if not token:
-        raise ValueError(
-            "token='' must not be empty: anybody who reaches the port could use it. Set one."
-        )
+        raise ValueError("token='' must not be empty: whoever reaches the port could use it")
     wanted = f"Bearer {token}".encode()
     app = FastAPI(title="Rewards", docs_url=None, redoc_url=None)
 
@@ -157,7 +149,7 @@ def make_app(service: RewardService, token: str) -> FastAPI:
 
     @app.post("/v1/rewards")
     async def rewards(request: Request) -> dict[str, Any]:
-        asked = await read(request, RewardRequest)
+        asked = await read(request, ScoringRequest)
         scores, reasons, components = await service.judge(
             asked.prompts, asked.completions, asked.columns
         )

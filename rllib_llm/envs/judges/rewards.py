@@ -25,7 +25,7 @@ from rllib_llm.envs.judges.reward_functions import (
     check_names,
 )
 from rllib_llm.shared.dotted import as_list
-from rllib_llm.shared.errors import ended, require
+from rllib_llm.shared.errors import Problem, ended
 from rllib_llm.shared.remote import EventLoop, ExitedError, Late, no_answer, within
 
 __all__ = [
@@ -127,10 +127,8 @@ class RewardSum:
             for row in (~result.valid).nonzero().flatten().tolist():
                 reasons[row] = f"{term.name}: {result.reasons[row]}"
             for name, values in result.metrics.items():
-                require(
-                    name not in metrics, "metric", name, "come from one reward function",
-                    f"{term.name!r} and another return it", "Rename one", RewardError,
-                )  # fmt: skip
+                if name in metrics:
+                    raise RewardError("metric", "come from one reward function", value=name)
                 metrics[name] = values
             for name, value in term.metrics().items():
                 metrics[name] = torch.full_like(scores, value)
@@ -139,18 +137,18 @@ class RewardSum:
         overflows = judged & ~scores.isfinite()
         valid = valid & judged & ~overflows
         scores = torch.where(valid, scores, torch.zeros_like(scores))
-        told = zip(*torch.stack((valid, overflows)).tolist(), reasons, strict=True)
-        said = tuple(
-            "" if ok else "the weighted sum is NaN or infinite" if is_over else why
-            for ok, is_over, why in told
+        flags = zip(*torch.stack((valid, overflows)).tolist(), reasons, strict=True)
+        why = tuple(
+            "" if ok else "the weighted sum is NaN or infinite" if is_over else reason
+            for ok, is_over, reason in flags
         )
-        return Rewards(scores, valid, components, metrics, failed, said)
+        return Rewards(scores, valid, components, metrics, failed, why)
 
     def _results(self, batch: RewardBatch) -> list[RewardResult]:
         """Async functions wait together in the background while the others compute."""
-        waiting = {t.name: _Answer(t, batch) for t in self.terms if t.is_async}
+        waiting = {t.name: _Pending(t, batch) for t in self.terms if t.is_async}
         with self._lock:
-            results = {t.name: _judged(_Answer(t, batch)) for t in self.terms if not t.is_async}
+            results = {t.name: _judged(_Pending(t, batch)) for t in self.terms if not t.is_async}
         results.update({name: _judged(answer) for name, answer in waiting.items()})
         return [results[term.name] for term in self.terms]
 
@@ -164,12 +162,10 @@ class RewardSum:
         self._unjudged_prompts.update(map(tuple, batch.prompt_ids.tolist()))
         is_varied = len(self._unjudged_prompts) >= _ENOUGH_PROMPTS
         if self._num_unjudged >= (_ENOUGH_ROWS if is_varied else 4 * _ENOUGH_ROWS):
-            names = list(self.num_failed)
             raise RewardError(
-                f"reward functions {names!r}", "judge some completion",
+                f"reward functions {list(self.num_failed)!r}", "judge some completion",
                 f"they returned None for all {self._num_unjudged} so far, the last one "
-                f"{shown_row(batch, -1)}", "None means that a function does not judge a row; "
-                "return a number, as 0.0 for a wrong answer",
+                f"{shown_row(batch, -1)}", "Return a number, as 0.0 for a wrong answer",
             )  # fmt: skip
 
     def _report(self, term: RewardTerm, result: RewardResult, batch: RewardBatch) -> None:
@@ -180,23 +176,20 @@ class RewardSum:
         reason = ended(result.reasons[failed[0]])
         shown = shown_row(batch, failed[0])
         if len(failed) == len(batch):
-            raise UnjudgedError(
-                f"reward function {term.name!r} must judge at least one completion of a batch: "
-                f"{reason} It failed on all {len(batch)}, first on {shown}. Correct the function, "
-                "or what it depends on.",
-                judge=term.name,
-            ) from result.error
+            found = Problem(
+                f"reward function {term.name!r}", "judge at least one completion of a batch",
+                f"{reason} It failed on all {len(batch)}, first on {shown}",
+            )  # fmt: skip
+            raise UnjudgedError([found], judge=term.name) from result.error
         if term.name not in self._warned:
             self._warned.add(term.name)
             warnings.warn(
                 f"reward function {term.name!r} failed on completions, which are left out: "
-                f"{reason} First on {shown}. Their share of an iteration is "
-                f"env/{term.name}_failed.",
-                stacklevel=3,
-            )
+                f"{reason} First on {shown}. Their share is env/{term.name}_failed.", stacklevel=3,
+            )  # fmt: skip
 
 
-class _Answer:
+class _Pending:
     """A function's answer about a batch; that of a coroutine function is under way."""
 
     def __init__(self, term: RewardTerm, batch: RewardBatch) -> None:
@@ -224,13 +217,11 @@ class _Answer:
         if done:
             return self._awaited.result()
         _loop.cache_clear()
-        raise Late(
-            f"it blocks the event loop for longer than timeout_s={self.term.timeout_s:g}: it waits "
-            "without await"
-        )
+        limit = f"timeout_s={self.term.timeout_s:g}"
+        raise Late(f"it blocks the event loop for longer than {limit}: it waits without await")
 
 
-def _judged(answer: _Answer) -> RewardResult:
+def _judged(answer: _Pending) -> RewardResult:
     """The answer of a function about a batch; where it fails, of each row by itself."""
     term, batch = answer.term, answer.batch
     try:
@@ -240,7 +231,7 @@ def _judged(answer: _Answer) -> RewardResult:
     except (Exception, SystemExit) as error:  # noqa: BLE001  (a user's function: it costs its rows)
         if len(batch) == 1:
             return failed_result(batch, _cause(error))
-        begun = [_Answer(term, batch.row(i)) for i in range(len(batch))]
+        begun = [_Pending(term, batch.row(i)) for i in range(len(batch))]
         return join_rows([_judged(row) for row in begun])
     return read_answer(term, found, batch)
 
@@ -357,17 +348,17 @@ def _numbers(function: str, what: str, answer: Any, batch: RewardBatch) -> torch
             values = [as_number(value) for value in answer]
         except (TypeError, ValueError) as error:
             raise RewardError(
-                f"{what} of reward function {function!r} must be {size} numbers (a list or a "
-                f"tensor [{size}]): it returned {type(answer).__name__} {str(answer)[:120]!r} "
-                f"({error}) for a batch beginning with {shown_row(batch, 0)}. Return one number "
-                "for each completion, None where it is not judged.",
+                f"{what} of reward function {function!r}", f"be {size} numbers, a list or a tensor",
+                f"{error}, for a batch beginning with {shown_row(batch, 0)}",
+                "Return one number for each completion, None where it is not judged",
+                str(answer)[:120],
             ) from error  # fmt: skip
         answer = torch.tensor(values, dtype=torch.float32)
     if answer.shape != (size,):
         raise RewardError(
-            f"{what} of reward function {function!r} must have shape [{size}], one number for each "
-            f"completion: it has {list(answer.shape)} for a batch beginning with "
-            f"{shown_row(batch, 0)}. Return {size} numbers; squeeze extra dimensions.",
+            f"{what} of reward function {function!r}", f"have shape [{size}]",
+            f"it has {[*answer.shape]} for a batch beginning with {shown_row(batch, 0)}",
+            "Return a number for each completion",
         )  # fmt: skip
     return answer.detach().to(device=batch.completion_ids.device, dtype=torch.float32)
 
