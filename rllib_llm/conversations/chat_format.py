@@ -126,8 +126,9 @@ class ChatFormat:
             tokenizer, self.render, self.example_tool, refused=ChatFormatError
         )
         self.turn_end = self.ends.last
-        ids = (self._id_of(end) for end in (self.ends.last, self.ends.calls))
-        ends = stop_token_ids or (*ids, *_eos(tokenizer))
+        ids = [self._id_of(end) for end in (self.ends.last, self.ends.calls)]
+        ids += [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+        ends = stop_token_ids or ids
         self.stop_token_ids = tuple(dict.fromkeys(ends))
         self.renderer, self.renderer_note = family_renderer(tokenizer, renderer, self._settings)
 
@@ -244,8 +245,12 @@ class ChatFormat:
                 return self._behind_turn(*behind, last_id)
         ended, here = (self.render(said).count(end) for said in (before, [*before, turn]))
         # What begins the next turn may be what ends this one.
-        old = self._upto_end(rendered, end, here + (here == ended))
-        return self._behind_turn(end, rendered[len(old) :], last_id)
+        count = here + (here == ended)
+        parts = rendered.split(end, count)
+        if len(parts) <= count:
+            reason = f"the chat template wrote {len(parts) - 1} such ends in place of {count}"
+            raise ChatFormatError("a turn", f"end with {end!r} wherever it stands", reason)
+        return self._behind_turn(end, parts[-1], last_id)
 
     def bridge(
         self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], new: Sequence[Message]
@@ -267,14 +272,6 @@ class ChatFormat:
     def drop_renderer(self, why: str) -> None:
         """Leaves all to the template from now on."""
         self.renderer, self.renderer_note = None, why
-
-    def _upto_end(self, text: str, end: str, count: int) -> str:
-        """The text up to the end of its `count`-th turn."""
-        parts = text.split(end, count)
-        if len(parts) <= count:
-            reason = f"the chat template wrote {text.count(end)} such ends in place of {count}"
-            raise ChatFormatError("a turn", f"end with {end!r} wherever it stands", reason)
-        return text[: len(text) - len(parts[-1])]
 
     def _behind_turn(self, end: str, text: str, last_id: int | None) -> list[int]:
         """Ids of text that follows the end of a turn, and of that end, where it was not sampled."""
@@ -321,11 +318,8 @@ class ChatFormat:
         ids = list(token_ids)
         while ids and ids[-1] in self.stop_token_ids:
             ids.pop()
-        text = str(
-            self.tokenizer.decode(
-                ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-        )
+        how_decoded = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        text = str(self.tokenizer.decode(ids, **how_decoded))
         return self.read(text, thoughts_end=self.thoughts_end(prompt_ids), **how)
 
     def thoughts_end(self, prompt_ids: Sequence[int]) -> str:
@@ -345,10 +339,6 @@ def thoughts_end(asked: str) -> str:
     """The mark that ends the thoughts that a generation prompt opens; "" where it opens none."""
     marks, asked = (THINK_DEFAULT, *THINK.values()), asked.rstrip()
     return next((end for start, end in marks if asked.endswith(start)), "")
-
-
-def _eos(tokenizer: Any) -> list[int]:
-    return [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
 
 
 def family_renderer(

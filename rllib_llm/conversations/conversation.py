@@ -178,10 +178,8 @@ def training_columns(rollouts: Sequence[Rollout], pad_token_id: int) -> dict[str
     has_tokens = torch.tensor([row.num_sampled > 0 for row in rows])
     valid = torch.tensor([owner.valid for owner in owners]) & has_tokens
     return {
-        columns.PROMPT_IDS: prompt_ids,
-        columns.PROMPT_MASK: prompt_mask,
-        columns.COMPLETION_IDS: completion_ids,
-        columns.COMPLETION_MASK: completion_mask,
+        columns.PROMPT_IDS: prompt_ids, columns.PROMPT_MASK: prompt_mask,
+        columns.COMPLETION_IDS: completion_ids, columns.COMPLETION_MASK: completion_mask,
         columns.LOSS_MASK: right("loss_mask", False, torch.bool),
         columns.SAMPLER_LOGPROBS: right("logprobs", 0.0, torch.float32),
         columns.WEIGHTS_VERSION: right("versions", NO_VERSION, torch.int32),
@@ -193,7 +191,7 @@ def training_columns(rollouts: Sequence[Rollout], pad_token_id: int) -> dict[str
         columns.GROUP: torch.tensor([owner.group for owner in owners]),
         columns.ROW_ID: torch.tensor([owner.row_id for owner in owners]),
         columns.PROMPT_INDEX: torch.tensor([owner.prompt_index for owner in owners]),
-    }
+    }  # fmt: skip
 
 
 class Conversation:

@@ -59,16 +59,12 @@ def _pattern(validator: Any, pattern: str, value: Any, schema: Any) -> Iterator[
         yield ValidationError(f"{value!r} does not match {pattern!r}")
 
 
-Arguments = extend(
-    Draft202012Validator,
-    {
-        "pattern": _pattern,
-        **{word: _unless(_is_null, word) for word in ("type", "enum")},
-        "patternProperties": _unless(_has_patterns, "patternProperties"),
-        "additionalProperties": _unless(_has_patterns, "additionalProperties"),
-        "unevaluatedProperties": lambda *_: (),  # in parts of the schema there may be patterns, too
-    },
-)
+_BY_PATTERN = ("patternProperties", "additionalProperties")
+Arguments = extend(Draft202012Validator, {
+    "pattern": _pattern, **{word: _unless(_is_null, word) for word in ("type", "enum")},
+    **{word: _unless(_has_patterns, word) for word in _BY_PATTERN},
+    "unevaluatedProperties": lambda *_: (),  # in parts of the schema there may be patterns, too
+})  # fmt: skip
 
 
 def objection(schema: Mapping[str, Any], value: Any, part: Any = None) -> str:

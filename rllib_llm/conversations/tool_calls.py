@@ -304,13 +304,11 @@ def _from_array(body: str, raw: str) -> list[ToolCall]:
         listed = json.loads(body)
     except (ValueError, RecursionError):
         return [ToolCall("", None, raw, "invalid_json")]
-    listed = listed if isinstance(listed, list) else [listed]
-    return [_from_object(one, _dumped(one)) for one in listed]
-
-
-def _dumped(value: Any) -> str:
-    """JSON, in which halves of characters alone are escaped."""
-    return json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
+    calls = []
+    for one in listed if isinstance(listed, list) else [listed]:
+        written = json.dumps(one, ensure_ascii=False)  # halves of characters alone are escaped
+        calls.append(_from_object(one, written.encode("utf-8", "backslashreplace").decode()))
+    return calls
 
 
 def _each_object(body: str, is_whole: bool) -> Iterator[ToolCall]:

@@ -209,7 +209,10 @@ class BanditEnv(VectorEnv):
         ids, mask = actions[columns.COMPLETION_IDS], actions[columns.COMPLETION_MASK]
         completions: list[str] = []
         if self.rewards.wants_texts or self.return_texts:
-            completions = self._decode(ids, mask)
+            last_prompt_ids = self._observation[columns.PROMPT_IDS][:, -1].tolist()
+            rows = zip(ids.tolist(), mask.sum(-1).tolist(), strict=True)
+            cut = [row[:length] for row, length in rows]
+            completions = decode_completions(self.tokenizer, last_prompt_ids, cut)
         names = dict.fromkeys(name for row in self._rows for name in row.columns)
         batch = RewardBatch(
             prompt_ids=self._observation[columns.PROMPT_IDS],
@@ -220,26 +223,21 @@ class BanditEnv(VectorEnv):
             max_steps=self.max_steps,
         )  # fmt: skip
         judged = self.rewards(batch)
+        # Failed or truncated rows [B] are 0 and 1, so that their means are shares.
+        truncated = torch.tensor([self._encoder.is_truncated(row.index) for row in self._rows])
+        shares = {f"{name}{columns.FAILED}": column for name, column in judged.failed.items()}
+        shares[columns.PROMPT_TRUNCATED] = truncated.to(self.device)
         infos: dict[str, Any] = {
-            columns.SCORES: judged.scores,
-            columns.VALID: judged.valid,
+            columns.SCORES: judged.scores, columns.VALID: judged.valid,
             "components": judged.components,
-            "metrics": judged.metrics | self._shares(judged.failed),
-            "num_completion_tokens": mask.sum(-1),
-            columns.PROMPT_INDEX: self._prompt_index(),
-        }
+            "metrics": judged.metrics | {name: share.float() for name, share in shares.items()},
+            "num_completion_tokens": mask.sum(-1), columns.PROMPT_INDEX: self._prompt_index(),
+        }  # fmt: skip
         if completions:  # decoded anyway: who keeps them need not decode again
             infos["prompt_texts"], infos["completion_texts"] = self._texts, completions
         if self.reference is not None:
             self._add_reference(infos, batch, actions.get(columns.SAMPLER_LOGPROBS))
         return infos
-
-    def _shares(self, failed: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Rows [B] that failed or were truncated, as 0 and 1, so that their means are shares."""
-        truncated = torch.tensor([self._encoder.is_truncated(row.index) for row in self._rows])
-        rows = {f"{name}{columns.FAILED}": column for name, column in failed.items()}
-        rows[columns.PROMPT_TRUNCATED] = truncated.to(self.device)
-        return {name: column.float() for name, column in rows.items()}
 
     def _add_reference(
         self, infos: dict[str, Any], batch: RewardBatch, sampler_logprobs: torch.Tensor | None
@@ -258,12 +256,6 @@ class BanditEnv(VectorEnv):
             for name, value in self.reference.metrics().items():
                 full = torch.full_like(infos[columns.SCORES], value)
                 infos["metrics"][f"reference/{name}"] = full
-
-    def _decode(self, ids: torch.Tensor, mask: torch.Tensor) -> list[str]:
-        last_prompt_ids = self._observation[columns.PROMPT_IDS][:, -1].tolist()
-        rows, keep = ids.tolist(), mask.sum(-1).tolist()
-        completions = [row[:length] for row, length in zip(rows, keep, strict=True)]
-        return decode_completions(self.tokenizer, last_prompt_ids, completions)
 
 
 def check_env_lengths(env: Any, *, model: Any, max_new_tokens: int, chosen: bool) -> None:

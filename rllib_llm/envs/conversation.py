@@ -25,7 +25,7 @@ from rllib_llm.conversations.chat_format import ChatFormat, Message, Messages
 from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.conversations.proof import Proof, prove, require_tools
 from rllib_llm.envs.judges.rewards import RewardSum
-from rllib_llm.envs.prompts import PromptRow, PromptSource
+from rllib_llm.envs.prompts import PromptRow
 from rllib_llm.envs.rlhf import (
     check_prompts,
     frozen_reference,
@@ -152,7 +152,9 @@ class ConversationEnv:
         self.toolbox = self._make_toolbox(self.tools())
         self.findings: list[Proof] = []
         self.chat_format = self._make_format(self.toolbox)
-        self.tasks = self._make_tasks()
+        rows, column = self.rows(), self.settings["prompt_column"]
+        check_prompts(self.settings, rows)
+        self.tasks = prompt_source(self.settings, rows, self.eval_rows(), column)
         terms = reward_terms(self.settings, self.tokenizer)
         self.rewards = RewardSum(terms) if terms else None
         self.reference = frozen_reference(self.settings, self.tokenizer)
@@ -245,11 +247,6 @@ class ConversationEnv:
             chat_format = self.format_of(task)
             chat_format.prompt_ids(self.first_messages(Conversation(chat_format, task=task)))
 
-    def _make_tasks(self) -> PromptSource:
-        settings, rows = self.settings, self.rows()
-        check_prompts(settings, rows)
-        return prompt_source(settings, rows, self.eval_rows(), settings["prompt_column"])
-
     @classmethod
     def default_settings(cls) -> dict[str, Any]:
         """Its settings by name: rows, or defaults alone."""
@@ -319,11 +316,16 @@ class ChatEnv(ConversationEnv):
         return OpenAIClient(self.settings["base_url"], **settings)
 
     async def respond(self, conversation: Conversation) -> Response:
+        messages = self._player_system(conversation.task)
+        messages += [
+            {"role": _EXCHANGED[message["role"]], "content": message["content"]}
+            for message in conversation.messages
+            if message["role"] in _EXCHANGED and message["content"]  # no tool calls and results
+        ]
         body = {
             **(self.settings["player_settings"] or {}),
-            "model": self.settings["model_name"],
-            "messages": self._seen_by_player(conversation),
-        }
+            "model": self.settings["model_name"], "messages": messages,
+        }  # fmt: skip
         asked = self._client.submit(
             "chat/completions", body, lambda answer: answer["choices"][0]["message"]["content"]
         )
@@ -350,16 +352,6 @@ class ChatEnv(ConversationEnv):
                 "system_of_player", f"name columns of the task in braces, {sorted(task)}",
                 told(error), "Write { itself as {{", system,
             ) from error  # fmt: skip
-
-    def _seen_by_player(self, conversation: Conversation) -> Messages:
-        """The conversation from the other player's side, without the policy's tool calls and
-        results."""
-        messages = self._player_system(conversation.task)
-        for message in conversation.messages:
-            if message["role"] in _EXCHANGED and message["content"]:
-                said = {"role": _EXCHANGED[message["role"]], "content": message["content"]}
-                messages.append(said)
-        return messages
 
     def close(self) -> None:
         """Closes the connections to the server as well."""

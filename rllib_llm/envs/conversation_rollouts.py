@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from rllib_llm.conversations.chat_format import Message, Messages
+from rllib_llm.conversations.chat_format import Message
 from rllib_llm.conversations.conversation import Conversation, Rollout, training_columns
 from rllib_llm.conversations.json_values import copied
 from rllib_llm.conversations.tool_calls import ParsedReply, ToolCall
@@ -97,7 +97,15 @@ async def run_side_by_side(
 
     async def one(attempt: Rollout) -> None:
         async with places:
-            await _note_failure(attempt, converse(attempt), max_seconds)
+            start = time.perf_counter()
+            try:
+                late = f"the rollout took longer than max_seconds={max_seconds:g}"
+                await within(max_seconds, converse(attempt), late)
+            except EngineFailed:
+                raise
+            except Exception as error:  # noqa: BLE001  (of a user's environment: it costs the rollout)
+                attempt.invalid, attempt.error = told(error), error
+            attempt.count("seconds", time.perf_counter() - start)
 
     tasks = [asyncio.ensure_future(one(attempt)) for attempt in attempts]
     try:
@@ -105,18 +113,6 @@ async def run_side_by_side(
     finally:  # where one found the engine broken, the others need not go on
         for task in tasks:
             task.cancel()
-
-
-async def _note_failure(attempt: Rollout, work: Awaitable, max_seconds: float) -> None:
-    start = time.perf_counter()
-    late = f"the rollout took longer than max_seconds={max_seconds:g}"
-    try:
-        await within(max_seconds, work, late)
-    except EngineFailed:
-        raise
-    except Exception as error:  # noqa: BLE001  (of a user's environment: it costs the rollout)
-        attempt.invalid, attempt.error = told(error), error
-    attempt.count("seconds", time.perf_counter() - start)
 
 
 class _Player:
@@ -279,6 +275,9 @@ SCORE = "score"  # component: what `ConversationEnv.score` says
 ROLLOUT = "rollout"
 ByRollout = Callable[[Sequence[Rollout], Sequence[float]], torch.Tensor]
 _SHOWN = 300  # characters of a reason
+_TOKENS = (
+    columns.PROMPT_IDS, columns.PROMPT_MASK, columns.COMPLETION_IDS, columns.COMPLETION_MASK,
+)  # fmt: skip
 
 
 def judge(env: ConversationEnv, attempts: Sequence[Rollout], pad_token_id: int) -> Judgement:
@@ -302,11 +301,9 @@ def judge(env: ConversationEnv, attempts: Sequence[Rollout], pad_token_id: int) 
             attempt.score, attempt.valid = 0.0, False
     batch = training_columns(attempts, pad_token_id)
     if env.reference is not None:
-        names = (columns.PROMPT_IDS, columns.PROMPT_MASK, columns.COMPLETION_IDS,
-                 columns.COMPLETION_MASK)  # fmt: skip
-        batch[columns.REF_LOGPROBS] = env.reference.logprobs(
-            *(batch[name].to(env.device) for name in names), env.settings["temperature"]
-        ).cpu()
+        given = (batch[name].to(env.device) for name in _TOKENS)
+        logprobs = env.reference.logprobs(*given, env.settings["temperature"])
+        batch[columns.REF_LOGPROBS] = logprobs.cpu()
     row_ids = batch[columns.ROW_ID].tolist()
     firsts = {row_id: place for place, row_id in reversed([*enumerate(row_ids)])}
 
@@ -359,32 +356,24 @@ def _reward_batch(env: ConversationEnv, sound: Sequence[Rollout]) -> RewardBatch
     starts = [attempt.conversation.opening for attempt in sound]
     chats = [attempt.conversation.messages for attempt in sound]
     said = [chat[len(start) :] for chat, start in zip(chats, starts, strict=True)]
-    contexts = [_before_last_turn(chat) for chat in chats]
+    contexts = []
+    for chat in chats:
+        places = [i for i, message in enumerate(chat) if message["role"] == "assistant"]
+        contexts.append(chat[: places[-1]] if places else chat)
     tasks = [attempt.conversation.task for attempt in sound]
     names = dict.fromkeys(name for task in tasks for name in task if name != "prompt")
     return RewardBatch(
-        prompt_ids=batch[columns.PROMPT_IDS][ends],
-        prompt_mask=batch[columns.PROMPT_MASK][ends],
-        completion_ids=batch[columns.COMPLETION_IDS][ends],
-        completion_mask=batch[columns.COMPLETION_MASK][ends],
-        prompts=transcripts(contexts),
+        *(batch[name][ends] for name in _TOKENS), prompts=transcripts(contexts),
         completions=["" if (r := a.conversation.reply) is None else r.content for a in sound],
-        completion_messages=said,
-        context_messages=contexts,
+        completion_messages=said, context_messages=contexts,
         columns={
             **{name: [task.get(name) for task in tasks] for name in names},
             "messages": starts,
             "conversations": [attempt.conversation for attempt in sound],
             "environments": [attempt.conversation.state.get("environment") for attempt in sound],
         },
-        global_step=env.global_step,
-        max_steps=env.max_steps,
-    )
-
-
-def _before_last_turn(chat: Messages) -> Messages:
-    places = [i for i, message in enumerate(chat) if message["role"] == "assistant"]
-    return chat[: places[-1]] if places else chat
+        global_step=env.global_step, max_steps=env.max_steps,
+    )  # fmt: skip
 
 
 def _metrics(

@@ -340,7 +340,12 @@ class RewardModelScorer(_Frozen, Judge):
 
     @torch.no_grad()
     def _normalized_scores(self, ids: Tensor, mask: Tensor) -> Tensor:
-        self._warn_of_truncation()
+        if (count := self._encoder.num_truncated) and not self._warned_truncated:
+            self._warned_truncated = True
+            warnings.warn(
+                f"{count} texts are longer than the reward model's max_length={self.max_length} "
+                "and lose their beginning; later ones are only counted.", stacklevel=3,
+            )  # fmt: skip
         scores = self._run(self.model, ids, mask)
         if count := self._drift_rows:
             self._note_drift(
@@ -360,15 +365,6 @@ class RewardModelScorer(_Frozen, Judge):
             batch = (tensor[rows, :longest].to(self._device) for tensor in (ids, mask))
             scores[rows] = sequence_scores(model, *batch, label=self._label).to(scores.device)
         return scores
-
-    def _warn_of_truncation(self) -> None:
-        if self._encoder.num_truncated and not self._warned_truncated:
-            self._warned_truncated = True
-            warnings.warn(
-                f"{self._encoder.num_truncated} texts are longer than the reward model's "
-                f"max_length={self.max_length} and lose their beginning; later ones are only "
-                "counted.", stacklevel=4,
-            )  # fmt: skip
 
 
 def _normalization(

@@ -137,14 +137,21 @@ class Contained:
         """The answer to one line of JSON, {"value": ...} or {"error": ...}.
 
         Raises as `read`, OSError where it has ended, and ValueError for what is no answer to this
-        line, which alone names the word that came with it.
+        line, which alone names the word that came with it, or has numbers that are not finite.
         """
         word = secrets.token_hex(16).encode()
         self._unsent += word + b" " + json.dumps(line).encode() + b"\n"
         named, _, answer = self.read(seconds, said, line=True).partition(b" ")
         if self._unread or not secrets.compare_digest(named, word):
             raise ValueError("it is no answer to what was asked")
-        return _read_answer(answer)
+        try:
+            numbers = {"parse_constant": _finite, "parse_float": _finite, "parse_int": _whole}
+            found = json.loads(answer, **numbers)
+        except RecursionError as error:
+            raise ValueError("it is too deep") from error
+        if not isinstance(found, dict) or len(found.keys() & {"value", "error"}) != 1:
+            raise ValueError("it holds neither value nor error")
+        return found
 
     def end(self) -> int:
         """Ends it and all that it has started; its exit code."""
@@ -159,17 +166,6 @@ class Contained:
 
     def __exit__(self, *error: object) -> None:
         self.end()
-
-
-def _read_answer(said: bytes) -> dict[str, Any]:
-    """Parses an answer; raises ValueError for invalid ones and for numbers that are not finite."""
-    try:
-        answer = json.loads(said, parse_constant=_finite, parse_float=_finite, parse_int=_whole)
-    except RecursionError as error:
-        raise ValueError("it is too deep") from error
-    if not isinstance(answer, dict) or len(answer.keys() & {"value", "error"}) != 1:
-        raise ValueError("it holds neither value nor error")
-    return answer
 
 
 def _finite(text: str) -> float:

@@ -187,7 +187,10 @@ class Toolbox:
         assert asked.arguments is not None, "a complete call has arguments"
         try:
             result = await within(limit, tool.run(copied(asked.arguments)))
-            text, failure = self._shortened(as_text(result)), ""
+            text, failure, half = as_text(result), "", self.max_chars // 2
+            if len(text) > self.max_chars:
+                begin, end = text[:half], text[len(text) - half :]
+                text = f"{begin}\n[{len(text) - 2 * half} characters left out]\n{end}"
         except Exception as error:  # noqa: BLE001  (of a user's tool: the policy is told)
             failure = _failure_of(error)
             shown = None if failure == "unavailable" else _SHOWN  # the policy does not read it
@@ -206,13 +209,6 @@ class Toolbox:
         else:
             reason = objection(tool.schema["function"].get("parameters") or {}, arguments)
         return reason and f"arguments of {asked.name!r}: {reason:.{_SHOWN}}"
-
-    def _shortened(self, text: str) -> str:
-        if len(text) <= self.max_chars:
-            return text
-        half = self.max_chars // 2
-        left_out = len(text) - 2 * half
-        return f"{text[:half]}\n[{left_out} characters left out]\n{text[len(text) - half :]}"
 
 
 def _failure_of(error: Exception) -> str:
@@ -355,13 +351,13 @@ class SearchTool:
         self, folder: str | Path | Mapping[str, str], *, num_results: Count = 3,
         max_chars: Count = 500, name: str = "search",
     ) -> None:  # fmt: skip
-        texts = folder.items() if isinstance(folder, Mapping) else _texts_in(Path(folder))
-        self.passages = [
-            (title, passage.strip())
-            for title, text in texts
-            for passage in re.split(r"\n\s*\n", text)
-            if passage.strip()
-        ]
+        texts = dict(folder) if isinstance(folder, Mapping) else {}
+        if not isinstance(folder, Mapping):
+            root = Path(folder)
+            for path in sorted(p for p in root.rglob("*") if p.suffix in _SUFFIXES and p.is_file()):
+                texts[path.relative_to(root).with_suffix("").as_posix()] = text_of(path)
+        parts = [(title, part) for title in texts for part in re.split(r"\n\s*\n", texts[title])]
+        self.passages = [(title, part.strip()) for title, part in parts if part.strip()]
         if not self.passages:
             raise Problems("folder", f"hold texts, {_SUFFIXES}", value=str(folder)[:80])
         self.num_results, self.max_chars, self.name = num_results, max_chars, name
@@ -406,12 +402,6 @@ def _words(text: str) -> list[str]:
     return _WORD.findall(text.lower())
 
 
-def _texts_in(folder: Path) -> list[tuple[str, str]]:
-    """(title, text) of the files in a folder and in those within it."""
-    files = sorted(p for p in folder.rglob("*") if p.suffix in _SUFFIXES and p.is_file())
-    return [(path.relative_to(folder).with_suffix("").as_posix(), text_of(path)) for path in files]
-
-
 _PROBE_SECONDS = 5.0  # that a server has to show that it is there
 _CLOSE_SECONDS = 8.0  # that a connection has to end, and the program behind it: mcp needs 6.5
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 60.0  # seconds between attempts to connect
@@ -452,11 +442,8 @@ class MCPServers:
     async def connect(self) -> list[MCPTool]:
         """Connects to all servers; returns their tools."""
         try:
-            return [
-                MCPTool(server, listed, self._timeout_s)
-                for server in self._servers
-                for listed in await server.open()
-            ]
+            opened = [(server, await server.open()) for server in self._servers]
+            return [MCPTool(s, each, self._timeout_s) for s, listed in opened for each in listed]
         except Problems:
             await self.close()
             raise
@@ -494,7 +481,12 @@ class _Server:
 
     async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> Any:
         """The tool's result; raises as `MCPTool.run`."""
-        client = await self._connected()
+        if self._client is None:
+            try:
+                await within(self._connect_s, self._here.wait())
+            except Late:
+                raise Away(f"the MCP server is away: {self._error}") from None
+        client = self._client
         try:
             return await within(timeout_s, client.call_tool(name, arguments))
         except Late:
@@ -513,14 +505,6 @@ class _Server:
             await ended(self._keeper, _CLOSE_SECONDS + 1)
         if self._holding is not None:  # a keeper that was about to end it waits no more
             await asyncio.wait({self._holding}, timeout=_CLOSE_SECONDS)
-
-    async def _connected(self) -> Any:
-        if self._client is None:
-            try:
-                await within(self._connect_s, self._here.wait())
-            except Late:
-                raise Away(f"the MCP server is away: {self._error}") from None
-        return self._client
 
     async def _answers(self, client: Any) -> bool:
         """Whether the server is there: it lists its tools."""

@@ -127,10 +127,10 @@ def run_agents(
     attempts = new_attempts(env, rows, first_position, num_completions)
 
     async def play(attempt: Rollout) -> None:
+        settings = dict(env.settings["template_settings"] or {})
         with server.session(
             {**sampling, "noise_row": attempt.row_id}, max_new_tokens=max_new_tokens,
-            max_turns=int(env.settings["max_turns"]),
-            template_settings=dict(env.settings["template_settings"] or {}),
+            max_turns=int(env.settings["max_turns"]), template_settings=settings,
         ) as (url, session):  # fmt: skip
             await _play(env, attempt, url, session)
 

@@ -136,20 +136,17 @@ class Tasks(MadeRows):
     def _check_levels(self) -> None:
         """Makes a row of each data set at every level that tasks will reach."""
         for which in sorted(set(self._which.clip(max=len(self.specs) - 1).tolist())):
-            for level in range(min(self.level(self._size - 1), self._highest(which)) + 1):
+            highest = self.level(self._size - 1)
+            if highest:  # a curriculum stays as it is from its last level on
+                known = self._curriculum(which).attributes.values()
+                highest = min(highest, max((len(each.levels) for each in known), default=1) - 1)
+            for level in range(highest + 1):
                 entry = self._entry(which, level, 0)
             with contextlib.suppress(Exception):  # an answer that it cannot read
                 if self.dataset(which, level).score_answer(_NONSENSE, entry) >= 1.0:
                     name = self.specs[which].name
                     text = f"datasets: {name!r} gives its full score to {_NONSENSE!r}: leave it out"
                     warnings.warn(f"{text}.", stacklevel=3)
-
-    def _highest(self, which: int) -> int:
-        """The level from which on a data set's curriculum stays as it is."""
-        if self._per_level is None:
-            return 0
-        levels = [len(each.levels) for each in self._curriculum(which).attributes.values()]
-        return max(levels, default=1) - 1
 
     def make(self, index: int) -> dict[str, Any]:
         """The task at `index`."""
@@ -159,9 +156,8 @@ class Tasks(MadeRows):
         return {
             "prompt": [{"role": "user", "content": question}] if self._as_chat else question,
             "answer": None if answer is None else str(answer),
-            "dataset": self.specs[which].name,
-            "task": index,
-        }
+            "dataset": self.specs[which].name, "task": index,
+        }  # fmt: skip
 
     def entry(self, index: int) -> tuple[int, Any]:
         """Which data set the task at `index` is of, and a copy of reasoning-gym's own record of

@@ -10,6 +10,7 @@ get `completions` as messages and `environments=`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -190,7 +191,11 @@ def _factory(given: Any) -> _Factory:
     """The factory of an environment, which must make objects that can be reset."""
     factory = import_dotted(given, name="environment_factory") if isinstance(given, str) else given
     place, first = "env_config['environment_factory']", None
-    if wanted := _wanted_by(factory):
+    wanted = []
+    with contextlib.suppress(TypeError, ValueError):  # it is not callable, or does not say
+        parameters = inspect.signature(factory).parameters.values()
+        wanted = [p.name for p in parameters if p.default is p.empty and p.kind not in _ANY_NUMBER]
+    if wanted:
         raise Problems(
             place, "be callable without arguments, as in TRL", f"it wants {wanted}",
             "Give functools.partial(...), or a function that makes the environment", given,
@@ -201,15 +206,6 @@ def _factory(given: Any) -> _Factory:
     if not callable(getattr(type(first), "reset", None)):
         raise Problems(place, "make objects with reset(**row)", value=given)
     return _Factory(factory, first)
-
-
-def _wanted_by(factory: Any) -> list[str]:
-    """The arguments without which it cannot be called."""
-    try:
-        parameters = inspect.signature(factory).parameters.values()
-    except (TypeError, ValueError):  # it is not callable, or does not say
-        return []
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in _ANY_NUMBER]
 
 
 def _methods(environment: Any) -> list[Callable[..., Any]]:

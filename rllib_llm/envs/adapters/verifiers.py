@@ -67,9 +67,8 @@ def new_trace(task: Any) -> Any:
 
     return vf.Trace(
         task=vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),
-        agent=vf.AgentInfo(config=vf.AgentConfig()),
-        state=state_cls(type(task))(),
-    )
+        agent=vf.AgentInfo(config=vf.AgentConfig()), state=state_cls(type(task))(),
+    )  # fmt: skip
 
 
 def write_nodes(trace: Any, conversation: Conversation) -> None:
@@ -169,10 +168,8 @@ class VerifiersEnv(ConversationEnv):
         return tasks
 
     def rows(self) -> Any:
-        return [
-            {"prompt": prompt_of(task), "position": place}
-            for place, task in enumerate(self.vf_tasks)
-        ]
+        tasks = enumerate(self.vf_tasks)
+        return [{"prompt": prompt_of(task), "position": place} for place, task in tasks]
 
     def tools(self) -> Sequence[Any]:
         one_of_each = {type(task): task for task in reversed(self.vf_tasks)}
@@ -218,7 +215,11 @@ class VerifiersEnv(ConversationEnv):
 
     async def score(self, conversation: Conversation) -> float | None:
         task, trace = self._record(conversation)
-        trace.stop(self._ending(conversation))
+        ending = "agent_completed"  # in verifiers' words, where no `@vf.stop` has stopped it
+        if conversation.reply is not None and conversation.reply.tool_calls:
+            has_turns = conversation.num_turns < self.settings["max_turns"]
+            ending = "max_total_tokens" if has_turns else "max_turns"
+        trace.stop(ending)
         await task.score(trace)
         unscored = sorted(name for name, reward in trace.rewards.items() if reward is None)
         if unscored:
@@ -226,13 +227,6 @@ class VerifiersEnv(ConversationEnv):
         numbers = {name: value for name, value in trace.metrics.items() if value is not None}
         conversation.metrics.update({name: float(value) for name, value in numbers.items()})
         return float(trace.reward) if trace.rewards else None
-
-    def _ending(self, conversation: Conversation) -> str:
-        """Why a conversation ended that no `@vf.stop` has stopped, in verifiers' words."""
-        if conversation.reply is None or not conversation.reply.tool_calls:
-            return "agent_completed"
-        has_turns = conversation.num_turns < self.settings["max_turns"]
-        return "max_total_tokens" if has_turns else "max_turns"
 
     def _record(
         self, conversation: Conversation, results: Sequence[Message] = ()
@@ -277,15 +271,13 @@ def _check_task(task: Any) -> None:
     from verifiers.v1.utils.decorators import discover_decorated
 
     rewriting = [hook.__name__ for hook in discover_decorated(task, "intercept")]
-    stops = [
-        hook.__name__
-        for hook in task.hooks("stop")
-        if hook_boundary(hook, allow_trace=True) is not vf.Trace
-    ]
+    stops = [hook.__name__ for hook in task.hooks("stop")
+             if hook_boundary(hook, allow_trace=True) is not vf.Trace]  # fmt: skip
     hooks = [name for name in _HOOKS if getattr(type(task), name) is not getattr(vf.Task, name)]
     scoring = [*task.hooks("metric"), *task.hooks("reward")]
     scoring += [judge.score for judge in task.plugged_judges()]
-    wants = [getattr(f, "__name__", str(f)) for f in scoring if _requires_runtime(f)]
+    takes = [(f, inspect.signature(f).parameters.get("runtime")) for f in scoring]
+    wants = [getattr(f, "__name__", str(f)) for f, p in takes if p and p.default is p.empty]
     boxed = [name for name in _OF_BOX if getattr(task.data, name)]
     reasons = {
         "it runs in a container": task.NEEDS_CONTAINER or task.data.image is not None,
@@ -300,11 +292,6 @@ def _check_task(task: Any) -> None:
             f"task {type(task).__name__} number {task.data.idx}", "need nothing but this process",
             reason, "Train with verifiers' harness against /inference/v1/generate of rllib serve",
         )  # fmt: skip
-
-
-def _requires_runtime(function: Any) -> bool:
-    found = inspect.signature(function).parameters.get("runtime")
-    return found is not None and found.default is inspect.Parameter.empty
 
 
 def _toolsets_of(task: Any) -> list[Any]:

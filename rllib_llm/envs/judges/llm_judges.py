@@ -85,21 +85,14 @@ class JudgeServer(JudgeModel):
         Raises:
             RequestRefusedError: the server refuses the request (wrong key, unknown model).
         """
-        questions = self._questions(prompts, completions, columns)
-        return await self.replies(questions, self._read_score)
-
-    def _questions(
-        self, prompts: list[str], completions: list[str], columns: dict[str, list[Any]]
-    ) -> list[Messages]:
         questions = []
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             row = {name: values[i] for name, values in columns.items() if name != "completion_ids"}
             text = self._template.format(**{**row, "prompt": prompt, "completion": completion})
-            messages = [{"role": "user", "content": text}]
-            if self._system is not None:
-                messages.insert(0, {"role": "system", "content": self._system})
-            questions.append(messages)
-        return questions
+            system = {"role": "system", "content": self._system}
+            messages = [] if self._system is None else [system]
+            questions.append([*messages, {"role": "user", "content": text}])
+        return await self.replies(questions, self._read_score)
 
     def _read_score(self, reply: str) -> float:
         """The score in a reply."""
@@ -217,13 +210,11 @@ class RubricJudge(SchemaJudge):
             references = required_column(columns, "reference_column", self._reference_column)
         rows = zip(prompts, completions, references, strict=True)
         verdicts = await self.ask([self._question(*row) for row in rows], dict)
-        grades = {
-            f"grade_{criterion.name}": [
-                float("nan") if isinstance(v, Invalid) else v[criterion.name] / self._scale
-                for v in verdicts
+        grades = {}
+        for name in (criterion.name for criterion in self._criteria):
+            grades[f"grade_{name}"] = [
+                math.nan if isinstance(v, Invalid) else v[name] / self._scale for v in verdicts
             ]
-            for criterion in self._criteria
-        }
         return [v if isinstance(v, Invalid) else self._score(v) for v in verdicts], grades
 
     def _question(self, prompt: str, completion: str, reference: Any) -> Messages:

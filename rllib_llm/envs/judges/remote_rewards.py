@@ -76,16 +76,11 @@ class RemoteReward(Judge):
             RequestRefusedError: the service refuses requests (wrong token, unknown path).
         """
         before = self._client.num_retries
-        sent = {
-            name: values
-            for name, values in columns.items()
-            if name not in _NOT_SENT
-            and (name not in _OBJECTS or all(isinstance(v, (str, list, dict)) for v in values))
-        }
-        parts = [
-            slice(start, start + self._batch_size)
-            for start in range(0, len(completions), self._batch_size)
-        ]
+        sent = {name: values for name, values in columns.items() if name not in _NOT_SENT and (
+            name not in _OBJECTS or all(isinstance(v, (str, list, dict)) for v in values)
+        )}  # fmt: skip
+        starts = range(0, len(completions), self._batch_size)
+        parts = [slice(start, start + self._batch_size) for start in starts]
         asked = [
             self._ask(
                 prompts[part], completions[part],
@@ -173,12 +168,11 @@ class Verifier(Judge):
     def __call__(self, completions: Sequence[str], **columns: Any) -> list[Any]:
         """The function's result for each completion; `Invalid` if it failed or timed out."""
         given = {name: as_json(required_column(columns, "columns", name)) for name in self._columns}
-        return self._pool.map(
-            [
-                {"completion": text, **{name: values[i] for name, values in given.items()}}
-                for i, text in enumerate(completions)
-            ]
-        )
+        rows = [{"completion": text} for text in completions]
+        for name, values in given.items():
+            for row, value in zip(rows, values, strict=True):
+                row[name] = value
+        return self._pool.map(rows)
 
 
 MISSING = "MathVerify needs math-verify: pip install 'rllib-llm[environments]'."

@@ -9,7 +9,7 @@ import math
 import threading
 import time
 import warnings
-from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -198,7 +198,7 @@ class _Pending:
         if term.is_async:
             if term.timeout_s is not None:
                 self.until = time.monotonic() + 2 * term.timeout_s + _LOOP_SECONDS
-            self._awaited = _loop().submit(_called(term, batch))
+            self._awaited = _loop().submit(_in_time(term, lambda: term.call(batch)))
 
     def wait(self) -> Any:
         """The answer, or what the function raised.
@@ -209,9 +209,8 @@ class _Pending:
         """
         if self._awaited is None:
             answer = self.term.call(self.batch)
-            return (
-                _loop().run(_in_time(self.term, answer)) if inspect.isawaitable(answer) else answer
-            )
+            is_late = inspect.isawaitable(answer)
+            return _loop().run(_in_time(self.term, lambda: answer)) if is_late else answer
         limit = None if self.until == math.inf else max(0.0, self.until - time.monotonic())
         done, _ = concurrent.futures.wait([self._awaited], limit)
         if done:
@@ -236,13 +235,9 @@ def _judged(answer: _Pending) -> RewardResult:
     return read_answer(term, found, batch)
 
 
-async def _called(term: RewardTerm, batch: RewardBatch) -> Any:
-    return await _in_time(term, term.call(batch))
-
-
-async def _in_time(term: RewardTerm, answer: Awaitable[Any]) -> Any:
+async def _in_time(term: RewardTerm, begin: Callable[[], Awaitable[Any]]) -> Any:
     said = no_answer(term.timeout_s or math.inf, "timeout_s")
-    return await within(term.timeout_s, answer, said, end_seconds=0.0)
+    return await within(term.timeout_s, begin(), said, end_seconds=0.0)
 
 
 def _cause(error: BaseException) -> BaseException:
@@ -319,15 +314,12 @@ def read_answer(term: RewardTerm, answer: Any, batch: RewardBatch) -> RewardResu
     values = torch.where(finite, values, torch.zeros_like(values))
     for i in (~finite).nonzero().flatten().tolist():
         reasons.setdefault(i, NOT_FINITE)
-    return RewardResult(
-        torch.where(unjudged, torch.full_like(values, torch.nan), values),
-        finite,
-        {
-            str(name): _numbers(term.name, f"metric {name!r}", given, batch)
-            for name, given in metrics.items()
-        },
-        reasons,
-    )
+    numbers = {
+        str(name): _numbers(term.name, f"metric {name!r}", given, batch)
+        for name, given in metrics.items()
+    }
+    values = torch.where(unjudged, torch.full_like(values, torch.nan), values)
+    return RewardResult(values, finite, numbers, reasons)
 
 
 def _listed(answer: Any) -> Any:
