@@ -22,10 +22,9 @@ if TYPE_CHECKING:
 
 
 def decode_completions(
-    tokenizer: PreTrainedTokenizerBase,
-    last_prompt_ids: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase, last_prompt_ids: Sequence[int],
     completions: Sequence[Sequence[int]],
-) -> list[str]:
+) -> list[str]:  # fmt: skip
     """Text of each completion as it follows its prompt, special tokens left out.
 
     Many tokenizers drop the space before the first word they decode. Decoding behind the prompt's

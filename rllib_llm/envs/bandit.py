@@ -72,13 +72,9 @@ class BanditEnv(VectorEnv):
             raise Problems("kl_coeff", "be 0 without a reference", reason, value=kl_coeff)
         (first,) = prompts.rows(0, 1)
         rewards.check_columns(first.columns)
-        self.tokenizer = tokenizer
-        self.prompts = prompts
-        self.rewards = rewards
-        self.reference = reference
-        self.kl_coeff = float(kl_coeff)
-        self.temperature = float(temperature)
-        self.return_texts = return_texts
+        self.tokenizer, self.prompts, self.rewards = tokenizer, prompts, rewards
+        self.reference, self.return_texts = reference, return_texts
+        self.kl_coeff, self.temperature = float(kl_coeff), float(temperature)
         self.device = torch.device(device)
         self.max_completion_len = max_completion_len
         self.pad_token_id = int(tokenizer.pad_token_id)
@@ -235,27 +231,19 @@ class BanditEnv(VectorEnv):
         }  # fmt: skip
         if completions:  # decoded anyway: who keeps them need not decode again
             infos["prompt_texts"], infos["completion_texts"] = self._texts, completions
-        if self.reference is not None:
-            self._add_reference(infos, batch, actions.get(columns.SAMPLER_LOGPROBS))
-        return infos
-
-    def _add_reference(
-        self, infos: dict[str, Any], batch: RewardBatch, sampler_logprobs: torch.Tensor | None
-    ) -> None:
-        """ref_logprobs, kl where the sampler's log-probs are known, and the model's own report."""
-        assert self.reference is not None
-        mask = batch.completion_mask
+        if self.reference is None:
+            return infos
         with self._reference_lock:
             ref_logprobs = self.reference.logprobs(
-                batch.prompt_ids, batch.prompt_mask, batch.completion_ids, mask, self.temperature
+                batch.prompt_ids, batch.prompt_mask, ids, mask, self.temperature
             ).to(self.device)
         infos[columns.REF_LOGPROBS] = ref_logprobs
-        if sampler_logprobs is not None:
-            infos["kl"] = ((sampler_logprobs - ref_logprobs) * mask).sum(-1)
+        if columns.SAMPLER_LOGPROBS in actions:
+            infos["kl"] = ((actions[columns.SAMPLER_LOGPROBS] - ref_logprobs) * mask).sum(-1)
         if hasattr(self.reference, "metrics"):
             for name, value in self.reference.metrics().items():
-                full = torch.full_like(infos[columns.SCORES], value)
-                infos["metrics"][f"reference/{name}"] = full
+                infos["metrics"][f"reference/{name}"] = torch.full_like(judged.scores, value)
+        return infos
 
 
 def check_env_lengths(env: Any, *, model: Any, max_new_tokens: int, chosen: bool) -> None:

@@ -66,8 +66,14 @@ def check_env(
     else:
         checker = BanditChecker(env, num_prompts, num_completions, seed)
     checker.run()
-    lacks_reference = not checker.problems and not checker.has_reference
-    if lacks_reference and not _takes_reference(made_from, dict(env_config or {})):
+    model = (env_config or {}).get("model")
+    is_made_here = isinstance(made_from, str) and made_from in ENVIRONMENTS
+    lacks_reference = not checker.problems and not checker.has_reference and not is_made_here
+    if lacks_reference and made_from is not None and model is not None:
+        # Samplers add the setting, which the environment may take.
+        made = make(made_from, {**(env_config or {}), "reference": {"model": model}})
+        lacks_reference = getattr(made, "reference", None) is None
+    if lacks_reference:
         warnings.warn(
             "step() infos have no 'ref_logprobs': training with ref_kl_coeff above 0, the default, "
             "refuses the first batch unless the environment takes the setting 'reference'. Take "
@@ -76,16 +82,6 @@ def check_env(
     if raise_error and checker.problems:
         raise Problems(checker.problems)
     return checker.problems
-
-
-def _takes_reference(creator: Any, env_config: dict[str, Any]) -> bool:
-    """Whether an environment has a reference once it is given the setting that samplers add."""
-    if isinstance(creator, str) and creator in ENVIRONMENTS:
-        return True
-    if creator is None or env_config.get("model") is None:
-        return False
-    env = make(creator, {**env_config, "reference": {"model": env_config["model"]}})
-    return getattr(env, "reference", None) is not None
 
 
 class EnvChecker:
@@ -144,9 +140,8 @@ class BanditChecker(EnvChecker):
 
     def __init__(self, env: Any, num_prompts: int, num_completions: int, seed: int) -> None:
         super().__init__(env, num_prompts, num_completions)
-        self.options = {
-            "position": 1, "num_prompts": num_prompts, "num_completions": num_completions
-        }  # fmt: skip
+        numbers = {"num_prompts": num_prompts, "num_completions": num_completions}
+        self.options = {"position": 1, **numbers}
         self.batch_size = num_prompts * num_completions
         self.generator = torch.Generator().manual_seed(seed)
 
@@ -171,9 +166,8 @@ class BanditChecker(EnvChecker):
         if not isinstance(env, VectorEnv):
             self.problems += not_batched(env).found
             return False
-        names = ("single_observation_space", "single_action_space")
         sizes = []
-        for name in names:
+        for name in ("single_observation_space", "single_action_space"):
             space = getattr(env, name, None)
             fits = isinstance(space, Repeated) and isinstance(space.child_space, spaces.Discrete)
             self.expect(
@@ -280,10 +274,11 @@ class BanditChecker(EnvChecker):
         ids = widen(torch.where(mask, ids, 0), length + extra)
         mask = widen(mask, length + extra)
         logprobs = torch.where(mask, -1.0, 0.0)
-        names = (columns.COMPLETION_IDS, columns.COMPLETION_MASK, columns.SAMPLER_LOGPROBS)
         device = getattr(self.env, "device", "cpu")
-        actions = zip(names, (ids, mask, logprobs), strict=True)
-        return {name: value.to(device) for name, value in actions}
+        return {
+            columns.COMPLETION_IDS: ids.to(device), columns.COMPLETION_MASK: mask.to(device),
+            columns.SAMPLER_LOGPROBS: logprobs.to(device),
+        }  # fmt: skip
 
     def step(self, actions: Mapping[str, torch.Tensor]) -> Any:
         """The answer to actions behind the same prompts as always."""
@@ -439,7 +434,10 @@ class ConversationChecker(EnvChecker):
 
     def run(self) -> None:
         """Two batches of the same conversations."""
-        one, two = self._talk(), self._talk()
+        env = self.env
+        talk = self._as_agent if isinstance(env, AgentEnv) else self._with_words
+        pad_token_id = int(env.tokenizer.pad_token_id or 0)
+        one, two = (judge(env, talk(env), pad_token_id).columns for _ in range(2))
         scores = [batch[columns.SCORES][batch[columns.VALID]] for batch in (one, two)]
         for column in scores:
             if not self.finite("scores", column):
@@ -450,11 +448,6 @@ class ConversationChecker(EnvChecker):
             "tasks at one position", "be the same each time", "resumed runs ask for them again",
             "Draw what is random from the task, not from a global generator",
         )  # fmt: skip
-
-    def _talk(self) -> dict[str, torch.Tensor]:
-        env = self.env
-        attempts = self._as_agent(env) if isinstance(env, AgentEnv) else self._with_words(env)
-        return judge(env, attempts, int(env.tokenizer.pad_token_id or 0)).columns
 
     def _as_agent(self, env: AgentEnv) -> list[Rollout]:
         """Episodes of an agent, which talks to the model itself."""

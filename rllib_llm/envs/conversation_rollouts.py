@@ -20,7 +20,7 @@ import torch
 from rllib_llm.conversations.chat_format import Message
 from rllib_llm.conversations.conversation import Conversation, Rollout, training_columns
 from rllib_llm.conversations.json_values import copied
-from rllib_llm.conversations.tool_calls import ParsedReply, ToolCall
+from rllib_llm.conversations.tool_calls import ToolCall
 from rllib_llm.engines.protocol import Ended
 from rllib_llm.envs.actions import Judgement
 from rllib_llm.envs.conversation import ConversationEnv, Response, no_room
@@ -122,8 +122,7 @@ class _Player:
         self, env: ConversationEnv, attempt: Rollout, complete: Complete, max_new_tokens: int
     ) -> None:
         self.env, self.attempt, self.complete = env, attempt, complete
-        self.conversation = attempt.conversation
-        self.toolbox = env.toolbox
+        self.conversation, self.toolbox = attempt.conversation, env.toolbox
         self.max_new_tokens = max_new_tokens
         self.deadline = time.monotonic() + float(env.settings["max_seconds"])
 
@@ -146,12 +145,10 @@ class _Player:
             if response.invalid:
                 self.attempt.invalid = response.invalid
                 return
-            if response.done:
+            is_last = conversation.num_turns >= env.settings["max_turns"]
+            if response.done or is_last:
                 conversation.append_last_messages(messages)
-                break
-            if conversation.num_turns >= env.settings["max_turns"]:
-                conversation.append_last_messages(messages)
-                self.attempt.truncated = "turns"
+                self.attempt.truncated = "" if response.done else "turns"
                 break
             conversation.append_messages(messages)
         earned = await call(env.score, conversation)
@@ -185,14 +182,12 @@ class _Player:
         """The results of the called tools, or else the environment's response."""
         reply = self.conversation.reply
         assert reply is not None, "a turn was sampled"
-        if reply.tool_calls and self.toolbox.tools:
-            return await self._call_tools(reply)
-        response = await call(self.env.respond, self.conversation)
-        if isinstance(response, Response):
+        if not reply.tool_calls or not self.toolbox.tools:
+            response = await call(self.env.respond, self.conversation)
+            if not isinstance(response, Response):
+                kind = type(response).__name__
+                raise TypeError(f"respond() must return a Response, not {kind}")
             return response
-        raise TypeError(f"respond() must return a Response, not {type(response).__name__}")
-
-    async def _call_tools(self, reply: ParsedReply) -> Response:
         results = []
         for asked in reply.tool_calls:  # in their order: one may need what another has done
             left = max(0.01, self.deadline - time.monotonic())
@@ -214,13 +209,12 @@ def _results(calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[M
     """Tool results as messages. Templates want a result for each call that they write and none for
     others: what is wrong with a call that could not be read stands behind the last result, or is a
     user's words without one."""
-    said: list[dict[str, Any]] = []
-    for call_, result in zip(calls, results, strict=True):
-        if call_.arguments is not None:
-            named = {"role": "tool", "name": call_.name, "tool_call_id": call_.id}
-            said.append({**named, "content": result.text})
-    unread = [result.text for call_, result in zip(calls, results, strict=True)
-              if call_.arguments is None]  # fmt: skip
+    answered = list(zip(calls, results, strict=True))
+    unread = [result.text for asked, result in answered if asked.arguments is None]
+    said: list[dict[str, Any]] = [
+        {"role": "tool", "name": asked.name, "tool_call_id": asked.id, "content": result.text}
+        for asked, result in answered if asked.arguments is not None
+    ]  # fmt: skip
     if unread and not said:
         return [{"role": "user", "content": "\n".join(unread)}]
     if unread:
@@ -314,14 +308,11 @@ def judge(env: ConversationEnv, attempts: Sequence[Rollout], pad_token_id: int) 
             column[firsts[attempt.row_id]] = number
         return column
 
-    def on_device(held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: column.to(env.device) for name, column in held.items()}
-
-    return Judgement(
-        batch[columns.SCORES].to(env.device), on_device(batch),
-        on_device({name: by_rollout(sound, column) for name, column in components.items()}),
-        on_device(_metrics(by_rollout, attempts, sound, judged)), _texts(attempts),
-    )  # fmt: skip
+    given = {name: by_rollout(sound, column) for name, column in components.items()}
+    metrics = _metrics(by_rollout, attempts, sound, judged)
+    held = [{name: column.to(env.device) for name, column in held.items()}
+            for held in (batch, given, metrics)]  # fmt: skip
+    return Judgement(held[0][columns.SCORES], *held, _texts(attempts))
 
 
 def _components(
@@ -329,21 +320,18 @@ def _components(
 ) -> tuple[dict[str, list[float]], Rewards | None]:
     """The score components of each valid rollout by name, with the reward functions' metrics."""
     judged = env.rewards(_reward_batch(env, sound)) if env.rewards is not None and sound else None
-    components: dict[str, list[float]] = {}
-    if judged is not None:
-        components = {name: column.tolist() for name, column in judged.components.items()}
+    given = {} if judged is None else judged.components
+    components = {name: column.tolist() for name, column in given.items()}
     if any(attempt.has_turn_rewards for attempt in sound):
         components[TURNS] = [attempt.conversation.total_reward for attempt in sound]
     if any(attempt.earned is not None for attempt in sound):
         nothing = float("nan")
         components[SCORE] = [nothing if a.earned is None else a.earned for a in sound]
-    if not components and sound and all(attempt.truncated for attempt in sound):
-        components[TURNS] = [0.0] * len(sound)  # the policy never came to a turn's end
     if not components and sound:
-        raise Problems(
-            "rewards", "have functions or a model, or respond() or score() must return rewards",
-            "nothing judged any of these conversations",
-        )  # fmt: skip
+        if not all(attempt.truncated for attempt in sound):
+            rule = "have functions or a model, or respond() or score() must return rewards"
+            raise Problems("rewards", rule, "nothing judged any of these conversations")
+        components[TURNS] = [0.0] * len(sound)  # the policy never came to a turn's end
     return components, judged
 
 

@@ -82,7 +82,7 @@ class _Frozen:
         self._source, self._device, self._batch_tokens = model, torch.device(device), batch_tokens
         self._drift_rows = measure_drift if quantization != "none" else 0
 
-    def _note_drift(self, compare: Callable[[PreTrainedModel], dict[str, float]]) -> None:
+    def _measure_drift(self, compare: Callable[[PreTrainedModel], dict[str, float]]) -> None:
         """Compares the model with the exact one, once."""
         self._drift_rows = 0
         exact_model = self._load(self._source, dtype="float32", device=self._device)
@@ -129,7 +129,7 @@ class FrozenReference(_Frozen):
         """Drift against the unquantised model on such columns as `logprobs` takes, kept in `drift`:
         kl, top1."""
         ids, mask = pack_right(*columns)
-        self._note_drift(lambda exact: next_token_drift(self.model, exact, ids, mask))
+        self._measure_drift(lambda exact: next_token_drift(self.model, exact, ids, mask))
         return self.drift
 
 
@@ -169,9 +169,7 @@ class RewardTextEncoder:
         if template == CHAT and not tokenizer.chat_template:
             reason = "the reward model's tokenizer has no chat template"
             raise Problems("template", "be 'pair' or a text", reason, value=template)
-        self.tokenizer = tokenizer
-        self.template = template
-        self.max_length = max_length
+        self.tokenizer, self.template, self.max_length = tokenizer, template, max_length
         self.append_eos = append_eos and tokenizer.eos_token_id is not None
         self.num_truncated = 0
 
@@ -203,7 +201,15 @@ class RewardTextEncoder:
         if not isinstance(prompt, str):
             text = "".join(f"{content_text(message)}\n\n" for message in prompt)
         if self.template == PAIR:
-            return self._shorten_pair(text, completion)
+            ids = list(tokenizer(text, completion)["input_ids"])
+            if self.max_length is None or len(ids) <= self.max_length:
+                return ids
+            self.num_truncated += 1
+            side, tokenizer.truncation_side = tokenizer.truncation_side, "left"
+            how = {"truncation": "longest_first", "max_length": self.max_length}
+            ids = list(tokenizer(text, completion, **how)["input_ids"])
+            tokenizer.truncation_side = side
+            return ids
         # str.replace and not str.format: texts may hold braces.
         template = self.template or DEFAULT_TEMPLATE
         before, after = template.split("{completion}", 1)
@@ -222,18 +228,6 @@ class RewardTextEncoder:
         self.num_truncated += 1
         starts = (self.tokenizer.bos_token_id, self.tokenizer.cls_token_id)
         return keep_end(ids, self.max_length, starts)
-
-    def _shorten_pair(self, prompt: str, completion: str) -> list[int]:
-        ids = self.tokenizer(prompt, completion)["input_ids"]
-        if self.max_length is None or len(ids) <= self.max_length:
-            return list(ids)
-        self.num_truncated += 1
-        side, self.tokenizer.truncation_side = self.tokenizer.truncation_side, "left"
-        ids = self.tokenizer(
-            prompt, completion, truncation="longest_first", max_length=self.max_length
-        )["input_ids"]
-        self.tokenizer.truncation_side = side
-        return list(ids)
 
 
 def same_tokenizer(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
@@ -348,11 +342,8 @@ class RewardModelScorer(_Frozen, Judge):
             )  # fmt: skip
         scores = self._run(self.model, ids, mask)
         if count := self._drift_rows:
-            self._note_drift(
-                lambda exact: score_drift(
-                    scores[:count], self._run(exact, ids[:count], mask[:count])
-                )
-            )
+            few = (ids[:count], mask[:count])
+            self._measure_drift(lambda exact: score_drift(scores[:count], self._run(exact, *few)))
         mean, std = self.normalization
         return (scores - mean) / std
 
@@ -438,18 +429,13 @@ class RewardModelEnsemble(Judge):
     def __call__(self, *tokens: Tensor, **texts: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """Scores [B] float32 and their disagreement, of what `RewardModelScorer` takes."""
         scores = torch.stack([scorer(*tokens, **texts) for scorer in self.scorers])
-        return (
-            combined(scores, self._combine, self._std_coeff),
-            {DISAGREEMENT: scores.std(dim=0, correction=0)},
-        )
+        disagreement = {DISAGREEMENT: scores.std(dim=0, correction=0)}
+        return combined(scores, self._combine, self._std_coeff), disagreement
 
     def metrics(self) -> dict[str, float]:
         """Those of each model, under its number."""
-        return {
-            f"{number}/{name}": value
-            for number, scorer in enumerate(self.scorers)
-            for name, value in scorer.metrics().items()
-        }
+        found = [(i, scorer.metrics().items()) for i, scorer in enumerate(self.scorers)]
+        return {f"{i}/{name}": value for i, metrics in found for name, value in metrics}
 
 
 def combined(scores: Tensor, combine: str, std_coeff: float = 1.0) -> Tensor:

@@ -90,9 +90,7 @@ class PromptSource:
         from_eval_data = split == "eval" and eval_data is not None
         chosen, name = (eval_data, "eval_prompts") if from_eval_data else (data, "prompts")
         self._rows = load_rows(chosen, name=name)
-        self.seed = seed
-        self.shuffle = bool(shuffle)
-        self.split = split
+        self.seed, self.shuffle, self.split = seed, bool(shuffle), split
         self.prompt_column = _choose_column(self._rows, prompt_column)
         fraction = 0.0 if from_eval_data else eval_fraction
         self._held_out = _held_out(len(self._rows), fraction, split_seed)
@@ -144,7 +142,13 @@ class PromptSource:
         if not isinstance(prompt, str):
             if self.prompt_column == MESSAGES and isinstance(prompt, list):
                 prompt = prompt[: num_before_answer(prompt)] or prompt
-            _check_messages(prompt, index, self)
+            # A turn of tool calls may have no content, or one that Arrow's nulls went with.
+            if not isinstance(prompt, list) or not prompt or not all(
+                is_message(m) and m.keys() & {"content", "tool_calls"} for m in prompt
+            ):  # fmt: skip
+                rule = "be text, or messages {role, content}"
+                wrong = Problems(self.prompt_column, rule, value=prompt)
+                raise wrong.within(f"row {index} of {self.description}")
             columns["messages"] = prompt
         return PromptRow(index, prompt, columns)
 
@@ -163,16 +167,19 @@ class PromptEncoder:
         overflow: str = "truncate_left",
     ) -> None:  # fmt: skip
         check_values(prompt_overflow=overflow)
-        self.tokenizer = tokenizer
-        self.max_prompt_len = max_prompt_len
-        self.overflow = overflow
+        self.tokenizer, self.max_prompt_len, self.overflow = tokenizer, max_prompt_len, overflow
         self._cache: dict[int, tuple[list[int], str]] = {}
         self._truncated: set[int] = set()
 
     def encode(self, rows: Sequence[PromptRow]) -> tuple[list[list[int]], list[str]]:
         """Token ids and text of each prompt; the text is that of the ids, also if truncated."""
         truncated_before = self.num_truncated
-        encoded = [self._encode_once(row) for row in rows]
+        for row in rows:
+            if row.index not in self._cache:
+                if len(self._cache) == _NUM_REMEMBERED:
+                    del self._cache[next(iter(self._cache))]  # the oldest
+                self._cache[row.index] = self._encode_row(row)
+        encoded = [self._cache[row.index] for row in rows]
         if truncated_before == 0 and self.num_truncated:
             warnings.warn(
                 f"{self.num_truncated} of the first {len(rows)} prompts are longer than "
@@ -199,13 +206,6 @@ class PromptEncoder:
         DataSourceError for one that the tokenizer cannot write (chats without a template)."""
         for row in rows:
             (self._encode_row if self.overflow == "error" else self._tokenize)(row)
-
-    def _encode_once(self, row: PromptRow) -> tuple[list[int], str]:
-        if row.index not in self._cache:
-            if len(self._cache) == _NUM_REMEMBERED:
-                del self._cache[next(iter(self._cache))]  # the oldest
-            self._cache[row.index] = self._encode_row(row)
-        return self._cache[row.index]
 
     def _encode_row(self, row: PromptRow) -> tuple[list[int], str]:
         tokenizer = self.tokenizer
@@ -275,13 +275,3 @@ def _choose_column(rows: Rows, prompt_column: str | None) -> str:
         "prompts.column", "be set", f"{rows.description} has no column 'prompt' but {rows.columns}",
         f"Name the one that holds the prompts, {remedy} (prompt_column in Python)",
     )  # fmt: skip
-
-
-def _check_messages(prompt: Any, index: int, source: PromptSource) -> None:
-    messages = prompt if isinstance(prompt, list) else [None]
-    # A turn of tool calls may have no content, or one that Arrow's nulls went with.
-    if not messages or not all(
-        is_message(m) and m.keys() & {"content", "tool_calls"} for m in messages
-    ):
-        wrong = Problems(source.prompt_column, "be text, or messages {role, content}", value=prompt)
-        raise wrong.within(f"row {index} of {source.description}")

@@ -60,8 +60,7 @@ def make(env: str | Callable[..., Any], env_config: Mapping[str, Any] | None = N
             index of a worker changes nothing, since prompts are handed out by position.
 
     Raises:
-        Problems: with the nearest names.
-        Problems: the code of another environment than this package's raised.
+        Problems: an unknown name, with the nearest ones, or what its code raised.
     """
     created, settings = creator(env), dict(env_config or {})
     if isinstance(env, str) and env in ENVIRONMENTS:
@@ -120,10 +119,8 @@ def _keywords(env: Callable[..., Any], env_config: Mapping[str, Any]) -> dict[st
     """`env_config` without those settings of the sampler that `env` does not take."""
     parameters = inspect.signature(env).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    own = {*parameters} | (
-        {*env_config} if takes_any else {*env_config}.difference(SAMPLER_SETTINGS)
-    )
-    given = {key: value for key, value in env_config.items() if key in own}
+    left_out = set() if takes_any else {*SAMPLER_SETTINGS} - {*parameters}
+    given = {key: value for key, value in env_config.items() if key not in left_out}
     try:
         inspect.signature(env).bind(**given)
     except TypeError as error:
@@ -150,10 +147,9 @@ def register_envs() -> None:
     for env_id in ENVIRONMENTS:
         if env_id not in gymnasium.registry:
             gymnasium.register(
-                env_id,
-                entry_point=functools.partial(_refuse_single, env_id),
+                env_id, entry_point=functools.partial(_refuse_single, env_id),
                 vector_entry_point=functools.partial(_make_vec, env_id),
-            )
+            )  # fmt: skip
         if registered_env(env_id) is None:
             tune.register_env(env_id, functools.partial(make, env_id))
 

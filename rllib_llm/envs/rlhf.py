@@ -100,16 +100,15 @@ def build_bandit(
     rewards: Sequence[Any], eval_prompts: Source | None = None, prompt_column: str | None = None,
 ) -> BanditEnv:  # fmt: skip
     """A `BanditEnv` from settings that hold every key of `COMMON_DEFAULTS`."""
+    # All rows of the policy's embedding may be sampled; often they are more than its tokens.
+    model, vocab_size = settings["model"], settings["vocab_size"]
     return BanditEnv(
-        tokenizer=tokenizer,
+        tokenizer=tokenizer, rewards=RewardSum(rewards),
         prompts=prompt_source(settings, prompts, eval_prompts, prompt_column),
-        rewards=RewardSum(rewards),
         reference=frozen_reference(settings, tokenizer),
-        # All rows of the policy's embedding may be sampled; often they are more than its tokens.
-        vocab_size=settings["vocab_size"]
-        or (settings["model"] and num_embeddings(settings["model"])),
+        vocab_size=vocab_size or (model and num_embeddings(model)),
         **{name: settings[name] for name in _OF_BANDITS},
-    )
+    )  # fmt: skip
 
 
 def with_defaults(
@@ -214,7 +213,7 @@ def policy_tokenizer(settings: Mapping[str, Any]) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _as_model_settings(given: Mapping[str, Any] | str) -> dict[str, Any]:
+def _model_of(given: Mapping[str, Any] | str) -> dict[str, Any]:
     return {"model": given} if isinstance(given, str) else dict(given)
 
 
@@ -227,7 +226,7 @@ def check_reference(
         Problems: no model is named.
         ValueError: it has another vocabulary than the policy.
     """
-    chosen = _as_model_settings(settings["reference"])
+    chosen = _model_of(settings["reference"])
     model = chosen.pop("model", None) or settings["model"]
     require(
         model is not None, "env_config['reference']", settings["reference"], "name a model",
@@ -251,10 +250,9 @@ def frozen_reference(settings: Mapping[str, Any], tokenizer: PreTrainedTokenizer
 def _frozen_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Defaults of a frozen model's settings."""
     return {
-        "device": settings["device"],
-        "quantization": settings["frozen_quantization"],
+        "device": settings["device"], "quantization": settings["frozen_quantization"],
         "products": settings["frozen_products"],
-    }
+    }  # fmt: skip
 
 
 def _reward_model_term(
@@ -262,7 +260,7 @@ def _reward_model_term(
 ) -> RewardTerm:
     from rllib_llm.envs.frozen_models import RewardModelEnsemble, RewardModelScorer
 
-    chosen = _as_model_settings(settings["reward_model"])
+    chosen = _model_of(settings["reward_model"])
     require(
         bool(chosen.get("model")) != bool(chosen.get("models")), "env_config['reward_model']",
         settings["reward_model"], "have 'model', or 'models' for several of them",

@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 from rllib_llm.shared.arguments import Count, checked
 from rllib_llm.shared.errors import Problems
@@ -111,10 +111,8 @@ class Launch:
     environ: Mapping[str, str] | None = None
 
 
-class Backend(Protocol):
-    """One way to contain a process that may read `paths`."""
-
-    def __call__(self, sandbox: Sandbox, paths: Sequence[str]) -> Launch: ...
+Backend = Callable[[Sandbox, Sequence[str]], Launch]
+"""One way to contain a process that may read these paths."""
 
 
 def bwrap(sandbox: Sandbox, paths: Sequence[str]) -> Launch:
@@ -144,7 +142,9 @@ def bwrap(sandbox: Sandbox, paths: Sequence[str]) -> Launch:
     for path in map(os.path.abspath, sandbox.writable):
         command += ["--bind-try", path, path]
     command += ["--remount-ro", "/", "--chdir", _IN, "--", sys.executable, "-I", PROGRAM]
-    return Launch(command, counts=_release() >= _COUNTS_APART)
+    parts = platform.release().split(".")[:2]  # 5.14.0-503.el9.x86_64 is (5, 14)
+    release = tuple(int("0" + "".join(filter(str.isdigit, part))) for part in parts)
+    return Launch(command, counts=release >= _COUNTS_APART)
 
 
 def docker(sandbox: Sandbox, paths: Sequence[str]) -> Launch:
@@ -230,12 +230,6 @@ def _warn_once() -> None:
         "backend='process' is no boundary: code of a model reads, changes and sends what the run's "
         "user can.", stacklevel=4,
     )  # fmt: skip
-
-
-def _release() -> tuple[int, ...]:
-    """The kernel's version: 5.14.0-503.el9.x86_64 is (5, 14)."""
-    return tuple(int("0" + "".join(filter(str.isdigit, part)))
-                 for part in platform.release().split(".")[:2])  # fmt: skip
 
 
 def paths_for(function: str, sandbox: Sandbox) -> list[str]:

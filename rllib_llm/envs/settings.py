@@ -101,10 +101,9 @@ class RewardSettings(Judges):
         above=0, rllib="clip_rewards", also="reward_clip cliprange_reward",
     )  # fmt: skip
     scale_scores: bool = setting(
-        False,
-        "whether scores are divided by their running standard deviation",
+        False, "whether scores are divided by their running standard deviation",
         also="normalize_reward use_score_scaling",
-    )
+    )  # fmt: skip
     missing_eos_penalty: float = setting(
         0.0, "the penalty for completions that reach the length limit", least=0,
         also="non_eos_penalty truncation_penalty",
@@ -140,19 +139,17 @@ class ConversationSettings(Settings):
         8, "the maximum number of assistant turns; the rollout is then judged as it is", least=1
     )
     max_tokens: int | None = setting(
-        None,
-        "the maximum length of a whole conversation; None: the model's context length",
+        None, "the maximum length of a whole conversation; None: the model's context length",
         least=1,
-    )
+    )  # fmt: skip
     max_seconds: float = setting(
         600.0, "the time limit of a rollout; a slower one is invalid", unit="seconds", above=0
     )
     max_concurrent: int = setting(256, "the number of concurrent rollouts of a sampler", least=1)
     tool_errors: Literal["message", "invalid"] = setting(
-        "message",
-        "the treatment of failed tool calls",
+        "message", "the treatment of failed tool calls",
         note='"message": the policy sees the error; "invalid": the rollout is not trained on.',
-    )
+    )  # fmt: skip
     tool_timeout_s: float = setting(10.0, "the time limit of a tool call", unit="seconds", above=0)
     max_tool_chars: int = setting(
         4000, "the maximum length of a tool result; longer ones are cut in the middle", least=1
@@ -165,23 +162,19 @@ class ConversationSettings(Settings):
         | None
     ) = setting(None, "the syntax of tool calls; None: the chat template's")  # fmt: skip
     history: Literal["fork", "keep"] = setting(
-        "fork",
-        "the treatment of templates that change earlier turns",
+        "fork", "the treatment of templates that change earlier turns",
         note='"fork": start a new row; "keep": keep earlier turns as they were sampled.',
-    )
+    )  # fmt: skip
     renderer: str | None = setting(
-        "auto",
-        "the renderer of turns from the package `renderers`, by hub id or family",
+        "auto", "the renderer of turns from the package `renderers`, by hub id or family",
         note="None: the chat template.",
-    )
+    )  # fmt: skip
     template_settings: dict | None = setting(
         None, "variables of the chat template, such as {enable_thinking: false}"
     )
 
 
-CONVERSATION = Section.of(
-    "conversation", ConversationSettings, place=IN_ENV, env=CONVERSATION_ENV
-)
+CONVERSATION = Section.of("conversation", ConversationSettings, place=IN_ENV, env=CONVERSATION_ENV)
 
 
 def declared(model: type[Settings]) -> dict[str, Setting]:

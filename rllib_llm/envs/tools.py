@@ -192,7 +192,10 @@ class Toolbox:
                 begin, end = text[:half], text[len(text) - half :]
                 text = f"{begin}\n[{len(text) - 2 * half} characters left out]\n{end}"
         except Exception as error:  # noqa: BLE001  (of a user's tool: the policy is told)
-            failure = _failure_of(error)
+            late = (TimeoutError, asyncio.TimeoutError)  # noqa: UP041  (another class in Python 3.10)
+            is_signal = isinstance(error, ValueError) and _NO_SIGNALS in told(error)
+            failure = "unavailable" if is_signal or isinstance(error, Away) else "error"
+            failure = "timeout" if isinstance(error, late) else failure  # whoever's limit it was
             shown = None if failure == "unavailable" else _SHOWN  # the policy does not read it
             text = f"Error: {told(error)[:shown]}"
         return ToolResult(text, failure, time.perf_counter() - start)
@@ -204,20 +207,10 @@ class Toolbox:
         if asked.status != "ok":
             return _STATUS_MESSAGES.get(asked.status, asked.status)
         tool, arguments = self.tools[asked.name], dict(asked.arguments or {})
-        if isinstance(tool, FunctionTool):
-            reason = tool.objection(arguments)
-        else:
-            reason = objection(tool.schema["function"].get("parameters") or {}, arguments)
+        known = tool.schema["function"].get("parameters") or {}
+        is_own = isinstance(tool, FunctionTool)
+        reason = tool.objection(arguments) if is_own else objection(known, arguments)
         return reason and f"arguments of {asked.name!r}: {reason:.{_SHOWN}}"
-
-
-def _failure_of(error: Exception) -> str:
-    """The `ToolResult.failure` of what a tool raised."""
-    late = (TimeoutError, asyncio.TimeoutError)  # noqa: UP041  (another class before Python 3.11)
-    if isinstance(error, late):  # its own limit, or the toolbox's
-        return "timeout"
-    is_signal = isinstance(error, ValueError) and _NO_SIGNALS in told(error)
-    return "unavailable" if is_signal or isinstance(error, Away) else "error"
 
 
 def as_tool(given: Any) -> PolicyTool:
@@ -263,16 +256,14 @@ def _alarm_in(function: Callable[..., Any]) -> str:
     code = getattr(first, "__code__", None)
     called = [first.__globals__.get(name) for name in code.co_names] if code else []
     for one in map(inspect.unwrap, filter(callable, (first, *held, *called))):
-        names = _names_in(getattr(one, "__code__", None)) if inspect.isfunction(one) else set()
+        names = _names_in(one.__code__) if inspect.isfunction(one) else set()
         if found := sorted(names.intersection(_ALARMS)):
             return found[0]
     return ""
 
 
-def _names_in(code: CodeType | None) -> set[str]:
+def _names_in(code: CodeType) -> set[str]:
     """Names that a function's code and functions within it use."""
-    if code is None:
-        return set()
     within = [_names_in(const) for const in code.co_consts if isinstance(const, CodeType)]
     return set(code.co_names).union(*within)
 
@@ -552,10 +543,21 @@ class _Server:
     async def _hold(self, opened: asyncio.Future[list[Any]]) -> None:
         """Opens a connection and closes it in the same task, as the client demands."""
         try:
-            from mcp import Client
+            from mcp import Client, StdioServerParameters, stdio_client
 
-            async with Client(_for_client(self._address)) as client:
-                listed = await _listed_by(client)
+            address = self._address
+            if isinstance(address, Mapping):  # mcp 2.0 takes no parameters alone
+                address = stdio_client(StdioServerParameters(**address))
+            async with Client(address) as client:
+                listed, cursor = [], None
+                for _ in range(_MOST_PAGES):
+                    page = await client.list_tools(cursor=cursor)
+                    listed += page.tools
+                    cursor = page.next_cursor
+                    if cursor is None:
+                        break
+                else:
+                    raise RuntimeError(f"its list of tools has more than {_MOST_PAGES} pages")
                 gone = self._names - {str(tool.name) for tool in listed}
                 if gone:
                     raise RuntimeError(f"it has no tools {sorted(gone)} any more")
@@ -569,19 +571,6 @@ class _Server:
                 opened.set_exception(error)
 
 
-async def _listed_by(client: Any) -> list[Any]:
-    """A server's tools, from all pages of its list."""
-    listed: list[Any] = []
-    cursor = None
-    for _ in range(_MOST_PAGES):
-        page = await client.list_tools(cursor=cursor)
-        listed += page.tools
-        cursor = page.next_cursor
-        if cursor is None:
-            return listed
-    raise RuntimeError(f"its list of tools does not end within {_MOST_PAGES} pages")
-
-
 def _is_answer(error: Exception) -> bool:
     """Whether an error is the server's answer, rather than a closed connection."""
     from mcp.shared.exceptions import MCPError
@@ -589,12 +578,3 @@ def _is_answer(error: Exception) -> bool:
 
     lost = (CONNECTION_CLOSED, REQUEST_TIMEOUT)
     return isinstance(error, MCPError) and error.error.code not in lost
-
-
-def _for_client(server: Any) -> Any:
-    """A server's settings as an argument of `mcp.Client`."""
-    if not isinstance(server, Mapping):
-        return server
-    from mcp import StdioServerParameters, stdio_client
-
-    return stdio_client(StdioServerParameters(**server))  # mcp 2.0 takes no parameters alone

@@ -15,6 +15,7 @@ conversation is worth. What the policy samples is kept token by token on the ser
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import inspect
@@ -82,21 +83,6 @@ class AgentEnv(ConversationEnv):
         return functools.partial(function, **kwargs) if kwargs else function
 
 
-def read_result(result: Any) -> tuple[float | None, dict[str, float]]:
-    """Parses an agent's return value: the score, and metrics by name.
-
-    Raises:
-        ValueError: it is something else, or not finite.
-    """
-    given = result if isinstance(result, Mapping) else {"reward": result}
-    numbers = {
-        str(name): finite("the agent", value, "reward" if name == "reward" else f"metric {name!r}")
-        for name, value in given.items()
-        if value is not None
-    }
-    return numbers.pop("reward", None), numbers
-
-
 OpenAgentServer = Callable[..., Any]
 """`serving.http_server.open_agent_server`; makes an `AgentServer` of that module, whose sessions
 record every sampled token."""
@@ -134,15 +120,12 @@ def run_agents(
         ) as (url, session):  # fmt: skip
             await _play(env, attempt, url, session)
 
-    try:
-        with server.running():
-            env.events.run(run_side_by_side(env, attempts, play))
-            try:
-                server.check_open()
-            except RuntimeError as error:
-                raise EngineFailed(f"{type(error).__name__}: {error}") from error
-    finally:
-        server.close()
+    with contextlib.closing(server), server.running():
+        env.events.run(run_side_by_side(env, attempts, play))
+        try:
+            server.check_open()
+        except RuntimeError as error:
+            raise EngineFailed(f"{type(error).__name__}: {error}") from error
     return attempts
 
 
@@ -164,5 +147,11 @@ async def _play(env: AgentEnv, attempt: Rollout, url: str, session: Any) -> None
     if not attempt.conversation.num_turns:
         reason = "nothing was sampled that could be learnt from"
         raise Problems("agent", "ask for a completion at base_url", reason)
-    attempt.earned, metrics = read_result(result)
-    attempt.conversation.metrics.update(metrics)
+    given = result if isinstance(result, Mapping) else {"reward": result}
+    numbers = {
+        str(name): finite("the agent", value, "reward" if name == "reward" else f"metric {name!r}")
+        for name, value in given.items()
+        if value is not None
+    }
+    attempt.earned = numbers.pop("reward", None)
+    attempt.conversation.metrics.update(numbers)

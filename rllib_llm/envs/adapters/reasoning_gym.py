@@ -86,9 +86,8 @@ def create(env_config: Mapping[str, Any]) -> BanditEnv:
         SCORE, isolated=True, num_workers=settings["score_workers"],
         deadline_s=settings["score_deadline_s"],
     )  # fmt: skip
-    correct = Scorer(
-        tasks, pool=pool, scoring=settings["scoring"], answer_tag=settings["answer_tag"]
-    )
+    how = {name: settings[name] for name in ("scoring", "answer_tag")}
+    correct = Scorer(tasks, pool=pool, **how)
     return build_bandit(
         settings, tokenizer=tokenizer, prompts=tasks, prompt_column="prompt",
         rewards=[{"function": correct, "name": "correct"}, *reward_terms(settings, tokenizer)],
@@ -123,7 +122,7 @@ class Tasks(MadeRows):
         chosen = np.random.default_rng(seed).random(num_tasks)
         self._which = np.searchsorted(np.cumsum(weights / weights.sum()), chosen, side="right")
         self._made: dict[tuple[int, int], Any] = {}
-        self._remembered = functools.lru_cache(_REMEMBERED)(self._packed_entry)
+        self.__setstate__(vars(self))
         self._check_levels()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -131,7 +130,8 @@ class Tasks(MadeRows):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._remembered = functools.lru_cache(_REMEMBERED)(self._packed_entry)
+        packed = functools.lru_cache(_REMEMBERED)
+        self._remembered = packed(lambda *task: _packed(self._entry(*task)))
 
     def _check_levels(self) -> None:
         """Makes a row of each data set at every level that tasks will reach."""
@@ -168,9 +168,6 @@ class Tasks(MadeRows):
     def _found(self, index: int) -> tuple[int, str]:
         which = min(int(self._which[index]), len(self.specs) - 1)
         return which, self._remembered(which, self.level(index), index)
-
-    def _packed_entry(self, which: int, level: int, index: int) -> str:
-        return _packed(self._entry(which, level, index))
 
     def _entry(self, which: int, level: int, index: int) -> Any:
         try:
@@ -256,8 +253,7 @@ class Scorer(Judge):
         answer_tag: str | None = None,
     ) -> None:  # fmt: skip
         check_values(_OWN, scoring=scoring)
-        self._tasks, self._scoring, self._answer_tag = tasks, scoring, answer_tag
-        self._pool = pool
+        self._tasks, self._scoring, self._answer_tag, self._pool = tasks, scoring, answer_tag, pool
 
     def __call__(self, completions: Sequence[str], task: Sequence[int]) -> list[Any]:
         """A number from 0 to 1 for each completion, or `Invalid`."""

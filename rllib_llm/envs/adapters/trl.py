@@ -100,7 +100,16 @@ class TRLEnv(ConversationEnv):
         environment = conversation.state.get(_ENVIRONMENT)
         if environment is None:
             return ()
-        return [_called_in(conversation.state[_THREAD], each) for each in _methods(environment)]
+        thread = conversation.state[_THREAD]
+
+        def called_in_thread(method: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(method)
+            async def called(**arguments: Any) -> Any:
+                return await thread.call(method, **arguments)
+
+            return called
+
+        return [called_in_thread(method) for method in _methods(environment)]
 
     def toolbox_of(self, conversation: Conversation) -> Toolbox:
         box = self._toolboxes.get(self._name_of(conversation.task), self.toolbox)
@@ -215,14 +224,6 @@ def _methods(environment: Any) -> list[Callable[..., Any]]:
     found = inspect.getmembers(type(environment), inspect.isfunction)
     names = [name for name, _ in found if name not in _NO_TOOLS and not name.startswith("_")]
     return [getattr(environment, name) for name in names]
-
-
-def _called_in(thread: OneThread, method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    async def called(**arguments: Any) -> Any:
-        return await thread.call(method, **arguments)
-
-    return called
 
 
 def _is_part(given: Any) -> bool:

@@ -84,26 +84,16 @@ def write_nodes(trace: Any, conversation: Conversation) -> None:
                 written.sampled, written.mask = True, [True] * len(node.token_ids)
                 written.token_ids, written.logprobs = list(node.token_ids), list(node.logprobs)
                 finish = "tool_calls" if message.get("tool_calls") else "stop"
-                call = vf.ModelCall(
-                    node=len(trace.nodes) - 1,
-                    finish_reason=finish if node.finish == "stop" else "length",
-                    usage=Usage(prompt_tokens=num_read, completion_tokens=len(node.token_ids)),
-                )
-                trace.calls.append(call)
+                usage = Usage(prompt_tokens=num_read, completion_tokens=len(node.token_ids))
+                why = finish if node.finish == "stop" else "length"
+                place = len(trace.nodes) - 1
+                trace.calls.append(vf.ModelCall(node=place, finish_reason=why, usage=usage))
         num_read += len(node.token_ids)
 
 
 def write_message(trace: Any, message: Message) -> Any:
     """Appends a message to the record; its node."""
     import verifiers.v1 as vf
-
-    parent = len(trace.nodes) - 1 if trace.nodes else None
-    trace.nodes.append(vf.MessageNode(parent=parent, message=_as_vf(message)))
-    return trace.nodes[-1]
-
-
-def _as_vf(message: Message) -> Any:
-    """A message of ours as verifiers has it."""
     from verifiers.v1.dialects.chat import parse_message
 
     calls = []
@@ -111,7 +101,10 @@ def _as_vf(message: Message) -> Any:
         arguments = asked["function"]["arguments"]
         text = arguments if isinstance(arguments, str) else json.dumps(arguments)
         calls.append({**asked, "function": {**asked["function"], "arguments": text}})
-    return parse_message({**message, "tool_calls": calls})
+    parent = len(trace.nodes) - 1 if trace.nodes else None
+    written = parse_message({**message, "tool_calls": calls})
+    trace.nodes.append(vf.MessageNode(parent=parent, message=written))
+    return trace.nodes[-1]
 
 
 _TRACE = "trace"  # under which a conversation's state holds verifiers' record of it
@@ -173,7 +166,10 @@ class VerifiersEnv(ConversationEnv):
 
     def tools(self) -> Sequence[Any]:
         one_of_each = {type(task): task for task in reversed(self.vf_tasks)}
-        found = {kind.__name__: _tools_of(_toolsets_of(task)) for kind, task in one_of_each.items()}
+        found = {
+            kind.__name__: _tools_of(_checked(kind.toolsets(task.config)))
+            for kind, task in one_of_each.items()
+        }
         names = {kind: sorted(tool.name for tool in tools) for kind, tools in found.items()}
         require(
             len({*map(tuple, names.values())}) == 1, "taskset", self.settings["taskset"],
@@ -193,7 +189,7 @@ class VerifiersEnv(ConversationEnv):
 
     async def start(self, conversation: Conversation) -> Any:
         task = self.vf_tasks[conversation.task["position"]]
-        toolsets = conversation.state[_TOOLSETS] = _toolsets_of(task)
+        toolsets = conversation.state[_TOOLSETS] = _checked(type(task).toolsets(task.config))
         for toolset in toolsets:
             await toolset.setup()
             await toolset.setup_task(task.data)
@@ -292,10 +288,6 @@ def _check_task(task: Any) -> None:
             f"task {type(task).__name__} number {task.data.idx}", "need nothing but this process",
             reason, "Train with verifiers' harness against /inference/v1/generate of rllib serve",
         )  # fmt: skip
-
-
-def _toolsets_of(task: Any) -> list[Any]:
-    return _checked(type(task).toolsets(task.config))
 
 
 def _checked(toolsets: Sequence[Any]) -> list[Any]:

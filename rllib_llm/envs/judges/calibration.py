@@ -155,10 +155,6 @@ def _bins(scores: torch.Tensor, labels: torch.Tensor, num_bins: int) -> list[Bin
         return []
     order = scores.argsort(stable=True)
     parts = [part for part in order.tensor_split(num_bins) if len(part)]
-    return [
-        Bin(
-            float(scores[part].min()), float(scores[part].max()), len(part),
-            float(scores[part].mean()), float(labels[part].mean()),
-        )
-        for part in parts
-    ]  # fmt: skip
+    held = [(scores[part], labels[part]) for part in parts]
+    return [Bin(float(s.min()), float(s.max()), len(s), float(s.mean()), float(label.mean()))
+            for s, label in held]  # fmt: skip

@@ -151,8 +151,7 @@ class JudgeModel(Judge):
         self._settings = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
         self._cache = ReplyCache(cache_folder)
         self._max_requests = max_requests
-        self.num_requests = 0
-        self.num_cached = 0
+        self.num_requests, self.num_cached = 0, 0
         self._num_retried = 0  # in the last call
 
     async def replies(

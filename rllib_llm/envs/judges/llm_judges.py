@@ -208,26 +208,26 @@ class RubricJudge(SchemaJudge):
         references: Sequence[Any] = [None] * len(completions)
         if self._reference_column is not None:
             references = required_column(columns, "reference_column", self._reference_column)
-        rows = zip(prompts, completions, references, strict=True)
-        verdicts = await self.ask([self._question(*row) for row in rows], dict)
+        scale = f"from 0 (not at all) to {self._scale} (fully)"
+        listed = "\n".join(f"- {c.name}: {c.description}" for c in self._criteria)
+        questions = []
+        for prompt, text, reference in zip(prompts, completions, references, strict=True):
+            shown = [] if reference is None else [tagged("good_answer", str(reference))]
+            questions.append(self.question([
+                tagged("request", prompt), *shown, tagged("answer", text),
+                f"Grade the answer by each criterion, {scale}:\n{listed}",
+            ]))  # fmt: skip
+        verdicts = await self.ask(questions, dict)
         grades = {}
         for name in (criterion.name for criterion in self._criteria):
             grades[f"grade_{name}"] = [
                 math.nan if isinstance(v, Invalid) else v[name] / self._scale for v in verdicts
             ]
-        return [v if isinstance(v, Invalid) else self._score(v) for v in verdicts], grades
-
-    def _question(self, prompt: str, completion: str, reference: Any) -> Messages:
-        listed = "\n".join(f"- {c.name}: {c.description}" for c in self._criteria)
-        parts = [tagged("request", prompt), tagged("answer", completion)]
-        if reference is not None:
-            parts.insert(1, tagged("good_answer", str(reference)))
-        scale = f"from 0 (not at all) to {self._scale} (fully)"
-        return self.question([*parts, f"Grade the answer by each criterion, {scale}:\n{listed}"])
-
-    def _score(self, grades: Mapping[str, Any]) -> float:
-        total = sum(c.weight * grades[c.name] for c in self._criteria)
-        return total / (self._scale * self._most)
+        most, criteria = self._scale * self._most, self._criteria
+        return [
+            v if isinstance(v, Invalid) else sum(c.weight * v[c.name] for c in criteria) / most
+            for v in verdicts
+        ], grades
 
 
 @checked
@@ -253,14 +253,16 @@ class ReferenceJudge(SchemaJudge):
         """1.0 or 0.0 for each completion, `Invalid` where the judge gave no verdict."""
         references = required_column(columns, "reference_column", self._reference_column)
         rows = zip(prompts, completions, references, strict=True)
-        questions = [self._question(*row) for row in rows if row[-1] is not None]
+        task = "Does the answer say the same as the right answer, whatever its form?"
+        questions = [
+            self.question([
+                tagged("request", prompt), tagged("right_answer", str(reference)),
+                tagged("answer", text), task,
+            ])
+            for prompt, text, reference in rows if reference is not None
+        ]  # fmt: skip
         verdicts = iter(await self.ask(questions, lambda found: float(found[_CORRECT])))
         return [None if reference is None else next(verdicts) for reference in references]
-
-    def _question(self, prompt: str, completion: str, reference: Any) -> Messages:
-        task = "Does the answer say the same as the right answer, whatever its form?"
-        parts = [tagged("request", prompt), tagged("right_answer", str(reference))]
-        return self.question([*parts, tagged("answer", completion), task])
 
 
 GROUP = "group"

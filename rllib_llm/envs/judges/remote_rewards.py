@@ -81,14 +81,11 @@ class RemoteReward(Judge):
         )}  # fmt: skip
         starts = range(0, len(completions), self._batch_size)
         parts = [slice(start, start + self._batch_size) for start in starts]
-        asked = [
-            self._ask(
-                prompts[part], completions[part],
-                {name: as_json(values[part]) for name, values in sent.items()},
-            )
-            for part in parts
-        ]  # fmt: skip
-        answers = await asyncio.gather(*asked)
+        held = [{name: as_json(values[part]) for name, values in sent.items()} for part in parts]
+        asked = zip(parts, held, strict=True)
+        answers = await asyncio.gather(
+            *(self._ask(prompts[part], completions[part], row) for part, row in asked)
+        )
         self._num_retried = self._client.num_retries - before
         return [score for answer in answers for score in answer]
 

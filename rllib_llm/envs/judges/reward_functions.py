@@ -93,13 +93,6 @@ class RewardBatch:
     def __len__(self) -> int:
         return self.completion_ids.shape[0]
 
-    @functools.cached_property
-    def completion_id_lists(self) -> list[list[int]]:
-        """The ids of each completion without its padding."""
-        lengths = self.completion_mask.sum(-1).tolist()
-        rows = self.completion_ids.tolist()
-        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
-
     def row(self, i: int) -> RewardBatch:
         """The batch of row i alone."""
         of_row = {name: held[i : i + 1] for name in _TEXTS if (held := getattr(self, name))}
@@ -161,9 +154,7 @@ class RewardTerm:
         if not _is_finite(weight):
             place = f"weight of reward function {name!r}"
             raise RewardError(place, "be a finite number", value=weight)
-        self.function = function
-        self.weight = float(weight)
-        self.name = name
+        self.function, self.weight, self.name = function, float(weight), name
         self.wants_tokens = bool(_attribute(function, "wants_tokens", False))
         inner = _inner(function)
         self.is_async = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(
@@ -172,8 +163,10 @@ class RewardTerm:
         if timeout_s is None and self.is_async:
             timeout_s = _attribute(function, "timeout_s", TIMEOUT_S)
         self.timeout_s: float | None = timeout_s
-        self._names = _parameters(function, name, needs_completions=not self.wants_tokens)
-        names_chats = "messages" in self._names.named
+        self._named, self._required, self._takes = _parameters(
+            function, name, needs_completions=not self.wants_tokens
+        )
+        names_chats = "messages" in self._named
         self.wants_texts = names_chats or bool(_attribute(function, "wants_texts", False))
         self.wants_transcripts = bool(_attribute(function, "wants_transcripts", False))
 
@@ -214,12 +207,12 @@ class RewardTerm:
         awaitable if it is async."""
         if self.wants_tokens:
             return self.function(*(getattr(batch, name).clone() for name in _TOKENS))
+        lengths = batch.completion_mask.sum(-1).tolist()
+        rows = zip(batch.completion_ids.tolist(), lengths, strict=True)
         given: dict[str, Any] = {
-            **batch.columns,
-            "prompts": batch.prompts,
-            "completions": batch.completions,
-            "completion_ids": batch.completion_id_lists,
-        }
+            **batch.columns, "prompts": batch.prompts, "completions": batch.completions,
+            "completion_ids": [row[:length] for row, length in rows],
+        }  # fmt: skip
         if "messages" in batch.columns:
             begun = batch.columns["messages"]
             said = batch.completion_messages or [
@@ -231,8 +224,8 @@ class RewardTerm:
                 given["prompts"], given["completions"] = begun, said
             elif batch.context_messages is not None:
                 given["messages"] = batch.context_messages
-        taken = {k: copied([*v]) for k, v in given.items() if self._names.takes(k)}
-        if _STATE in self._names.named:
+        taken = {k: copied([*v]) for k, v in given.items() if self._takes(k)}
+        if _STATE in self._named:
             from transformers import TrainerState  # takes seconds, and few ask for it
 
             taken[_STATE] = TrainerState(
@@ -255,7 +248,7 @@ class RewardTerm:
                 raise RewardError("column", "have another name", reason, value=column)
         for setting, column in _attribute(self.function, "needed_columns", ()):
             required_column(dict.fromkeys(columns), setting, column)
-        missing = sorted(self._names.required - {*columns, *_RESERVED, _STATE})
+        missing = sorted(self._required - {*columns, *_RESERVED, _STATE})
         if missing:
             raise RewardError(
                 f"reward function {self.name!r}", f"find {missing} among the prompts' columns",
@@ -310,16 +303,12 @@ def required_column(columns: Mapping[str, Any], setting: str, name: str) -> Sequ
 
 
 def transcripts(chats: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
-    """Each chat as `transcript`."""
-    return [transcript(chat) for chat in chats]
-
-
-def transcript(chat: Sequence[Mapping[str, Any]]) -> str:
-    """A chat as text, independent of templates: the text of a single message, else a line for each
-    message with its role and tool calls."""
-    if len(chat) == 1 and not chat[0].get("tool_calls"):
-        return _words(chat[0])
-    return "\n".join(shown_message(message) for message in chat)
+    """Each chat as text, independent of templates: the text of a single message, else a line for
+    each message with its role and tool calls."""
+    return [
+        _words(chat[0]) if len(chat) == 1 and not chat[0].get("tool_calls")
+        else "\n".join(map(shown_message, chat)) for chat in chats
+    ]  # fmt: skip
 
 
 _FORGED = re.compile(r"^\[(?=(system|user|assistant|tool|developer)\])", re.MULTILINE)
@@ -363,20 +352,11 @@ def _attribute(function: Any, name: str, default: Any) -> Any:
     return getattr(_inner(function), name, default)
 
 
-@dataclass(frozen=True)
-class _Parameters:
-    """Names of a reward function's parameters, those bound by `kwargs` left out."""
-
-    named: frozenset[str]
-    required: frozenset[str]
-    bound: frozenset[str]
-    takes_any: bool
-
-    def takes(self, name: str) -> bool:
-        return name not in self.bound and (self.takes_any or name in self.named)
-
-
-def _parameters(function: RewardFunction, name: str, *, needs_completions: bool) -> _Parameters:
+def _parameters(
+    function: RewardFunction, name: str, *, needs_completions: bool
+) -> tuple[set[str], set[str], Callable[[str], bool]]:
+    """Names of the parameters that are not bound by `kwargs`, those without a default, and whether
+    an argument of a name is passed."""
     bound = set(function.keywords) if isinstance(function, functools.partial) else set()
     if not inspect.isfunction(_inner(function)):
         bound.add("self")  # of the object that is called: no column can be given under it
@@ -387,6 +367,4 @@ def _parameters(function: RewardFunction, name: str, *, needs_completions: bool)
     if needs_completions and not takes_any and "completions" not in named:
         rule = "take 'completions' (and may take 'prompts', columns of the data set, **columns)"
         raise RewardError(f"reward function {name!r}", rule, f"it takes {sorted(named)}")
-    return _Parameters(
-        frozenset(named - bound), frozenset(required - bound), frozenset(bound), takes_any
-    )
+    return named - bound, required - bound, lambda n: n not in bound and (takes_any or n in named)

@@ -23,6 +23,7 @@ from fastapi import FastAPI, HTTPException, Request
 from pydantic import BaseModel, Field
 
 from rllib_llm.envs.judges.rewards import RewardBatch, RewardError, Rewards, RewardSum
+from rllib_llm.shared.errors import Problems
 
 Asked = TypeVar("Asked", bound=BaseModel)
 LABEL_COLUMN = "answer"
@@ -78,12 +79,20 @@ class RewardService:
             raise HTTPException(422, f"prompts, completions and columns have lengths {sizes}")
         try:
             self._rewards.check_columns(columns)
-        except RewardError as error:
+        except Problems as error:
             raise HTTPException(422, str(error)) from error
-        async with self._turn:
-            judged = await asyncio.to_thread(self._judge, prompts, completions, columns)
-        if isinstance(judged, RewardError):
-            return [None] * len(completions), [str(judged)] * len(completions), {}
+        batch = RewardBatch.of_texts(prompts, completions, dict(columns))
+
+        def judge() -> Rewards:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the response names the reasons
+                return self._rewards(batch)
+
+        try:
+            async with self._turn:
+                judged = await asyncio.to_thread(judge)
+        except RewardError as error:  # no row could be judged
+            return [None] * len(completions), [str(error)] * len(completions), {}
         scores = [
             score if valid else None
             for score, valid in zip(judged.scores.tolist(), judged.valid.tolist(), strict=True)
@@ -101,17 +110,6 @@ class RewardService:
         columns = {} if labels is None else {self._label_column: labels}
         scores, reasons, _ = await self.judge(prompts, completions, columns)
         return scores, reasons
-
-    def _judge(
-        self, prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Sequence]
-    ) -> Rewards | RewardError:
-        batch = RewardBatch.of_texts(prompts, completions, dict(columns))
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the response names the reasons
-                return self._rewards(batch)
-        except RewardError as error:  # no row could be judged
-            return error
 
 
 def _behind_prompt(query: str, prompt: str) -> str:

@@ -109,14 +109,19 @@ class RewardSum:
         What a function object reports by a `metrics()` method, one number each for all rows (the
         drift of a quantised model), is among the metrics under "<function>/<metric>".
         """
-        results = self._results(batch)
+        # Async functions wait together in the background while the others compute.
+        waiting = {t.name: _Pending(t, batch) for t in self.terms if t.is_async}
+        with self._lock:
+            results = {t.name: _judged(_Pending(t, batch)) for t in self.terms if not t.is_async}
+        results.update({name: _judged(answer) for name, answer in waiting.items()})
         device = batch.completion_ids.device
         scores = torch.zeros(len(batch), device=device)
         valid = torch.ones(len(batch), dtype=torch.bool, device=device)
         judged = torch.zeros_like(valid)
         components, metrics, failed = {}, {}, {}
         reasons = ["none of the functions judges it"] * len(batch)
-        for term, result in zip(self.terms, results, strict=True):
+        for term in self.terms:
+            result = results[term.name]
             with self._lock:
                 self._report(term, result, batch)
             components[term.name] = result.values
@@ -143,14 +148,6 @@ class RewardSum:
             for ok, is_over, reason in flags
         )
         return Rewards(scores, valid, components, metrics, failed, why)
-
-    def _results(self, batch: RewardBatch) -> list[RewardResult]:
-        """Async functions wait together in the background while the others compute."""
-        waiting = {t.name: _Pending(t, batch) for t in self.terms if t.is_async}
-        with self._lock:
-            results = {t.name: _judged(_Pending(t, batch)) for t in self.terms if not t.is_async}
-        results.update({name: _judged(answer) for name, answer in waiting.items()})
-        return [results[term.name] for term in self.terms]
 
     def _require_judged(self, judged: torch.Tensor, batch: RewardBatch) -> None:
         """Raises `RewardError` where no row was judged so far, and those were enough to tell: one
@@ -211,8 +208,8 @@ class _Pending:
             answer = self.term.call(self.batch)
             is_late = inspect.isawaitable(answer)
             return _loop().run(_in_time(self.term, lambda: answer)) if is_late else answer
-        limit = None if self.until == math.inf else max(0.0, self.until - time.monotonic())
-        done, _ = concurrent.futures.wait([self._awaited], limit)
+        left = None if self.until == math.inf else max(0.0, self.until - time.monotonic())
+        done, _ = concurrent.futures.wait([self._awaited], left)
         if done:
             return self._awaited.result()
         _loop.cache_clear()
@@ -229,20 +226,24 @@ def _judged(answer: _Pending) -> RewardResult:
         return failed_result(batch, error)
     except (Exception, SystemExit) as error:  # noqa: BLE001  (a user's function: it costs its rows)
         if len(batch) == 1:
-            return failed_result(batch, _cause(error))
+            cause = error.__cause__ if isinstance(error, ExitedError) else None
+            return failed_result(batch, cause or error)  # what the function itself raised
         begun = [_Pending(term, batch.row(i)) for i in range(len(batch))]
-        return join_rows([_judged(row) for row in begun])
+        rows = [_judged(row) for row in begun]
+        names = dict.fromkeys(name for row in rows for name in row.metrics)
+        missing = torch.zeros_like(rows[0].values)
+        return RewardResult(
+            torch.cat([row.values for row in rows]), torch.cat([row.valid for row in rows]),
+            {name: torch.cat([row.metrics.get(name, missing) for row in rows]) for name in names},
+            {i: row.reasons[0] for i, row in enumerate(rows) if row.reasons},
+            next((row.error for row in rows if row.error is not None), None),
+        )  # fmt: skip
     return read_answer(term, found, batch)
 
 
 async def _in_time(term: RewardTerm, begin: Callable[[], Awaitable[Any]]) -> Any:
     said = no_answer(term.timeout_s or math.inf, "timeout_s")
     return await within(term.timeout_s, begin(), said, end_seconds=0.0)
-
-
-def _cause(error: BaseException) -> BaseException:
-    """The exception that the function itself raised."""
-    return error.__cause__ or error if isinstance(error, ExitedError) else error
 
 
 @functools.lru_cache(maxsize=1)
@@ -277,19 +278,6 @@ def failed_result(batch: RewardBatch, error: BaseException) -> RewardResult:
     return RewardResult(values, valid, {}, reasons, error)
 
 
-def join_rows(rows: Sequence[RewardResult]) -> RewardResult:
-    """The answers about single rows as one about all of them."""
-    names = list(dict.fromkeys(name for row in rows for name in row.metrics))
-    missing = torch.zeros_like(rows[0].values)
-    return RewardResult(
-        torch.cat([row.values for row in rows]),
-        torch.cat([row.valid for row in rows]),
-        {name: torch.cat([row.metrics.get(name, missing) for row in rows]) for name in names},
-        {i: row.reasons[0] for i, row in enumerate(rows) if row.reasons},
-        next((row.error for row in rows if row.error is not None), None),
-    )
-
-
 def read_answer(term: RewardTerm, answer: Any, batch: RewardBatch) -> RewardResult:
     """Parses a function's return value: scores, or (scores, metrics).
 
@@ -305,10 +293,8 @@ def read_answer(term: RewardTerm, answer: Any, batch: RewardBatch) -> RewardResu
     if isinstance(answer, list) and len(answer) == len(batch):
         unjudged = torch.tensor([one is None for one in answer], device=unjudged.device)
         reasons = {i: one.reason for i, one in enumerate(answer) if isinstance(one, Invalid)}
-        answer = [
-            0.0 if one is None else torch.nan if isinstance(one, Invalid) else one
-            for one in answer
-        ]  # fmt: skip
+        nothing = {type(None): 0.0, Invalid: torch.nan}
+        answer = [nothing.get(type(one), one) for one in answer]
     values = _numbers(term.name, "scores", answer, batch)
     finite = torch.isfinite(values)
     values = torch.where(finite, values, torch.zeros_like(values))
