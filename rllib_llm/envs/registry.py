@@ -125,7 +125,7 @@ def _keywords(env: Callable[..., Any], env_config: Mapping[str, Any]) -> dict[st
         inspect.signature(env).bind(**given)
     except TypeError as error:
         raise Problems(
-            "env", "be called with the settings of env_config", error,
+            "env", "be called with the settings of env_config", f"{error}; given are {[*given]}",
             "Name an environment or its creator, and set its arguments in env_config", env,
         ) from error  # fmt: skip
     return given

@@ -231,12 +231,12 @@ def _wrong(env, **changes):
     [
         (
             {"completion_ids": torch.ones(3, 3, dtype=torch.int64)},
-            r"must be .* shape \[2, 'any'\]: it is .* shape \[3, 3\]",
+            r"must be .* shape \[2, 3\]: it is .* shape \[3, 3\]",
         ),
         ({"completion_mask": torch.ones(2, 2).bool()}, r"completion_mask must .*shape \[2, 2\]"),
-        ({"completion_ids": torch.ones(6, dtype=torch.int64)}, r"completion_ids must .*shape \[6\]"),
-        ({"completion_ids": torch.ones(2, 3)}, "must be a torch tensor of .*int64.*: it is of torch.float32"),
-        ({"completion_ids": [[1, 2, 3]] * 2}, "completion_ids must be a torch tensor .*: it is of type list"),
+        ({"completion_ids": torch.ones(6, dtype=torch.int64)}, r"ids must .*shape \[6\]"),
+        ({"completion_ids": torch.ones(2, 3)}, "must .*int64.*: it is of torch.float32"),
+        ({"completion_ids": [[1, 2, 3]] * 2}, "completion_ids must .*: it is of type list"),
         ({"completion_mask": torch.ones(2, 3)}, "completion_mask must .* is of torch.float32"),
         ({"completion_mask": torch.zeros(2, 3).bool()}, r"completion_mask\[0\]=\[0, 0, 0\] must"),
         (
@@ -244,7 +244,7 @@ def _wrong(env, **changes):
             r"completion_mask\[1\]=\[1, 0, 1\] must be True for the first tokens",
         ),
         ({"completion_ids": torch.full((2, 3), 999)}, r"completion_ids\[0\]=\[999, .* 0\.\.18"),
-        ({"completion_ids": torch.tensor([[1, 1, 1], [1, -2, 1]])}, r"completion_ids\[1\]=\[-2\] must"),
+        ({"completion_ids": torch.tensor([[1, 1, 1], [1, -2, 1]])}, r"ids\[1\]=\[-2\] must"),
         ({"sampler_logprobs": torch.zeros(2, 2)}, r"sampler_logprobs must .*shape \[2, 2\]"),
     ],
 )

@@ -236,7 +236,7 @@ def test_random_scores_are_no_finding():
         (NumpyPrompts, "reset() prompt_ids", "be a torch tensor of torch.int64"),
         (Int32Prompts, "reset() prompt_ids", "be a torch tensor of torch.int64, shape [6, 'any']"),
         (ListObservation, "reset() observation", "be a dict with ['prompt_ids', 'prompt_mask']"),
-        (RightPadded, "reset() prompt_mask[2]", "be False for padding at the left"),
+        (RightPadded, "reset() prompt_mask[4]", "be False for padding at the left"),
         (StrangePad, "reset() prompt token id", "be in 0..18, padding too"),
         (ScatteredGroups, "prompts of a group", "be the same"),
         (ForgetsIndex, "reset() infos", "be a dict with ['prompt_index', 'position']"),

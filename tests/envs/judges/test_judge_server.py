@@ -88,9 +88,7 @@ def test_a_judge_that_is_not_there_ends_the_run():
     with serving(echo_the_answer) as server:
         function = judge(server)
     url = f"{server.base_url}/chat/completions"
-    unreachable = (
-        rf"{url} must answer .*ConnectError(.|\n)*It failed on all 2, first on .*\. Correct"
-    )
+    unreachable = rf"{url} must answer .*ConnectError(.|\n)*It failed on all 2, first on "
     with pytest.raises(RewardError, match=unreachable):
         RewardSum(function)(rows(["1", "2"]))
 
