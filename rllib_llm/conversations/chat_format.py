@@ -5,8 +5,8 @@ part that rendering it adds at the end:
 
     G        = render(before, generation prompt)            what the assistant answered
     rendered = render(before + its turn + new, generation prompt)
-    suffix   = rendered behind G + what it said             where that is how it begins,
-             = rendered behind the end of its turn          where the turn is written otherwise, but
+    suffix   = rendered after G + what it said             where that is how it begins,
+             = rendered after the end of its turn          where the turn is written otherwise, but
                                                             nothing before its end has changed,
              = none                                         where the template drops or changes what
                                                             was said: a path of its own begins
@@ -59,7 +59,7 @@ class ChatFormatError(Problems):
 
 @dataclass(frozen=True)
 class Suffix:
-    """Ids to append behind a turn, and how they were found: see the module's docstring.
+    """Ids to append after a turn, and how they were found: see the module's docstring.
 
     "exact": the template writes the turn as it was said. "rewritten": it writes it a little
     otherwise (trims it, say), and nothing else changes. "kept": it changes or drops what was said,
@@ -199,7 +199,7 @@ class ChatFormat:
         return Suffix("kept", self.written_behind(before, turn, new, last_id=last_id))
 
     def said(self, before: Sequence[Message], turn: Message) -> str | None:
-        """A turn as the policy samples it: what the template writes of it behind the generation
+        """A turn as the policy samples it: what the template writes of it after the generation
         prompt, to the end of the turn. None if the template does not show where the turn begins.
 
         Where the generation prompt opens thoughts, or writes that there are none, and the
@@ -221,7 +221,7 @@ class ChatFormat:
         common = common_prefix_len(asked, rendered)
         if common == len(asked):
             return common
-        # Some templates write a generation prompt behind every conversation.
+        # Some templates write a generation prompt after every conversation.
         begun = len(unasked) if asked != unasked else asked.rfind(last) + len(last)
         if common >= begun:  # whole marks: <think> and <tool_call> begin alike
             return len(_HALF_MARK.sub("", rendered[:common]))
@@ -233,7 +233,7 @@ class ChatFormat:
         self, before: Sequence[Message], turn: Message, new: Sequence[Message], *,
         last_id: int | None,
     ) -> list[int]:  # fmt: skip
-        """Ids that the template writes behind a turn, whatever it makes of the turn itself; see
+        """Ids that the template writes after a turn, whatever it makes of the turn itself; see
         `suffix`."""
         rendered = self.render([*before, turn, *new], generation_prompt=True)
         end = self.ends.calls if turn.get("tool_calls") else self.ends.text

@@ -61,7 +61,7 @@ def path_to(nodes: Sequence[Node], leaf: int | None) -> list[Node]:
 
 @dataclass
 class TrainingRow:
-    """One path, cut behind its last sampled token; all lists of tokens but the prompt are [T].
+    """One path, cut after its last sampled token; all lists of tokens but the prompt are [T].
 
     messages: all that was said on the path. num_prompt_messages: of them those that the prompt's
     tokens hold.
@@ -262,7 +262,7 @@ class Conversation:
 
         Raises:
             ValueError: there are none, or the assistant has not answered the last ones.
-            ChatFormatError: the template cannot write them behind what is there.
+            ChatFormatError: the template cannot write them after what is there.
         """
         if not messages:
             raise ValueError("messages=[] must hold at least one, or the conversation must end")

@@ -38,7 +38,7 @@ def _is_null(value: Any, schema: Any) -> bool:
 
 
 def _has_patterns(value: Any, schema: Any) -> bool:
-    """Whether names are told apart by patterns, with which Python may take for ever. They are left
+    """Whether patterns tell names apart, with which Python may take for ever. They are left
     to the tool."""
     return "patternProperties" in schema
 
@@ -75,7 +75,7 @@ def objection(schema: Mapping[str, Any], value: Any, part: Any = None) -> str:
         (validator if part is None else validator.evolve(schema=part)).validate(value)
     except ValidationError as error:
         return str(error.message)
-    except Exception:  # noqa: BLE001  (of somebody's schema: the tool says what is wrong)
+    except Exception:  # noqa: BLE001  (of a user's schema: the tool says what is wrong)
         return ""
     return ""
 

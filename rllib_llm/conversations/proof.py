@@ -36,7 +36,7 @@ class Proof:
     that it begins a row of its own; keeps: the same, but the tokens stay as they were sampled
     (`history="keep"`, or a renderer); unsupported: the template refuses such dialogues; ignored: it
     writes nothing of them; unreadable: it writes calls that `tool_syntax` does not read; proven: of
-    a renderer, that it appends what the template writes behind a turn.
+    a renderer, that it appends what the template writes after a turn.
     """
 
     dialogue: str

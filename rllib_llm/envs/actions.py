@@ -27,7 +27,7 @@ def decode_completions(
 ) -> list[str]:  # fmt: skip
     """Text of each completion as it follows its prompt, special tokens left out.
 
-    Many tokenizers drop the space before the first word they decode. Decoding behind the prompt's
+    Many tokenizers drop the space before the first word they decode. Decoding after the prompt's
     last token keeps it, so that prompt + completion reads as one text.
     """
     options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}

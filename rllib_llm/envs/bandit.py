@@ -146,7 +146,7 @@ class BanditEnv(VectorEnv):
         Returns:
             The next observation (`num_envs` prompts), rewards [B] float32, terminations [B] all
             True, truncations [B] all False, and infos of the judged batch: scores [B] float32, what
-            is learnt from (an environment of one's own may leave all infos out: then rewards are);
+            is learnt from (a user's environment may leave all infos out: then rewards are);
             valid [B] bool (False: a reward function failed there; do not learn from the row),
             components and metrics {name: [B] float32; 1 under "<function>_failed" where it did, and
             under "prompt_truncated" where the prompt lost its beginning}, num_completion_tokens [B]

@@ -211,7 +211,7 @@ class BanditChecker(EnvChecker):
         self.expect(
             not bool(ragged.any()), f"{where} prompt_mask[{row}]",
             "be False for padding at the left, then True to the end, at least once",
-            "generation starts behind the last column", "Pad prompts at the left",
+            "generation starts after the last column", "Pad prompts at the left",
             mask[row].int().tolist(),
         )  # fmt: skip
         outside = ids[(ids < 0) | (ids >= vocab_size)].tolist()
@@ -281,7 +281,7 @@ class BanditChecker(EnvChecker):
         }  # fmt: skip
 
     def step(self, actions: Mapping[str, torch.Tensor]) -> Any:
-        """The answer to actions behind the same prompts as always."""
+        """The answer to actions after the same prompts as always."""
         self.env.reset(options=self.options)
         return self.env.step(dict(actions))
 

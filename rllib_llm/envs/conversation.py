@@ -4,7 +4,7 @@
                                     ▲             └─▶ respond ─▶ messages ─────▶ policy
                                     └─ until respond says that it is done, or a limit is reached
 
-An environment of one's own is a subclass with `respond`, or just tools and reward functions. What
+A user's environment is a subclass with `respond`, or just tools and reward functions. What
 the policy samples and how conversations become batches is the sampler's
 (`rollouts/conversation_sampler.py`).
 """
@@ -87,7 +87,7 @@ def proven_format(
 
 
 def first_messages(prompt: Any, system: str | None) -> Messages:
-    """The messages of a task's prompt, text or a chat, behind a system message."""
+    """The messages of a task's prompt, text or a chat, after a system message."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     return [{"role": "system", "content": system}, *messages] if system else messages
 
@@ -178,7 +178,7 @@ class ConversationEnv:
         return as_list(self.settings["tools"])
 
     def tools_of(self, conversation: Conversation) -> Sequence[Callable[..., Any]]:
-        """Functions that stand behind the tools of this conversation alone, where they have to know
+        """Functions that implement the tools of this conversation alone, where they have to know
         it: those of `tools` under the same names."""
         return ()
 
@@ -205,7 +205,7 @@ class ConversationEnv:
         return self.first_messages(conversation)
 
     def first_messages(self, conversation: Conversation) -> Sequence[Message]:
-        """The prompt of a task, behind the setting `system`."""
+        """The prompt of a task, after the setting `system`."""
         return first_messages(conversation.task["prompt"], self.settings["system"])
 
     def respond(self, conversation: Conversation) -> Response | Awaitable[Response]:

@@ -2,7 +2,7 @@
 the scores of those that are over.
 
 A limit that the policy reaches (turns, tokens) ends its conversation, which is judged as it stands.
-What is not the policy's doing (an error of the environment, too many seconds) makes the rollout
+What is not the policy's fault (an error of the environment, too many seconds) makes the rollout
 invalid: it counts in no statistic, and never as a score of 0.
 """
 
@@ -110,7 +110,7 @@ async def run_side_by_side(
     tasks = [asyncio.ensure_future(one(attempt)) for attempt in attempts]
     try:
         await asyncio.gather(*tasks)
-    finally:  # where one found the engine broken, the others need not go on
+    finally:  # where one found the engine broken, the others are cancelled
         for task in tasks:
             task.cancel()
 
@@ -207,7 +207,7 @@ class _Player:
 
 def _results(calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
     """Tool results as messages. Templates want a result for each call that they write and none for
-    others: what is wrong with a call that could not be read stands behind the last result, or is a
+    others: what is wrong with a call that could not be read follows the last result, or is a
     user's words without one."""
     answered = list(zip(calls, results, strict=True))
     unread = [result.text for asked, result in answered if asked.arguments is None]

@@ -151,9 +151,9 @@ class RewardTextEncoder:
         "pair" (the tokenizer's own joining of two texts, as encoders are trained), or a text with
         {prompt} and {completion}.
     max_length: tokens; longer texts lose their beginning, and `num_truncated` counts them.
-    append_eos: texts end as those of the RewardModel stage do: with an EOS behind completions that
-        are finished, without one behind others; chats with the token that ends a finished turn and
-        with nothing behind it. Otherwise their ends are the tokenizer's matter, as those of pairs.
+    append_eos: texts end as those of the RewardModel stage do: with an EOS after completions that
+        are finished, without one after others; chats with the token that ends a finished turn and
+        with nothing after it. Otherwise their ends are the tokenizer's matter, as those of pairs.
 
     Raises:
         Problems: a template without {completion}, or "chat" without a chat template.
@@ -179,7 +179,7 @@ class RewardTextEncoder:
     ) -> list[list[int]]:  # fmt: skip
         """Token ids of each prompt with its completion.
 
-        messages: the chat behind each prompt, where `prompts` hold it rendered for another model;
+        messages: the chat of each prompt, where `prompts` hold it rendered for another model;
         finished: False where the length limit ended the completion.
         """
         chats = prompts if messages is None else messages
@@ -256,7 +256,7 @@ class RewardModelScorer(_Frozen, Judge):
         RewardModel stage stored in the model's config, False leaves scores as they are.
     label: of a classifier with several outputs, the one whose log-odds are the score.
     template: see `RewardTextEncoder`.
-    append_eos: put EOS behind finished completions when texts are read; None does so for models
+    append_eos: put EOS after finished completions when texts are read; None does so for models
         that the RewardModel stage trained, whose texts end with EOS.
 
     Raises:

@@ -263,7 +263,7 @@ class WorkerPool:
             except _NO_ANSWER as error:
                 reason, worker = _why_ended(worker, error), None
                 return Invalid.of(reason)
-            if is_last:  # the next one starts while nobody waits for it
+            if is_last:  # the next one starts before it is waited for
                 worker.end()
                 worker = None
                 with contextlib.suppress(Away):  # the next call says so

@@ -4,7 +4,7 @@ folder of texts, MCP servers; their schemas, and calls that may fail.
 A function's schema comes from its signature and docstring, as transformers reads them. Whatever a
 tool does (raise, hang, return a megabyte or something that is no text), the conversation gets a
 message about it, or the rollout is not valid, as set; nothing else is touched. An MCP server that
-is away (it died, restarts, or answers nothing any more) is no doing of the policy: a call waits for
+is away (it died, restarts, or answers nothing any more) is not the policy's fault: a call waits for
 it so long, and then the rollout is not valid.
 
     env_config: {mcp_servers: [{command: my-server, args: [--quiet]}, "http://localhost:8000/mcp"]}
@@ -191,7 +191,7 @@ class Toolbox:
             if len(text) > self.max_chars:
                 begin, end = text[:half], text[len(text) - half :]
                 text = f"{begin}\n[{len(text) - 2 * half} characters left out]\n{end}"
-        except Exception as error:  # noqa: BLE001  (of a user's tool: the policy is told)
+        except Exception as error:  # noqa: BLE001  (of a user's tool: the policy reads it)
             late = (TimeoutError, asyncio.TimeoutError)  # noqa: UP041  (another class in Python 3.10)
             is_signal = isinstance(error, ValueError) and _NO_SIGNALS in told(error)
             failure = "unavailable" if is_signal or isinstance(error, Away) else "error"

@@ -182,7 +182,7 @@ class Tasks(MadeRows):
             raise Problems("datasets.config", rule, reason, value=dict(spec.config)) from error
 
     def level(self, index: int) -> int:
-        """How far the curriculum is at a row."""
+        """The curriculum's level at a row."""
         return 0 if self._per_level is None else index // self._per_level
 
     def dataset(self, which: int, level: int) -> Any:

@@ -2,7 +2,7 @@
 
 `environment_factory` is what TRL 1.16 takes: a class or another callable that makes an environment,
 or {name: callable} for rows with a column `environment`. `reset(**row)` begins a conversation and
-may return a text that is put behind the last user message; the class's other public functions are
+may return a text that is put after the last user message; the class's other public functions are
 tools, and `get_reward()`, where there is one, is the conversation's score. Without a data set every
 prompt is empty, and `reset` says all. `tools` are typed functions with docstrings. Reward functions
 get `completions` as messages and `environments=`.

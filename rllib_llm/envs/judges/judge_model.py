@@ -276,7 +276,7 @@ class SchemaJudge(JudgeModel):
         ]
 
     def _found(self, reply: str) -> dict[str, Any]:
-        """The object in a reply, which may stand in a code block or among other words; behind
+        """The object in a reply, which may stand in a code block or among other words; after
         thoughts, and the last of several."""
         problem = "it holds no JSON object"
         for found in reversed(list(_objects(without_thoughts(reply)[-_SEARCHED:]))):

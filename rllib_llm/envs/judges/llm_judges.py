@@ -56,7 +56,7 @@ class JudgeServer(JudgeModel):
         model: the server's name for the judge.
         template: the request; {prompt}, {completion} and the data set's columns are filled in.
         system: the system message, or None.
-        pattern: regular expression of the score in the reply; its last match behind the judge's
+        pattern: regular expression of the score in the reply; its last match after the judge's
             thoughts (group 1, where it has groups) is read as a number. None: a reply that is a
             number or names one score ("8", "Score: 8", "On a scale of 0 to 10: 8", "8/10"); one
             with several is not guessed at.

@@ -19,7 +19,7 @@ _SAID = re.compile(r"\banswer(?:\s+is(?!\s+not\b)|\s*:)[\s:*]*([^\n]*)", re.IGNO
 _CHOICE = re.compile(
     r"(?:\(([A-Ja-j])\)(?!\s*[-+*/^=<>])|([A-J])(?=[.):]|\s+because\b|$))"
     r"(?!\s*(?:[,/&]|and\b|or\b)\s*\(?[A-J]\b)"
-)  # one of several answers, with or without words behind it
+)  # one of several answers, with or without words after it
 _WRAPPED = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\{([^{}]*)\}")
 _WORDS = re.compile(r"no|(?![a-z]{2}$)[^\W\d_]{2,}(?:[ ,'.-]+[^\W\d_]+)*")  # "xy" is a product
 _CLOCK = re.compile(

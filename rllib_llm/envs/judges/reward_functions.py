@@ -63,7 +63,7 @@ class RewardBatch:
     right-padded, completion_mask [B, T] bool; `prompts` and `completions` are B texts (decoded
     once for all functions, special tokens left out), of a conversation what was said before the
     assistant's last turn, and that turn; `context_messages` are B lists of the messages before it,
-    and `completion_messages` of all messages behind the first prompt; `columns` hold
+    and `completion_messages` of all messages after the first prompt; `columns` hold
     the data set's other columns, B values each; `global_step` is the number of updates before this
     batch, `max_steps` that of the whole run (0: unknown), `epoch` how often the data set was
     gone through.
@@ -131,7 +131,7 @@ class RewardTerm:
     completion's text is `completion[0]["content"]`; with a parameter `messages`, which gets the
     chats, or an attribute `wants_texts = True` they are texts then, too: of a conversation all that
     was said before the assistant's last turn, and that turn. With `wants_transcripts = True` they
-    are the first prompt and all that was said behind it, as texts that depend on no template (what
+    are the first prompt and all that was said after it, as texts that depend on no template (what
     judges read). A parameter
     `trainer_state` gets transformers.TrainerState with global_step, epoch and max_steps. Where the
     function has an attribute `wants_tokens = True` it is called as `function(prompt_ids,
@@ -142,7 +142,7 @@ class RewardTerm:
     `metrics()`, numbers by name.
 
     timeout_s: how long an answer that is awaited may take for a batch; then it is cancelled, none
-    of its rows is valid, and the batch goes on, while what is slow to end does so in the
+    of its rows is valid, and the batch continues, while what is slow to end does so in the
     background. (Code that blocks the event loop is left behind after twice that time and 5 s: until
     then another function may be to blame.) By default what the function says in an attribute of
     that name, as a `Judge` does, and `TIMEOUT_S` for other coroutine functions.
@@ -344,7 +344,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def _inner(function: Any) -> Any:
-    """The function behind one to which `kwargs` were bound."""
+    """The function within one to which `kwargs` were bound."""
     return function.func if isinstance(function, functools.partial) else function
 
 

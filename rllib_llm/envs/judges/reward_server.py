@@ -1,4 +1,4 @@
-"""Reward functions behind HTTP, for runs here and for those of others.
+"""Reward functions served over HTTP, for runs here and for those of others.
 
     POST /v1/rewards  {"prompts", "completions", "columns"} -> {"scores", "reasons", "components"}
     POST /get_reward  OpenRLHF's shape: {"query", "prompts", "labels"} -> {"rewards", "scores"}
