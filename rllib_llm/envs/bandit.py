@@ -187,19 +187,15 @@ class BanditEnv(VectorEnv):
             )  # fmt: skip
         ids, mask = pad_left(token_ids, self.pad_token_id)
         self._rows = [row for row in rows for _ in range(num_completions)]
+        self._prompt_index = torch.tensor([row.index for row in self._rows], device=self.device)
         self._texts = [text for text in texts for _ in range(num_completions)]
         self._observation = {
             columns.PROMPT_IDS: ids.repeat_interleave(num_completions, 0).to(self.device),
             columns.PROMPT_MASK: mask.repeat_interleave(num_completions, 0).to(self.device),
         }
         self.position = position + num_prompts
-        return dict(self._observation), {
-            columns.PROMPT_INDEX: self._prompt_index(),
-            "position": position,
-        }
-
-    def _prompt_index(self) -> torch.Tensor:
-        return torch.tensor([row.index for row in self._rows], device=self.device)
+        infos = {columns.PROMPT_INDEX: self._prompt_index, "position": position}
+        return dict(self._observation), infos
 
     def _judge(self, actions: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         ids, mask = actions[columns.COMPLETION_IDS], actions[columns.COMPLETION_MASK]
@@ -227,7 +223,7 @@ class BanditEnv(VectorEnv):
             columns.SCORES: judged.scores, columns.VALID: judged.valid,
             "components": judged.components,
             "metrics": judged.metrics | {name: share.float() for name, share in shares.items()},
-            "num_completion_tokens": mask.sum(-1), columns.PROMPT_INDEX: self._prompt_index(),
+            "num_completion_tokens": mask.sum(-1), columns.PROMPT_INDEX: self._prompt_index,
         }  # fmt: skip
         if completions:  # decoded anyway: who keeps them need not decode again
             infos["prompt_texts"], infos["completion_texts"] = self._texts, completions

@@ -352,7 +352,7 @@ class SearchTool:
         if not self.passages:
             raise Problems("folder", f"hold texts, {_SUFFIXES}", value=str(folder)[:80])
         self.num_results, self.max_chars, self.name = num_results, max_chars, name
-        self._counts = [Counter(_words(f"{title} {text}")) for title, text in self.passages]
+        self._counts = [Counter(_WORD.findall(" ".join(part).lower())) for part in self.passages]
         self._lengths = [sum(counts.values()) for counts in self._counts]
         self._mean = sum(self._lengths) / len(self._lengths)
         self._places: dict[str, list[int]] = {}  # of the passages that hold a word
@@ -371,7 +371,7 @@ class SearchTool:
 
     def search(self, query: str) -> list[tuple[str, str]]:
         """(title, passage) of the passages that match best, those of no common word left out."""
-        words = _words(query)
+        words = _WORD.findall(query.lower())
         places = {place for word in words for place in self._places.get(word, ())}
         scored = [(self._score(words, place), -place) for place in places]
         best = sorted(scored, reverse=True)[: self.num_results]
@@ -387,10 +387,6 @@ class SearchTool:
                 rarity = math.log(1 + (total - holding + 0.5) / (holding + 0.5))
                 score += rarity * count * (_K1 + 1) / (count + norm)
         return score
-
-
-def _words(text: str) -> list[str]:
-    return _WORD.findall(text.lower())
 
 
 _PROBE_SECONDS = 5.0  # that a server has to show that it is there

@@ -8,6 +8,7 @@ section 3.3), so what wins in one place only is a tie.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import string
@@ -96,22 +97,19 @@ class JudgeServer(JudgeModel):
 
     def _read_score(self, reply: str) -> float:
         """The score in a reply."""
-        said = without_thoughts(reply)
+        said, pattern = without_thoughts(reply), self._pattern
         found: Any = None
-        if self._pattern is None:
-            found = stated_score(said, self._low, self._high)
-            rule = f"name one score from {self._low:g} to {self._high:g}"
+        if pattern is None:
+            found, rule = stated_score(said, self._low, self._high), "name one score"
         else:
-            matches = list(self._pattern.finditer(said))
-            found = matches[-1][1 if self._pattern.groups else 0] if matches else None
-            rule = f"hold a number where pattern={self._pattern.pattern!r} looks"
-        try:
-            score = float(found)
-        except (TypeError, ValueError) as error:  # none, or more than a number
-            raise _no_score(reply, rule) from error
-        if not self._low <= score <= self._high:
-            raise _no_score(reply, f"give a score from {self._low} to {self._high}")
-        return score
+            rule = f"hold a number where pattern={pattern.pattern!r} looks, one"
+            for match in pattern.finditer(said):
+                found = match[1 if pattern.groups else 0]
+        with contextlib.suppress(TypeError, ValueError):  # none, or more than a number
+            if self._low <= (score := float(found)) <= self._high:
+                return score
+        rule = f"{rule} from {self._low:g} to {self._high:g}"
+        raise UnreadableReply(f"the judge's reply={reply[:200]!r} must {rule}.")
 
 
 def _names_in(template: str) -> list[str]:
@@ -143,10 +141,6 @@ def stated_score(said: str, low: float, high: float) -> float | None:
         return scaled.pop()
     last = text.strip().rpartition("\n")[2].strip(" *_.`")
     return float(last) if re.fullmatch(_NUMBER, last) else None
-
-
-def _no_score(reply: str, rule: str) -> UnreadableReply:
-    return UnreadableReply(f"the judge's reply={reply[:200]!r} must {rule}.")
 
 
 _CORRECT = "correct"

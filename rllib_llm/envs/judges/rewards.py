@@ -85,9 +85,8 @@ class RewardSum:
         self.terms = [
             f if isinstance(f, RewardTerm) else RewardTerm.from_spec(f) for f in as_list(functions)
         ]
-        names = [term.name for term in self.terms]
-        check_names(names, functions)
-        self.num_failed = dict.fromkeys(names, 0)
+        check_names([term.name for term in self.terms], functions)
+        self.num_failed = dict.fromkeys((term.name for term in self.terms), 0)
         self._warned: set[str] = set()
         self._lock = threading.Lock()
         self._has_judged, self._num_unjudged = False, 0

@@ -97,7 +97,7 @@ def test_a_judge_that_is_not_there_ends_the_run():
     ("said", "settings", "rule"),
     [
         ("As a model I", {}, "name one score from 0 to 10"),
-        ("11 of 10", {}, "give a score from 0.0 to 10.0"),
+        ("11 of 10", {}, "name one score from 0 to 10"),
         ("Final: ten", {"pattern": r"Final: (\w+)"}, "hold a number where pattern='Final: "),
     ],
 )
