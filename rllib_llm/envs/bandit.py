@@ -63,10 +63,8 @@ class BanditEnv(VectorEnv):
             max_completion_len=max_completion_len, temperature=temperature,
         )  # fmt: skip
         if tokenizer.pad_token_id is None:
-            raise Problems(
-                "tokenizer.pad_token_id", "be a token id", "prompts of unequal length are padded",
-                "Set tokenizer.pad_token, to one that is not the EOS token", None,
-            )  # fmt: skip
+            remedy = "Set tokenizer.pad_token, to one that is not the EOS token"
+            raise Problems("tokenizer.pad_token_id", "be a token id", "", remedy, None)
         if kl_coeff and reference is None:
             reason = "it weighs the KL to the reference model"
             raise Problems("kl_coeff", "be 0 without a reference", reason, value=kl_coeff)
@@ -181,10 +179,8 @@ class BanditEnv(VectorEnv):
         token_ids, texts = self._encoder.encode(rows)
         highest = max(max(ids) for ids in token_ids)
         if highest >= self.vocab_size:
-            raise Problems(
-                "prompt token id", f"be below vocab_size={self.vocab_size}", "the tokenizer knows "
-                "more tokens than the model", "Take the tokenizer of the model", highest,
-            )  # fmt: skip
+            rule, remedy = f"be below vocab_size={self.vocab_size}", "Take the model's tokenizer"
+            raise Problems("prompt token id", rule, "", remedy, highest)
         ids, mask = pad_left(token_ids, self.pad_token_id)
         self._rows = [row for row in rows for _ in range(num_completions)]
         self._prompt_index = torch.tensor([row.index for row in self._rows], device=self.device)

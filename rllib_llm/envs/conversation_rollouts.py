@@ -185,8 +185,7 @@ class _Player:
         if not reply.tool_calls or not self.toolbox.tools:
             response = await call(self.env.respond, self.conversation)
             if not isinstance(response, Response):
-                kind = type(response).__name__
-                raise TypeError(f"respond() must return a Response, not {kind}")
+                raise TypeError(f"respond() must return a Response, not {type(response)}")
             return response
         results = []
         for asked in reply.tool_calls:  # in their order: one may need what another has done
@@ -308,11 +307,13 @@ def judge(env: ConversationEnv, attempts: Sequence[Rollout], pad_token_id: int) 
             column[firsts[attempt.row_id]] = number
         return column
 
-    given = {name: by_rollout(sound, column) for name, column in components.items()}
-    metrics = _metrics(by_rollout, attempts, sound, judged)
-    held = [{name: column.to(env.device) for name, column in held.items()}
-            for held in (batch, given, metrics)]  # fmt: skip
-    return Judgement(held[0][columns.SCORES], *held, _texts(attempts))
+    def on_device(held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: column.to(env.device) for name, column in held.items()}
+
+    batch, scores = on_device(batch), batch[columns.SCORES].to(env.device)
+    parts = on_device({name: by_rollout(sound, column) for name, column in components.items()})
+    metrics = on_device(_metrics(by_rollout, attempts, sound, judged))
+    return Judgement(scores, batch, parts, metrics, _texts(attempts))
 
 
 def _components(
@@ -351,7 +352,9 @@ def _reward_batch(env: ConversationEnv, sound: Sequence[Rollout]) -> RewardBatch
     tasks = [attempt.conversation.task for attempt in sound]
     names = dict.fromkeys(name for task in tasks for name in task if name != "prompt")
     return RewardBatch(
-        *(batch[name][ends] for name in _TOKENS), prompts=transcripts(contexts),
+        batch[columns.PROMPT_IDS][ends], batch[columns.PROMPT_MASK][ends],
+        batch[columns.COMPLETION_IDS][ends], batch[columns.COMPLETION_MASK][ends],
+        prompts=transcripts(contexts),
         completions=["" if (r := a.conversation.reply) is None else r.content for a in sound],
         completion_messages=said, context_messages=contexts,
         columns={

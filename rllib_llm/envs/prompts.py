@@ -146,8 +146,7 @@ class PromptSource:
             if not isinstance(prompt, list) or not prompt or not all(
                 is_message(m) and m.keys() & {"content", "tool_calls"} for m in prompt
             ):  # fmt: skip
-                rule = "be text, or messages {role, content}"
-                wrong = Problems(self.prompt_column, rule, value=prompt)
+                wrong = Problems(self.prompt_column, "be text or messages", value=prompt)
                 raise wrong.within(f"row {index} of {self.description}")
             columns["messages"] = prompt
         return PromptRow(index, prompt, columns)

@@ -145,8 +145,9 @@ class Contained:
         if self._unread or not secrets.compare_digest(named, word):
             raise ValueError("it is no answer to what was asked")
         try:
-            numbers = {"parse_constant": _finite, "parse_float": _finite, "parse_int": _whole}
-            found = json.loads(answer, **numbers)
+            found = json.loads(
+                answer, parse_constant=_finite, parse_float=_finite, parse_int=_whole
+            )
         except RecursionError as error:
             raise ValueError("it is too deep") from error
         if not isinstance(found, dict) or len(found.keys() & {"value", "error"}) != 1:

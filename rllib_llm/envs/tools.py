@@ -207,9 +207,10 @@ class Toolbox:
         if asked.status != "ok":
             return _STATUS_MESSAGES.get(asked.status, asked.status)
         tool, arguments = self.tools[asked.name], dict(asked.arguments or {})
-        known = tool.schema["function"].get("parameters") or {}
-        is_own = isinstance(tool, FunctionTool)
-        reason = tool.objection(arguments) if is_own else objection(known, arguments)
+        if isinstance(tool, FunctionTool):
+            reason = tool.objection(arguments)
+        else:
+            reason = objection(tool.schema["function"].get("parameters") or {}, arguments)
         return reason and f"arguments of {asked.name!r}: {reason:.{_SHOWN}}"
 
 

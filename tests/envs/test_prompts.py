@@ -91,7 +91,7 @@ def test_the_prompt_column_is_chosen_or_named():
 def test_empty_data_and_wrong_rows():
     with pytest.raises(DataSourceError, match="at least one row"):
         PromptSource([])
-    with pytest.raises(Problems, match=r"row 0 of .*: prompt=3 must be text, or messages"):
+    with pytest.raises(Problems, match=r"row 0 of .*: prompt=3 must be text or messages"):
         PromptSource([{"prompt": 3}]).rows(0, 1)
     with pytest.raises(ValueError, match="position=-1"):
         PromptSource(TEN).indices(-1, 2)

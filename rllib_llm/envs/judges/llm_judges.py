@@ -86,13 +86,13 @@ class JudgeServer(JudgeModel):
         Raises:
             RequestRefusedError: the server refuses the request (wrong key, unknown model).
         """
+        system = {"role": "system", "content": self._system or ""}
+        first = [] if self._system is None else [system]
         questions = []
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             row = {name: values[i] for name, values in columns.items() if name != "completion_ids"}
             text = self._template.format(**{**row, "prompt": prompt, "completion": completion})
-            system = {"role": "system", "content": self._system}
-            messages = [] if self._system is None else [system]
-            questions.append([*messages, {"role": "user", "content": text}])
+            questions.append([*first, {"role": "user", "content": text}])
         return await self.replies(questions, self._read_score)
 
     def _read_score(self, reply: str) -> float:
