@@ -275,7 +275,7 @@ def logs(completions, log_metric, **columns):
 
 def test_a_reward_function_that_wants_what_there_is_not_is_refused_at_start(make):
     """It failed when the first conversations were over."""
-    with pytest.raises(RewardError, match=r"must find \['log_metric'\] among"):
+    with pytest.raises(RewardError, match=r"arguments \['log_metric'\] among the columns"):
         make(reward_functions=logs)
 
 

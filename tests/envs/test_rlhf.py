@@ -165,7 +165,7 @@ def test_eval_prompts_alone_are_enough_for_evaluation(files):
         ({"device": "cudaa"}, ValueError, r"env_config\['device'\]='cudaa' must be a device"),
         ({"reference": 3}, Problems, "reference=3 must be a dictionary, text or None"),
         ({"split": "eval"}, Problems, "split='eval' must have prompts of its own"),
-        ({"prompts": ["text only"]}, RewardError, r"'shouting' must find \['label'"),
+        ({"prompts": ["text only"]}, RewardError, r"'shouting' must find its arguments \['label'"),
         (
             {"eval_fraction": 0.1, "eval_prompts": ["x"]},
             Problems,

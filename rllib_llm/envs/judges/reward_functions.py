@@ -251,9 +251,9 @@ class RewardTerm:
         missing = sorted(self._required - {*columns, *_RESERVED, _STATE})
         if missing:
             raise RewardError(
-                f"reward function {self.name!r}", f"find {missing} among the prompts' columns",
-                f"there are {sorted(columns) or 'none'}",
-                "Add the columns, or give the arguments defaults or 'kwargs'",
+                f"reward function {self.name!r}",
+                f"find its arguments {missing} among the columns of the prompts",
+                f"there are {sorted(columns) or 'none'}", "Add them, or give defaults or 'kwargs'",
             )  # fmt: skip
 
 

@@ -450,7 +450,7 @@ def test_a_dotted_path_that_names_nothing():
 
 
 def test_columns_must_suit_the_functions():
-    with pytest.raises(RewardError, match=r"'Matches' must find \['answer'\]"):
+    with pytest.raises(RewardError, match=r"'Matches' must find its arguments \['answer'\]"):
         RewardSum(Matches()).check_columns(["label"])
     with pytest.raises(RewardError, match="column='completions' must have another name"):
         RewardSum(length).check_columns(["completions"])
