@@ -5,8 +5,8 @@ part that rendering it adds at the end:
 
     G        = render(before, generation prompt)            what the assistant answered
     rendered = render(before + its turn + new, generation prompt)
-    suffix   = rendered behind G + what it said             where that is how it begins,
-             = rendered behind the end of its turn          where the turn is written otherwise, but
+    suffix   = rendered after G + what it said             where that is how it begins,
+             = rendered after the end of its turn          where the turn is written otherwise, but
                                                             nothing before its end has changed,
              = none                                         where the template drops or changes what
                                                             was said: a path of its own begins
@@ -38,7 +38,7 @@ from rllib_llm.conversations.tool_calls import (
 )
 from rllib_llm.data.encoding import apply_template, common_prefix_len, content_text, render_chat
 from rllib_llm.data.turn_ends import MARKER, example_calls, find_turn_ends, special_texts
-from rllib_llm.shared.errors import Problems, require
+from rllib_llm.shared.errors import Problems
 
 Message = Mapping[str, Any]
 Messages = list[dict[str, Any]]
@@ -59,7 +59,7 @@ class ChatFormatError(Problems):
 
 @dataclass(frozen=True)
 class Suffix:
-    """Ids to append behind a turn, and how they were found: see the module's docstring.
+    """Ids to append after a turn, and how they were found: see the module's docstring.
 
     "exact": the template writes the turn as it was said. "rewritten": it writes it a little
     otherwise (trims it, say), and nothing else changes. "kept": it changes or drops what was said,
@@ -79,7 +79,7 @@ class ChatFormat:
         tools: JSON schemas of the tools that the template is to announce.
         syntax: of tool calls, one of `tool_calls.SYNTAXES`; None: what the template writes.
         history: what becomes of a turn where the template drops or changes earlier ones (thoughts,
-            as a rule): "fork" begins a new row with what the template writes, "keep" goes on behind
+            as a rule): "fork" begins a new row with what the template writes, "keep" appends to
             what was sampled.
         stop_token_ids: end a turn; None: what the template ends a turn with, and EOS.
         template_settings: further variables of the template, such as enable_thinking.
@@ -92,44 +92,32 @@ class ChatFormat:
     """
 
     def __init__(
-        self,
-        tokenizer: Any,
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        syntax: str | None = None,
-        history: str = "fork",
-        stop_token_ids: Sequence[int] | None = None,
-        template_settings: Mapping[str, Any] | None = None,
-        renderer: str | None = AUTO,
-    ) -> None:
-        require(
-            tokenizer.chat_template, "chat_template", None, "be a template",
-            "the tokenizer has none, and a conversation is rendered by it",
-            "Set chat_template (a file, or the template itself), or take an instruction-tuned "
-            "model", ChatFormatError,
-        )  # fmt: skip
-        if history not in HISTORIES or (syntax is not None and syntax not in SYNTAXES):
-            raise ChatFormatError(
-                f"history={history!r}, tool_syntax={syntax!r} must be of {HISTORIES} and "
-                f"{SYNTAXES}: they say how old turns and tool calls are written. Correct them.",
-            )  # fmt: skip
+        self, tokenizer: Any, *, tools: Sequence[Mapping[str, Any]] = (), syntax: str | None = None,
+        history: str = "fork", stop_token_ids: Sequence[int] | None = None,
+        template_settings: Mapping[str, Any] | None = None, renderer: str | None = AUTO,
+    ) -> None:  # fmt: skip
+        if not tokenizer.chat_template:
+            remedy = "Set chat_template (a file, or a text), or take an instruction-tuned model"
+            raise ChatFormatError("chat_template", "be a template", "", remedy, None)
+        if history not in HISTORIES:
+            raise ChatFormatError("history", f"be one of {HISTORIES}", value=history)
+        if syntax is not None and syntax not in SYNTAXES:
+            raise ChatFormatError("tool_syntax", f"be one of {SYNTAXES}", value=syntax)
         self.tokenizer, self._special_texts = tokenizer, special_texts(tokenizer)
         # Servers describe their tools: like all that others say, without special tokens.
         self.tools = [broken_up(tool, self._special_texts) for tool in tools]
         self.tool_names = frozenset(tool["function"]["name"] for tool in self.tools)
         self.syntax = syntax or syntax_of(str(tokenizer.chat_template))
-        # Without tools an answer in JSON is an answer, unless somebody says how calls are written.
+        # Without tools an answer in JSON is an answer, unless `syntax` says how calls are written.
         self._reads_calls = bool(self.tools) or syntax is not None
         functions = [tool["function"] for tool in tools]
         self._schemas = {each["name"]: each.get("parameters") or {} for each in functions}
         self.history = history
         self._settings = dict(template_settings or {})
-        taken = sorted(NOT_VARIABLES.intersection(self._settings))
-        require(
-            not taken, "template_settings", self._settings,
-            "hold variables of the chat template alone", f"{taken} are set by its caller",
-            "Leave them out; the template itself is set by chat_template", ChatFormatError,
-        )  # fmt: skip
+        if taken := sorted(NOT_VARIABLES.intersection(self._settings)):
+            reason = f"{taken} are set by its caller"
+            rule = "hold variables of the chat template alone"
+            raise ChatFormatError("template_settings", rule, reason, value=self._settings)
         # For examples the name that is hardest to read.
         self.example_tool = min(
             self.tool_names, key=lambda name: (name.isidentifier(), name), default=None
@@ -138,8 +126,9 @@ class ChatFormat:
             tokenizer, self.render, self.example_tool, refused=ChatFormatError
         )
         self.turn_end = self.ends.last
-        ids = (self._id_of(end) for end in (self.ends.last, self.ends.calls))
-        ends = stop_token_ids or (*ids, *_eos(tokenizer))
+        ids = [self._id_of(end) for end in (self.ends.last, self.ends.calls)]
+        ids += [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+        ends = stop_token_ids or ids
         self.stop_token_ids = tuple(dict.fromkeys(ends))
         self.renderer, self.renderer_note = family_renderer(tokenizer, renderer, self._settings)
 
@@ -182,13 +171,9 @@ class ChatFormat:
         return self.encode(self.render(messages, generation_prompt=True))
 
     def suffix(
-        self,
-        before: Sequence[Message],
-        reply: ParsedReply,
-        new: Sequence[Message],
-        *,
+        self, before: Sequence[Message], reply: ParsedReply, new: Sequence[Message], *,
         last_id: int | None,
-    ) -> Suffix:
+    ) -> Suffix:  # fmt: skip
         """The tokens to append after a sampled turn, or that a new path must begin.
 
         Args:
@@ -214,7 +199,7 @@ class ChatFormat:
         return Suffix("kept", self.written_behind(before, turn, new, last_id=last_id))
 
     def said(self, before: Sequence[Message], turn: Message) -> str | None:
-        """A turn as the policy samples it: what the template writes of it behind the generation
+        """A turn as the policy samples it: what the template writes of it after the generation
         prompt, to the end of the turn. None if the template does not show where the turn begins.
 
         Where the generation prompt opens thoughts, or writes that there are none, and the
@@ -225,8 +210,8 @@ class ChatFormat:
         start = self._turn_start(before, asked, rendered)
         if start is None:
             return None
-        told, end = self.ends.split(rendered, start, turn)
-        said = told[start:] + (end or self.ends.of(turn))
+        written, end = self.ends.split(rendered, start, turn)
+        said = written[start:] + (end or self.ends.of(turn))
         closes = thoughts_end(asked) if start < len(asked) else ""
         return f"{closes}\n\n{said}" if closes not in said else said
 
@@ -236,23 +221,19 @@ class ChatFormat:
         common = common_prefix_len(asked, rendered)
         if common == len(asked):
             return common
-        # Some templates write a generation prompt behind every conversation.
-        told = len(unasked) if asked != unasked else asked.rfind(last) + len(last)
-        if common >= told:  # whole marks: <think> and <tool_call> begin alike
+        # Some templates write a generation prompt after every conversation.
+        begun = len(unasked) if asked != unasked else asked.rfind(last) + len(last)
+        if common >= begun:  # whole marks: <think> and <tool_call> begin alike
             return len(_HALF_MARK.sub("", rendered[:common]))
         prompt = asked[common_prefix_len(asked, unasked) :]
         place = rendered.rfind(prompt) if prompt else -1
         return None if place < 0 else place + len(prompt)
 
     def written_behind(
-        self,
-        before: Sequence[Message],
-        turn: Message,
-        new: Sequence[Message],
-        *,
+        self, before: Sequence[Message], turn: Message, new: Sequence[Message], *,
         last_id: int | None,
-    ) -> list[int]:
-        """Ids that the template writes behind a turn, whatever it makes of the turn itself; see
+    ) -> list[int]:  # fmt: skip
+        """Ids that the template writes after a turn, whatever it makes of the turn itself; see
         `suffix`."""
         rendered = self.render([*before, turn, *new], generation_prompt=True)
         end = self.ends.calls if turn.get("tool_calls") else self.ends.text
@@ -264,8 +245,12 @@ class ChatFormat:
                 return self._behind_turn(*behind, last_id)
         ended, here = (self.render(said).count(end) for said in (before, [*before, turn]))
         # What begins the next turn may be what ends this one.
-        told = self._upto_end(rendered, end, here + (here == ended))
-        return self._behind_turn(end, rendered[len(told) :], last_id)
+        count = here + (here == ended)
+        parts = rendered.split(end, count)
+        if len(parts) <= count:
+            reason = f"the chat template wrote {len(parts) - 1} such ends in place of {count}"
+            raise ChatFormatError("a turn", f"end with {end!r} wherever it stands", reason)
+        return self._behind_turn(end, parts[-1], last_id)
 
     def bridge(
         self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], new: Sequence[Message]
@@ -288,27 +273,14 @@ class ChatFormat:
         """Leaves all to the template from now on."""
         self.renderer, self.renderer_note = None, why
 
-    def _upto_end(self, text: str, end: str, count: int) -> str:
-        """The text up to the end of its `count`-th turn."""
-        parts = text.split(end, count)
-        if len(parts) <= count:
-            raise ChatFormatError(
-                "a turn", f"end with {end!r} wherever it stands",
-                f"the chat template wrote {text.count(end)} such ends in place of {count}",
-                "Give a template that renders turns alike",
-            )  # fmt: skip
-        return text[: len(text) - len(parts[-1])]
-
     def _behind_turn(self, end: str, text: str, last_id: int | None) -> list[int]:
         """Ids of text that follows the end of a turn, and of that end, where it was not sampled."""
         # Behind the token that is there: some tokenizers begin every text with a space.
         anchor = self.encode(end)
         ids = self.encode(end + text)
-        require(
-            ids[: len(anchor)] == anchor, "turn_end", end, "keep its tokens whatever follows",
-            f"with {text[:40]!r} behind it they differ",
-            "Make it a special token of the tokenizer", ChatFormatError,
-        )  # fmt: skip
+        if ids[: len(anchor)] != anchor:
+            rule = f"keep its tokens whatever follows, also {text[:40]!r}"
+            raise ChatFormatError("turn_end", rule, "", "Make it a special token", end)
         closed = {anchor[-1]}
         if end == self.ends.text:  # the newest turn may be closed by another token than old ones
             closed.add(self._id_of(self.ends.last))
@@ -346,11 +318,8 @@ class ChatFormat:
         ids = list(token_ids)
         while ids and ids[-1] in self.stop_token_ids:
             ids.pop()
-        text = str(
-            self.tokenizer.decode(
-                ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-        )
+        how_decoded = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        text = str(self.tokenizer.decode(ids, **how_decoded))
         return self.read(text, thoughts_end=self.thoughts_end(prompt_ids), **how)
 
     def thoughts_end(self, prompt_ids: Sequence[int]) -> str:
@@ -372,10 +341,6 @@ def thoughts_end(asked: str) -> str:
     return next((end for start, end in marks if asked.endswith(start)), "")
 
 
-def _eos(tokenizer: Any) -> list[int]:
-    return [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-
-
 def family_renderer(
     tokenizer: Any, family: str | None, settings: Mapping[str, Any]
 ) -> tuple[Any, str]:
@@ -384,7 +349,7 @@ def family_renderer(
 
     Raises:
         ImportError: a family is named, and renderers is not installed.
-        ValueError: renderers does not know the family.
+        Problems: renderers does not know the family.
     """
     if family is None:
         return None, "none is wanted"
@@ -394,10 +359,7 @@ def family_renderer(
     if importlib.util.find_spec("renderers") is None:
         if family == AUTO:
             return None, "the package renderers is not installed"
-        raise ImportError(
-            f"renderer={family!r} must find the package renderers: it is not installed. Install "
-            "it: pip install 'rllib-llm[renderers]'."
-        )
+        raise ImportError(f"renderer={family!r} needs: pip install 'rllib-llm[renderers]'.")
     from renderers import config_from_name, create_renderer
     from renderers.base import MODEL_RENDERER_MAP
 
@@ -410,7 +372,5 @@ def family_renderer(
     except (AssertionError, KeyError, TypeError, ValueError) as error:
         if family == AUTO:
             return None, f"{known} does not suit the tokenizer: {error}"
-        raise ValueError(
-            f"renderer={family!r} must suit the tokenizer and template_settings="
-            f"{dict(settings)!r}: {error}. Name another family, or None."
-        ) from error
+        rule = f"suit the tokenizer and template_settings={dict(settings)!r}"
+        raise Problems("renderer", rule, error, value=family) from error

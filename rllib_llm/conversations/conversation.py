@@ -61,7 +61,7 @@ def path_to(nodes: Sequence[Node], leaf: int | None) -> list[Node]:
 
 @dataclass
 class TrainingRow:
-    """One path, cut behind its last sampled token; all lists of tokens but the prompt are [T].
+    """One path, cut after its last sampled token; all lists of tokens but the prompt are [T].
 
     messages: all that was said on the path. num_prompt_messages: of them those that the prompt's
     tokens hold.
@@ -128,7 +128,7 @@ class Rollout:
 
     group: position of its prompt; row_id: its place among all rollouts; prompt_index: its row in
     the data set. score: all that it earned. valid: False where something failed that is not the
-    policy's doing, and as long as nobody has judged it. invalid: why nothing may be learnt from it,
+    policy's doing, and as long as it is not judged. invalid: why nothing may be learnt from it,
     or "". truncated: the limit that ended it, or "". earned: what `ConversationEnv.score` said.
     has_turn_rewards: whether a turn was given any.
     """
@@ -178,10 +178,8 @@ def training_columns(rollouts: Sequence[Rollout], pad_token_id: int) -> dict[str
     has_tokens = torch.tensor([row.num_sampled > 0 for row in rows])
     valid = torch.tensor([owner.valid for owner in owners]) & has_tokens
     return {
-        columns.PROMPT_IDS: prompt_ids,
-        columns.PROMPT_MASK: prompt_mask,
-        columns.COMPLETION_IDS: completion_ids,
-        columns.COMPLETION_MASK: completion_mask,
+        columns.PROMPT_IDS: prompt_ids, columns.PROMPT_MASK: prompt_mask,
+        columns.COMPLETION_IDS: completion_ids, columns.COMPLETION_MASK: completion_mask,
         columns.LOSS_MASK: right("loss_mask", False, torch.bool),
         columns.SAMPLER_LOGPROBS: right("logprobs", 0.0, torch.float32),
         columns.WEIGHTS_VERSION: right("versions", NO_VERSION, torch.int32),
@@ -193,11 +191,7 @@ def training_columns(rollouts: Sequence[Rollout], pad_token_id: int) -> dict[str
         columns.GROUP: torch.tensor([owner.group for owner in owners]),
         columns.ROW_ID: torch.tensor([owner.row_id for owner in owners]),
         columns.PROMPT_INDEX: torch.tensor([owner.prompt_index for owner in owners]),
-    }
-
-
-class ConversationError(ValueError):
-    """Appended messages that do not fit the conversation."""
+    }  # fmt: skip
 
 
 class Conversation:
@@ -267,14 +261,11 @@ class Conversation:
         """Appends messages of the environment, and the prompt of the assistant's next turn.
 
         Raises:
-            ConversationError: there are none, or the assistant has not answered the last ones.
-            ChatFormatError: the template cannot write them behind what is there.
+            ValueError: there are none, or the assistant has not answered the last ones.
+            ChatFormatError: the template cannot write them after what is there.
         """
         if not messages:
-            raise ConversationError(
-                "messages=[] must hold at least one: the assistant would be asked to answer its "
-                "own turn. Return what the environment says, or end the conversation."
-            )
+            raise ValueError("messages=[] must hold at least one, or the conversation must end")
         before = self.path()
         cleaned = tuple(self.chat_format.cleaned(message) for message in messages)
         if not before:
@@ -282,10 +273,7 @@ class Conversation:
             return
         reply = before[-1].reply
         if reply is None:
-            raise ConversationError(
-                f"messages={list(cleaned)!r} must follow a sampled turn: the assistant has not "
-                "answered the last ones yet. Append all of them at once."
-            )
+            raise ValueError("messages must follow a sampled turn: append all of them at once")
         earlier = [message for node in before[:-1] for message in node.messages]
         last_id = before[-1].token_ids[-1]
         asked = [token for node in before[:-1] for token in node.token_ids]
@@ -308,32 +296,22 @@ class Conversation:
             self._append(Node(self._leaf, tuple(broken_up(messages)), ()))
 
     def append_sampled(
-        self,
-        token_ids: Sequence[int],
-        logprobs: Sequence[float],
-        versions: Sequence[int] | None = None,
-        *,
-        finish: str = "stop",
-    ) -> ParsedReply:
+        self, token_ids: Sequence[int], logprobs: Sequence[float],
+        versions: Sequence[int] | None = None, *, finish: str = "stop",
+    ) -> ParsedReply:  # fmt: skip
         """Appends the policy's sampled tokens unchanged, the stop token among them, and returns the
         parsed turn. `versions`: of the weights that sampled each; None: unknown.
 
         Raises:
-            ConversationError: lengths that differ, no tokens, or no messages before them.
+            ValueError: lengths that differ, no tokens, or no messages before them.
         """
         path = self.path()
         versions = [NO_VERSION] * len(token_ids) if versions is None else versions
         if not len(token_ids) == len(logprobs) == len(versions) or not token_ids:
-            raise ConversationError(
-                f"token_ids, logprobs and versions of lengths {len(token_ids)}, {len(logprobs)} "
-                f"and {len(versions)} must be equally long and not empty: each sampled token has "
-                "its own. Pass what the engine returned, unchanged."
-            )
+            lengths = [len(token_ids), len(logprobs), len(versions)]
+            raise ValueError(f"ids, logprobs and versions of {lengths} must be equally many, not 0")
         if not path or path[-1].sampled:
-            raise ConversationError(
-                "token_ids must follow messages: there is no prompt that they answer. Call "
-                "append_messages first."
-            )
+            raise ValueError("token_ids must follow messages: call append_messages first")
         num_calls = sum(len(node.reply.tool_calls) for node in self.nodes if node.reply)
         reply = self.chat_format.parse(
             token_ids, finish=finish, first_call=num_calls, prompt_ids=path[-1].token_ids
@@ -350,14 +328,11 @@ class Conversation:
         """Gives the assistant's latest turn a reward.
 
         Raises:
-            ConversationError: it has taken none.
+            ValueError: it has taken none.
         """
         turns = [node for node in self.nodes if node.sampled]
         if not turns:
-            raise ConversationError(
-                f"reward={reward!r} must belong to a turn of the assistant: it has taken none yet. "
-                "Give rewards from respond() on."
-            )
+            raise ValueError("a reward must belong to a turn of the assistant: it has taken none")
         turns[-1].reward += float(reward)
 
     def adopt(self, other: Conversation) -> None:

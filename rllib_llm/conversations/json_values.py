@@ -38,7 +38,7 @@ def _is_null(value: Any, schema: Any) -> bool:
 
 
 def _has_patterns(value: Any, schema: Any) -> bool:
-    """Whether names are told apart by patterns, with which Python may take for ever. They are left
+    """Whether patterns tell names apart, with which Python may take for ever. They are left
     to the tool."""
     return "patternProperties" in schema
 
@@ -59,16 +59,12 @@ def _pattern(validator: Any, pattern: str, value: Any, schema: Any) -> Iterator[
         yield ValidationError(f"{value!r} does not match {pattern!r}")
 
 
-Arguments = extend(
-    Draft202012Validator,
-    {
-        "pattern": _pattern,
-        **{word: _unless(_is_null, word) for word in ("type", "enum")},
-        "patternProperties": _unless(_has_patterns, "patternProperties"),
-        "additionalProperties": _unless(_has_patterns, "additionalProperties"),
-        "unevaluatedProperties": lambda *_: (),  # in parts of the schema there may be patterns, too
-    },
-)
+_BY_PATTERN = ("patternProperties", "additionalProperties")
+Arguments = extend(Draft202012Validator, {
+    "pattern": _pattern, **{word: _unless(_is_null, word) for word in ("type", "enum")},
+    **{word: _unless(_has_patterns, word) for word in _BY_PATTERN},
+    "unevaluatedProperties": lambda *_: (),  # in parts of the schema there may be patterns, too
+})  # fmt: skip
 
 
 def objection(schema: Mapping[str, Any], value: Any, part: Any = None) -> str:
@@ -79,7 +75,7 @@ def objection(schema: Mapping[str, Any], value: Any, part: Any = None) -> str:
         (validator if part is None else validator.evolve(schema=part)).validate(value)
     except ValidationError as error:
         return str(error.message)
-    except Exception:  # noqa: BLE001  (of somebody's schema: the tool says what is wrong)
+    except Exception:  # noqa: BLE001  (of a user's schema: the tool says what is wrong)
         return ""
     return ""
 

@@ -22,7 +22,6 @@ from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.conversations.tool_calls import ParsedReply
 from rllib_llm.data.encoding import common_prefix_len
 from rllib_llm.data.turn_ends import example_calls
-from rllib_llm.shared.errors import require
 
 Outcome = Literal[
     "appends", "forks", "keeps", "unsupported", "ignored", "unreadable", "proven"
@@ -37,7 +36,7 @@ class Proof:
     that it begins a row of its own; keeps: the same, but the tokens stay as they were sampled
     (`history="keep"`, or a renderer); unsupported: the template refuses such dialogues; ignored: it
     writes nothing of them; unreadable: it writes calls that `tool_syntax` does not read; proven: of
-    a renderer, that it appends what the template writes behind a turn.
+    a renderer, that it appends what the template writes after a turn.
     """
 
     dialogue: str
@@ -78,7 +77,7 @@ def _prove_renderer(chat_format: ChatFormat, dialogues: Mapping[str, Messages]) 
     kind = f"renderer {chat_format.renderer_note}"
     proven = []
     for name, turns in dialogues.items():
-        with contextlib.suppress(ChatFormatError):  # told of when the dialogue is walked through
+        with contextlib.suppress(ChatFormatError):  # reported when the dialogue is walked through
             chat_format.render(turns)
             answered = [i for i, t in enumerate(turns[:-1]) if t["role"] == "assistant"]
             for place in answered:
@@ -128,7 +127,7 @@ def _dialogues(chat_format: ChatFormat) -> dict[str, Messages]:
         "thoughts": [USER, THINKS],
         "turns after thoughts": [USER, THINKS, MORE, ENDS],
     }
-    if not chat_format.tools:  # nobody will call any
+    if not chat_format.tools:  # none will be called
         return dialogues
     return {
         **dialogues,
@@ -149,13 +148,12 @@ def require_tools(chat_format: ChatFormat, findings: list[Proof]) -> None:
     calls = next((finding for finding in walked if finding.outcome == "unreadable"), calls)
     written = chat_format.render([USER], generation_prompt=True)
     unknown = [name for name in sorted(chat_format.tool_names) if name not in written]
-    require(
-        not unknown and calls.outcome not in _NO_TOOLS and chat_format.syntax != "none",
-        "chat_template", ..., "write tools, their calls and results",
-        f"it does not name {unknown}, dialogues with {calls}, and calls are of the syntax "
-        f"{chat_format.syntax!r}", "Give a template that writes them, or remove the tools",
-        ChatFormatError,
-    )  # fmt: skip
+    if unknown or calls.outcome in _NO_TOOLS or chat_format.syntax == "none":
+        raise ChatFormatError(
+            "chat_template", "write tools, their calls and results", f"it does not name {unknown}, "
+            f"dialogues with {calls}, and calls are of the syntax {chat_format.syntax!r}",
+            "Give a template that writes them, or remove the tools",
+        )  # fmt: skip
 
 
 def _prove(chat_format: ChatFormat, name: str, turns: Messages) -> Proof:
@@ -242,12 +240,9 @@ def _compared(
         return Proof(name, "keeps", "earlier turns stay as they were sampled")
     same = common_prefix_len(walked, expected)
     decode = chat_format.tokenizer.decode
-    remedy = "Give a template that renders turns alike wherever they stand"
-    if asked.endswith(" "):
-        remedy = "Let what the template adds for the answer end in a newline, not in a space"
+    remedy = "Let the generation prompt end in a newline, not in a space"
     raise ChatFormatError(
         "chat_template", f"write a dialogue with {name} as its turns were read",
         f"from token {same} on it is {decode(walked[same : same + 8])!r}, where the whole has "
-        f"{decode(expected[same : same + 8])!r}, and the policy would be trained on text that "
-        "nobody asks it for", remedy,
+        f"{decode(expected[same : same + 8])!r}", remedy if asked.endswith(" ") else "",
     )  # fmt: skip

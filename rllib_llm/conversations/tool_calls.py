@@ -117,16 +117,10 @@ def syntax_of(template: str) -> str:
 
 
 def parse_reply(
-    text: str,
-    *,
-    syntax: str,
-    finish: str = "stop",
-    tools: Collection[str] | Schemas | None = None,
-    thoughts_end: str = "",
-    first_call: int = 0,
-    max_calls: int | None = None,
+    text: str, *, syntax: str, finish: str = "stop", tools: Collection[str] | Schemas | None = None,
+    thoughts_end: str = "", first_call: int = 0, max_calls: int | None = None,
     reads_calls: bool = True,
-) -> ParsedReply:
+) -> ParsedReply:  # fmt: skip
     """Takes an assistant's turn apart.
 
     Args:
@@ -140,11 +134,7 @@ def parse_reply(
         max_calls: most calls of a turn; later ones are `too_many_calls`.
         reads_calls: whether there can be any; else what looks like one is words.
     """
-    if syntax not in SYNTAXES:
-        raise ValueError(
-            f"syntax={syntax!r} must be one of {SYNTAXES}: it says how a tool call is written. "
-            "Take the one that the chat template writes."
-        )
+    assert syntax in SYNTAXES, syntax
     reasoning, said = _split_thoughts(text, thoughts_end, THINK.get(syntax, THINK_DEFAULT))
     if syntax == "harmony":
         analysis, content, found = _read_harmony(said, finish == "stop", reads_calls)
@@ -314,13 +304,11 @@ def _from_array(body: str, raw: str) -> list[ToolCall]:
         listed = json.loads(body)
     except (ValueError, RecursionError):
         return [ToolCall("", None, raw, "invalid_json")]
-    listed = listed if isinstance(listed, list) else [listed]
-    return [_from_object(one, _dumped(one)) for one in listed]
-
-
-def _dumped(value: Any) -> str:
-    """JSON, in which halves of characters alone are escaped."""
-    return json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
+    calls = []
+    for one in listed if isinstance(listed, list) else [listed]:
+        written = json.dumps(one, ensure_ascii=False)  # halves of characters alone are escaped
+        calls.append(_from_object(one, written.encode("utf-8", "backslashreplace").decode()))
+    return calls
 
 
 def _each_object(body: str, is_whole: bool) -> Iterator[ToolCall]:
@@ -372,12 +360,9 @@ def _from_glm(body: str, raw: str, schemas: Schemas) -> ToolCall:
 
 
 def _of_texts(
-    name: str,
-    how: tuple[re.Pattern[str], re.Pattern[str]],
-    written: str,
-    raw: str,
+    name: str, how: tuple[re.Pattern[str], re.Pattern[str]], written: str, raw: str,
     schemas: Schemas,
-) -> ToolCall:
+) -> ToolCall:  # fmt: skip
     """A call whose argument values are all written as text.
 
     `how`: what ends an argument, and an argument's key and value.

@@ -21,12 +21,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from ray.rllib.utils.spaces.repeated import Repeated
 from transformers import PreTrainedTokenizerBase
 
-from rllib_llm.envs.actions import (
-    BanditEnvError,
-    check_actions,
-    decode_completions,
-    pad_completions,
-)
+from rllib_llm.envs.actions import check_actions, decode_completions, pad_completions
 from rllib_llm.envs.judges.reward_functions import question, shown_message
 from rllib_llm.envs.judges.rewards import RewardBatch, RewardSum
 from rllib_llm.envs.prompts import PromptEncoder, PromptRow, PromptSource
@@ -34,6 +29,7 @@ from rllib_llm.envs.settings import check_values
 from rllib_llm.modules.model_source import check_lengths, num_positions
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import pad_left
+from rllib_llm.shared.errors import Problems
 
 
 class BanditEnv(VectorEnv):
@@ -57,36 +53,27 @@ class BanditEnv(VectorEnv):
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
 
     def __init__(
-        self,
-        *,
-        tokenizer: PreTrainedTokenizerBase,
-        prompts: PromptSource,
-        rewards: RewardSum,
-        num_envs: int = 8,
-        max_prompt_len: int,
-        max_completion_len: int,
-        reference: Any | None = None,
-        kl_coeff: float = 0.0,
-        temperature: float = 1.0,
-        prompt_overflow: str = "truncate_left",
-        return_texts: bool = False,
-        device: str | torch.device = "cpu",
-        vocab_size: int | None = None,
-    ) -> None:
+        self, *, tokenizer: PreTrainedTokenizerBase, prompts: PromptSource, rewards: RewardSum,
+        num_envs: int = 8, max_prompt_len: int, max_completion_len: int,
+        reference: Any | None = None, kl_coeff: float = 0.0, temperature: float = 1.0,
+        prompt_overflow: str = "truncate_left", return_texts: bool = False,
+        device: str | torch.device = "cpu", vocab_size: int | None = None,
+    ) -> None:  # fmt: skip
         check_values(
             num_envs=num_envs, max_prompt_len=max_prompt_len, kl_coeff=kl_coeff,
             max_completion_len=max_completion_len, temperature=temperature,
         )  # fmt: skip
-        check_parts(tokenizer, kl_coeff, reference)
+        if tokenizer.pad_token_id is None:
+            remedy = "Set tokenizer.pad_token, to one that is not the EOS token"
+            raise Problems("tokenizer.pad_token_id", "be a token id", "", remedy, None)
+        if kl_coeff and reference is None:
+            reason = "it weighs the KL to the reference model"
+            raise Problems("kl_coeff", "be 0 without a reference", reason, value=kl_coeff)
         (first,) = prompts.rows(0, 1)
         rewards.check_columns(first.columns)
-        self.tokenizer = tokenizer
-        self.prompts = prompts
-        self.rewards = rewards
-        self.reference = reference
-        self.kl_coeff = float(kl_coeff)
-        self.temperature = float(temperature)
-        self.return_texts = return_texts
+        self.tokenizer, self.prompts, self.rewards = tokenizer, prompts, rewards
+        self.reference, self.return_texts = reference, return_texts
+        self.kl_coeff, self.temperature = float(kl_coeff), float(temperature)
         self.device = torch.device(device)
         self.max_completion_len = max_completion_len
         self.pad_token_id = int(tokenizer.pad_token_id)
@@ -136,12 +123,14 @@ class BanditEnv(VectorEnv):
         if seed is not None:
             self.position = 0
         chosen = {
-            "position": self.position,
-            "num_prompts": self.num_envs,
-            "num_completions": 1,
-            **checked_options(options),
-        }
-        return self._deal(**chosen)
+            "position": self.position, "num_prompts": self.num_envs, "num_completions": 1,
+        }  # fmt: skip
+        for name, value in (options or {}).items():
+            least = 0 if name == "position" else 1
+            if name not in chosen or not isinstance(value, int) or value < least:
+                rule = f"be an integer of at least {least}, under one of {[*chosen]}"
+                raise Problems(f"options[{name!r}]", rule, value=value)
+        return self._deal(**{**chosen, **(options or {})})
 
     def step(
         self, actions: Mapping[str, torch.Tensor]
@@ -156,7 +145,7 @@ class BanditEnv(VectorEnv):
         Returns:
             The next observation (`num_envs` prompts), rewards [B] float32, terminations [B] all
             True, truncations [B] all False, and infos of the judged batch: scores [B] float32, what
-            is learnt from (an environment of one's own may leave all infos out: then rewards are);
+            is learnt from (a user's environment may leave all infos out: then rewards are);
             valid [B] bool (False: a reward function failed there; do not learn from the row),
             components and metrics {name: [B] float32; 1 under "<function>_failed" where it did, and
             under "prompt_truncated" where the prompt lost its beginning}, num_completion_tokens [B]
@@ -165,10 +154,16 @@ class BanditEnv(VectorEnv):
             asked for; and of the next prompts next_prompt_index and next_position.
 
         Raises:
-            BanditEnvError: no prompts handed out, or actions that do not fit them.
+            Problems: no prompts handed out, or actions that do not fit them.
         """
-        actions = self._checked_actions(actions)
-        infos = self._judge(actions)
+        if not self._rows:
+            raise Problems("step()", "follow reset()", "no prompts are handed out yet")
+        if isinstance(actions, (list, tuple)):
+            actions = pad_completions(actions, self.pad_token_id)
+        infos = self._judge(check_actions(
+            actions, batch_size=len(self._rows), max_len=self.max_completion_len,
+            vocab_size=self.vocab_size, needs_logprobs=self.kl_coeff > 0, device=self.device,
+        ))  # fmt: skip
         rewards = infos["scores"]
         if self.kl_coeff:
             rewards = rewards - self.kl_coeff * infos["kl"]
@@ -185,137 +180,67 @@ class BanditEnv(VectorEnv):
         token_ids, texts = self._encoder.encode(rows)
         highest = max(max(ids) for ids in token_ids)
         if highest >= self.vocab_size:
-            raise BanditEnvError(
-                f"prompt token id={highest!r} must be below vocab_size={self.vocab_size}: the "
-                "tokenizer knows more tokens than the model. Take the tokenizer of the model."
-            )
+            rule, remedy = f"be below vocab_size={self.vocab_size}", "Take the model's tokenizer"
+            raise Problems("prompt token id", rule, "", remedy, highest)
         ids, mask = pad_left(token_ids, self.pad_token_id)
         self._rows = [row for row in rows for _ in range(num_completions)]
+        self._prompt_index = torch.tensor([row.index for row in self._rows], device=self.device)
         self._texts = [text for text in texts for _ in range(num_completions)]
         self._observation = {
             columns.PROMPT_IDS: ids.repeat_interleave(num_completions, 0).to(self.device),
             columns.PROMPT_MASK: mask.repeat_interleave(num_completions, 0).to(self.device),
         }
         self.position = position + num_prompts
-        return dict(self._observation), {
-            columns.PROMPT_INDEX: self._prompt_index(),
-            "position": position,
-        }
-
-    def _prompt_index(self) -> torch.Tensor:
-        return torch.tensor([row.index for row in self._rows], device=self.device)
+        infos = {columns.PROMPT_INDEX: self._prompt_index, "position": position}
+        return dict(self._observation), infos
 
     def _judge(self, actions: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         ids, mask = actions[columns.COMPLETION_IDS], actions[columns.COMPLETION_MASK]
         completions: list[str] = []
         if self.rewards.wants_texts or self.return_texts:
-            completions = self._decode(ids, mask)
+            last_prompt_ids = self._observation[columns.PROMPT_IDS][:, -1].tolist()
+            rows = zip(ids.tolist(), mask.sum(-1).tolist(), strict=True)
+            cut = [row[:length] for row, length in rows]
+            completions = decode_completions(self.tokenizer, last_prompt_ids, cut)
         names = dict.fromkeys(name for row in self._rows for name in row.columns)
         batch = RewardBatch(
             prompt_ids=self._observation[columns.PROMPT_IDS],
-            prompt_mask=self._observation[columns.PROMPT_MASK],
-            completion_ids=ids,
-            completion_mask=mask,
-            prompts=self._texts,
-            completions=completions,
+            prompt_mask=self._observation[columns.PROMPT_MASK], completion_ids=ids,
+            completion_mask=mask, prompts=self._texts, completions=completions,
             columns={name: [row.columns.get(name) for row in self._rows] for name in names},
-            global_step=self.global_step,
-            epoch=self.position / len(self.prompts),
+            global_step=self.global_step, epoch=self.position / len(self.prompts),
             max_steps=self.max_steps,
-        )
+        )  # fmt: skip
         judged = self.rewards(batch)
+        # Failed or truncated rows [B] are 0 and 1, so that their means are shares.
+        truncated = torch.tensor([self._encoder.is_truncated(row.index) for row in self._rows])
+        shares = {f"{name}{columns.FAILED}": column for name, column in judged.failed.items()}
+        shares[columns.PROMPT_TRUNCATED] = truncated.to(self.device)
         infos: dict[str, Any] = {
-            columns.SCORES: judged.scores,
-            columns.VALID: judged.valid,
+            columns.SCORES: judged.scores, columns.VALID: judged.valid,
             "components": judged.components,
-            "metrics": judged.metrics | self._shares(judged.failed),
-            "num_completion_tokens": mask.sum(-1),
-            columns.PROMPT_INDEX: self._prompt_index(),
-        }
+            "metrics": judged.metrics | {name: share.float() for name, share in shares.items()},
+            "num_completion_tokens": mask.sum(-1), columns.PROMPT_INDEX: self._prompt_index,
+        }  # fmt: skip
         if completions:  # decoded anyway: who keeps them need not decode again
             infos["prompt_texts"], infos["completion_texts"] = self._texts, completions
             chats = [row.columns.get("messages") or () for row in self._rows]
             turns = ("\n".join(map(shown_message, chat)) for chat in chats)
             infos["turns"] = [shown or text for shown, text in zip(turns, self._texts, strict=True)]
             infos["question"] = [*map(question, chats)]
-        if self.reference is not None:
-            self._add_reference(infos, batch, actions.get(columns.SAMPLER_LOGPROBS))
-        return infos
-
-    def _shares(self, failed: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Rows [B] that failed or were truncated, as 0 and 1, so that their means are shares."""
-        truncated = torch.tensor([self._encoder.is_truncated(row.index) for row in self._rows])
-        rows = {f"{name}{columns.FAILED}": column for name, column in failed.items()}
-        rows[columns.PROMPT_TRUNCATED] = truncated.to(self.device)
-        return {name: column.float() for name, column in rows.items()}
-
-    def _add_reference(
-        self, infos: dict[str, Any], batch: RewardBatch, sampler_logprobs: torch.Tensor | None
-    ) -> None:
-        """ref_logprobs, kl where the sampler's log-probs are known, and the model's own report."""
-        assert self.reference is not None
-        mask = batch.completion_mask
+        if self.reference is None:
+            return infos
         with self._reference_lock:
             ref_logprobs = self.reference.logprobs(
-                batch.prompt_ids, batch.prompt_mask, batch.completion_ids, mask, self.temperature
+                batch.prompt_ids, batch.prompt_mask, ids, mask, self.temperature
             ).to(self.device)
         infos[columns.REF_LOGPROBS] = ref_logprobs
-        if sampler_logprobs is not None:
-            infos["kl"] = ((sampler_logprobs - ref_logprobs) * mask).sum(-1)
+        if columns.SAMPLER_LOGPROBS in actions:
+            infos["kl"] = ((actions[columns.SAMPLER_LOGPROBS] - ref_logprobs) * mask).sum(-1)
         if hasattr(self.reference, "metrics"):
             for name, value in self.reference.metrics().items():
-                full = torch.full_like(infos[columns.SCORES], value)
-                infos["metrics"][f"reference/{name}"] = full
-
-    def _decode(self, ids: torch.Tensor, mask: torch.Tensor) -> list[str]:
-        last_prompt_ids = self._observation[columns.PROMPT_IDS][:, -1].tolist()
-        rows, keep = ids.tolist(), mask.sum(-1).tolist()
-        completions = [row[:length] for row, length in zip(rows, keep, strict=True)]
-        return decode_completions(self.tokenizer, last_prompt_ids, completions)
-
-    def _checked_actions(self, actions: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        if not self._rows:
-            raise BanditEnvError(
-                "step() must follow reset(): no prompts are handed out yet. Call reset() first."
-            )
-        if isinstance(actions, (list, tuple)):
-            actions = pad_completions(actions, self.pad_token_id)
-        return check_actions(
-            actions,
-            batch_size=len(self._rows),
-            max_len=self.max_completion_len,
-            vocab_size=self.vocab_size,
-            needs_logprobs=self.kl_coeff > 0,
-            device=self.device,
-        )
-
-
-RESET_OPTIONS = ("position", "num_prompts", "num_completions")
-
-
-def check_parts(tokenizer: Any, kl_coeff: float, reference: Any) -> None:
-    """Raises BanditEnvError for a tokenizer without a pad token, and a KL to no reference."""
-    if tokenizer.pad_token_id is None:
-        raise BanditEnvError(
-            "tokenizer.pad_token_id=None must be a token id: prompts of unequal length are padded. "
-            "Set tokenizer.pad_token, to one that is not the EOS token."
-        )
-    if kl_coeff and reference is None:
-        raise BanditEnvError(
-            f"kl_coeff={kl_coeff!r} must be 0 without a reference: it weighs the KL to the "
-            "reference model. Give a reference or set it to 0."
-        )
-
-
-def checked_options(options: Mapping[str, int] | None) -> dict[str, int]:
-    for name, value in (options or {}).items():
-        lowest = 0 if name == "position" else 1
-        if name not in RESET_OPTIONS or not isinstance(value, int) or value < lowest:
-            raise BanditEnvError(
-                f"options[{name!r}]={value!r} must be an integer of at least {lowest} under one of "
-                f"{list(RESET_OPTIONS)}: these choose the prompts. Correct it."
-            )
-    return dict(options or {})
+                infos["metrics"][f"reference/{name}"] = torch.full_like(judged.scores, value)
+        return infos
 
 
 def check_env_lengths(env: Any, *, model: Any, max_new_tokens: int, chosen: bool) -> None:
@@ -335,9 +260,6 @@ def check_env_lengths(env: Any, *, model: Any, max_new_tokens: int, chosen: bool
     for name, positions in limits.items():
         if positions is not None and env.max_prompt_len + max_new_tokens > positions:
             check_lengths(
-                positions,
-                max_prompt_len=env.max_prompt_len,
-                max_new_tokens=max_new_tokens,
-                model=name,
-                longest_prompt=None if chosen else env._encoder.longest(env.prompts),
-            )
+                positions, max_prompt_len=env.max_prompt_len, max_new_tokens=max_new_tokens,
+                model=name, longest_prompt=None if chosen else env._encoder.longest(env.prompts),
+            )  # fmt: skip

@@ -4,7 +4,7 @@
                                     ▲             └─▶ respond ─▶ messages ─────▶ policy
                                     └─ until respond says that it is done, or a limit is reached
 
-An environment of one's own is a subclass with `respond`, or just tools and reward functions. What
+A user's environment is a subclass with `respond`, or just tools and reward functions. What
 the policy samples and how conversations become batches is the sampler's
 (`rollouts/conversation_sampler.py`).
 """
@@ -25,7 +25,7 @@ from rllib_llm.conversations.chat_format import ChatFormat, Message, Messages
 from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.conversations.proof import Proof, prove, require_tools
 from rllib_llm.envs.judges.rewards import RewardSum
-from rllib_llm.envs.prompts import PromptRow, PromptSource
+from rllib_llm.envs.prompts import PromptRow
 from rllib_llm.envs.rlhf import (
     check_prompts,
     frozen_reference,
@@ -38,7 +38,7 @@ from rllib_llm.envs.settings import ENV_SETTINGS, declared
 from rllib_llm.envs.tools import MCPServers, Toolbox
 from rllib_llm.modules.model_source import num_embeddings, num_positions
 from rllib_llm.shared.dotted import as_list
-from rllib_llm.shared.errors import Problems, require
+from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.messages import told
 from rllib_llm.shared.openai_client import JUDGE_OUTAGE_S, OpenAIClient
 from rllib_llm.shared.remote import Away, EventLoop
@@ -77,13 +77,9 @@ def proven_format(
         ChatFormatError: a chat template that cannot write such conversations.
     """
     chat_format = ChatFormat(
-        tokenizer,
-        tools=toolbox.schemas,
-        syntax=settings["tool_syntax"],
-        history=settings["history"],
-        template_settings=settings["template_settings"],
-        renderer=settings["renderer"],
-    )
+        tokenizer, tools=toolbox.schemas, syntax=settings["tool_syntax"],
+        **{name: settings[name] for name in ("history", "template_settings", "renderer")},
+    )  # fmt: skip
     findings = prove(chat_format)
     if toolbox.tools:
         require_tools(chat_format, findings)
@@ -91,7 +87,7 @@ def proven_format(
 
 
 def first_messages(prompt: Any, system: str | None) -> Messages:
-    """The messages of a task's prompt, text or a chat, behind a system message."""
+    """The messages of a task's prompt, text or a chat, after a system message."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     return [{"role": "system", "content": system}, *messages] if system else messages
 
@@ -107,18 +103,13 @@ def no_room(num_tokens: int, *, max_tokens: int | None, positions: int | None) -
     most = min((n for n in (max_tokens, positions) if n is not None), default=None)
     if most is None or num_tokens < most:
         return None
-    remedy = "Shorten the system message or the prompt, or give fewer tools"
+    name = f"the first prompt of {num_tokens} tokens"
+    limit = f"the {positions} tokens that the model reads"
+    remedy = "take a model with more positions"
     if positions is None or num_tokens < positions:
-        limit = f"max_tokens={max_tokens}"
-        remedy += f", or raise max_tokens above {num_tokens}"
-        remedy += f" (the model reads {positions} tokens)" if positions is not None else ""
-    else:
-        limit = f"the {positions} tokens that the model reads"
-        remedy += ", or take a model with more positions"
-    return Problems(
-        f"the first prompt of {num_tokens} tokens", f"leave room for an answer within {limit}",
-        "the system message and the schemas of the tools are part of it", remedy,
-    )  # fmt: skip
+        limit, remedy = f"max_tokens={max_tokens}", f"raise max_tokens above {num_tokens}"
+    remedy = f"Shorten the system message or the prompt, give fewer tools, or {remedy}"
+    return Problems(name, f"leave room for an answer within {limit}", "", remedy)
 
 
 class ConversationEnv:
@@ -150,7 +141,7 @@ class ConversationEnv:
         )
         try:
             self._open()
-        except BaseException:  # the servers' programs would go on
+        except BaseException:  # the servers' programs would keep running
             ConversationEnv.close(self)
             raise
 
@@ -160,7 +151,9 @@ class ConversationEnv:
         self.toolbox = self._make_toolbox(self.tools())
         self.findings: list[Proof] = []
         self.chat_format = self._make_format(self.toolbox)
-        self.tasks = self._make_tasks()
+        rows, column = self.rows(), self.settings["prompt_column"]
+        check_prompts(self.settings, rows)
+        self.tasks = prompt_source(self.settings, rows, self.eval_rows(), column)
         terms = reward_terms(self.settings, self.tokenizer)
         self.rewards = RewardSum(terms) if terms else None
         self.reference = frozen_reference(self.settings, self.tokenizer)
@@ -180,11 +173,11 @@ class ConversationEnv:
     # --- what a subclass says ----------------------------------------------------------------
 
     def tools(self) -> Sequence[Any]:
-        """Tools of every conversation: functions, dotted paths, or objects as `toolbox.Tool`."""
+        """Tools of every conversation: functions, dotted paths, or objects as `PolicyTool`."""
         return as_list(self.settings["tools"])
 
     def tools_of(self, conversation: Conversation) -> Sequence[Callable[..., Any]]:
-        """Functions that stand behind the tools of this conversation alone, where they have to know
+        """Functions that implement the tools of this conversation alone, where they have to know
         it: those of `tools` under the same names."""
         return ()
 
@@ -211,7 +204,7 @@ class ConversationEnv:
         return self.first_messages(conversation)
 
     def first_messages(self, conversation: Conversation) -> Sequence[Message]:
-        """The prompt of a task, behind the setting `system`."""
+        """The prompt of a task, after the setting `system`."""
         return first_messages(conversation.task["prompt"], self.settings["system"])
 
     def respond(self, conversation: Conversation) -> Response | Awaitable[Response]:
@@ -234,10 +227,9 @@ class ConversationEnv:
     def _make_toolbox(self, tools: Sequence[Any]) -> Toolbox:
         """These tools, and those of the MCP servers."""
         return Toolbox(
-            [*tools, *self._served],
-            timeout_s=self.settings["tool_timeout_s"],
+            [*tools, *self._served], timeout_s=self.settings["tool_timeout_s"],
             max_chars=self.settings["max_tool_chars"],
-        )
+        )  # fmt: skip
 
     def _make_format(self, toolbox: Toolbox) -> ChatFormat:
         """How conversations with these tools are written, as far as it is proven."""
@@ -253,11 +245,6 @@ class ConversationEnv:
             task = row.task()
             chat_format = self.format_of(task)
             chat_format.prompt_ids(self.first_messages(Conversation(chat_format, task=task)))
-
-    def _make_tasks(self) -> PromptSource:
-        settings, rows = self.settings, self.rows()
-        check_prompts(settings, rows)
-        return prompt_source(settings, rows, self.eval_rows(), settings["prompt_column"])
 
     @classmethod
     def default_settings(cls) -> dict[str, Any]:
@@ -312,16 +299,14 @@ class ChatEnv(ConversationEnv):
 
     def _open(self) -> None:
         super()._open()
-        require(
-            self.settings["model_name"], "env_config['model_name']", self.settings["model_name"],
-            "be a name", "the server is asked for the player by it",
-            "Set it to what GET /v1/models lists", Problems,
-        )  # fmt: skip
+        if not self.settings["model_name"]:
+            name, rule = "env_config['model_name']", "name a model of the server"
+            raise Problems(name, rule, "", "See GET /v1/models", self.settings["model_name"])
         self._client  # noqa: B018  (a wrong address is refused before anything is sampled)
 
     def _check_task(self, row: PromptRow) -> None:
         super()._check_task(row)
-        self._told_to_player(row.task())
+        self._player_system(row.task())
 
     @functools.cached_property
     def _client(self) -> OpenAIClient:
@@ -330,11 +315,16 @@ class ChatEnv(ConversationEnv):
         return OpenAIClient(self.settings["base_url"], **settings)
 
     async def respond(self, conversation: Conversation) -> Response:
+        messages = self._player_system(conversation.task)
+        messages += [
+            {"role": _EXCHANGED[message["role"]], "content": message["content"]}
+            for message in conversation.messages
+            if message["role"] in _EXCHANGED and message["content"]  # no tool calls and results
+        ]
         body = {
             **(self.settings["player_settings"] or {}),
-            "model": self.settings["model_name"],
-            "messages": self._seen_by_player(conversation),
-        }
+            "model": self.settings["model_name"], "messages": messages,
+        }  # fmt: skip
         asked = self._client.submit(
             "chat/completions", body, lambda answer: answer["choices"][0]["message"]["content"]
         )
@@ -345,7 +335,7 @@ class ChatEnv(ConversationEnv):
         last = self.settings["last_words"]
         return Response(words, done=last is not None and last in words)
 
-    def _told_to_player(self, task: Mapping[str, Any]) -> Messages:
+    def _player_system(self, task: Mapping[str, Any]) -> Messages:
         """The player's system message, where there is one.
 
         Raises:
@@ -358,19 +348,9 @@ class ChatEnv(ConversationEnv):
             return [{"role": "system", "content": system.format(**task)}]
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise Problems(
-                f"system_of_player={system!r} must name columns of the task in braces, one of "
-                f"{sorted(task)}: it raises {told(error)}. Write a brace itself as {{{{ or }}}}.",
+                "system_of_player", f"name columns of the task in braces, {sorted(task)}",
+                told(error), "Write { itself as {{", system,
             ) from error  # fmt: skip
-
-    def _seen_by_player(self, conversation: Conversation) -> Messages:
-        """The conversation from the other player's side, without the policy's tool calls and
-        results."""
-        messages = self._told_to_player(conversation.task)
-        for message in conversation.messages:
-            if message["role"] in _EXCHANGED and message["content"]:
-                said = {"role": _EXCHANGED[message["role"]], "content": message["content"]}
-                messages.append(said)
-        return messages
 
     def close(self) -> None:
         """Closes the connections to the server as well."""

@@ -2,7 +2,7 @@
 the scores of those that are over.
 
 A limit that the policy reaches (turns, tokens) ends its conversation, which is judged as it stands.
-What is not the policy's doing (an error of the environment, too many seconds) makes the rollout
+What is not the policy's fault (an error of the environment, too many seconds) makes the rollout
 invalid: it counts in no statistic, and never as a score of 0.
 """
 
@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from rllib_llm.conversations.chat_format import Message, Messages
+from rllib_llm.conversations.chat_format import Message
 from rllib_llm.conversations.conversation import Conversation, Rollout, training_columns
 from rllib_llm.conversations.json_values import copied
-from rllib_llm.conversations.tool_calls import ParsedReply, ToolCall
+from rllib_llm.conversations.tool_calls import ToolCall
 from rllib_llm.engines.protocol import Ended
 from rllib_llm.envs.actions import Judgement
 from rllib_llm.envs.conversation import ConversationEnv, Response, no_room
@@ -35,7 +35,7 @@ from rllib_llm.envs.judges.rewards import Rewards, UnjudgedError
 from rllib_llm.envs.prompts import PromptRow
 from rllib_llm.envs.tools import ToolResult
 from rllib_llm.shared import columns
-from rllib_llm.shared.errors import Problems
+from rllib_llm.shared.errors import Problem, Problems
 from rllib_llm.shared.messages import told
 from rllib_llm.shared.remote import call, within
 
@@ -53,14 +53,9 @@ _OF_TOOLS = ("num_tool_calls", "tool_failures", "tool_timeouts", "tool_seconds")
 
 
 def run_rollouts(
-    env: ConversationEnv,
-    rows: Sequence[PromptRow],
-    *,
-    first_position: int,
-    num_completions: int,
-    complete: Complete,
-    max_new_tokens: int,
-) -> list[Rollout]:
+    env: ConversationEnv, rows: Sequence[PromptRow], *, first_position: int, num_completions: int,
+    complete: Complete, max_new_tokens: int,
+) -> list[Rollout]:  # fmt: skip
     """Conversations about all tasks, `num_completions` of each, in the order of the tasks.
 
     Raises:
@@ -78,7 +73,7 @@ def run_rollouts(
 def new_attempts(
     env: ConversationEnv, rows: Sequence[PromptRow], first_position: int, num_completions: int
 ) -> list[Rollout]:
-    """Rollouts that nobody has begun, `num_completions` of each task."""
+    """Rollouts that have not begun, `num_completions` of each task."""
     attempts = []
     for place, row in enumerate(rows):
         for copy in range(num_completions):
@@ -103,26 +98,22 @@ async def run_side_by_side(
 
     async def one(attempt: Rollout) -> None:
         async with places:
-            await _note_failure(attempt, converse(attempt), max_seconds)
+            start = time.perf_counter()
+            try:
+                late = f"the rollout took longer than max_seconds={max_seconds:g}"
+                await within(max_seconds, converse(attempt), late)
+            except EngineFailed:
+                raise
+            except Exception as error:  # noqa: BLE001  (of a user's environment: it costs the rollout)
+                attempt.invalid, attempt.error = told(error), error
+            attempt.count("seconds", time.perf_counter() - start)
 
     tasks = [asyncio.ensure_future(one(attempt)) for attempt in attempts]
     try:
         await asyncio.gather(*tasks)
-    finally:  # where one found the engine broken, the others need not go on
+    finally:  # where one found the engine broken, the others are cancelled
         for task in tasks:
             task.cancel()
-
-
-async def _note_failure(attempt: Rollout, work: Awaitable, max_seconds: float) -> None:
-    start = time.perf_counter()
-    late = f"the rollout took longer than max_seconds={max_seconds:g}"
-    try:
-        await within(max_seconds, work, late)
-    except EngineFailed:
-        raise
-    except Exception as error:  # noqa: BLE001  (of a user's environment: it costs the rollout)
-        attempt.invalid, attempt.error = told(error), error
-    attempt.count("seconds", time.perf_counter() - start)
 
 
 class _Player:
@@ -132,8 +123,7 @@ class _Player:
         self, env: ConversationEnv, attempt: Rollout, complete: Complete, max_new_tokens: int
     ) -> None:
         self.env, self.attempt, self.complete = env, attempt, complete
-        self.conversation = attempt.conversation
-        self.toolbox = env.toolbox
+        self.conversation, self.toolbox = attempt.conversation, env.toolbox
         self.max_new_tokens = max_new_tokens
         self.deadline = time.monotonic() + float(env.settings["max_seconds"])
 
@@ -156,12 +146,10 @@ class _Player:
             if response.invalid:
                 self.attempt.invalid = response.invalid
                 return
-            if response.done:
+            is_last = conversation.num_turns >= env.settings["max_turns"]
+            if response.done or is_last:
                 conversation.append_last_messages(messages)
-                break
-            if conversation.num_turns >= env.settings["max_turns"]:
-                conversation.append_last_messages(messages)
-                self.attempt.truncated = "turns"
+                self.attempt.truncated = "" if response.done else "turns"
                 break
             conversation.append_messages(messages)
         earned = await call(env.score, conversation)
@@ -195,17 +183,11 @@ class _Player:
         """The results of the called tools, or else the environment's response."""
         reply = self.conversation.reply
         assert reply is not None, "a turn was sampled"
-        if reply.tool_calls and self.toolbox.tools:
-            return await self._call_tools(reply)
-        response = await call(self.env.respond, self.conversation)
-        if isinstance(response, Response):
+        if not reply.tool_calls or not self.toolbox.tools:
+            response = await call(self.env.respond, self.conversation)
+            if not isinstance(response, Response):
+                raise TypeError(f"respond() must return a Response, not {type(response)}")
             return response
-        raise TypeError(
-            f"respond() must return a Response, not {type(response).__name__}: it says whether the "
-            "conversation is over. Return Response(messages=..., done=...)."
-        )
-
-    async def _call_tools(self, reply: ParsedReply) -> Response:
         results = []
         for asked in reply.tool_calls:  # in their order: one may need what another has done
             left = max(0.01, self.deadline - time.monotonic())
@@ -225,15 +207,14 @@ class _Player:
 
 def _results(calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
     """Tool results as messages. Templates want a result for each call that they write and none for
-    others: what is wrong with a call that could not be read stands behind the last result, or is a
+    others: what is wrong with a call that could not be read follows the last result, or is a
     user's words without one."""
-    said: list[dict[str, Any]] = []
-    for call_, result in zip(calls, results, strict=True):
-        if call_.arguments is not None:
-            named = {"role": "tool", "name": call_.name, "tool_call_id": call_.id}
-            said.append({**named, "content": result.text})
-    unread = [result.text for call_, result in zip(calls, results, strict=True)
-              if call_.arguments is None]  # fmt: skip
+    answered = list(zip(calls, results, strict=True))
+    unread = [result.text for asked, result in answered if asked.arguments is None]
+    said: list[dict[str, Any]] = [
+        {"role": "tool", "name": asked.name, "tool_call_id": asked.id, "content": result.text}
+        for asked, result in answered if asked.arguments is not None
+    ]  # fmt: skip
     if unread and not said:
         return [{"role": "user", "content": "\n".join(unread)}]
     if unread:
@@ -250,8 +231,8 @@ def finite(source: str, value: Any, what: str = "reward") -> float:
     number = _number(source, what, value)
     if not abs(number) <= _LARGEST:
         raise ValueError(
-            f"{source} gave the {what} {number}, which must be a finite number of float32: nothing "
-            f"can be learnt from it. Return None where there is no {what}."
+            f"{source} gave the {what} {number}, which must be a finite number of float32. Return "
+            f"None where there is no {what}."
         )
     return number
 
@@ -279,10 +260,8 @@ def as_messages(given: Any) -> list[Message]:
         for message in messages
     ):
         return list(messages)
-    raise TypeError(
-        f"start() and respond() must say a text or messages {{'role', 'content'}}, not "
-        f"{str(given)[:80]!r}. Return one of them."
-    )
+    what = "a text or messages {role, content}"
+    raise TypeError(f"start() and respond() must return {what}, not {str(given)[:80]!r}")
 
 
 TURNS = "turns"  # component: what was earned at turns
@@ -290,6 +269,9 @@ SCORE = "score"  # component: what `ConversationEnv.score` says
 ROLLOUT = "rollout"
 ByRollout = Callable[[Sequence[Rollout], Sequence[float]], torch.Tensor]
 _SHOWN = 300  # characters of a reason
+_TOKENS = (
+    columns.PROMPT_IDS, columns.PROMPT_MASK, columns.COMPLETION_IDS, columns.COMPLETION_MASK,
+)  # fmt: skip
 
 
 def judge(env: ConversationEnv, attempts: Sequence[Rollout], pad_token_id: int) -> Judgement:
@@ -313,11 +295,9 @@ def judge(env: ConversationEnv, attempts: Sequence[Rollout], pad_token_id: int) 
             attempt.score, attempt.valid = 0.0, False
     batch = training_columns(attempts, pad_token_id)
     if env.reference is not None:
-        names = (columns.PROMPT_IDS, columns.PROMPT_MASK, columns.COMPLETION_IDS,
-                 columns.COMPLETION_MASK)  # fmt: skip
-        batch[columns.REF_LOGPROBS] = env.reference.logprobs(
-            *(batch[name].to(env.device) for name in names), env.settings["temperature"]
-        ).cpu()
+        given = (batch[name].to(env.device) for name in _TOKENS)
+        logprobs = env.reference.logprobs(*given, env.settings["temperature"])
+        batch[columns.REF_LOGPROBS] = logprobs.cpu()
     row_ids = batch[columns.ROW_ID].tolist()
     firsts = {row_id: place for place, row_id in reversed([*enumerate(row_ids)])}
 
@@ -331,13 +311,10 @@ def judge(env: ConversationEnv, attempts: Sequence[Rollout], pad_token_id: int) 
     def on_device(held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: column.to(env.device) for name, column in held.items()}
 
-    return Judgement(
-        batch[columns.SCORES].to(env.device),
-        on_device(batch),
-        on_device({name: by_rollout(sound, column) for name, column in components.items()}),
-        on_device(_metrics(by_rollout, attempts, sound, judged)),
-        _texts(attempts),
-    )
+    batch, scores = on_device(batch), batch[columns.SCORES].to(env.device)
+    parts = on_device({name: by_rollout(sound, column) for name, column in components.items()})
+    metrics = on_device(_metrics(by_rollout, attempts, sound, judged))
+    return Judgement(scores, batch, parts, metrics, _texts(attempts))
 
 
 def _components(
@@ -345,22 +322,18 @@ def _components(
 ) -> tuple[dict[str, list[float]], Rewards | None]:
     """The score components of each valid rollout by name, with the reward functions' metrics."""
     judged = env.rewards(_reward_batch(env, sound)) if env.rewards is not None and sound else None
-    components: dict[str, list[float]] = {}
-    if judged is not None:
-        components = {name: column.tolist() for name, column in judged.components.items()}
+    given = {} if judged is None else judged.components
+    components = {name: column.tolist() for name, column in given.items()}
     if any(attempt.has_turn_rewards for attempt in sound):
         components[TURNS] = [attempt.conversation.total_reward for attempt in sound]
     if any(attempt.earned is not None for attempt in sound):
         nothing = float("nan")
         components[SCORE] = [nothing if a.earned is None else a.earned for a in sound]
-    if not components and sound and all(attempt.truncated for attempt in sound):
-        components[TURNS] = [0.0] * len(sound)  # the policy never came to a turn's end
     if not components and sound:
-        raise Problems(
-            "env_config must have 'reward_functions' or 'reward_model', or respond() and score() "
-            "must give rewards: nothing said what any of these conversations is worth. Return a "
-            "reward from one of them.",
-        )  # fmt: skip
+        if not all(attempt.truncated for attempt in sound):
+            rule = "have functions or a model, or respond() or score() must return rewards"
+            raise Problems("rewards", rule, "nothing judged any of these conversations")
+        components[TURNS] = [0.0] * len(sound)  # the policy never came to a turn's end
     return components, judged
 
 
@@ -373,40 +346,32 @@ def _reward_batch(env: ConversationEnv, sound: Sequence[Rollout]) -> RewardBatch
     starts = [attempt.conversation.opening for attempt in sound]
     chats = [attempt.conversation.messages for attempt in sound]
     said = [chat[len(start) :] for chat, start in zip(chats, starts, strict=True)]
-    contexts = [_before_last_turn(chat) for chat in chats]
+    contexts = []
+    for chat in chats:
+        places = [i for i, message in enumerate(chat) if message["role"] == "assistant"]
+        contexts.append(chat[: places[-1]] if places else chat)
     tasks = [attempt.conversation.task for attempt in sound]
     names = dict.fromkeys(name for task in tasks for name in task if name != "prompt")
     return RewardBatch(
-        prompt_ids=batch[columns.PROMPT_IDS][ends],
-        prompt_mask=batch[columns.PROMPT_MASK][ends],
-        completion_ids=batch[columns.COMPLETION_IDS][ends],
-        completion_mask=batch[columns.COMPLETION_MASK][ends],
+        batch[columns.PROMPT_IDS][ends], batch[columns.PROMPT_MASK][ends],
+        batch[columns.COMPLETION_IDS][ends], batch[columns.COMPLETION_MASK][ends],
         prompts=transcripts(contexts),
         completions=["" if (r := a.conversation.reply) is None else r.content for a in sound],
-        completion_messages=said,
-        context_messages=contexts,
+        completion_messages=said, context_messages=contexts,
         columns={
             **{name: [task.get(name) for task in tasks] for name in names},
             "messages": starts,
             "conversations": [attempt.conversation for attempt in sound],
             "environments": [attempt.conversation.state.get("environment") for attempt in sound],
         },
-        global_step=env.global_step,
-        max_steps=env.max_steps,
-    )
-
-
-def _before_last_turn(chat: Messages) -> Messages:
-    places = [i for i, message in enumerate(chat) if message["role"] == "assistant"]
-    return chat[: places[-1]] if places else chat
+        global_step=env.global_step, max_steps=env.max_steps,
+    )  # fmt: skip
 
 
 def _metrics(
-    by_rollout: ByRollout,
-    attempts: Sequence[Rollout],
-    sound: Sequence[Rollout],
+    by_rollout: ByRollout, attempts: Sequence[Rollout], sound: Sequence[Rollout],
     judged: Rewards | None,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, torch.Tensor]:  # fmt: skip
     metrics: dict[str, torch.Tensor] = {}
     failed = [float(bool(attempt.invalid)) for attempt in attempts]
     metrics[f"{ROLLOUT}{columns.FAILED}"] = by_rollout(attempts, failed).nan_to_num()
@@ -451,17 +416,15 @@ def _report(env: ConversationEnv, attempts: Sequence[Rollout], sound: Sequence[R
         return
     first, count = failed[0], len(failed)
     if not sound:
-        raise UnjudgedError(
-            f"at least one of {count} conversations must come to an end: all failed, the first "
-            f"with {first.invalid[:_SHOWN].rstrip('.')}. Correct the environment, or what it "
-            "depends on.",
-            judge=ROLLOUT,
-        ) from first.error
+        found = Problem(
+            f"at least one of {count} conversations", "come to an end",
+            f"all failed, the first with {first.invalid[:_SHOWN].rstrip('.')}",
+        )  # fmt: skip
+        raise UnjudgedError([found], judge=ROLLOUT) from first.error
     if not env.has_warned:
         env.has_warned = True
         warnings.warn(
             f"{count} of {len(attempts)} conversations failed and are left out, the first with "
-            f"{first.invalid[:_SHOWN]}. Later failures are only counted "
-            f"(env/{ROLLOUT}{columns.FAILED}).",
+            f"{first.invalid[:_SHOWN]}. Later ones are counted (env/{ROLLOUT}{columns.FAILED}).",
             stacklevel=2,
-        )
+        )  # fmt: skip

@@ -38,6 +38,7 @@ from rllib_llm.modules.sequence_scores import (
 )
 from rllib_llm.modules.tokenizer import load_tokenizer
 from rllib_llm.shared.columns import pad_right, widen
+from rllib_llm.shared.errors import Problems, require
 
 logger = logging.getLogger(__name__)
 
@@ -63,28 +64,15 @@ class _Frozen:
     _load: ClassVar[Callable[..., PreTrainedModel]]
 
     def __init__(
-        self,
-        model: str | os.PathLike,
-        *,
-        quantization: str = "none",
-        backend: str = "auto",
-        device: str | torch.device = "cpu",
-        dtype: str | torch.dtype = "float32",
-        products: str = "mkl",
-        batch_tokens: int = DEFAULT_BATCH_TOKENS,
-        measure_drift: int = 0,
-    ):
+        self, model: str | os.PathLike, *, quantization: str = "none", backend: str = "auto",
+        device: str | torch.device = "cpu", dtype: str | torch.dtype = "float32",
+        products: str = "mkl", batch_tokens: int = DEFAULT_BATCH_TOKENS, measure_drift: int = 0,
+    ):  # fmt: skip
         if not isinstance(measure_drift, int) or measure_drift < 0:
-            raise ValueError(
-                f"measure_drift={measure_drift!r} must be a whole number of at least 0: that many "
-                "rows are scored by the unquantised model too. Use 0 to leave it out, 8 to see it."
-            )
+            rule = "be a whole number of at least 0"
+            raise Problems("measure_drift", rule, value=measure_drift)
         if measure_drift and quantization == "none":
-            warnings.warn(
-                f"measure_drift={measure_drift!r} has no effect with quantization='none': the "
-                "model is exact. Remove it, or choose a quantization.",
-                stacklevel=3,
-            )
+            warnings.warn("measure_drift has no effect with quantization='none'.", stacklevel=3)
         token_batches(torch.ones(1), batch_tokens)
         self.model = load_quantized(
             self._load, model, quantization=quantization, backend=backend, dtype=dtype,
@@ -94,7 +82,7 @@ class _Frozen:
         self._source, self._device, self._batch_tokens = model, torch.device(device), batch_tokens
         self._drift_rows = measure_drift if quantization != "none" else 0
 
-    def _note_drift(self, compare: Callable[[PreTrainedModel], dict[str, float]]) -> None:
+    def _measure_drift(self, compare: Callable[[PreTrainedModel], dict[str, float]]) -> None:
         """Compares the model with the exact one, once."""
         self._drift_rows = 0
         exact_model = self._load(self._source, dtype="float32", device=self._device)
@@ -117,13 +105,9 @@ class FrozenReference(_Frozen):
 
     @torch.no_grad()
     def logprobs(
-        self,
-        prompt_ids: Tensor,
-        prompt_mask: Tensor,
-        completion_ids: Tensor,
-        completion_mask: Tensor,
-        temperature: float = 1.0,
-    ) -> Tensor:
+        self, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor,
+        completion_mask: Tensor, temperature: float = 1.0,
+    ) -> Tensor:  # fmt: skip
         """Log-probs [B, T] float32 of the completion tokens, 0 where the mask is False.
 
         prompt_ids [B, P] left-padded, completion_ids [B, T] right-padded, masks bool; logits are
@@ -145,7 +129,7 @@ class FrozenReference(_Frozen):
         """Drift against the unquantised model on such columns as `logprobs` takes, kept in `drift`:
         kl, top1."""
         ids, mask = pack_right(*columns)
-        self._note_drift(lambda exact: next_token_drift(self.model, exact, ids, mask))
+        self._measure_drift(lambda exact: next_token_drift(self.model, exact, ids, mask))
         return self.drift
 
 
@@ -167,51 +151,35 @@ class RewardTextEncoder:
         "pair" (the tokenizer's own joining of two texts, as encoders are trained), or a text with
         {prompt} and {completion}.
     max_length: tokens; longer texts lose their beginning, and `num_truncated` counts them.
-    append_eos: texts end as those of the RewardModel stage do: with an EOS behind completions that
-        are finished, without one behind others; chats with the token that ends a finished turn and
-        with nothing behind it. Otherwise their ends are the tokenizer's matter, as those of pairs.
+    append_eos: texts end as those of the RewardModel stage do: with an EOS after completions that
+        are finished, without one after others; chats with the token that ends a finished turn and
+        with nothing after it. Otherwise their ends are the tokenizer's matter, as those of pairs.
 
     Raises:
-        ValueError: a template without {completion}, or "chat" without a chat template.
+        Problems: a template without {completion}, or "chat" without a chat template.
     """
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        template: str | None = None,
-        max_length: int | None = None,
-        append_eos: bool = False,
-    ):
+        self, tokenizer: PreTrainedTokenizerBase, *, template: str | None = None,
+        max_length: int | None = None, append_eos: bool = False,
+    ):  # fmt: skip
         if template not in (None, PAIR, CHAT) and str(template).count("{completion}") != 1:
-            raise ValueError(
-                f"template={template!r} must be 'chat', 'pair' or a text with {{completion}} once "
-                "and {prompt} where the prompt goes: the completion is what is judged. Write e.g. "
-                "'Question: {prompt}\\nAnswer: {completion}'."
-            )
+            rule = "be 'chat', 'pair' or a text with {completion} once, and {prompt}"
+            raise Problems("template", rule, value=template)
         if template == CHAT and not tokenizer.chat_template:
-            raise ValueError(
-                f"template={template!r} must be 'pair' or a text with {{prompt}} and "
-                "{completion}: the reward model's tokenizer has no chat template. Set "
-                "tokenizer.chat_template and save it, or choose another template."
-            )
-        self.tokenizer = tokenizer
-        self.template = template
-        self.max_length = max_length
+            reason = "the reward model's tokenizer has no chat template"
+            raise Problems("template", "be 'pair' or a text", reason, value=template)
+        self.tokenizer, self.template, self.max_length = tokenizer, template, max_length
         self.append_eos = append_eos and tokenizer.eos_token_id is not None
         self.num_truncated = 0
 
     def encode(
-        self,
-        prompts: Sequence[str | list[dict[str, Any]]],
-        completions: Sequence[str],
-        *,
-        messages: Sequence[Any] | None = None,
-        finished: Sequence[bool] | None = None,
-    ) -> list[list[int]]:
+        self, prompts: Sequence[str | list[dict[str, Any]]], completions: Sequence[str], *,
+        messages: Sequence[Any] | None = None, finished: Sequence[bool] | None = None,
+    ) -> list[list[int]]:  # fmt: skip
         """Token ids of each prompt with its completion.
 
-        messages: the chat behind each prompt, where `prompts` hold it rendered for another model;
+        messages: the chat of each prompt, where `prompts` hold it rendered for another model;
         finished: False where the length limit ended the completion.
         """
         chats = prompts if messages is None else messages
@@ -233,7 +201,15 @@ class RewardTextEncoder:
         if not isinstance(prompt, str):
             text = "".join(f"{content_text(message)}\n\n" for message in prompt)
         if self.template == PAIR:
-            return self._shorten_pair(text, completion)
+            ids = list(tokenizer(text, completion)["input_ids"])
+            if self.max_length is None or len(ids) <= self.max_length:
+                return ids
+            self.num_truncated += 1
+            side, tokenizer.truncation_side = tokenizer.truncation_side, "left"
+            how = {"truncation": "longest_first", "max_length": self.max_length}
+            ids = list(tokenizer(text, completion, **how)["input_ids"])
+            tokenizer.truncation_side = side
+            return ids
         # str.replace and not str.format: texts may hold braces.
         template = self.template or DEFAULT_TEMPLATE
         before, after = template.split("{completion}", 1)
@@ -252,18 +228,6 @@ class RewardTextEncoder:
         self.num_truncated += 1
         starts = (self.tokenizer.bos_token_id, self.tokenizer.cls_token_id)
         return keep_end(ids, self.max_length, starts)
-
-    def _shorten_pair(self, prompt: str, completion: str) -> list[int]:
-        ids = self.tokenizer(prompt, completion)["input_ids"]
-        if self.max_length is None or len(ids) <= self.max_length:
-            return list(ids)
-        self.num_truncated += 1
-        side, self.tokenizer.truncation_side = self.tokenizer.truncation_side, "left"
-        ids = self.tokenizer(
-            prompt, completion, truncation="longest_first", max_length=self.max_length
-        )["input_ids"]
-        self.tokenizer.truncation_side = side
-        return list(ids)
 
 
 def same_tokenizer(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
@@ -292,7 +256,7 @@ class RewardModelScorer(_Frozen, Judge):
         RewardModel stage stored in the model's config, False leaves scores as they are.
     label: of a classifier with several outputs, the one whose log-odds are the score.
     template: see `RewardTextEncoder`.
-    append_eos: put EOS behind finished completions when texts are read; None does so for models
+    append_eos: put EOS after finished completions when texts are read; None does so for models
         that the RewardModel stage trained, whose texts end with EOS.
 
     Raises:
@@ -303,17 +267,11 @@ class RewardModelScorer(_Frozen, Judge):
     _load = staticmethod(load_sequence_classifier)
 
     def __init__(
-        self,
-        model: str | os.PathLike,
-        *,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        max_length: int | None = None,
-        normalize: Sequence[float] | bool | None = None,
-        label: int | str | None = None,
-        template: str | None = None,
-        append_eos: bool | None = None,
+        self, model: str | os.PathLike, *, tokenizer: PreTrainedTokenizerBase | None = None,
+        max_length: int | None = None, normalize: Sequence[float] | bool | None = None,
+        label: int | str | None = None, template: str | None = None, append_eos: bool | None = None,
         **frozen: Any,
-    ):
+    ):  # fmt: skip
         super().__init__(model, **frozen)
         own_tokenizer = load_tokenizer(model)
         if score_head(self.model).out_features > 1:
@@ -326,24 +284,18 @@ class RewardModelScorer(_Frozen, Judge):
         self.max_length = _max_length(max_length, self.model.config, own_tokenizer)
         self._warned_truncated = False
         self._encoder = RewardTextEncoder(
-            own_tokenizer,
-            template=template,
-            max_length=self.max_length,
+            own_tokenizer, template=template, max_length=self.max_length,
             append_eos=stored is not None if append_eos is None else append_eos,
-        )
+        )  # fmt: skip
         # Chat models end their turns with tokens other than EOS; all of them are special ones.
         self._policy_ends = set() if tokenizer is None else set(tokenizer.all_special_ids)
         self._label = label
 
     def __call__(
-        self,
-        *tokens: Tensor,
-        prompts: Sequence[Any] = (),
-        completions: Sequence[str] = (),
+        self, *tokens: Tensor, prompts: Sequence[Any] = (), completions: Sequence[str] = (),
         completion_ids: Sequence[Sequence[int]] | None = None,
-        messages: Sequence[Any] | None = None,
-        **columns: Any,
-    ) -> Tensor:
+        messages: Sequence[Any] | None = None, **columns: Any,
+    ) -> Tensor:  # fmt: skip
         """Scores [B] float32: of four tensors (see `score_tokens`), else of texts."""
         if tokens:
             return self.score_tokens(*tokens)
@@ -353,12 +305,9 @@ class RewardModelScorer(_Frozen, Judge):
         return self.score_texts(prompts, completions, messages=messages, finished=finished)
 
     def score_tokens(
-        self,
-        prompt_ids: Tensor,
-        prompt_mask: Tensor,
-        completion_ids: Tensor,
+        self, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor,
         completion_mask: Tensor,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Scores [B] float32 of token ids, on their device.
 
         prompt_ids [B, P] left-padded, completion_ids [B, T] right-padded, masks bool.
@@ -385,14 +334,16 @@ class RewardModelScorer(_Frozen, Judge):
 
     @torch.no_grad()
     def _normalized_scores(self, ids: Tensor, mask: Tensor) -> Tensor:
-        self._warn_of_truncation()
+        if (count := self._encoder.num_truncated) and not self._warned_truncated:
+            self._warned_truncated = True
+            warnings.warn(
+                f"{count} texts are longer than the reward model's max_length={self.max_length} "
+                "and lose their beginning; later ones are only counted.", stacklevel=3,
+            )  # fmt: skip
         scores = self._run(self.model, ids, mask)
         if count := self._drift_rows:
-            self._note_drift(
-                lambda exact: score_drift(
-                    scores[:count], self._run(exact, ids[:count], mask[:count])
-                )
-            )
+            few = (ids[:count], mask[:count])
+            self._measure_drift(lambda exact: score_drift(scores[:count], self._run(exact, *few)))
         mean, std = self.normalization
         return (scores - mean) / std
 
@@ -406,35 +357,19 @@ class RewardModelScorer(_Frozen, Judge):
             scores[rows] = sequence_scores(model, *batch, label=self._label).to(scores.device)
         return scores
 
-    def _warn_of_truncation(self) -> None:
-        if self._encoder.num_truncated and not self._warned_truncated:
-            self._warned_truncated = True
-            warnings.warn(
-                f"{self._encoder.num_truncated} texts are longer than the reward model's "
-                f"max_length={self.max_length} tokens and lose their beginning; later ones are "
-                "only counted. Shorten prompts or completions, or take a reward model that reads "
-                "more.",
-                stacklevel=4,
-            )
-
 
 def _normalization(
     given: Sequence[float] | bool | None, stored: tuple[float, float] | None
 ) -> tuple[float, float]:
     if given is False:
         return 0.0, 1.0
+    if given is True and stored is None:
+        reason = "the model's config has no mean and standard deviation"
+        raise Problems("normalize", "be (mean, std) or false", reason, value=given)
     if given is None or given is True:
-        if given is True and stored is None:
-            raise ValueError(
-                "normalize=True must find a mean and standard deviation in the reward model's "
-                "config: it holds none. Train it with the RewardModel stage, or give (mean, std)."
-            )
         return stored or (0.0, 1.0)
     if isinstance(given, (str, float, int)) or len(given) != 2:
-        raise ValueError(
-            f"normalize={given!r} must be (mean, std), true, false or null: scores become "
-            "(score - mean) / std. Give two numbers."
-        )
+        raise Problems("normalize", "be (mean, std), true, false or null", value=given)
     mean, std = given
     check_normalization(mean, std)
     return float(mean), float(std)
@@ -447,10 +382,8 @@ def _max_length(given: int | None, config: Any, tokenizer: PreTrainedTokenizerBa
     if given is None:
         return limit
     if not 1 <= given <= limit:
-        raise ValueError(
-            f"max_length={given!r} must be at least 1 and at most {limit}: the reward model reads "
-            "no more tokens. Lower it, or leave it out."
-        )
+        reason = "the reward model reads no more tokens"
+        raise Problems("max_length", f"be at least 1 and at most {limit}", reason, value=given)
     return given
 
 
@@ -474,7 +407,7 @@ class RewardModelEnsemble(Judge):
         shared: arguments of all of them.
 
     Raises:
-        ValueError: fewer than two models, another combination, a coefficient below 0.
+        Problems: fewer than two models, another combination, a coefficient below 0.
     """
 
     name = "reward_model"
@@ -482,12 +415,12 @@ class RewardModelEnsemble(Judge):
     def __init__(
         self, models: Sequence[Any], *, combine: str = "mean", std_coeff: float = 1.0, **shared: Any
     ) -> None:
-        if len(models) < 2 or combine not in COMBINATIONS or std_coeff < 0:
-            raise ValueError(
-                f"models={list(models)!r}, combine={combine!r}, std_coeff={std_coeff!r} must be "
-                f"two or more, one of {COMBINATIONS}, and at least 0: they become one score. "
-                "Correct them, or name one model as 'model'."
-            )
+        for holds, key, value, rule in (
+            (len(models) >= 2, "models", models, "be two or more"),
+            (combine in COMBINATIONS, "combine", combine, f"be one of {COMBINATIONS}"),
+            (std_coeff >= 0, "std_coeff", std_coeff, "be at least 0"),
+        ):
+            require(holds, f"reward_model.{key}", value, rule, "", "")
         self._combine, self._std_coeff = combine, std_coeff
         named = [dict(m) if isinstance(m, Mapping) else {"model": m} for m in models]
         self.scorers = [RewardModelScorer(**{**shared, **chosen}) for chosen in named]
@@ -496,18 +429,13 @@ class RewardModelEnsemble(Judge):
     def __call__(self, *tokens: Tensor, **texts: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """Scores [B] float32 and their disagreement, of what `RewardModelScorer` takes."""
         scores = torch.stack([scorer(*tokens, **texts) for scorer in self.scorers])
-        return (
-            combined(scores, self._combine, self._std_coeff),
-            {DISAGREEMENT: scores.std(dim=0, correction=0)},
-        )
+        disagreement = {DISAGREEMENT: scores.std(dim=0, correction=0)}
+        return combined(scores, self._combine, self._std_coeff), disagreement
 
     def metrics(self) -> dict[str, float]:
         """Those of each model, under its number."""
-        return {
-            f"{number}/{name}": value
-            for number, scorer in enumerate(self.scorers)
-            for name, value in scorer.metrics().items()
-        }
+        found = [(i, scorer.metrics().items()) for i, scorer in enumerate(self.scorers)]
+        return {f"{i}/{name}": value for i, metrics in found for name, value in metrics}
 
 
 def combined(scores: Tensor, combine: str, std_coeff: float = 1.0) -> Tensor:

@@ -72,24 +72,24 @@ class PromptSource:
     """
 
     def __init__(
-        self,
-        data: Source | None,
-        *,
-        seed: int = 0,
-        shuffle: bool = True,
-        prompt_column: str | None = None,
-        split: str = "train",
-        eval_fraction: float = 0.0,
-        split_seed: int = 0,
-        eval_data: Source | None = None,
-    ) -> None:
-        _check_split(split, eval_fraction, eval_data)
+        self, data: Source | None, *, seed: int = 0, shuffle: bool = True,
+        prompt_column: str | None = None, split: str = "train", eval_fraction: float = 0.0,
+        split_seed: int = 0, eval_data: Source | None = None,
+    ) -> None:  # fmt: skip
+        check_values(split=split, eval_fraction=eval_fraction)
+        require(
+            split != "eval" or eval_fraction > 0.0 or eval_data is not None, "split", split,
+            "have prompts of its own", "eval_fraction is 0 and there are no eval_prompts",
+            "Write prompts: {eval_fraction: 0.1}, which holds out a tenth, or {eval_data: ...}",
+        )  # fmt: skip
+        require(
+            eval_fraction == 0.0 or eval_data is None, "eval_fraction", eval_fraction,
+            "be 0 where eval_prompts are given", "", "Remove one of the two",
+        )  # fmt: skip
         from_eval_data = split == "eval" and eval_data is not None
         chosen, name = (eval_data, "eval_prompts") if from_eval_data else (data, "prompts")
         self._rows = load_rows(chosen, name=name)
-        self.seed = seed
-        self.shuffle = bool(shuffle)
-        self.split = split
+        self.seed, self.shuffle, self.split = seed, bool(shuffle), split
         self.prompt_column = _choose_column(self._rows, prompt_column)
         fraction = 0.0 if from_eval_data else eval_fraction
         self._held_out = _held_out(len(self._rows), fraction, split_seed)
@@ -111,10 +111,7 @@ class PromptSource:
     def indices(self, position: int, num_prompts: int) -> np.ndarray:
         """Data-set rows [num_prompts] int64 at positions `position, position + 1, ...`."""
         if position < 0 or num_prompts < 1:
-            raise Problems(
-                f"position={position!r}, num_prompts={num_prompts!r} must be at least 0 and 1: "
-                "they address prompts from the start of the first epoch. Pass counts.",
-            )  # fmt: skip
+            raise ValueError(f"position={position}, num_prompts={num_prompts} are no counts")
         return self._members(self._order.indices(position, num_prompts))
 
     def _members(self, places: np.ndarray) -> np.ndarray:
@@ -144,7 +141,12 @@ class PromptSource:
         if not isinstance(prompt, str):
             if self.prompt_column == MESSAGES and isinstance(prompt, list):
                 prompt = prompt[: num_before_answer(prompt)] or prompt
-            _check_messages(prompt, index, self)
+            # A turn of tool calls may have no content, or one that Arrow's nulls went with.
+            if not isinstance(prompt, list) or not prompt or not all(
+                is_message(m) and m.keys() & {"content", "tool_calls"} for m in prompt
+            ):  # fmt: skip
+                wrong = Problems(self.prompt_column, "be text or messages", value=prompt)
+                raise wrong.within(f"row {index} of {self.description}")
             columns["messages"] = prompt
         return PromptRow(index, prompt, columns)
 
@@ -159,29 +161,29 @@ class PromptEncoder:
     """
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        max_prompt_len: int,
+        self, tokenizer: PreTrainedTokenizerBase, max_prompt_len: int,
         overflow: str = "truncate_left",
-    ) -> None:
+    ) -> None:  # fmt: skip
         check_values(prompt_overflow=overflow)
-        self.tokenizer = tokenizer
-        self.max_prompt_len = max_prompt_len
-        self.overflow = overflow
+        self.tokenizer, self.max_prompt_len, self.overflow = tokenizer, max_prompt_len, overflow
         self._cache: dict[int, tuple[list[int], str]] = {}
         self._truncated: set[int] = set()
 
     def encode(self, rows: Sequence[PromptRow]) -> tuple[list[list[int]], list[str]]:
         """Token ids and text of each prompt; the text is that of the ids, also if truncated."""
         truncated_before = self.num_truncated
-        encoded = [self._encode_once(row) for row in rows]
+        for row in rows:
+            if row.index not in self._cache:
+                if len(self._cache) == _NUM_REMEMBERED:
+                    del self._cache[next(iter(self._cache))]  # the oldest
+                self._cache[row.index] = self._encode_row(row)
+        encoded = [self._cache[row.index] for row in rows]
         if truncated_before == 0 and self.num_truncated:
             warnings.warn(
                 f"{self.num_truncated} of the first {len(rows)} prompts are longer than "
-                f"max_prompt_len={self.max_prompt_len} tokens and lost their beginning. Raise "
-                "max_prompt_len, or set prompt_overflow='error' to refuse them.",
-                stacklevel=2,
-            )
+                f"max_prompt_len={self.max_prompt_len} and lost their beginning. Raise it, or set "
+                "prompt_overflow='error' to refuse them.", stacklevel=2,
+            )  # fmt: skip
         return [ids for ids, _ in encoded], [text for _, text in encoded]
 
     @property
@@ -202,13 +204,6 @@ class PromptEncoder:
         Problems for one that the tokenizer cannot write (chats without a template)."""
         for row in rows:
             (self._encode_row if self.overflow == "error" else self._tokenize)(row)
-
-    def _encode_once(self, row: PromptRow) -> tuple[list[int], str]:
-        if row.index not in self._cache:
-            if len(self._cache) == _NUM_REMEMBERED:
-                del self._cache[next(iter(self._cache))]  # the oldest
-            self._cache[row.index] = self._encode_row(row)
-        return self._cache[row.index]
 
     def _encode_row(self, row: PromptRow) -> tuple[list[int], str]:
         tokenizer = self.tokenizer
@@ -243,27 +238,10 @@ class PromptEncoder:
         if not ids and tokenizer.bos_token_id is not None:
             ids = [tokenizer.bos_token_id]
         if not ids:
-            raise Problems(
-                "prompt", "have at least one token",
-                f"it is {row.prompt!r} and the tokenizer has no BOS",
-                "Remove the row or write a prompt",
-            ).within(f"row {row.index}")  # fmt: skip
+            reason = "the tokenizer has no BOS"
+            empty = Problems("prompt", "have a token", reason, value=row.prompt)
+            raise empty.within(f"row {row.index}")
         return ids, text
-
-
-def _check_split(split: str, eval_fraction: float, eval_data: Source | None) -> None:
-    check_values(split=split, eval_fraction=eval_fraction)
-    require(
-        split != "eval" or eval_fraction > 0.0 or eval_data is not None, "split", split,
-        "have prompts of its own", "eval_fraction is 0 and there are no eval_prompts",
-        "Write prompts: {eval_fraction: 0.1}, which holds out a tenth, or {eval_data: ...}",
-        Problems,
-    )  # fmt: skip
-    require(
-        eval_fraction == 0.0 or eval_data is None, "eval_fraction", eval_fraction, "be 0",
-        "eval_prompts are given, and no prompt needs to be held out of the others",
-        "Remove one of the two", Problems,
-    )  # fmt: skip
 
 
 def _held_out(size: int, eval_fraction: float, split_seed: int) -> np.ndarray:
@@ -274,7 +252,7 @@ def _held_out(size: int, eval_fraction: float, split_seed: int) -> np.ndarray:
     num_eval = max(1, round(size * eval_fraction))
     require(
         num_eval < size, "eval_fraction", eval_fraction, "leave prompts to train on",
-        f"of {size} rows {num_eval} would be held out", "Lower it or add prompts", Problems,
+        f"of {size} rows {num_eval} would be held out", "Lower it or add prompts",
     )  # fmt: skip
     return np.sort(permuted(np.arange(num_eval), size, split_seed, _SPLIT_STREAM))
 
@@ -290,24 +268,8 @@ def _choose_column(rows: Rows, prompt_column: str | None) -> str:
             return column
     if len(rows.columns) == 1:
         return rows.columns[0]
-    require(
-        rows.columns, "prompts", rows.description, "have a column with the prompts",
-        "it has none", "Write rows such as {prompt: ...}", Problems,
-    )  # fmt: skip
+    remedy = f"such as `prompts: {{column: {next(iter(rows.columns), 'text')}}}`"
     raise Problems(
         "prompts.column", "be set", f"{rows.description} has no column 'prompt' but {rows.columns}",
-        f"Name the one that holds the prompts, such as `prompts: {{column: {rows.columns[0]}}}` "
-        "(prompt_column in Python)",
+        f"Name the one that holds the prompts, {remedy} (prompt_column in Python)",
     )  # fmt: skip
-
-
-def _check_messages(prompt: Any, index: int, source: PromptSource) -> None:
-    messages = prompt if isinstance(prompt, list) else [None]
-    # A turn of tool calls may have no content, or one that Arrow's nulls went with.
-    if not messages or not all(
-        is_message(m) and m.keys() & {"content", "tool_calls"} for m in messages
-    ):
-        raise Problems(
-            f"{source.prompt_column}={prompt!r} (row {index} of {source.description}) must be text "
-            "or a list of chat messages {'role', 'content'}: it is neither. Correct the row.",
-        )  # fmt: skip

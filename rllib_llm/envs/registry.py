@@ -60,8 +60,7 @@ def make(env: str | Callable[..., Any], env_config: Mapping[str, Any] | None = N
             index of a worker changes nothing, since prompts are handed out by position.
 
     Raises:
-        Problems: with the nearest names.
-        Problems: the code of another environment than this package's raised.
+        Problems: an unknown name, with the nearest ones, or what its code raised.
     """
     created, settings = creator(env), dict(env_config or {})
     if isinstance(env, str) and env in ENVIRONMENTS:
@@ -81,10 +80,8 @@ def creator(env: str | Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
         check_name(env)
         env = import_dotted(env, name="env")
     if not callable(env):
-        raise Problems(
-            "env", "be an environment's name, dotted path, class or creator function",
-            f"it is {type(env).__name__}", "Pass one of these", env,
-        )  # fmt: skip
+        rule = "be an environment's name, dotted path, class or creator function"
+        raise Problems("env", rule, value=env)
     if next(iter(inspect.signature(env).parameters), None) in _CONFIG_PARAMETERS:
         return env
     return functools.partial(_make_from_keywords, env)
@@ -100,7 +97,7 @@ def check_batched(env: Any) -> None:
 
 
 def check_name(env: Any) -> None:
-    """Raises Problems for a name that nobody registered; dotted paths are not imported."""
+    """Raises Problems for a name that is not registered; dotted paths are not imported."""
     if not isinstance(env, str) or ":" in env or looks_dotted(env) or env in ENVIRONMENTS:
         return
     if registered_env(env) is None:
@@ -122,17 +119,14 @@ def _keywords(env: Callable[..., Any], env_config: Mapping[str, Any]) -> dict[st
     """`env_config` without those settings of the sampler that `env` does not take."""
     parameters = inspect.signature(env).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    own = {*parameters} | (
-        {*env_config} if takes_any else {*env_config}.difference(SAMPLER_SETTINGS)
-    )
-    given = {key: value for key, value in env_config.items() if key in own}
+    left_out = set() if takes_any else {*SAMPLER_SETTINGS} - {*parameters}
+    given = {key: value for key, value in env_config.items() if key not in left_out}
     try:
         inspect.signature(env).bind(**given)
     except TypeError as error:
         raise Problems(
-            "env", "be called with the settings of env_config",
-            f"{error}; it has {list(given) or 'none'}", "Name an environment or its creator, and "
-            "set its arguments in env_config", env,
+            "env", "be called with the settings of env_config", f"{error}; given are {[*given]}",
+            "Name an environment or its creator, and set its arguments in env_config", env,
         ) from error  # fmt: skip
     return given
 
@@ -153,19 +147,16 @@ def register_envs() -> None:
     for env_id in ENVIRONMENTS:
         if env_id not in gymnasium.registry:
             gymnasium.register(
-                env_id,
-                entry_point=functools.partial(_refuse_single, env_id),
+                env_id, entry_point=functools.partial(_refuse_single, env_id),
                 vector_entry_point=functools.partial(_make_vec, env_id),
-            )
+            )  # fmt: skip
         if registered_env(env_id) is None:
             tune.register_env(env_id, functools.partial(make, env_id))
 
 
 def _refuse_single(env_id: str, **env_config: Any) -> Any:
-    raise Problems(
-        f"gymnasium.make({env_id!r})", f"be gymnasium.make_vec({env_id!r}, num_envs=8)",
-        "one step judges a whole batch of completions", "Call make_vec",
-    )  # fmt: skip
+    rule = f"be gymnasium.make_vec({env_id!r}, num_envs=8)"
+    raise Problems(f"gymnasium.make({env_id!r})", rule, "one step judges a whole batch")
 
 
 def _make_vec(env_id: str, num_envs: int = 1, **env_config: Any) -> Any:
@@ -203,11 +194,9 @@ def _unknown(env: str) -> Problems:
         return not_batched(env)
     called = {name: known for known in ENVIRONMENTS for name in (known, known.split("/")[1][:-3])}
     near = dict.fromkeys(repr(called[name]) for name in nearest(env, called))
-    package = package_of(env)  # such a path gets here where its package is not there
-    meant = f"Did you mean {' or '.join(near)}?" if near else "Check the spelling, or use --import"
-    return Problems(
-        "env", f"be one of {env_ids()}, a name registered with ray.tune.register_env, or a dotted "
-        "path to an environment",
-        f"there is no module {package!r}" if package else "it is none of these",
-        "Put the module's folder on PYTHONPATH" if package else meant, env,
-    )  # fmt: skip
+    remedy = f"Did you mean {' or '.join(near)}?" if near else "Check the spelling, or use --import"
+    reason = ""
+    if package := package_of(env):  # such a path gets here where its package is not there
+        reason, remedy = f"there is no module {package!r}", "Put its folder on PYTHONPATH"
+    rule = f"be one of {env_ids()}, a name of ray.tune.register_env, or a dotted path"
+    return Problems("env", rule, reason, remedy, env)

@@ -15,7 +15,7 @@ from rllib_llm.data.sources import Source
 from rllib_llm.envs.bandit import BanditEnv
 from rllib_llm.envs.judges.rewards import RewardSum, RewardTerm
 from rllib_llm.envs.prompts import PromptSource
-from rllib_llm.envs.settings import CONVERSATION_ENV, ENV_SETTINGS, Conversation
+from rllib_llm.envs.settings import CONVERSATION_ENV, ENV_SETTINGS, ConversationSettings
 from rllib_llm.modules.model_source import (
     check_reference_vocabulary,
     num_embeddings,
@@ -29,7 +29,7 @@ from rllib_llm.shared.setting import Setting
 
 # Of prompts and rewards that an environment takes from its user, not from its own code.
 _OF_USERS = ("prompts", "prompt_column", "eval_prompts", "reward_model", "reward_functions")
-_OF_TURNS = Conversation.model_fields
+_OF_TURNS = ConversationSettings.model_fields
 _OF_BANDITS = ("num_envs", "max_prompt_len", "max_completion_len", "kl_coeff", "temperature",
                "prompt_overflow", "return_texts", "device")  # fmt: skip
 DEFAULTS = {name: row for name, row in ENV_SETTINGS.items() if name not in _OF_TURNS}
@@ -46,13 +46,9 @@ def create(env_config: Mapping[str, Any]) -> BanditEnv:
     check_settings(settings)
     tokenizer = policy_tokenizer(settings)
     return build_bandit(
-        settings,
-        tokenizer=tokenizer,
-        prompts=settings["prompts"],
-        eval_prompts=settings["eval_prompts"],
-        prompt_column=settings["prompt_column"],
-        rewards=reward_terms(settings, tokenizer),
-    )
+        settings, tokenizer=tokenizer, rewards=reward_terms(settings, tokenizer),
+        **{name: settings[name] for name in ("prompts", "eval_prompts", "prompt_column")},
+    )  # fmt: skip
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
@@ -66,7 +62,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         settings["reward_model"] or settings["reward_functions"], "rewards", ...,
         "have a model or functions", "nothing judges the completions",
         "Set rewards: {functions: [...]} to dotted paths of functions, or rewards: {model: ...} to "
-        "a sequence classifier", Problems,
+        "a sequence classifier",
     )  # fmt: skip
 
 
@@ -76,27 +72,19 @@ def check_prompts(settings: Mapping[str, Any], prompts: Source | None) -> None:
         prompts is not None or (settings["eval_prompts"] and settings["split"] == "eval"),
         "prompts", ..., "have data", "there is nothing to complete",
         "Set prompts: {data: ...} to a file (JSONL, CSV, Parquet, text), a data set or a function",
-        Problems,
     )  # fmt: skip
 
 
 def prompt_source(
-    settings: Mapping[str, Any],
-    prompts: Source | None,
-    eval_prompts: Source | None = None,
+    settings: Mapping[str, Any], prompts: Source | None, eval_prompts: Source | None = None,
     prompt_column: str | None = None,
-) -> PromptSource:
+) -> PromptSource:  # fmt: skip
     """The prompts of the split that `settings` name, in their order."""
     return PromptSource(
-        prompts,
-        seed=settings["split_seed"] if settings["split"] == "eval" else settings["seed"],
-        shuffle=settings["shuffle"],
-        prompt_column=prompt_column,
-        split=settings["split"],
-        eval_fraction=settings["eval_fraction"],
-        split_seed=settings["split_seed"],
-        eval_data=eval_prompts,
-    )
+        prompts, seed=settings["split_seed" if settings["split"] == "eval" else "seed"],
+        prompt_column=prompt_column, eval_data=eval_prompts,
+        **{name: settings[name] for name in ("shuffle", "split", "eval_fraction", "split_seed")},
+    )  # fmt: skip
 
 
 def reward_terms(settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[Any]:
@@ -108,25 +96,19 @@ def reward_terms(settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
 
 
 def build_bandit(
-    settings: Mapping[str, Any],
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Source | None,
-    rewards: Sequence[Any],
-    eval_prompts: Source | None = None,
-    prompt_column: str | None = None,
-) -> BanditEnv:
+    settings: Mapping[str, Any], *, tokenizer: PreTrainedTokenizerBase, prompts: Source | None,
+    rewards: Sequence[Any], eval_prompts: Source | None = None, prompt_column: str | None = None,
+) -> BanditEnv:  # fmt: skip
     """A `BanditEnv` from settings that hold every key of `COMMON_DEFAULTS`."""
+    # All rows of the policy's embedding may be sampled; often they are more than its tokens.
+    model, vocab_size = settings["model"], settings["vocab_size"]
     return BanditEnv(
-        tokenizer=tokenizer,
+        tokenizer=tokenizer, rewards=RewardSum(rewards),
         prompts=prompt_source(settings, prompts, eval_prompts, prompt_column),
-        rewards=RewardSum(rewards),
         reference=frozen_reference(settings, tokenizer),
-        # All rows of the policy's embedding may be sampled; often they are more than its tokens.
-        vocab_size=settings["vocab_size"]
-        or (settings["model"] and num_embeddings(settings["model"])),
+        vocab_size=vocab_size or (model and num_embeddings(model)),
         **{name: settings[name] for name in _OF_BANDITS},
-    )
+    )  # fmt: skip
 
 
 def with_defaults(
@@ -172,10 +154,7 @@ def _check_device(name: str, value: Any) -> None:
     try:
         torch.device("cpu" if value is None else value)
     except (RuntimeError, TypeError):
-        raise Problems(
-            name, "be a device", "torch knows no such one",
-            "Write cpu, cuda or cuda:1, or leave it out", value,
-        ) from None  # fmt: skip
+        raise Problems(name, "be a device", "", "Write cpu, cuda or cuda:1", value) from None
 
 
 def _unknown_keys(
@@ -191,17 +170,11 @@ def _unknown_keys(
 def _of_another(key: str, known: Collection[str]) -> str:
     """A remedy for a key of another environment than that of `known`; empty: it is of none."""
     if key in DEFAULTS and "max_turns" in known:
-        return (
-            f"`conversation:` or `env` chose {CONVERSATION_ENV} or one like it, which has no such "
-            "setting. Leave one of them out."
-        )
+        return f"{CONVERSATION_ENV}, or one like it, has no such setting. Leave one of the two out."
     if key in DEFAULTS:
         return "The environment has its own prompts and rewards. Leave it out, or `env`."
     if key in _OF_TURNS:
-        return (
-            "The environment that `env` names has no turns. Leave `conversation` out, or `env`: "
-            f"{CONVERSATION_ENV}, which has turns, is taken then."
-        )
+        return f"`env` has no turns. Leave it out, and {CONVERSATION_ENV} is taken, which has."
     return ""
 
 
@@ -227,7 +200,6 @@ def policy_tokenizer(settings: Mapping[str, Any]) -> PreTrainedTokenizerBase:
         chosen is not None, "env_config", ..., "have 'model' (or 'tokenizer')",
         "prompts are handed out as the policy's token ids",
         "Set it to the policy's folder, hub id or dotted path (rllib env check: --model)",
-        Problems,
     )  # fmt: skip
     if not isinstance(chosen, PreTrainedTokenizerBase):
         tokenizer = load_tokenizer(chosen, chat_template=settings["chat_template"])
@@ -240,12 +212,12 @@ def policy_tokenizer(settings: Mapping[str, Any]) -> PreTrainedTokenizerBase:
         difference = vocabulary_difference(settings["model"], tokenizer, "the model's")
         require(
             not difference, "env_config.tokenizer", chosen, "have the vocabulary of the model",
-            difference, "Leave it out to take the model's own", Problems,
+            difference, "Leave it out to take the model's own",
         )  # fmt: skip
     return tokenizer
 
 
-def _as_model_settings(given: Mapping[str, Any] | str) -> dict[str, Any]:
+def _model_of(given: Mapping[str, Any] | str) -> dict[str, Any]:
     return {"model": given} if isinstance(given, str) else dict(given)
 
 
@@ -258,11 +230,11 @@ def check_reference(
         Problems: no model is named.
         ValueError: it has another vocabulary than the policy.
     """
-    chosen = _as_model_settings(settings["reference"])
+    chosen = _model_of(settings["reference"])
     model = chosen.pop("model", None) or settings["model"]
     require(
         model is not None, "env_config['reference']", settings["reference"], "name a model",
-        "there is no 'model' of the policy either", "Set reference.model", Problems,
+        "there is no 'model' of the policy either", "Set reference.model",
     )  # fmt: skip
     if model != settings["model"]:
         check_reference_vocabulary(model, tokenizer)
@@ -282,10 +254,9 @@ def frozen_reference(settings: Mapping[str, Any], tokenizer: PreTrainedTokenizer
 def _frozen_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Defaults of a frozen model's settings."""
     return {
-        "device": settings["device"],
-        "quantization": settings["frozen_quantization"],
+        "device": settings["device"], "quantization": settings["frozen_quantization"],
         "products": settings["frozen_products"],
-    }
+    }  # fmt: skip
 
 
 def _reward_model_term(
@@ -293,11 +264,11 @@ def _reward_model_term(
 ) -> RewardTerm:
     from rllib_llm.envs.frozen_models import RewardModelEnsemble, RewardModelScorer
 
-    chosen = _as_model_settings(settings["reward_model"])
+    chosen = _model_of(settings["reward_model"])
     require(
         bool(chosen.get("model")) != bool(chosen.get("models")), "env_config['reward_model']",
         settings["reward_model"], "have 'model', or 'models' for several of them",
-        "it says who judges", "Name its model", Problems,
+        "", "Name its model",
     )  # fmt: skip
     weight, name = chosen.pop("weight", 1.0), chosen.pop("name", "reward_model")
     options = {**_frozen_defaults(settings), "tokenizer": tokenizer, **chosen}

@@ -137,14 +137,22 @@ class Contained:
         """The answer to one line of JSON, {"value": ...} or {"error": ...}.
 
         Raises as `read`, OSError where it has ended, and ValueError for what is no answer to this
-        line, which alone names the word that came with it.
+        line, which alone names the word that came with it, or has numbers that are not finite.
         """
         word = secrets.token_hex(16).encode()
         self._unsent += word + b" " + json.dumps(line).encode() + b"\n"
         named, _, answer = self.read(seconds, said, line=True).partition(b" ")
         if self._unread or not secrets.compare_digest(named, word):
             raise ValueError("it is no answer to what was asked")
-        return _read_answer(answer)
+        try:
+            found = json.loads(
+                answer, parse_constant=_finite, parse_float=_finite, parse_int=_whole
+            )
+        except RecursionError as error:
+            raise ValueError("it is too deep") from error
+        if not isinstance(found, dict) or len(found.keys() & {"value", "error"}) != 1:
+            raise ValueError("it holds neither value nor error")
+        return found
 
     def end(self) -> int:
         """Ends it and all that it has started; its exit code."""
@@ -159,17 +167,6 @@ class Contained:
 
     def __exit__(self, *error: object) -> None:
         self.end()
-
-
-def _read_answer(said: bytes) -> dict[str, Any]:
-    """Parses an answer; raises ValueError for invalid ones and for numbers that are not finite."""
-    try:
-        answer = json.loads(said, parse_constant=_finite, parse_float=_finite, parse_int=_whole)
-    except RecursionError as error:
-        raise ValueError("it is too deep") from error
-    if not isinstance(answer, dict) or len(answer.keys() & {"value", "error"}) != 1:
-        raise ValueError("it holds neither value nor error")
-    return answer
 
 
 def _finite(text: str) -> float:
@@ -220,15 +217,9 @@ class WorkerPool:
     """
 
     def __init__(
-        self,
-        function: str,
-        *,
-        num_workers: Count = 2,
-        deadline_s: Seconds = 10.0,
-        start_s: Seconds = 120.0,
-        isolated: bool = False,
-        **limits: Any,
-    ) -> None:
+        self, function: str, *, num_workers: Count = 2, deadline_s: Seconds = 10.0,
+        start_s: Seconds = 120.0, isolated: bool = False, **limits: Any,
+    ) -> None:  # fmt: skip
         self._deadline_s, self._start_s, self._function = deadline_s, start_s, function
         module, _, name = function.rpartition(":")
         path = f"{os.path.abspath(module)}:{name}" if module.endswith(".py") else function
@@ -273,7 +264,7 @@ class WorkerPool:
             except _NO_ANSWER as error:
                 reason, worker = _why_ended(worker, error), None
                 return Invalid.of(reason)
-            if is_last:  # the next one starts while nobody waits for it
+            if is_last:  # the next one starts before it is waited for
                 worker.end()
                 worker = None
                 with contextlib.suppress(Away):  # the next call says so
@@ -300,8 +291,8 @@ class WorkerPool:
             worker.end()
             self._broken = WorkerError(
                 f"function={self._function!r} must be importable in a worker process: "
-                f"{said['error']}. Correct the path, install what it needs, name what it reads "
-                "(readable), or raise start_s and memory_mb."
+                f"{said['error']}. Install what it needs, name what it reads (readable), or raise "
+                "start_s and memory_mb."
             )
             raise self._broken
         worker.is_ready = True

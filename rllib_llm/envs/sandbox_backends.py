@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 from rllib_llm.shared.arguments import Count, checked
 from rllib_llm.shared.errors import Problems
@@ -34,6 +34,7 @@ _KEPT = ("LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH")
 _COUNTS_APART = (5, 14)  # Linux that counts processes of each user namespace by itself
 _END_SECONDS = 10.0
 _PROBE_SECONDS = 60.0
+_HOLDS = "be able to contain a process"
 
 
 @checked
@@ -65,7 +66,15 @@ class Sandbox:
     image: str | None = None
 
     def __post_init__(self) -> None:
-        _check(self)
+        if BACKENDS[self.backend] is bwrap and (reason := bwrap_refused()):
+            raise Problems(
+                "backend", _HOLDS, reason,
+                "Install it (apt-get install bubblewrap, dnf install bubblewrap), in Docker with "
+                "--security-opt seccomp=unconfined --security-opt systempaths=unconfined; else "
+                "backend: docker, or backend: process, which is no boundary", self.backend,
+            )  # fmt: skip
+        if self.backend == "docker":
+            docker(self, ())
 
     def limits(self, launch: Launch) -> dict[str, int | None]:
         """The most its processes may take, by the names of setrlimit(2)."""
@@ -102,10 +111,8 @@ class Launch:
     environ: Mapping[str, str] | None = None
 
 
-class Backend(Protocol):
-    """One way to contain a process that may read `paths`."""
-
-    def __call__(self, sandbox: Sandbox, paths: Sequence[str]) -> Launch: ...
+Backend = Callable[[Sandbox, Sequence[str]], Launch]
+"""One way to contain a process that may read these paths."""
 
 
 def bwrap(sandbox: Sandbox, paths: Sequence[str]) -> Launch:
@@ -135,18 +142,18 @@ def bwrap(sandbox: Sandbox, paths: Sequence[str]) -> Launch:
     for path in map(os.path.abspath, sandbox.writable):
         command += ["--bind-try", path, path]
     command += ["--remount-ro", "/", "--chdir", _IN, "--", sys.executable, "-I", PROGRAM]
-    return Launch(command, counts=_release() >= _COUNTS_APART)
+    parts = platform.release().split(".")[:2]  # 5.14.0-503.el9.x86_64 is (5, 14)
+    release = tuple(int("0" + "".join(filter(str.isdigit, part))) for part in parts)
+    return Launch(command, counts=release >= _COUNTS_APART)
 
 
 def docker(sandbox: Sandbox, paths: Sequence[str]) -> Launch:
     """A container of Docker, in an image that has Python and what the function needs."""
     if (program := shutil.which("docker")) is None:
-        raise _refused(sandbox, "docker is not on PATH", "Install Docker's command line")
+        raise Problems("backend", _HOLDS, "docker is not on PATH", value=sandbox.backend)
     if sandbox.image is None:
-        raise Problems(
-            "image", "name an image", "backend: docker runs Python in one",
-            "For example image: python:3.11", None,
-        )  # fmt: skip
+        reason = "docker runs Python in one"
+        raise Problems("image", "name an image", reason, "For example python:3.11", None)
     name = f"rllib-llm-{os.urandom(8).hex()}"
     read = [os.path.abspath(path) for path in (PROGRAM, *paths, *sandbox.readable)]
     memory = [] if sandbox.memory_mb is None else ["--memory", f"{sandbox.memory_mb}m"]
@@ -173,7 +180,7 @@ def docker(sandbox: Sandbox, paths: Sequence[str]) -> Launch:
 
 def process(sandbox: Sandbox, paths: Sequence[str]) -> Launch:
     """A process of the user's with limits, a session and a folder of its own: no boundary."""
-    _say_once()
+    _warn_once()
     folder = tempfile.mkdtemp(prefix="rllib-llm-")
 
     def kill(pid: int) -> None:
@@ -191,23 +198,6 @@ def process(sandbox: Sandbox, paths: Sequence[str]) -> Launch:
 BACKENDS: dict[str, Backend] = {
     "auto": bwrap, "bwrap": bwrap, "docker": docker, "process": process,
 }  # fmt: skip
-
-
-def _check(sandbox: Sandbox) -> None:
-    """Raises Problems where the backend does not work here."""
-    if BACKENDS[sandbox.backend] is bwrap and (reason := bwrap_refused()):
-        raise _refused(
-            sandbox, reason,
-            "Install it (apt-get install bubblewrap, dnf install bubblewrap), in Docker with "
-            "--security-opt seccomp=unconfined --security-opt systempaths=unconfined; else name "
-            "backend: docker, or backend: process, which is no boundary",
-        )  # fmt: skip
-    if sandbox.backend == "docker":
-        docker(sandbox, ())
-
-
-def _refused(sandbox: Sandbox, reason: str, remedy: str) -> Problems:
-    return Problems("backend", "be able to contain a process", reason, remedy, sandbox.backend)
 
 
 @functools.cache
@@ -235,18 +225,11 @@ def _bubblewrap() -> tuple[str, str]:
 
 
 @functools.cache
-def _say_once() -> None:
+def _warn_once() -> None:
     warnings.warn(
         "backend='process' is no boundary: code of a model reads, changes and sends what the run's "
-        "user can. It has limits, a session and a folder of its own.",
-        stacklevel=4,
-    )
-
-
-def _release() -> tuple[int, ...]:
-    """The kernel's version: 5.14.0-503.el9.x86_64 is (5, 14)."""
-    return tuple(int("0" + "".join(filter(str.isdigit, part)))
-                 for part in platform.release().split(".")[:2])  # fmt: skip
+        "user can.", stacklevel=4,
+    )  # fmt: skip
 
 
 def paths_for(function: str, sandbox: Sandbox) -> list[str]:

@@ -69,7 +69,7 @@ def _answer_calls(order: dict[str, Any]) -> None:
     try:
         function = find(order["function"])
         said: dict[str, Any] = {"ready": True}
-    except Exception as error:  # noqa: BLE001  (the process's border: the parent is told)
+    except Exception as error:  # noqa: BLE001  (the process's border: the parent reads it)
         said = {"error": f"{type(error).__name__}: {error}"}
     print(json.dumps(said), file=answers, flush=True)
     for line in sys.stdin:

@@ -49,13 +49,10 @@ class Prompts(Settings):
     two."""
 
     prompts: Any = setting(
-        None,
-        "a file (JSONL, CSV, Parquet, text), a data set, a hub id, rows, or a function",
-        short="data",
-        remedy="Write `data: prompts.jsonl`",
-        trl="train_dataset",
+        None, "a file (JSONL, CSV, Parquet, text), a data set, a hub id, rows, or a function",
+        short="data", remedy="Write `data: prompts.jsonl`", trl="train_dataset",
         also="prompt_data prompts_file",
-    )
+    )  # fmt: skip
     eval_prompts: Any = setting(
         None, "held-out prompts in the same form, instead of eval_fraction", short="eval_data"
     )
@@ -63,24 +60,17 @@ class Prompts(Settings):
         0.0, "the share of the prompts held out for evaluation", least=0, most=1
     )
     prompt_column: str | None = setting(
-        None,
-        'the column with the prompt; None: "prompt", "messages" or the only column',
-        short="column",
-        also="prompt_key input_key dataset_text_field",
-    )
+        None, 'the column with the prompt; None: "prompt", "messages" or the only column',
+        short="column", also="prompt_key input_key dataset_text_field",
+    )  # fmt: skip
     max_prompt_len: int = setting(
-        128,
-        "the maximum length of a prompt",
-        unit="tokens",
-        least=1,
+        128, "the maximum length of a prompt", unit="tokens", least=1,
         also="max_prompt_length prompt_max_len",
-    )
+    )  # fmt: skip
     prompt_overflow: Literal["truncate_left", "error"] = setting(
-        "truncate_left",
-        "the treatment of longer prompts",
-        short="overflow",
+        "truncate_left", "the treatment of longer prompts", short="overflow",
         also="truncation_side truncation",
-    )
+    )  # fmt: skip
 
 
 PROMPTS = Section.of("prompts", Prompts, place=IN_ENV)
@@ -90,55 +80,39 @@ class Judges(Settings):
     """Reward models and reward functions."""
 
     reward_model: dict | str | None = setting(
-        None,
-        "a sequence classifier, or {model, quantization, weight, name, ...}",
-        keys=("quantization", "dtype", "device", "weight", "name"),
-        short="model",
-        also="reward_model_path reward_pretrain rm reward_model_name",
-        place=IN_ENV,
-    )
+        None, "a sequence classifier, or {model, quantization, weight, name, ...}",
+        keys=("quantization", "dtype", "device", "weight", "name"), short="model",
+        also="reward_model_path reward_pretrain rm reward_model_name", place=IN_ENV,
+    )  # fmt: skip
     reward_functions: Any = setting(
-        None,
-        "dotted paths, callables or {function, weight, name, kwargs}",
-        short="functions",
-        trl="reward_funcs",
-        also="reward_function reward_fn remote_rm_url custom_reward_function",
+        None, "dotted paths, callables or {function, weight, name, kwargs}", short="functions",
+        trl="reward_funcs", also="reward_function reward_fn remote_rm_url custom_reward_function",
         place=IN_ENV,
-    )
+    )  # fmt: skip
 
 
-class Rewards(Judges):
+class RewardSettings(Judges):
     """Reward models and functions, and the processing of their scores. Alias: `rewards: {functions:
     ...}` is `env_config: {reward_functions: ...}`, and `model` is `reward_model`. Use one of the
     two."""
 
     score_clip: float | None = setting(
-        None,
-        "the bound to which scores are clipped, in both directions; None: not clipped",
-        above=0,
-        rllib="clip_rewards",
-        also="reward_clip cliprange_reward",
-    )
+        None, "the bound to which scores are clipped, in both directions; None: not clipped",
+        above=0, rllib="clip_rewards", also="reward_clip cliprange_reward",
+    )  # fmt: skip
     scale_scores: bool = setting(
-        False,
-        "whether scores are divided by their running standard deviation",
+        False, "whether scores are divided by their running standard deviation",
         also="normalize_reward use_score_scaling",
-    )
+    )  # fmt: skip
     missing_eos_penalty: float = setting(
-        0.0,
-        "the penalty for completions that reach the length limit",
-        least=0,
+        0.0, "the penalty for completions that reach the length limit", least=0,
         also="non_eos_penalty truncation_penalty",
-    )
+    )  # fmt: skip
     length_penalty: float = setting(0.0, "the penalty per completion token", least=0)
     overlong_buffer: int = setting(
-        0,
-        "the length of DAPO's soft overlong punishment at the end of max_new_tokens; 0: off",
-        unit="tokens",
-        least=0,
-        trl="soft_overlong_punishment",
-        also="overlong_buffer_len",
-    )
+        0, "the length of DAPO's soft overlong punishment at the end of max_new_tokens; 0: off",
+        unit="tokens", least=0, trl="soft_overlong_punishment", also="overlong_buffer_len",
+    )  # fmt: skip
     planned_iterations: int | None = setting(
         None,
         "the planned number of iterations, passed to reward functions with `trainer_state` "
@@ -147,10 +121,10 @@ class Rewards(Judges):
     )
 
 
-REWARDS = Section.of("rewards", Rewards, positional="functions")
+REWARDS = Section.of("rewards", RewardSettings, positional="functions")
 
 
-class Conversation(Settings):
+class ConversationSettings(Settings):
     """Turns and tools. Without an environment it is rllib_llm/Conversation-v0's. Alias: the same
     names in `env_config`. Use one of the two."""
 
@@ -165,19 +139,17 @@ class Conversation(Settings):
         8, "the maximum number of assistant turns; the rollout is then judged as it is", least=1
     )
     max_tokens: int | None = setting(
-        None,
-        "the maximum length of a whole conversation; None: the model's context length",
+        None, "the maximum length of a whole conversation; None: the model's context length",
         least=1,
-    )
+    )  # fmt: skip
     max_seconds: float = setting(
         600.0, "the time limit of a rollout; a slower one is invalid", unit="seconds", above=0
     )
     max_concurrent: int = setting(256, "the number of concurrent rollouts of a sampler", least=1)
     tool_errors: Literal["message", "invalid"] = setting(
-        "message",
-        "the treatment of failed tool calls",
+        "message", "the treatment of failed tool calls",
         note='"message": the policy sees the error; "invalid": the rollout is not trained on.',
-    )
+    )  # fmt: skip
     tool_timeout_s: float = setting(10.0, "the time limit of a tool call", unit="seconds", above=0)
     max_tool_chars: int = setting(
         4000, "the maximum length of a tool result; longer ones are cut in the middle", least=1
@@ -190,21 +162,19 @@ class Conversation(Settings):
         | None
     ) = setting(None, "the syntax of tool calls; None: the chat template's")  # fmt: skip
     history: Literal["fork", "keep"] = setting(
-        "fork",
-        "the treatment of templates that change earlier turns",
+        "fork", "the treatment of templates that change earlier turns",
         note='"fork": start a new row; "keep": keep earlier turns as they were sampled.',
-    )
+    )  # fmt: skip
     renderer: str | None = setting(
-        "auto",
-        "the renderer of turns from the package `renderers`, by hub id or family",
+        "auto", "the renderer of turns from the package `renderers`, by hub id or family",
         note="None: the chat template.",
-    )
+    )  # fmt: skip
     template_settings: dict | None = setting(
         None, "variables of the chat template, such as {enable_thinking: false}"
     )
 
 
-CONVERSATION = Section.of("conversation", Conversation, place=IN_ENV, env=CONVERSATION_ENV)
+CONVERSATION = Section.of("conversation", ConversationSettings, place=IN_ENV, env=CONVERSATION_ENV)
 
 
 def declared(model: type[Settings]) -> dict[str, Setting]:
@@ -214,7 +184,8 @@ def declared(model: type[Settings]) -> dict[str, Setting]:
 
 
 ENV_SETTINGS = {
-    **declared(Environment), **declared(Prompts), **declared(Judges), **declared(Conversation),
+    **declared(Environment), **declared(Prompts), **declared(Judges),
+    **declared(ConversationSettings),
 }  # fmt: skip
 
 

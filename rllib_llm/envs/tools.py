@@ -4,7 +4,7 @@ folder of texts, MCP servers; their schemas, and calls that may fail.
 A function's schema comes from its signature and docstring, as transformers reads them. Whatever a
 tool does (raise, hang, return a megabyte or something that is no text), the conversation gets a
 message about it, or the rollout is not valid, as set; nothing else is touched. An MCP server that
-is away (it died, restarts, or answers nothing any more) is no doing of the policy: a call waits for
+is away (it died, restarts, or answers nothing any more) is not the policy's fault: a call waits for
 it so long, and then the rollout is not valid.
 
     env_config: {mcp_servers: [{command: my-server, args: [--quiet]}, "http://localhost:8000/mcp"]}
@@ -55,7 +55,7 @@ _STATUS_MESSAGES = {
 }
 
 
-class Tool(Protocol):
+class PolicyTool(Protocol):
     """A tool that a policy can call. With a `timeout_s` it enforces that limit itself. One that
     raises `Away` is unavailable, and the rollout is invalid."""
 
@@ -91,28 +91,23 @@ class FunctionTool:
             self.schema: Mapping[str, Any] = get_json_schema(function)
         except Exception as error:  # noqa: BLE001  (also of a hint that names nothing)
             raise Problems(
-                f"tool {getattr(function, '__name__', function)!r} must have type hints and a "
-                "Google-style docstring with Args: the model is told from them what to call. "
-                f"{error}",
+                f"tool {getattr(function, '__name__', function)!r}",
+                "have type hints and a Google-style docstring with Args", error,
             ) from error  # fmt: skip
         self.name = str(self.schema["function"]["name"])
         self.function = function
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
         parameters = inspect.signature(function).parameters.values()
-        if nameless := [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL)]:
-            raise Problems(
-                f"tool {self.name!r} must take {nameless[0].name!r} by name: a call names its "
-                "arguments. Leave '/' out, and take a list instead of '*'.",
-            )  # fmt: skip
-        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-            raise Problems(
-                f"tool {self.name!r} must return its result: it yields, and the policy would read "
-                "the generator's address. Return a list or a text.",
-            )  # fmt: skip
-        if alarm := _alarm_in(function):
-            raise Problems(
-                f"tool {self.name!r} must not use {alarm!r}: it wants the main thread, and tools "
-                "run beside it, many at once. Leave the limit to tool_timeout_s.",
-            )  # fmt: skip
+        nameless = [p.name for p in parameters if p.kind in kinds]
+        yields = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
+        alarm = _alarm_in(function)
+        for is_wrong, rule, reason in (
+            (nameless, f"take {nameless} by name", "a call names its arguments"),
+            (yields, "return its result", "it yields"),
+            (alarm, f"not use {alarm!r}", "tools run beside the main thread; set tool_timeout_s"),
+        ):  # fmt: skip
+            if is_wrong:
+                raise Problems(f"tool {self.name!r}", rule, reason)
 
     def objection(self, arguments: Mapping[str, Any]) -> str:
         """Why these arguments do not suit it; "" where they do."""
@@ -154,12 +149,10 @@ class Toolbox:
         self, tools: Sequence[Any] = (), *, timeout_s: float = 10.0, max_chars: int = 4000
     ) -> None:
         made = [as_tool(tool) for tool in tools]
-        self.tools: dict[str, Tool] = {tool.name: tool for tool in made}
+        self.tools: dict[str, PolicyTool] = {tool.name: tool for tool in made}
         if len(self.tools) < len(made):
-            raise Problems(
-                f"tools={[tool.name for tool in made]!r} must have names of their own: the policy "
-                "calls them by name. Rename one.",
-            )  # fmt: skip
+            names = [tool.name for tool in made]
+            raise Problems("tools", "have names of their own", value=names)
         self.timeout_s, self.max_chars = timeout_s, max_chars
 
     def of(self, functions: Sequence[Callable[..., Any]]) -> Toolbox:
@@ -169,10 +162,8 @@ class Toolbox:
         for function in functions:
             known = self.tools.get(function.__name__)
             if not isinstance(known, FunctionTool):
-                raise Problems(
-                    f"tool {function.__name__!r} must be one of {sorted(self.tools)}: the policy "
-                    "learns of tools before a conversation begins. Return it from tools(), too.",
-                )  # fmt: skip
+                rule = f"be one of those that tools() returns, {sorted(self.tools)}"
+                raise Problems(f"tool {function.__name__!r}", rule)
             tool = own.tools[known.name] = copy.copy(known)
             tool.function = function
         return own
@@ -196,9 +187,15 @@ class Toolbox:
         assert asked.arguments is not None, "a complete call has arguments"
         try:
             result = await within(limit, tool.run(copied(asked.arguments)))
-            text, failure = self._shortened(as_text(result)), ""
-        except Exception as error:  # noqa: BLE001  (of a user's tool: the policy is told)
-            failure = _failure_of(error)
+            text, failure, half = as_text(result), "", self.max_chars // 2
+            if len(text) > self.max_chars:
+                begin, end = text[:half], text[len(text) - half :]
+                text = f"{begin}\n[{len(text) - 2 * half} characters left out]\n{end}"
+        except Exception as error:  # noqa: BLE001  (of a user's tool: the policy reads it)
+            late = (TimeoutError, asyncio.TimeoutError)  # noqa: UP041  (another class in Python 3.10)
+            is_signal = isinstance(error, ValueError) and _NO_SIGNALS in told(error)
+            failure = "unavailable" if is_signal or isinstance(error, Away) else "error"
+            failure = "timeout" if isinstance(error, late) else failure  # whoever's limit it was
             shown = None if failure == "unavailable" else _SHOWN  # the policy does not read it
             text = f"Error: {told(error)[:shown]}"
         return ToolResult(text, failure, time.perf_counter() - start)
@@ -216,29 +213,13 @@ class Toolbox:
             reason = objection(tool.schema["function"].get("parameters") or {}, arguments)
         return reason and f"arguments of {asked.name!r}: {reason:.{_SHOWN}}"
 
-    def _shortened(self, text: str) -> str:
-        if len(text) <= self.max_chars:
-            return text
-        half = self.max_chars // 2
-        left_out = len(text) - 2 * half
-        return f"{text[:half]}\n[{left_out} characters left out]\n{text[len(text) - half :]}"
 
-
-def _failure_of(error: Exception) -> str:
-    """The `ToolResult.failure` of what a tool raised."""
-    late = (TimeoutError, asyncio.TimeoutError)  # noqa: UP041  (another class before Python 3.11)
-    if isinstance(error, late):  # its own limit, or the toolbox's
-        return "timeout"
-    is_signal = isinstance(error, ValueError) and _NO_SIGNALS in told(error)
-    return "unavailable" if is_signal or isinstance(error, Away) else "error"
-
-
-def as_tool(given: Any) -> Tool:
+def as_tool(given: Any) -> PolicyTool:
     """The tool of a function, a dotted path, or an object that is one already."""
     if isinstance(given, str):
         given = import_dotted(given, name="tools")
     if inspect.isclass(given):
-        with blamed_on("tools", given, "be made without arguments", Problems):
+        with blamed_on("tools", given, "be made without arguments"):
             given = given()
     if all(hasattr(given, name) for name in ("name", "schema", "run")):
         schema = given.schema if isinstance(given.schema, Mapping) else {}
@@ -246,15 +227,12 @@ def as_tool(given: Any) -> Tool:
         require(
             isinstance(described, Mapping) and described.get("name") == given.name, "tools", given,
             f"have a schema {{'type': 'function', 'function': {{'name': {given.name!r}, ...}}}}",
-            f"it has {given.schema!r}, from which the policy learns what to call",
-            "Make it with rllib_llm.envs.tools.tool_schema", Problems,
+            f"it has {given.schema!r}", "Make it with rllib_llm.envs.tools.tool_schema",
         )  # fmt: skip
         return given
     if not callable(given):
-        raise Problems(
-            f"tools={given!r} must be functions, their dotted paths, or objects with name, schema "
-            f"and run: it is {type(given).__name__}. Pass a function.",
-        )  # fmt: skip
+        rule = "be functions, their dotted paths, or objects with name, schema and run"
+        raise Problems("tools", rule, value=given)
     return FunctionTool(given)
 
 
@@ -279,16 +257,14 @@ def _alarm_in(function: Callable[..., Any]) -> str:
     code = getattr(first, "__code__", None)
     called = [first.__globals__.get(name) for name in code.co_names] if code else []
     for one in map(inspect.unwrap, filter(callable, (first, *held, *called))):
-        names = _names_in(getattr(one, "__code__", None)) if inspect.isfunction(one) else set()
+        names = _names_in(one.__code__) if inspect.isfunction(one) else set()
         if found := sorted(names.intersection(_ALARMS)):
             return found[0]
     return ""
 
 
-def _names_in(code: CodeType | None) -> set[str]:
+def _names_in(code: CodeType) -> set[str]:
     """Names that a function's code and functions within it use."""
-    if code is None:
-        return set()
     within = [_names_in(const) for const in code.co_consts if isinstance(const, CodeType)]
     return set(code.co_names).union(*within)
 
@@ -360,27 +336,24 @@ class SearchTool:
         name: of the tool.
 
     Raises:
-        ValueError: no text there, or a file in another encoding.
+        Problems: no text there, or a file in another encoding.
     """
 
     def __init__(
         self, folder: str | Path | Mapping[str, str], *, num_results: Count = 3,
         max_chars: Count = 500, name: str = "search",
     ) -> None:  # fmt: skip
-        texts = folder.items() if isinstance(folder, Mapping) else _texts_in(Path(folder))
-        self.passages = [
-            (title, passage.strip())
-            for title, text in texts
-            for passage in re.split(r"\n\s*\n", text)
-            if passage.strip()
-        ]
+        texts = dict(folder) if isinstance(folder, Mapping) else {}
+        if not isinstance(folder, Mapping):
+            root = Path(folder)
+            for path in sorted(p for p in root.rglob("*") if p.suffix in _SUFFIXES and p.is_file()):
+                texts[path.relative_to(root).with_suffix("").as_posix()] = text_of(path)
+        parts = [(title, part) for title in texts for part in re.split(r"\n\s*\n", texts[title])]
+        self.passages = [(title, part.strip()) for title, part in parts if part.strip()]
         if not self.passages:
-            raise ValueError(
-                f"folder={str(folder)[:80]!r} must hold texts ({', '.join(_SUFFIXES)}): there is "
-                "nothing to search. Name the folder of the texts."
-            )
+            raise Problems("folder", f"hold texts, {_SUFFIXES}", value=str(folder)[:80])
         self.num_results, self.max_chars, self.name = num_results, max_chars, name
-        self._counts = [Counter(_words(f"{title} {text}")) for title, text in self.passages]
+        self._counts = [Counter(_WORD.findall(" ".join(part).lower())) for part in self.passages]
         self._lengths = [sum(counts.values()) for counts in self._counts]
         self._mean = sum(self._lengths) / len(self._lengths)
         self._places: dict[str, list[int]] = {}  # of the passages that hold a word
@@ -399,7 +372,7 @@ class SearchTool:
 
     def search(self, query: str) -> list[tuple[str, str]]:
         """(title, passage) of the passages that match best, those of no common word left out."""
-        words = _words(query)
+        words = _WORD.findall(query.lower())
         places = {place for word in words for place in self._places.get(word, ())}
         scored = [(self._score(words, place), -place) for place in places]
         best = sorted(scored, reverse=True)[: self.num_results]
@@ -415,16 +388,6 @@ class SearchTool:
                 rarity = math.log(1 + (total - holding + 0.5) / (holding + 0.5))
                 score += rarity * count * (_K1 + 1) / (count + norm)
         return score
-
-
-def _words(text: str) -> list[str]:
-    return _WORD.findall(text.lower())
-
-
-def _texts_in(folder: Path) -> list[tuple[str, str]]:
-    """(title, text) of the files in a folder and in those within it."""
-    files = sorted(p for p in folder.rglob("*") if p.suffix in _SUFFIXES and p.is_file())
-    return [(path.relative_to(folder).with_suffix("").as_posix(), text_of(path)) for path in files]
 
 
 _PROBE_SECONDS = 5.0  # that a server has to show that it is there
@@ -467,11 +430,8 @@ class MCPServers:
     async def connect(self) -> list[MCPTool]:
         """Connects to all servers; returns their tools."""
         try:
-            return [
-                MCPTool(server, listed, self._timeout_s)
-                for server in self._servers
-                for listed in await server.open()
-            ]
+            opened = [(server, await server.open()) for server in self._servers]
+            return [MCPTool(s, each, self._timeout_s) for s, listed in opened for each in listed]
         except Problems:
             await self.close()
             raise
@@ -491,10 +451,8 @@ class _Server:
         self._error = ""
         self._keeper: asyncio.Task | None = None
         self._holding: asyncio.Task | None = None
-        self._outage = Outage(
-            f"mcp_servers={address!r}",
-            meanwhile="Rollouts that call it are not valid until it is back.",
-        )
+        meanwhile = "Rollouts that call it are not valid until it is back."
+        self._outage = Outage(f"mcp_servers={address!r}", meanwhile=meanwhile)
 
     async def open(self) -> list[Any]:
         """Its tools as it lists them; from now on the connection is kept."""
@@ -504,16 +462,19 @@ class _Server:
         try:
             listed = await first
         except Exception as error:  # noqa: BLE001  (whatever the server or its transport raises)
-            raise Problems(
-                f"mcp_servers={self._address!r} must be reachable: {told(error)}. Start the "
-                "server, or correct the command.",
-            ) from error  # fmt: skip
+            rule = "be reachable"
+            raise Problems("mcp_servers", rule, told(error), value=self._address) from error
         self._names = frozenset(str(tool.name) for tool in listed)
         return listed
 
     async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> Any:
         """The tool's result; raises as `MCPTool.run`."""
-        client = await self._connected()
+        if self._client is None:
+            try:
+                await within(self._connect_s, self._here.wait())
+            except Late:
+                raise Away(f"the MCP server is away: {self._error}") from None
+        client = self._client
         try:
             return await within(timeout_s, client.call_tool(name, arguments))
         except Late:
@@ -532,14 +493,6 @@ class _Server:
             await ended(self._keeper, _CLOSE_SECONDS + 1)
         if self._holding is not None:  # a keeper that was about to end it waits no more
             await asyncio.wait({self._holding}, timeout=_CLOSE_SECONDS)
-
-    async def _connected(self) -> Any:
-        if self._client is None:
-            try:
-                await within(self._connect_s, self._here.wait())
-            except Late:
-                raise Away(f"the MCP server is away: {self._error}") from None
-        return self._client
 
     async def _answers(self, client: Any) -> bool:
         """Whether the server is there: it lists its tools."""
@@ -581,20 +534,30 @@ class _Server:
                 return
             attempt = 0 if failed is None else attempt + 1
             self._outage.waits(self._error)
-            await asyncio.sleep(
-                backoff_seconds(attempt, random.uniform, _FIRST_PAUSE, _LONGEST_PAUSE)
-            )
+            pause = backoff_seconds(attempt, random.uniform, _FIRST_PAUSE, _LONGEST_PAUSE)
+            await asyncio.sleep(pause)
 
     async def _hold(self, opened: asyncio.Future[list[Any]]) -> None:
         """Opens a connection and closes it in the same task, as the client demands."""
         try:
-            from mcp import Client
+            from mcp import Client, StdioServerParameters, stdio_client
 
-            async with Client(_for_client(self._address)) as client:
-                listed = await _listed_by(client)
+            address = self._address
+            if isinstance(address, Mapping):  # mcp 2.0 takes no parameters alone
+                address = stdio_client(StdioServerParameters(**address))
+            async with Client(address) as client:
+                listed, cursor = [], None
+                for _ in range(_MOST_PAGES):
+                    page = await client.list_tools(cursor=cursor)
+                    listed += page.tools
+                    cursor = page.next_cursor
+                    if cursor is None:
+                        break
+                else:
+                    raise RuntimeError(f"its list of tools has more than {_MOST_PAGES} pages")
                 gone = self._names - {str(tool.name) for tool in listed}
                 if gone:
-                    raise Problems(f"it has no tools {sorted(gone)} any more")
+                    raise RuntimeError(f"it has no tools {sorted(gone)} any more")
                 if not opened.done():
                     self._client = client
                     self._here.set()
@@ -605,33 +568,10 @@ class _Server:
                 opened.set_exception(error)
 
 
-async def _listed_by(client: Any) -> list[Any]:
-    """A server's tools, from all pages of its list."""
-    listed: list[Any] = []
-    cursor = None
-    for _ in range(_MOST_PAGES):
-        page = await client.list_tools(cursor=cursor)
-        listed += page.tools
-        cursor = page.next_cursor
-        if cursor is None:
-            return listed
-    raise Problems(f"its list of tools does not end within {_MOST_PAGES} pages")
-
-
 def _is_answer(error: Exception) -> bool:
     """Whether an error is the server's answer, rather than a closed connection."""
     from mcp.shared.exceptions import MCPError
     from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT
 
-    return isinstance(error, MCPError) and error.error.code not in (
-        CONNECTION_CLOSED, REQUEST_TIMEOUT
-    )  # fmt: skip
-
-
-def _for_client(server: Any) -> Any:
-    """A server's settings as an argument of `mcp.Client`."""
-    if not isinstance(server, Mapping):
-        return server
-    from mcp import StdioServerParameters, stdio_client
-
-    return stdio_client(StdioServerParameters(**server))  # mcp 2.0 takes no parameters alone
+    lost = (CONNECTION_CLOSED, REQUEST_TIMEOUT)
+    return isinstance(error, MCPError) and error.error.code not in lost

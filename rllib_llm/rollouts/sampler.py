@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.envs.actions import Judgement, told_columns
+from rllib_llm.envs.actions import Judgement, info_columns
 from rllib_llm.envs.bandit import BanditEnv
 from rllib_llm.envs.judges.rewards import UnjudgedError
 from rllib_llm.overseer.oversight import SamplerWatch
@@ -110,11 +110,11 @@ class SamplingEnvironment:
 
         What is learnt from is `infos["scores"]`. An environment that gives none is learnt from by
         its rewards, all rows of which count unless `infos["valid"]` says otherwise. One that said
-        a part of the completions itself tells which tokens were sampled (see `told_columns`).
+        a part of the completions itself tells which tokens were sampled (see `info_columns`).
         Components, metrics and texts are there to be read, and may be left out.
 
         Raises:
-            BanditEnvError: what it tells of tokens does not fit the completions.
+            Problems: what it says of tokens does not fit the completions.
         """
         with self._turns:
             self.env.global_step = global_step
@@ -126,7 +126,7 @@ class SamplingEnvironment:
         }
         if columns.REF_LOGPROBS in infos:
             judged[columns.REF_LOGPROBS] = infos[columns.REF_LOGPROBS]
-        judged.update(told_columns(infos, completions[columns.COMPLETION_MASK]))
+        judged.update(info_columns(infos, completions[columns.COMPLETION_MASK]))
         texts = {}
         if "completion_texts" in infos:
             texts = {"prompt": infos["prompt_texts"], "completion": infos["completion_texts"]}

@@ -152,13 +152,14 @@ def _next_commands(results: list[StageResult], folder: Place, console: Console) 
     offline = "*/*/wandb/offline-run-*"
     has_offline = isinstance(folder, Path) and any(folder.glob(offline))
     _heading("Next", console)
-    for purpose, command, paths in (
+    hints: tuple[tuple[str, str, Sequence[Any]], ...] = (
         ("talk to the model", f"{rllib} generate", policies[-1:]),
         ("sample stored completions anew", f"{rllib} verify", stored[-1:]),
         ("evaluate it again", f"{rllib} evaluate", [last.checkpoint] if held_out else []),
         ("all curves (pip install tensorboard)", "tensorboard --logdir", [folder]),
         ("upload to Weights & Biases", "wandb sync", [folder] if has_offline else []),
-    ):
+    )
+    for purpose, command, paths in hints:
         for path in filter(None, paths):
             inner = f"/{offline}" if command == "wandb sync" else ""
             text = Text.assemble((f"  # {purpose}", "dim"), f"\n  {command} {_shown(path)}{inner}")

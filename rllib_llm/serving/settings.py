@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from rllib_llm.shared.errors import Problems, unknown_key
-from rllib_llm.shared.strict_yaml import fault, read_text
+from rllib_llm.shared.strict_yaml import read_text
 
 ENVIRONMENT_PREFIX = "RLLIB_SERVE_"
 _SECRETS = ("api_keys", "admin_key")
@@ -283,8 +283,8 @@ def _from_file(file: Path | None) -> dict[str, Any]:
     except UnicodeDecodeError:
         problem = "it is no text in UTF-8"
     except yaml.YAMLError as error:  # PyYAML's words may show a key, as the line may
-        found = fault(error, text)
-        problem = f"line {found.line + 1} should {found.rule}, since {found.reason}"
+        mark = getattr(error, "problem_mark", None)
+        problem = f"line {0 if mark is None else mark.line + 1} is not YAML"
     if not isinstance(values, dict):
         raise Problems(
             "config", "be a YAML file of settings by name", problem,

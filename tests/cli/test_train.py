@@ -560,7 +560,7 @@ def test_algorithms_of_rllib_run_from_the_command_line(tmp_path, ray_session):
             "a run 'default' of the command line must lie in '/nowhere'",
         ),
         (["train", "--algo", COUNTER, "file", "x.yaml"], "must be left out with a file"),
-        (["train", "--algo", COUNTER, "--storage-path", __file__], "test_train.py' must be a folder"),
+        (["train", "--algo", COUNTER, "--storage-path", __file__], "must be a folder"),
         (["train", "--algo", COUNTER, "--storage-path", "/proc/x"], "that can be written to"),
         (
             ["train", "--algo", COUNTER, "--storage-path", "nothing://bucket"],

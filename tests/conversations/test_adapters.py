@@ -291,7 +291,7 @@ def test_rows_choose_among_environments(make):
     guess, ledger = policy.asked(0), policy.asked(2)
     assert '"name": "guess"' in guess and '"name": "push"' not in guess
     assert '"name": "push"' in ledger and '"name": "guess"' not in ledger
-    with pytest.raises(Problems, match="environment='chess' of a row must be one of"):
+    with pytest.raises(Problems, match="environment of a row='chess' must be one of"):
         roll(make(prompts=[{"prompt": "x", "environment": "chess"}],
                   environment_factory={"guess": Guess}), "x", num_prompts=1)  # fmt: skip
 
@@ -383,7 +383,7 @@ def test_tools_that_want_the_main_thread_are_refused(make):
 def test_what_is_no_text_begins_no_conversation(make, begun):
     """Messages are not taken by TRL either; as a prompt they would be their own repr."""
     environment = type("Begun", (Sneaky,), {"reset": lambda self, **row: begun})
-    with pytest.raises(UnjudgedError, match=r"reset\(\) must give a text or parts of type 'text'"):
+    with pytest.raises(UnjudgedError, match=r"reset\(\) must give text, not"):
         roll(make(environment_factory=environment), "x")
 
 
@@ -411,7 +411,7 @@ class Camera(Sneaky):
 
 def test_a_tool_that_returns_a_picture_is_not_the_policy_s_mistake(make):
     env = make(environment_factory=Camera, reward_functions=lambda completions, **_: [1.0] * 4)
-    with pytest.raises(UnjudgedError, match="tool 'limit' must give a text .*reads no images"):
+    with pytest.raises(UnjudgedError, match="tool 'limit' must give text.*reads no images"):
         roll(env, calls(1, tool="limit"), "Done.")
 
 
@@ -449,7 +449,7 @@ def test_task_sets_of_verifiers_want_verifiers():
 
     if importlib.util.find_spec("verifiers") is not None:
         pytest.skip("verifiers is installed: test_verifiers.py")
-    with pytest.raises(ImportError, match="taskset='x' must find the package verifiers"):
+    with pytest.raises(ImportError, match="needs verifiers"):
         VerifiersEnv({**settings(), "taskset": "x"})
 
 
@@ -655,7 +655,7 @@ def test_a_task_s_record_is_one_s_own(gym):
 
 
 def test_a_data_set_that_likes_any_answer_is_named(gym):
-    with pytest.warns(UserWarning, match="'game_of_life_halting' of reasoning-gym gives its full"):
+    with pytest.warns(UserWarning, match="'game_of_life_halting' gives its full"):
         gym.Tasks("game_of_life_halting", num_tasks=2)
 
 
@@ -685,13 +685,13 @@ def test_levels_that_make_no_task_are_refused_at_once(gym):
 @pytest.mark.parametrize(
     ("datasets", "why"),
     [
-        ("chain", "datasets='chain' must be a name of reasoning-gym"),
-        ([], r"datasets=\[\] must have at least one data set"),
-        ([{"name": "gcd", "weight": "x"}], "weight='x' is no number"),
-        ([{"name": "gcd", "weight": 0}], "weight=0"),
-        ([{"name": "gcd", "config": 3}], "config=3 is no mapping"),
-        ([{"name": "gcd", "config": {"seed": 3}}], "set tasks_seed and num_tasks"),
-        ([{"name": "gcd", "wieght": 3}], r"unknown \['wieght'\]"),
+        ("chain", "datasets.name='chain' must be one of"),
+        ([], r"datasets=\[\] must name a data set"),
+        ([{"name": "gcd", "weight": "x"}], "datasets.weight='x' must be a number above 0"),
+        ([{"name": "gcd", "weight": 0}], "datasets.weight=0 must be"),
+        ([{"name": "gcd", "config": 3}], "datasets.config=3 must be a mapping"),
+        ([{"name": "gcd", "config": {"seed": 3}}], "tasks_seed and num_tasks"),
+        ([{"name": "gcd", "wieght": 3}], "datasets=.*'wieght'.* must have name, weight, config"),
         (
             [{"name": "chain_sum", "config": {"max_terms": "x"}}],
             "config={'max_terms': 'x'} must be",

@@ -157,7 +157,7 @@ def test_an_agent_that_samples_nothing_is_told_so():
     async def run(base_url, task):
         return 1.0
 
-    with pytest.raises(UnjudgedError, match="agent must ask for at least one chat completion"):
+    with pytest.raises(UnjudgedError, match="agent must ask for a completion"):
         play(run)
 
 

@@ -178,7 +178,7 @@ def test_an_answer_in_json_is_no_call_without_tools(make):
 )  # fmt: skip
 def test_a_prompt_that_is_no_chat_is_refused_as_data(make, message):
     """Every conversation failed with a TypeError, and the environment was blamed."""
-    with pytest.raises(Problems, match="row 0 of a list of rows.*must be text or a list of"):
+    with pytest.raises(Problems, match="row 0 of a list of rows.*must be text or messages"):
         make(Asks, prompts=[{"prompt": [message]}]).tasks.rows(0, 1)
 
 

@@ -161,6 +161,6 @@ def test_without_the_package_the_template_decides_and_a_named_family_is_told_of(
     tokenizer.name_or_path = "Qwen/Qwen3-0.6B"
     chat_format = ChatFormat(tokenizer)
     assert chat_format.renderer is None and "not installed" in chat_format.renderer_note
-    with pytest.raises(ImportError, match="renderer='qwen3' must find the package renderers"):
+    with pytest.raises(ImportError, match="renderer='qwen3' needs: pip install"):
         ChatFormat(family_tokenizer("chatml"), renderer="qwen3")
     assert not any(name.startswith("renderer") for name in found(chat_format))

@@ -327,7 +327,7 @@ def test_the_syntax_is_what_the_template_writes():
         "mistral": "mistral",
     }  # fmt: skip
     assert syntax_of("{{ messages }}") == "none"
-    with pytest.raises(ValueError, match=r"syntax='yaml' must be one of \('hermes'"):
+    with pytest.raises(AssertionError, match="yaml"):
         parsed("", "yaml")
     assert set(WRITTEN) | {"none"} == set(SYNTAXES)
 

@@ -261,7 +261,7 @@ def test_search_ranks_passages_by_rare_words():
     assert [title for title, _ in tool.search("Where does the Aare flow?")][0] == "rivers"
     assert tool.search("Aare")[0][1] == "The Aare flows through Bern."
     assert asyncio.run(tool.run({"query": "zebra"})) == "Nothing found."
-    with pytest.raises(ValueError, match="there is nothing to search"):
+    with pytest.raises(ValueError, match="folder=.* must hold texts"):
         SearchTool({})
 
 
@@ -349,7 +349,7 @@ def test_a_class_of_tools_that_raises_is_told_with_its_setting():
 
 
 def test_functions_that_can_be_no_tools_are_refused():
-    with pytest.raises(Problems, match="tool 'nameless' must take 'x' by name: a call"):
+    with pytest.raises(Problems, match=r"tool 'nameless' must take \['x'\] by name: a call"):
         Toolbox([nameless])
     with pytest.raises(Problems, match="tool 'untyped' must have type hints and a Google-style"):
         Toolbox([untyped])

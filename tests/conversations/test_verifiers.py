@@ -180,7 +180,7 @@ def test_a_template_without_system_messages_is_refused_before_anything_is_sample
 def test_tasks_that_nothing_rewards_are_refused(make):
     """They were worth 0 each."""
     with pytest.raises(
-        Problems, match="nothing said what any of these conversations is worth"
+        Problems, match="nothing judged any of these conversations"
     ):
         roll(make(taskset=f"{HERE}:Kits"), "Done.", num_prompts=1)
 
@@ -192,10 +192,10 @@ def test_tasks_that_nothing_rewards_are_refused(make):
         ({"taskset": f"{HERE}:Running"}, r"\['ran'\] want a runtime"),
         ({"taskset": f"{HERE}:Skilled"}, r"\['skills'\] are of the box in which an agent runs"),
         ({"taskset": f"{HERE}:Keyed"}, r"\['runtime_env'\] want a runtime"),
-        ({"taskset": f"{HERE}:Endless"}, "num_tasks=None must be a number for Endless"),
+        ({"taskset": f"{HERE}:Endless"}, "num_tasks=None must be a number: its tasks never end"),
         ({"taskset": f"{HERE}:Guarded"}, r"@vf.intercept of \['guard'\] rewrites"),
         ({"taskset": f"{HERE}:Watched"}, r"@vf.stop of \['long'\] looks at requests or resp"),
-        ({"taskset": f"{HERE}:Remote"}, "toolset Ones must be .* http://localhost:1/mcp. Name"),
+        ({"taskset": f"{HERE}:Remote"}, "toolset Ones must be .* http://localhost:1/mcp"),
         (
             {"taskset": f"{HERE}:Mixed"},
             "must have the same tools in all tasks.*'CountTask': .'hundreds",

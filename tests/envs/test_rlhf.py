@@ -133,7 +133,7 @@ def test_eval_prompts_alone_are_enough_for_evaluation(files):
             Problems,
             "of rllib_llm/RLHF-v0: promts must be a known key. Did you mean 'prom",
         ),
-        ({"max_turns": 2}, Problems, "names has no turns. Leave `conversation` out, or"),
+        ({"max_turns": 2}, Problems, "`env` has no turns. Leave it out"),
         ({"prompts": None}, Problems, "prompts must have data: there is nothing"),
         ({"reward_functions": None}, Problems, "rewards must have a model or functions"),
         ({"model": None}, Problems, "must have 'model' \\(or 'tokenizer'\\)"),
@@ -143,7 +143,7 @@ def test_eval_prompts_alone_are_enough_for_evaluation(files):
         (
             {"reward_model": {"model": JUDGE, "quantisation": "int8"}},
             Problems,
-            r"env_config\['reward_model'\]: quantisation must be a known key. Did you mean 'quant",
+            r"env_config\['reward_model'\]\.quantisation must be a known key. Did you mean 'quant",
         ),
         (
             {"reward_model": {"model": JUDGE, "max_tokens": 1}},
@@ -153,7 +153,7 @@ def test_eval_prompts_alone_are_enough_for_evaluation(files):
         (
             {"reference": {"modle": MODEL}},
             Problems,
-            r"env_config\['reference'\]: modle must be a known key. Did you mean 'model'",
+            r"env_config\['reference'\]\.modle must be a known key. Did you mean 'model'",
         ),
         ({"reference": {"quantization": "int4"}}, ValueError, "quantization='int4' must be one of"),
         (
@@ -169,7 +169,7 @@ def test_eval_prompts_alone_are_enough_for_evaluation(files):
         (
             {"eval_fraction": 0.1, "eval_prompts": ["x"]},
             Problems,
-            "eval_fraction=0.1 must be 0: eval_prompts are given",
+            "eval_fraction=0.1 must be 0 where eval_prompts are given",
         ),
     ],
 )

@@ -494,7 +494,7 @@ def test_where_bubblewrap_does_not_work_it_is_said_how_to_install_it(
 
 
 def test_limits_alone_are_no_boundary_and_say_so(mark):
-    sandbox_backends._say_once.cache_clear()
+    sandbox_backends._warn_once.cache_clear()
     with pytest.warns(UserWarning, match="backend='process' is no boundary"):
         pool = WorkerPool(f"{FILE}:misbehave", num_workers=1, backend="process", deadline_s=2.0)
         assert pool.map(calls("1", "die", "hang", "2"))[::3] == [1.0, 2.0]

@@ -34,13 +34,13 @@ DEATH = """The actor died unexpectedly before finishing this task.
         pid: 13648
 The actor is dead because its worker process has died. Worker exits with an exit code 3.
 """
-IN_CREATION = """\x1b[36mray::GRPO.__init__()\x1b[39m (pid=9093, ip=192.0.2.2, actor_id=8fa, repr=GRPO)
+IN_CREATION = """\x1b[36mray::GRPO.__init__()\x1b[39m (pid=9093, ip=192.0.2.2, repr=GRPO)
   File "/venv/lib/site-packages/datasets/load.py", line 9, in load
 ConnectionError: Couldn't reach 'data/mine' on the Hub
 
 The above exception was the direct cause of the following exception:
 
-\x1b[36mray::GRPO.__init__()\x1b[39m (pid=9093, ip=192.0.2.2, actor_id=8fa, repr=GRPO)
+\x1b[36mray::GRPO.__init__()\x1b[39m (pid=9093, ip=192.0.2.2, repr=GRPO)
   File "/venv/lib/site-packages/rllib_llm/data/sources.py", line 200, in _read
 rllib_llm.data.rows.DataSourceError: prompts='data/mine' must be a file: there is none.
 lr=3 must be at most 1.

@@ -15,6 +15,7 @@ conversation is worth. What the policy samples is kept token by token on the ser
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import inspect
@@ -41,10 +42,9 @@ class Agent(Settings):
     """A program that brings its own loop and tools."""
 
     agent: Callable | str | None = setting(
-        None,
-        "a function run(base_url, task), async or not, or its dotted path",
+        None, "a function run(base_url, task), async or not, or its dotted path",
         remedy="Give one that can be called so",
-    )
+    )  # fmt: skip
     agent_kwargs: dict | None = setting(None, "further arguments of the agent")
 
 
@@ -55,10 +55,7 @@ class AgentEnv(ConversationEnv):
 
     def __init__(self, env_config: Mapping[str, Any] | None = None) -> None:
         if any(importlib.util.find_spec(name) is None for name in ("fastapi", "uvicorn")):
-            raise ImportError(
-                "rllib_llm/Agent-v0 must find the packages of the server: they are not installed. "
-                "Install them: pip install 'rllib-llm[serve]'."
-            )
+            raise ImportError("rllib_llm/Agent-v0 needs a server: pip install 'rllib-llm[serve]'.")
         super().__init__(env_config)
 
     def _open(self) -> None:
@@ -81,26 +78,9 @@ class AgentEnv(ConversationEnv):
         try:
             inspect.signature(function).bind("http://address/v1", {}, **kwargs)
         except (TypeError, ValueError) as error:
-            raise Problems(
-                f"env_config['agent']={given!r} must be a function run(base_url, task) with the "
-                f"agent_kwargs {sorted(kwargs)}: {error}. Give one that can be called so.",
-            ) from error  # fmt: skip
+            rule = f"be a function run(base_url, task) with the agent_kwargs {sorted(kwargs)}"
+            raise Problems("env_config['agent']", rule, error, value=given) from error
         return functools.partial(function, **kwargs) if kwargs else function
-
-
-def read_result(result: Any) -> tuple[float | None, dict[str, float]]:
-    """Parses an agent's return value: the score, and metrics by name.
-
-    Raises:
-        ValueError: it is something else, or not finite.
-    """
-    given = result if isinstance(result, Mapping) else {"reward": result}
-    numbers = {
-        str(name): finite("the agent", value, "reward" if name == "reward" else f"metric {name!r}")
-        for name, value in given.items()
-        if value is not None
-    }
-    return numbers.pop("reward", None), numbers
 
 
 OpenAgentServer = Callable[..., Any]
@@ -121,15 +101,9 @@ def open_for(
 
 
 def run_agents(
-    env: AgentEnv,
-    rows: Sequence[PromptRow],
-    *,
-    first_position: int,
-    num_completions: int,
-    server: Any,
-    sampling: Mapping[str, Any],
-    max_new_tokens: int,
-) -> list[Rollout]:
+    env: AgentEnv, rows: Sequence[PromptRow], *, first_position: int, num_completions: int,
+    server: Any, sampling: Mapping[str, Any], max_new_tokens: int,
+) -> list[Rollout]:  # fmt: skip
     """Episodes of the agent about all tasks, `num_completions` of each, in the order of the tasks.
     The server is closed in the end; the fields `sampling` hold whatever the agent asks for.
 
@@ -139,22 +113,19 @@ def run_agents(
     attempts = new_attempts(env, rows, first_position, num_completions)
 
     async def play(attempt: Rollout) -> None:
+        settings = dict(env.settings["template_settings"] or {})
         with server.session(
             {**sampling, "noise_row": attempt.row_id}, max_new_tokens=max_new_tokens,
-            max_turns=int(env.settings["max_turns"]),
-            template_settings=dict(env.settings["template_settings"] or {}),
+            max_turns=int(env.settings["max_turns"]), template_settings=settings,
         ) as (url, session):  # fmt: skip
             await _play(env, attempt, url, session)
 
-    try:
-        with server.running():
-            env.events.run(run_side_by_side(env, attempts, play))
-            try:
-                server.check_open()
-            except RuntimeError as error:
-                raise EngineFailed(f"{type(error).__name__}: {error}") from error
-    finally:
-        server.close()
+    with contextlib.closing(server), server.running():
+        env.events.run(run_side_by_side(env, attempts, play))
+        try:
+            server.check_open()
+        except RuntimeError as error:
+            raise EngineFailed(f"{type(error).__name__}: {error}") from error
     return attempts
 
 
@@ -174,9 +145,13 @@ async def _play(env: AgentEnv, attempt: Rollout, url: str, session: Any) -> None
         attempt.truncated = session.limit
         attempt.has_turn_rewards = session.reward is not None
     if not attempt.conversation.num_turns:
-        raise ValueError(
-            "agent must ask for at least one chat completion at base_url: nothing was sampled that "
-            "could be learnt from. Give base_url to its client."
-        )
-    attempt.earned, metrics = read_result(result)
-    attempt.conversation.metrics.update(metrics)
+        reason = "nothing was sampled that could be learnt from"
+        raise Problems("agent", "ask for a completion at base_url", reason)
+    given = result if isinstance(result, Mapping) else {"reward": result}
+    numbers = {
+        str(name): finite("the agent", value, "reward" if name == "reward" else f"metric {name!r}")
+        for name, value in given.items()
+        if value is not None
+    }
+    attempt.earned = numbers.pop("reward", None)
+    attempt.conversation.metrics.update(numbers)

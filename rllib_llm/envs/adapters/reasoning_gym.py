@@ -3,7 +3,7 @@
     env_config: {datasets: chain_sum}
     env_config: {datasets: [{name: chain_sum, weight: 2, config: {max_terms: 3}}, {name: gcd}]}
 
-A task is a function of (seed, position), so a run that is resumed goes on where it was. Data sets
+A task is a function of (seed, position), so a resumed run continues where it was. Data sets
 are made once per replica, and a task is remembered until it is scored: some take long to make (of
 sokoban up to seconds). `scoring: task` is the data set's own score, which for
 many gives a part for an answer that merely holds the right one; `exact` gives 1 where that score is
@@ -75,13 +75,10 @@ def create(env_config: Mapping[str, Any]) -> BanditEnv:
     """The environment; its keys and their defaults are `DEFAULTS`."""
     settings = with_defaults(env_config, DEFAULTS)
     tasks = Tasks(
-        settings["datasets"],
-        num_tasks=settings["num_tasks"],
-        seed=settings["tasks_seed"],
-        tasks_per_level=settings["tasks_per_level"],
-        instruction=settings["instruction"],
+        settings["datasets"], num_tasks=settings["num_tasks"], seed=settings["tasks_seed"],
+        tasks_per_level=settings["tasks_per_level"], instruction=settings["instruction"],
         as_chat=settings["as_chat"],
-    )
+    )  # fmt: skip
     if settings["tasks_per_level"] is not None:
         settings["shuffle"] = False  # a curriculum is an order
     tokenizer = policy_tokenizer(settings)
@@ -89,16 +86,12 @@ def create(env_config: Mapping[str, Any]) -> BanditEnv:
         SCORE, isolated=True, num_workers=settings["score_workers"],
         deadline_s=settings["score_deadline_s"],
     )  # fmt: skip
-    correct = Scorer(
-        tasks, pool=pool, scoring=settings["scoring"], answer_tag=settings["answer_tag"]
-    )
+    how = {name: settings[name] for name in ("scoring", "answer_tag")}
+    correct = Scorer(tasks, pool=pool, **how)
     return build_bandit(
-        settings,
-        tokenizer=tokenizer,
-        prompts=tasks,
-        prompt_column="prompt",
+        settings, tokenizer=tokenizer, prompts=tasks, prompt_column="prompt",
         rewards=[{"function": correct, "name": "correct"}, *reward_terms(settings, tokenizer)],
-    )
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -117,15 +110,9 @@ class Tasks(MadeRows):
     column_names = ("prompt", "answer", "dataset", "task")
 
     def __init__(
-        self,
-        datasets: Any,
-        *,
-        num_tasks: int = 10_000,
-        seed: int = 0,
-        tasks_per_level: int | None = None,
-        instruction: str = "",
-        as_chat: bool = False,
-    ) -> None:
+        self, datasets: Any, *, num_tasks: int = 10_000, seed: int = 0,
+        tasks_per_level: int | None = None, instruction: str = "", as_chat: bool = False,
+    ) -> None:  # fmt: skip
         self.specs = _specs(datasets)
         check_values(_OWN, num_tasks=num_tasks, tasks_seed=seed, tasks_per_level=tasks_per_level)
         super().__init__(num_tasks)
@@ -135,7 +122,7 @@ class Tasks(MadeRows):
         chosen = np.random.default_rng(seed).random(num_tasks)
         self._which = np.searchsorted(np.cumsum(weights / weights.sum()), chosen, side="right")
         self._made: dict[tuple[int, int], Any] = {}
-        self._remembered = functools.lru_cache(_REMEMBERED)(self._packed_entry)
+        self.__setstate__(vars(self))
         self._check_levels()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -143,28 +130,23 @@ class Tasks(MadeRows):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._remembered = functools.lru_cache(_REMEMBERED)(self._packed_entry)
+        packed = functools.lru_cache(_REMEMBERED)
+        self._remembered = packed(lambda *task: _packed(self._entry(*task)))
 
     def _check_levels(self) -> None:
         """Makes a row of each data set at every level that tasks will reach."""
         for which in sorted(set(self._which.clip(max=len(self.specs) - 1).tolist())):
-            for level in range(min(self.level(self._size - 1), self._highest(which)) + 1):
+            highest = self.level(self._size - 1)
+            if highest:  # a curriculum stays as it is from its last level on
+                known = self._curriculum(which).attributes.values()
+                highest = min(highest, max((len(each.levels) for each in known), default=1) - 1)
+            for level in range(highest + 1):
                 entry = self._entry(which, level, 0)
             with contextlib.suppress(Exception):  # an answer that it cannot read
                 if self.dataset(which, level).score_answer(_NONSENSE, entry) >= 1.0:
-                    warnings.warn(
-                        f"datasets: {self.specs[which].name!r} of reasoning-gym gives its full "
-                        f"score to {_NONSENSE!r}, as to any text. Nothing is learnt from it: leave "
-                        "it out.",
-                        stacklevel=3,
-                    )
-
-    def _highest(self, which: int) -> int:
-        """The level from which on a data set's curriculum stays as it is."""
-        if self._per_level is None:
-            return 0
-        levels = [len(each.levels) for each in self._curriculum(which).attributes.values()]
-        return max(levels, default=1) - 1
+                    name = self.specs[which].name
+                    text = f"datasets: {name!r} gives its full score to {_NONSENSE!r}: leave it out"
+                    warnings.warn(f"{text}.", stacklevel=3)
 
     def make(self, index: int) -> dict[str, Any]:
         """The task at `index`."""
@@ -174,9 +156,8 @@ class Tasks(MadeRows):
         return {
             "prompt": [{"role": "user", "content": question}] if self._as_chat else question,
             "answer": None if answer is None else str(answer),
-            "dataset": self.specs[which].name,
-            "task": index,
-        }
+            "dataset": self.specs[which].name, "task": index,
+        }  # fmt: skip
 
     def entry(self, index: int) -> tuple[int, Any]:
         """Which data set the task at `index` is of, and a copy of reasoning-gym's own record of
@@ -188,9 +169,6 @@ class Tasks(MadeRows):
         which = min(int(self._which[index]), len(self.specs) - 1)
         return which, self._remembered(which, self.level(index), index)
 
-    def _packed_entry(self, which: int, level: int, index: int) -> str:
-        return _packed(self._entry(which, level, index))
-
     def _entry(self, which: int, level: int, index: int) -> Any:
         try:
             return self.dataset(which, level)[index]
@@ -198,15 +176,13 @@ class Tasks(MadeRows):
             raise
         except Exception as error:  # noqa: BLE001  (of a data set: its settings make no task)
             spec = self.specs[which]
-            place = "" if self._per_level is None else f", level {level} of its curriculum,"
-            raise Problems(
-                f"datasets: config={dict(spec.config)!r}{place} must be settings of {spec.name!r}: "
-                f"{type(error).__name__}: {str(error)[:_SHOWN]}. Correct them"
-                f"{', or set in config what the level sets wrongly' if place else ''}.",
-            ) from error  # fmt: skip
+            place = "" if self._per_level is None else f" at level {level} of its curriculum"
+            reason = f"{type(error).__name__}: {str(error)[:_SHOWN]}"
+            rule = f"be settings of {spec.name!r}{place}"
+            raise Problems("datasets.config", rule, reason, value=dict(spec.config)) from error
 
     def level(self, index: int) -> int:
-        """How far the curriculum is at a row."""
+        """The curriculum's level at a row."""
         return 0 if self._per_level is None else index // self._per_level
 
     def dataset(self, which: int, level: int) -> Any:
@@ -239,10 +215,8 @@ class Tasks(MadeRows):
 
         name = self.specs[which].name
         if name not in CURRICULA:
-            raise Problems(
-                f"tasks_per_level={self._per_level!r} must be None for {name!r}: it has no "
-                "curriculum. Remove the setting, or the data set.",
-            )  # fmt: skip
+            rule = f"be None for {name!r}"
+            raise Problems("tasks_per_level", rule, "it has no curriculum", value=self._per_level)
         return CURRICULA[name]()  # type: ignore[operator]
 
 
@@ -258,17 +232,11 @@ def sft_texts(datasets: Any, num_tasks: int = 1000, seed: int = 1) -> list[dict[
         Problems: none has an answer.
     """
     tasks = Tasks(datasets, num_tasks=num_tasks, seed=seed)
-    rows = [
-        {"prompt": task["prompt"], "completion": task["answer"]}
-        for task in tasks
-        if task["answer"] is not None
-    ]
+    rows = [(task["prompt"], task["answer"]) for task in tasks if task["answer"] is not None]
     if not rows:
-        raise Problems(
-            f"datasets={datasets!r} must have a data set with answers: reasoning-gym only judges "
-            "those of these. Take another one.",
-        )  # fmt: skip
-    return rows
+        reason = "reasoning-gym only judges answers to these"
+        raise Problems("datasets", "have a data set with answers", reason, value=datasets)
+    return [{"prompt": prompt, "completion": answer} for prompt, answer in rows]
 
 
 class Scorer(Judge):
@@ -285,8 +253,7 @@ class Scorer(Judge):
         answer_tag: str | None = None,
     ) -> None:  # fmt: skip
         check_values(_OWN, scoring=scoring)
-        self._tasks, self._scoring, self._answer_tag = tasks, scoring, answer_tag
-        self._pool = pool
+        self._tasks, self._scoring, self._answer_tag, self._pool = tasks, scoring, answer_tag, pool
 
     def __call__(self, completions: Sequence[str], task: Sequence[int]) -> list[Any]:
         """A number from 0 to 1 for each completion, or `Invalid`."""
@@ -321,40 +288,21 @@ class Scorer(Judge):
 def _specs(datasets: Any) -> list[DatasetSpec]:
     from reasoning_gym.factory import DATASETS
 
-    specs = []
-    for given in as_list(datasets):
-        spec = given if isinstance(given, Mapping) else {"name": given}
-        if why := _why_wrong(spec):
-            raise Problems(
-                f"datasets={given!r} must be a name of reasoning-gym, or {{name, weight above 0, "
-                f"config}}: {why}. There are {len(DATASETS)} names, among them "
-                f"{sorted(DATASETS)[:8]}.",
-            )  # fmt: skip
-        specs.append(DatasetSpec(**spec))
+    given = as_list(datasets)
+    specs = [dict(each) if isinstance(each, Mapping) else {"name": each} for each in given]
     if not specs:
-        raise Problems(
-            "datasets=[] must have at least one data set of reasoning-gym: there would be no task. "
-            "Name one.",
-        )  # fmt: skip
-    return specs
-
-
-def _why_wrong(spec: Mapping[str, Any]) -> str:
-    """Why this names no data set of a mixture; "" where it does."""
-    from reasoning_gym.factory import DATASETS
-
-    unknown, weight = set(spec) - {"name", "weight", "config"}, spec.get("weight", 1.0)
-    if unknown:
-        return f"unknown {sorted(map(str, unknown))}"
-    if not isinstance(spec.get("name"), str) or spec["name"] not in DATASETS:
-        return "it is none"
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)):
-        return f"weight={weight!r} is no number"
-    if not 0 < weight < math.inf:
-        return f"weight={weight!r}"
-    config = spec.get("config", {})
-    if not isinstance(config, Mapping):
-        return f"config={config!r} is no mapping"
-    if not config.keys().isdisjoint(("seed", "size")):
-        return "config's seed and size are those of all tasks: set tasks_seed and num_tasks"
-    return ""
+        raise Problems("datasets", "name a data set of reasoning-gym", value=datasets)
+    for spec in specs:
+        name, weight, config = spec.get("name"), spec.get("weight", 1.0), spec.get("config", {})
+        for fits, key, value, rule in (
+            (spec.keys() <= {"name", "weight", "config"}, "", spec, "have name, weight, config"),
+            (isinstance(name, str) and name in DATASETS, ".name", name,
+             f"be one of {len(DATASETS)} of reasoning-gym, such as {sorted(DATASETS)[:8]}"),
+            (isinstance(weight, int | float) and not isinstance(weight, bool)
+             and 0 < weight < math.inf, ".weight", weight, "be a number above 0"),
+            (isinstance(config, Mapping) and config.keys().isdisjoint(("seed", "size")), ".config",
+             config, "be a mapping without seed and size, which tasks_seed and num_tasks set"),
+        ):  # fmt: skip
+            if not fits:
+                raise Problems(f"datasets{key}", rule, value=value)
+    return [DatasetSpec(**spec) for spec in specs]

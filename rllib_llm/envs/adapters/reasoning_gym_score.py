@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import base64
 import cmath
+import contextlib
 import functools
 import inspect
 import math
@@ -31,8 +32,10 @@ _refused: list[str] = []  # of the answer that is scored
 def score(name: str, config: str, entry: str, answer: str | None) -> float:
     """The data set's own score of what a model wrote; raises whatever the data set raises. `config`
     and `entry`: its configuration and the task, pickled by the caller, in base64."""
-    if answer is not None and _is_nan(answer):
-        return 0.0  # it is at no distance from anything: some data sets take it for right
+    # NaN is at no distance from anything: some data sets take it for right.
+    with contextlib.suppress(ValueError):
+        if cmath.isnan(complex((answer or "").replace(" ", "").replace("i", "j"))):
+            return 0.0
     _refused.clear()
     found = float(dataset(name, config).score_answer(answer, packed(entry)))
     if _refused:
@@ -40,13 +43,6 @@ def score(name: str, config: str, entry: str, answer: str | None) -> float:
     if not math.isfinite(found):
         raise ValueError(f"the score is {found}")
     return found
-
-
-def _is_nan(answer: str) -> bool:
-    try:
-        return cmath.isnan(complex(answer.replace(" ", "").replace("i", "j")))
-    except ValueError:
-        return False
 
 
 def packed(text: str) -> Any:

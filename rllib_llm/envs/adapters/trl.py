@@ -2,7 +2,7 @@
 
 `environment_factory` is what TRL 1.16 takes: a class or another callable that makes an environment,
 or {name: callable} for rows with a column `environment`. `reset(**row)` begins a conversation and
-may return a text that is put behind the last user message; the class's other public functions are
+may return a text that is put after the last user message; the class's other public functions are
 tools, and `get_reward()`, where there is one, is the conversation's score. Without a data set every
 prompt is empty, and `reset` says all. `tools` are typed functions with docstrings. Reward functions
 get `completions` as messages and `environments=`.
@@ -10,6 +10,7 @@ get `completions` as messages and `environments=`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -81,10 +82,8 @@ class TRLEnv(ConversationEnv):
             return ""
         name = task.get(_ENVIRONMENT)
         if name not in self.factories:
-            raise Problems(
-                f"environment={name!r} of a row must be one of {sorted(self.factories)}: "
-                "environment_factory has no other. Correct the column.",
-            )  # fmt: skip
+            rule = f"be one of environment_factory, {sorted(self.factories)}"
+            raise Problems("environment of a row", rule, value=name)
         return str(name)
 
     def _tools_with(self, name: str) -> list[Any]:
@@ -101,7 +100,16 @@ class TRLEnv(ConversationEnv):
         environment = conversation.state.get(_ENVIRONMENT)
         if environment is None:
             return ()
-        return [_called_in(conversation.state[_THREAD], each) for each in _methods(environment)]
+        thread = conversation.state[_THREAD]
+
+        def called_in_thread(method: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(method)
+            async def called(**arguments: Any) -> Any:
+                return await thread.call(method, **arguments)
+
+            return called
+
+        return [called_in_thread(method) for method in _methods(environment)]
 
     def toolbox_of(self, conversation: Conversation) -> Toolbox:
         box = self._toolboxes.get(self._name_of(conversation.task), self.toolbox)
@@ -191,31 +199,22 @@ class _Factory(NamedTuple):
 def _factory(given: Any) -> _Factory:
     """The factory of an environment, which must make objects that can be reset."""
     factory = import_dotted(given, name="environment_factory") if isinstance(given, str) else given
-    setting = "env_config['environment_factory']"
-    name, first = f"{setting}={given!r}", None
-    if wanted := _wanted_by(factory):
+    place, first = "env_config['environment_factory']", None
+    wanted = []
+    with contextlib.suppress(TypeError, ValueError):  # it is not callable, or does not say
+        parameters = inspect.signature(factory).parameters.values()
+        wanted = [p.name for p in parameters if p.default is p.empty and p.kind not in _ANY_NUMBER]
+    if wanted:
         raise Problems(
-            f"{name} must be callable without arguments, as in TRL: it wants {wanted}. Give "
-            "functools.partial(...), or a function that makes the environment.",
+            place, "be callable without arguments, as in TRL", f"it wants {wanted}",
+            "Give functools.partial(...), or a function that makes the environment", given,
         )  # fmt: skip
     if callable(factory):
-        with blamed_on(setting, given, "make an environment", Problems):
+        with blamed_on(place, given, "make an environment"):
             first = factory()
     if not callable(getattr(type(first), "reset", None)):
-        raise Problems(
-            f"{name} must make objects with reset(**row): each conversation has one of its own. "
-            "Give a class or a function that makes one.",
-        )  # fmt: skip
+        raise Problems(place, "make objects with reset(**row)", value=given)
     return _Factory(factory, first)
-
-
-def _wanted_by(factory: Any) -> list[str]:
-    """The arguments without which it cannot be called."""
-    try:
-        parameters = inspect.signature(factory).parameters.values()
-    except (TypeError, ValueError):  # it is not callable, or does not say
-        return []
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in _ANY_NUMBER]
 
 
 def _methods(environment: Any) -> list[Callable[..., Any]]:
@@ -225,14 +224,6 @@ def _methods(environment: Any) -> list[Callable[..., Any]]:
     found = inspect.getmembers(type(environment), inspect.isfunction)
     names = [name for name, _ in found if name not in _NO_TOOLS and not name.startswith("_")]
     return [getattr(environment, name) for name in names]
-
-
-def _called_in(thread: OneThread, method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    async def called(**arguments: Any) -> Any:
-        return await thread.call(method, **arguments)
-
-    return called
 
 
 def _is_part(given: Any) -> bool:
@@ -247,7 +238,4 @@ def _text_of(given: Any, whose: str) -> str:
     is_list = isinstance(given, (list, tuple))
     if is_list and all(_is_part(part) and part["type"] == "text" for part in given):
         return "".join(str(part["text"]) for part in given)
-    raise TypeError(
-        f"{whose} must give a text or parts of type 'text', not {str(given)[:80]!r}: the policy "
-        "reads no images. Describe what they show."
-    )
+    raise TypeError(f"{whose} must give text, not {str(given)[:80]!r}: the policy reads no images")

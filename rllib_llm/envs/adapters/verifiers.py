@@ -54,10 +54,8 @@ def _as_chat(message: Any) -> dict[str, Any]:
     given = message_to_wire(message)
     if isinstance(message.content, list):
         if any(part.type != "text" for part in message.content):
-            raise Problems(
-                f"messages of the role {message.role!r} must be text: the policy reads no images. "
-                "Leave such tasks out.",
-            )  # fmt: skip
+            name = f"messages of the role {message.role!r}"
+            raise Problems(name, "be text", "the policy reads no images")
         given["content"] = content_text(message.content)
     return {**given, "content": given["content"] or ""}  # templates would write None as a word
 
@@ -69,9 +67,8 @@ def new_trace(task: Any) -> Any:
 
     return vf.Trace(
         task=vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),
-        agent=vf.AgentInfo(config=vf.AgentConfig()),
-        state=state_cls(type(task))(),
-    )
+        agent=vf.AgentInfo(config=vf.AgentConfig()), state=state_cls(type(task))(),
+    )  # fmt: skip
 
 
 def write_nodes(trace: Any, conversation: Conversation) -> None:
@@ -87,26 +84,16 @@ def write_nodes(trace: Any, conversation: Conversation) -> None:
                 written.sampled, written.mask = True, [True] * len(node.token_ids)
                 written.token_ids, written.logprobs = list(node.token_ids), list(node.logprobs)
                 finish = "tool_calls" if message.get("tool_calls") else "stop"
-                call = vf.ModelCall(
-                    node=len(trace.nodes) - 1,
-                    finish_reason=finish if node.finish == "stop" else "length",
-                    usage=Usage(prompt_tokens=num_read, completion_tokens=len(node.token_ids)),
-                )
-                trace.calls.append(call)
+                usage = Usage(prompt_tokens=num_read, completion_tokens=len(node.token_ids))
+                why = finish if node.finish == "stop" else "length"
+                place = len(trace.nodes) - 1
+                trace.calls.append(vf.ModelCall(node=place, finish_reason=why, usage=usage))
         num_read += len(node.token_ids)
 
 
 def write_message(trace: Any, message: Message) -> Any:
     """Appends a message to the record; its node."""
     import verifiers.v1 as vf
-
-    parent = len(trace.nodes) - 1 if trace.nodes else None
-    trace.nodes.append(vf.MessageNode(parent=parent, message=_as_vf(message)))
-    return trace.nodes[-1]
-
-
-def _as_vf(message: Message) -> Any:
-    """A message of ours as verifiers has it."""
     from verifiers.v1.dialects.chat import parse_message
 
     calls = []
@@ -114,7 +101,10 @@ def _as_vf(message: Message) -> Any:
         arguments = asked["function"]["arguments"]
         text = arguments if isinstance(arguments, str) else json.dumps(arguments)
         calls.append({**asked, "function": {**asked["function"], "arguments": text}})
-    return parse_message({**message, "tool_calls": calls})
+    parent = len(trace.nodes) - 1 if trace.nodes else None
+    written = parse_message({**message, "tool_calls": calls})
+    trace.nodes.append(vf.MessageNode(parent=parent, message=written))
+    return trace.nodes[-1]
 
 
 _TRACE = "trace"  # under which a conversation's state holds verifiers' record of it
@@ -150,7 +140,7 @@ class VerifiersEnv(ConversationEnv):
     @functools.cached_property
     def shared_toolsets(self) -> list[Any]:
         """Those of the task set, which all conversations use."""
-        with blamed_on("taskset", self.settings["taskset"], "set its toolsets up", Problems):
+        with blamed_on("taskset", self.settings["taskset"], "set its toolsets up"):
             toolsets = _checked(type(self.taskset).toolsets(self.taskset.config))
             for toolset in toolsets:
                 self.events.run(toolset.setup())
@@ -161,36 +151,30 @@ class VerifiersEnv(ConversationEnv):
         """The `vf.Task`s, by position, all of which can be done in this process."""
         count = self.settings["num_tasks"]
         if count is None and not self.taskset.bounded:
-            raise Problems(
-                f"num_tasks=None must be a number for {type(self.taskset).__name__}: its tasks "
-                "never end. Set it.",
-            )  # fmt: skip
-        with blamed_on("taskset", self.settings["taskset"], "yield tasks", Problems):
+            raise Problems("num_tasks", "be a number", "its tasks never end", value=None)
+        with blamed_on("taskset", self.settings["taskset"], "yield tasks"):
             tasks = list(itertools.islice(iter(self.taskset), count))
         if not tasks:
-            raise Problems(
-                f"taskset={self.settings['taskset']!r} must have tasks: it yields none. Look at "
-                "its taskset_config.",
-            )  # fmt: skip
+            raise Problems("taskset", "have tasks", value=self.settings["taskset"])
         for task in tasks:
             _check_task(task)
         return tasks
 
     def rows(self) -> Any:
-        return [
-            {"prompt": prompt_of(task), "position": place}
-            for place, task in enumerate(self.vf_tasks)
-        ]
+        tasks = enumerate(self.vf_tasks)
+        return [{"prompt": prompt_of(task), "position": place} for place, task in tasks]
 
     def tools(self) -> Sequence[Any]:
         one_of_each = {type(task): task for task in reversed(self.vf_tasks)}
-        found = {kind.__name__: _tools_of(_toolsets_of(task)) for kind, task in one_of_each.items()}
+        found = {
+            kind.__name__: _tools_of(_checked(kind.toolsets(task.config)))
+            for kind, task in one_of_each.items()
+        }
         names = {kind: sorted(tool.name for tool in tools) for kind, tools in found.items()}
         require(
             len({*map(tuple, names.values())}) == 1, "taskset", self.settings["taskset"],
-            "have the same tools in all tasks", f"its tasks have {names}, and a policy reads "
-            "their schemas before a conversation begins",
-            "Make a task set of each, or give all of them all tools", Problems,
+            "have the same tools in all tasks", f"its tasks have {names}",
+            "Make a task set of each, or give all of them all tools",
         )  # fmt: skip
         own = found[type(self.vf_tasks[0]).__name__]
         return [*super().tools(), *own, *_tools_of(self.shared_toolsets)]
@@ -205,7 +189,7 @@ class VerifiersEnv(ConversationEnv):
 
     async def start(self, conversation: Conversation) -> Any:
         task = self.vf_tasks[conversation.task["position"]]
-        toolsets = conversation.state[_TOOLSETS] = _toolsets_of(task)
+        toolsets = conversation.state[_TOOLSETS] = _checked(type(task).toolsets(task.config))
         for toolset in toolsets:
             await toolset.setup()
             await toolset.setup_task(task.data)
@@ -227,7 +211,11 @@ class VerifiersEnv(ConversationEnv):
 
     async def score(self, conversation: Conversation) -> float | None:
         task, trace = self._record(conversation)
-        trace.stop(self._ending(conversation))
+        ending = "agent_completed"  # in verifiers' words, where no `@vf.stop` has stopped it
+        if conversation.reply is not None and conversation.reply.tool_calls:
+            has_turns = conversation.num_turns < self.settings["max_turns"]
+            ending = "max_total_tokens" if has_turns else "max_turns"
+        trace.stop(ending)
         await task.score(trace)
         unscored = sorted(name for name, reward in trace.rewards.items() if reward is None)
         if unscored:
@@ -235,13 +223,6 @@ class VerifiersEnv(ConversationEnv):
         numbers = {name: value for name, value in trace.metrics.items() if value is not None}
         conversation.metrics.update({name: float(value) for name, value in numbers.items()})
         return float(trace.reward) if trace.rewards else None
-
-    def _ending(self, conversation: Conversation) -> str:
-        """Why a conversation ended that no `@vf.stop` has stopped, in verifiers' words."""
-        if conversation.reply is None or not conversation.reply.tool_calls:
-            return "agent_completed"
-        has_turns = conversation.num_turns < self.settings["max_turns"]
-        return "max_total_tokens" if has_turns else "max_turns"
 
     def _record(
         self, conversation: Conversation, results: Sequence[Message] = ()
@@ -258,9 +239,8 @@ class VerifiersEnv(ConversationEnv):
 def _open_taskset(given: Any, config: Mapping[str, Any]) -> Any:
     if importlib.util.find_spec("verifiers") is None:
         raise ImportError(
-            f"taskset={given!r} must find the package verifiers: it is not installed. Install it "
-            "in an environment of its own, since it pins openai below 3: pip install "
-            "'rllib-llm[verifiers]'."
+            "rllib_llm/Verifiers-v0 needs verifiers, in an environment of its own, since it pins "
+            "openai below 3: pip install 'rllib-llm[verifiers]'."
         )
     import verifiers.v1 as vf
     from verifiers.v1.utils.generic import concrete_type
@@ -268,15 +248,14 @@ def _open_taskset(given: Any, config: Mapping[str, Any]) -> Any:
 
     with blamed_on(
         "taskset", given, f"be a vf.Taskset with the settings taskset_config={dict(config)!r}",
-        Problems,
-        "Give an installed package's name or a class's dotted path, and its settings",
+        remedy="Give an installed package's name or a class's dotted path, and its settings",
     ):  # fmt: skip
         is_path = isinstance(given, str) and (":" in given or looks_dotted(given))
         kind = import_dotted(given, name="taskset") if is_path else given
         if isinstance(kind, str):
             kind = taskset_class(given)
             if environment_class(given) is not vf.SingleAgentEnv:
-                raise TypeError("it has a vf.Env of its own, which is not a task set's doing")
+                raise TypeError("it has its own vf.Env")
         config_type = concrete_type(kind, vf.TasksetConfig) or vf.TasksetConfig
         return kind(config_type(**config))
 
@@ -288,44 +267,27 @@ def _check_task(task: Any) -> None:
     from verifiers.v1.utils.decorators import discover_decorated
 
     rewriting = [hook.__name__ for hook in discover_decorated(task, "intercept")]
-    stops = [
-        hook.__name__
-        for hook in task.hooks("stop")
-        if hook_boundary(hook, allow_trace=True) is not vf.Trace
-    ]
+    stops = [hook.__name__ for hook in task.hooks("stop")
+             if hook_boundary(hook, allow_trace=True) is not vf.Trace]  # fmt: skip
     hooks = [name for name in _HOOKS if getattr(type(task), name) is not getattr(vf.Task, name)]
     scoring = [*task.hooks("metric"), *task.hooks("reward")]
     scoring += [judge.score for judge in task.plugged_judges()]
-    wants = [getattr(f, "__name__", str(f)) for f in scoring if _requires_runtime(f)]
-    reason = ""
-    of_box = [name for name in _OF_BOX if getattr(task.data, name)]
-    if task.NEEDS_CONTAINER or task.data.image is not None:
-        reason = "it runs in a container"
-    elif of_box:
-        reason = f"{of_box} are of the box in which an agent runs"
-    elif rewriting:
-        reason = f"@vf.intercept of {rewriting} rewrites what is said; what is learnt was sampled"
-    elif stops:
-        reason = f"@vf.stop of {stops} looks at requests or responses, of which there are none"
-    elif hooks or wants:
-        reason = f"{sorted([*hooks, *wants])} want a runtime"
-    elif task.data.prompt is None:
-        reason = "it has no prompt, and waits for a user to begin"
-    if reason:
+    takes = [(f, inspect.signature(f).parameters.get("runtime")) for f in scoring]
+    wants = [getattr(f, "__name__", str(f)) for f, p in takes if p and p.default is p.empty]
+    boxed = [name for name in _OF_BOX if getattr(task.data, name)]
+    reasons = {
+        "it runs in a container": task.NEEDS_CONTAINER or task.data.image is not None,
+        f"{boxed} are of the box in which an agent runs": boxed,
+        f"@vf.intercept of {rewriting} rewrites what was sampled": rewriting,
+        f"@vf.stop of {stops} looks at requests or responses, of which there are none": stops,
+        f"{sorted([*hooks, *wants])} want a runtime": hooks or wants,
+        "it has no prompt, and waits for a user to begin": task.data.prompt is None,
+    }
+    if reason := next((reason for reason, holds in reasons.items() if holds), ""):
         raise Problems(
-            f"task {type(task).__name__} number {task.data.idx} must need nothing but this "
-            f"process: {reason}. Train with verifiers' own harness against the endpoint "
-            "/inference/v1/generate of rllib serve.",
+            f"task {type(task).__name__} number {task.data.idx}", "need nothing but this process",
+            reason, "Train with verifiers' harness against /inference/v1/generate of rllib serve",
         )  # fmt: skip
-
-
-def _requires_runtime(function: Any) -> bool:
-    found = inspect.signature(function).parameters.get("runtime")
-    return found is not None and found.default is inspect.Parameter.empty
-
-
-def _toolsets_of(task: Any) -> list[Any]:
-    return _checked(type(task).toolsets(task.config))
 
 
 def _checked(toolsets: Sequence[Any]) -> list[Any]:
@@ -333,20 +295,19 @@ def _checked(toolsets: Sequence[Any]) -> list[Any]:
     import verifiers.v1 as vf
 
     for toolset in toolsets:
-        name, config = type(toolset).__name__, toolset.config
-        reason = ""
-        if getattr(config, "url", None):
-            reason = f"it is a server at {config.url}. Name that in mcp_servers"
-        elif getattr(config, "colocated", False):
-            reason = "it shares the agent's box (colocated). Leave that out"
-        elif getattr(getattr(config, "runtime", None), "type", "subprocess") != "subprocess":
-            reason = f"its runtime is {config.runtime.type!r}. Leave that out"
-        elif type(toolset).register is not vf.Toolset.register:
-            reason = "its register() offers tools of its own. Declare them with @vf.tool"
-        if reason:
+        config = toolset.config
+        runtime = getattr(getattr(config, "runtime", None), "type", "subprocess")
+        reasons = {
+            f"it is a server at {getattr(config, 'url', '')}": getattr(config, "url", None),
+            "it shares the agent's box (colocated)": getattr(config, "colocated", False),
+            f"its runtime is {runtime!r}": runtime != "subprocess",
+            "its register() offers tools that @vf.tool does not declare":
+                type(toolset).register is not vf.Toolset.register,
+        }  # fmt: skip
+        if reason := next((reason for reason, holds in reasons.items() if holds), ""):
             raise Problems(
-                f"toolset {name} must be one of this process: {reason}, or train with verifiers' "
-                "own harness.",
+                f"toolset {type(toolset).__name__}", "be one of this process", reason,
+                "Name a server in mcp_servers, or train with verifiers' own harness",
             )  # fmt: skip
     return list(toolsets)
 

@@ -1,4 +1,4 @@
-"""How well a judge agrees with labels that somebody gave: before it is trusted with a run."""
+"""How well a judge agrees with given labels: before it is trusted with a run."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from rllib_llm.envs.judges.rewards import RewardBatch, RewardError, RewardSum
+from rllib_llm.shared.errors import Problems
 
 _RESERVED = ("prompt", "completion")
 
@@ -81,28 +82,22 @@ def calibrate(
         num_bins: of the table, each with as many rows.
 
     Raises:
-        ValueError: no rows, rows without the columns, or a label that is no finite number.
+        Problems: no rows, rows without the columns, or a label that is no finite number.
         RewardError: the judge failed on all rows.
     """
-    missing = {label_column, *_RESERVED} - set(rows[0] if rows else ())
-    if missing:
-        raise ValueError(
-            f"rows must have the columns {sorted({label_column, *_RESERVED})}: there is no "
-            f"{sorted(missing)}. Rename the columns, or name that of the "
-            "labels: label_column, on the command line --label."
-        )
+    needed = {label_column, *_RESERVED}
+    if missing := sorted(needed - {*(rows[0] if rows else ())}):
+        raise Problems(
+            "rows", f"have the columns {sorted(needed)}", f"there is no {missing}",
+            "Rename the columns, or name that of the labels: label_column, --label",
+        )  # fmt: skip
     for number, row in enumerate(rows):
         label = row.get(label_column)
         if not isinstance(label, (int, float)) or not math.isfinite(label):
-            raise ValueError(
-                f"{label_column}={label!r} in row {number} must be a finite number: scores are "
-                "compared with it. Correct the row, or drop it."
-            )
+            raise Problems(f"{label_column} in row {number}", "be a finite number", value=label)
     sums = RewardSum(judge)
     if not sums.wants_texts:
-        raise RewardError(
-            "judge must read texts: rows of a file have no token ids. Take a judge of texts.",
-        )  # fmt: skip
+        raise RewardError("judge", "read texts", "rows of a file have no token ids")
     names = [name for name in rows[0] if name not in (label_column, *_RESERVED)]
     prompts, completions = ([str(row[name]) for row in rows] for name in _RESERVED)
     columns = {name: [row.get(name) for row in rows] for name in names}
@@ -112,13 +107,9 @@ def calibrate(
 
 
 def compare(
-    scores: torch.Tensor,
-    labels: torch.Tensor,
-    valid: torch.Tensor,
-    reasons: Sequence[str] = (),
-    *,
-    num_bins: int = 5,
-) -> Calibration:
+    scores: torch.Tensor, labels: torch.Tensor, valid: torch.Tensor, reasons: Sequence[str] = (),
+    *, num_bins: int = 5,
+) -> Calibration:  # fmt: skip
     """The comparison of scores and labels, float [rows]; valid bool [rows]."""
     kept, said = labels[valid].double(), scores[valid].double()
     concordance, rank_correlation = _agreement(said, kept)
@@ -164,10 +155,6 @@ def _bins(scores: torch.Tensor, labels: torch.Tensor, num_bins: int) -> list[Bin
         return []
     order = scores.argsort(stable=True)
     parts = [part for part in order.tensor_split(num_bins) if len(part)]
-    return [
-        Bin(
-            float(scores[part].min()), float(scores[part].max()), len(part),
-            float(scores[part].mean()), float(labels[part].mean()),
-        )
-        for part in parts
-    ]  # fmt: skip
+    held = [(scores[part], labels[part]) for part in parts]
+    return [Bin(float(s.min()), float(s.max()), len(s), float(s.mean()), float(label.mean()))
+            for s, label in held]  # fmt: skip

@@ -24,6 +24,7 @@ import jsonschema
 
 from rllib_llm.envs.judges.reward_functions import Invalid, Judge
 from rllib_llm.shared.arguments import Count, Pause, checked
+from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.openai_client import JUDGE_OUTAGE_S, OpenAIClient, ServerError
 
 Read = TypeVar("Read")
@@ -94,15 +95,13 @@ class RequestBudget:
             None: this object counts for itself.
 
     Raises:
-        ValueError: a file without a budget.
+        Problems: a file without a budget.
     """
 
     def __init__(self, most: int | None, file: str | os.PathLike | None = None) -> None:
         if most is None and file is not None:
-            raise ValueError(
-                f"budget_file={str(file)!r} must come with max_requests: nothing is counted "
-                "without it. Set max_requests, or leave the file out."
-            )
+            reason = "nothing is counted without it"
+            raise Problems("budget_file", "come with max_requests", reason, value=str(file))
         self._most, self._file = most, None if file is None else Path(file)
         self._spent = 0
 
@@ -141,18 +140,10 @@ class JudgeModel(Judge):
     wants_texts = wants_transcripts = True
 
     def __init__(
-        self,
-        base_url: str,
-        model: str,
-        *,
-        max_tokens: Count = 512,
-        temperature: Pause = 0.0,
-        cache_folder: str | None = None,
-        max_requests: Count | None = None,
-        budget_file: str | None = None,
-        judge_outage_s: Pause = JUDGE_OUTAGE_S,
-        **client: Any,
-    ) -> None:
+        self, base_url: str, model: str, *, max_tokens: Count = 512, temperature: Pause = 0.0,
+        cache_folder: str | None = None, max_requests: Count | None = None,
+        budget_file: str | None = None, judge_outage_s: Pause = JUDGE_OUTAGE_S, **client: Any,
+    ) -> None:  # fmt: skip
         self._budget = RequestBudget(max_requests, budget_file)
         self._client = OpenAIClient(
             base_url, outage_s=judge_outage_s, outage_setting="judge_outage_s", **client
@@ -160,16 +151,13 @@ class JudgeModel(Judge):
         self._settings = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
         self._cache = ReplyCache(cache_folder)
         self._max_requests = max_requests
-        self.num_requests = 0
-        self.num_cached = 0
+        self.num_requests, self.num_cached = 0, 0
         self._num_retried = 0  # in the last call
 
     async def replies(
-        self,
-        questions: Sequence[Messages],
-        read: Callable[[str], Read],
+        self, questions: Sequence[Messages], read: Callable[[str], Read],
         response_format: Mapping[str, Any] | None = None,
-    ) -> list[Read | Invalid]:
+    ) -> list[Read | Invalid]:  # fmt: skip
         """Returns what `read` makes of the judge's replies to chats, or raises UnreadableReply.
 
         Raises:
@@ -189,10 +177,9 @@ class JudgeModel(Judge):
         """requests, cached: so far; requests_retried: how often the server was asked again in the
         last call."""
         return {
-            "requests": float(self.num_requests),
-            "cached": float(self.num_cached),
+            "requests": float(self.num_requests), "cached": float(self.num_cached),
             "requests_retried": float(self._num_retried),
-        }
+        }  # fmt: skip
 
     async def _verdict(
         self, key: str, body: dict[str, Any], read: Callable[[str], Read]
@@ -202,18 +189,13 @@ class JudgeModel(Judge):
                 self.num_cached += 1
                 return read(known)
             if not self._budget.take():
-                return Invalid(
-                    f"max_requests={self._max_requests} are spent: the judge is not asked any more"
-                )
+                return Invalid(f"max_requests={self._max_requests} are spent")
             self.num_requests += 1
             request = self._client.submit("chat/completions", body, _reply)
             said, is_cut = await asyncio.wrap_future(request)
             if is_cut:
-                raise UnreadableReply(
-                    f"the judge's reply={said[-_SHOWN:]!r} must end by itself: it was cut off at "
-                    f"max_tokens={self._settings['max_tokens']}, and may lack its verdict. Raise "
-                    "max_tokens."
-                )
+                limit = f"max_tokens={self._settings['max_tokens']}"
+                raise UnreadableReply(f"{limit} cuts off the judge's reply={said[-_SHOWN:]!r}")
             verdict = read(said)
         except (ServerError, UnreadableReply) as error:
             return Invalid.of(error)
@@ -230,8 +212,8 @@ def without_thoughts(reply: str) -> str:
     said = reply.rpartition("</think>")[2]
     if "<think>" in said:
         raise UnreadableReply(
-            f"the judge's reply={reply[:_SHOWN]!r} must end its thoughts: it has no verdict. Raise "
-            "max_tokens, or switch its thoughts off."
+            f"the judge's reply={reply[:_SHOWN]!r} must end its thoughts: raise max_tokens, or "
+            "switch its thoughts off."
         )
     return said
 
@@ -264,15 +246,9 @@ class SchemaJudge(JudgeModel):
     """
 
     def __init__(
-        self,
-        base_url: str,
-        model: str,
-        properties: Mapping[str, Any],
-        *,
-        system: str = SYSTEM,
-        use_schema: bool = True,
-        **judge: Any,
-    ) -> None:
+        self, base_url: str, model: str, properties: Mapping[str, Any], *, system: str = SYSTEM,
+        use_schema: bool = True, **judge: Any,
+    ) -> None:  # fmt: skip
         named = {REASONING: {"type": "string", "maxLength": 1000}, **properties}
         self._schema = {
             "type": "object", "properties": named, "required": list(named),
@@ -300,7 +276,7 @@ class SchemaJudge(JudgeModel):
         ]
 
     def _found(self, reply: str) -> dict[str, Any]:
-        """The object in a reply, which may stand in a code block or among other words; behind
+        """The object in a reply, which may stand in a code block or among other words; after
         thoughts, and the last of several."""
         problem = "it holds no JSON object"
         for found in reversed(list(_objects(without_thoughts(reply)[-_SEARCHED:]))):
@@ -308,10 +284,8 @@ class SchemaJudge(JudgeModel):
             if error is None:
                 return found
             problem = error.message
-        raise UnreadableReply(
-            f"the judge's reply={reply[:_SHOWN]!r} must be JSON of the schema: "
-            f"{problem[:_SHOWN]}. Raise max_tokens if it is cut off, or take another judge."
-        )
+        what = f"the judge's reply={reply[:_SHOWN]!r} must be JSON of the schema"
+        raise UnreadableReply(f"{what}: {problem[:_SHOWN]}.")
 
 
 def _objects(text: str) -> Iterator[Any]:

@@ -8,6 +8,7 @@ section 3.3), so what wins in one place only is a tie.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import string
@@ -28,6 +29,7 @@ from rllib_llm.envs.judges.judge_model import (
 )
 from rllib_llm.envs.judges.reward_functions import Invalid, required_column
 from rllib_llm.shared.arguments import Count, checked
+from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.messages import blamed_on
 
 _NUMBER = r"(?<![\w.])(?<!\d,)[-+]?\d+(?:\.\d+)?(?![\w]|[.,]\d)"  # "7,5" is not read
@@ -55,7 +57,7 @@ class JudgeServer(JudgeModel):
         model: the server's name for the judge.
         template: the request; {prompt}, {completion} and the data set's columns are filled in.
         system: the system message, or None.
-        pattern: regular expression of the score in the reply; its last match behind the judge's
+        pattern: regular expression of the score in the reply; its last match after the judge's
             thoughts (group 1, where it has groups) is read as a number. None: a reply that is a
             number or names one score ("8", "Score: 8", "On a scale of 0 to 10: 8", "8/10"); one
             with several is not guessed at.
@@ -64,21 +66,11 @@ class JudgeServer(JudgeModel):
     """
 
     def __init__(
-        self,
-        base_url: str,
-        model: str,
-        *,
-        template: str = TEMPLATE,
-        system: str | None = None,
-        pattern: str | None = None,
-        low: float = 0.0,
-        high: float = 10.0,
-        **judge: Any,
-    ) -> None:
+        self, base_url: str, model: str, *, template: str = TEMPLATE, system: str | None = None,
+        pattern: str | None = None, low: float = 0.0, high: float = 10.0, **judge: Any,
+    ) -> None:  # fmt: skip
         if not low < high:
-            raise ValueError(
-                f"low={low!r} must be below high={high!r}: they bound the scores. Swap them."
-            )
+            raise Problems("low", f"be below high={high!r}", "they bound the scores", value=low)
         super().__init__(base_url, model, **judge)
         self._template, self._system = template, system
         self.needed_columns = [("template", name) for name in _names_in(template)]
@@ -94,58 +86,37 @@ class JudgeServer(JudgeModel):
         Raises:
             RequestRefusedError: the server refuses the request (wrong key, unknown model).
         """
-        questions = self._questions(prompts, completions, columns)
-        return await self.replies(questions, self._read_score)
-
-    def _questions(
-        self, prompts: list[str], completions: list[str], columns: dict[str, list[Any]]
-    ) -> list[Messages]:
+        system = {"role": "system", "content": self._system or ""}
+        first = [] if self._system is None else [system]
         questions = []
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             row = {name: values[i] for name, values in columns.items() if name != "completion_ids"}
             text = self._template.format(**{**row, "prompt": prompt, "completion": completion})
-            messages = [{"role": "user", "content": text}]
-            if self._system is not None:
-                messages.insert(0, {"role": "system", "content": self._system})
-            questions.append(messages)
-        return questions
+            questions.append([*first, {"role": "user", "content": text}])
+        return await self.replies(questions, self._read_score)
 
     def _read_score(self, reply: str) -> float:
         """The score in a reply."""
-        said = without_thoughts(reply)
+        said, pattern = without_thoughts(reply), self._pattern
         found: Any = None
-        if self._pattern is None:
-            found = stated_score(said, self._low, self._high)
-            rule = f"name one score from {self._low:g} to {self._high:g}"
+        if pattern is None:
+            found, rule = stated_score(said, self._low, self._high), "name one score"
         else:
-            matches = list(self._pattern.finditer(said))
-            found = matches[-1][1 if self._pattern.groups else 0] if matches else None
-            rule = f"hold a number where pattern={self._pattern.pattern!r} looks"
-        try:
-            score = float(found)
-        except (TypeError, ValueError) as error:  # none, or more than a number
-            raise _no_score(reply, rule) from error
-        if not self._low <= score <= self._high:
-            raise _no_score(reply, f"give a score from {self._low} to {self._high}")
-        return score
+            rule = f"hold a number where pattern={pattern.pattern!r} looks, one"
+            for match in pattern.finditer(said):
+                found = match[1 if pattern.groups else 0]
+        with contextlib.suppress(TypeError, ValueError):  # none, or more than a number
+            if self._low <= (score := float(found)) <= self._high:
+                return score
+        rule = f"{rule} from {self._low:g} to {self._high:g}"
+        raise UnreadableReply(f"the judge's reply={reply[:200]!r} must {rule}.")
 
 
 def _names_in(template: str) -> list[str]:
-    """The columns that a template names.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
-    try:
-        fields = [
-            field for _, field, _, _ in string.Formatter().parse(template) if field is not None
-        ]
-    except ValueError as error:
-        raise ValueError(
-            f"template={template!r} must name columns in braces: {error}. Write a brace itself as "
-            "{{ or }}."
-        ) from error
-    names = [re.split(r"[.[]", field)[0] for field in fields]
+    """The columns that a template names; raises Problems where it cannot be read."""
+    with blamed_on("template", template, "name columns in braces", remedy="Write { as {{"):
+        fields = [field for _, field, _, _ in string.Formatter().parse(template)]
+    names = [re.split(r"[.[]", field)[0] for field in fields if field is not None]
     return [name for name in names if name not in ("prompt", "completion")]
 
 
@@ -170,13 +141,6 @@ def stated_score(said: str, low: float, high: float) -> float | None:
         return scaled.pop()
     last = text.strip().rpartition("\n")[2].strip(" *_.`")
     return float(last) if re.fullmatch(_NUMBER, last) else None
-
-
-def _no_score(reply: str, rule: str) -> UnreadableReply:
-    return UnreadableReply(
-        f"the judge's reply={reply[:200]!r} must {rule}. Change template, system, pattern, low, "
-        "high or max_tokens, or take another judge."
-    )
 
 
 _CORRECT = "correct"
@@ -211,29 +175,20 @@ class RubricJudge(SchemaJudge):
         judge: further arguments of `SchemaJudge` and `JudgeModel`.
 
     Raises:
-        ValueError: no criterion of a weight above 0, names that repeat.
+        Problems: no criterion of a weight above 0, names that repeat.
     """
 
     def __init__(
-        self,
-        base_url: str,
-        model: str,
-        *,
-        criteria: Sequence[Mapping[str, Any] | Criterion],
-        scale: Count = 5,
-        reference_column: str | None = None,
-        **judge: Any,
-    ) -> None:
-        rule = "be of {name, description, weight}"
-        with blamed_on("criteria", criteria, rule, remedy="Correct them"):
+        self, base_url: str, model: str, *, criteria: Sequence[Mapping[str, Any] | Criterion],
+        scale: Count = 5, reference_column: str | None = None, **judge: Any,
+    ) -> None:  # fmt: skip
+        with blamed_on("criteria", criteria, "be of {name, description, weight}", remedy=""):
             self._criteria = [c if isinstance(c, Criterion) else Criterion(**c) for c in criteria]
             names = [criterion.name for criterion in self._criteria]
             self._most = sum(max(criterion.weight, 0.0) for criterion in self._criteria)
         if len({*names, REASONING}) <= len(names) or self._most <= 0:
-            raise ValueError(
-                f"criteria={names!r} must have names of their own other than {REASONING!r}, and "
-                "one weight above 0 at least: the score is their weighted mean. Correct them."
-            )
+            rule = f"have names of their own, not {REASONING!r}, and one weight above 0 at least"
+            raise Problems("criteria", rule, "the score is their weighted mean", value=names)
         grade = {"type": "integer", "minimum": 0, "maximum": scale}
         super().__init__(base_url, model, dict.fromkeys(names, grade), **judge)
         self._scale, self._reference_column = scale, reference_column
@@ -247,31 +202,26 @@ class RubricJudge(SchemaJudge):
         references: Sequence[Any] = [None] * len(completions)
         if self._reference_column is not None:
             references = required_column(columns, "reference_column", self._reference_column)
-        rows = zip(prompts, completions, references, strict=True)
-        verdicts = await self.ask([self._question(*row) for row in rows], dict)
-        grades = {
-            f"grade_{criterion.name}": [
-                float("nan") if isinstance(v, Invalid) else v[criterion.name] / self._scale
-                for v in verdicts
-            ]
-            for criterion in self._criteria
-        }
-        return [v if isinstance(v, Invalid) else self._score(v) for v in verdicts], grades
-
-    def _question(self, prompt: str, completion: str, reference: Any) -> Messages:
+        scale = f"from 0 (not at all) to {self._scale} (fully)"
         listed = "\n".join(f"- {c.name}: {c.description}" for c in self._criteria)
-        parts = [tagged("request", prompt), tagged("answer", completion)]
-        if reference is not None:
-            parts.insert(1, tagged("good_answer", str(reference)))
-        task = (
-            f"Grade the answer by each criterion, from 0 (not at all) to {self._scale} (fully):\n"
-            f"{listed}"
-        )
-        return self.question([*parts, task])
-
-    def _score(self, grades: Mapping[str, Any]) -> float:
-        total = sum(c.weight * grades[c.name] for c in self._criteria)
-        return total / (self._scale * self._most)
+        questions = []
+        for prompt, text, reference in zip(prompts, completions, references, strict=True):
+            shown = [] if reference is None else [tagged("good_answer", str(reference))]
+            questions.append(self.question([
+                tagged("request", prompt), *shown, tagged("answer", text),
+                f"Grade the answer by each criterion, {scale}:\n{listed}",
+            ]))  # fmt: skip
+        verdicts = await self.ask(questions, dict)
+        grades = {}
+        for name in (criterion.name for criterion in self._criteria):
+            grades[f"grade_{name}"] = [
+                math.nan if isinstance(v, Invalid) else v[name] / self._scale for v in verdicts
+            ]
+        most, criteria = self._scale * self._most, self._criteria
+        return [
+            v if isinstance(v, Invalid) else sum(c.weight * v[c.name] for c in criteria) / most
+            for v in verdicts
+        ], grades
 
 
 @checked
@@ -297,14 +247,16 @@ class ReferenceJudge(SchemaJudge):
         """1.0 or 0.0 for each completion, `Invalid` where the judge gave no verdict."""
         references = required_column(columns, "reference_column", self._reference_column)
         rows = zip(prompts, completions, references, strict=True)
-        questions = [self._question(*row) for row in rows if row[-1] is not None]
+        task = "Does the answer say the same as the right answer, whatever its form?"
+        questions = [
+            self.question([
+                tagged("request", prompt), tagged("right_answer", str(reference)),
+                tagged("answer", text), task,
+            ])
+            for prompt, text, reference in rows if reference is not None
+        ]  # fmt: skip
         verdicts = iter(await self.ask(questions, lambda found: float(found[_CORRECT])))
         return [None if reference is None else next(verdicts) for reference in references]
-
-    def _question(self, prompt: str, completion: str, reference: Any) -> Messages:
-        task = "Does the answer say the same as the right answer, whatever its form?"
-        parts = [tagged("request", prompt), tagged("right_answer", str(reference))]
-        return self.question([*parts, tagged("answer", completion), task])
 
 
 GROUP = "group"
@@ -335,14 +287,9 @@ class PairwiseJudge(SchemaJudge):
     """
 
     def __init__(
-        self,
-        base_url: str,
-        model: str,
-        *,
-        against: str = GROUP,
-        num_opponents: Count | None = None,
-        **judge: Any,
-    ) -> None:
+        self, base_url: str, model: str, *, against: str = GROUP,
+        num_opponents: Count | None = None, **judge: Any,
+    ) -> None:  # fmt: skip
         winner = {"type": "string", "enum": list(_POINTS)}
         super().__init__(base_url, model, {_BETTER: winner}, **judge)
         self._against, self._num_opponents = against, num_opponents

@@ -19,7 +19,7 @@ _SAID = re.compile(r"\banswer(?:\s+is(?!\s+not\b)|\s*:)[\s:*]*([^\n]*)", re.IGNO
 _CHOICE = re.compile(
     r"(?:\(([A-Ja-j])\)(?!\s*[-+*/^=<>])|([A-J])(?=[.):]|\s+because\b|$))"
     r"(?!\s*(?:[,/&]|and\b|or\b)\s*\(?[A-J]\b)"
-)  # one of several answers, with or without words behind it
+)  # one of several answers, with or without words after it
 _WRAPPED = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\{([^{}]*)\}")
 _WORDS = re.compile(r"no|(?![a-z]{2}$)[^\W\d_]{2,}(?:[ ,'.-]+[^\W\d_]+)*")  # "xy" is a product
 _CLOCK = re.compile(
@@ -27,10 +27,6 @@ _CLOCK = re.compile(
     re.IGNORECASE,
 )  # dates, times and ratios, which are neither differences nor quotients
 _GROUPED = re.compile(r"-?\d{1,3}(?:[, ]\d{3})+(?:\.\d+)?")
-
-
-class GoldAnswerError(ValueError):
-    """A right answer that cannot be read."""
 
 
 def check(completion: str, answer: str) -> float:
@@ -42,7 +38,7 @@ def check(completion: str, answer: str) -> float:
     significant digits.
 
     Raises:
-        GoldAnswerError: `answer` cannot be read; what the policy said is not to blame.
+        ValueError: `answer` cannot be read; what the policy said is not to blame.
     """
     gold, said = _answer(str(answer)), _answer(completion)
     right = _plain(gold)
@@ -58,7 +54,7 @@ def check(completion: str, answer: str) -> float:
         return float(text.casefold() == right.casefold())
     wanted = _parsed(gold, boxed=not any(mark in gold for mark in _DELIMITED))
     if not wanted:
-        raise GoldAnswerError(f"answer={answer!r} must be readable by math-verify")
+        raise ValueError(f"answer={answer!r} must be readable by math-verify")
     found = _parsed(said, boxed="\\boxed" in completion)
     sizes = [abs(float(n)) for n in wanted + found if isinstance(n, Number) and n.is_finite and n]
     digits = max([6, *(5 - math.floor(math.log10(size)) for size in sizes if size)])

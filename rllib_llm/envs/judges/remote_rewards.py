@@ -53,18 +53,11 @@ class RemoteReward(Judge):
     wants_texts = True
 
     def __init__(
-        self,
-        url: str,
-        *,
-        shape: Literal["openrlhf", "slime", "rllib"] = "rllib",
-        label_column: str = "answer",
-        reward_key: str = "score",
-        batch_size: Count = 32,
-        token_env: str = TOKEN_ENV,
-        max_concurrency: Count = 8,
-        judge_outage_s: Pause = JUDGE_OUTAGE_S,
-        **client: Any,
-    ) -> None:
+        self, url: str, *, shape: Literal["openrlhf", "slime", "rllib"] = "rllib",
+        label_column: str = "answer", reward_key: str = "score", batch_size: Count = 32,
+        token_env: str = TOKEN_ENV, max_concurrency: Count = 8,
+        judge_outage_s: Pause = JUDGE_OUTAGE_S, **client: Any,
+    ) -> None:  # fmt: skip
         base, _, self._path = url.rpartition("/")
         self._client = OpenAIClient(
             base, api_key_env=token_env, max_concurrency=max_concurrency,
@@ -83,24 +76,16 @@ class RemoteReward(Judge):
             RequestRefusedError: the service refuses requests (wrong token, unknown path).
         """
         before = self._client.num_retries
-        sent = {
-            name: values
-            for name, values in columns.items()
-            if name not in _NOT_SENT
-            and (name not in _OBJECTS or all(isinstance(v, (str, list, dict)) for v in values))
-        }
-        parts = [
-            slice(start, start + self._batch_size)
-            for start in range(0, len(completions), self._batch_size)
-        ]
-        asked = [
-            self._ask(
-                prompts[part], completions[part],
-                {name: as_json(values[part]) for name, values in sent.items()},
-            )
-            for part in parts
-        ]  # fmt: skip
-        answers = await asyncio.gather(*asked)
+        sent = {name: values for name, values in columns.items() if name not in _NOT_SENT and (
+            name not in _OBJECTS or all(isinstance(v, (str, list, dict)) for v in values)
+        )}  # fmt: skip
+        starts = range(0, len(completions), self._batch_size)
+        parts = [slice(start, start + self._batch_size) for start in starts]
+        held = [{name: as_json(values[part]) for name, values in sent.items()} for part in parts]
+        asked = zip(parts, held, strict=True)
+        answers = await asyncio.gather(
+            *(self._ask(prompts[part], completions[part], row) for part, row in asked)
+        )
         self._num_retried = self._client.num_retries - before
         return [score for answer in answers for score in answer]
 
@@ -180,18 +165,14 @@ class Verifier(Judge):
     def __call__(self, completions: Sequence[str], **columns: Any) -> list[Any]:
         """The function's result for each completion; `Invalid` if it failed or timed out."""
         given = {name: as_json(required_column(columns, "columns", name)) for name in self._columns}
-        return self._pool.map(
-            [
-                {"completion": text, **{name: values[i] for name, values in given.items()}}
-                for i, text in enumerate(completions)
-            ]
-        )
+        rows = [{"completion": text} for text in completions]
+        for name, values in given.items():
+            for row, value in zip(rows, values, strict=True):
+                row[name] = value
+        return self._pool.map(rows)
 
 
-MISSING = (
-    "MathVerify must find the package math-verify: it cannot be imported. Install it: "
-    "pip install 'rllib-llm[environments]'."
-)
+MISSING = "MathVerify needs math-verify: pip install 'rllib-llm[environments]'."
 
 
 @checked
@@ -217,11 +198,7 @@ class MathVerify(Verifier):
         self.needed_columns = [("answer_column", answer_column)]
 
     def __call__(self, completions: Sequence[str], **columns: Any) -> list[Any]:
-        """1.0 or 0.0 for each completion, `Invalid` where it could not be found out.
-
-        Raises:
-            ValueError: the data set has no such column.
-        """
+        """1.0 or 0.0 for each completion, `Invalid` where it could not be found out."""
         answers = required_column(columns, "answer_column", self._answer_column)
         rows = zip(completions, answers, strict=True)
         calls = [

@@ -19,7 +19,7 @@ import torch
 
 from rllib_llm.conversations.json_values import copied
 from rllib_llm.shared.dotted import import_dotted
-from rllib_llm.shared.errors import Problems, require, suggestion
+from rllib_llm.shared.errors import Problems, unknown_key
 from rllib_llm.shared.messages import blamed_on, raised
 
 RewardFunction = Callable[..., Any]
@@ -63,9 +63,9 @@ class RewardBatch:
     right-padded, completion_mask [B, T] bool; `prompts` and `completions` are B texts (decoded
     once for all functions, special tokens left out), of a conversation what was said before the
     assistant's last turn, and that turn; `context_messages` are B lists of the messages before it,
-    and `completion_messages` of all messages behind the first prompt; `columns` hold
+    and `completion_messages` of all messages after the first prompt; `columns` hold
     the data set's other columns, B values each; `global_step` is the number of updates before this
-    batch, `max_steps` that of the whole run (0: nobody knows), `epoch` how often the data set was
+    batch, `max_steps` that of the whole run (0: unknown), `epoch` how often the data set was
     gone through.
     """
 
@@ -86,19 +86,12 @@ class RewardBatch:
     def of_texts(
         cls, prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Any]
     ) -> RewardBatch:
-        """The batch of texts whose tokens nobody knows."""
+        """The batch of texts whose tokens are unknown."""
         ids = torch.zeros(len(completions), 1, dtype=torch.int64)
         return cls(ids, ids.bool(), ids, ids.bool(), list(prompts), list(completions), columns)
 
     def __len__(self) -> int:
         return self.completion_ids.shape[0]
-
-    @functools.cached_property
-    def completion_id_lists(self) -> list[list[int]]:
-        """The ids of each completion without its padding."""
-        lengths = self.completion_mask.sum(-1).tolist()
-        rows = self.completion_ids.tolist()
-        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
     def row(self, i: int) -> RewardBatch:
         """The batch of row i alone."""
@@ -138,7 +131,7 @@ class RewardTerm:
     completion's text is `completion[0]["content"]`; with a parameter `messages`, which gets the
     chats, or an attribute `wants_texts = True` they are texts then, too: of a conversation all that
     was said before the assistant's last turn, and that turn. With `wants_transcripts = True` they
-    are the first prompt and all that was said behind it, as texts that depend on no template (what
+    are the first prompt and all that was said after it, as texts that depend on no template (what
     judges read). A parameter
     `trainer_state` gets transformers.TrainerState with global_step, epoch and max_steps. Where the
     function has an attribute `wants_tokens = True` it is called as `function(prompt_ids,
@@ -149,7 +142,7 @@ class RewardTerm:
     `metrics()`, numbers by name.
 
     timeout_s: how long an answer that is awaited may take for a batch; then it is cancelled, none
-    of its rows is valid, and the batch goes on, while what is slow to end does so in the
+    of its rows is valid, and the batch continues, while what is slow to end does so in the
     background. (Code that blocks the event loop is left behind after twice that time and 5 s: until
     then another function may be to blame.) By default what the function says in an attribute of
     that name, as a `Judge` does, and `TIMEOUT_S` for other coroutine functions.
@@ -158,13 +151,10 @@ class RewardTerm:
     def __init__(
         self, function: RewardFunction, weight: float, name: str, timeout_s: float | None = None
     ) -> None:
-        require(
-            _is_finite(weight), f"weight of reward function {name!r}", weight, "be a finite number",
-            "scores are multiplied by it", "Leave it out for 1", RewardError,
-        )  # fmt: skip
-        self.function = function
-        self.weight = float(weight)
-        self.name = name
+        if not _is_finite(weight):
+            place = f"weight of reward function {name!r}"
+            raise RewardError(place, "be a finite number", value=weight)
+        self.function, self.weight, self.name = function, float(weight), name
         self.wants_tokens = bool(_attribute(function, "wants_tokens", False))
         inner = _inner(function)
         self.is_async = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(
@@ -173,8 +163,10 @@ class RewardTerm:
         if timeout_s is None and self.is_async:
             timeout_s = _attribute(function, "timeout_s", TIMEOUT_S)
         self.timeout_s: float | None = timeout_s
-        self._names = _parameters(function, name, needs_completions=not self.wants_tokens)
-        names_chats = "messages" in self._names.named
+        self._named, self._required, self._takes = _parameters(
+            function, name, needs_completions=not self.wants_tokens
+        )
+        names_chats = "messages" in self._named
         self.wants_texts = names_chats or bool(_attribute(function, "wants_texts", False))
         self.wants_transcripts = bool(_attribute(function, "wants_transcripts", False))
 
@@ -190,22 +182,13 @@ class RewardTerm:
         own_name = getattr(inner, "__name__", type(inner).__name__)
         name = str(spec.get("name") or getattr(inner, "name", None) or own_name)
         kwargs = spec.get("kwargs") or {}
-
-        def refused(rule: str, reason: Any) -> RewardError:
-            return RewardError(
-                f"kwargs of reward function {name!r}", rule, reason, "Correct them", kwargs,
-            )  # fmt: skip
-
+        place, is_class = f"kwargs of reward function {name!r}", inspect.isclass(function)
         try:
             signature = inspect.signature(function)
-            if inspect.isclass(function):
-                signature.bind(**kwargs)
-            else:
-                signature.bind_partial(**kwargs)
+            (signature.bind if is_class else signature.bind_partial)(**kwargs)
         except (TypeError, ValueError) as error:
-            raise refused("be its arguments by name", error) from error
-        if inspect.isclass(function):
-            place = f"kwargs of reward function {name!r}"
+            raise RewardError(place, "be its arguments by name", error, value=kwargs) from error
+        if is_class:
             try:
                 with blamed_on(place, kwargs, "be values that it takes", RewardError):
                     function = function(**kwargs)
@@ -214,12 +197,9 @@ class RewardTerm:
         elif kwargs:
             function = functools.partial(function, **kwargs)
         timeout_s = spec.get("timeout_s")
-        require(
-            timeout_s is None or (_is_finite(timeout_s) and timeout_s > 0),
-            f"timeout_s of reward function {name!r}", timeout_s, "be a number of seconds above 0",
-            "an answer that comes later is not waited for", f"Leave it out for {TIMEOUT_S:g}",
-            RewardError,
-        )  # fmt: skip
+        if timeout_s is not None and not (_is_finite(timeout_s) and timeout_s > 0):
+            place = f"timeout_s of reward function {name!r}"
+            raise RewardError(place, "be a number of seconds above 0", value=timeout_s)
         return cls(function, spec.get("weight", 1.0), name, timeout_s)
 
     def call(self, batch: RewardBatch) -> Any:
@@ -227,12 +207,12 @@ class RewardTerm:
         awaitable if it is async."""
         if self.wants_tokens:
             return self.function(*(getattr(batch, name).clone() for name in _TOKENS))
+        lengths = batch.completion_mask.sum(-1).tolist()
+        rows = zip(batch.completion_ids.tolist(), lengths, strict=True)
         given: dict[str, Any] = {
-            **batch.columns,
-            "prompts": batch.prompts,
-            "completions": batch.completions,
-            "completion_ids": batch.completion_id_lists,
-        }
+            **batch.columns, "prompts": batch.prompts, "completions": batch.completions,
+            "completion_ids": [row[:length] for row, length in rows],
+        }  # fmt: skip
         if "messages" in batch.columns:
             begun = batch.columns["messages"]
             said = batch.completion_messages or [
@@ -244,8 +224,8 @@ class RewardTerm:
                 given["prompts"], given["completions"] = begun, said
             elif batch.context_messages is not None:
                 given["messages"] = batch.context_messages
-        taken = {k: copied([*v]) for k, v in given.items() if self._names.takes(k)}
-        if _STATE in self._names.named:
+        taken = {k: copied([*v]) for k, v in given.items() if self._takes(k)}
+        if _STATE in self._named:
             from transformers import TrainerState  # takes seconds, and few ask for it
 
             taken[_STATE] = TrainerState(
@@ -263,20 +243,18 @@ class RewardTerm:
         if self.wants_tokens:
             return
         for column in columns:
-            require(
-                column not in _RESERVED, "column", column, "have another name",
-                "reward functions get the prompts or completions under it",
-                "Rename the column of the data set", RewardError,
-            )  # fmt: skip
+            if column in _RESERVED:
+                reason = "reward functions get the prompts or completions under it"
+                raise RewardError("column", "have another name", reason, value=column)
         for setting, column in _attribute(self.function, "needed_columns", ()):
             required_column(dict.fromkeys(columns), setting, column)
-        missing = sorted(self._names.required - {*columns, *_RESERVED, _STATE})
-        require(
-            not missing, f"reward function {self.name!r}", ...,
-            f"find its arguments {missing} among the columns of the prompts",
-            f"there are {sorted(columns) or 'none'}",
-            "Add the columns, or give the arguments defaults or 'kwargs'", RewardError,
-        )  # fmt: skip
+        missing = sorted(self._required - {*columns, *_RESERVED, _STATE})
+        if missing:
+            raise RewardError(
+                f"reward function {self.name!r}",
+                f"find its arguments {missing} among the columns of the prompts",
+                f"there are {sorted(columns) or 'none'}", "Add them, or give defaults or 'kwargs'",
+            )  # fmt: skip
 
 
 def named_function(spec: RewardFunction | str | Mapping[str, Any]) -> Any:
@@ -288,71 +266,49 @@ def named_function(spec: RewardFunction | str | Mapping[str, Any]) -> Any:
     """
     if not isinstance(spec, Mapping):
         spec = {"function": spec}
-    unknown = [key for key in spec if key not in _SPEC_KEYS]
-    if unknown or "function" not in spec:
-        reason, remedy = "no function", "Name one"
-        if unknown:
-            first, *_ = unknown
-            reason, remedy = f"unknown {unknown!r}", suggestion(str(first), _SPEC_KEYS)
-            if len(spec) == 1 and isinstance(spec[first], int | float):
-                remedy = f"Write [{{function: {first}, weight: {spec[first]}}}]"
-        raise RewardError(
-            "rewards.functions", "have 'function' and may have 'weight', 'name', 'kwargs', "
-            "'timeout_s'", reason, remedy, dict(spec),
-        )  # fmt: skip
+    if unknown := [key for key in spec if key not in _SPEC_KEYS]:
+        raise RewardError([unknown_key("rewards.functions", key, _SPEC_KEYS) for key in unknown])
+    if "function" not in spec:
+        raise RewardError("rewards.functions", "have 'function'", value=dict(spec))
     function = spec["function"]
     if isinstance(function, str):
         function = import_dotted(function, name="rewards.functions")
-    require(
-        callable(function), "rewards.functions", spec["function"],
-        "be a callable or the dotted path of one", f"it is {type(function).__name__}",
-        "Point it at a function", RewardError,
-    )  # fmt: skip
+    if not callable(function):
+        rule = "be a callable or the dotted path of one"
+        raise RewardError("rewards.functions", rule, value=spec["function"])
     made = function if inspect.isclass(function) else type(function)
-    require(
-        getattr(made, "__call__", None) is not Judge.__call__,  # noqa: B004
-        "rewards.functions", f"{made.__module__}.{made.__name__}", "score completions",
-        "this class only asks a judge: judges build on it, and it has no __call__",
-        "Name one that scores, such as JudgeServer or RubricJudge of "
-        "rllib_llm.envs.judges.llm_judges, or give yours a __call__", RewardError,
-    )  # fmt: skip
+    if getattr(made, "__call__", None) is Judge.__call__:  # noqa: B004
+        raise RewardError(
+            "rewards.functions", "score completions", "judges build on this class, which has no "
+            "__call__", "Name one that scores, such as JudgeServer or RubricJudge of "
+            "rllib_llm.envs.judges.llm_judges", f"{made.__module__}.{made.__name__}",
+        )  # fmt: skip
     return function
 
 
 def check_names(names: Sequence[str], functions: Any) -> None:
     """Raises RewardError where there is no function, or two have one of the `names`."""
-    require(
-        0 < len(names) == len({*names}), "rewards.functions", functions,
-        "be one or more functions with names of their own",
-        f"the names {[*names]} repeat" if names else "there is none",
-        "Give each a 'function' and a 'name'", RewardError,
-    )  # fmt: skip
+    if not 0 < len(names) == len({*names}):
+        rule = "be one or more functions with names of their own"
+        raise RewardError("rewards.functions", rule, f"they are named {[*names]}", value=functions)
 
 
 def required_column(columns: Mapping[str, Any], setting: str, name: str) -> Sequence[Any]:
-    """The data set's column that the `setting` of a judge names: B values.
-
-    Raises:
-        ValueError: the data set has no such column.
-    """
-    require(
-        name in columns, setting, name, f"be a column of the data set, one of {sorted(columns)}",
-        "the judge compares with it", "Correct the name",
-    )  # fmt: skip
+    """The data set's column that the `setting` of a judge names: B values; raises Problems where it
+    has none."""
+    if name not in columns:
+        rule = f"be a column of the data set, one of {sorted(columns)}"
+        raise Problems(setting, rule, "the judge compares with it", value=name)
     return columns[name]
 
 
 def transcripts(chats: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
-    """Each chat as `transcript`."""
-    return [transcript(chat) for chat in chats]
-
-
-def transcript(chat: Sequence[Mapping[str, Any]]) -> str:
-    """A chat as text, independent of templates: the text of a single message, else a line for each
-    message with its role and tool calls."""
-    if len(chat) == 1 and not chat[0].get("tool_calls"):
-        return _words(chat[0])
-    return "\n".join(shown_message(message) for message in chat)
+    """Each chat as text, independent of templates: the text of a single message, else a line for
+    each message with its role and tool calls."""
+    return [
+        _words(chat[0]) if len(chat) == 1 and not chat[0].get("tool_calls")
+        else "\n".join(map(shown_message, chat)) for chat in chats
+    ]  # fmt: skip
 
 
 _FORGED = re.compile(r"^\[(?=(system|user|assistant|tool|developer)\])", re.MULTILINE)
@@ -379,7 +335,7 @@ def _words(message: Mapping[str, Any]) -> str:
 
 def as_number(value: Any) -> float:
     """The float of a number, infinity of one too large; raises TypeError or ValueError for other
-    values, also for the text of a number: mostly it is somebody's completion."""
+    values, also for the text of a number: mostly it is a completion."""
     if isinstance(value, (str, bytes)):
         raise TypeError("text is no number")
     try:
@@ -394,7 +350,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def _inner(function: Any) -> Any:
-    """The function behind one to which `kwargs` were bound."""
+    """The function within one to which `kwargs` were bound."""
     return function.func if isinstance(function, functools.partial) else function
 
 
@@ -402,20 +358,11 @@ def _attribute(function: Any, name: str, default: Any) -> Any:
     return getattr(_inner(function), name, default)
 
 
-@dataclass(frozen=True)
-class _Parameters:
-    """Names of a reward function's parameters, those bound by `kwargs` left out."""
-
-    named: frozenset[str]
-    required: frozenset[str]
-    bound: frozenset[str]
-    takes_any: bool
-
-    def takes(self, name: str) -> bool:
-        return name not in self.bound and (self.takes_any or name in self.named)
-
-
-def _parameters(function: RewardFunction, name: str, *, needs_completions: bool) -> _Parameters:
+def _parameters(
+    function: RewardFunction, name: str, *, needs_completions: bool
+) -> tuple[set[str], set[str], Callable[[str], bool]]:
+    """Names of the parameters that are not bound by `kwargs`, those without a default, and whether
+    an argument of a name is passed."""
     bound = set(function.keywords) if isinstance(function, functools.partial) else set()
     if not inspect.isfunction(_inner(function)):
         bound.add("self")  # of the object that is called: no column can be given under it
@@ -423,11 +370,7 @@ def _parameters(function: RewardFunction, name: str, *, needs_completions: bool)
     named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     required = {p.name for p in parameters if p.name in named and p.default is p.empty}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    require(
-        takes_any or "completions" in named or not needs_completions, f"reward function {name!r}",
-        ..., "take 'completions' (and may take 'prompts', columns of the data set, **columns)",
-        f"it takes {[p.name for p in parameters]}", "Change its signature", RewardError,
-    )  # fmt: skip
-    return _Parameters(
-        frozenset(named - bound), frozenset(required - bound), frozenset(bound), takes_any
-    )
+    if needs_completions and not takes_any and "completions" not in named:
+        rule = "take 'completions' (and may take 'prompts', columns of the data set, **columns)"
+        raise RewardError(f"reward function {name!r}", rule, f"it takes {sorted(named)}")
+    return named - bound, required - bound, lambda n: n not in bound and (takes_any or n in named)

@@ -1,4 +1,4 @@
-"""Reward functions behind HTTP, for runs here and for those of others.
+"""Reward functions served over HTTP, for runs here and for those of others.
 
     POST /v1/rewards  {"prompts", "completions", "columns"} -> {"scores", "reasons", "components"}
     POST /get_reward  OpenRLHF's shape: {"query", "prompts", "labels"} -> {"rewards", "scores"}
@@ -23,6 +23,7 @@ from fastapi import FastAPI, HTTPException, Request
 from pydantic import BaseModel, Field
 
 from rllib_llm.envs.judges.rewards import RewardBatch, RewardError, Rewards, RewardSum
+from rllib_llm.shared.errors import Problems
 
 Asked = TypeVar("Asked", bound=BaseModel)
 LABEL_COLUMN = "answer"
@@ -30,7 +31,7 @@ MAX_BODY_BYTES = 32 * 2**20
 _SPECIAL_TOKENS = re.compile(r"(?:\s|<[^<>\s]{1,40}>|\[[A-Z_]{2,20}\])*")
 
 
-class RewardRequest(BaseModel):
+class ScoringRequest(BaseModel):
     """A scoring request in this package's format."""
 
     prompts: list[str]
@@ -65,10 +66,7 @@ class RewardService:
     def __init__(self, rewards: RewardSum, *, label_column: str = LABEL_COLUMN) -> None:
         wanting = [term.name for term in rewards.terms if term.wants_tokens]
         if wanting:
-            raise RewardError(
-                f"reward functions {wanting!r} must read texts: a service knows nothing of the "
-                "policy's tokens. Take them out of what is served.",
-            )  # fmt: skip
+            raise RewardError(f"reward functions {wanting!r}", "read texts", "a service has no ids")
         self._rewards, self._label_column = rewards, label_column
         self._turn = asyncio.Lock()
 
@@ -81,12 +79,20 @@ class RewardService:
             raise HTTPException(422, f"prompts, completions and columns have lengths {sizes}")
         try:
             self._rewards.check_columns(columns)
-        except RewardError as error:
+        except Problems as error:
             raise HTTPException(422, str(error)) from error
-        async with self._turn:
-            judged = await asyncio.to_thread(self._judge, prompts, completions, columns)
-        if isinstance(judged, RewardError):
-            return [None] * len(completions), [str(judged)] * len(completions), {}
+        batch = RewardBatch.of_texts(prompts, completions, dict(columns))
+
+        def judge() -> Rewards:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the response names the reasons
+                return self._rewards(batch)
+
+        try:
+            async with self._turn:
+                judged = await asyncio.to_thread(judge)
+        except RewardError as error:  # no row could be judged
+            return [None] * len(completions), [str(error)] * len(completions), {}
         scores = [
             score if valid else None
             for score, valid in zip(judged.scores.tolist(), judged.valid.tolist(), strict=True)
@@ -105,17 +111,6 @@ class RewardService:
         scores, reasons, _ = await self.judge(prompts, completions, columns)
         return scores, reasons
 
-    def _judge(
-        self, prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Sequence]
-    ) -> Rewards | RewardError:
-        batch = RewardBatch.of_texts(prompts, completions, dict(columns))
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the response names the reasons
-                return self._rewards(batch)
-        except RewardError as error:  # no row could be judged
-            return error
-
 
 def _behind_prompt(query: str, prompt: str) -> str:
     """The part of a query after its prompt, which special tokens (BOS, padding) may precede; all of
@@ -123,18 +118,13 @@ def _behind_prompt(query: str, prompt: str) -> str:
     place = query.find(prompt)
     if place >= 0 and _SPECIAL_TOKENS.fullmatch(query, 0, place):
         return query[place + len(prompt) :]
-    raise HTTPException(
-        422,
-        f"query {query[:80]!r} must begin with its prompt {prompt[:80]!r}, special tokens apart",
-    )
+    raise HTTPException(422, f"query {query[:80]!r} must begin with its prompt {prompt[:80]!r}")
 
 
 def make_app(service: RewardService, token: str) -> FastAPI:
     """The HTTP application; raises ValueError for an empty token."""
     if not token:
-        raise ValueError(
-            "token='' must not be empty: anybody who reaches the port could use it. Set one."
-        )
+        raise ValueError("token='' must not be empty: whoever reaches the port could use it")
     wanted = f"Bearer {token}".encode()
     app = FastAPI(title="Rewards", docs_url=None, redoc_url=None)
 
@@ -157,7 +147,7 @@ def make_app(service: RewardService, token: str) -> FastAPI:
 
     @app.post("/v1/rewards")
     async def rewards(request: Request) -> dict[str, Any]:
-        asked = await read(request, RewardRequest)
+        asked = await read(request, ScoringRequest)
         scores, reasons, components = await service.judge(
             asked.prompts, asked.completions, asked.columns
         )

@@ -9,7 +9,7 @@ import math
 import threading
 import time
 import warnings
-from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +26,7 @@ from rllib_llm.envs.judges.reward_functions import (
     question,
 )
 from rllib_llm.shared.dotted import as_list
-from rllib_llm.shared.errors import ended, require
+from rllib_llm.shared.errors import Problem, ended
 from rllib_llm.shared.remote import EventLoop, ExitedError, Late, no_answer, within
 
 __all__ = [
@@ -86,9 +86,8 @@ class RewardSum:
         self.terms = [
             f if isinstance(f, RewardTerm) else RewardTerm.from_spec(f) for f in as_list(functions)
         ]
-        names = [term.name for term in self.terms]
-        check_names(names, functions)
-        self.num_failed = dict.fromkeys(names, 0)
+        check_names([term.name for term in self.terms], functions)
+        self.num_failed = dict.fromkeys((term.name for term in self.terms), 0)
         self._warned: set[str] = set()
         self._lock = threading.Lock()
         self._has_judged, self._num_unjudged = False, 0
@@ -110,14 +109,19 @@ class RewardSum:
         What a function object reports by a `metrics()` method, one number each for all rows (the
         drift of a quantised model), is among the metrics under "<function>/<metric>".
         """
-        results = self._results(batch)
+        # Async functions wait together in the background while the others compute.
+        waiting = {t.name: _Pending(t, batch) for t in self.terms if t.is_async}
+        with self._lock:
+            results = {t.name: _judged(_Pending(t, batch)) for t in self.terms if not t.is_async}
+        results.update({name: _judged(answer) for name, answer in waiting.items()})
         device = batch.completion_ids.device
         scores = torch.zeros(len(batch), device=device)
         valid = torch.ones(len(batch), dtype=torch.bool, device=device)
         judged = torch.zeros_like(valid)
         components, metrics, failed = {}, {}, {}
         reasons = ["none of the functions judges it"] * len(batch)
-        for term, result in zip(self.terms, results, strict=True):
+        for term in self.terms:
+            result = results[term.name]
             with self._lock:
                 self._report(term, result, batch)
             components[term.name] = result.values
@@ -128,10 +132,8 @@ class RewardSum:
             for row in (~result.valid).nonzero().flatten().tolist():
                 reasons[row] = f"{term.name}: {result.reasons[row]}"
             for name, values in result.metrics.items():
-                require(
-                    name not in metrics, "metric", name, "come from one reward function",
-                    f"{term.name!r} and another return it", "Rename one", RewardError,
-                )  # fmt: skip
+                if name in metrics:
+                    raise RewardError("metric", "come from one reward function", value=name)
                 metrics[name] = values
             for name, value in term.metrics().items():
                 metrics[name] = torch.full_like(scores, value)
@@ -140,20 +142,12 @@ class RewardSum:
         overflows = judged & ~scores.isfinite()
         valid = valid & judged & ~overflows
         scores = torch.where(valid, scores, torch.zeros_like(scores))
-        told = zip(*torch.stack((valid, overflows)).tolist(), reasons, strict=True)
-        said = tuple(
-            "" if ok else "the weighted sum is NaN or infinite" if is_over else why
-            for ok, is_over, why in told
+        flags = zip(*torch.stack((valid, overflows)).tolist(), reasons, strict=True)
+        why = tuple(
+            "" if ok else "the weighted sum is NaN or infinite" if is_over else reason
+            for ok, is_over, reason in flags
         )
-        return Rewards(scores, valid, components, metrics, failed, said)
-
-    def _results(self, batch: RewardBatch) -> list[RewardResult]:
-        """Async functions wait together in the background while the others compute."""
-        waiting = {t.name: _Answer(t, batch) for t in self.terms if t.is_async}
-        with self._lock:
-            results = {t.name: _judged(_Answer(t, batch)) for t in self.terms if not t.is_async}
-        results.update({name: _judged(answer) for name, answer in waiting.items()})
-        return [results[term.name] for term in self.terms]
+        return Rewards(scores, valid, components, metrics, failed, why)
 
     def _require_judged(self, judged: torch.Tensor, batch: RewardBatch) -> None:
         """Raises `RewardError` where no row was judged so far, and those were enough to tell: one
@@ -165,12 +159,10 @@ class RewardSum:
         self._unjudged_prompts.update(map(tuple, batch.prompt_ids.tolist()))
         is_varied = len(self._unjudged_prompts) >= _ENOUGH_PROMPTS
         if self._num_unjudged >= (_ENOUGH_ROWS if is_varied else 4 * _ENOUGH_ROWS):
-            names = list(self.num_failed)
             raise RewardError(
-                f"reward functions {names!r}", "judge some completion",
+                f"reward functions {list(self.num_failed)!r}", "judge some completion",
                 f"they returned None for all {self._num_unjudged} so far, the last one "
-                f"{shown_row(batch, -1)}", "None means that a function does not judge a row; "
-                "return a number, as 0.0 for a wrong answer",
+                f"{shown_row(batch, -1)}", "Return a number, as 0.0 for a wrong answer",
             )  # fmt: skip
 
     def _report(self, term: RewardTerm, result: RewardResult, batch: RewardBatch) -> None:
@@ -181,23 +173,20 @@ class RewardSum:
         reason = ended(result.reasons[failed[0]])
         shown = shown_row(batch, failed[0])
         if len(failed) == len(batch):
-            raise UnjudgedError(
-                f"reward function {term.name!r} must judge at least one completion of a batch: "
-                f"{reason} It failed on all {len(batch)}, first on {shown}. Correct the function, "
-                "or what it depends on.",
-                judge=term.name,
-            ) from result.error
+            found = Problem(
+                f"reward function {term.name!r}", "judge at least one completion of a batch",
+                f"{reason} It failed on all {len(batch)}, first on {shown}",
+            )  # fmt: skip
+            raise UnjudgedError([found], judge=term.name) from result.error
         if term.name not in self._warned:
             self._warned.add(term.name)
             warnings.warn(
                 f"reward function {term.name!r} failed on completions, which are left out: "
-                f"{reason} First on {shown}. Their share of an iteration is "
-                f"env/{term.name}_failed.",
-                stacklevel=3,
-            )
+                f"{reason} First on {shown}. Their share is env/{term.name}_failed.", stacklevel=3,
+            )  # fmt: skip
 
 
-class _Answer:
+class _Pending:
     """A function's answer about a batch; that of a coroutine function is under way."""
 
     def __init__(self, term: RewardTerm, batch: RewardBatch) -> None:
@@ -206,7 +195,7 @@ class _Answer:
         if term.is_async:
             if term.timeout_s is not None:
                 self.until = time.monotonic() + 2 * term.timeout_s + _LOOP_SECONDS
-            self._awaited = _loop().submit(_called(term, batch))
+            self._awaited = _loop().submit(_in_time(term, lambda: term.call(batch)))
 
     def wait(self) -> Any:
         """The answer, or what the function raised.
@@ -217,21 +206,18 @@ class _Answer:
         """
         if self._awaited is None:
             answer = self.term.call(self.batch)
-            return (
-                _loop().run(_in_time(self.term, answer)) if inspect.isawaitable(answer) else answer
-            )
-        limit = None if self.until == math.inf else max(0.0, self.until - time.monotonic())
-        done, _ = concurrent.futures.wait([self._awaited], limit)
+            is_late = inspect.isawaitable(answer)
+            return _loop().run(_in_time(self.term, lambda: answer)) if is_late else answer
+        left = None if self.until == math.inf else max(0.0, self.until - time.monotonic())
+        done, _ = concurrent.futures.wait([self._awaited], left)
         if done:
             return self._awaited.result()
         _loop.cache_clear()
-        raise Late(
-            f"it blocks the event loop for longer than timeout_s={self.term.timeout_s:g}: it waits "
-            "without await"
-        )
+        limit = f"timeout_s={self.term.timeout_s:g}"
+        raise Late(f"it blocks the event loop for longer than {limit}: it waits without await")
 
 
-def _judged(answer: _Answer) -> RewardResult:
+def _judged(answer: _Pending) -> RewardResult:
     """The answer of a function about a batch; where it fails, of each row by itself."""
     term, batch = answer.term, answer.batch
     try:
@@ -240,24 +226,24 @@ def _judged(answer: _Answer) -> RewardResult:
         return failed_result(batch, error)
     except (Exception, SystemExit) as error:  # noqa: BLE001  (a user's function: it costs its rows)
         if len(batch) == 1:
-            return failed_result(batch, _cause(error))
-        begun = [_Answer(term, batch.row(i)) for i in range(len(batch))]
-        return join_rows([_judged(row) for row in begun])
+            cause = error.__cause__ if isinstance(error, ExitedError) else None
+            return failed_result(batch, cause or error)  # what the function itself raised
+        begun = [_Pending(term, batch.row(i)) for i in range(len(batch))]
+        rows = [_judged(row) for row in begun]
+        names = dict.fromkeys(name for row in rows for name in row.metrics)
+        missing = torch.zeros_like(rows[0].values)
+        return RewardResult(
+            torch.cat([row.values for row in rows]), torch.cat([row.valid for row in rows]),
+            {name: torch.cat([row.metrics.get(name, missing) for row in rows]) for name in names},
+            {i: row.reasons[0] for i, row in enumerate(rows) if row.reasons},
+            next((row.error for row in rows if row.error is not None), None),
+        )  # fmt: skip
     return read_answer(term, found, batch)
 
 
-async def _called(term: RewardTerm, batch: RewardBatch) -> Any:
-    return await _in_time(term, term.call(batch))
-
-
-async def _in_time(term: RewardTerm, answer: Awaitable[Any]) -> Any:
+async def _in_time(term: RewardTerm, begin: Callable[[], Awaitable[Any]]) -> Any:
     said = no_answer(term.timeout_s or math.inf, "timeout_s")
-    return await within(term.timeout_s, answer, said, end_seconds=0.0)
-
-
-def _cause(error: BaseException) -> BaseException:
-    """The exception that the function itself raised."""
-    return error.__cause__ or error if isinstance(error, ExitedError) else error
+    return await within(term.timeout_s, begin(), said, end_seconds=0.0)
 
 
 @functools.lru_cache(maxsize=1)
@@ -292,19 +278,6 @@ def failed_result(batch: RewardBatch, error: BaseException) -> RewardResult:
     return RewardResult(values, valid, {}, reasons, error)
 
 
-def join_rows(rows: Sequence[RewardResult]) -> RewardResult:
-    """The answers about single rows as one about all of them."""
-    names = list(dict.fromkeys(name for row in rows for name in row.metrics))
-    missing = torch.zeros_like(rows[0].values)
-    return RewardResult(
-        torch.cat([row.values for row in rows]),
-        torch.cat([row.valid for row in rows]),
-        {name: torch.cat([row.metrics.get(name, missing) for row in rows]) for name in names},
-        {i: row.reasons[0] for i, row in enumerate(rows) if row.reasons},
-        next((row.error for row in rows if row.error is not None), None),
-    )
-
-
 def read_answer(term: RewardTerm, answer: Any, batch: RewardBatch) -> RewardResult:
     """Parses a function's return value: scores, or (scores, metrics).
 
@@ -320,24 +293,19 @@ def read_answer(term: RewardTerm, answer: Any, batch: RewardBatch) -> RewardResu
     if isinstance(answer, list) and len(answer) == len(batch):
         unjudged = torch.tensor([one is None for one in answer], device=unjudged.device)
         reasons = {i: one.reason for i, one in enumerate(answer) if isinstance(one, Invalid)}
-        answer = [
-            0.0 if one is None else torch.nan if isinstance(one, Invalid) else one
-            for one in answer
-        ]  # fmt: skip
+        nothing = {type(None): 0.0, Invalid: torch.nan}
+        answer = [nothing.get(type(one), one) for one in answer]
     values = _numbers(term.name, "scores", answer, batch)
     finite = torch.isfinite(values)
     values = torch.where(finite, values, torch.zeros_like(values))
     for i in (~finite).nonzero().flatten().tolist():
         reasons.setdefault(i, NOT_FINITE)
-    return RewardResult(
-        torch.where(unjudged, torch.full_like(values, torch.nan), values),
-        finite,
-        {
-            str(name): _numbers(term.name, f"metric {name!r}", given, batch)
-            for name, given in metrics.items()
-        },
-        reasons,
-    )
+    numbers = {
+        str(name): _numbers(term.name, f"metric {name!r}", given, batch)
+        for name, given in metrics.items()
+    }
+    values = torch.where(unjudged, torch.full_like(values, torch.nan), values)
+    return RewardResult(values, finite, numbers, reasons)
 
 
 def _listed(answer: Any) -> Any:
@@ -358,17 +326,17 @@ def _numbers(function: str, what: str, answer: Any, batch: RewardBatch) -> torch
             values = [as_number(value) for value in answer]
         except (TypeError, ValueError) as error:
             raise RewardError(
-                f"{what} of reward function {function!r} must be {size} numbers (a list or a "
-                f"tensor [{size}]): it returned {type(answer).__name__} {str(answer)[:120]!r} "
-                f"({error}) for a batch beginning with {shown_row(batch, 0)}. Return one number "
-                "for each completion, None where it is not judged.",
+                f"{what} of reward function {function!r}", f"be {size} numbers, a list or a tensor",
+                f"{error}, for a batch beginning with {shown_row(batch, 0)}",
+                "Return one number for each completion, None where it is not judged",
+                str(answer)[:120],
             ) from error  # fmt: skip
         answer = torch.tensor(values, dtype=torch.float32)
     if answer.shape != (size,):
         raise RewardError(
-            f"{what} of reward function {function!r} must have shape [{size}], one number for each "
-            f"completion: it has {list(answer.shape)} for a batch beginning with "
-            f"{shown_row(batch, 0)}. Return {size} numbers; squeeze extra dimensions.",
+            f"{what} of reward function {function!r}", f"have shape [{size}]",
+            f"it has {[*answer.shape]} for a batch beginning with {shown_row(batch, 0)}",
+            "Return a number for each completion",
         )  # fmt: skip
     return answer.detach().to(device=batch.completion_ids.device, dtype=torch.float32)
 

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from rllib_llm.cli.main import app
 from rllib_llm.envs.judges.calibration import calibrate, compare
 from rllib_llm.envs.judges.rewards import Invalid
+from rllib_llm.shared.errors import Problems
 
 ROWS = [
     {"prompt": "p", "completion": text, "label": label}
@@ -86,5 +87,6 @@ def test_a_reward_server_wants_a_token(monkeypatch):
 @pytest.mark.parametrize("label", [None, "1", float("nan")])
 def test_labels_that_are_no_numbers_are_named(label):
     rows = [{"prompt": "p", "completion": "c", "label": one} for one in (1, label)]
-    with pytest.raises(ValueError, match="label=.* in row 1 must be a finite number"):
+    with pytest.raises(Problems) as caught:
         calibrate(lambda completions: [1.0, 2.0], rows)
+    assert caught.value.problem.name == "label in row 1"

@@ -84,7 +84,7 @@ def test_nothing_of_it_can_be_trained(folder):
 
 def test_too_long_rows_lose_their_beginning_and_are_counted(folder):
     scorer = RewardModelScorer(folder, tokenizer=TOKENIZER, max_length=12)
-    with pytest.warns(UserWarning, match="max_length=12 tokens and lose their beginning"):
+    with pytest.warns(UserWarning, match="max_length=12 and lose their beginning"):
         scores = scorer(*tensors())
     # All three of 1+11+6+1, 1+2+10 and 1+26+1+1 tokens are too long; BOS and the last 11 stay.
     shortened = [[1, *row[-11:]] for row in rows()]
@@ -193,7 +193,7 @@ def test_quantised_judge_reports_its_drift(folder, quantization):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"normalize": True}, "normalize=True must find a mean"),
+        ({"normalize": True}, "normalize=True must be .mean, std. or false"),
         ({"normalize": [1.0]}, r"normalize=\[1.0\] must be \(mean, std\)"),
         ({"normalize": (0.0, 0.0)}, "standard deviation above 0"),
         ({"max_length": 999}, "max_length=999 must be at least 1 and at most 128"),

@@ -88,9 +88,7 @@ def test_a_judge_that_is_not_there_ends_the_run():
     with serving(echo_the_answer) as server:
         function = judge(server)
     url = f"{server.base_url}/chat/completions"
-    unreachable = (
-        rf"{url} must answer .*ConnectError(.|\n)*It failed on all 2, first on .*\. Correct"
-    )
+    unreachable = rf"{url} must answer .*ConnectError(.|\n)*It failed on all 2, first on "
     with pytest.raises(RewardError, match=unreachable):
         RewardSum(function)(rows(["1", "2"]))
 
@@ -99,7 +97,7 @@ def test_a_judge_that_is_not_there_ends_the_run():
     ("said", "settings", "rule"),
     [
         ("As a model I", {}, "name one score from 0 to 10"),
-        ("11 of 10", {}, "give a score from 0.0 to 10.0"),
+        ("11 of 10", {}, "name one score from 0 to 10"),
         ("Final: ten", {"pattern": r"Final: (\w+)"}, "hold a number where pattern='Final: "),
     ],
 )

@@ -206,12 +206,12 @@ def test_failing_everywhere_is_an_error_with_the_first_traceback():
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ([1.0], r"must have shape \[2\], .* it has \[1\]"),
-        ([[1.0], [2.0]], r"must be 2 numbers .*returned list"),
+        ([1.0], r"must have shape \[2\]: it has \[1\]"),
+        ([[1.0], [2.0]], r"=.* must be 2 numbers, .*not 'list'"),
         (torch.ones(2, 1), r"must have shape \[2\].* it has \[2, 1\]"),
-        (None, "returned NoneType"),
-        (1.0, "returned float"),
-        (["12", "7"], r"must be 2 numbers .*text is no number"),  # the completions themselves
+        (None, "='None' must be 2 numbers"),
+        (1.0, "='1.0' must be 2 numbers"),
+        (["12", "7"], r"must be 2 numbers, .*text is no number"),  # the completions themselves
         (["good", "bad"], "text is no number"),
         ([1.0, [None]], "must be 2 numbers"),
         (([1.0, 2.0], {"metric": [1.0]}), r"metric 'metric' of reward function 'wrong'"),
@@ -340,8 +340,10 @@ def test_answers_of_any_list(answer):
 )
 def test_what_is_no_list_of_numbers_is_refused(answer):
     """A mapping's keys, a set's order and a text's digits were taken for scores."""
-    with pytest.raises(RewardError, match="scores of reward function 'odd' must be 2 numbers"):
+    with pytest.raises(RewardError) as caught:
         RewardSum({"function": lambda completions: answer, "name": "odd"})(batch_of("a", "b"))
+    assert caught.value.problem.name == "scores of reward function 'odd'"
+    assert caught.value.problem.rule.startswith("be 2 numbers")
 
 
 @pytest.mark.parametrize("is_plain", [False, True])
@@ -428,12 +430,12 @@ def test_a_coroutine_function_that_blocks_its_loop_holds_up_nobody(monkeypatch):
         ([{"function": length, "timeout_s": True}], "timeout_s of .*=True must be"),
         ([{"function": length, "timeout_s": float("inf")}], "timeout_s of .*=inf must be"),
         ([{"function": length, "timeout_s": 0}], "timeout_s of reward function 'length'=0 must be"),
-        ([], "one or more functions .*there is none"),
-        (None, "there is none"),
-        ([length, length], r"the names \['length', 'length'\] repeat"),
-        ([{"function": length, "wieght": 2}], r"unknown \['wieght'\]"),
-        ([{"weight": 2}], "no function"),
-        ([{"function": f"{__name__}:NAN"}], "it is float"),
+        ([], "be one or more functions"),
+        (None, "be one or more functions"),
+        ([length, length], r"named \['length', 'length'\]"),
+        ([{"function": length, "wieght": 2}], "wieght must be a known key. .*'weight'"),
+        ([{"weight": 2}], "must have 'function'"),
+        ([{"function": f"{__name__}:NAN"}], "must be a callable"),
         ([lambda texts: [0.0]], r"must take 'completions' .* it takes \['texts'\]"),
     ],
 )
@@ -568,7 +570,7 @@ def test_a_judge_that_only_asks_is_no_reward_function():
         """Without a __call__."""
 
     for given in (JudgeModel, JudgeModel("http://h/v1", "m"), Own, Own(), Judge):
-        with pytest.raises(RewardError, match=r"must score completions: .*, or give yours a __ca"):
+        with pytest.raises(RewardError, match="must score completions: "):
             RewardTerm.from_spec(given)
 
 
@@ -588,8 +590,3 @@ def test_a_late_answer_names_the_limit_and_no_class_of_ours():
     with pytest.warns(UserWarning, match="left out: no answer within timeout_s=0.05. First"):
         out = RewardSum({"function": some, "timeout_s": 0.05})(batch_of("late", "b"))
     assert out.reasons == ("some: no answer within timeout_s=0.05", "")
-
-
-def test_a_function_with_its_weight_beside_it_is_told_how_to_write_both():
-    with pytest.raises(RewardError, match=r"Write \[{function: my\.length, weight: 0\.5}\]"):
-        RewardSum([{"my.length": 0.5}])
