@@ -190,20 +190,18 @@ def test_rllib_can_sample_by_itself():
     # 4 episodes are two groups of 3; positions go on where the last call ended.
     assert [batch[columns.ROW_ID].tolist() for batch in rows] == [list(range(6)), [6, 7, 8]]
     assert sampler.get_metrics()[NUM_EPISODES].peek() == 9
-    with pytest.raises(ValueError, match="random_actions=True must be False"):
+    with pytest.raises(AssertionError, match="random token ids"):
         sampler.sample(num_episodes=1, random_actions=True)
 
 
 def test_a_sampler_that_was_never_given_weights_does_not_generate(ray_session):
     remote = build_sampler(tiny.grpo(), worker_index=1, has_weights=False)
-    said = "weights_version=-1 of sampler 1 must be that of weights it was given"
+    said = "sampler 1 has no weights yet"
     with pytest.raises(RuntimeError, match=said):
         remote.sample(num_episodes=3)
     # Nor on request, where the weights that the request names were not sent.
     answer = remote.serve(REQUEST, publication())
-    assert (
-        isinstance(answer, SampleFailure) and "must be that of weights it was given" in answer.error
-    )
+    assert isinstance(answer, SampleFailure) and said in answer.error
     flat = pack(remote.module.get_state(inference_only=True))
     remote.serve(REQUEST, PublishedWeights(1, "first", (ray.put(flat),)))
     assert len(remote.sample(num_episodes=3)) == 1

@@ -187,7 +187,7 @@ def test_tokens_that_were_inserted_are_never_learnt_from(order):
 def test_a_column_that_nothing_takes_the_place_of_is_named():
     scored = batch([[1]], [[5]])
     scored.columns[columns.REF_LOGPROBS] = torch.zeros(1, 1)
-    with pytest.raises(ValueError, match="column='ref_logprobs' must be in all batches"):
+    with pytest.raises(ValueError, match="must return 'ref_logprobs' with all batches"):
         concatenate([batch([[1]], [[5]]), scored])
 
 

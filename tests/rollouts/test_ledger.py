@@ -195,10 +195,7 @@ def test_a_worker_that_never_returns_does_not_hang_the_run():
     clock.now = 11.0
     answer = made.take(0)
     ((sampler, why),) = answer.expired
-    assert (
-        sampler == "1"
-        and "no answer in 11 s in which it had cores to work on (sampler_timeout_s=10.0" in why
-    )
+    assert sampler == "1" and "no answer in 11 s (sampler_timeout_s=10.0" in why
     (again,) = made.lease("2", 1)
     assert again.position == 0 and again.id != lost.id
     assert serve(made, lost) == 0 and made.account.rejected["late"] == 10
@@ -280,7 +277,7 @@ def test_a_sampler_without_a_core_is_not_hung():
     assert not made.take(0).expired
     clock.now = 18.5
     ((sampler, why),) = made.take(0).expired
-    assert sampler == "1" and "no answer in 10 s in which it had cores to work on" in why
+    assert sampler == "1" and "no answer in 10 s" in why
     assert serve(made, lease) == 0
 
 

@@ -51,7 +51,7 @@ def test_rows_that_nobody_could_judge_are_where_their_tokens_are(config):
             columns.FINISHED: ids[:, 0] > 0}  # fmt: skip
     prompts = {columns.PROMPT_IDS: ids, columns.PROMPT_MASK: ids > 0}
     generated = UnjudgedBatch(SampleRequest(0, 1, 3), 2, prompts, made, 2)
-    batch = sampler._unjudged(generated, UnjudgedError("it failed", name="answered"))
+    batch = sampler._unjudged(generated, UnjudgedError("it failed", "answered"))
     tensors = [*batch.columns.values(), *batch.metrics.values(), batch.rewards]
     assert {tensor.device.type for tensor in tensors} == {"meta"}
 

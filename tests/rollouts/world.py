@@ -199,7 +199,7 @@ class ScriptedEnvironment:
             self._judges.judge(position)
         valid = torch.tensor([self._judges.fate(position) != "unjudged" for position in positions])
         if not valid.any():
-            raise UnjudgedError("scripted")
+            raise UnjudgedError("scripted", "scripted")
         return Judgement(valid.float(), {columns.SCORES: valid.float(), columns.VALID: valid})
 
 
