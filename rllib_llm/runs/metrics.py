@@ -310,6 +310,7 @@ CURVES = (
     Curve("objective/kl", "KL to the reference", "nats per completion"),
     Curve("loss/ptx_avg", "pretraining loss", "nats per token", "eval/ptx_loss"),
     Curve("policy/entropy_avg", "entropy", "nats per token"),
+    Curve("train/output_length", "completion length", "tokens", "eval/output_length", ".1f"),
 )
 
 
@@ -340,15 +341,10 @@ def summary_metrics(results: Sequence[Mapping[str, Any]]) -> list[Metric]:
         metrics.append(Metric(one.held_out, "  held out", one.form))
         if one.key == "objective/scores":
             metrics += [Metric(k, f"  {n}") for k, n in reward_parts(results).items()]
-    length = Metric("train/output_length", "completion length, tokens", ".1f")
-    metrics += [length, TOKENS_PER_S, STALENESS, INVALID, *_drifts(keys), *_losses_of_rows(keys)]
-    silent = {INVALID.key, STALENESS.key, *(metric.key for metric in _losses_of_rows(keys))}
-    return [
-        metric
-        for metric in _held(results, metrics)
-        # 0 is as it should be.
-        if metric.key not in silent or any(number(result.get(metric.key)) for result in results)
-    ]
+    silent = [STALENESS, INVALID, *_losses_of_rows(keys)]  # 0 is as it should be
+    zero = [one for one in silent if not any(number(result.get(one.key)) for result in results)]
+    metrics += [TOKENS_PER_S, *_drifts(keys), *silent]
+    return [metric for metric in _held(results, metrics) if metric not in zero]
 
 
 def reward_parts(results: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -368,9 +364,8 @@ def _drifts(keys: Sequence[str]) -> list[Metric]:
 def _losses_of_rows(keys: Sequence[str]) -> list[Metric]:
     """Shares of rows with a failed reward function, a limit that was reached or a truncated
     prompt."""
-    failed = [key for key in keys if key.startswith("env/") and key.endswith("_failed")]
-    names = [key.removeprefix("env/").removesuffix("_failed") for key in failed]
-    shares = [Metric(k, f"share on which {n} failed") for k, n in zip(failed, names, strict=True)]
+    failed = (re.fullmatch("env/(.+)_failed", key) for key in keys)
+    shares = [Metric(each[0], f"share on which {each[1]} failed") for each in failed if each]
     cut = Metric("env/truncated", "share of conversations that a limit ended")
     return [*shares, cut, Metric("train/truncated_share", "share of prompts that were cut")]
 

@@ -76,8 +76,8 @@ def _print_summary(result: StageResult, rows: list[dict[str, Any]], console: Con
         table.add_row(Text(metric.title), *first_and_last(rows, metric))
     console.print(table)
     for sign in signs(rows):
-        line = Text.assemble(("look: ", "yellow"), f"iteration {sign.iteration}: {sign.text}")
-        console.print(line, highlight=False)
+        text = f"iteration {sign.iteration}: {sign.text}"
+        console.print(Text.assemble(("look: ", "yellow"), text))
 
 
 def _print_trials(result: StageResult, best: list[dict[str, Any]], console: Console) -> None:
@@ -153,14 +153,14 @@ def _next_commands(results: list[StageResult], folder: Place, console: Console) 
     offline = "*/*/wandb/offline-run-*"
     has_offline = isinstance(folder, Path) and any(folder.glob(offline))
     _heading("Next", console)
-    hints: tuple[tuple[str, str, Sequence[Any]], ...] = (
+    commands: tuple[tuple[str, str, Sequence[Place | None]], ...] = (
         ("talk to the model", f"{rllib} generate", policies[-1:]),
         ("sample stored completions anew", f"{rllib} verify", stored[-1:]),
         ("evaluate it again", f"{rllib} evaluate", [last.checkpoint] if held_out else []),
         ("all curves (pip install tensorboard)", "tensorboard --logdir", [folder]),
         ("upload to Weights & Biases", "wandb sync", [folder] if has_offline else []),
     )
-    for purpose, command, paths in hints:
+    for purpose, command, paths in commands:
         for path in filter(None, paths):
             inner = f"/{offline}" if command == "wandb sync" else ""
             text = Text.assemble((f"  # {purpose}", "dim"), f"\n  {command} {_shown(path)}{inner}")

@@ -55,7 +55,6 @@ MAX_PAIRS = 50
 MAX_POINTS = 1000  # of a curve
 # Left out where they would hold only zeros, as the staleness of a synchronous run.
 EXTRA_CURVES = (
-    Curve("train/output_length", "completion length", "tokens", "eval/output_length"),
     Curve("train/staleness", "staleness", "updates"),
     Curve("train/num_invalid", "completions without a score", "rows"),
     Curve("policy/clipfrac_avg", "clipped ratios", "share of tokens"),

@@ -118,7 +118,7 @@ def continue_run(folder: Place, source: str, experiments: Sequence[Experiment]) 
         Problems: they are not what it began with.
     """
     check_continues(folder, experiments)
-    write_record(folder, _recorded(folder).get("source", source), experiments)
+    write_record(folder, read_json(folder / RUN_RECORD).get("source", source), experiments)
 
 
 @contextlib.contextmanager
@@ -145,16 +145,20 @@ def alone_in(folder: Place) -> Iterator[None]:
         os.close(opened)  # which ends the lock
 
 
+def _source(folder: Place) -> str | None:
+    return read_json(folder / RUN_RECORD).get("source")
+
+
 def _newest(root: Place, name: str, source: str) -> Place:
     # Of `name` alone: a run of name_2 begins with name_ as well.
     of_this_name = re.compile(re.escape(name) + STAMP.pattern)
     found = sorted((path for path in root.glob("*") if of_this_name.fullmatch(path.name)), key=str)
-    ours = [path for path in found if _recorded(path).get("source") == source]
+    ours = [path for path in found if _source(path) == source]
     if ours:
         return ours[-1]
-    others = [f"{each.name} (of {_recorded(each).get('source')})" for each in found[-1:]]
+    others = [f"{each.name} (of {_source(each)})" for each in found[-1:]]
     if source != COMMAND_LINE:  # runs of it with names of the user's
-        named = (each for each in root.glob("*") if _recorded(each).get("source") == source)
+        named = (each for each in root.glob("*") if _source(each) == source)
         others = [each.name for each in named] or others
     raise Problems(
         f"--resume: a run {name!r} of {source}", f"lie in {str(root)!r}",
@@ -205,7 +209,7 @@ def check_continues(folder: Place, experiments: Sequence[Experiment]) -> None:
     Raises:
         Problems: all settings that differ and would not take effect.
     """
-    before = {spec["name"]: spec for spec in _recorded(folder).get("experiments", [])}
+    before = {spec["name"]: spec for spec in read_json(folder / RUN_RECORD).get("experiments", [])}
     now = {spec["name"]: spec for spec in as_json(experiments)}
     begun = [name for name in before if has_saved(folder / name)]
     problems = [
@@ -252,15 +256,6 @@ def write_record(folder: Place, source: str, experiments: Sequence[Experiment]) 
     """Write the run's origin: the command, its file and the environment."""
     record = {"source": source, "experiments": as_json(experiments)}
     replace_text(folder / RUN_RECORD, json.dumps(record, indent=1))
-
-
-def _recorded(folder: Place) -> dict[str, Any]:
-    """The record of `write_record`; {} without one."""
-    file = folder / RUN_RECORD
-    if not file.is_file():
-        return {}
-    text = file.read_text(encoding="utf-8")
-    return json.loads(text) if text else {}  # empty: claimed by a start that was killed
 
 
 def check_writable(root: Place) -> None:

@@ -147,15 +147,14 @@ class Verification:
             known = "" if any(each.differences for each in self.completions) else ": round-off"
             same += f"; half of the log-probs agree to {median}, all to {worst}{known}"
         num_lost = self.num_stored - self.num_askable
-        lost = _named(self.missing) if self.missing else ""
-        unknown = sum(each.num_unknown for each in self.completions)
+        lost = f"{num_lost} completions; no checkpoint holds {_named(self.missing)}"
+        num_unknown = sum(each.num_unknown for each in self.completions)
+        unknown = f"left out: {num_unknown} tokens of these completions, of other weights"
         lines = [
             f"{self.trial}: {num} of {self.num_stored} completions {made} {_named(self.versions)}",
             same,
-            f"cannot be checked: {num_lost} completions; no checkpoint holds {lost}"
-            if lost
-            else "",
-            f"left out: {unknown} tokens of these completions, of other weights" if unknown else "",
+            f"cannot be checked: {lost}" if self.missing else "",
+            unknown if num_unknown else "",
             *(str(each) for each in self.completions if each.differences),
         ]
         return "\n".join(filter(None, lines))
@@ -325,12 +324,12 @@ class _Sampling:
                   if piece.version in self._kept]  # fmt: skip
         checked = [
             Checked(
-                **{name: first[name] for name in _KEY},
-                prompt=first["prompt"] or str(first["prompt_ids"]),
-                completion=first["completion"] or str(first["completion_ids"]),
-                num_unknown=sum(row["tokens"] for row in (first, *others)),
+                **{name: rows[0][name] for name in _KEY},
+                prompt=rows[0]["prompt"] or str(rows[0]["prompt_ids"]),
+                completion=rows[0]["completion"] or str(rows[0]["completion_ids"]),
+                num_unknown=sum(row["tokens"] for row in rows),
             )
-            for first, *others in self._rows
+            for rows in self._rows
         ]
         wanted.sort(key=lambda each: each[0].version)
         for version, part in groupby(wanted, key=lambda each: each[0].version):
