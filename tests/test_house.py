@@ -17,7 +17,7 @@ import pytest
 import rllib_llm
 
 PACKAGE = Path(rllib_llm.__file__).parent
-COMPLAINTS = {"Problem", "Problems", "warning", "note", "wrong", "require", "unknown_key", "ApiError"}
+COMPLAINTS = {"Problem", "Problems", "warning", "note", "wrong", "require", "ApiError"}
 WORDS = 4  # of a text that is read by people
 # Of each room: lines, and the share (%) of them that are texts and complaints.
 ROOMS = {}

@@ -1,4 +1,4 @@
-"""What rules between settings give, and warnings of settings that do nothing under the others: a
+"""Problems of rules between settings, and warnings of settings that do nothing under the others: a
 typo in a plan costs a night."""
 
 from __future__ import annotations

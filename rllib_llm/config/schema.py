@@ -179,7 +179,7 @@ def _hint(key: str, allowed: set[str]) -> str:
 def _value_problems(
     config: AlgorithmConfig, key: str, settings: Mapping[str, Any], right: dict[str, Any]
 ) -> Iterator[Problem]:
-    """What is wrong with a value; a sound one is added to `right`, dotted paths of classes and
+    """The problem of a value; a sound one is added to `right`, dotted paths of classes and
     functions replaced by the objects."""
     resolved = resolve_classes({key: settings[key]})
     (value,) = resolved.values()

@@ -332,7 +332,7 @@ class TabledConfig(AlgorithmConfig):
                 )  # fmt: skip
 
     def problems(self) -> list[Problem]:
-        """What is wrong or looks wrong: types and ranges, RLlib's own checks, then what must hold
+        """Errors and warnings: types and ranges, RLlib's own checks, then what must hold
         between settings."""
         found = [*self.table_problems()]
         refused = {problem.name for problem in found}

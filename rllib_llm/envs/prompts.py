@@ -172,12 +172,13 @@ class PromptEncoder:
     def encode(self, rows: Sequence[PromptRow]) -> tuple[list[list[int]], list[str]]:
         """Token ids and text of each prompt; the text is that of the ids, also if truncated."""
         truncated_before = self.num_truncated
+        encoded = []
         for row in rows:
             if row.index not in self._cache:
                 if len(self._cache) == _NUM_REMEMBERED:
-                    del self._cache[next(iter(self._cache))]  # the oldest
+                    del self._cache[next(iter(self._cache))]  # the oldest, maybe of these rows
                 self._cache[row.index] = self._encode_row(row)
-        encoded = [self._cache[row.index] for row in rows]
+            encoded.append(self._cache[row.index])
         if truncated_before == 0 and self.num_truncated:
             warnings.warn(
                 f"{self.num_truncated} of the first {len(rows)} prompts are longer than "
@@ -238,8 +239,7 @@ class PromptEncoder:
         if not ids and tokenizer.bos_token_id is not None:
             ids = [tokenizer.bos_token_id]
         if not ids:
-            reason = "the tokenizer has no BOS"
-            empty = Problems("prompt", "have a token", reason, value=row.prompt)
+            empty = Problems("prompt", "have a token", "the tokenizer has no BOS", "", row.prompt)
             raise empty.within(f"row {row.index}")
         return ids, text
 

@@ -125,7 +125,7 @@ def examined(experiment: Experiment) -> tuple[list[Problem], list[Reservation], 
 
 
 def experiment_problems(experiment: Experiment) -> Iterator[Problem]:
-    """What is wrong beside an experiment's config."""
+    """Problems of an experiment beside its config."""
     algo_class = algorithm_class(experiment.run, experiment.name)
     for check in (make_scheduler, make_searcher, checkpoint_settings):
         yield from problems_in(lambda check=check: check(experiment) and None)
@@ -147,7 +147,7 @@ def experiment_problems(experiment: Experiment) -> Iterator[Problem]:
 def _config_problems(
     experiment: Experiment, reserved: list[Reservation], stages: list[Stage | None]
 ) -> Iterator[Problem]:
-    """What is wrong with the config, at every point of the grid; what each reserves is added to
+    """Problems of the config at every point of the grid; what each point reserves is added to
     `reserved`, the stage of the first to `stages`."""
     algo_class = algorithm_class(experiment.run, experiment.name)
     ours = is_ours(experiment.run, algo_class)

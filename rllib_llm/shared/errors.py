@@ -1,4 +1,4 @@
-"""What may be wrong, as data: a problem, the exception that has a list of them, and the names that
+"""Problems as data, the exception that has a list of them, and the names that
 may have been meant."""
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def note(fact: str, remedy: str = "") -> Problem:
 
 
 class Problems(ValueError):
-    """What is wrong in something that a user wrote: a line for each problem in `found`.
+    """Mistakes in something that a user wrote: a line for each problem in `found`.
 
     Made from problems, or from the fields of one: `Problems("top_p", "be at most 1", value=2)`.
     """

@@ -5,6 +5,7 @@ import warnings
 import pytest
 
 from rllib_llm.data.encoding import encode_chat
+from rllib_llm.envs import prompts
 from rllib_llm.envs.prompts import PromptEncoder, PromptRow, PromptSource
 from rllib_llm.shared.errors import Problems
 from tests.conversations.templates import ADD, family_tokenizer
@@ -187,3 +188,11 @@ def test_every_prompt_is_looked_at_where_long_ones_are_refused():
     with pytest.raises(Problems, match="row 12: prompt must have at most max_prompt_len=4"):
         encoder.check(source.all_rows())
     assert encoder.longest(source) == len(word_tokenizer()("a b c d e")["input_ids"])
+
+
+def test_a_batch_may_hold_more_prompts_than_are_remembered(monkeypatch):
+    monkeypatch.setattr(prompts, "_NUM_REMEMBERED", 2)
+    texts = ["the cat", "red", "a big dog", "the cat", "red"]
+    rows = [PromptRow(i % 3, text, {}) for i, text in enumerate(texts)]
+    encoder = PromptEncoder(word_tokenizer(), 16)
+    assert encoder.encode(rows)[1] == texts and encoder.encode(rows[::-1])[1] == texts[::-1]

@@ -55,7 +55,7 @@ def data_settings(settings: Mapping[str, Any]) -> str:
 
 
 def row_problems(config: Any) -> Iterator[Problem]:
-    """What keeps the rows that a validated `config` names from being read, and from making tokens
+    """Problems of reading the rows that a validated `config` names, and of making tokens of them
     that the model takes."""
     from rllib_llm.algorithms.language_model_config import LanguageModelConfig
     from rllib_llm.algorithms.rlhf_config import RLHFConfig
@@ -197,7 +197,7 @@ ENV_DATA = ("prompts", "eval_prompts")
 
 
 def source_problems(settings: Mapping[str, Any]) -> Iterator[Problem]:
-    """What can be found without loading weights: folders and their tokenizers, files and dotted
+    """Problems that are found without loading weights: folders and their tokenizers, files and dotted
     paths that are not there.
 
     What an earlier experiment will make (`${name.checkpoint}`) is left out. The hub is asked
