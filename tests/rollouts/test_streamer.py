@@ -171,14 +171,14 @@ def test_weights_that_cannot_be_loaded_begin_none_of_the_leases_that_end_with_th
     """Leases that came with it were sampled to their end, and refused."""
     ledger, work = work_of(World(), schedule="free", max_staleness=0)
     environment, asked = work._sampler.environment, []
-    prompts, ensure = environment.prompts, work._sampler.weights.ensure
+    prompts, receive = environment.prompts, work._sampler.weights.receive
     environment.prompts = lambda request: (asked.append(request.position), prompts(request))[1]
 
     def lost_once(published, load):
-        work._sampler.weights.ensure = ensure
+        work._sampler.weights.receive = receive
         raise OSError("no network")
 
-    work._sampler.weights.ensure = lost_once
+    work._sampler.weights.receive = lost_once
     assert [group.position for group in batch(ledger, work)] == list(range(8))
     assert sorted(asked) == list(range(8))
     assert ledger.look()["metrics"]["tokens_rejected"] == 0
