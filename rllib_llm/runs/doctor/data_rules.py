@@ -197,8 +197,8 @@ ENV_DATA = ("prompts", "eval_prompts")
 
 
 def source_problems(settings: Mapping[str, Any]) -> Iterator[Problem]:
-    """Problems that are found without loading weights: folders and their tokenizers, files and dotted
-    paths that are not there.
+    """Folders and their tokenizers, files and dotted paths that are not there, without loading
+    weights.
 
     What an earlier experiment will make (`${name.checkpoint}`) is left out. The hub is asked
     whether it has a repository that the local cache lacks.
