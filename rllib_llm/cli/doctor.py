@@ -126,7 +126,7 @@ def _deep(experiments: list[Experiment]) -> Iterator[Problem]:
         try:
             stage = make_stage(experiment)
             if stage is not None:
-                yield from (each.within(experiment.name) for each in deep_rules(stage))
+                yield from (each.within(f"{experiment.name}.config") for each in deep_rules(stage))
         except (ValueError, RuntimeError, OSError) as error:
             yield from (each.within(experiment.name) for each in problems_of(error))
 

@@ -192,7 +192,7 @@ def _telling_pairs(rows: Rows) -> np.ndarray:
         near = nearest(name, rows.columns, 1)
         what = f"Rename {near[0]!r} to {name!r}" if near else "Rename a column"
         require(
-            name in rows.columns, rows.description, ..., "have the columns 'chosen' and 'rejected' "
+            name in rows.columns, "data", rows.description, "have the columns 'chosen' and 'rejected' "
             "(and 'prompt', where they lack it)", f"it has {sorted(rows.columns)}",
             f"{what}, or make pairs with pairs_from_labels",
         )  # fmt: skip
@@ -203,7 +203,7 @@ def _telling_pairs(rows: Rows) -> np.ndarray:
             rule = "have text or messages as 'chosen' and 'rejected'"
             raise Problems(f"row {index} of {rows.description}", rule, found, "Drop the row")
     differ = [index for index, (a, b) in enumerate(zip(chosen, rejected, strict=True)) if a != b]
-    require(differ, rows.description, ..., "have pairs whose chosen and rejected texts differ",
+    require(differ, "data", rows.description, "have pairs whose chosen and rejected texts differ",
             f"all {len(rows)} are the same", "Check the columns")  # fmt: skip
     if len(differ) < len(rows):
         warnings.warn(

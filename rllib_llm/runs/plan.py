@@ -82,7 +82,8 @@ def check_experiments(
         if stage is not None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                found += [problem.within(experiment.name) for problem in rules(stage)]
+                place = f"{experiment.name}.config"
+                found += [problem.within(place) for problem in rules(stage)]
         problems += found
     report(problems)
     return reserved

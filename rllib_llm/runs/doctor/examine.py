@@ -72,7 +72,8 @@ def examine_experiment(
     if stage is not None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            yield from stage_rules(stage, machine, is_here)
+            rules = stage_rules(stage, machine, is_here)
+            yield from (problem.within(f"{experiment.name}.config") for problem in rules)
 
 
 def stage_rules(stage: Stage, machine: Machine, is_here: bool = True) -> Iterator[Problem]:
