@@ -192,9 +192,9 @@ def _telling_pairs(rows: Rows) -> np.ndarray:
         near = nearest(name, rows.columns, 1)
         what = f"Rename {near[0]!r} to {name!r}" if near else "Rename a column"
         require(
-            name in rows.columns, "data", rows.description, "have the columns 'chosen' and 'rejected' "
-            "(and 'prompt', where they lack it)", f"it has {sorted(rows.columns)}",
-            f"{what}, or make pairs with pairs_from_labels",
+            name in rows.columns, "data", rows.description,
+            "have the columns 'chosen' and 'rejected' (and 'prompt', where they lack it)",
+            f"it has {sorted(rows.columns)}", f"{what}, or make pairs with pairs_from_labels",
         )  # fmt: skip
     chosen, rejected = rows.column("chosen"), rows.column("rejected")
     for index, pair in enumerate(zip(chosen, rejected, strict=True)):
