@@ -38,7 +38,7 @@ from rllib_llm.config.sections import SectionMethod, defaults, known_names, sect
 from rllib_llm.config.tabled_config import TabledConfig
 from rllib_llm.modules.precision import cuda_multiplies_bfloat16, faster_library
 from rllib_llm.shared.dotted import import_dotted
-from rllib_llm.shared.errors import Problem, Problems, require
+from rllib_llm.shared.errors import Problem, require
 from rllib_llm.shared.process import multiplies_bfloat16
 from rllib_llm.shared.setting import Section
 
@@ -108,12 +108,11 @@ class LanguageModelConfig(TabledConfig):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if hasattr(cls, "module_class"):
-            raise Problems(
-                f"{cls.__name__}.module_class", "be called module_path",
-                "nothing reads it by this name",
-                "Write module_path = MyRLModule, or its dotted path",
-            )  # fmt: skip
+        require(
+            not hasattr(cls, "module_class"), f"{cls.__name__}.module_class", ...,
+            "be called module_path", "nothing reads it by this name",
+            "Write module_path = MyRLModule, or its dotted path",
+        )  # fmt: skip
 
     def __init__(self, algo_class=None):
         super().__init__(algo_class=algo_class)

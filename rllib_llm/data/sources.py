@@ -16,7 +16,7 @@ from rllib_llm.data.files import SUFFIXES, missing_file, read_file, rows_of
 from rllib_llm.data.rollouts import is_rollout_folder, load_rollouts
 from rllib_llm.data.rows import Rows, concatenated
 from rllib_llm.shared.dotted import import_dotted, looks_dotted
-from rllib_llm.shared.errors import Problem, Problems, require, unknown_key
+from rllib_llm.shared.errors import Problem, Problems, report, require, unknown_key
 from rllib_llm.shared.messages import blamed_on
 from rllib_llm.shared.storage import local_copy
 
@@ -116,8 +116,7 @@ def _with_options(source: Any, name: str) -> tuple[Any, dict[str, Any]]:
     if not isinstance(source, Mapping):
         return source, {}
     options = {key: value for key, value in source.items() if key != "path" and value is not None}
-    if found := [*_wrong_options(source, options, name)]:
-        raise Problems(found)
+    report([*_wrong_options(source, options, name)])
     return source["path"], options
 
 

@@ -23,7 +23,7 @@ from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Completions
 from rllib_llm.engines.row_blocks import row_budget, with_fewer_rows
 from rllib_llm.modules.model_source import longrope_border
-from rllib_llm.shared.errors import Problems
+from rllib_llm.shared.errors import Problems, require
 
 # Prompts are let in when this share of the places is free: a prefill of a few is poorly used.
 _FREE_SHARE = 0.25
@@ -160,8 +160,10 @@ def _check_inputs(
     if ids.ndim != 2 or ids.shape != mask.shape or not ids.numel() or mask.dtype != torch.bool:
         rule = f"be [groups, prompt_len], as the bool prompt_mask={tuple(mask.shape)}"
         raise Problems("prompt_ids", rule, value=tuple(ids.shape))
-    if not (mask[:, -1].all() and (mask.long().diff(dim=1) >= 0).all()):
-        raise Problems("prompt_mask", "be left-padded, with a token in its last column")
+    require(
+        mask[:, -1].all() and (mask.long().diff(dim=1) >= 0).all(), "prompt_mask", ...,
+        "be left-padded, with a token in its last column",
+    )  # fmt: skip
     assert not any(part.training for part in model.modules()), "dropout would change the log-probs"
     if not params.greedy:
         needed = (len(ids) * num_completions, params.max_new_tokens)

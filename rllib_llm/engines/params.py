@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rllib_llm.shared.errors import Problem, Problems
+from rllib_llm.shared.errors import Problem, report
 
 # Settings that act on tokens that have occurred, and the values that switch them off.
 _PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
@@ -110,8 +110,7 @@ class SamplingParams:
         pairs = bias.items() if isinstance(bias, Mapping) else bias
         sorted_bias = tuple(sorted((int(i), float(value)) for i, value in pairs))
         object.__setattr__(self, "logit_bias", sorted_bias)
-        if wrong := list(self._wrong()):
-            raise Problems(wrong)
+        report(list(self._wrong()))
 
     def _wrong(self) -> Iterator[Problem]:
         stops, ids = self.stop_token_ids, [token for token, _ in self.logit_bias]

@@ -18,7 +18,7 @@ import torch
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import pad_right
-from rllib_llm.shared.errors import Problems
+from rllib_llm.shared.errors import Problems, require
 
 Finish = Literal["stop", "length", "aborted", "error"]
 """A stop token was sampled; max_new_tokens were; the row was taken out; its logits were not finite.
@@ -305,8 +305,7 @@ def uniform_noise(
 
 def _words(seed: int, rows: np.ndarray, count: int, turn: int) -> np.ndarray:
     """The first `count` raw words of each row's stream, [rows, count] uint64."""
-    if not 0 <= seed < 2**64:
-        raise Problems("seed", "be within 0 and 2**64 - 1", value=seed)
+    require(0 <= seed < 2**64, "seed", seed, "be within 0 and 2**64 - 1")
     assert rows.ndim == 1 and rows.min(initial=0) >= 0 and 0 <= turn < 2**64 and count >= 0
     words = np.empty((len(rows), count), dtype="<u8")
     start = np.array([0, 0, 0, turn], dtype=np.uint64)

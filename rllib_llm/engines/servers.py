@@ -12,7 +12,7 @@ from typing import Any
 
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Ended, Engine, Finish, Noise, Row
-from rllib_llm.shared.errors import Problems
+from rllib_llm.shared.errors import Problems, require
 from rllib_llm.shared.openai_client import OpenAIClient, server_root
 
 
@@ -265,8 +265,7 @@ def open_server(model: str, *, endpoint: str = "completions", **settings: Any) -
     # Here, since transformers would make importing the package slow.
     from rllib_llm.modules.tokenizer import load_tokenizer, policy_eos_ids
 
-    if endpoint not in ENDPOINTS:
-        raise Problems("engine_settings.endpoint", f"be one of {ENDPOINTS}", value=endpoint)
+    require(endpoint in ENDPOINTS, "engine_settings.endpoint", endpoint, f"be one of {ENDPOINTS}")
     tokenizer = load_tokenizer(model)
     kind = TokenCompletions if endpoint == "tokens" else OpenAICompletions
     return kind(tokenizer, policy_eos_ids(model, tokenizer), **settings)

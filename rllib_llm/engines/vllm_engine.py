@@ -33,7 +33,7 @@ from rllib_llm.engines.protocol import (
 from rllib_llm.engines.torch_engine import TRUNK, finish_of
 from rllib_llm.modules.model_source import DOTTED, build_from_dotted, source_kind
 from rllib_llm.modules.tokenizer import load_tokenizer, policy_eos_ids
-from rllib_llm.shared.errors import Problem, Problems
+from rllib_llm.shared.errors import Problem, Problems, report
 
 # Read by vLLM when it is imported: one process, so that weights are handed over by reference, with
 # as many threads as the sampler has.
@@ -355,8 +355,7 @@ def check_row(row: Row, temperature: float) -> None:
     if params.adjustments and temperature == 1:
         reason = "at temperature 1 its log-probs are of logits without penalties and bias"
         wrong.append(Problem(", ".join(params.adjustments), off, reason, "Use engine='torch'"))
-    if wrong:
-        raise Problems(wrong)
+    report(wrong)
     check_params(temperature, params.top_k, params.top_p, params.min_new_tokens, params.min_p)
 
 
@@ -375,8 +374,7 @@ def check_params(
         Problem(name, f"be {off[name]!r} {rule}", reason, "Use temperature=1, or engine='torch'", v)
         for name, v in given.items() if v != off[name]
     ]  # fmt: skip
-    if wrong and temperature != 1:
-        raise Problems(wrong)
+    report(wrong if temperature != 1 else ())
 
 
 def _is_on_cpu() -> bool:

@@ -15,7 +15,7 @@ import torch
 
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import NO_VERSION, pad_right
-from rllib_llm.shared.errors import Problem, Problems
+from rllib_llm.shared.errors import Problem, Problems, require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,11 +73,10 @@ def check_actions(
     for name, dtype in dtypes.items():
         if (problem := misfit(name, given[name], dtype, (batch_size, num_tokens))) is not None:
             raise Problems([problem])
-    if not 1 <= shape[1] <= max_len:
-        raise Problems(
-            "completion_ids", f"be 1 to {max_len} tokens long", "the action space says so",
-            "Stop at max_completion_len", shape,
-        )  # fmt: skip
+    require(
+        1 <= shape[1] <= max_len, "completion_ids", shape, f"be 1 to {max_len} tokens long",
+        "the action space says so", "Stop at max_completion_len",
+    )  # fmt: skip
     checked = {name: given[name].to(device) for name in dtypes}
     ids, mask = checked[columns.COMPLETION_IDS], checked[columns.COMPLETION_MASK]
     ragged = (mask[:, 1:] & ~mask[:, :-1]).any(1, keepdim=True) | ~mask[:, :1]

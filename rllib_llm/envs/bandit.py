@@ -29,7 +29,7 @@ from rllib_llm.envs.settings import check_values
 from rllib_llm.modules.model_source import check_lengths, num_positions
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import pad_left
-from rllib_llm.shared.errors import Problems
+from rllib_llm.shared.errors import Problems, require
 
 
 class BanditEnv(VectorEnv):
@@ -156,8 +156,7 @@ class BanditEnv(VectorEnv):
         Raises:
             Problems: no prompts handed out, or actions that do not fit them.
         """
-        if not self._rows:
-            raise Problems("step()", "follow reset()", "no prompts are handed out yet")
+        require(self._rows, "step()", ..., "follow reset()", "no prompts are handed out yet")
         if isinstance(actions, (list, tuple)):
             actions = pad_completions(actions, self.pad_token_id)
         infos = self._judge(check_actions(

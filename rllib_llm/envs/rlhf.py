@@ -24,7 +24,7 @@ from rllib_llm.modules.model_source import (
 from rllib_llm.modules.quantization import check_quantization
 from rllib_llm.modules.tokenizer import load_tokenizer, read_chat_template
 from rllib_llm.shared.dotted import as_list
-from rllib_llm.shared.errors import Problem, Problems, problems_in, require, unknown_key
+from rllib_llm.shared.errors import Problem, Problems, problems_in, report, require, unknown_key
 from rllib_llm.shared.setting import Setting
 
 # Of prompts and rewards that an environment takes from its user, not from its own code.
@@ -144,8 +144,7 @@ def with_defaults(
     found += problems_in(_check_device, "env_config.device", settings.get("device"))
     frozen = env_config.get("frozen_quantization", "none")
     found += problems_in(check_quantization, frozen, "auto")
-    if found:
-        raise Problems(found)
+    report(found)
     return settings
 
 

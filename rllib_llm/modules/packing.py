@@ -34,7 +34,7 @@ from rllib_llm.modules.packed_attention import (
     MaskedLayout,
     RowLayout,
 )
-from rllib_llm.shared.errors import Problems
+from rllib_llm.shared.errors import Problems, require
 
 
 @dataclass(frozen=True)
@@ -153,8 +153,7 @@ def token_batches(lengths: Tensor, batch_tokens: int) -> list[Tensor]:
     Raises:
         ValueError: batch_tokens below 1.
     """
-    if batch_tokens < 1:
-        raise Problems("batch_tokens", "be at least 1", value=batch_tokens)
+    require(batch_tokens >= 1, "batch_tokens", batch_tokens, "be at least 1")
     order = lengths.argsort(descending=True, stable=True).cpu()
     sorted_lengths = lengths.cpu()[order].tolist()
     batches, start = [], 0

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from rllib_llm.shared.errors import Problem, Problems, SettingWarning, warning
+from rllib_llm.shared.errors import Problem, Problems, SettingWarning, report, warning
 
 if TYPE_CHECKING:  # it imports what models are made of, and settings are checked without
     from transformers import PreTrainedModel
@@ -200,8 +200,7 @@ def check_quantization(quantization: str, backend: str) -> None:
         Problem(name, f"be one of {', '.join(allowed)}", value=value)
         for name, value, allowed in given if value not in allowed
     ]  # fmt: skip
-    if wrong:
-        raise Problems(wrong)
+    report(wrong)
 
 
 def resolve_backend(quantization: str, backend: str, device: str | torch.device) -> str:

@@ -24,7 +24,7 @@ from rllib_llm.modules.model_source import (
     no_model,
     source_kind,
 )
-from rllib_llm.shared.errors import Problems
+from rllib_llm.shared.errors import Problems, require
 
 
 def load_tokenizer(
@@ -75,8 +75,7 @@ def read_chat_template(given: str) -> str:
         render_jinja_template([], chat_template=text)
     except TemplateSyntaxError as error:
         found = f"line {error.lineno}: {error.message}"
-    if found:
-        raise Problems("chat_template", "be a Jinja template or its file", found, value=given)
+    require(not found, "chat_template", given, "be a Jinja template or its file", found)
     return text
 
 

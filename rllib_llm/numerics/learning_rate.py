@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from rllib_llm.shared.errors import Problems
+from rllib_llm.shared.errors import Problems, require
 
 SCHEDULES = ("constant", "linear", "cosine")
 
@@ -20,8 +20,7 @@ def learning_rate_factor(
     Raises:
         ValueError: unknown schedule, or a decay without `num_total_updates`.
     """
-    if schedule not in SCHEDULES:
-        raise Problems("lr_schedule", f"be one of {SCHEDULES}", value=schedule)
+    require(schedule in SCHEDULES, "lr_schedule", schedule, f"be one of {SCHEDULES}")
     if update < num_warmup_updates:
         return (update + 1) / (num_warmup_updates + 1)
     if schedule == "constant":

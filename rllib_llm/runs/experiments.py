@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from rllib_llm.shared.errors import Problem, Problems, unknown_key
+from rllib_llm.shared.errors import Problem, Problems, report, require, unknown_key
 from rllib_llm.shared.setting import OF_EXPERIMENT, Section, Setting, Settings, setting
 
 if TYPE_CHECKING:
@@ -113,15 +113,13 @@ class Experiment(Settings):
         if run is None and not any("'run'" in problem.remedy for problem in problems):
             what = "it names the algorithm"
             problems.append(Problem(f"{name}.run", "be set", what, "Write `run: GRPO`"))
-        if problems:
-            raise Problems(problems)
+        report(problems)
         super().__init__(**given)
-        if self.mode and not self.metric:
-            raise Problems(
-                f"{name}.mode", "come with a metric",
-                "it says which way the metric improves, and there is none",
-                "Write `metric: objective/scores`, or drop it", self.mode,
-            )  # fmt: skip
+        require(
+            not self.mode or self.metric, f"{name}.mode", self.mode, "come with a metric",
+            "it says which way the metric improves, and there is none",
+            "Write `metric: objective/scores`, or drop it",
+        )  # fmt: skip
 
     def replace(self, **changes: Any) -> Experiment:
         """Return the experiment with `changes`, checked as a new one."""
@@ -190,11 +188,10 @@ def algorithm_class(name: str, where: str) -> type[Trainable]:
 
     found = get_algorithm_class(name)
     is_trainable = isinstance(found, type) and issubclass(found, Trainable)
-    if not (is_trainable and hasattr(found, "get_default_config")):
-        raise Problems(
-            f"{where}.run", "be an RLlib Algorithm or another Tune Trainable", f"it is {found!r}",
-            "Check the path", name,
-        )  # fmt: skip
+    require(
+        is_trainable and hasattr(found, "get_default_config"), f"{where}.run", name,
+        "be an RLlib Algorithm or another Tune Trainable", f"it is {found!r}", "Check the path",
+    )  # fmt: skip
     return found
 
 
@@ -224,10 +221,10 @@ def substitute(value: Any, lookup: Callable[[str, str], Any], where: str) -> Any
         return value
     if whole := REFERENCE.fullmatch(value):
         return lookup(whole[1].strip(), where)
-    if "${" in REFERENCE.sub("", value):
-        raise Problems(
-            where, "close every ${ with }", "a reference ends there", "Write the missing }", value,
-        )  # fmt: skip
+    require(
+        "${" not in REFERENCE.sub("", value), where, value, "close every ${ with }",
+        "a reference ends there", "Write the missing }",
+    )  # fmt: skip
     return REFERENCE.sub(lambda match: str(lookup(match[1].strip(), where)), value)
 
 
@@ -310,11 +307,10 @@ def _check_keeps_rollouts(experiment: Experiment, user: str) -> None:
     section = experiment.config.get("rollouts")
     section = section if isinstance(section, dict) else {}
     kept = experiment.config.get("store_rollouts", section.get("store", True))
-    if kept is False:
-        raise Problems(
-            f"{name}.config.store_rollouts", "be true", f"{user!r} uses ${{{name}.rollouts}}",
-            "Drop the key", False,
-        )  # fmt: skip
+    require(
+        kept is not False, f"{name}.config.store_rollouts", False, "be true",
+        f"{user!r} uses ${{{name}.rollouts}}", "Drop the key",
+    )  # fmt: skip
 
 
 def model_of(config: Mapping[str, Any]) -> Any:

@@ -25,7 +25,7 @@ from typing import Any
 
 from rllib_llm.runs.experiments import KEYS, Experiment
 from rllib_llm.runs.results import StageResult, read_results
-from rllib_llm.shared.errors import Problem, Problems
+from rllib_llm.shared.errors import Problem, Problems, report, require
 from rllib_llm.shared.run_layout import CHECKPOINTS, REPLACED, RESULTS, RUN_RECORD, RunFolder
 from rllib_llm.shared.storage import Place, UrlPath, place, read_json, remove, replace_text
 
@@ -105,9 +105,10 @@ def resumed_folder(root: Place, name: str, chosen: str | None, source: str) -> P
     if not chosen:
         return _newest(root, name, source)
     folder = root / chosen
-    if not folder.is_dir():
-        raise Problems("--resume", "name a run that is there", "",
-                       "Check --storage-path and --experiment-name", str(folder))  # fmt: skip
+    require(
+        folder.is_dir(), "--resume", str(folder), "name a run that is there", "",
+        "Check --storage-path and --experiment-name",
+    )  # fmt: skip
     return folder
 
 
@@ -230,8 +231,7 @@ def check_continues(folder: Place, experiments: Sequence[Experiment]) -> None:
         if result is not None and result.falls_short(experiment):
             name, why = f"{experiment.name}.stop", f"{later[0]} has begun from its result"
             problems.append(Problem(name, f"be {result.stop!r}", why, anew, experiment.stop))
-    if problems:
-        raise Problems(problems)
+    report(problems)
 
 
 def _differences(before: Any, now: Any, key: str = "") -> list[tuple[str, Any, Any]]:

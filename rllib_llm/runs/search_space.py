@@ -14,7 +14,7 @@ from ray.tune.search.sample import Float, Integer
 from rllib_llm.config.schema import flat_settings
 from rllib_llm.runs.experiments import Experiment, algorithm_class
 from rllib_llm.runs.results import flatten, number
-from rllib_llm.shared.errors import Problem, Problems, suggestion, unknown_key
+from rllib_llm.shared.errors import Problem, Problems, require, suggestion, unknown_key
 
 # Functions of `ray.tune` with numbers as arguments. `choice` and `grid_search` take one list.
 SAMPLERS = (
@@ -97,8 +97,7 @@ def _from_range(name: str, arguments: Any, where: str) -> Any:
     elif "lower" in given and given["lower"] > given["upper"]:
         rule = "give a lower bound that is not above the upper one"
         reason = "values are drawn from between them"
-    if rule:
-        raise Problems(place, rule, reason, usage, value)
+    require(not rule, place, value, rule, reason, usage)
     try:
         return sampler(**given)
     except ValueError as error:
@@ -123,12 +122,12 @@ def make_scheduler(experiment: Experiment) -> Any:
         return None
     name = _choice(experiment, "scheduler", SCHEDULER_IMPORT)
     arguments = _arguments(experiment, "scheduler_config", SCHEDULER_IMPORT[name])
-    if name != "fifo" and not (experiment.metric or arguments.get("metric")):
-        raise Problems(
-            f"{experiment.name}.metric", "be set",
-            f"scheduler {experiment.scheduler!r} compares trials by it",
-            "Write `metric: objective/scores` and `mode: max`",
-        )  # fmt: skip
+    require(
+        not (name != "fifo" and not (experiment.metric or arguments.get("metric"))),
+        f"{experiment.name}.metric", ..., "be set",
+        f"scheduler {experiment.scheduler!r} compares trials by it",
+        "Write `metric: objective/scores` and `mode: max`",
+    )  # fmt: skip
     try:
         return ResumablePBT(**arguments) if name == "pbt" else create_scheduler(name, **arguments)
     except (AssertionError, TuneError, TypeError, ValueError) as error:

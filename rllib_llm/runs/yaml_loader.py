@@ -42,7 +42,15 @@ from rllib_llm.runs.experiments import (
     substitute,
 )
 from rllib_llm.runs.search_space import LISTS, SAMPLERS
-from rllib_llm.shared.errors import Problem, Problems, closest, nearest, unknown_key
+from rllib_llm.shared.errors import (
+    Problem,
+    Problems,
+    closest,
+    nearest,
+    report,
+    require,
+    unknown_key,
+)
 from rllib_llm.shared.strict_yaml import read_text, yaml_error
 
 
@@ -76,12 +84,12 @@ def read(path: Path) -> Any:
         if near:
             hint = f"Did you mean {str(path.parent / near[0])!r}?"
         raise Problems("file", "be a YAML file", "there is none", hint, str(path))
-    if path.suffix.lower() in _NO_EXPERIMENTS:
-        raise Problems(
-            "file", "be a YAML file of experiments", f"it ends in {path.suffix}",
-            "Name the YAML file; a module's functions are named in it, and data as prompts: {data: "
-            "...}", str(path),
-        )  # fmt: skip
+    require(
+        path.suffix.lower() not in _NO_EXPERIMENTS, "file", str(path),
+        "be a YAML file of experiments", f"it ends in {path.suffix}",
+        "Name the YAML file; a module's functions are named in it, and data as prompts: {data: "
+        "...}",
+    )  # fmt: skip
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -260,11 +268,10 @@ def _known_variable(data: dict[str, Any], keys: list[str], source: str) -> None:
     known = data.get("vars") or {}
     if not isinstance(known, dict):
         return  # told where the file is read
-    if len(keys) < 2 or keys[1] not in known:
-        raise Problems(
-            "--set", f"name a variable of {source}",
-            f"it has {', '.join(known) or 'no `vars` at its top'}", "", ".".join(keys),
-        )  # fmt: skip
+    require(
+        not (len(keys) < 2 or keys[1] not in known), "--set", ".".join(keys),
+        f"name a variable of {source}", f"it has {', '.join(known) or 'no `vars` at its top'}",
+    )  # fmt: skip
 
 
 def _that_know(key: str, experiments: dict[str, Any]) -> dict[str, Any]:
@@ -354,8 +361,7 @@ def load(
             of all experiments.
     """
     experiments, errors = sound_experiments(data, source, overrides, here)
-    if errors:
-        raise Problems(errors)
+    report(errors)
     return experiments
 
 

@@ -27,7 +27,7 @@ from rllib_llm.serving.settings import (
     read_settings,
     url_of,
 )
-from rllib_llm.shared.errors import Problems
+from rllib_llm.shared.errors import Problems, require
 from rllib_llm.shared.storage import is_url
 
 COMPLETIONS = "completions"
@@ -113,12 +113,11 @@ def uses_haproxy(settings: ServeSettings, *, starts_ray: bool = True) -> bool:
                 f"haproxy=True must come with {HAPROXY}=1 where Ray was started, and here: Ray "
                 "Serve reads it there. Set it, or leave haproxy out.",
             )  # fmt: skip
-    if is_on and not has_keys:
-        raise Problems(
-            "haproxy=True must come with API keys: Ray Serve's HAProxy listens on all addresses of "
-            "the machine, and anybody who reaches one could use the model. Set api_keys_file or "
-            f"RLLIB_SERVE_API_KEYS, or leave haproxy and {HAPROXY} out.",
-        )  # fmt: skip
+    require(
+        not (is_on and not has_keys), "haproxy=True must come with API keys: Ray Serve's HAProxy "
+        "listens on all addresses of the machine, and anybody who reaches one could use the model. "
+        f"Set api_keys_file or RLLIB_SERVE_API_KEYS, or leave haproxy and {HAPROXY} out.", ..., "",
+    )  # fmt: skip
     return is_on
 
 
@@ -258,12 +257,12 @@ def _check_others(has_keys: bool) -> None:
     from ray import serve
 
     status = serve.status()
-    if status.proxies and APPLICATION not in status.applications and not has_keys:
-        raise Problems(
-            "api_keys must be set where Ray Serve runs on the cluster already: it may listen on "
-            "addresses that others reach, and anybody could use the model. Set api_keys_file or "
-            "RLLIB_SERVE_API_KEYS, or end it (`serve shutdown`).",
-        )  # fmt: skip
+    require(
+        not (status.proxies and APPLICATION not in status.applications and not has_keys),
+        "api_keys must be set where Ray Serve runs on the cluster already: it may listen on "
+        "addresses that others reach, and anybody could use the model. Set api_keys_file or "
+        "RLLIB_SERVE_API_KEYS, or end it (`serve shutdown`).", ..., "",
+    )  # fmt: skip
 
 
 def _check_address(server: Server) -> None:

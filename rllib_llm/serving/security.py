@@ -30,7 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rllib_llm.serving.schemas import ApiError, documented, refuse
 from rllib_llm.serving.settings import ONE_REPLICA, RATES, ServeSettings
-from rllib_llm.shared.errors import Problems
+from rllib_llm.shared.errors import Problems, require
 from rllib_llm.shared.strict_yaml import read_text
 
 logger = logging.getLogger(__name__)
@@ -98,17 +98,17 @@ class Clients:
     """
 
     def __init__(self, clients: Sequence[Client], admin_key: bytes | None = None) -> None:
-        if not all(client.key for client in clients) or admin_key == b"":
-            raise Problems(
-                "A key of the server must have at least one character: who sends none would have "
-                "it. Remove the empty one.",
-            )  # fmt: skip
+        require(
+            all(client.key for client in clients) and admin_key != b"",
+            "A key of the server must have at least one character: who sends none would have it. "
+            "Remove the empty one.", ..., "",
+        )  # fmt: skip
         keys = [client.key for client in clients] + [admin_key] * (admin_key is not None)
-        if len(set(keys)) < len(keys):
-            raise Problems(
-                "A key of the server must have one owner: of two entries with the same key, or of "
-                "a client and the administration, only one would count. Give each its own.",
-            )  # fmt: skip
+        require(
+            len(set(keys)) == len(keys), "A key of the server must have one owner: of two "
+            "entries with the same key, or of a client and the administration, only one would "
+            "count. Give each its own.", ..., "",
+        )  # fmt: skip
         self.clients, self._admin_key = list(clients), admin_key
         self._nobody = Client("", b"", TokenBucket(None), TokenBucket(None))
 

@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from rllib_llm.shared.errors import Problems, unknown_key
+from rllib_llm.shared.errors import Problems, require, unknown_key
 from rllib_llm.shared.strict_yaml import read_text
 
 ENVIRONMENT_PREFIX = "RLLIB_SERVE_"
@@ -179,12 +179,12 @@ class ServeSettings(BaseModel):
 
     def check_exposure(self, has_keys: bool) -> None:
         """Raises Problems for an address that others reach, without keys."""
-        if self.host not in LOOPBACK and not has_keys:
-            raise Problems(
-                f"host={self.host!r} must be one of {LOOPBACK} without API keys: others who reach "
-                "the address could use the model. Set api_keys_file, or "
-                f"{ENVIRONMENT_PREFIX}API_KEYS.",
-            )  # fmt: skip
+        require(
+            self.host in LOOPBACK or has_keys,
+            f"host={self.host!r} must be one of {LOOPBACK} without API keys: others who reach the "
+            f"address could use the model. Set api_keys_file, or {ENVIRONMENT_PREFIX}API_KEYS.",
+            ..., "",
+        )  # fmt: skip
 
 
 def url_of(host: str, port: int) -> str:

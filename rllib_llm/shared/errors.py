@@ -151,7 +151,7 @@ def unknown_key(where: str, key: str, allowed: Iterable[str], hint: str = "") ->
 
 
 def require(
-    holds: object, name: str, value: Any, rule: str, reason: object, remedy: str,
+    holds: object, name: str, value: Any, rule: str, reason: object = "", remedy: str = "",
     kind: type[Problems] = Problems,
 ) -> None:  # fmt: skip
     """Raises an error of the class `kind` with these fields unless the rule `holds`."""

@@ -33,7 +33,7 @@ from rllib_llm.envs.rlhf import build_bandit, policy_tokenizer, reward_terms, wi
 from rllib_llm.envs.sandbox import WorkerPool
 from rllib_llm.envs.settings import check_values, declared
 from rllib_llm.shared.dotted import as_list
-from rllib_llm.shared.errors import Problems
+from rllib_llm.shared.errors import Problems, require
 from rllib_llm.shared.setting import Settings, setting
 
 SCORE = f"{Path(__file__).with_name('reasoning_gym_score.py')}:score"
@@ -290,8 +290,7 @@ def _specs(datasets: Any) -> list[DatasetSpec]:
 
     given = as_list(datasets)
     specs = [dict(each) if isinstance(each, Mapping) else {"name": each} for each in given]
-    if not specs:
-        raise Problems("datasets", "name a data set of reasoning-gym", value=datasets)
+    require(specs, "datasets", datasets, "name a data set of reasoning-gym")
     for spec in specs:
         name, weight, config = spec.get("name"), spec.get("weight", 1.0), spec.get("config", {})
         for fits, key, value, rule in (

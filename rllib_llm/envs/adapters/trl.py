@@ -24,7 +24,7 @@ from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.settings import declared
 from rllib_llm.envs.tools import FunctionTool, Toolbox, as_tool
 from rllib_llm.shared.dotted import import_dotted
-from rllib_llm.shared.errors import Problems
+from rllib_llm.shared.errors import Problems, require
 from rllib_llm.shared.messages import blamed_on
 from rllib_llm.shared.remote import Away, OneThread
 from rllib_llm.shared.setting import Settings, setting
@@ -204,16 +204,18 @@ def _factory(given: Any) -> _Factory:
     with contextlib.suppress(TypeError, ValueError):  # it is not callable, or does not say
         parameters = inspect.signature(factory).parameters.values()
         wanted = [p.name for p in parameters if p.default is p.empty and p.kind not in _ANY_NUMBER]
-    if wanted:
-        raise Problems(
-            place, "be callable without arguments, as in TRL", f"it wants {wanted}",
-            "Give functools.partial(...), or a function that makes the environment", given,
-        )  # fmt: skip
+    require(
+        not wanted, place, given, "be callable without arguments, as in TRL",
+        f"it wants {wanted}", "Give functools.partial(...), or a function that makes the "
+        "environment",
+    )  # fmt: skip
     if callable(factory):
         with blamed_on(place, given, "make an environment"):
             first = factory()
-    if not callable(getattr(type(first), "reset", None)):
-        raise Problems(place, "make objects with reset(**row)", value=given)
+    require(
+        callable(getattr(type(first), "reset", None)), place, given,
+        "make objects with reset(**row)",
+    )  # fmt: skip
     return _Factory(factory, first)
 
 

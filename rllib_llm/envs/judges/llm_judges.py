@@ -29,7 +29,7 @@ from rllib_llm.envs.judges.judge_model import (
 )
 from rllib_llm.envs.judges.reward_functions import Invalid, required_column
 from rllib_llm.shared.arguments import Count, checked
-from rllib_llm.shared.errors import Problems
+from rllib_llm.shared.errors import Problems, require
 from rllib_llm.shared.messages import blamed_on
 
 _NUMBER = r"(?<![\w.])(?<!\d,)[-+]?\d+(?:\.\d+)?(?![\w]|[.,]\d)"  # "7,5" is not read
@@ -69,8 +69,7 @@ class JudgeServer(JudgeModel):
         self, base_url: str, model: str, *, template: str = TEMPLATE, system: str | None = None,
         pattern: str | None = None, low: float = 0.0, high: float = 10.0, **judge: Any,
     ) -> None:  # fmt: skip
-        if not low < high:
-            raise Problems("low", f"be below high={high!r}", "they bound the scores", value=low)
+        require(low < high, "low", low, f"be below high={high!r}", "they bound the scores")
         super().__init__(base_url, model, **judge)
         self._template, self._system = template, system
         self.needed_columns = [("template", name) for name in _names_in(template)]
