@@ -349,7 +349,7 @@ def test_a_class_of_tools_that_raises_is_told_with_its_setting():
 
 
 def test_functions_that_can_be_no_tools_are_refused():
-    with pytest.raises(Problems, match=r"tool 'nameless' must take \['x', 'more'\] by name: a call"):
+    with pytest.raises(Problems, match=r"tool 'nameless' must take \['x', 'more'\] by name"):
         Toolbox([nameless])
     with pytest.raises(Problems, match="tool 'untyped' must have type hints and a Google-style"):
         Toolbox([untyped])
