@@ -213,7 +213,7 @@ class ScriptedSampler(Sampler):
             params=lambda explore: PARAMS,
             seed=0,
         )
-        self.twin, self.weights = ScriptedPolicy(), Receiver()
+        self.older_policy, self.weights = ScriptedPolicy(), Receiver()
 
 
 class LateJudges(JudgeThreads):
