@@ -106,8 +106,8 @@ def resumed_folder(root: Place, name: str, chosen: str | None, source: str) -> P
         return _newest(root, name, source)
     folder = root / chosen
     if not folder.is_dir():
-        raise Problems("--resume", "name a run that is there", "",
-                       "Check --storage-path and --experiment-name", str(folder))  # fmt: skip
+        remedy = "Check --storage-path and --experiment-name"
+        raise Problems("--resume", "name a run that is there", "", remedy, str(folder))
     return folder
 
 
@@ -138,8 +138,8 @@ def alone_in(folder: Place) -> Iterator[None]:
             try:
                 fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise Problems("--resume", "name a run that has ended", "a process writes to it",
-                               "Wait, or end it with Ctrl-C", str(folder)) from None  # fmt: skip
+                rule, why = "name a run that has ended", "a process writes to it; wait for it"
+                raise Problems("--resume", rule, why, value=str(folder)) from None
         yield
     finally:
         os.close(opened)  # which ends the lock
@@ -160,11 +160,9 @@ def _newest(root: Place, name: str, source: str) -> Place:
     if source != COMMAND_LINE:  # runs of it with names of the user's
         named = (each for each in root.glob("*") if _source(each) == source)
         others = [each.name for each in named] or others
-    raise Problems(
-        f"--resume: a run {name!r} of {source}", f"lie in {str(root)!r}",
-        f"other runs there: {', '.join(sorted(others))}" if others else "",
-        "Name one with --experiment-name, or check --storage-path",
-    )  # fmt: skip
+    why = f"other runs there: {', '.join(sorted(others))}" if others else ""
+    remedy = "Check --experiment-name and --storage-path"
+    raise Problems(f"--resume: a run {name!r} of {source}", f"lie in {str(root)!r}", why, remedy)
 
 
 def has_saved(stage: Place) -> bool:
