@@ -380,13 +380,10 @@ def progress(flat: Mapping[str, Any], stop: Mapping[str, Any]) -> float:
 
     Only counters tell progress: a reward to be reached does not.
     """
-    shares = [0.0]
-    for key, limit in stop.items():
-        value, bound = number(flat.get(key)), number(limit)
-        if value is None or not bound or not is_counter(key):
-            continue
-        shares.append(min(1.0, max(0.0, value / bound)))
-    return max(shares)
+    counters = {key: number(limit) for key, limit in stop.items() if is_counter(key)}
+    known = [(number(flat.get(key)), limit) for key, limit in counters.items() if limit]
+    shares = [value / limit for value, limit in known if value is not None]
+    return min(1.0, max([0.0, *shares]))
 
 
 def first_and_last(rows: list[dict[str, Any]], metric: Metric) -> tuple[str, str]:

@@ -161,7 +161,7 @@ def _next_commands(results: list[StageResult], folder: Place, console: Console) 
         ("upload to Weights & Biases", "wandb sync", [folder] if has_offline else []),
     )
     for purpose, command, paths in commands:
-        for path in (path for path in paths if path is not None):
+        for path in [one for one in paths if one is not None]:
             inner = f"/{offline}" if command == "wandb sync" else ""
             text = Text.assemble((f"  # {purpose}", "dim"), f"\n  {command} {_shown(path)}{inner}")
             console.print(text, soft_wrap=True)

@@ -4,6 +4,7 @@ its best trial and that trial's model, for later stages and `--resume`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -103,14 +104,10 @@ def read_json_lines(file: Place) -> list[dict[str, Any]]:
     """Return the rows of a JSON lines file; a last line that is cut off is left out."""
     if not file.is_file():
         return []
-    rows = []
-    lines = file.read_text(encoding="utf-8").splitlines()
-    for index, line in enumerate(lines):
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            if index < len(lines) - 1:  # only the last may be unfinished, by a process that died
-                raise
+    *lines, last = file.read_text(encoding="utf-8").splitlines() or [""]
+    rows = [json.loads(line) for line in lines]
+    with contextlib.suppress(json.JSONDecodeError):  # unfinished, by a process that died
+        rows.append(json.loads(last))
     return rows
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from rllib_llm.runs.experiments import KEYS, Experiment
 from rllib_llm.runs.results import StageResult, read_results
-from rllib_llm.shared.errors import Problem, Problems, report, require
+from rllib_llm.shared.errors import Problem, Problems, report
 from rllib_llm.shared.run_layout import CHECKPOINTS, REPLACED, RESULTS, RUN_RECORD, RunFolder
 from rllib_llm.shared.storage import Place, UrlPath, place, read_json, remove, replace_text
 
@@ -105,10 +105,9 @@ def resumed_folder(root: Place, name: str, chosen: str | None, source: str) -> P
     if not chosen:
         return _newest(root, name, source)
     folder = root / chosen
-    require(
-        folder.is_dir(), "--resume", str(folder), "name a run that is there", "",
-        "Check --storage-path and --experiment-name",
-    )  # fmt: skip
+    if not folder.is_dir():
+        remedy = "Check --storage-path and --experiment-name"
+        raise Problems("--resume", "name a run that is there", "", remedy, str(folder))
     return folder
 
 
@@ -139,8 +138,8 @@ def alone_in(folder: Place) -> Iterator[None]:
             try:
                 fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise Problems("--resume", "name a run that has ended", "a process writes to it",
-                               "Wait, or end it with Ctrl-C", str(folder)) from None  # fmt: skip
+                rule, why = "name a run that has ended", "a process writes to it; wait for it"
+                raise Problems("--resume", rule, why, value=str(folder)) from None
         yield
     finally:
         os.close(opened)  # which ends the lock
@@ -161,11 +160,9 @@ def _newest(root: Place, name: str, source: str) -> Place:
     if source != COMMAND_LINE:  # runs of it with names of the user's
         named = (each for each in root.glob("*") if _source(each) == source)
         others = [each.name for each in named] or others
-    raise Problems(
-        f"--resume: a run {name!r} of {source}", f"lie in {str(root)!r}",
-        f"other runs there: {', '.join(sorted(others))}" if others else "",
-        "Name one with --experiment-name, or check --storage-path",
-    )  # fmt: skip
+    why = f"other runs there: {', '.join(sorted(others))}" if others else ""
+    remedy = "Check --experiment-name and --storage-path"
+    raise Problems(f"--resume: a run {name!r} of {source}", f"lie in {str(root)!r}", why, remedy)
 
 
 def has_saved(stage: Place) -> bool:

@@ -30,6 +30,7 @@ FELL = 4.0  # times the usual spread of a batch's reward, and its standard error
 FEWER_ENDED = 0.1  # of the completions
 OTHER_LENGTH = 1.3  # times shorter or longer
 OF_THE_CONFIG = ("config/num_env_runners", "config/num_learners")  # what the rules read of it
+NO_CORE = "{:.0%} of the time it was ready and had no core: look at what else runs on the machine"
 KEYS_FROM_THE_START = ("loss/reward_model", "policy/entropy_avg")  # compared with the first rows
 
 
@@ -71,10 +72,9 @@ class Watch:
         if not self._evaluations or made != _made(self._evaluations[-1][1]):
             self._evaluations.append(row)
         self._last.append(row)
-        rows = dict(
-            sorted({**dict(self._first), **dict(self._evaluations), **dict(self._last)}.items())
-        )
-        new = [sign for sign in latest_signs([*rows.values()]) if sign.name not in self._found]
+        known = {**dict(self._first), **dict(self._evaluations), **dict(self._last)}
+        rows = [known[place] for place in sorted(known)]
+        new = [sign for sign in latest_signs(rows) if sign.name not in self._found]
         self._found.update(sign.name for sign in new if sign.name not in OF_ONE_BATCH)
         return new
 
@@ -145,9 +145,9 @@ def overfitted_judge(rows: Rows) -> str:
     rises = len(held_out) == 2 and held_out[1] >= held_out[0] > math.log(2)
     if not (learns and rises):
         return ""
-    found = f"the held-out loss is {held_out[-1]:.3f}, above ln 2 = {math.log(2):.3f} of a coin"
-    found += f", while the training loss falls ({losses[0]:.3f} to {losses[-1]:.3f})"
-    return f"{found}: it overfits. Look at the pairs (number, labels), num_epochs and lr."
+    found = f"held-out loss {held_out[-1]:.3f}, above ln 2 = {math.log(2):.3f} of a coin, training "
+    found += f"loss {losses[0]:.3f} to {losses[-1]:.3f}: it overfits"
+    return f"{found}. Look at the pairs (number, labels), num_epochs and lr."
 
 
 def entropy_collapse(rows: Rows) -> str:
@@ -186,9 +186,8 @@ def starved(rows: Rows) -> str:
         key.rpartition("/")[2] for key in OF_THE_CONFIG if (number(rows[-1].get(key)) or 0) > 1
     ]
     remedies = [*(f"lower {name}" for name in lower), "give each process fewer threads"]
-    found = f"for {shares[-1]:.0%} of the time the trial was ready to compute and had no core"
-    look = "Look at what else runs on the machine; if it is this run's own processes"
-    return f"{found}. {look}, {' or '.join(remedies)} (OMP_NUM_THREADS)."
+    own = f"if it is this run's own, {' or '.join(remedies)} (OMP_NUM_THREADS)"
+    return f"{NO_CORE.format(shares[-1])}; {own}."
 
 
 def slow_iteration(rows: Rows) -> str:
@@ -201,9 +200,8 @@ def slow_iteration(rows: Rows) -> str:
     last, usual = known[-1], statistics.median(known[:-1])
     if last < SLOW * usual or last < LONG_S:
         return ""
-    why = f"for {starved_share:.0%} of the time it was ready to compute and had no core"
-    found = f"it took {last:.3g} s, the median of those before is {usual:.3g} s: {why}"
-    return f"{found}. Look at what else runs on the machine."
+    why = NO_CORE.format(starved_share)
+    return f"it took {last:.3g} s, the median of those before is {usual:.3g} s: {why}."
 
 
 def reward_drop(rows: Rows) -> str:

@@ -91,10 +91,8 @@ class TimedCheckpoints(Callback):
         before = self.seconds(name)
         self._slowest[name] = max(now - asked, self._slowest.get(name, 0.0))
         if self.seconds(name) > before:
-            text = "A checkpoint of %s takes %.0f s: to cost at most %.0f %% of the time, there is "
-            text += "one every %.0f min. checkpoint_interval_s overrides this."
-            minutes = self.seconds(name) / 60
-            logger.warning(text, trial, now - asked, 100 * MAX_SHARE, minutes)
+            text = "Saving %s takes %.0f s: once every %.0f min, or as checkpoint_interval_s says."
+            logger.warning(text, trial, now - asked, self.seconds(name) / 60)
 
     def seconds(self, trial_id: str) -> float:
         """Seconds from one checkpoint of a trial to the next."""

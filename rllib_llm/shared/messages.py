@@ -59,16 +59,11 @@ def told(error: BaseException) -> str:
     if any(kind.__name__ == "BaseExceptionGroup" for kind in type(error).__mro__):
         return told(error.exceptions[0])  # type: ignore[attr-defined]  # Python 3.10 has none
     try:
-        text = _without_half_characters(str(error))
+        text = str(error).encode(errors="backslashreplace").decode()  # of half characters
     except Exception:  # noqa: BLE001  (of a user's class)
         text = "(its text cannot be read)"
-    if _is_own(error):
-        return text
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _without_half_characters(text: str) -> str:
-    return text.encode(errors="backslashreplace").decode()
+    kind = "" if _is_own(error) else type(error).__name__
+    return ": ".join(filter(None, (kind, text)))
 
 
 def _is_own(error: BaseException) -> bool:
@@ -265,7 +260,6 @@ class _Tee:
     def end_line(self) -> None:
         """Records a line that has no end yet."""
         self._listener.note(self._line)
-        self._line = ""
 
     def __getattr__(self, name: str) -> Any:  # fileno, encoding, isatty, flush
         return getattr(self._stdout, name)
@@ -274,7 +268,6 @@ class _Tee:
 MESSAGES_FILE = "messages.jsonl"
 ACTIVITY_FILE = "doing_now.txt"
 MAX_PRINTED = 200  # lines of an iteration
-SAME_CHARS = 60  # that make two warnings the same, whatever numbers are in them
 
 
 class MessageLog:
@@ -318,8 +311,8 @@ class MessageLog:
 
 
 def same_key(text: str) -> str:
-    """A key for warnings that differ only in numbers and examples."""
-    return "".join(c for c in " ".join(text.split()) if not c.isdigit())[:SAME_CHARS]
+    """A key for warnings that differ only in numbers and in what follows 60 characters."""
+    return "".join(c for c in " ".join(text.split()) if not c.isdigit())[:60]
 
 
 class TrialEar:
@@ -336,8 +329,8 @@ class TrialEar:
         for line in lines:
             with contextlib.suppress(json.JSONDecodeError):  # a row that a full disk cut off
                 rows.append(json.loads(line))
-        texts = (_without_half_characters(row["text"]) for row in rows if row["is_warning"])
-        return [" ".join(text.split()) for text in texts]
+        texts = (row["text"].encode(errors="backslashreplace") for row in rows if row["is_warning"])
+        return [" ".join(text.decode().split()) for text in texts]
 
     def activity(self) -> tuple[str, float] | None:
         """The trial's activity and its start (seconds since the epoch); None if unknown."""

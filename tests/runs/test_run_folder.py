@@ -99,7 +99,7 @@ def test_the_newest_run_of_the_same_file_is_resumed_not_of_another_of_its_name(t
     with pytest.raises(Problems, match="a run 'y' of .* must lie in"):
         resumed(tmp_path, "y", None, "/y.yaml", [sft()])
     new_folder(tmp_path, "z", "mine", "/z.yaml", [sft()])
-    with pytest.raises(Problems, match="other runs there: mine. Name one with --experiment-name"):
+    with pytest.raises(Problems, match="other runs there: mine. Check --experiment-name"):
         resumed(tmp_path, "z", None, "/z.yaml", [sft()])
     # The user's word counts: the file may have been moved.
     named = resumed(tmp_path, "x", "x_2026-01-03_00-00-00", FILE, [sft()])
