@@ -39,7 +39,7 @@ from rllib_llm.rollouts.errors import NoSamplersError, NoServerError
 from rllib_llm.rollouts.judged_batch import JudgedBatch
 from rllib_llm.rollouts.schedule import ServingSettings
 from rllib_llm.shared import columns
-from rllib_llm.shared.errors import Problem, Problems
+from rllib_llm.shared.errors import Problem, Problems, require
 
 
 def pass_metrics(
@@ -160,9 +160,10 @@ def evaluate_by_request(algorithm) -> dict[str, Any]:
         Problems: the algorithm was built without evaluation samplers.
     """
     config, group = algorithm.config, algorithm.eval_env_runner_group
-    if group is None:
-        raise Problems("evaluation_interval", "be at least 1", "else there are no samplers for it",
-                       "Set it, large where only evaluate() is called", None)  # fmt: skip
+    require(
+        group is not None, "evaluation_interval", None, "be at least 1",
+        "else there are no samplers for it", "Set it, large where only evaluate() is called",
+    )  # fmt: skip
     options = {"algorithm": algorithm, "metrics_logger": algorithm.metrics}
     make_callback(
         "on_evaluate_start", algorithm.callbacks, config.callbacks_on_evaluate_start, kwargs=options

@@ -19,7 +19,7 @@ from rllib_llm.config.sections import SectionMethod
 from rllib_llm.config.tabled_config import TabledConfig
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import uniform_noise
-from rllib_llm.shared.errors import Problem, Problems
+from rllib_llm.shared.errors import Problem, require
 from rllib_llm.shared.setting import Section
 
 TRAIN_FILE, EVAL_FILE = "train.jsonl", "eval.jsonl"
@@ -93,9 +93,10 @@ class Generate(Trainable):
         self.settings.validate()
         model = self.settings.given_model()
         self.tokenizer = load_tokenizer(model)
-        if self.tokenizer.bos_token_id is None:
-            raise Problems("model", "have a BOS token", "texts are sampled from it alone",
-                           "Set tokenizer.bos_token and save it again", model)  # fmt: skip
+        require(
+            self.tokenizer.bos_token_id is not None, "model", model, "have a BOS token",
+            "texts are sampled from it alone", "Set tokenizer.bos_token and save it again",
+        )  # fmt: skip
         device = "cuda" if self.settings.num_gpus else "cpu"
         self.model = load_causal_lm(model, dtype=self.settings.dtype, device=device)
         ends = eos_token_ids(self.tokenizer, self.model, load_generation_config(model))

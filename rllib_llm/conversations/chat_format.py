@@ -38,7 +38,7 @@ from rllib_llm.conversations.tool_calls import (
 )
 from rllib_llm.data.encoding import apply_template, common_prefix_len, content_text, render_chat
 from rllib_llm.data.turn_ends import MARKER, example_calls, find_turn_ends, special_texts
-from rllib_llm.shared.errors import Problems
+from rllib_llm.shared.errors import Problems, require
 
 Message = Mapping[str, Any]
 Messages = list[dict[str, Any]]
@@ -99,10 +99,14 @@ class ChatFormat:
         if not tokenizer.chat_template:
             remedy = "Set chat_template (a file, or a text), or take an instruction-tuned model"
             raise ChatFormatError("chat_template", "be a template", "", remedy, None)
-        if history not in HISTORIES:
-            raise ChatFormatError("history", f"be one of {HISTORIES}", value=history)
-        if syntax is not None and syntax not in SYNTAXES:
-            raise ChatFormatError("tool_syntax", f"be one of {SYNTAXES}", value=syntax)
+        require(
+            history in HISTORIES, "history", history, f"be one of {HISTORIES}",
+            kind=ChatFormatError,
+        )  # fmt: skip
+        require(
+            not (syntax is not None and syntax not in SYNTAXES), "tool_syntax", syntax,
+            f"be one of {SYNTAXES}", kind=ChatFormatError,
+        )  # fmt: skip
         self.tokenizer, self._special_texts = tokenizer, special_texts(tokenizer)
         # Servers describe their tools: like all that others say, without special tokens.
         self.tools = [broken_up(tool, self._special_texts) for tool in tools]

@@ -22,6 +22,7 @@ from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.conversations.tool_calls import ParsedReply
 from rllib_llm.data.encoding import common_prefix_len
 from rllib_llm.data.turn_ends import example_calls
+from rllib_llm.shared.errors import require
 
 Outcome = Literal[
     "appends", "forks", "keeps", "unsupported", "ignored", "unreadable", "proven"
@@ -148,12 +149,13 @@ def require_tools(chat_format: ChatFormat, findings: list[Proof]) -> None:
     calls = next((finding for finding in walked if finding.outcome == "unreadable"), calls)
     written = chat_format.render([USER], generation_prompt=True)
     unknown = [name for name in sorted(chat_format.tool_names) if name not in written]
-    if unknown or calls.outcome in _NO_TOOLS or chat_format.syntax == "none":
-        raise ChatFormatError(
-            "chat_template", "write tools, their calls and results", f"it does not name {unknown}, "
-            f"dialogues with {calls}, and calls are of the syntax {chat_format.syntax!r}",
-            "Give a template that writes them, or remove the tools",
-        )  # fmt: skip
+    require(
+        not (unknown or calls.outcome in _NO_TOOLS or chat_format.syntax == "none"),
+        "chat_template", ..., "write tools, their calls and results",
+        f"it does not name {unknown}, dialogues with {calls}, and calls are of the syntax "
+        f"{chat_format.syntax!r}", "Give a template that writes them, or remove the tools",
+        kind=ChatFormatError,
+    )  # fmt: skip
 
 
 def _prove(chat_format: ChatFormat, name: str, turns: Messages) -> Proof:

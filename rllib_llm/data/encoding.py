@@ -279,8 +279,7 @@ def as_turns(prompt: Any, answer: Any) -> tuple[Messages, int]:
 def check_messages(messages: Iterable[Any]) -> None:
     """Raises Problems where they are no list, or one is no message with a role."""
     written = "Write [{role: user, content: ...}, ...], and calls as [{function: {name: ...}}]"
-    if not isinstance(messages, Iterable):
-        raise Problems("messages", "be a list", "", written, messages)
+    require(isinstance(messages, Iterable), "messages", messages, "be a list", "", written)
     for message in messages:
         if not is_message(message):
             name = f"the message {str(message)[:60]!r}"

@@ -39,7 +39,7 @@ import pyarrow as pa
 import pyarrow.fs
 import pyarrow.parquet as pq
 
-from rllib_llm.shared.errors import Problem, Problems
+from rllib_llm.shared.errors import Problem, Problems, require
 
 STORE_FILE = ".store.json"  # hidden: readers take a folder's other files for data
 PIECES_KEY = b"rllib_llm_pieces"  # in each file's metadata: (rows, iteration) of what it is made of
@@ -110,11 +110,11 @@ class RolloutSchemaError(Problems):
 def check_version(schema: pa.Schema, where: str) -> None:
     """Raises RolloutSchemaError unless files of `schema` can be read here."""
     found = (schema.metadata or {}).get(VERSION_KEY, b"none").decode()
-    if found != str(SCHEMA_VERSION):
-        raise RolloutSchemaError(
-            "rollout schema version", f"be {SCHEMA_VERSION}", f"{where} was written by another "
-            "version of rllib_llm", "Sample again, or read it with that", found,
-        )  # fmt: skip
+    require(
+        found == str(SCHEMA_VERSION), "rollout schema version", found, f"be {SCHEMA_VERSION}",
+        f"{where} was written by another version of rllib_llm",
+        "Sample again, or read it with that", kind=RolloutSchemaError,
+    )  # fmt: skip
 
 
 def conform(table: pa.Table, iteration: int) -> pa.Table:

@@ -129,12 +129,12 @@ def info_columns(
             name = f"infos[{columns.LOSS_MASK!r}][{row}]"
             raise Problems(name, rule, reason, value=sampled[row].int().tolist())
     versions = found.get(columns.WEIGHTS_VERSION)
-    if versions is not None and bool((versions[~sampled] != NO_VERSION).any()):
-        raise Problems(
-            f"infos[{columns.WEIGHTS_VERSION!r}]", f"be {NO_VERSION} where nothing was sampled",
-            "the age of a batch is counted over sampled tokens",
-            f"Use torch.where(loss_mask, versions, {NO_VERSION})",
-        )  # fmt: skip
+    require(
+        not (versions is not None and bool((versions[~sampled] != NO_VERSION).any())),
+        f"infos[{columns.WEIGHTS_VERSION!r}]", ..., f"be {NO_VERSION} where nothing was sampled",
+        "the age of a batch is counted over sampled tokens",
+        f"Use torch.where(loss_mask, versions, {NO_VERSION})",
+    )  # fmt: skip
     return found
 
 

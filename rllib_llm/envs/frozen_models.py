@@ -368,8 +368,10 @@ def _normalization(
         raise Problems("normalize", "be (mean, std) or false", reason, value=given)
     if given is None or given is True:
         return stored or (0.0, 1.0)
-    if isinstance(given, (str, float, int)) or len(given) != 2:
-        raise Problems("normalize", "be (mean, std), true, false or null", value=given)
+    require(
+        not (isinstance(given, (str, float, int)) or len(given) != 2), "normalize", given,
+        "be (mean, std), true, false or null",
+    )  # fmt: skip
     mean, std = given
     check_normalization(mean, std)
     return float(mean), float(std)

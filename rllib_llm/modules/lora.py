@@ -39,7 +39,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rllib_llm.modules.llama_trunk import is_called_plainly, is_plain_tensor
 from rllib_llm.modules.quantization import quantize
-from rllib_llm.shared.errors import Problem, Problems, closest, report, unknown_key
+from rllib_llm.shared.errors import Problem, Problems, closest, report, require, unknown_key
 
 ADAPTER = "default"  # peft's own name for the only adapter of a model
 DEFAULTS = {"r": 16, "alpha": 32, "dropout": 0.0, "target_modules": "all-linear"}
@@ -55,8 +55,7 @@ OTHER_NAMES = {"rank": "r", "lora_r": "r", "lora_alpha": "alpha", "lora_dropout"
 
 def check_lora(lora: Any) -> None:
     """Raises ValueError for settings of adapters that are none; see `add_adapters`."""
-    if not isinstance(lora, dict):
-        raise Problems("lora", f"be a dict such as {DEFAULTS}, or None", value=lora)
+    require(isinstance(lora, dict), "lora", lora, f"be a dict such as {DEFAULTS}, or None")
     report(list(_wrong_settings(lora)))
 
 

@@ -49,6 +49,7 @@ from rllib_llm.shared.errors import (
     errors_of,
     problems_in,
     report,
+    require,
     suggestion,
     warning,
     without_consequences,
@@ -299,11 +300,11 @@ def check_env(config: Any, algo_class: type) -> None:
 
     env = getattr(config, "env", None)
     is_of_rllib = isinstance(config, AlgorithmConfig) and not isinstance(config, TabledConfig)
-    if env is None and is_of_rllib and config.observation_space is None:
-        raise Problems(
-            "env", "be a gymnasium id, a registered name or a dotted path",
-            "an algorithm of RLlib learns in it", "Write `env: CartPole-v1` beside `run:`",
-        )  # fmt: skip
+    require(
+        not (env is None and is_of_rllib and config.observation_space is None), "env", ...,
+        "be a gymnasium id, a registered name or a dotted path",
+        "an algorithm of RLlib learns in it", "Write `env: CartPole-v1` beside `run:`",
+    )  # fmt: skip
     if not isinstance(env, str):
         return
     if env in ENVIRONMENTS:

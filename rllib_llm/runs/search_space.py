@@ -62,11 +62,10 @@ def examples(config: dict[str, Any], limit: int = 64) -> list[dict[str, Any]]:
 
 
 def _from_list(name: str, arguments: Any, where: str) -> Any:
-    if not isinstance(arguments, list) or not arguments:
-        raise Problems(
-            f"{where}.{name}", "be a list of at least one value", "these are tried",
-            f"Write {{{name}: [1, 2]}}", arguments,
-        )  # fmt: skip
+    require(
+        isinstance(arguments, list) and arguments, f"{where}.{name}", arguments,
+        "be a list of at least one value", "these are tried", f"Write {{{name}: [1, 2]}}",
+    )  # fmt: skip
     if name == "grid_search":
         return {"grid_search": [to_tune(item, where) for item in arguments]}
     from ray import tune
@@ -169,11 +168,10 @@ def _refused(experiment: Experiment, key: str, error: object) -> Problems:
 def _choice(experiment: Experiment, key: str, known: dict[str, Any]) -> str:
     value = str(getattr(experiment, key)).lower()
     value = SHORT_NAMES.get(value, value)
-    if value not in known:
-        raise Problems(
-            f"{experiment.name}.{key}", "be a name that Ray Tune knows", "it is not",
-            suggestion(value, [*known, *SHORT_NAMES]), value,
-        )  # fmt: skip
+    require(
+        value in known, f"{experiment.name}.{key}", value, "be a name that Ray Tune knows",
+        "it is not", suggestion(value, [*known, *SHORT_NAMES]),
+    )  # fmt: skip
     return value
 
 

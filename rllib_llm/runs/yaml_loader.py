@@ -153,8 +153,9 @@ def with_includes(
             rule, remedy = f"not lead back to {path.name}", "Take one of the two out"
             raise Problems("include", rule, "it would never end", remedy, name).within(source)
         included = _placed(read(path), path)
-        if not isinstance(included, dict):
-            raise Problems(str(path), "hold experiments", f"{source} includes it")
+        require(
+            isinstance(included, dict), str(path), ..., "hold experiments", f"{source} includes it",
+        )  # fmt: skip
         merged = laid_over(merged, with_includes(included, str(path), path.parent, (*inside, path)))
     merged = laid_over(merged, data)
     return {key: value for key, value in merged.items() if value is not None or key == "vars"}
@@ -444,8 +445,10 @@ def _variables(given: Any, source: str, here: Path | None) -> dict[str, Any]:
 def _known(ref: str, where: str, *, values: Mapping[str, Any], names: list[str], index: int) -> Any:
     """Return the value of a variable, or the reference to an earlier stage unchanged."""
     if ref in values:
-        if values[ref] is None:
-            raise Problems(where, "have a value", "", f"Give --set {ref}=...", f"${{{ref}}}")
+        require(
+            values[ref] is not None, where, f"${{{ref}}}", "have a value", "",
+            f"Give --set {ref}=...",
+        )  # fmt: skip
         return values[ref]
     name, _, product = ref.rpartition(".")
     if name in names and product not in PRODUCTS:
@@ -466,11 +469,11 @@ def _known(ref: str, where: str, *, values: Mapping[str, Any], names: list[str],
 
 
 def _check_spec(name: Any, spec: Any, source: str) -> None:
-    if not isinstance(name, str) or not NAME.match(name):
-        raise Problems(
-            f"{source}: experiment name {name!r}", "be letters, digits, - and _",
-            "it becomes a folder name", "Rename it",
-        )  # fmt: skip
+    require(
+        isinstance(name, str) and NAME.match(name),
+        f"{source}: experiment name {name!r}", ..., "be letters, digits, - and _",
+        "it becomes a folder name", "Rename it",
+    )  # fmt: skip
     if not isinstance(spec, dict):
         rule = "be a mapping with run, env, stop, config"
         remedy = "Indent its settings below its name"

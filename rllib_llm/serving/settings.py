@@ -285,12 +285,11 @@ def _from_file(file: Path | None) -> dict[str, Any]:
     except yaml.YAMLError as error:  # PyYAML's words may show a key, as the line may
         mark = getattr(error, "problem_mark", None)
         problem = f"line {0 if mark is None else mark.line + 1} is not YAML"
-    if not isinstance(values, dict):
-        raise Problems(
-            "config", "be a YAML file of settings by name", problem,
-            "Write lines such as `port: 8000`", str(file),
-        )  # fmt: skip
-    return values
+    require(
+        isinstance(values, dict), "config", str(file), "be a YAML file of settings by name",
+        problem, "Write lines such as `port: 8000`",
+    )  # fmt: skip
+    return dict(values or {})
 
 
 def _from_environment(environment: Mapping[str, str] | None) -> dict[str, Any]:

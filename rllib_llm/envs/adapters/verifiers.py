@@ -150,8 +150,10 @@ class VerifiersEnv(ConversationEnv):
     def vf_tasks(self) -> list[Any]:
         """The `vf.Task`s, by position, all of which can be done in this process."""
         count = self.settings["num_tasks"]
-        if count is None and not self.taskset.bounded:
-            raise Problems("num_tasks", "be a number", "its tasks never end", value=None)
+        require(
+            not (count is None and not self.taskset.bounded), "num_tasks", None, "be a number",
+            "its tasks never end",
+        )  # fmt: skip
         with blamed_on("taskset", self.settings["taskset"], "yield tasks"):
             tasks = list(itertools.islice(iter(self.taskset), count))
         if not tasks:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rllib_llm.envs.judges.rewards import RewardBatch, RewardError, RewardSum
-from rllib_llm.shared.errors import Problems
+from rllib_llm.shared.errors import Problems, require
 
 _RESERVED = ("prompt", "completion")
 
@@ -96,8 +96,10 @@ def calibrate(
         if not isinstance(label, (int, float)) or not math.isfinite(label):
             raise Problems(f"{label_column} in row {number}", "be a finite number", value=label)
     sums = RewardSum(judge)
-    if not sums.wants_texts:
-        raise RewardError("judge", "read texts", "rows of a file have no token ids")
+    require(
+        sums.wants_texts, "judge", ..., "read texts", "rows of a file have no token ids",
+        kind=RewardError,
+    )  # fmt: skip
     names = [name for name in rows[0] if name not in (label_column, *_RESERVED)]
     prompts, completions = ([str(row[name]) for row in rows] for name in _RESERVED)
     columns = {name: [row.get(name) for row in rows] for name in names}

@@ -19,7 +19,7 @@ import torch
 
 from rllib_llm.conversations.json_values import copied
 from rllib_llm.shared.dotted import import_dotted
-from rllib_llm.shared.errors import Problems, unknown_key
+from rllib_llm.shared.errors import Problems, require, unknown_key
 from rllib_llm.shared.messages import blamed_on, raised
 
 RewardFunction = Callable[..., Any]
@@ -249,12 +249,12 @@ class RewardTerm:
         for setting, column in _attribute(self.function, "needed_columns", ()):
             required_column(dict.fromkeys(columns), setting, column)
         missing = sorted(self._required - {*columns, *_RESERVED, _STATE})
-        if missing:
-            raise RewardError(
-                f"reward function {self.name!r}",
-                f"find its arguments {missing} among the columns of the prompts",
-                f"there are {sorted(columns) or 'none'}", "Add them, or give defaults or 'kwargs'",
-            )  # fmt: skip
+        require(
+            not missing, f"reward function {self.name!r}", ...,
+            f"find its arguments {missing} among the columns of the prompts",
+            f"there are {sorted(columns) or 'none'}", "Add them, or give defaults or 'kwargs'",
+            kind=RewardError,
+        )  # fmt: skip
 
 
 def named_function(spec: RewardFunction | str | Mapping[str, Any]) -> Any:

@@ -23,7 +23,7 @@ from fastapi import FastAPI, HTTPException, Request
 from pydantic import BaseModel, Field
 
 from rllib_llm.envs.judges.rewards import RewardBatch, RewardError, Rewards, RewardSum
-from rllib_llm.shared.errors import Problems
+from rllib_llm.shared.errors import Problems, require
 
 Asked = TypeVar("Asked", bound=BaseModel)
 LABEL_COLUMN = "answer"
@@ -65,8 +65,10 @@ class RewardService:
 
     def __init__(self, rewards: RewardSum, *, label_column: str = LABEL_COLUMN) -> None:
         wanting = [term.name for term in rewards.terms if term.wants_tokens]
-        if wanting:
-            raise RewardError(f"reward functions {wanting!r}", "read texts", "a service has no ids")
+        require(
+            not wanting, f"reward functions {wanting!r}", ..., "read texts",
+            "a service has no ids", kind=RewardError,
+        )  # fmt: skip
         self._rewards, self._label_column = rewards, label_column
         self._turn = asyncio.Lock()
 
