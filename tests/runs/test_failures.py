@@ -34,7 +34,7 @@ DEATH = """The actor died unexpectedly before finishing this task.
         pid: 13648
 The actor is dead because its worker process has died. Worker exits with an exit code 3.
 """
-IN_CREATION = """\x1b[36mray::GRPO.__init__()\x1b[39m (pid=9093, ip=192.0.2.2, repr=GRPO)
+IN_CREATION = """\x1b[36mray::GRPO.__init__()\x1b[39m (pid=9093, actor_id=8fa, repr=GRPO)
   File "/venv/lib/site-packages/datasets/load.py", line 9, in load
 ConnectionError: Couldn't reach 'data/mine' on the Hub
 
