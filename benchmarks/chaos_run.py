@@ -14,7 +14,7 @@ from rllib_llm.algorithms.grpo import GRPO, GRPOConfig
 from rllib_llm.examples import arithmetic
 from rllib_llm.learners.policy_learners import GRPOLearner
 from rllib_llm.rollouts.judged_batch import JudgedBatch
-from rllib_llm.rollouts.source import Rollouts
+from rllib_llm.rollouts.source import RolloutSource
 from rllib_llm.shared import columns
 
 LEDGER = "CHAOS_LEDGER"  # environment variable: the folder of the ledgers
@@ -58,7 +58,7 @@ def nap(seconds: float) -> None:
 class AccountedRollouts:
     """A source of batches that notes what it is asked for and what it gives."""
 
-    def __init__(self, source: Rollouts) -> None:
+    def __init__(self, source: RolloutSource) -> None:
         self._source = source
 
     def next(self) -> JudgedBatch:

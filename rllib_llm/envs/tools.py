@@ -195,7 +195,7 @@ class Toolbox:
             late = (TimeoutError, asyncio.TimeoutError)  # noqa: UP041  (another class in Python 3.10)
             is_signal = isinstance(error, ValueError) and _NO_SIGNALS in told(error)
             failure = "unavailable" if is_signal or isinstance(error, Away) else "error"
-            failure = "timeout" if isinstance(error, late) else failure  # whoever's limit it was
+            failure = "timeout" if isinstance(error, late) else failure  # of either limit
             shown = None if failure == "unavailable" else _SHOWN  # the policy does not read it
             text = f"Error: {told(error)[:shown]}"
         return ToolResult(text, failure, time.perf_counter() - start)

@@ -229,7 +229,7 @@ def _of_rollout(row: Mapping[str, Any], texts: TokenTexts | None) -> dict[str, A
 
 
 def _tokens(row: Mapping[str, Any], texts: TokenTexts | None) -> list[list[Any]]:
-    """Of each token [text, log-prob, advantage, KL]; the text "#17" without a tokenizer."""
+    """Rows of tokens: [text, log-prob, advantage, KL]; the text "#17" without a tokenizer."""
     ids, *numbers = (row.get(name) or [] for name in TOKEN_COLUMNS)
     known = zip_longest(ids, *(each[: len(ids)] for each in numbers))
     return [

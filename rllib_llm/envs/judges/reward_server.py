@@ -126,7 +126,7 @@ def _behind_prompt(query: str, prompt: str) -> str:
 def make_app(service: RewardService, token: str) -> FastAPI:
     """The HTTP application; raises ValueError for an empty token."""
     if not token:
-        raise ValueError("token='' must not be empty: whoever reaches the port could use it")
+        raise ValueError("token='' must not be empty: anybody who reaches the port could use it")
     wanted = f"Bearer {token}".encode()
     app = FastAPI(title="Rewards", docs_url=None, redoc_url=None)
 
