@@ -121,12 +121,13 @@ def _deep(experiments: list[Experiment]) -> Iterator[Problem]:
     from rllib_llm.runs.doctor.examine import deep_rules
     from rllib_llm.runs.doctor.stage import make_stage
     from rllib_llm.runs.experiments import with_stand_ins
+    from rllib_llm.runs.plan import named
 
     for experiment in with_stand_ins(experiments):
         try:
             stage = make_stage(experiment)
             if stage is not None:
-                yield from (each.within(f"{experiment.name}.config") for each in deep_rules(stage))
+                yield from (named(each, experiment.name) for each in deep_rules(stage))
         except (ValueError, RuntimeError, OSError) as error:
             yield from (each.within(experiment.name) for each in problems_of(error))
 

@@ -83,11 +83,17 @@ def check_experiments(
         if stage is not None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                place = f"{experiment.name}.config"
-                found += [problem.within(place) for problem in rules(stage)]
+                found += [named(problem, experiment.name) for problem in rules(stage)]
         problems += found
     report(problems)
     return reserved
+
+
+def named(problem: Problem, experiment: str) -> Problem:
+    """The problem of a setting, named with its experiment, and its config unless it is a key beside
+    that."""
+    is_beside = problem.name.split(".")[0] in KEYS
+    return problem.within(experiment if is_beside else f"{experiment}.config")
 
 
 def check_experiment(experiment: Experiment) -> list[Reservation]:
@@ -162,12 +168,11 @@ def _config_problems(
         found += [*wrong, *problems_in(check_env, config, algo_class)]
         if ours:
             found += problems_in(source_problems, settings)
+        if ours and not errors_of(found) and data_settings(settings) not in read:
+            read.add(data_settings(settings))
+            found += problems_in(row_problems, config)
         if not errors_of(found):
             stages[:] = stages or [stage_of(experiment, config)]
-            if ours and data_settings(settings) not in read:
-                read.add(data_settings(settings))
-                found += problems_in(row_problems, config)
-        if not errors_of(found):
             one = Reservation.of(algo_class.default_resource_request(config), config)
             reserved += [] if one in reserved else [one]
         for problem in without_consequences(found):

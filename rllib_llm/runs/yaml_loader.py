@@ -143,7 +143,7 @@ def with_includes(
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         why, remedy = "they are read before this one", "Write `include: other.yaml`"
-        raise Problems("include", "be a file or a list of files", why, remedy, names).within(source)
+        raise Problems(f"{source}: include", "be a file or a list of files", why, remedy, names)
     if not names:
         return data
     merged: dict[str, Any] = {}
@@ -151,7 +151,7 @@ def with_includes(
         path = _found(name, here)
         if path in inside:
             rule, remedy = f"not lead back to {path.name}", "Take one of the two out"
-            raise Problems("include", rule, "it would never end", remedy, name).within(source)
+            raise Problems(f"{source}: include", rule, "it would never end", remedy, name)
         included = _placed(read(path), path)
         require(
             isinstance(included, dict), str(path), ..., "hold experiments", f"{source} includes it",
@@ -422,7 +422,7 @@ def _variables(given: Any, source: str, here: Path | None) -> dict[str, Any]:
     """
     if not isinstance(given or {}, dict):
         why, remedy = "${vars.name} refers to its entries", "Write `vars: {name: value}`"
-        raise Problems("vars", "be a mapping", why, remedy, given).within(source)
+        raise Problems(f"{source}: vars", "be a mapping", why, remedy, given)
     raw = {f"vars.{key}": value for key, value in (given or {}).items()}
     if here is not None:
         raw["here"] = str(here)

@@ -145,8 +145,11 @@ class Setting:
                 rule = "below 2**63"
             elif isinstance(value, str) and not value.strip("\0 \t\n"):
                 rule = "more than a blank"
+            elif isinstance(value, dict) and not all(isinstance(key, str) for key in value):
+                rule = f"{rule}, of names that are texts"
             elif isinstance(value, str) and not self.remedy:
-                near = nearest(value, map(str, self.choices), 1)
+                begun = [name for name in map(str, self.choices) if value.startswith(name)]
+                near = nearest(value, map(str, self.choices), 1) or begun
                 remedy = f"Did you mean {near[0]!r}?" if near else remedy
         path = (place, self.place if self.place == IN_ENV else "", self.name)
         return Problem(".".join(filter(None, path)), f"be {rule}", reason, remedy, value)

@@ -20,6 +20,10 @@ OTHERWISE = ("int", "float", "timestamp")  # types that PyYAML reads otherwise, 
 MAX_LEVELS = 100  # of lists and mappings in each other; PyYAML's recursion ends at a few hundred
 
 
+class RefusedError(yaml.MarkedYAMLError):
+    """YAML that PyYAML would take, or fail on with an error of Python; `problem` is the rule."""
+
+
 class Loader(yaml.SafeLoader):
     """The safe YAML loader with YAML 1.2 floats, dates and times as text, unique keys, and a limit
     on nesting."""
@@ -41,9 +45,9 @@ class Loader(yaml.SafeLoader):
         node = super().compose_node(parent, index) if self._level <= MAX_LEVELS else None
         self._level -= 1
         if is_alias and node is not None and node not in self._levels_below:
-            raise _not_composed("it stands within what it names", mark)
+            raise RefusedError(None, None, "not refer to what it stands in", mark)
         if node is None or self._level + self._height(node) > MAX_LEVELS:
-            raise _not_composed("nested too deep", mark)
+            raise RefusedError(None, None, f"be nested at most {MAX_LEVELS} levels deep", mark)
         return node
 
     def _height(self, node: yaml.Node) -> int:
@@ -67,9 +71,7 @@ class Loader(yaml.SafeLoader):
             key = key_node.value
             if isinstance(key, str) and key != "<<":
                 if key in seen:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"the key {key!r} is written twice", key_node.start_mark
-                    )
+                    raise RefusedError(None, None, f"have {key!r} once", key_node.start_mark)
                 seen.add(key)
         return node
 
@@ -78,13 +80,8 @@ class Loader(yaml.SafeLoader):
         try:
             return super().construct_object(node, deep)
         except (ValueError, ArithmeticError, LookupError, AttributeError) as error:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"no value of its type: {error}", node.start_mark
-            ) from error
-
-
-def _not_composed(problem: str, mark: yaml.Mark) -> yaml.YAMLError:
-    return yaml.composer.ComposerError(None, None, problem, mark)
+            mark = node.start_mark
+            raise RefusedError(None, None, "hold a value of its type", mark) from error
 
 
 for _type, _pattern in (("int", INT), ("float", FLOAT)):
@@ -103,7 +100,6 @@ def read_text(text: str) -> Any:
 # What PyYAML says -> rule, remedy; the first that fits.
 _RULES = {
     "character '\\t'": ("be indented with spaces", "Replace the tab with spaces"),
-    "written twice": ("stand once", "Take one of the two out"),
     "mapping values": ("have one value, and quotes around it where it has a colon and a space",
                        "Put the value in quotes, or see whether the line above has `name: value`"),
     "expected ':'": ("have a colon and a space after its name", "Write `name: value`"),
@@ -129,6 +125,8 @@ def yaml_error(error: yaml.YAMLError, text: str, where: str) -> Problems:
     rule, remedy = _RULES.get(
         key, ("be valid YAML", "Look at indentation, quotes, brackets and colons up to here")
     )
+    if isinstance(error, RefusedError):
+        rule, problem, remedy = problem, "", "Correct it"
     line = 0 if mark is None else min(mark.line, len(lines) - 1)
     if "\n" in text:
         where += f", line {line + 1}, column {(0 if mark is None else mark.column) + 1}"

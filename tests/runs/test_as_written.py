@@ -25,7 +25,7 @@ JUDGE = {"functions": ["rllib_llm.examples.arithmetic.correct"]}
         (
             {"prompts": {"data": ["1"], "max_prompt_len": 9}, "conversation": {"max_turns": 2},
              "rewards": JUDGE},
-            "prompts.max_prompt_len must be a known key. `conversation:` or `env` chose",
+            "prompts.max_prompt_len must be a known key. rllib_llm/Conversation-v0, or",
         ),
         (
             {"env": "rllib_llm/Arithmetic-v0", "prompts": {"data": ["1"], "column": "prompt"}},

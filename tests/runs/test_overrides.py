@@ -62,11 +62,11 @@ def test_values_are_yaml_with_search_spaces():
         ("sftt.lr=1", "Did you mean 'sft'"),
         ("eval_fraction=0.1", "Did you mean 'prompts.eval_fraction'"),  # not 'evaluation'
         ("reward_functions=x", "Did you mean 'env_config.reward_functions'"),  # as the file has it
-        ("sft=1", "is an experiment of x.yaml, which has many. Write --set sft.lr=1e-3"),
-        ("qqqqqq=1", "Write --set sft.lr=1e-3 or --set stop.training_iteration=10; `rllib config"),
-        ("vars.date=1", "has no such variable. It has: data"),
-        ("sft.lr.x=1", "config.lr is 1.0, which holds no settings of its own"),
-        ("ppo.env_config.reward_functions.1.weight=3", "'1' must be a number from 0 to 0"),
+        ("sft=1", "must name a setting of the experiment. Write --set sft.lr=1e-3"),
+        ("qqqqqq=1", "Write --set sft.lr=1e-3; `rllib config"),
+        ("vars.date=1", "must name a variable of x.yaml: it has data"),
+        ("sft.lr.x=1", "must name a setting: config.lr is 1.0"),
+        ("ppo.env_config.reward_functions.1.weight=3", "1 must be a number from 0 to 0"),
     ],
 )
 def test_what_fits_nothing_is_refused(override: str, message: str):

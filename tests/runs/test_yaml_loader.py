@@ -65,7 +65,7 @@ def test_a_hundred_levels_and_an_alias_in_two_places_are_read():
 
 
 def test_a_key_written_twice_is_an_error():
-    with pytest.raises(Problems, match="line 3, column 1: 'lr: 3' .* is written twice"):
+    with pytest.raises(Problems, match="line 3, column 1: 'lr: 3' must have 'lr' once"):
         parse("lr: 1\nother: 2\nlr: 3", "x.yaml")
 
 
@@ -80,7 +80,7 @@ def test_broken_yaml_names_file_and_line():
 
 
 def test_yaml_cannot_make_python_objects():
-    with pytest.raises(Problems, match="quotes around the value"):
+    with pytest.raises(Problems, match="could not determine a constructor"):
         parse("!!python/object/apply:os.getcwd []", "x.yaml")
 
 
@@ -113,7 +113,7 @@ def test_a_mapping_that_merges_may_itself_be_merged():
     assert parse(text, "f") == {
         "b": {"x": 1, "y": 1}, "m": {"c": {"x": 1, "y": 2}}, "l": {"x": 1, "y": 3},
     }  # fmt: skip
-    with pytest.raises(Problems, match="the key 'y' is written twice"):
+    with pytest.raises(Problems, match="must have 'y' once"):
         parse("b: &b {x: 1}\nm: {<<: *b, y: 2, y: 3}\n", "f")
 
 

@@ -173,8 +173,8 @@ def _first_prompts(stage: Stage, chat_format: ChatFormat) -> Iterator[Problem]:
             yield error.problem
         elif error := no_room(max(lengths), **limits):
             num = sum(no_room(length, **limits) is not None for length in lengths)
-            name = f"{num} of the first {num_rows} {kind}prompts are too long: {error.found}"
-            yield replace(error.problem, severity="warning", name=name)
+            place = f"{num} of the first {num_rows} {kind}prompts are too long"
+            yield replace(error.problem.within(place), severity="warning")
 
 
 def _adapters(stage: Stage) -> Iterator[Problem]:
