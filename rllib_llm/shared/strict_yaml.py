@@ -103,7 +103,7 @@ _RULES = {
     "mapping values": ("have one value, and quotes around it where it has a colon and a space",
                        "Put the value in quotes, or see whether the line above has `name: value`"),
     "expected ':'": ("have a colon and a space after its name", "Write `name: value`"),
-    "got '{'": ("have quotes around ${...}", 'Write "${name.model}", with the quotes'),
+    "got '${'": ("have quotes around ${...}", 'Write "${name.model}", with the quotes'),
     "quoted scalar": ("close its quote", "Write the missing quote"),
     "flow ": ("close its bracket and have commas between entries",
               "Write the missing bracket, comma or space after a colon"),
@@ -119,6 +119,8 @@ def yaml_error(error: yaml.YAMLError, text: str, where: str) -> Problems:
     key, problem = "", getattr(error, "problem", None) or "it has a control character"
     if mark is not None:
         said = f"{getattr(error, 'context', '') or ''}: {problem}"
+        if lines[min(mark.line, len(lines) - 1)][: mark.column].endswith("$"):
+            said = said.replace("got '{'", "got '${'")
         key = next((key for key in _RULES if key in said), "")
         opened = getattr(error, "context_mark", None)
         mark = opened if key in _OPENED and opened is not None else mark

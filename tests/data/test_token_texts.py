@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rllib_llm.data.decoding import TokenTexts
-from rllib_llm.runs.report_page import _words
+from rllib_llm.runs.report_page import _tokenizer
 from tests.conversations.templates import family_tokenizer
 
 TEXT = "the sum is 12 and the tool is quick"
@@ -23,6 +23,6 @@ def test_the_report_shows_completions_with_their_spaces(tmp_path, family):
     """SentencePiece's mark of a space is no text, and decoding single tokens drops it."""
     tokenizer = family_tokenizer(family)
     tokenizer.save_pretrained(tmp_path / "model")
-    text_of = _words(tmp_path)
+    texts = TokenTexts(_tokenizer(tmp_path))
     ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
-    assert "".join(map(text_of, ids)).strip() == TEXT
+    assert "".join(texts.of(i)[0] for i in ids).strip() == TEXT

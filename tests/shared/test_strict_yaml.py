@@ -19,7 +19,7 @@ from rllib_llm.shared.strict_yaml import yaml_error
         ("a:\n  x: 'GRPO\n  y: 1\n", (2, 6), "  x: 'GRPO", "close its quote"),
         ("a:\n  x: [1, 2\n  y: 1\n", (2, 6), "  x: [1, 2", "close its bracket"),
         ("a:\n  x: {b: ${c.d}}\n", (2, 11), "  x: {b: ${c.d}}", "quotes around ${...}"),
-        ("a: [{b: x} {b: y}]\n", (1, 12), "a: [{b: x} {b: y}]", "commas between"),
+        ("a: [{b: x} {b: y}]\n", (1, 4), "a: [{b: x} {b: y}]", "commas between"),
         ("a:\n  x: @b\n", (2, 6), "  x: @b", "be valid YAML"),
         ("a: 1\nb: \x00\n", (1, 1), "a: 1", "be valid YAML"),
     ],

@@ -82,7 +82,7 @@ SETTINGS = [
     ("lr_num_updates", "", lambda: grpo(lr_num_updates=50)),
     ("stop", "be set", lambda: grpo(stop={})),
     ("stop", "have a counter", lambda: grpo(stop={"objective/scores": 1})),
-    ("run.pass_criteria", "be a result of GRPO",
+    ("pass_criteria", "be a result of GRPO",
      lambda: grpo().replace(pass_criteria={"objectiv/scores": 1})),
     ("metric", "", lambda: grpo().replace(scheduler="asha")),
     ("env", "", lambda: grpo().replace(env="rllib_llm/Reviws-v0")),
