@@ -61,7 +61,7 @@ def values(row: Setting) -> list[Any]:
     elif row.type is bool:
         found = [True, False]
     else:
-        found = [number for number in NUMBERS if row.error(number) is None]
+        found = [number for number in NUMBERS if row.problem(number) is None]
     return [value for value in found if value != row.default]
 
 

@@ -103,7 +103,9 @@ class LanguageModelAlgorithm(WholeCheckpoints):
 
     @classmethod
     def get_default_config(cls) -> Any:
-        assert cls.config_class is not None, f"{cls.__name__}.config_class must be set"
+        if cls.config_class is None:
+            rule = "be a subclass of LanguageModelConfig"
+            raise Problems(f"{cls.__name__}.config_class", rule, "the algorithm's settings are its")
         return cls.config_class(algo_class=cls)
 
     @classmethod

@@ -441,6 +441,18 @@ class MCPServers:
         await asyncio.gather(*(server.close() for server in self._servers))
 
 
+async def _listed_by(client: Any) -> list[Any]:
+    """The tools of an MCP server, all pages of its list."""
+    listed, cursor = [], None
+    for _ in range(_MOST_PAGES):
+        page = await client.list_tools(cursor=cursor)
+        listed += page.tools
+        cursor = page.next_cursor
+        if cursor is None:
+            return listed
+    raise RuntimeError(f"its list of tools has more than {_MOST_PAGES} pages")
+
+
 class _Server:
     """One server, and whatever connection to it there is."""
 
@@ -546,15 +558,7 @@ class _Server:
             if isinstance(address, Mapping):  # mcp 2.0 takes no parameters alone
                 address = stdio_client(StdioServerParameters(**address))
             async with Client(address) as client:
-                listed, cursor = [], None
-                for _ in range(_MOST_PAGES):
-                    page = await client.list_tools(cursor=cursor)
-                    listed += page.tools
-                    cursor = page.next_cursor
-                    if cursor is None:
-                        break
-                else:
-                    raise RuntimeError(f"its list of tools has more than {_MOST_PAGES} pages")
+                listed = await _listed_by(client)
                 gone = self._names - {str(tool.name) for tool in listed}
                 if gone:
                     raise RuntimeError(f"it has no tools {sorted(gone)} any more")

@@ -15,6 +15,12 @@ from rllib_llm.shared.setting import OF_EXPERIMENT, Section, Setting, Settings, 
 if TYPE_CHECKING:
     from ray.tune import Trainable
 
+# Functions of `ray.tune` with numbers as arguments. `choice` and `grid_search` take one list.
+SAMPLERS = (
+    "uniform", "quniform", "loguniform", "qloguniform", "randn", "qrandn", "randint", "qrandint",
+    "lograndint", "qlograndint",
+)  # fmt: skip
+LISTS = ("grid_search", "choice")
 # Keys of other versions of the format -> where the setting lives.
 MOVED = {
     "algo": "run",

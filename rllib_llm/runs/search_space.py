@@ -12,16 +12,9 @@ from ray.tune.schedulers import PopulationBasedTraining
 from ray.tune.search.sample import Float, Integer
 
 from rllib_llm.config.schema import flat_settings
-from rllib_llm.runs.experiments import Experiment, algorithm_class
+from rllib_llm.runs.experiments import LISTS, SAMPLERS, Experiment, algorithm_class
 from rllib_llm.runs.results import flatten, number
 from rllib_llm.shared.errors import Problem, Problems, require, suggestion, unknown_key
-
-# Functions of `ray.tune` with numbers as arguments. `choice` and `grid_search` take one list.
-SAMPLERS = (
-    "uniform", "quniform", "loguniform", "qloguniform", "randn", "qrandn", "randint", "qrandint",
-    "lograndint", "qlograndint",
-)  # fmt: skip
-LISTS = ("grid_search", "choice")
 
 
 def to_tune(value: Any, where: str) -> Any:

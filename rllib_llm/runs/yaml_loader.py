@@ -36,12 +36,13 @@ import yaml
 import rllib_llm
 from rllib_llm.runs.experiments import (
     KEYS,
+    LISTS,
+    SAMPLERS,
     Experiment,
     algorithm_class,
     references,
     substitute,
 )
-from rllib_llm.runs.search_space import LISTS, SAMPLERS
 from rllib_llm.shared.errors import (
     Problem,
     Problems,

@@ -54,7 +54,9 @@ HEAD_SECONDS, REAL_BINARY = "RLLIB_LLM_HEAD_SECONDS", "RLLIB_LLM_HAPROXY"
 NICENESS = "RAY_worker_niceness"
 APPLICATION = "rllib_llm"
 _ROOM_SECONDS, _ANSWER_SECONDS = 10.0, 30.0
-_NAMES_ERROR = re.compile(r"([\w]+\.)*(?P<error>\w+(Error|Exception)(: (?!Traceback).*)?)\Z")
+_NAMES_ERROR = re.compile(
+    r"([\w]+\.)*(?P<error>(\w+(Error|Exception)|Problems)(: (?!Traceback).*)?)\Z"
+)
 
 logger = logging.getLogger(__name__)
 

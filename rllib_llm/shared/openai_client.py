@@ -82,6 +82,7 @@ class OpenAIClient:
             is_number = isinstance(value, int | type(least)) and not isinstance(value, bool)
             holds = is_number and least <= value < math.inf
             require(holds, name, value, f"be a {kind} of at least {least:g}", "", "")
+        require(isinstance(api_key_env, str), "api_key_env", api_key_env, "be text")
         require(str(base_url).startswith(("http://", "https://")), "base_url", base_url, "start "
                 "with http:// or https://", "", "Write it up to the version, such as "
                 "http://localhost:8000/v1")  # fmt: skip

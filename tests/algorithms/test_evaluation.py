@@ -189,6 +189,7 @@ def test_rows_of_the_samples_file():
     for row in held_out + train:
         assert row.keys() == {
             "iteration", "split", "prompt_index", "prompt", "completion", "score", "num_digits",
+            "question",
         }  # fmt: skip
         assert row["score"] == row["num_digits"] == tiny.num_digits([row["completion"]])[0]
     for row in held_out:

@@ -26,7 +26,7 @@ def test_a_good_environment_keeps_the_contract():
 
 def of_a_policy(env_config: dict):
     """An environment of one's own, whose prompts are token ids of the policy."""
-    settings = with_defaults(env_config, COMMON_DEFAULTS, env_id="of_a_policy")
+    settings = with_defaults(env_config, COMMON_DEFAULTS)
     return build_bandit(
         settings, tokenizer=policy_tokenizer(settings), prompts=[{"prompt": "1+1="}] * 4,
         rewards=[{"function": lambda completions: [0.0] * len(completions), "name": "none"}],

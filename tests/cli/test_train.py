@@ -289,7 +289,7 @@ def test_a_run_that_still_runs_is_not_resumed_beside_itself(run, tmp_path):
     (folder / RUN_RECORD).write_text("{}")
     with alone_in(folder):
         result = run(TWO_STAGES, "--resume")
-    assert result.exit_code == 2 and "must be of a run that has ended" in said(result.output)
+    assert result.exit_code == 2 and "must name a run that has ended" in said(result.output)
     assert (folder / RUN_RECORD).read_text() == "{}", "it is the other's"
 
 
@@ -585,5 +585,5 @@ def test_warnings_are_shown_in_a_line_before_the_run():
     arguments = ["--config", json.dumps(config), "--storage-path", "nothing://bucket"]
     result = CliRunner().invoke(app, ["train", "--algo", "SFT", *arguments])
     assert result.exit_code == 2
-    told = "warning: sft.lr_num_updates=7 has no effect with lr_schedule"
+    told = "warning: sft.config.lr_num_updates=7 has no effect with lr_schedule"
     assert told in said(result.output)

@@ -23,7 +23,7 @@ def test_a_file_that_is_no_text_is_named(tmp_path):
     ("command", "answer"),
     [
         (["example", "get", "arithmetic_grpo", "--out", "no/such/x.yaml"], "no/such/x.yaml"),
-        (["serve", "folder", "--set", "name=a: b: c"], "--set name: 'a: b: c' must have quotes"),
+        (["serve", "folder", "--set", "name=a: b: c"], "--set name: 'a: b: c' must have one value"),
         (["train", "--algo", "GRPO", "--stop", "3"], "--stop='3' must be a mapping: it is int"),
     ],
 )
@@ -63,7 +63,7 @@ def test_the_doctor_looks_where_the_file_stores_its_results(tmp_path):
     done = CliRunner().invoke(app, ["doctor", "--no-ray", str(tmp_path / "one.yaml")])
     assert done.exit_code == 2
     told = "".join(said(done.output).split())  # paths are broken at the end of a line
-    assert f"storage_path='{place}'mustbeafolder:'{place.parent}'isafile" in told
+    assert f"storage_path='{place}'mustbeafolder" in told
     free = tmp_path / "results"
     CliRunner().invoke(
         app, ["doctor", "--no-ray", str(tmp_path / "one.yaml"), "--storage-path", str(free)]
@@ -81,6 +81,6 @@ def test_a_run_that_goes_on_needs_no_room_for_all_that_it_has_saved(tmp_path):
         "--storage-path", str(tmp_path), "--keep-checkpoints-num", "1",
     ]  # fmt: skip
     assert "GiB free for the checkpoints" in said(CliRunner().invoke(app, command).output)
-    assert "no run of 'default' lies in" in said(
+    assert "a run 'default' of the command" in said(
         CliRunner().invoke(app, [*command, "--resume"]).output
     )

@@ -22,7 +22,7 @@ ROWS, TOKENS = 12, 5  # of a batch of `tiny.grpo`, and of a completion at most
 # A pass of the model through packed rows asks for the sizes of what it packs (`modules`); there are
 # five: one with old weights and one for each mini-batch.
 PASSES = 5
-OF_COLUMNS = "rollouts/judged_batch.py:moved"  # by `JudgedBatch.to`
+OF_COLUMNS = "rollouts/judged_batch.py:<lambda>"  # by `JudgedBatch.to`
 MOST = {
     "envs": {"to_device": 12, "to_host": 12, "wait": 3},
     "engines": {"to_device": 12, "to_host": 16, "wait": 1},

@@ -178,7 +178,7 @@ def test_a_sampler_that_cannot_get_the_weights_does_not_sample(ray_session):
     flat = pack({"model.lm_head.weight": torch.zeros(2, 2)})
     answer = remote.serve(REQUEST, PublishedWeights(3, "broken", (ray.put(flat),)))
     assert isinstance(answer, SampleFailure)
-    assert "state lacks" in answer.error
+    assert "saved from another architecture" in answer.error
     assert remote.weights.version == -1
 
 

@@ -49,7 +49,7 @@ def test_an_ensemble_is_its_models(folders):
 
 def test_an_environment_names_several_models(folders):
     chosen = {"models": [{"model": folders[0]}, folders[1]], "combine": "mean", "weight": 2.0}
-    settings = with_defaults({"reward_model": chosen}, DEFAULTS, env_id="x")
+    settings = with_defaults({"reward_model": chosen}, DEFAULTS)
     (term,) = reward_terms(settings, TOKENIZER)
     assert (term.name, term.weight, term.wants_tokens) == ("reward_model", 2.0, True)
     tokens = (*tiny.padded([[5, 6]], left=True), *tiny.padded([[7, 8, 2]]))
