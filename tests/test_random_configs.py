@@ -147,5 +147,5 @@ def test_settings_are_drawn_that_may_be():
         algorithm, settings = drawn(seed)
         config = defaults(type(MAKE[algorithm]()))
         for name, value in settings.items():
-            assert table(type(config))[name].error(value) is None, name
+            assert table(type(config))[name].problem(value) is None, name
             assert not isinstance(value, float) or math.isfinite(value)
