@@ -315,6 +315,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     *_names(
         "ray.rllib.algorithms.algorithm:Algorithm",
         "_progress_metrics",
+        _set_up_metrics="self",
         _should_create_evaluation_env_runners="eval_config",
     ),
     *_names(
