@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ray.rllib.callbacks.callbacks import RLlibCallback
 from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.env.env_runner_group import EnvRunnerGroup
 from ray.rllib.utils.metrics import ENV_RUNNER_RESULTS, EVALUATION_RESULTS
@@ -50,6 +51,7 @@ from rllib_llm.weights.push import WeightsPush, open_servers
 if TYPE_CHECKING:
     from rllib_llm.rollouts.source import RolloutSource
 
+SECONDS_FOR_METRICS = 1.0  # that samplers have to give what callbacks have logged
 PIPELINE_STATE = "rllib_llm"  # the algorithm's own share of its state
 
 
@@ -344,9 +346,24 @@ class RLHF(LanguageModelAlgorithm):
         rate = sampled.num_rollouts / seconds["iteration"]
         self.note(groups, self.position * self.config.num_completions, rate)
         log_as_rllib(self.metrics, sampled, groups["train"]["rewards"])
+        self.log_callbacks(self.env_runner_group, ENV_RUNNER_RESULTS)
         if texts_are_due(self.weights_version - 1, self.config.log_samples_every):
             limit = self.config.num_logged_samples
             self.samples.write(sampled, iteration=self.iteration + 1, split="train", limit=limit)
+
+    def log_callbacks(self, group: EnvRunnerGroup, key: str | tuple[str, ...]) -> None:
+        """Logs under `key` what callbacks have logged in samplers; of busy ones, with a later
+        result."""
+        functions = ("callbacks_on_environment_created", "callbacks_on_sample_end")
+        if not any(getattr(self.config, name) for name in functions):
+            if self.config.callbacks_class is RLlibCallback:
+                return
+        group.foreach_env_runner_async("get_metrics", tag="metrics")
+        found = group.fetch_ready_async_reqs(tags="metrics", timeout_seconds=SECONDS_FOR_METRICS)
+        logged = [metrics for _, metrics in found]
+        if group.local_env_runner is not None:
+            logged.append(group.local_env_runner.get_metrics())
+        self.metrics.aggregate(logged, key=key)
 
     def step(self) -> dict[str, Any]:
         """With what samplers suffered; no held-out results but the latest."""
