@@ -354,10 +354,10 @@ class RLHF(LanguageModelAlgorithm):
     def log_callbacks(self, group: EnvRunnerGroup, key: str | tuple[str, ...]) -> None:
         """Logs under `key` what callbacks have logged in samplers; of busy ones, with a later
         result."""
-        functions = ("callbacks_on_environment_created", "callbacks_on_sample_end")
-        if not any(getattr(self.config, name) for name in functions):
-            if self.config.callbacks_class is RLlibCallback:
-                return
+        config = self.config
+        functions = config.callbacks_on_sample_end or config.callbacks_on_environment_created
+        if config.callbacks_class is RLlibCallback and not functions:
+            return
         group.foreach_env_runner_async("get_metrics", tag="metrics")
         found = group.fetch_ready_async_reqs(tags="metrics", timeout_seconds=SECONDS_FOR_METRICS)
         logged = [metrics for _, metrics in found]

@@ -322,6 +322,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "ray.rllib.algorithms.algorithm_config:AlgorithmConfig",
         "_is_online", "_model_config_auto_includes", "_learner_class", "_model_config",
         "_rl_module_spec", "_train_batch_size_per_learner",
+        _serialize_dict="config",
         _translate_special_keys="key warn_deprecated",
     ),
     *_names("ray.rllib.algorithms.registry", _get_algorithm_class="alg"),
