@@ -214,6 +214,8 @@ def evaluate_held_out(algorithm, group: EnvRunnerGroup) -> tuple[dict[str, Any],
     algorithm.metrics.aggregate(
         [rllib_results.reduce()], key=(EVALUATION_RESULTS, ENV_RUNNER_RESULTS)
     )
+    for each in (group, *(of[1] for of in named.values())):
+        algorithm.log_callbacks(each, (EVALUATION_RESULTS, ENV_RUNNER_RESULTS))
     return {}, batch.num_rollouts, batch.num_rollouts
 
 

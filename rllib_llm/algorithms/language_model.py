@@ -200,6 +200,16 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         super().setup(config)
         self._tell_of_learners()
 
+    def get_module(self, module_id: str = DEFAULT_MODULE_ID) -> Any:
+        """As RLlib's; without samplers the first learner's module, a copy of it where that is a
+        process of its own."""
+        if self.env_runner_group is not None:
+            return super().get_module(module_id)
+        results = self.learner_group.foreach_learner(
+            lambda learner: learner.module[module_id].unwrapped(), remote_actor_ids=[0]
+        )
+        return next(iter(results)).get()
+
     def _fetch_logs(self) -> None:
         """Downloads the logs of an earlier process of this trial from a URL, so that uploads extend
         them instead of replacing them."""

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ray.rllib.callbacks.callbacks import RLlibCallback
 from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.env.env_runner_group import EnvRunnerGroup
 from ray.rllib.utils.metrics import ENV_RUNNER_RESULTS, EVALUATION_RESULTS
@@ -50,6 +51,7 @@ from rllib_llm.weights.push import WeightsPush, open_servers
 if TYPE_CHECKING:
     from rllib_llm.rollouts.source import RolloutSource
 
+SECONDS_FOR_METRICS = 1.0  # that samplers have to give what callbacks have logged
 PIPELINE_STATE = "rllib_llm"  # the algorithm's own share of its state
 
 
@@ -73,7 +75,7 @@ class RLHF(LanguageModelAlgorithm):
         self._pools: dict[EnvRunnerGroup, SamplerPool] = {}
         self._held_out: dict[EnvRunnerGroup, RolloutSource] = {}
         self.evaluation_groups: dict[str, tuple[RLHFConfig, EnvRunnerGroup]] = {}
-        start = time.monotonic()
+        self._setup_start = time.monotonic()
         if self.config.env_runner_cls is None:
             default = self.config.get_default_env_runner_class()
             self.config = frozen_with(self.config, env_runner_cls=default)
@@ -82,10 +84,14 @@ class RLHF(LanguageModelAlgorithm):
         except IndexError:  # RLlib asked the first sampler for its spaces, without an answer
             SamplerPool(SamplerActors(self.env_runner_group), self.faults).require_built()
             raise
+
+    def _set_up_metrics(self) -> None:
+        """RLlib's last step before `on_algorithm_init`, which finds all parts open."""
+        super()._set_up_metrics()
         if self.eval_env_runner_group is not None:
             self.evaluation_groups = open_eval_envs(self)
         own, named = self.env_runner_group, [group for _, group in self.evaluation_groups.values()]
-        seconds, parts = time.monotonic() - start, self.config.sampling_parts
+        seconds, parts = time.monotonic() - self._setup_start, self.config.sampling_parts
         for group in (own, self.eval_env_runner_group, *named):
             if group is not None:
                 num_parts = parts if group is own else None
@@ -107,6 +113,7 @@ class RLHF(LanguageModelAlgorithm):
         self.recorder = self.make_recorder()
         self.rollouts = self.make_rollouts()
         self._publish()
+        self.learner_group.publish = self._publish
         if self.config.serve is not None:
             self._server = self.serve(**self.config.serve)
 
@@ -244,6 +251,7 @@ class RLHF(LanguageModelAlgorithm):
         return self.rollouts.position
 
     def _publish(self) -> None:
+        # The same version may mean other weights after a restore: every sampler loads them.
         self.rollouts.publish(self.weights.publish(self.weights_version))
 
     def sample_held_out(
@@ -338,9 +346,24 @@ class RLHF(LanguageModelAlgorithm):
         rate = sampled.num_rollouts / seconds["iteration"]
         self.note(groups, self.position * self.config.num_completions, rate)
         log_as_rllib(self.metrics, sampled, groups["train"]["rewards"])
+        self.log_callbacks(self.env_runner_group, ENV_RUNNER_RESULTS)
         if texts_are_due(self.weights_version - 1, self.config.log_samples_every):
             limit = self.config.num_logged_samples
             self.samples.write(sampled, iteration=self.iteration + 1, split="train", limit=limit)
+
+    def log_callbacks(self, group: EnvRunnerGroup, key: str | tuple[str, ...]) -> None:
+        """Logs under `key` what callbacks have logged in samplers; of busy ones, with a later
+        result."""
+        config = self.config
+        functions = config.callbacks_on_sample_end or config.callbacks_on_environment_created
+        if config.callbacks_class is RLlibCallback and not functions:
+            return
+        group.foreach_env_runner_async("get_metrics", tag="metrics")
+        found = group.fetch_ready_async_reqs(tags="metrics", timeout_seconds=SECONDS_FOR_METRICS)
+        logged = [metrics for _, metrics in found]
+        if group.local_env_runner is not None:
+            logged.append(group.local_env_runner.get_metrics())
+        self.metrics.aggregate(logged, key=key)
 
     def step(self) -> dict[str, Any]:
         """With what samplers suffered; no held-out results but the latest."""
@@ -385,19 +408,14 @@ class RLHF(LanguageModelAlgorithm):
         return state
 
     def set_state(self, state: dict[str, Any]) -> None:
-        super().set_state(state)
-        if PIPELINE_STATE in state:
-            own = state[PIPELINE_STATE]
-            self.weights_version = own["weights_version"]
-            self.eval_metrics = own["eval_metrics"]
-            self.rollouts.set_state(own)
-            self.recorder.set_state(own.get("recorded", {}))
+        with self.learner_group.setting_weights():
+            super().set_state(state)
+            if (own := state.get(PIPELINE_STATE)) is not None:
+                self.weights_version = own["weights_version"]
+                self.eval_metrics = own["eval_metrics"]
+                self.rollouts.set_state(own)
+                self.recorder.set_state(own.get("recorded", {}))
 
     def about(self) -> dict[str, Any]:
         """Adds the version of the weights."""
         return super().about() | {"weights_version": self.weights_version}
-
-    def restore_from_path(self, path, *args, **kwargs) -> None:
-        super().restore_from_path(path, *args, **kwargs)
-        # The same version may now mean other weights: every sampler must load them.
-        self._publish()

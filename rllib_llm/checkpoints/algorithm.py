@@ -12,6 +12,7 @@ elsewhere.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import os
@@ -283,8 +284,8 @@ class WholeCheckpoints(Algorithm):
         elif is_local:
             self.go_on_from(read_manifest(Path(path)))
         # RLlib's `Algorithm` would send each sampler the weights as well: a request brings them.
-        kwargs["filesystem"] = filesystem
-        Checkpointable.restore_from_path(self, path, **kwargs)
+        with self.learner_group.setting_weights():
+            Checkpointable.restore_from_path(self, path, filesystem=filesystem, **kwargs)
 
     @classmethod
     def from_checkpoint(cls, path, filesystem=None, **kwargs: Any):
@@ -325,9 +326,17 @@ class WholeCheckpoints(Algorithm):
         raise errors[0]
 
     def get_state(self, components=None, *, not_components=None, **kwargs) -> dict[str, Any]:
-        """As RLlib's, without the samplers."""
+        """As RLlib's, without the samplers; learners in this process go on with other tensors."""
         without = [*force_list(not_components), *SAMPLER_PARTS]
-        return super().get_state(components, not_components=without, **kwargs)
+        state = super().get_state(components, not_components=without, **kwargs)
+        learnt = {n: copy.deepcopy(s) for n, s in state.items() if n == COMPONENT_LEARNER_GROUP}
+        return state | learnt
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """As RLlib's, without the samplers: a request brings them the weights."""
+        if COMPONENT_LEARNER_GROUP in state:
+            self.learner_group.set_state(state[COMPONENT_LEARNER_GROUP])
+        super().set_state({n: s for n, s in state.items() if n != COMPONENT_LEARNER_GROUP})
 
     def get_checkpointable_components(self) -> list[tuple[str, Any]]:
         """The learner group alone."""

@@ -87,7 +87,7 @@ class Loss(Settings):
     )
     target_kl: float | None = setting(
         None, "the approximate KL to the old policy, 1.5 times which ends a batch's epochs; None: "
-        "never", unit="nats per token", above=0, rllib="kl_target",
+        "never", unit="nats per token", above=0,
     )  # fmt: skip
     whiten_advantages: bool = setting(
         True, "whether advantages are whitened over the batch of all learners",
@@ -148,7 +148,8 @@ class Reference(Settings):
     )  # fmt: skip
     ref_kl_target: float | None = setting(
         None, "the target of an adaptive β; None: β is fixed", unit="nats per completion", above=0,
-        acts=(PENALISED,), short="kl_target", also="adap_kl_ctrl target",
+        acts=(PENALISED,), short="kl_target", rllib="kl_target",
+        also="adap_kl_ctrl target",
         reason="the coefficient is steered by kl/target - 1",
     )  # fmt: skip
     ref_kl_horizon: float = setting(

@@ -193,8 +193,14 @@ ONLINE = (
     """)),
 )  # fmt: skip
 
+_NO_EPISODES = "An episode is a whole completion: on_sample_end is given every batch of them"
+_NO_CONNECTORS = "Batches are padded tensors from the sampler to the loss; leave it out"
 # RLlib's names that act on nothing here, and others' -> what does instead, a sentence.
 INSTEAD = {
+    **dict.fromkeys(("on_episode_created", "on_episode_start", "on_episode_step",
+                     "on_episode_end"), _NO_EPISODES),
+    **dict.fromkeys(("learner_connector", "env_to_module_connector", "module_to_env_connector"),
+                    _NO_CONNECTORS),
     "train_batch_size": "It is called 'train_batch_size_per_learner' here",
     "num_envs_per_env_runner": "'sampling_batch_size' is how many completions a sampler decodes at "
     "once",

@@ -15,10 +15,12 @@ from ray.rllib.algorithms.algorithm_config import (
     AlgorithmConfig,
     NotProvided,
 )
+from ray.rllib.callbacks.callbacks import RLlibCallback
+from ray.rllib.utils import force_list
 from ray.tune.result import TRIAL_INFO
 
 from rllib_llm.config.checks import Rule, given, no_effect
-from rllib_llm.config.rllib import COMMON, INSTEAD, READ_ONLY, RENAMED, RETIRED
+from rllib_llm.config.rllib import COMMON, INSTEAD, ONLINE, READ_ONLY, RENAMED, RETIRED
 from rllib_llm.config.sections import (
     ConfigClass,
     SectionMethod,
@@ -272,6 +274,10 @@ class TabledConfig(AlgorithmConfig):
             if key not in untouched or not same(value, untouched[key])
         }
 
+    def serialize(self) -> dict[str, Any]:
+        """As RLlib's, of all settings."""
+        return self._serialize_dict(AlgorithmConfig.to_dict(self))
+
     @contextlib.contextmanager
     def copies(self) -> Iterator[None]:
         """Turns the RecursionError of a copy of the settings into an error that names the one which
@@ -473,8 +479,10 @@ def needed_env(config_class: ConfigClass, settings: Mapping[str, Any]) -> str | 
 _ITS_OWN = {"observation_space", "action_space", "policies", "policy_mapping_fn",
             "policies_to_train", "stats_cls_lookup", "algo_class", "in_evaluation", "local_gpu_idx",
             "worker_index", "off_policy_estimation_methods", "input_config"}  # fmt: skip
-# What only RLlib's own updates would read, of its experimental settings.
-_OF_ITS_OPTIMISERS = {"_torch_lr_scheduler_classes", "_torch_grad_scaler_class"}
+# What only RLlib's own samplers and updates would read, set by names without the underscore and
+# in `experimental`.
+_CONNECTORS = {"_env_to_module_connector", "_module_to_env_connector", "_learner_connector"}
+_UNREAD = {"_torch_lr_scheduler_classes", "_torch_grad_scaler_class", *_CONNECTORS}
 _CHANGED_FOR_EVALUATION = {"batch_mode", "rollout_fragment_length", "num_env_runners"}
 
 
@@ -498,19 +506,38 @@ def _inert(config: TabledConfig) -> Iterator[Problem]:
         name
         for name, value in vars(AlgorithmConfig()).items()
         if name not in skipped
-        and (not name.startswith("_") or name in _OF_ITS_OPTIMISERS)
+        and (not name.startswith("_") or name in _UNREAD)
         and not (isinstance(value, int) and value == DEPRECATED_VALUE)
         and not same(getattr(config, name), getattr(untouched, name))
     ]
     names += ["policies"] if config.is_multi_agent else []
     algorithm = type(config).__name__.removesuffix("Config")
     for name in names:
-        default = repr(getattr(untouched, name))
+        default, called = repr(getattr(untouched, name)), name
+        if name in _CONNECTORS:
+            called = name.removeprefix("_")
         yield Problem(
-            name, f"be left at {default}" if len(default) < 40 else "be left out",
+            called, f"be left at {default}" if len(default) < 40 else "be left out",
             f"it is a setting of RLlib that acts on nothing in {algorithm}",
-            INSTEAD.get(name, "Leave it out"), getattr(config, name),
+            INSTEAD.get(called, "Leave it out"), getattr(config, name),
         )  # fmt: skip
+    if not config.in_evaluation:
+        yield from _uncalled(config, acting)
+
+
+def _uncalled(config: TabledConfig, acting: Iterable[str]) -> Iterator[Problem]:
+    """Methods of callbacks classes that nothing calls here: warnings where other stages do."""
+    elsewhere = {row.name for section in ONLINE for row in section.settings}
+    for cls in force_list(config.callbacks_class):
+        for name, unused in inspect.getmembers(RLlibCallback, inspect.isfunction):
+            event = f"callbacks_{name}"
+            if name.startswith("on_") and event not in acting and getattr(cls, name) is not unused:
+                yield Problem(
+                    "callbacks", f"have no {name}",
+                    f"nothing calls it in {type(config).__name__.removesuffix('Config')}",
+                    INSTEAD.get(name, "Leave it out"), cls,
+                    "warning" if event in elsewhere else "error",
+                )  # fmt: skip
 
 
 def _not_copied(values: Mapping[str, Any]) -> str:

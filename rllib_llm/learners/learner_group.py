@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +136,8 @@ class LanguageModelLearnerGroup(LearnerGroup):
     """As RLlib's, which asks only its first learner for the state, one that would wait for the
     others forever, and waits for all when one has failed."""
 
+    publish: Callable[[], None] | None = None  # what gives out weights that were set
+
     def __init__(self, *, config, module_spec=None, placement_group=None):
         super().__init__(config=config, module_spec=module_spec, placement_group=placement_group)
         if self.is_remote:
@@ -157,6 +161,27 @@ class LanguageModelLearnerGroup(LearnerGroup):
 
         states = self._get_results(self.foreach_learner(read))
         return {COMPONENT_LEARNER: next(state for state in states if state is not None)}
+
+    @contextmanager
+    def setting_weights(self) -> Iterator[None]:
+        """Publishes the weights at the end of the outermost block of this kind."""
+        publish, self.publish = self.publish, None
+        try:
+            yield
+        finally:
+            self.publish = publish
+        if publish is not None:
+            publish()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """As RLlib's; the weights are published."""
+        with self.setting_weights():
+            super().set_state(state)
+
+    def restore_from_path(self, path, **kwargs: Any) -> None:
+        """As RLlib's; the weights are published."""
+        with self.setting_weights():
+            super().restore_from_path(path, **kwargs)
 
     def save_to_path(self, path=None, *, state=None, **kwargs: Any) -> str:
         """As RLlib's, with the state read from all learners, to a local path.

@@ -112,12 +112,17 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
 
     @torch.no_grad()
     def _forward_exploration(
-        self, batch: dict[str, Any], *, generate: Callable[..., Any], **options: Any
+        self, batch: dict[str, Any], *, generate: Callable[..., Any] | None = None, **options: Any
     ) -> dict[str, torch.Tensor]:
         """The columns of completions of `batch`'s prompts.
 
         generate: `engines.engine.generate` or what has its arguments; options: its settings.
         """
+        if generate is None:
+            raise Problems("generate", "be rllib_llm.engines.engine.generate or take its arguments",
+                           "a step is a whole completion, which an engine samples with the module",
+                           "Call forward_inference(batch, generate=..., params=SamplingParams(...))"
+                           )  # fmt: skip
         prompts = batch[columns.PROMPT_IDS], batch[columns.PROMPT_MASK]
         head = self._sampling_value_head()
         return generate(self.computing_model, *prompts, value_head=head, **options).columns()

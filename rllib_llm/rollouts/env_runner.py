@@ -280,7 +280,8 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         self.metrics.log_value(EPISODE_RETURN_MEAN, batch.mean_reward(), window=1)
 
     def get_metrics(self) -> dict[str, Any]:
-        return self.metrics.reduce()
+        with self._calling_back:
+            return self.metrics.reduce()
 
     def get_state(self, components=None, *, not_components=None, **kwargs) -> StateDict:
         """Weights only: all else is a function of the request."""

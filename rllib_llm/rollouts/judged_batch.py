@@ -24,6 +24,8 @@ from rllib_llm.shared.messages import TrialMessage
 Column: TypeAlias = torch.Tensor
 # Columns padded on the left; all other two-dimensional ones are padded on the right.
 _LEFT_PADDED = (columns.PROMPT_IDS, columns.PROMPT_MASK)
+# What learners compute for all rows where some lack it, as those of a run with other samplers do.
+_RECOMPUTED = (columns.SAMPLER_VALUES, columns.REF_LOGPROBS)
 _TOKEN_IDS = (columns.PROMPT_IDS, columns.COMPLETION_IDS)
 
 
@@ -203,7 +205,10 @@ def concatenate(batches: list[JudgedBatch]) -> JudgedBatch:
     if len(batches) == 1:
         return batches[0]
     pad = batches[0].pad_token_id
-    kinds = {name: column for b in batches for name, column in b.columns.items()}
+    kinds = {
+        name: column for b in batches for name, column in b.columns.items()
+        if name not in _RECOMPUTED or all(name in each.columns for each in _judged(batches))
+    }  # fmt: skip
     return JudgedBatch(
         columns={
             name: _stack([_column(b, name, kind) for b in batches], name, _filler(name, pad))
@@ -225,6 +230,11 @@ def concatenate(batches: list[JudgedBatch]) -> JudgedBatch:
         pad_token_id=pad,
         cause=next((b.cause for b in batches if b.cause), ""),
     )
+
+
+def _judged(batches: list[JudgedBatch]) -> list[JudgedBatch]:
+    """Those with a row that was judged."""
+    return [batch for batch in batches if bool(batch.columns[columns.VALID].any())]
 
 
 def _largest(numbers: Sequence[Mapping[str, float]]) -> dict[str, float]:

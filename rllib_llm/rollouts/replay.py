@@ -55,6 +55,10 @@ class ReplayBuffer:
         """A fresh batch followed by groups of earlier ones, counted by `num_replayed`; the buffer
         has the fresh ones from now on."""
         self.iteration += 1
+        if columns.REF_LOGPROBS in fresh.columns:  # the environment's; else learners have them
+            kept = [one for one in self._kept if columns.REF_LOGPROBS in one.rows.columns]
+            self._counts["evicted"] += len(self._kept) - len(kept)
+            self._kept = kept
         drawn = self.draw()
         self.add(fresh)
         if drawn is None:

@@ -315,12 +315,14 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     *_names(
         "ray.rllib.algorithms.algorithm:Algorithm",
         "_progress_metrics",
+        _set_up_metrics="self",
         _should_create_evaluation_env_runners="eval_config",
     ),
     *_names(
         "ray.rllib.algorithms.algorithm_config:AlgorithmConfig",
         "_is_online", "_model_config_auto_includes", "_learner_class", "_model_config",
         "_rl_module_spec", "_train_batch_size_per_learner",
+        _serialize_dict="config",
         _translate_special_keys="key warn_deprecated",
     ),
     *_names("ray.rllib.algorithms.registry", _get_algorithm_class="alg"),

@@ -176,3 +176,28 @@ def test_yaml_names_are_the_attributes():
     config.validate()
     assert config.lora == {"r": 2} and config.minibatch_size is None
     assert config.reference_place == "policy"
+
+
+@pytest.mark.parametrize("section, name", [
+    ("learners", "learner_connector"), ("env_runners", "env_to_module_connector"),
+    ("env_runners", "module_to_env_connector"),
+])  # fmt: skip
+def test_connectors_of_rllib_are_refused(section, name):
+    config = getattr(tiny_runs.grpo(), section)(**{name: lambda *args, **kwargs: None})
+    with pytest.raises(Problems) as raised:
+        config.validate()
+    (problem,) = raised.value.found
+    assert (problem.name, problem.rule) == (name, "be left at None")
+
+
+def test_the_kl_target_of_rllib_is_the_reference_s():
+    with pytest.raises(Problems, match="'ref_kl_target'"):
+        tiny_runs.ppo().training(kl_target=0.01)
+
+
+@pytest.mark.parametrize("make", [tiny_runs.ppo, tiny_runs.sft])
+def test_a_config_is_serialized_as_rllib_s(make):
+    """All settings, also those that were left at their default."""
+    written = make(lr=0.5).serialize()
+    assert written["lr"] == 0.5 and written["callbacks"].endswith(".RLlibCallback")
+    assert written["num_env_runners"] == 0

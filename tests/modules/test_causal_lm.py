@@ -15,6 +15,7 @@ from rllib_llm.examples.characters import CHAT_SPECIAL, character_tokenizer
 from rllib_llm.modules.rl_modules import CausalLMModule
 from rllib_llm.modules.sequence_scores import write_score_normalization
 from rllib_llm.shared import columns
+from rllib_llm.shared.errors import Problems
 from tests.algorithms.tiny_runs import MODEL, build_classifier
 from tests.learners.tiny_learners import completions
 from tests.modules.tiny_models import tiny_model
@@ -193,6 +194,13 @@ def test_sampled_logprobs_are_those_of_the_trainer():
         sampled[columns.SAMPLER_LOGPROBS], module.forward_train(rows)[columns.LOGPROBS].detach(),
         rtol=1e-4, atol=1e-5,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["forward_inference", "forward_exploration"])
+def test_a_forward_pass_that_samples_names_what_samples(name):
+    with pytest.raises(Problems) as raised:
+        getattr(build(), name)(completions())
+    assert raised.value.problem.name == "generate"
 
 
 def test_text_and_completions_go_in_together():

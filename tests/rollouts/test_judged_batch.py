@@ -57,6 +57,16 @@ def test_prompts_are_padded_on_the_left_and_completions_on_the_right():
     assert whole.weights_metrics() == {"load_seconds": 3.0, "oldest_version": 1}
 
 
+@pytest.mark.parametrize("name", [columns.SAMPLER_VALUES, columns.REF_LOGPROBS])
+def test_columns_that_learners_compute_are_of_all_judged_rows_or_of_none(name):
+    """A run that goes on with other samplers, or another place of the reference."""
+    old, new, unjudged = (batch([[1]], [[2]], valid=[valid]) for valid in (True, True, False))
+    new.columns[name] = torch.ones(1, 1)
+    assert name not in concatenate([old, new]).columns
+    assert name not in concatenate([new, old]).columns
+    assert concatenate([new, unjudged]).columns[name].tolist() == [[1.0], [0.0]]
+
+
 def test_padding_is_the_pad_token_and_no_version():
     parts = [batch([[1]], [[3, 4, 5]], pad=17), batch([[7, 8]], [[9]], timing=3.0, pad=17)]
     whole = concatenate(parts)
@@ -186,8 +196,8 @@ def test_tokens_that_were_inserted_are_never_learnt_from(order):
 
 def test_a_column_that_nothing_takes_the_place_of_is_named():
     scored = batch([[1]], [[5]])
-    scored.columns[columns.REF_LOGPROBS] = torch.zeros(1, 1)
-    with pytest.raises(ValueError, match="must return 'ref_logprobs' with all batches"):
+    scored.columns[columns.REWARDS] = torch.zeros(1, 1)
+    with pytest.raises(ValueError, match="must return 'rewards' with all batches"):
         concatenate([batch([[1]], [[5]]), scored])
 
 

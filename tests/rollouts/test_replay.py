@@ -20,6 +20,7 @@ def batch(*groups: int, length: int = 2) -> JudgedBatch:
             columns.COMPLETION_IDS: ids,
             columns.COMPLETION_MASK: torch.ones_like(ids).bool(),
             columns.GROUP: ids[:, 0],
+            columns.VALID: torch.ones(len(ids)).bool(),
         },
         rewards=ids[:, 0].float(),
         components={"right": ids[:, 0].float()},
@@ -131,3 +132,19 @@ def test_a_resumed_buffer_goes_on_alike():
     resumed.set_state(whole.state())
     for i in range(6, 11):
         assert groups_of(resumed.extend(batch(i))) == groups_of(whole.extend(batch(i)))
+
+
+def test_groups_without_the_reference_s_log_probs_go_where_the_environment_gives_them():
+    """A run that goes on with reference_in='environment'; the other way learners compute them."""
+    def scored(group):
+        rows = batch(group)
+        rows.columns[columns.REF_LOGPROBS] = torch.zeros(2, 2)
+        return rows
+
+    buffer = buffer_of(4, max_uses=9)
+    buffer.extend(batch(1))
+    assert groups_of(buffer.extend(scored(2))) == [2]
+    assert buffer.metrics()["evicted"] == 1
+    assert groups_of(buffer.extend(scored(3))) == [3, 2]
+    mixed = buffer.extend(batch(4))
+    assert groups_of(mixed) == [4, 2, 3] and columns.REF_LOGPROBS not in mixed.columns
