@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
+from rllib_llm.shared.columns import fetched
+
 AllReduceSum = Callable[[Tensor], Tensor]
 """Takes a tensor, returns its sum over all learners."""
 
@@ -176,17 +178,19 @@ class _GroupTable:
     def lay_out(cls, scores: Tensor, groups: Tensor, valid: Tensor | None) -> _GroupTable:
         """The rows of each group in the order of the batch."""
         assert scores.ndim == 1 and groups.shape == scores.shape, (groups.shape, scores.shape)
-        line, sizes = torch.unique(groups, return_inverse=True, return_counts=True)[1:]
+        here, device = fetched([groups])[0], scores.device
+        line, sizes = torch.unique(here, return_inverse=True, return_counts=True)[1:]
         width = int(sizes.max())
         if width < 2:
             raise ValueError("groups must have two rows alike: scores are judged within a group")
         order = line.argsort(stable=True)
         starts = sizes.cumsum(dim=0) - sizes
         places = torch.empty_like(line)
-        ranks = torch.arange(len(line), device=line.device)
+        ranks = torch.arange(len(line))
         places[order] = line[order] * width + ranks - starts[line[order]]
+        places = places.to(device, non_blocking=True)
         counts = torch.ones_like(scores, dtype=torch.bool) if valid is None else valid.bool()
-        table = torch.zeros(len(sizes) * width, device=scores.device)
+        table = torch.zeros(len(sizes) * width, device=device)
         table[places] = torch.where(counts, scores.float(), torch.zeros_like(table[places]))
         is_valid = torch.zeros_like(table, dtype=torch.bool)
         is_valid[places] = counts
