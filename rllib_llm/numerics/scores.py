@@ -138,8 +138,8 @@ class RolloutRows:
         last = torch.full_like(places, -1).scatter_reduce(0, line, places, "amax")
         owners, lasts = (each[line] for each in (first, last))
         longest = int((places - owners).max()) + 1 if len(places) else 1
-        sent = [each.to(row_ids.device, non_blocking=True) for each in (owners, lasts)]
-        return cls(*sent, longest)
+        owners, lasts = (e.to(row_ids.device, non_blocking=True) for e in (owners, lasts))
+        return cls(owners, lasts, longest)
 
     @classmethod
     def of_batch(cls, batch: Mapping[str, Tensor]) -> RolloutRows:
