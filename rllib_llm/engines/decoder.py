@@ -39,6 +39,7 @@ from rllib_llm.engines.kv_cache import Layers, PromptCache, fill
 from rllib_llm.engines.protocol import Guide
 from rllib_llm.engines.row_blocks import RowBlock, RowBlocks, alike
 from rllib_llm.engines.sampling import TokenCounts, choose_for_rows
+from rllib_llm.modules.model_source import text_config
 
 # Further turns of conversations wait for each other until they have waited for so many steps
 # together, as a share of the rows that are sampled meanwhile: a prefill costs about as much as a
@@ -82,7 +83,7 @@ class Decoder:
         self.open_step, self.value_head = open_step, value_head
         self.device = next(model.parameters()).device
         self.queue = PromptQueue()
-        self._vocab_size = model.config.get_text_config(decoder=True).vocab_size
+        self._vocab_size = text_config(model).vocab_size
         self.rows = BatchRows(self.device, self._vocab_size)
         self.counts = TokenCounts(self._vocab_size, self.device)
         # By column of the buffers, for rows with settings; kept by the methods that add and remove.

@@ -22,7 +22,7 @@ from rllib_llm.engines.decoder import Decoder
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Completions
 from rllib_llm.engines.row_blocks import row_budget, with_fewer_rows
-from rllib_llm.modules.model_source import longrope_border
+from rllib_llm.modules.model_source import longrope_border, text_config
 from rllib_llm.shared.errors import Problems, require
 
 # Prompts are let in when this share of the places is free: a prefill of a few is poorly used.
@@ -176,7 +176,7 @@ def _check_inputs(
 def check_positions(config: PretrainedConfig, longest_prompt: int, params: SamplingParams) -> None:
     """Raises ValueError for more positions than the model has, or than its rows are independent
     of each other up to."""
-    text, num = config.get_text_config(decoder=True), params.max_new_tokens
+    text, num = text_config(config), params.max_new_tokens
     for limit, why in (
         (getattr(text, "max_position_embeddings", None), "the model has no more positions"),
         (longrope_border(text), "there longrope's factors begin to depend on the rows beside it"),
@@ -191,7 +191,7 @@ def check_tokens(
     config: PretrainedConfig, token_ids: Sequence[int], params: SamplingParams
 ) -> None:
     """Raises ValueError for tokens of a prompt, or of a bias, that the model does not have."""
-    vocab_size = config.get_text_config(decoder=True).vocab_size
+    vocab_size = text_config(config).vocab_size
     biased = [token for token, _ in params.logit_bias]
     for name, ids in (("token_ids", token_ids), ("logit_bias", biased)):
         if wrong := [token for token in ids if not 0 <= token < vocab_size]:
@@ -225,7 +225,7 @@ def check_decoding(model: nn.Module) -> None:
     if getattr(model, _PASSED, False):
         return
     device = next(model.parameters()).device
-    vocab = model.config.get_text_config(decoder=True).vocab_size
+    vocab = text_config(model).vocab_size
     ids = torch.arange(5, 5 + _PROMPT_LEN + 2, device=device) * 7 % vocab
     expected = _without_cache(model, ids)
     for name, logits in _with_cache(model, ids):

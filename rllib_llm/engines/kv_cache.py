@@ -12,6 +12,8 @@ import torch
 from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and_kwargs
 
+from rllib_llm.modules.model_source import text_config
+
 # Layer types whose attention pattern lives in the mask alone, so that keys and values of all
 # positions, in order, are a correct cache for them.
 _MASKED_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -295,7 +297,7 @@ PromptCache: TypeAlias = Any
 
 def num_shared_layers(config: PretrainedConfig) -> int | None:
     """Layers of a `SharedPromptCache` of the model; None where one is not right for its layers."""
-    layer_types, _ = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+    layer_types, _ = get_layer_types_and_kwargs(text_config(config))
     return len(layer_types) if _MASKED_LAYER_TYPES.issuperset(layer_types) else None
 
 

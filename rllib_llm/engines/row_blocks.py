@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 
 from rllib_llm.engines.batch_rows import Moves, fill_gaps
 from rllib_llm.engines.kv_cache import Layers, PromptCache
+from rllib_llm.modules.model_source import text_config
 from rllib_llm.shared.process import until_it_fits
 
 # Keys and values that attention reads on a CPU while one more call of it, and what goes with it, is
@@ -29,7 +30,7 @@ def cost_of_block(config: PretrainedConfig, itemsize: int, device: torch.device)
     """
     if device.type != "cpu":
         return float("inf")
-    layers = config.get_text_config(decoder=True).num_hidden_layers
+    layers = text_config(config).num_hidden_layers
     return _BYTES_OF_A_CALL * layers / (numbers_of_position(config) * itemsize)
 
 
@@ -390,13 +391,13 @@ def bytes_of_row(config: PretrainedConfig, positions: int, itemsize: int) -> int
         itemsize: bytes of one number in the model's dtype.
     """
     cache = numbers_of_position(config) * positions * itemsize
-    vocab_size = config.get_text_config(decoder=True).vocab_size
+    vocab_size = text_config(config).vocab_size
     return cache + _LOGIT_COPIES * vocab_size * torch.float32.itemsize
 
 
 def numbers_of_position(config: PretrainedConfig) -> int:
     """Numbers that the keys and values of one position are, in all layers."""
-    config = config.get_text_config(decoder=True)
+    config = text_config(config)
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads

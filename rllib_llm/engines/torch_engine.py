@@ -30,6 +30,7 @@ from rllib_llm.engines.protocol import (
     uniform_noise,
 )
 from rllib_llm.engines.row_blocks import FEWER_ROWS, row_budget
+from rllib_llm.modules.model_source import text_config
 from rllib_llm.modules.packing import recurring_size
 from rllib_llm.modules.trunk import padded_hidden, take_apart, wants_recurring_sizes
 from rllib_llm.shared.errors import Problems
@@ -71,7 +72,7 @@ def score_text(model: nn.Module, token_ids: Sequence[int], top: int) -> TextScor
     num = len(token_ids)
     ids = torch.tensor([list(token_ids)], dtype=torch.int64, device=device)
     if wants_recurring_sizes(model):  # attention is causal: what follows changes nothing
-        config = model.config.get_text_config(decoder=True)
+        config = text_config(model)
         most = getattr(config, "max_position_embeddings", None) or num
         ids = F.pad(ids, (0, max(0, min(recurring_size(num), most) - num)))
     halves = take_apart(model)  # None: the model computes all logits at once

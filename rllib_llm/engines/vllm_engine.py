@@ -31,7 +31,7 @@ from rllib_llm.engines.protocol import (
     check_rows,
 )
 from rllib_llm.engines.torch_engine import TRUNK, finish_of
-from rllib_llm.modules.model_source import DOTTED, build_from_dotted, source_kind
+from rllib_llm.modules.model_source import DOTTED, build_from_dotted, source_kind, text_config
 from rllib_llm.modules.tokenizer import load_tokenizer, policy_eos_ids
 from rllib_llm.shared.errors import Problem, Problems, report
 
@@ -89,7 +89,7 @@ class VLLMEngine:
         folder = self._describe(model)
         self.stop_token_ids = policy_eos_ids(model, self.tokenizer)
         if _is_on_cpu():
-            check_heads(AutoConfig.from_pretrained(folder).get_text_config(), model)
+            check_heads(text_config(AutoConfig.from_pretrained(folder)), model)
         self._llm = vllm.LLM(
             **{
                 "model": folder,

@@ -26,7 +26,7 @@ from rllib_llm.envs.judges.reward_functions import question, shown_message
 from rllib_llm.envs.judges.rewards import RewardBatch, RewardSum
 from rllib_llm.envs.prompts import PromptEncoder, PromptRow, PromptSource
 from rllib_llm.envs.settings import check_values
-from rllib_llm.modules.model_source import check_lengths, num_positions
+from rllib_llm.modules.model_source import check_lengths, num_positions, text_config
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import pad_left
 from rllib_llm.shared.errors import Problems, require
@@ -254,8 +254,8 @@ def check_env_lengths(env: Any, *, model: Any, max_new_tokens: int, chosen: bool
     limits = {f"model={str(model)!r}": num_positions(model)}
     reference = getattr(env.reference, "model", None)
     if reference is not None:
-        text_config = reference.config.get_text_config(decoder=True)
-        limits["the reference"] = getattr(text_config, "max_position_embeddings", None)
+        positions = getattr(text_config(reference), "max_position_embeddings", None)
+        limits["the reference"] = positions
     for name, positions in limits.items():
         if positions is not None and env.max_prompt_len + max_new_tokens > positions:
             check_lengths(

@@ -22,6 +22,7 @@ from rllib_llm.data.encoding import (
 )
 from rllib_llm.envs.judges.reward_functions import Judge
 from rllib_llm.modules.logprobs import score_completions
+from rllib_llm.modules.model_source import text_config
 from rllib_llm.modules.packing import pack_right, token_batches
 from rllib_llm.modules.pretrained import (
     load_causal_lm,
@@ -378,7 +379,7 @@ def _normalization(
 
 
 def _max_length(given: int | None, config: Any, tokenizer: PreTrainedTokenizerBase) -> int:
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    positions = getattr(text_config(config), "max_position_embeddings", None)
     longest = int(tokenizer.model_max_length)
     limit = min(positions or longest, longest)
     if given is None:

@@ -55,12 +55,11 @@ def minibatch_indices_by_tokens(
     shuffled order until the next would pass the budget; one that is larger than it stands alone.
     """
     assert token_budget > 0, token_budget
-    sizes = lengths.cpu()
     for _ in range(num_epochs):
-        order = torch.randperm(len(sizes), generator=generator)
+        order = torch.randperm(len(lengths), generator=generator)
         parts: list[list[int]] = [[]]
         total = 0
-        for row, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
+        for row, size in zip(order.tolist(), lengths[order].tolist(), strict=True):
             if parts[-1] and total + size > token_budget:
                 parts.append([])
                 total = 0
@@ -138,8 +137,12 @@ def micro_batch_indices(
 
 def take_rows(batch: dict[str, Tensor], rows: Tensor) -> dict[str, Tensor]:
     """The batch with these rows only, in this order."""
-    on_device = {device: rows.to(device) for device in {c.device for c in batch.values()}}
-    return {name: c.index_select(0, on_device[c.device]) for name, c in batch.items()}
+    devices = {column.device for column in batch.values()} | {torch.device("cpu")}
+    on_device = {device: rows.to(device, non_blocking=True) for device in devices}
+    return {
+        name: columns.same_cut(column, lambda c: c.index_select(0, on_device[c.device]))
+        for name, column in batch.items()
+    }
 
 
 def restore_rows(whole: Tensor, parts: list[Tensor], rows: list[Tensor]) -> Tensor:
@@ -150,12 +153,13 @@ def restore_rows(whole: Tensor, parts: list[Tensor], rows: list[Tensor]) -> Tens
     cut off by `trim` stays as it was.
     """
     for part, index in zip(parts, rows, strict=True):
-        whole[index.to(whole.device), : part.shape[1]] = part
+        whole[index.to(whole.device, non_blocking=True), : part.shape[1]] = part
     return whole
 
 
 def row_lengths(batch: dict[str, Tensor]) -> Tensor:
-    """Number of tokens that a model reads of each row over all its sequences, int64 [batch]."""
+    """Number of tokens that a model reads of each row over all its sequences, int64 [batch] on the
+    host."""
     lengths = [_num_read(batch, name) for name in (*_LEFT_PADDED, *_RIGHT_PADDED) if name in batch]
     if not lengths:
         raise ValueError(f"a batch must have a mask, and has {sorted(batch)}")
@@ -171,28 +175,28 @@ def trim(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     trimmed = dict(batch)
     for mask_name, names in _LEFT_PADDED.items():
         if mask_name in batch:
-            mask = batch[mask_name]
+            (mask,) = columns.fetched([batch[mask_name]])
             dead = mask.shape[1] - _largest(_num_up_to_last(mask.flip(1)))
             _cut(trimmed, names, slice(dead, None))
     for mask_name, names in _RIGHT_PADDED.items():
         if mask_name in batch:
-            ends_at_sampled = _ends_at_sampled(batch, mask_name)
-            mask = columns.sampled_mask(batch) if ends_at_sampled else batch[mask_name]
+            (mask,) = columns.fetched([_last_read(batch, mask_name)])
             _cut(trimmed, names, slice(None, _largest(_num_up_to_last(mask))))
     return trimmed
 
 
-def _ends_at_sampled(batch: dict[str, Tensor], mask_name: str) -> bool:
-    """Whether a model reads up to the last sampled token: what follows from those after it is of
-    no use."""
-    return mask_name == columns.COMPLETION_MASK and columns.LOSS_MASK in batch
+def _last_read(batch: dict[str, Tensor], mask_name: str) -> Tensor:
+    """The mask whose last True ends what a model reads: of completions that of sampled tokens,
+    since what follows from those after it is of no use."""
+    of_completions = mask_name == columns.COMPLETION_MASK and columns.LOSS_MASK in batch
+    return columns.sampled_mask(batch) if of_completions else batch[mask_name]
 
 
 def _num_read(batch: dict[str, Tensor], mask_name: str) -> Tensor:
     """How many tokens of each row a model reads, int64 [batch]."""
-    if _ends_at_sampled(batch, mask_name):
-        return _num_up_to_last(columns.sampled_mask(batch))
-    return batch[mask_name].sum(dim=1)
+    read = _last_read(batch, mask_name)
+    (mask,) = columns.fetched([read])
+    return mask.sum(dim=1) if read is batch[mask_name] else _num_up_to_last(mask)
 
 
 def _num_up_to_last(mask: Tensor) -> Tensor:
@@ -210,4 +214,4 @@ def _largest(lengths: Tensor) -> int:
 def _cut(batch: dict[str, Tensor], names: tuple[str, ...], keep: slice) -> None:
     for name in names:
         if name in batch:
-            batch[name] = batch[name][:, keep]
+            batch[name] = columns.same_cut(batch[name], lambda column: column[:, keep])

@@ -44,6 +44,7 @@ from rllib_llm.learners.optimizer import decay_groups, load_state, whole_state
 from rllib_llm.learners.sharding import clip_gradients_, gradient_norm, sum_gradients_
 from rllib_llm.learners.shared_passes import Batch, SharedPasses, seeded_dropout
 from rllib_llm.numerics.learning_rate import learning_rate_factor
+from rllib_llm.shared.columns import remember, remember_all
 from rllib_llm.shared.messages import Listener, TrialMessage
 from rllib_llm.shared.process import keep_freed_memory
 from rllib_llm.weights.transport import WeightsExporter
@@ -233,7 +234,13 @@ class LanguageModelLearner(SharedPasses):
         return {**self.metrics.reduce(), REPORT: self.report()}
 
     def _on_device(self, batch: Mapping[str, Any]) -> Batch:
-        return {name: torch.as_tensor(column).to(self._device) for name, column in batch.items()}
+        given = {name: torch.as_tensor(column) for name, column in batch.items()}
+        there = {name: c.to(self._device, non_blocking=True) for name, c in given.items()}
+        for name, column in given.items():
+            if column.device.type == "cpu":
+                remember(there[name], column)
+        remember_all(there)
+        return there
 
     def _minibatches(self, rows: Batch) -> Iterator[torch.Tensor]:
         """Row indices of every mini-batch of every epoch: a function of seed and update count."""

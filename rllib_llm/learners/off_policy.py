@@ -158,10 +158,11 @@ class OldLogprobs:
     def __init__(self, rows: Batch, first: Tensor, all_reduce: Callable[[Tensor], Tensor]) -> None:
         old = rows[columns.OLD_LOGPROBS]
         rows[NUMBER] = torch.arange(len(old), device=old.device)
+        columns.remember(rows[NUMBER], torch.arange(len(old)))
         self._own = torch.zeros_like(old)
         self._has_own = torch.zeros(len(old), device=old.device)  # 1: `of_this_pass` gave the row's
-        self._is_first = torch.zeros(len(old), dtype=torch.bool, device=old.device)
-        self._is_first[first.to(old.device)] = True
+        self._is_first = torch.zeros(len(old), dtype=torch.bool)  # on the host, as `first` is
+        self._is_first[first] = True
         self._all_reduce: Callable[[Tensor], Tensor] | None = all_reduce
 
     @property
@@ -179,7 +180,7 @@ class OldLogprobs:
     def recall(self, minibatch: Batch) -> None:
         """Puts into a later mini-batch what `of_this_pass` was given of its rows."""
         numbers = minibatch[NUMBER]
-        if not bool(self._is_first[numbers].any()):
+        if not bool(self._is_first[columns.fetched([numbers])[0]].any()):
             return
         if self._all_reduce is not None:
             self._all_reduce(self._own)

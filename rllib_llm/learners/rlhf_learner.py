@@ -75,8 +75,12 @@ class RLHFLearner(LanguageModelLearner):
         self._num_minibatches = 0
         batch = dict(batch)
         # A row whose judge failed keeps its tokens out of every sum.
-        sampled = columns.sampled_mask(batch)
-        batch[columns.LOSS_MASK] = sampled & batch[columns.VALID].unsqueeze(1)
+        sampled, valid = columns.sampled_mask(batch), batch[columns.VALID]
+        there, here = (
+            mask & is_valid.unsqueeze(1)
+            for mask, is_valid in ((sampled, valid), columns.fetched((sampled, valid)))
+        )
+        batch[columns.LOSS_MASK] = columns.remember(there, here)
         batch.update(self._old_policy(batch))
         measured = self._reference_kl(batch)
         kl = torch.zeros_like(batch[columns.OLD_LOGPROBS]) if measured is None else measured
@@ -86,14 +90,15 @@ class RLHFLearner(LanguageModelLearner):
         # Before advantages: groups that these drop from the loss were sampled all the same.
         self._log_objective(batch, processed, measured)
         batch.update(self.compute_advantages(batch, processed, kl))
-        if self.config.store_rollouts and self.rank == 0:
-            self._advantages = batch[columns.ADVANTAGES].cpu()
-        num_valid = int((batch[columns.VALID] & RolloutRows.of_batch(batch).is_first).sum())
-        if measured is not None and num_valid:
-            mean_kl = float(kl.sum() / num_valid)
+        columns.remember_all(batch)  # it may have masked out more
+        if self.config.store_rollouts and self.rank == 0:  # there when the means are
+            self._advantages = batch[columns.ADVANTAGES].to("cpu", non_blocking=True)
+        if measured is not None and self.config.ref_kl_target is not None:
+            num_valid = (valid & RolloutRows.of_batch(batch).is_first).sum()
+            mean_kl, num = torch.stack([kl.sum() / num_valid, num_valid]).tolist()
             # A KL that is not finite makes the loss so, and that update is refused.
-            if math.isfinite(mean_kl):
-                self.ref_kl.update(mean_kl, num_valid)
+            if num and math.isfinite(mean_kl):
+                self.ref_kl.update(mean_kl, int(num))
         return batch
 
     def _make_reference(self) -> ReferencePolicy | None:

@@ -107,9 +107,8 @@ def gradient_norm(grads: list[Tensor]) -> Tensor:
 
 def clip_gradients_(grads: list[Tensor], norm: Tensor, limit: float) -> None:
     """Scales gradients, or shards of them, of total `norm` to at most `limit`, in place."""
-    factor = limit / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
-    if factor >= 1.0:
-        return
+    # As torch.nn.utils.clip_grad_norm_, which does not ask the device either whether it is below 1.
+    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
     for grad in grads:
         local_data(grad).mul_(factor.to(grad.device))
 

@@ -106,7 +106,7 @@ class SharedPasses(TorchLearner):
 
     def micro_batch_rows(self, batch: Batch, rank: int | None = None) -> list[torch.Tensor]:
         """Row indices of each micro-batch of this learner, or of another."""
-        lengths = row_lengths(batch).cpu()  # cuts are made on the host: a GPU is waited for once
+        lengths = row_lengths(batch)
         rank = self.rank if rank is None else rank
         size, budget = self.config.micro_batch_size, self.config.micro_batch_tokens
         cuts = {"micro_batch_size": size, "token_budget": budget}

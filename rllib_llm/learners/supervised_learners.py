@@ -197,7 +197,7 @@ class DPOLearner(LanguageModelLearner):
         for name in REF_LOGPROBS:
             column = torch.zeros(len(batch[columns.CHOSEN_IDS]), device=self._device)
             for index, out in zip(rows, outputs, strict=True):
-                column[index.to(column.device)] = out[name]
+                column[index.to(column.device, non_blocking=True)] = out[name]
             whole[name] = self.all_reduce(column)
         return whole
 

@@ -31,6 +31,7 @@ from rllib_llm.modules.lora import (
     read_adapters,
     save_adapters,
 )
+from rllib_llm.modules.model_source import text_config
 from rllib_llm.modules.precision import ComputingCopy, cast_parameters_, computing_dtype, use_onednn
 from rllib_llm.modules.pretrained import load_causal_lm, quiet_transformers
 from rllib_llm.modules.shards import gather, is_sharded, local_data, own_parts, write_
@@ -246,7 +247,7 @@ class HuggingFaceModule(TorchRLModule):
 
     def _name_pad_token(self, model: PreTrainedModel) -> None:
         """The folder's model pads as its tokenizer does, which other tools ask its config."""
-        text = model.config.get_text_config(decoder=True)
+        text = text_config(model)
         for config in (model.config, text, getattr(model, "generation_config", None)):
             if config is not None and getattr(config, "pad_token_id", 0) is None:
                 config.pad_token_id = self.tokenizer.pad_token_id

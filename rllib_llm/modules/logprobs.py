@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rllib_llm.modules.model_source import text_config
 from rllib_llm.modules.packing import TokenRows, WantedTokens, completion_rows, text_rows
 from rllib_llm.modules.trunk import take_apart, wanted_hidden, wanted_tokens
 from rllib_llm.numerics.kl import full_kl
@@ -138,9 +139,10 @@ class _Run:
 
 
 def _run(model: Any, rows: TokenRows, hidden: bool) -> _Run:
-    chunk_tokens = max(1, _CHUNK_LOGITS // model.config.get_text_config().vocab_size)
+    chunk_tokens = max(1, _CHUNK_LOGITS // text_config(model).vocab_size)
     halves = take_apart(model)
-    wanted = wanted_tokens(None if halves is None else halves.trunk, rows)
+    trunk = model if halves is None else halves.trunk
+    wanted = wanted_tokens(trunk, rows, dense=halves is not None)
     if halves is not None:
         states = wanted_hidden(halves.trunk, wanted)
         return _Run(wanted, states, halves.logits, True, states if hidden else None, chunk_tokens)

@@ -38,6 +38,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rllib_llm.modules.llama_trunk import is_called_plainly, is_plain_tensor
+from rllib_llm.modules.model_source import text_config
 from rllib_llm.modules.quantization import quantize
 from rllib_llm.shared.errors import Problem, Problems, closest, report, require, unknown_key
 
@@ -160,7 +161,7 @@ def add_adapters(model: Any, lora: dict[str, Any], *, seed: int = 0) -> None:
         except ValueError as error:
             targets, numbers = settings.target_modules, settings.layers_to_transform
             if numbers is not None and targets <= layers:
-                last = model.config.get_text_config(decoder=True).num_hidden_layers - 1
+                last = text_config(model).num_hidden_layers - 1
                 rule = f"number layers of the model, 0 to {last}"
                 raise Problems("lora.layers_to_transform", rule, value=numbers) from error
             raise _no_such_layers({**DEFAULTS, **lora}["target_modules"], layers) from error
@@ -348,7 +349,7 @@ def _is_shared(model: nn.Module, weight: nn.Parameter) -> bool:
 
 def _declare_untied(model: Any) -> None:
     """Declares input and output embeddings untied, so that both are saved and loaded."""
-    for config in (model.config, model.config.get_text_config()):
+    for config in (model.config, text_config(model)):
         config.tie_word_embeddings = False
     model.all_tied_weights_keys = {}
 

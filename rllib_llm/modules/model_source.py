@@ -276,9 +276,11 @@ def model_config(model: str | os.PathLike) -> Any:
     return load_with_retries(lambda: AutoConfig.from_pretrained(value), value, kind)
 
 
-def text_config(model: str | os.PathLike) -> Any:
-    """The config of what reads text in `model`."""
-    return model_config(model).get_text_config(decoder=True)
+def text_config(source: Any) -> Any:
+    """The config of what writes text in `source`: a model setting, a model or its config."""
+    if isinstance(source, (str, os.PathLike)):
+        source = model_config(source)
+    return getattr(source, "config", source).get_text_config(decoder=True)
 
 
 def check_reference_vocabulary(

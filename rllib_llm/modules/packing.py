@@ -1,8 +1,9 @@
 """Rows cut into batches of like length, brought to the form in which a model reads them, and its
 answers brought back.
 
-Every model reads rows of the longest's length (`pack`). Models whose attention can be laid out
-read concatenated tokens, what rows have in common only once (`pack_dense`):
+All of it is computed on the host, where sizes are known without waiting for a device, then sent.
+Every model reads rows of the longest's length (`pack`). Models whose attention can be laid out read
+concatenated tokens, what rows have in common only once (`pack_dense`):
 
     [prompt a | prompt b | completion a1 | completion a2 | completion b1 | ...]
 
@@ -34,6 +35,7 @@ from rllib_llm.modules.packed_attention import (
     MaskedLayout,
     RowLayout,
 )
+from rllib_llm.shared.columns import fetched
 from rllib_llm.shared.errors import Problems, require
 
 
@@ -76,7 +78,8 @@ class WantedTokens:
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Padded rows: ids [batch, length], which tokens the model reads and which are scored.
+    """Padded rows on the host: ids [batch, length], which tokens the model reads and which are
+    scored.
 
     A wanted token is attended and not the first such of its row. The first `num_leading` columns,
     the prompts, are no part of the result and hold no wanted token.
@@ -95,6 +98,9 @@ def completion_rows(
 
     Raises ValueError for a row without a prompt token.
     """
+    prompt_ids, prompt_mask, completion_ids, completion_mask = fetched(
+        (prompt_ids, prompt_mask, completion_ids, completion_mask)
+    )
     prompt_mask, completion_mask = prompt_mask.bool(), completion_mask.bool()
     has_prompt = prompt_mask.any(dim=1)
     if not bool(has_prompt.all()):
@@ -113,14 +119,17 @@ def completion_rows(
 def text_rows(input_ids: Tensor, attention_mask: Tensor, loss_mask: Tensor | None) -> TokenRows:
     """Every target of a text but its first token, which nothing predicts; the result is
     [texts, length]."""
-    attended = attention_mask.bool()
-    targets = attended if loss_mask is None else attended & loss_mask.bool()
+    loss_mask = attention_mask if loss_mask is None else loss_mask
+    input_ids, attended, scored = fetched((input_ids, attention_mask, loss_mask))
+    attended = attended.bool()
+    targets = attended & scored.bool()
     has_past = attended.cumsum(dim=1) > 1
     return TokenRows(input_ids, attended, targets & has_past)
 
 
-def pack(rows: TokenRows) -> WantedTokens:
-    """Rows with their attended tokens moved to the left and the longest row's length."""
+def pack(rows: TokenRows, device: torch.device | str = "cpu") -> WantedTokens:
+    """Rows with their attended tokens moved to the left and the longest row's length, on
+    `device`."""
     ids, attended = rows.ids, rows.attended
     lengths = attended.sum(dim=1)
     longest = max(1, int(lengths.max()))
@@ -128,20 +137,25 @@ def pack(rows: TokenRows) -> WantedTokens:
     input_ids = ids.gather(1, order)
     # Any id will do, but models warn about a pad id that comes without an attention mask.
     filler = input_ids[:, :1].masked_fill(lengths.unsqueeze(1) == 0, 0)
-    is_padding = torch.arange(longest, device=ids.device) >= lengths.unsqueeze(1)
+    is_padding = torch.arange(longest) >= lengths.unsqueeze(1)
     input_ids = torch.where(is_padding, filler, input_ids)
 
     at_row, at_col = rows.wanted.nonzero(as_tuple=True)
     packed_at = attended.cumsum(dim=1)[at_row, at_col] - 1
     result_length = ids.shape[1] - rows.num_leading
     return WantedTokens(
-        input_ids=input_ids,
-        targets=ids[at_row, at_col],
-        predicted_at=at_row * longest + packed_at - 1,
-        places=at_row * result_length + at_col - rows.num_leading,
+        input_ids=_sent(input_ids, device),
+        targets=_sent(ids[at_row, at_col], device),
+        predicted_at=_sent(at_row * longest + packed_at - 1, device),
+        places=_sent(at_row * result_length + at_col - rows.num_leading, device),
         shape=(ids.shape[0], result_length),
         num_padding=input_ids.numel() - int(lengths.sum()),
     )
+
+
+def _sent(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """A copy on `device`, which is not waited for."""
+    return tensor.to(device, non_blocking=True)
 
 
 def token_batches(lengths: Tensor, batch_tokens: int) -> list[Tensor]:
@@ -197,8 +211,9 @@ _WIDTH_STEP = 8  # of rows' lengths in attention, which are small and cost with 
 
 
 def pack_dense(
-    rows: TokenRows, max_mask: int = MAX_MASK, recurring: bool = False, kernel: Kernel = "sdpa"
-) -> WantedTokens:
+    rows: TokenRows, max_mask: int = MAX_MASK, recurring: bool = False, kernel: Kernel = "sdpa",
+    device: torch.device | str = "cpu",
+) -> WantedTokens:  # fmt: skip
     """`rows` as tokens [1, tokens] with positions and attention layout; see `packing.pack`.
 
     At least one token must be wanted. `max_mask`: numbers in the attention mask of shared prompts
@@ -239,16 +254,17 @@ def pack_dense(
     targets = rows.ids[at_row, at_col]
     if recurring:
         predicted_at, targets = _with_surplus(predicted_at), _with_surplus(targets)
+    positions = torch.cat([prompt_positions[prompt_mask], own_positions[own]])
     return WantedTokens(
-        input_ids=input_ids.unsqueeze(0),
-        targets=targets,
-        predicted_at=predicted_at,
-        places=at_row * result_length + at_col - rows.num_leading,
+        input_ids=_sent(input_ids.unsqueeze(0), device),
+        targets=_sent(targets, device),
+        predicted_at=_sent(predicted_at, device),
+        places=_sent(at_row * result_length + at_col - rows.num_leading, device),
         shape=(len(rows.ids), result_length),
         num_padding=int(filler.sum()) if recurring else 0,
-        position_ids=torch.cat([prompt_positions[prompt_mask], own_positions[own]]).unsqueeze(0),
+        position_ids=_sent(positions.unsqueeze(0), device),
         layout=_layout(
-            kernel, prompt_starts, prompt_lengths, own_starts, own_lengths, group, recurring
+            kernel, prompt_starts, prompt_lengths, own_starts, own_lengths, group, recurring, device
         ),
     )
 
@@ -283,7 +299,7 @@ def _before_last_wanted(wanted: Tensor) -> Tensor:
 def _distinct(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """(a row of each different prompt [prompts], the prompt of each row [batch]), int64."""
     if not ids.shape[1]:
-        every = torch.arange(len(ids), device=ids.device)
+        every = torch.arange(len(ids))
         return every, every
     content = ids.masked_fill(~mask, -1)
     # One number for each row, which are much faster to sort.
@@ -295,37 +311,43 @@ def _distinct(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 def _unique(rows: Tensor) -> tuple[Tensor, Tensor]:
     _, group = torch.unique(rows, dim=0, return_inverse=True)
-    places = torch.arange(len(rows), device=rows.device)
+    places = torch.arange(len(rows))
     return places.new_empty(int(group.max()) + 1).index_copy_(0, group, places), group
 
 
 def _multipliers(content: Tensor) -> Tensor:
     """A pseudo-random int64 for each column; products wrap around."""
-    mixed = torch.arange(1, content.shape[1] + 1, device=content.device) * -7046029254386353131
+    mixed = torch.arange(1, content.shape[1] + 1) * -7046029254386353131
     mixed = (mixed ^ (mixed >> 31)) * -4658895280553007687
     return mixed ^ (mixed >> 29)
 
 
 def _layout(
     kernel: Kernel, prompt_starts: Tensor, prompt_lengths: Tensor, own_starts: Tensor,
-    own_lengths: Tensor, group: Tensor | None, recurring: bool,
+    own_lengths: Tensor, group: Tensor | None, recurring: bool, device: torch.device | str,
 ) -> Layout:  # fmt: skip
     """Prompts attend to themselves, the tokens of a row to its prompt and to their own past."""
     if kernel == "flash_attention_2":
         starts = torch.cat([own_starts, own_starts[-1:] + own_lengths[-1:]])
-        return RowLayout(starts.to(torch.int32), int(own_lengths.max()))
+        return RowLayout(_sent(starts.to(torch.int32), device), int(own_lengths.max()))
     if kernel == "flex_attention":
         lengths = torch.cat([prompt_lengths, own_lengths])
         sees = torch.full_like(own_lengths, -1) if group is None else group
         sees = torch.cat([torch.full_like(prompt_lengths, -1), sees])
-        rows = torch.arange(len(lengths), device=lengths.device)
-        return MaskedLayout.of(rows.repeat_interleave(lengths), sees.repeat_interleave(lengths))
+        owner = torch.arange(len(lengths)).repeat_interleave(lengths)
+        sees = sees.repeat_interleave(lengths)
+        return MaskedLayout.of(_sent(owner, device), _sent(sees, device))
     own_tokens, own_exists = _token_table(own_starts, own_lengths, recurring)
     if group is None:
         in_order = bool(own_exists.all())  # rows of one length
+        own_tokens = _sent(own_tokens, device)
         only = AttentionBlock(own_tokens, own_tokens, None, in_order)
-        return AttentionLayout((only,), _places(own_exists))
+        return AttentionLayout((only,), _sent(_places(own_exists), device))
     tokens, exists = _token_table(prompt_starts, prompt_lengths, recurring)
+    places = torch.cat([_places(exists), exists.numel() + _places(own_exists)])
+    tokens, exists, own_tokens, group, places = (
+        _sent(tensor, device) for tensor in (tokens, exists, own_tokens, group, places)
+    )
     length = own_tokens.shape[1]
     past = torch.ones(length, length, dtype=torch.bool, device=exists.device).tril()
     seen = torch.cat(
@@ -341,7 +363,6 @@ def _layout(
             prompts=group,
         ),
     )
-    places = torch.cat([_places(exists), exists.numel() + _places(own_exists)])
     return AttentionLayout(blocks, places)
 
 
@@ -351,7 +372,7 @@ def _token_table(starts: Tensor, lengths: Tensor, recurring: bool) -> tuple[Tens
     longest = max(1, int(lengths.max()))
     is_even = not recurring or longest == int(lengths.min())
     size = longest if is_even else recurring_size(longest, _WIDTH_STEP)
-    columns = torch.arange(size, device=starts.device)
+    columns = torch.arange(size)
     exists = columns < lengths.unsqueeze(1)
     return (starts.unsqueeze(1) + columns).where(exists, 0), exists
 

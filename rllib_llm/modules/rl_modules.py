@@ -24,6 +24,7 @@ from rllib_llm.modules.logprobs import (
     text_logprobs,
 )
 from rllib_llm.modules.lora import add_adapters
+from rllib_llm.modules.model_source import text_config
 from rllib_llm.modules.pretrained import (
     load_causal_lm,
     load_quantized,
@@ -209,7 +210,7 @@ def _state_size(model: Any) -> int:
     """Width of the states that a language model's trunk gives its head, which need not be the
     width that it computes in: OPT-350m has 512 and 1024."""
     head = model.get_output_embeddings()
-    return model.config.get_text_config().hidden_size if head is None else head.weight.shape[-1]
+    return text_config(model).hidden_size if head is None else head.weight.shape[-1]
 
 
 def _load_policy(config: dict[str, Any]) -> nn.Module:
@@ -295,9 +296,10 @@ def stack_pairs(
     batch: dict[str, Any], names: tuple[tuple[str, str], ...] = _PAIR_NAMES
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids and mask [2N, L] of the right-padded chosen and rejected rows under each other, as long
-    as the longer; `names`: of the two columns of each."""
-    length = max(batch[name].shape[1] for name in names[0])
-    ids, mask = (torch.cat([widen(batch[name], length) for name in both]) for both in names)
+    as the longer, on the host; `names`: of the two columns of each."""
+    pairs = columns.fetched([batch[name] for both in names for name in both])
+    length = max(column.shape[1] for column in pairs)
+    ids, mask = (torch.cat([widen(c, length) for c in both]) for both in (pairs[:2], pairs[2:]))
     return ids, mask
 
 
@@ -321,7 +323,7 @@ class PreferenceModule(CausalLMModule):
 
     def _pair_logprobs(self, model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, ...]:
         # Rows with the same prompt share it: it is read once for both completions.
-        prompts = batch[columns.PROMPT_IDS], batch[columns.PROMPT_MASK]
+        prompts = columns.fetched([batch[columns.PROMPT_IDS], batch[columns.PROMPT_MASK]])
         ids, mask = (torch.cat([prompt, prompt]) for prompt in prompts)
         scored = score_completions(model, ids, mask, *stack_pairs(batch))
         logprobs = scored.logprobs
@@ -329,5 +331,6 @@ class PreferenceModule(CausalLMModule):
             names = (columns.CHOSEN_IDS, columns.REJECTED_IDS), (
                 columns.CHOSEN_LOSS_MASK, columns.REJECTED_LOSS_MASK
             )  # fmt: skip
-            logprobs = logprobs * stack_pairs(batch, names)[1]
+            scored_mask = stack_pairs(batch, names)[1]
+            logprobs = logprobs * scored_mask.to(logprobs.device, non_blocking=True)
         return logprobs.sum(dim=1).chunk(2)

@@ -22,6 +22,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rllib_llm.modules.model_source import model_config
 from rllib_llm.modules.packing import TokenRows
 from rllib_llm.modules.trunk import wanted_hidden, wanted_tokens
+from rllib_llm.shared.columns import fetched
 from rllib_llm.shared.errors import Problems
 
 POSITIVE_NAMES = ("positive", "pos", "good", "chosen")
@@ -49,6 +50,7 @@ def sequence_scores(
         states = _last_states(classifier.base_model, ids, mask)
         logits = head(states.to(next(head.parameters()).dtype))
     else:
+        ids, mask = (tensor.to(classifier.device) for tensor in (ids, mask))
         logits = classifier(input_ids=ids, attention_mask=mask.long()).logits
     logits = logits.float()
     if logits.shape[1] == 1:
@@ -60,19 +62,22 @@ def sequence_scores(
 
 def _last_states(trunk: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
     """The trunk's state [N, hidden] at each text's last token."""
+    ids, mask = fetched((ids, mask))
     lengths = mask.sum(dim=1)
     # The state wanted is the one that predicts whatever comes next.
-    place = torch.arange(ids.shape[1] + 1, device=ids.device)
+    place = torch.arange(ids.shape[1] + 1)
     rows = TokenRows(
         ids=pad(ids, (0, 1)),
         attended=place <= lengths.unsqueeze(1),
         wanted=place == lengths.unsqueeze(1),
     )
-    wanted = wanted_tokens(trunk if bool(lengths.all()) else None, rows)
+    wanted = wanted_tokens(trunk, rows, dense=bool(lengths.all()))
     if wanted.layout is not None:
         return wanted.without_surplus(wanted_hidden(trunk, wanted))
+    last = (lengths - 1).clamp(min=0)
+    ids, mask, last = (t.to(trunk.device, non_blocking=True) for t in (ids, mask, last))
     hidden = trunk(input_ids=ids, attention_mask=mask.long(), use_cache=False).last_hidden_state
-    return hidden[torch.arange(len(ids), device=ids.device), (lengths - 1).clamp(min=0)]
+    return hidden[torch.arange(len(ids), device=ids.device), last]
 
 
 def label_index(config: PretrainedConfig, label: int | str | None = None) -> int:

@@ -23,6 +23,7 @@ from rllib_llm.modules.model_source import (
     model_config,
     no_model,
     source_kind,
+    text_config,
 )
 from rllib_llm.shared.errors import Problems, require
 
@@ -51,7 +52,7 @@ def load_tokenizer(
         config = model_config(value)
         tokenizer = load_with_retries(lambda: AutoTokenizer.from_pretrained(value), value, kind)
         sources = (config, tokenizer, load_generation_config(value))
-        num_embeddings = config.get_text_config().vocab_size
+        num_embeddings = text_config(config).vocab_size
     _check_vocabulary(tokenizer, num_embeddings)
     ensure_pad_token(tokenizer, eos_token_ids(*sources))
     if chat_template is not None:
@@ -104,7 +105,7 @@ def eos_token_ids(*sources: Any) -> tuple[int, ...]:
     found: set[int] = set()
     for source in sources:
         config = source if isinstance(source, PreTrainedConfig) else getattr(source, "config", None)
-        text = config and config.get_text_config(decoder=True)
+        text = config and text_config(config)
         for holder in (source, config, text, getattr(source, "generation_config", None)):
             ids = getattr(holder, "eos_token_id", None)
             if ids is None:

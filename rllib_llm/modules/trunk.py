@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from rllib_llm.modules.llama_trunk import fused_hidden, is_fusible
+from rllib_llm.modules.model_source import text_config
 from rllib_llm.modules.packed_attention import PACKED, AttentionLayout, Kernel
 from rllib_llm.modules.packing import TokenRows, WantedTokens, completion_rows, pack, pack_dense
 from rllib_llm.modules.precision import multiplies_by_onednn
@@ -38,17 +39,19 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _verdicts: WeakKeyDictionary[nn.Module, tuple[str, bool]] = WeakKeyDictionary()
 
 
-def wanted_tokens(trunk: nn.Module | None, rows: TokenRows) -> WantedTokens:
-    """`rows` as `trunk` reads them: without padding and shared prompts once where its attention
-    can be laid out, else padded to the longest (as for None)."""
-    if trunk is None or not reads_dense(trunk) or not bool(rows.wanted.any()):
-        return pack(rows)
-    kernel = kernel_of(trunk)
-    window = getattr(trunk.config.get_text_config(), "sliding_window", None)
+def wanted_tokens(model: nn.Module, rows: TokenRows, *, dense: bool = True) -> WantedTokens:
+    """`rows` as a trunk reads them, on its device: without padding and shared prompts once where
+    its attention can be laid out; else, and if not `dense`, padded to the longest."""
+    device = next(model.parameters()).device
+    if not dense or not reads_dense(model) or not bool(rows.wanted.any()):
+        return pack(rows, device)
+    kernel = kernel_of(model)
+    window = getattr(text_config(model), "sliding_window", None)
     is_cut = window is not None and int(rows.attended.sum(dim=1).max()) > window
     if is_cut and kernel != "flash_attention_2":
-        return pack(rows)
-    return pack_dense(rows, recurring=wants_recurring_sizes(trunk), kernel=kernel)
+        return pack(rows, device)
+    recurring = wants_recurring_sizes(model)
+    return pack_dense(rows, recurring=recurring, kernel=kernel, device=device)
 
 
 def use_kernel(model: nn.Module, kernel: Kernel) -> None:
@@ -133,20 +136,20 @@ def _can_be_laid_out(trunk: PreTrainedModel) -> bool:
         return False
     if trunk.config._attn_implementation not in ("sdpa", PACKED):
         return False
-    layer_types, _ = get_layer_types_and_kwargs(trunk.config.get_text_config())
+    layer_types, _ = get_layer_types_and_kwargs(text_config(trunk))
     return _LAYER_TYPES.issuperset(layer_types)
 
 
 def _same_states(trunk: PreTrainedModel) -> bool:
     before = trunk.config._attn_implementation
     device = next(trunk.parameters()).device
-    prompts = torch.tensor([[0, 1], [0, 1], [1, 2]], device=device)
-    completions = torch.tensor([[1, 2, 0], [2, 2, 1], [0, 1, 2]], device=device)
+    prompts = torch.tensor([[0, 1], [0, 1], [1, 2]])
+    completions = torch.tensor([[1, 2, 0], [2, 2, 1], [0, 1, 2]])
     everything = torch.ones_like(completions, dtype=torch.bool)
-    lengths = torch.tensor([[3], [2], [1]], device=device)
-    mask = torch.arange(3, device=device) < lengths
+    mask = torch.arange(3) < torch.tensor([[3], [2], [1]])
     rows = completion_rows(prompts, everything[:, :2], completions, mask)
-    padded, dense = pack(rows), pack_dense(rows, kernel=kernel_of(trunk))
+    padded = pack(rows, device)
+    dense = pack_dense(rows, kernel=kernel_of(trunk), device=device)
     with torch.no_grad(), eval_mode(trunk):
         expected = padded.pick(trunk_hidden(trunk, padded))
         trunk.set_attn_implementation(PACKED)
@@ -305,10 +308,9 @@ def _run_with_probe(model: nn.Module, head: nn.Module, input_ids: Tensor) -> _Se
 
 def _declared_transforms(config: Any) -> Iterator[LogitTransform]:
     """The transforms that a model's config may mean."""
-    text_config = config.get_text_config()
 
     def declared(name: str) -> float | None:
-        number = getattr(text_config, name, None)
+        number = getattr(text_config(config), name, None)
         if isinstance(number, bool) or not isinstance(number, (int, float)):
             return None
         return float(number)

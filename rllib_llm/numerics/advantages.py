@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot, pad
+
+from rllib_llm.shared.columns import fetched
 
 AllReduceSum = Callable[[Tensor], Tensor]
 """Takes a tensor, returns its sum over all learners."""
@@ -20,7 +24,7 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coeff: float) -> 
     has nowhere to put its score.
     """
     rewards = torch.where(mask, -kl_coeff * kl.float(), torch.zeros_like(kl, dtype=torch.float32))
-    at_end = torch.nn.functional.one_hot(last_token_index(mask), mask.shape[1]).bool() & mask
+    at_end = one_hot(last_token_index(mask), mask.shape[1]).bool() & mask
     return rewards + torch.where(at_end, scores.float().unsqueeze(1), torch.zeros_like(rewards))
 
 
@@ -38,22 +42,33 @@ def gae(
     delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lambda A_{t+1},  returns = A + V,
     with V = 0 beyond the end (Schulman et al. 2016, eq. 16). t+1 means the next masked-in token:
     A and V are carried across masked-out ones (tool output), which get 0 in both results and whose
-    rewards do not count.
+    rewards do not count. Sums are float64.
     """
-    advantages = torch.zeros_like(values, dtype=torch.float32)
-    next_advantage = torch.zeros_like(advantages[:, 0])
-    next_value = torch.zeros_like(next_advantage)
-    for t in reversed(range(mask.shape[1])):
-        counts = mask[:, t]
-        value = values[:, t].float()
-        delta = rewards[:, t] + gamma * next_value - value
-        next_advantage = torch.where(
-            counts, delta + gamma * lambda_ * next_advantage, next_advantage
-        )
-        next_value = torch.where(counts, value, next_value)
-        advantages[:, t] = torch.where(counts, next_advantage, 0.0)
-    returns = torch.where(mask, advantages + values.float(), torch.zeros_like(advantages))
-    return advantages, returns
+    # Tokens that count stand first, so that the next one is the one on the right.
+    order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)
+    counts = mask.gather(1, order)
+    reward, value = (x.double().gather(1, order).where(counts, 0.0) for x in (rewards, values))
+    next_value = pad(value[:, 1:], (0, 1))
+    summed = _discounted_sums(reward + gamma * next_value - value, gamma * lambda_)
+    advantages = torch.zeros_like(summed).scatter(1, order, summed.where(counts, 0.0)).float()
+    return advantages, (advantages + values.float()).where(mask, 0.0)
+
+
+def _discounted_sums(x: Tensor, decay: float) -> Tensor:
+    """sum_{u >= t} decay^(u-t) x_u of each row, [batch, length] float64.
+
+    A scan in two levels (Blelloch 1990), whose number of operators does not depend on the length:
+    sums inside n blocks of n tokens, then what each block adds to those before it.
+    """
+    length = x.shape[1]
+    n = math.isqrt(max(0, length - 1)) + 1
+    places = torch.arange(n, device=x.device, dtype=x.dtype)
+    distance = places.unsqueeze(1) - places  # from t (columns) to u (rows)
+    inside = (decay**distance).tril()
+    between = (decay ** (n * (distance - 1))).tril(-1)
+    sums = pad(x, (0, n * n - length)).unflatten(1, (n, n)) @ inside
+    later = (sums[:, :, 0] @ between).unsqueeze(2) * decay ** (n - places)
+    return (sums + later).flatten(1)[:, :length]
 
 
 def reinforce_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
@@ -163,17 +178,19 @@ class _GroupTable:
     def lay_out(cls, scores: Tensor, groups: Tensor, valid: Tensor | None) -> _GroupTable:
         """The rows of each group in the order of the batch."""
         assert scores.ndim == 1 and groups.shape == scores.shape, (groups.shape, scores.shape)
-        line, sizes = torch.unique(groups, return_inverse=True, return_counts=True)[1:]
+        here, device = fetched([groups])[0], scores.device
+        line, sizes = torch.unique(here, return_inverse=True, return_counts=True)[1:]
         width = int(sizes.max())
         if width < 2:
             raise ValueError("groups must have two rows alike: scores are judged within a group")
         order = line.argsort(stable=True)
         starts = sizes.cumsum(dim=0) - sizes
         places = torch.empty_like(line)
-        ranks = torch.arange(len(line), device=line.device)
+        ranks = torch.arange(len(line))
         places[order] = line[order] * width + ranks - starts[line[order]]
+        places = places.to(device, non_blocking=True)
         counts = torch.ones_like(scores, dtype=torch.bool) if valid is None else valid.bool()
-        table = torch.zeros(len(sizes) * width, device=scores.device)
+        table = torch.zeros(len(sizes) * width, device=device)
         table[places] = torch.where(counts, scores.float(), torch.zeros_like(table[places]))
         is_valid = torch.zeros_like(table, dtype=torch.bool)
         is_valid[places] = counts

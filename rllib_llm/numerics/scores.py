@@ -117,22 +117,29 @@ class RolloutRows:
     """The rows of a batch that are of one rollout.
 
     owners [batch] int64: the first row of each row's rollout, in the order of the batch; lasts
-    [batch] int64: the last one. is_alone: whether each row is a rollout, as nearly always: then
-    nothing is computed.
+    [batch] int64: the last one. longest: most rows from the first of a rollout to one of it.
     """
 
     owners: Tensor
     lasts: Tensor
-    is_alone: bool = False
+    longest: int = 1
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether each row is a rollout, as nearly always: then nothing is computed."""
+        return self.longest == 1
 
     @classmethod
     def of(cls, row_ids: Tensor) -> RolloutRows:
         """Rows alike in `row_ids` [batch] are of one rollout."""
-        line = torch.unique(row_ids, return_inverse=True)[1]
-        places = torch.arange(len(row_ids), device=row_ids.device)
+        line = torch.unique(*columns.fetched([row_ids]), return_inverse=True)[1]
+        places = torch.arange(len(row_ids))
         first = torch.full_like(places, len(row_ids)).scatter_reduce(0, line, places, "amin")
         last = torch.full_like(places, -1).scatter_reduce(0, line, places, "amax")
-        return cls(first[line], last[line])
+        owners, lasts = (each[line] for each in (first, last))
+        longest = int((places - owners).max()) + 1 if len(places) else 1
+        owners, lasts = (e.to(row_ids.device, non_blocking=True) for e in (owners, lasts))
+        return cls(owners, lasts, longest)
 
     @classmethod
     def of_batch(cls, batch: Mapping[str, Tensor]) -> RolloutRows:
@@ -146,7 +153,7 @@ class RolloutRows:
     def alone(cls, num_rows: int, device: torch.device) -> RolloutRows:
         """Groups of one row each, without reading the device."""
         places = torch.arange(num_rows, device=device)
-        return cls(places, places, is_alone=True)
+        return cls(places, places)
 
     @property
     def is_first(self) -> Tensor:
@@ -171,9 +178,9 @@ class RolloutRows:
             return per_row
         total = per_row.clone()
         places = torch.arange(len(per_row), device=per_row.device)
-        for back in range(1, int((places - self.owners).max()) + 1):
-            later = places[places - self.owners >= back]
-            total[later] += per_row[later - back]
+        for back in range(1, self.longest):
+            earlier = per_row.roll(back).where(places - self.owners >= back, 0.0)
+            total = total + earlier
         return total
 
     def spread(self, per_rollout: Tensor) -> Tensor:

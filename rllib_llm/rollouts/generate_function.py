@@ -26,6 +26,7 @@ import torch
 from rllib_llm.engines.engine_loop import EngineLoop
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Ended, Finish, pad_completions
+from rllib_llm.modules.model_source import text_config
 from rllib_llm.rollouts.policy import Generation, ModulePolicy
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import pad_right
@@ -127,7 +128,7 @@ class FunctionPolicy(ModulePolicy):
                 for g in range(len(ids))
             ]  # fmt: skip
             made = self._events.run(self._all(wanted))
-        vocab_size = self.build().model.config.get_text_config(decoder=True).vocab_size
+        vocab_size = text_config(self.build().model).vocab_size
         rows = []
         for group in made:
             given = len(group) if isinstance(group, Sequence) else type(group).__name__

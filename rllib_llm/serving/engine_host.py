@@ -19,6 +19,7 @@ from rllib_llm.engines.engine_loop import EngineLoop, settle
 from rllib_llm.engines.hot_swap import HotSwapEngine, HotSwapLoader
 from rllib_llm.engines.protocol import Ended, Row
 from rllib_llm.engines.torch_engine import TextScores, TorchEngine
+from rllib_llm.modules.model_source import text_config
 from rllib_llm.modules.precision import faster_library, use_onednn
 from rllib_llm.modules.pretrained import load_causal_lm
 from rllib_llm.modules.tokenizer import eos_token_ids, load_tokenizer
@@ -48,7 +49,7 @@ class ModelFacts:
     @classmethod
     def of(cls, model: Any, eos_token_ids: tuple[int, ...]) -> ModelFacts:
         """Those of a causal LM of transformers, and all ids that end its completions."""
-        config = model.config.get_text_config(decoder=True)
+        config = text_config(model)
         return cls(
             getattr(config, "max_position_embeddings", None) or _MANY_POSITIONS,
             model.get_input_embeddings().weight.shape[0],

@@ -12,7 +12,7 @@ lengths and denominators are taken over (`sampled_mask`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,6 +75,42 @@ CHOSEN_LOGPROBS = "chosen_logprobs"  # [N] float32, sums over the completion's t
 REJECTED_LOGPROBS = "rejected_logprobs"  # [N] float32
 REF_CHOSEN_LOGPROBS = "ref_chosen_logprobs"  # [N] float32, the frozen reference's
 REF_REJECTED_LOGPROBS = "ref_rejected_logprobs"  # [N] float32
+
+
+_ON_HOST = "rllib_llm_on_host"  # a tensor's attribute, which no tensor computed from it has
+
+
+def remember(column: Tensor, on_host: Tensor) -> Tensor:
+    """`column`, for which `fetched` gives `on_host`, the same numbers, from now on: lengths and
+    layouts of rows are computed from them without waiting for the column's device."""
+    if column.device.type != "cpu":
+        setattr(column, _ON_HOST, on_host)
+    return column
+
+
+def same_cut(column: Tensor, cut: Callable[[Tensor], Tensor]) -> Tensor:
+    """`cut(column)`, a choice of rows or columns, remembered where the column is."""
+    part = cut(column)
+    return remember(part, cut(getattr(column, _ON_HOST))) if hasattr(column, _ON_HOST) else part
+
+
+def remember_all(batch: Mapping[str, Tensor]) -> None:
+    """Remembers all ids and masks; a device is waited for once, or not if they are."""
+    names = [name for name, column in batch.items() if not column.is_floating_point()]
+    for name, on_host in zip(names, fetched([batch[name] for name in names]), strict=True):
+        remember(batch[name], on_host)
+
+
+def fetched(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors on the host; a device is waited for once, unless all are remembered."""
+    found = [getattr(tensor, _ON_HOST, tensor) for tensor in tensors]
+    remote = [i for i, tensor in enumerate(found) if tensor.device.type != "cpu"]
+    if remote:
+        parts = [found[i].contiguous().flatten().view(torch.uint8) for i in remote]
+        raw = torch.cat(parts).cpu().split([part.numel() for part in parts])
+        for i, part in zip(remote, raw, strict=True):
+            found[i] = part.clone().view(found[i].dtype).view(found[i].shape)
+    return found
 
 
 def written_mask(batch: Mapping[str, Tensor]) -> Tensor:

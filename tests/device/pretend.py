@@ -69,6 +69,7 @@ class Transfer:
     kind: str  # "to_host", "to_device", "wait"
     num_bytes: int
     site: str  # "file:function" of the package's innermost frame
+    waits: bool  # whether the host waits for all that the device was given before
 
 
 class Gpu:
@@ -95,8 +96,12 @@ class Gpu:
         """Number of transfers of that kind for each place in the package."""
         return Counter(transfer.site for transfer in self.transfers if transfer.kind == kind)
 
-    def note(self, kind: str, num_bytes: int) -> None:
-        self.transfers.append(Transfer(kind, num_bytes, _site()))
+    def waits(self) -> Counter[str]:
+        """Number of waits for the device of each place in the package."""
+        return Counter(transfer.site for transfer in self.transfers if transfer.waits)
+
+    def note(self, kind: str, num_bytes: int, waits: bool = True) -> None:
+        self.transfers.append(Transfer(kind, num_bytes, _site(), waits))
 
     def wait(self) -> None:
         """The device has done all that it was given."""
@@ -233,7 +238,7 @@ def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     gpu = the_gpu()
     gpu.operators[name] += 1
     if name in _COPIES:
-        _note_copy(gpu, name, args, on_gpu)
+        _note_copy(gpu, name, args, on_gpu, bool(kwargs.get("non_blocking")))
     elif ours and hosts:
         _require_one_device(name, args, hosts)
     if name in _WAITS or _has_mask(name, args) or _is_unsized(name, kwargs):
@@ -251,6 +256,10 @@ def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
     if name == "aten::copy_" and _is_late(gpu, args):
         target, source = args[0], args[1].raw.clone()
+        gpu.on_the_way.append(lambda: target.copy_(source))
+        return target
+    if name == "aten::_to_copy" and kwargs.get("non_blocking") and ours and not on_gpu:
+        target, source = torch.zeros_like(compute()), compute()  # torch takes page-locked memory
         gpu.on_the_way.append(lambda: target.copy_(source))
         return target
     steps = getattr(_capture, "steps", None)
@@ -277,7 +286,7 @@ def _raw(x: Any) -> Any:
     return x.raw if isinstance(x, PretendTensor) else x
 
 
-def _note_copy(gpu: Gpu, name: str, args: tuple, on_gpu: bool) -> None:
+def _note_copy(gpu: Gpu, name: str, args: tuple, on_gpu: bool, late: bool = False) -> None:
     if name == "aten::_foreach_copy_":
         for target, source in zip(args[0], args[1], strict=True):
             _note_copy(gpu, "aten::copy_", (target, source), isinstance(target, PretendTensor))
@@ -291,12 +300,15 @@ def _note_copy(gpu: Gpu, name: str, args: tuple, on_gpu: bool) -> None:
     from_gpu = isinstance(source, PretendTensor)
     if from_gpu and not to_gpu:
         _refuse_in_capture("a copy to the host")
-        if not _is_late(gpu, args):
+        late = late or _is_late(gpu, args)
+        if not late:
             gpu.wait()
-        gpu.note("to_host", source.raw.nbytes)
+        gpu.note("to_host", source.raw.nbytes, not late)
     elif to_gpu and not from_gpu and source.dim() > 0:
         _refuse_in_capture("a copy from the host")
-        gpu.note("to_device", source.nbytes)
+        # The stream is waited for after `cudaMemcpyAsync`, unless the caller says otherwise.
+        late = late or (len(args) > 2 and bool(args[2]))
+        gpu.note("to_device", source.nbytes, not late)
 
 
 def _is_late(gpu: Gpu, args: tuple) -> bool:

@@ -19,17 +19,17 @@ pytestmark = pytest.mark.usefixtures("ray_session")
 
 ROWS, TOKENS = 12, 5  # of a batch of `tiny.grpo`, and of a completion at most
 # Copies to the host and from there, and waits for sizes, of an iteration with four mini-batches.
-# A pass of the model through packed rows asks for the sizes of what it packs (`modules`); there are
-# five: one with old weights and one for each mini-batch.
-PASSES = 5
+# The learner's passes through packed rows ask nothing: it fetches ids and masks once (`shared`), as
+# the environment's reference does for its pass.
 OF_COLUMNS = "rollouts/judged_batch.py:<lambda>"  # by `JudgedBatch.to`
 MOST = {
     "envs": {"to_device": 12, "to_host": 12, "wait": 3},
     "engines": {"to_device": 12, "to_host": 16, "wait": 1},
     "rollouts": {"to_device": 3, "to_host": 28},
-    "learners": {"to_device": 8, "to_host": 24, "wait": 3},
-    "modules": {"to_host": 5 * PASSES + 2, "wait": 9 * PASSES},
-    "numerics": {"to_host": 2, "wait": 2},
+    "shared": {"to_host": 3},
+    "learners": {"to_device": 8, "to_host": 6},
+    "modules": {"to_device": 50, "to_host": 2},
+    "numerics": {"to_device": 2},
     "algorithms": {"to_host": 2, "wait": 1},
 }
 
@@ -68,16 +68,63 @@ def test_the_main_path_asks_the_device_no_more_often_than_it_has_to(main_path):
             ))  # fmt: skip
 
 
+WAYS = {
+    "GRPO": (tiny.grpo, {}),
+    "PPO": (tiny.ppo, {}),
+    "micro-batches": (tiny.grpo, {"micro_batch_tokens": 40}),
+    "mini-batches by tokens": (tiny.grpo, {"minibatch_size": None, "minibatch_tokens": 40}),
+    "KL to the learner's reference": (tiny.grpo, {"ref_kl_coeff": 0.1, "reference_in": "learner"}),
+    "decoupled": (
+        lambda **s: tiny.grpo(off_policy="decoupled", **s).streaming(max_staleness=1), {}
+    ),
+    "bfloat16": (lambda **s: tiny.grpo(**s).language_model(mixed_precision="bf16"), {}),
+    "DPO": (tiny.dpo, {}),
+    "SFT": (tiny.sft, {}),
+    "reward model": (lambda **s: tiny.reward_model(**s).language_model(
+        model=f"{tiny.HERE}.build_classifier"
+    ), {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_learner_waits_twice_an_update_and_once_a_mini_batch(way, gpu):
+    """For the masks of what was sampled beside it and for all means; and for whether loss and
+    gradient are finite."""
+    make, settings = WAYS[way]
+    config = make(**settings)
+    found = []
+
+    class Counting(config.get_default_learner_class()):
+        def update(self, *args, **kwargs):
+            before = len(gpu.transfers)
+            result = super().update(*args, **kwargs)
+            found.append([t for t in gpu.transfers[before:] if t.waits])
+            return result
+
+        def start_update(self, rows, minibatches):
+            super().start_update(rows, minibatches)
+            self.num_steps = len(minibatches)
+
+    config = config.learners(num_learners=0, num_gpus_per_learner=1, learner_class=Counting)
+    with tiny.built(config) as algorithm:
+        for _ in range(2):  # the first one probes the model
+            algorithm.train()
+        num_steps = algorithm.learner_group._learner.num_steps
+    assert num_steps > 0 and len(found) == 2
+    assert len(found[-1]) <= 2 + num_steps, Counter(t.site for t in found[-1])
+
+
 def test_nothing_larger_than_ids_moves_on_the_main_path(main_path):
     largest = max(main_path, key=lambda transfer: transfer.num_bytes)
     metrics_of_an_update = 1024
-    assert largest.num_bytes <= max(metrics_of_an_update, ROWS * (8 + TOKENS) * 8), largest
+    ids_masks_and_versions = ROWS * ((8 + TOKENS) * (8 + 1) + TOKENS * (1 + 4) + 4 * 8)
+    assert largest.num_bytes <= max(metrics_of_an_update, ids_masks_and_versions), largest
 
 
 def test_ids_leave_the_device_for_texts_and_for_the_store_alone(main_path):
-    """[rows, tokens] int64: for reward functions, which read texts, for the store of rollouts, and
-    for the share of distinct completions. (The ledger's five numbers of each row are as large here,
-    where a row has five tokens.)"""
+    """[rows, tokens] int64: for reward functions, which read texts, for the store of rollouts, for
+    the layout of rows, which the learner fetches once, and for the share of distinct completions.
+    (The ledger's five numbers of each row are as large here, where a row has five tokens.)"""
     of_ids = {t.site for t in main_path if t.kind == "to_host" and t.num_bytes >= ROWS * TOKENS * 4}
     readers = (
         "envs/bandit.py",
@@ -85,6 +132,7 @@ def test_ids_leave_the_device_for_texts_and_for_the_store_alone(main_path):
         "rollouts/judged_batch.py",
         "learners/metrics.py",
         "learners/rlhf_learner.py:prepare",
+        "shared/columns.py:fetched",
     )
     assert {site for site in of_ids if not site.startswith(readers)} == set()
 

@@ -200,7 +200,7 @@ def test_wrong_settings(changes, error, message):
         ("Conversation", {"split": "test"}, r"split='test' must be one of \('train', 'eval'\)"),
         ("Agent", {"max_turns": 0.5}, "Write 32, its default"),
         ("Chat", {"player_settings": 1}, "player_settings=1 must be a dictionary or None"),
-        ("TRL", {"max_tool_calling_iterations": "1"}, "max_tool_calling_iterations='1' must be a whole number"),
+        ("TRL", {"max_tool_calling_iterations": "1"}, "iterations='1' must be a whole number"),
         ("Verifiers", {"num_tasks": 0}, "num_tasks=0 must be a whole number of at least 1 or No"),
     ],
 )
