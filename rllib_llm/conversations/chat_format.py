@@ -20,7 +20,6 @@ import functools
 import importlib.util
 import inspect
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -36,7 +35,7 @@ from rllib_llm.conversations.tool_calls import (
     parse_reply,
     syntax_of,
 )
-from rllib_llm.data.encoding import apply_template, common_prefix_len, content_text, render_chat
+from rllib_llm.data.encoding import apply_template, render_chat, turn_start
 from rllib_llm.data.turn_ends import MARKER, example_calls, find_turn_ends, special_texts
 from rllib_llm.shared.errors import Problems, require
 
@@ -50,7 +49,6 @@ NOT_VARIABLES = (
     | frozenset(inspect.signature(apply_template).parameters)
     | {"generation_prompt"}
 )
-_HALF_MARK = re.compile(r"(?:[<\[][^<>\[\]]*)?\Z")  # at the end of a text
 
 
 class ChatFormatError(Problems):
@@ -211,27 +209,13 @@ class ChatFormat:
         """
         asked = self.render(before, generation_prompt=True)
         rendered = self.render([*before, turn])
-        start = self._turn_start(before, asked, rendered)
+        start = turn_start(self.render, before, rendered)
         if start is None:
             return None
         written, end = self.ends.split(rendered, start, turn)
         said = written[start:] + (end or self.ends.of(turn))
         closes = thoughts_end(asked) if start < len(asked) else ""
         return f"{closes}\n\n{said}" if closes not in said else said
-
-    def _turn_start(self, before: Sequence[Message], asked: str, rendered: str) -> int | None:
-        """Where the turn that follows `before` begins."""
-        unasked, last = self.render(before), content_text(before[-1]).strip()
-        common = common_prefix_len(asked, rendered)
-        if common == len(asked):
-            return common
-        # Some templates write a generation prompt after every conversation.
-        begun = len(unasked) if asked != unasked else asked.rfind(last) + len(last)
-        if common >= begun:  # whole marks: <think> and <tool_call> begin alike
-            return len(_HALF_MARK.sub("", rendered[:common]))
-        prompt = asked[common_prefix_len(asked, unasked) :]
-        place = rendered.rfind(prompt) if prompt else -1
-        return None if place < 0 else place + len(prompt)
 
     def written_behind(
         self, before: Sequence[Message], turn: Message, new: Sequence[Message], *,

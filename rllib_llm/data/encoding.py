@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeGuard
 from jinja2.exceptions import TemplateError
 
 from rllib_llm.data.rows import Rows
-from rllib_llm.data.turn_ends import Render, TurnEnds, find_turn_ends, special_texts
+from rllib_llm.data.turn_ends import MARKER, Render, TurnEnds, find_turn_ends, special_texts
 from rllib_llm.shared.errors import Problems, require
 
 # A template is a program: beside its own complaints it raises what Python raises.
@@ -189,7 +189,13 @@ def encode_spans(
     if tokenizer.is_fast and spans:
         settings = {"add_special_tokens": add_special_tokens, "return_offsets_mapping": True}
         encoded = tokenizer(text, **settings)
-        ids, ends = list(encoded["input_ids"]), [end for _, end in encoded["offset_mapping"]]
+        ids = list(encoded["input_ids"])
+        # Some special tokens take in the white space around them, such as Phi-3's <|end|>.
+        strips = {i for i, t in tokenizer.added_tokens_decoder.items() if t.lstrip or t.rstrip}
+        ends = [
+            begin + len(text[begin:end].rstrip()) if token in strips else end
+            for token, (begin, end) in zip(ids, encoded["offset_mapping"], strict=True)
+        ]
         stay = _as_one_text(tokenizer, text, ids) if add_special_tokens else slice(None)
         return ids[stay], [any(start < end <= stop for start, stop in spans) for end in ends[stay]]
 
@@ -242,6 +248,7 @@ def vocabulary_hash(tokenizer: Any) -> str:
 
 Messages = list[dict[str, Any]]
 
+_HALF_MARK = re.compile(r"(?:[<\[][^<>\[\]]*)?\Z")  # at the end of a text
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _SPLIT_IT = (
     "Make each assistant turn a row ({prompt: the messages before it, completion: [it]}), or set "
@@ -314,12 +321,14 @@ def encode_chat(
 ) -> tuple[list[int], list[bool]]:  # fmt: skip
     """Token ids of a conversation, and a mask of the assistant's: from turn `num_prompt_turns` on,
     its text and its end-of-turn token, which are the tokens that a rollout samples, also where the
-    template leaves the last turn open; without such a token, the template's text after the turn.
+    template leaves the last turn open; without such a token, the template's text after the turn,
+    or EOS where there is none.
 
-    A template's own `{% generation %}` marks are believed.
+    A template's own `{% generation %}` marks are believed. An older turn that the template changes
+    is only read, with a warning.
 
     Raises:
-        Problems: no assistant turn, or a template that does not show where one is.
+        Problems: no assistant turn, or a template that does not show where the last one is.
     """
     check_messages(messages)
     messages = list(messages)
@@ -331,12 +340,19 @@ def encode_chat(
         return _encode_marked(tokenizer, messages, own[0], tools)
     render = functools.partial(render_chat, tokenizer, tools=tools)
     text, ends = render(messages), _turn_ends(tokenizer, messages, tools)
-    spans = [_span(render, messages, turn, text, ends) for turn in own]
-    start, stop = spans[-1]
-    if own[-1] == len(messages) - 1 and not text[:stop].endswith(tuple(ends)):
-        text = text[:stop] + ends.of(messages[-1])  # the template leaves the newest turn open
-        spans[-1] = start, len(text)
-    return encode_spans(tokenizer, text, spans, add_special_tokens=False)
+    *older, newest = (_span(render, messages, turn, text, ends) for turn in own)
+    if newest is None or (newest[1] <= newest[0] and content_text(messages[own[-1]]).strip()):
+        raise _not_shown(render, messages, own[-1], text)
+    spans = [span for span in older if span]
+    if len(spans) < len(older):
+        warnings.warn("The chat template changes turns that are not the newest: such a turn is "
+                      f"not learnt from. {_SPLIT_IT}.", stacklevel=2)  # fmt: skip
+    start, stop = newest
+    end = ends.of(messages[own[-1]]) or (tokenizer.eos_token or "" if stop <= start else "")
+    if own[-1] == len(messages) - 1 and not text[:stop].endswith((*filter(None, ends),)):
+        text = text[: max(start, stop)] + end  # the template leaves the newest turn open
+        stop = len(text)
+    return encode_spans(tokenizer, text, [*spans, (start, stop)], add_special_tokens=False)
 
 
 def encode_judged_chat(
@@ -355,27 +371,44 @@ def encode_judged_chat(
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _span(render: Render, messages: Messages, turn: int, text: str, ends: TurnEnds) -> Span:
+def turn_start(render: Render, before: Sequence[Mapping[str, Any]], rendered: str) -> int | None:
+    """Where the assistant's turn that follows `before` begins in a rendered conversation; None
+    where the template does not show it."""
+    asked, unasked = render(before, generation_prompt=True), render(before)
+    common = common_prefix_len(asked, rendered)
+    if common == len(asked):
+        return common
+    last = content_text(before[-1]).strip() if before else ""
+    # Some templates write a generation prompt after every conversation.
+    begun = len(unasked) if asked != unasked else asked.rfind(last) + len(last)
+    if common >= begun:  # whole marks: <think> and <tool_call> begin alike
+        return len(_HALF_MARK.sub("", rendered[:common]))
+    # Others change the turns before an answer: what they write before any answer begins it.
+    prompt = asked[common_prefix_len(asked, unasked) :]
+    plain = render([*before, {"role": "assistant", "content": MARKER}])
+    start = plain.rfind(prompt) + len(prompt)
+    return start if prompt and prompt in plain and rendered.startswith(plain[:start]) else None
+
+
+def _span(render: Render, messages: Messages, turn: int, text: str, ends: TurnEnds) -> Span | None:
     """Characters of `text`, the whole conversation rendered, that the assistant samples: what the
-    template writes after the turn's end (usually a line break) is not the assistant's."""
-    before, upto = render(messages[:turn], generation_prompt=True), render(messages[: turn + 1])
-    if not text.startswith(before):
-        raise _not_shown(turn, before, text)
-    shown, written = ends.split(upto, len(before), messages[turn])
+    template writes after the turn's end (usually a line break) is not the assistant's. None where
+    the text does not show them."""
+    start, upto = turn_start(render, messages[:turn], text), render(messages[: turn + 1])
+    if start is None:
+        return None
+    shown, written = ends.split(upto, start, messages[turn])
     if end_and_rest := ends.behind(text, shown):
-        return len(before), len(shown + end_and_rest[0])
+        return start, len(shown + end_and_rest[0])
     if not written and text.startswith(upto):
-        return len(before), len(shown)
-    # Some templates write a last turn in another way, e.g. with its thoughts: what ends it there
-    # ends it here as well.
-    content, shown = content_text(messages[turn]).strip(), shown + written
-    closing = shown.rpartition(content)[2] if content and content in shown else None
-    start = text.find(content, len(before))
-    end = start + len(content)
-    follows = start >= 0 and not text[len(before) : start].strip()
-    if closing and follows and text.startswith(closing, end):
-        return len(before), end + len(closing)
-    raise _not_shown(turn, upto, text)
+        return start, len(shown)
+    # Some templates write a newest turn in another way, e.g. with its thoughts.
+    content = content_text(messages[turn]).strip()
+    place = text.find(content, start)
+    if place < 0 or text[start:place].strip():
+        return None
+    stops = ((text.find(end, place + len(content)), len(end)) for end in ends)
+    return start, sum(min((stop for stop in stops if stop[0] >= 0), default=(start, 0)))
 
 
 def _turn_ends(tokenizer: Any, messages: Messages, tools: Sequence[Any] | None) -> TurnEnds:
@@ -389,7 +422,8 @@ def _turn_ends(tokenizer: Any, messages: Messages, tools: Sequence[Any] | None) 
         return TurnEnds("", "", "")
 
 
-def _not_shown(turn: int, part: str, text: str) -> Problems:
+def _not_shown(render: Render, messages: Messages, turn: int, text: str) -> Problems:
+    part = render(messages[:turn], generation_prompt=True)
     same = common_prefix_len(part, text)
     return Problems(
         f"messages[{turn}]", "be rendered by the chat template as it is before an answer",
@@ -407,10 +441,11 @@ def _encode_marked(
     ids, marked = list(encoded["input_ids"]), [bool(mark) for mark in encoded["assistant_masks"]]
     if any(message["role"] == "assistant" for message in messages[:first_turn]):
         text = render_chat(tokenizer, messages, tools=tools)
-        before = render_chat(tokenizer, messages[:first_turn], generation_prompt=True, tools=tools)
-        if not text.startswith(before):
-            raise _not_shown(first_turn, before, text)
-        span = (len(before), len(text))
+        render = functools.partial(render_chat, tokenizer, tools=tools)
+        start = turn_start(render, messages[:first_turn], text)
+        if start is None:
+            raise _not_shown(render, messages, first_turn, text)
+        span = (start, len(text))
         _, later = encode_spans(tokenizer, text, [span], add_special_tokens=False)
         marked = [one and other for one, other in zip(marked, later, strict=True)]
     require(any(marked), "messages", ..., "have tokens that the chat template marks with "
