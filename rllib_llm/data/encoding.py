@@ -17,7 +17,8 @@ import itertools
 import json
 import re
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 from jinja2.exceptions import TemplateError
@@ -102,7 +103,8 @@ def _as_read(tokenizer: Any, message: Mapping[str, Any], refused: type[Problems]
     content = message.get("content")
     if not isinstance(content, (str, list)):
         return dict(message)
-    kinds = _kinds_read(tokenizer, str(tokenizer.chat_template), str(message.get("role")))
+    known = weakref.ref(tokenizer), str(tokenizer.chat_template)
+    kinds = _kinds_read(*known, str(message.get("role")))
     texts = _texts(message, refused)
     if "text" in kinds and (isinstance(content, str) or "parts" not in kinds):
         return {**message, "content": "".join(texts)}
@@ -110,10 +112,11 @@ def _as_read(tokenizer: Any, message: Mapping[str, Any], refused: type[Problems]
 
 
 @functools.lru_cache(64)
-def _kinds_read(tokenizer: Any, template: str, role: str) -> tuple[str, ...]:
-    """The kinds of content a template reads in a message of this role: "text", "parts" or both.
-    `template` is the tokenizer's: it makes the cache's entries of two templates differ."""
-    word = "qqq"
+def _kinds_read(known: weakref.ref[Any], template: str, role: str) -> tuple[str, ...]:
+    """The kinds of content a tokenizer's template reads in a message of this role: "text", "parts"
+    or both. `template` makes the cache's entries of two templates differ; the reference keeps no
+    tokenizer alive."""
+    word, tokenizer = "qqq", known()
     before = {"system": (), "user": ()}.get(role, ({"role": "user", "content": "x"},))
     after = ({"role": "user", "content": "x"},) if role == "system" else ()
 
@@ -411,6 +414,14 @@ def _span(render: Render, messages: Messages, turn: int, text: str, ends: TurnEn
     return start, sum(min((stop for stop in stops if stop[0] >= 0), default=(start, 0)))
 
 
+def end_ids(tokenizer: Any) -> set[int]:
+    """Ids of the tokens that end a completion: EOS, padding, the ends of the template's turns."""
+    ids = {tokenizer.eos_token_id, tokenizer.pad_token_id}
+    if tokenizer.chat_template:
+        ids |= {*tokenizer.convert_tokens_to_ids([*filter(None, _turn_ends(tokenizer, [], None))])}
+    return ids
+
+
 def _turn_ends(tokenizer: Any, messages: Messages, tools: Sequence[Any] | None) -> TurnEnds:
     """The ends of turns that the chat template writes; empty where no special token ends one."""
     calls = (call for message in messages for call in message.get("tool_calls") or ())
@@ -497,29 +508,27 @@ def borders_of_parts(
     """(start, end) of each training row of a conversation, see `Part`; of no messages one."""
     check_messages(messages)
     parts: list[tuple[int, int]] = []
+    rendered = functools.cache(lambda end: render_chat(tokenizer, messages[:end], tools=tools))
     for turn, message in enumerate(messages):
         if message["role"] == "assistant":
-            end = _shown_until(tokenizer, messages, turn, tools)  # the longest that shows it
+            end = _shown_until(rendered, messages, turn)  # the longest that shows it
             if not parts or end != parts[-1][1]:
                 parts.append((turn, end))
     return parts or [(0, len(messages))]
 
 
-def _shown_until(tokenizer: Any, messages: Messages, turn: int, tools: Sequence[Any] | None) -> int:
+def _shown_until(rendered: Callable[[int], str], messages: Messages, turn: int) -> int:
     """The longest prefix of messages whose rendering still shows a turn's thoughts; all messages
-    for a turn without."""
+    for a turn without. `rendered`: so many messages as the template writes them."""
     thoughts = str(messages[turn].get(_REASONING) or "").strip()
     if not thoughts:
         return len(messages)
-    before = render_chat(tokenizer, messages[:turn], generation_prompt=True, tools=tools)
-    newest = render_chat(tokenizer, messages[: turn + 1], tools=tools)
-    if thoughts in newest[len(before) :]:
-        ends_of_turns = _turn_ends(tokenizer, messages, tools)
-        shown = "".join(ends_of_turns.split(newest, len(before), messages[turn]))
-        return next(
-            end for end in range(len(messages), turn, -1)
-            if render_chat(tokenizer, messages[:end], tools=tools).startswith(shown)
-        )  # fmt: skip
+    before, newest = rendered(turn), rendered(turn + 1)
+    start = newest.rfind(thoughts)
+    if start >= (len(before) if newest.startswith(before) else 0):
+        shown = newest[: start + len(thoughts)]
+        ends = range(len(messages), turn, -1)
+        return next(end for end in ends if rendered(end).startswith(shown))
     raise Problems(
         f"messages[{turn}]", "have its thoughts written by the chat template where it is the "
         "newest turn", f"{thoughts[:40]!r} would never be learnt",
