@@ -232,14 +232,26 @@ def keep_end(ids: list[int], max_length: int, starts: Collection[int | None]) ->
 
 def _as_one_text(tokenizer: Any, text: str, ids: list[int]) -> slice:
     """Which of the ids of a text stay: not an added EOS, nor an added BOS before the text's own."""
-    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-    has_two = bos is not None and ids[:2] == [bos, bos] and text.startswith(tokenizer.bos_token)
-    if has_two:
-        token = tokenizer.bos_token
-        warnings.warn(f"A text begins with {token}, and the tokenizer adds one: one is kept.",
-                      stacklevel=2)  # fmt: skip
+    eos, has_two = tokenizer.eos_token_id, has_own_start(tokenizer, text, ids)
     has_end = eos is not None and ids[-1:] == [eos] and not text.endswith(tokenizer.eos_token)
     return slice(int(has_two), len(ids) - has_end)
+
+
+def has_own_start(tokenizer: Any, text: str, ids: Sequence[int]) -> bool:
+    """Whether the first of a text's ids is an added BOS or CLS before the text's own, of which one
+    is to stay; warns then."""
+    for token in filter(None, (tokenizer.bos_token, tokenizer.cls_token)):
+        if text.startswith(token) and [*ids[:2]] == tokenizer.convert_tokens_to_ids([token] * 2):
+            warnings.warn(f"A text begins with {token}, and the tokenizer adds one: one is kept.",
+                          stacklevel=2)  # fmt: skip
+            return True
+    return False
+
+
+def encode_whole(tokenizer: Any, text: str, other: str | None = None, **how: Any) -> list[int]:
+    """Ids of a text, or of two, between what the tokenizer puts around them: one BOS or CLS."""
+    ids = list(tokenizer(text, other, **how)["input_ids"])
+    return ids[has_own_start(tokenizer, text, ids) :]
 
 
 def vocabulary_hash(tokenizer: Any) -> str:

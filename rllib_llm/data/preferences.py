@@ -25,6 +25,7 @@ from rllib_llm.data.encoding import (
     encode_chat,
     encode_ended,
     encode_judged_chat,
+    encode_whole,
     keep_end,
 )
 from rllib_llm.data.rollouts import pairs_of_rollouts
@@ -93,7 +94,7 @@ class PairSource(PreferenceSource):
         if _is_chat(prompt, answer):
             return encode_judged_chat(self._tokenizer, as_turns(prompt, answer)[0], tools=tools)
         if self._tokenizer.eos_token_id is None:  # an encoder's: it puts its own end
-            return list(self._tokenizer((prompt or "") + answer)["input_ids"])
+            return encode_whole(self._tokenizer, (prompt or "") + answer)
         return encode_ended(self._tokenizer, prompt or "", answer)[0]
 
     def _columns(self, encoded: list[tuple[Any, ...]]) -> dict[str, torch.Tensor]:

@@ -18,6 +18,7 @@ from rllib_llm.data.encoding import (
     content_text,
     encode_judged_chat,
     encode_text,
+    encode_whole,
     keep_end,
 )
 from rllib_llm.envs.judges.reward_functions import Judge
@@ -201,13 +202,13 @@ class RewardTextEncoder:
         if not isinstance(prompt, str):
             text = "".join(f"{content_text(message)}\n\n" for message in prompt)
         if self.template == PAIR:
-            ids = list(tokenizer(text, completion)["input_ids"])
+            ids = encode_whole(tokenizer, text, completion)
             if self.max_length is None or len(ids) <= self.max_length:
                 return ids
             self.num_truncated += 1
             side, tokenizer.truncation_side = tokenizer.truncation_side, "left"
             how = {"truncation": "longest_first", "max_length": self.max_length}
-            ids = list(tokenizer(text, completion, **how)["input_ids"])
+            ids = encode_whole(tokenizer, text, completion, **how)
             tokenizer.truncation_side = side
             return ids
         # str.replace and not str.format: texts may hold braces.
@@ -215,7 +216,7 @@ class RewardTextEncoder:
         before, after = template.split("{completion}", 1)
         joined = before.replace("{prompt}", text) + completion + after.replace("{prompt}", text)
         if not self.append_eos:
-            return self.shorten(list(tokenizer(joined)["input_ids"]))
+            return self.shorten(encode_whole(tokenizer, joined))
         ids = encode_text(tokenizer, joined)
         if finished and (not ids or ids[-1] != tokenizer.eos_token_id):
             ids.append(tokenizer.eos_token_id)

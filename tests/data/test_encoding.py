@@ -27,6 +27,7 @@ class Slow:
         self._tokenizer = tokenizer
         self.eos_token, self.eos_token_id = tokenizer.eos_token, tokenizer.eos_token_id
         self.bos_token, self.bos_token_id = tokenizer.bos_token, tokenizer.bos_token_id
+        self.cls_token, self.convert_tokens_to_ids = None, tokenizer.convert_tokens_to_ids
 
     def __call__(self, text, add_special_tokens=True):
         return self._tokenizer(text, add_special_tokens=add_special_tokens)
