@@ -18,13 +18,10 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import inspect
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
-
-from transformers import PreTrainedTokenizerBase
 
 from rllib_llm.conversations.json_values import broken_up
 from rllib_llm.conversations.tool_calls import (
@@ -35,7 +32,7 @@ from rllib_llm.conversations.tool_calls import (
     parse_reply,
     syntax_of,
 )
-from rllib_llm.data.encoding import apply_template, render_chat, turn_start
+from rllib_llm.data.encoding import NOT_VARIABLES, render_chat, turn_start
 from rllib_llm.data.turn_ends import MARKER, example_calls, find_turn_ends, special_texts
 from rllib_llm.shared.errors import Problems, require
 
@@ -43,12 +40,6 @@ Message = Mapping[str, Any]
 Messages = list[dict[str, Any]]
 HISTORIES = ("fork", "keep")
 AUTO = "auto"
-# What settings of a template may not say: a template is a program, and the others are ours.
-NOT_VARIABLES = (
-    frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
-    | frozenset(inspect.signature(apply_template).parameters)
-    | {"generation_prompt"}
-)
 
 
 class ChatFormatError(Problems):

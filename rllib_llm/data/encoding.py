@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import itertools
 import json
 import re
@@ -22,10 +23,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 from jinja2.exceptions import TemplateError
+from transformers import PreTrainedTokenizerBase
 
 from rllib_llm.data.rows import Rows
 from rllib_llm.data.turn_ends import MARKER, Render, TurnEnds, find_turn_ends, special_texts
 from rllib_llm.shared.errors import Problems, require
+from rllib_llm.shared.messages import blamed_on
 
 # A template is a program: beside its own complaints it raises what Python raises.
 _TEMPLATES_RAISE = (
@@ -76,6 +79,26 @@ def apply_template(
             f"messages with the roles {roles}", "be what the chat template takes",
             f"it refuses them ({kind}{error})", "Correct them, or set chat_template to another",
         ) from error  # fmt: skip
+
+
+def row_settings(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a row says of how its chat is rendered: its `tools`, and its `chat_template_kwargs`,
+    variables of the template or their JSON, as TRL's data sets hold them."""
+    given = row.get("chat_template_kwargs") or {}
+    with blamed_on("chat_template_kwargs", given, "be variables of the chat template", remedy=""):
+        variables = dict(json.loads(given) if isinstance(given, str) else given)
+    taken = sorted(NOT_VARIABLES & variables.keys())
+    require(not taken, "chat_template_kwargs", variables, "hold variables of the chat template "
+            "alone", f"{taken} are set by its caller")  # fmt: skip
+    return {"tools": row.get("tools"), **variables}
+
+
+# What settings of a template may not say: a template is a program, and the others are ours.
+NOT_VARIABLES = (
+    frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+    | frozenset(inspect.signature(apply_template).parameters)
+    | {"generation_prompt"}
+)
 
 
 def content_text(message: Mapping[str, Any]) -> str:
@@ -331,9 +354,8 @@ def num_before_answer(turns: Sequence[Any]) -> int:
 
 
 def encode_chat(
-    tokenizer: Any, messages: Messages, num_prompt_turns: int = 0, *,
-    tools: Sequence[Any] | None = None,
-) -> tuple[list[int], list[bool]]:  # fmt: skip
+    tokenizer: Any, messages: Messages, num_prompt_turns: int = 0, **settings: Any
+) -> tuple[list[int], list[bool]]:
     """Token ids of a conversation, and a mask of the assistant's: from turn `num_prompt_turns` on,
     its text and its end-of-turn token, which are the tokens that a rollout samples, also where the
     template leaves the last turn open; without such a token, the template's text after the turn,
@@ -352,9 +374,9 @@ def encode_chat(
     require(own, f"messages with the roles {roles}", ..., "have a turn of 'assistant' to learn "
             "from", "none follows the prompt", "Drop the row, or rename its roles")  # fmt: skip
     if _MARK.search(str(tokenizer.chat_template or "")):
-        return _encode_marked(tokenizer, messages, own[0], tools)
-    render = functools.partial(render_chat, tokenizer, tools=tools)
-    text, ends = render(messages), _turn_ends(tokenizer, messages, tools)
+        return _encode_marked(tokenizer, messages, own[0], settings)
+    render = functools.partial(render_chat, tokenizer, **settings)
+    text, ends = render(messages), _turn_ends(render, tokenizer, messages)
     *older, newest = (_span(render, messages, turn, text, ends) for turn in own)
     if newest is None or (newest[1] <= newest[0] and content_text(messages[own[-1]]).strip()):
         raise _not_shown(render, messages, own[-1], text)
@@ -371,12 +393,11 @@ def encode_chat(
 
 
 def encode_judged_chat(
-    tokenizer: Any, messages: Sequence[Any], *, finished: bool = True,
-    tools: Sequence[Any] | None = None,
-) -> list[int]:  # fmt: skip
+    tokenizer: Any, messages: Sequence[Any], *, finished: bool = True, **settings: Any
+) -> list[int]:
     """Ids of a conversation up to the token that ends its last turn, as reward models of ours read
     it: a sampled completion has nothing after that token, and without it when not `finished`."""
-    text = render_chat(tokenizer, messages, tools=tools)
+    text = render_chat(tokenizer, messages, **settings)
     trimmed = text.rstrip()
     for end in special_texts(tokenizer):
         if trimmed.endswith(end):
@@ -430,15 +451,15 @@ def end_ids(tokenizer: Any) -> set[int]:
     """Ids of the tokens that end a completion: EOS, padding, the ends of the template's turns."""
     ids = {tokenizer.eos_token_id, tokenizer.pad_token_id}
     if tokenizer.chat_template:
-        ids |= {*tokenizer.convert_tokens_to_ids([*filter(None, _turn_ends(tokenizer, [], None))])}
+        ends = _turn_ends(functools.partial(render_chat, tokenizer), tokenizer)
+        ids |= {*tokenizer.convert_tokens_to_ids([*filter(None, ends)])}
     return ids
 
 
-def _turn_ends(tokenizer: Any, messages: Messages, tools: Sequence[Any] | None) -> TurnEnds:
+def _turn_ends(render: Render, tokenizer: Any, messages: Sequence[Any] = ()) -> TurnEnds:
     """The ends of turns that the chat template writes; empty where no special token ends one."""
     calls = (call for message in messages for call in message.get("tool_calls") or ())
     names = (call.get("function", call).get("name") for call in calls)
-    render = functools.partial(render_chat, tokenizer, tools=tools)
     try:
         return find_turn_ends(tokenizer, render, next(names, None), refused=Problems)
     except Problems:
@@ -456,15 +477,15 @@ def _not_shown(render: Render, messages: Messages, turn: int, text: str) -> Prob
 
 
 def _encode_marked(
-    tokenizer: Any, messages: Messages, first_turn: int, tools: Sequence[Any] | None
+    tokenizer: Any, messages: Messages, first_turn: int, settings: Mapping[str, Any]
 ) -> tuple[list[int], list[bool]]:
     encoded = apply_template(
-        tokenizer, messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True
+        tokenizer, messages, return_dict=True, return_assistant_tokens_mask=True, **settings
     )
     ids, marked = list(encoded["input_ids"]), [bool(mark) for mark in encoded["assistant_masks"]]
     if any(message["role"] == "assistant" for message in messages[:first_turn]):
-        text = render_chat(tokenizer, messages, tools=tools)
-        render = functools.partial(render_chat, tokenizer, tools=tools)
+        render = functools.partial(render_chat, tokenizer, **settings)
+        text = render(messages)
         start = turn_start(render, messages[:first_turn], text)
         if start is None:
             raise _not_shown(render, messages, first_turn, text)
@@ -507,7 +528,7 @@ def parts_of_rows(rows: Rows, tokenizer: Any) -> list[Part] | None:
     parts = []
     for place, row in enumerate(rows):
         try:
-            borders = borders_of_parts(tokenizer, list(row["messages"] or ()), row.get("tools"))
+            borders = borders_of_parts(tokenizer, list(row["messages"] or ()), row_settings(row))
         except Problems as error:
             raise error.within(f"row {place} of {rows.description}") from error
         parts += [Part(place, *each) for each in borders]
@@ -515,12 +536,12 @@ def parts_of_rows(rows: Rows, tokenizer: Any) -> list[Part] | None:
 
 
 def borders_of_parts(
-    tokenizer: Any, messages: Messages, tools: Sequence[Any] | None
+    tokenizer: Any, messages: Messages, settings: Mapping[str, Any]
 ) -> list[tuple[int, int]]:
     """(start, end) of each training row of a conversation, see `Part`; of no messages one."""
     check_messages(messages)
     parts: list[tuple[int, int]] = []
-    rendered = functools.cache(lambda end: render_chat(tokenizer, messages[:end], tools=tools))
+    rendered = functools.cache(lambda end: render_chat(tokenizer, messages[:end], **settings))
     for turn, message in enumerate(messages):
         if message["role"] == "assistant":
             end = _shown_until(rendered, messages, turn)  # the longest that shows it

@@ -27,6 +27,7 @@ from rllib_llm.data.encoding import (
     encode_judged_chat,
     encode_whole,
     keep_end,
+    row_settings,
 )
 from rllib_llm.data.rollouts import pairs_of_rollouts
 from rllib_llm.data.rows import EpochOrder, Rows, require_columns
@@ -90,9 +91,10 @@ class PairSource(PreferenceSource):
         return keep_end(ids, self._max_length, starts)
 
     def _tokenize(self, row: dict[str, Any], answer: Any) -> list[int]:
-        prompt, tools = row.get("prompt"), row.get("tools")
+        prompt = row.get("prompt")
         if _is_chat(prompt, answer):
-            return encode_judged_chat(self._tokenizer, as_turns(prompt, answer)[0], tools=tools)
+            turns = as_turns(prompt, answer)[0]
+            return encode_judged_chat(self._tokenizer, turns, **row_settings(row))
         if self._tokenizer.eos_token_id is None:  # an encoder's: it puts its own end
             return encode_whole(self._tokenizer, (prompt or "") + answer)
         return encode_ended(self._tokenizer, prompt or "", answer)[0]
@@ -140,7 +142,7 @@ class PromptedPairSource(PreferenceSource):
         return (chosen, [True] * len(chosen)), (rejected, [True] * len(rejected)), end
 
     def _encode_chats(self, row: dict[str, Any]) -> tuple[TokenizedText, TokenizedText, int]:
-        prompt, tools = row.get("prompt"), row.get("tools")
+        prompt, settings = row.get("prompt"), row_settings(row)
         one, num_prompt_turns = as_turns(prompt, row["chosen"])
         other, num_other = as_turns(prompt, row["rejected"])
         answers = [*one[num_prompt_turns:], *other[num_other:]]
@@ -150,8 +152,8 @@ class PromptedPairSource(PreferenceSource):
             "chosen and rejected messages", ..., "answer the same prompt, with nothing but turns "
             "of the assistant", "", "Put all turns before the answer into 'prompt'",
         )  # fmt: skip
-        chosen = encode_chat(self._tokenizer, one, num_prompt_turns, tools=tools)
-        rejected = encode_chat(self._tokenizer, other, num_other, tools=tools)
+        chosen = encode_chat(self._tokenizer, one, num_prompt_turns, **settings)
+        rejected = encode_chat(self._tokenizer, other, num_other, **settings)
         return chosen, rejected, min(own.index(True) for _, own in (chosen, rejected))
 
     def _shorten(

@@ -18,6 +18,7 @@ from rllib_llm.data.encoding import (
     keep_end,
     num_before_answer,
     render_chat,
+    row_settings,
 )
 from rllib_llm.data.rows import (
     EpochOrder,
@@ -233,8 +234,8 @@ class PromptEncoder:
                 text = row.prompt
                 ids = encode_text(tokenizer, text)
             else:
-                tools = row.columns.get("tools")
-                text = render_chat(tokenizer, row.prompt, generation_prompt=True, tools=tools)
+                settings = row_settings(row.columns)
+                text = render_chat(tokenizer, row.prompt, generation_prompt=True, **settings)
                 check_text(text)
                 ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         except Problems as error:

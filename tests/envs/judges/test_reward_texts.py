@@ -120,6 +120,17 @@ def test_a_text_that_begins_with_its_own_start_has_one(template, specials):
         assert encoder.encode([f"{start}a"], ["b"]) == plain
 
 
+@pytest.mark.parametrize("append_eos", [True, False])
+def test_chats_are_read_with_the_tools_and_settings_of_their_row(append_eos):
+    tokenizer = chat_tokenizer()
+    template = tokenizer.chat_template
+    tokenizer.chat_template = "{% if tools %}T{{ tools[0].name }}{% endif %}{{ mood }}" + template
+    encoder = RewardTextEncoder(tokenizer, append_eos=append_eos)
+    columns = {"tools": [[{"name": "add"}], None], "chat_template_kwargs": ['{"mood": "M"}', None]}
+    told, plain = map(tokenizer.decode, encoder.encode([CHAT, CHAT], ["x", "x"], **columns))
+    assert told == "TaddM" + plain
+
+
 def test_same_tokenizer():
     ours = tiny.byte_tokenizer()
     assert same_tokenizer(ours, tiny.byte_tokenizer())
