@@ -32,7 +32,7 @@ from rllib_llm.conversations.tool_calls import (
     parse_reply,
     syntax_of,
 )
-from rllib_llm.data.encoding import NOT_VARIABLES, render_chat, turn_start
+from rllib_llm.data.encoding import not_variables, render_chat, turn_start
 from rllib_llm.data.turn_ends import MARKER, example_calls, find_turn_ends, special_texts
 from rllib_llm.shared.errors import Problems, require
 
@@ -107,7 +107,7 @@ class ChatFormat:
         self._schemas = {each["name"]: each.get("parameters") or {} for each in functions}
         self.history = history
         self._settings = dict(template_settings or {})
-        if taken := sorted(NOT_VARIABLES.intersection(self._settings)):
+        if taken := sorted(not_variables().intersection(self._settings)):
             reason = f"{taken} are set by its caller"
             rule = "hold variables of the chat template alone"
             raise ChatFormatError("template_settings", rule, reason, value=self._settings)

@@ -23,7 +23,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 from jinja2.exceptions import TemplateError
-from transformers import PreTrainedTokenizerBase
 
 from rllib_llm.data.rows import Rows
 from rllib_llm.data.turn_ends import MARKER, Render, TurnEnds, find_turn_ends, special_texts
@@ -87,18 +86,19 @@ def row_settings(row: Mapping[str, Any]) -> dict[str, Any]:
     given = row.get("chat_template_kwargs") or {}
     with blamed_on("chat_template_kwargs", given, "be variables of the chat template", remedy=""):
         variables = dict(json.loads(given) if isinstance(given, str) else given)
-    taken = sorted(NOT_VARIABLES & variables.keys())
+    taken = sorted(not_variables() & variables.keys())
     require(not taken, "chat_template_kwargs", variables, "hold variables of the chat template "
             "alone", f"{taken} are set by its caller")  # fmt: skip
     return {"tools": row.get("tools"), **variables}
 
 
-# What settings of a template may not say: a template is a program, and the others are ours.
-NOT_VARIABLES = (
-    frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
-    | frozenset(inspect.signature(apply_template).parameters)
-    | {"generation_prompt"}
-)
+@functools.cache
+def not_variables() -> frozenset[str]:
+    """What settings of a template may not say: a template is a program, and the others are ours."""
+    from transformers import PreTrainedTokenizerBase
+
+    taken = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    return frozenset({*taken, *inspect.signature(apply_template).parameters, "generation_prompt"})
 
 
 def content_text(message: Mapping[str, Any]) -> str:
