@@ -18,14 +18,10 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import inspect
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
-
-from transformers import PreTrainedTokenizerBase
 
 from rllib_llm.conversations.json_values import broken_up
 from rllib_llm.conversations.tool_calls import (
@@ -36,7 +32,7 @@ from rllib_llm.conversations.tool_calls import (
     parse_reply,
     syntax_of,
 )
-from rllib_llm.data.encoding import apply_template, common_prefix_len, content_text, render_chat
+from rllib_llm.data.encoding import not_variables, render_chat, turn_start
 from rllib_llm.data.turn_ends import MARKER, example_calls, find_turn_ends, special_texts
 from rllib_llm.shared.errors import Problems, require
 
@@ -44,13 +40,6 @@ Message = Mapping[str, Any]
 Messages = list[dict[str, Any]]
 HISTORIES = ("fork", "keep")
 AUTO = "auto"
-# What settings of a template may not say: a template is a program, and the others are ours.
-NOT_VARIABLES = (
-    frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
-    | frozenset(inspect.signature(apply_template).parameters)
-    | {"generation_prompt"}
-)
-_HALF_MARK = re.compile(r"(?:[<\[][^<>\[\]]*)?\Z")  # at the end of a text
 
 
 class ChatFormatError(Problems):
@@ -118,7 +107,7 @@ class ChatFormat:
         self._schemas = {each["name"]: each.get("parameters") or {} for each in functions}
         self.history = history
         self._settings = dict(template_settings or {})
-        if taken := sorted(NOT_VARIABLES.intersection(self._settings)):
+        if taken := sorted(not_variables().intersection(self._settings)):
             reason = f"{taken} are set by its caller"
             rule = "hold variables of the chat template alone"
             raise ChatFormatError("template_settings", rule, reason, value=self._settings)
@@ -211,27 +200,13 @@ class ChatFormat:
         """
         asked = self.render(before, generation_prompt=True)
         rendered = self.render([*before, turn])
-        start = self._turn_start(before, asked, rendered)
+        start = turn_start(self.render, before, rendered)
         if start is None:
             return None
         written, end = self.ends.split(rendered, start, turn)
         said = written[start:] + (end or self.ends.of(turn))
         closes = thoughts_end(asked) if start < len(asked) else ""
         return f"{closes}\n\n{said}" if closes not in said else said
-
-    def _turn_start(self, before: Sequence[Message], asked: str, rendered: str) -> int | None:
-        """Where the turn that follows `before` begins."""
-        unasked, last = self.render(before), content_text(before[-1]).strip()
-        common = common_prefix_len(asked, rendered)
-        if common == len(asked):
-            return common
-        # Some templates write a generation prompt after every conversation.
-        begun = len(unasked) if asked != unasked else asked.rfind(last) + len(last)
-        if common >= begun:  # whole marks: <think> and <tool_call> begin alike
-            return len(_HALF_MARK.sub("", rendered[:common]))
-        prompt = asked[common_prefix_len(asked, unasked) :]
-        place = rendered.rfind(prompt) if prompt else -1
-        return None if place < 0 else place + len(prompt)
 
     def written_behind(
         self, before: Sequence[Message], turn: Message, new: Sequence[Message], *,

@@ -13,18 +13,21 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import itertools
 import json
 import re
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 from jinja2.exceptions import TemplateError
 
 from rllib_llm.data.rows import Rows
-from rllib_llm.data.turn_ends import Render, TurnEnds, find_turn_ends, special_texts
+from rllib_llm.data.turn_ends import MARKER, Render, TurnEnds, find_turn_ends, special_texts
 from rllib_llm.shared.errors import Problems, require
+from rllib_llm.shared.messages import blamed_on
 
 # A template is a program: beside its own complaints it raises what Python raises.
 _TEMPLATES_RAISE = (
@@ -77,6 +80,27 @@ def apply_template(
         ) from error  # fmt: skip
 
 
+def row_settings(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a row says of how its chat is rendered: its `tools`, and its `chat_template_kwargs`,
+    variables of the template or their JSON, as TRL's data sets hold them."""
+    given = row.get("chat_template_kwargs") or {}
+    with blamed_on("chat_template_kwargs", given, "be variables of the chat template", remedy=""):
+        variables = dict(json.loads(given) if isinstance(given, str) else given)
+    taken = sorted(not_variables() & variables.keys())
+    require(not taken, "chat_template_kwargs", variables, "hold variables of the chat template "
+            "alone", f"{taken} are set by its caller")  # fmt: skip
+    return {"tools": row.get("tools"), **variables}
+
+
+@functools.cache
+def not_variables() -> frozenset[str]:
+    """What settings of a template may not say: a template is a program, and the others are ours."""
+    from transformers import PreTrainedTokenizerBase
+
+    taken = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    return frozenset({*taken, *inspect.signature(apply_template).parameters, "generation_prompt"})
+
+
 def content_text(message: Mapping[str, Any]) -> str:
     """The words of a message, also where it is a list of parts, as OpenAI writes it; raises
     Problems where one is an image or a sound."""
@@ -102,7 +126,8 @@ def _as_read(tokenizer: Any, message: Mapping[str, Any], refused: type[Problems]
     content = message.get("content")
     if not isinstance(content, (str, list)):
         return dict(message)
-    kinds = _kinds_read(tokenizer, str(tokenizer.chat_template), str(message.get("role")))
+    known = weakref.ref(tokenizer), str(tokenizer.chat_template)
+    kinds = _kinds_read(*known, str(message.get("role")))
     texts = _texts(message, refused)
     if "text" in kinds and (isinstance(content, str) or "parts" not in kinds):
         return {**message, "content": "".join(texts)}
@@ -110,10 +135,11 @@ def _as_read(tokenizer: Any, message: Mapping[str, Any], refused: type[Problems]
 
 
 @functools.lru_cache(64)
-def _kinds_read(tokenizer: Any, template: str, role: str) -> tuple[str, ...]:
-    """The kinds of content a template reads in a message of this role: "text", "parts" or both.
-    `template` is the tokenizer's: it makes the cache's entries of two templates differ."""
-    word = "qqq"
+def _kinds_read(known: weakref.ref[Any], template: str, role: str) -> tuple[str, ...]:
+    """The kinds of content a tokenizer's template reads in a message of this role: "text", "parts"
+    or both. `template` makes the cache's entries of two templates differ; the reference keeps no
+    tokenizer alive."""
+    word, tokenizer = "qqq", known()
     before = {"system": (), "user": ()}.get(role, ({"role": "user", "content": "x"},))
     after = ({"role": "user", "content": "x"},) if role == "system" else ()
 
@@ -189,7 +215,13 @@ def encode_spans(
     if tokenizer.is_fast and spans:
         settings = {"add_special_tokens": add_special_tokens, "return_offsets_mapping": True}
         encoded = tokenizer(text, **settings)
-        ids, ends = list(encoded["input_ids"]), [end for _, end in encoded["offset_mapping"]]
+        ids = list(encoded["input_ids"])
+        # Some special tokens take in the white space around them, such as Phi-3's <|end|>.
+        strips = {i for i, t in tokenizer.added_tokens_decoder.items() if t.lstrip or t.rstrip}
+        ends = [
+            begin + len(text[begin:end].rstrip()) if token in strips else end
+            for token, (begin, end) in zip(ids, encoded["offset_mapping"], strict=True)
+        ]
         stay = _as_one_text(tokenizer, text, ids) if add_special_tokens else slice(None)
         return ids[stay], [any(start < end <= stop for start, stop in spans) for end in ends[stay]]
 
@@ -223,14 +255,26 @@ def keep_end(ids: list[int], max_length: int, starts: Collection[int | None]) ->
 
 def _as_one_text(tokenizer: Any, text: str, ids: list[int]) -> slice:
     """Which of the ids of a text stay: not an added EOS, nor an added BOS before the text's own."""
-    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-    has_two = bos is not None and ids[:2] == [bos, bos] and text.startswith(tokenizer.bos_token)
-    if has_two:
-        token = tokenizer.bos_token
-        warnings.warn(f"A text begins with {token}, and the tokenizer adds one: one is kept.",
-                      stacklevel=2)  # fmt: skip
+    eos, has_two = tokenizer.eos_token_id, has_own_start(tokenizer, text, ids)
     has_end = eos is not None and ids[-1:] == [eos] and not text.endswith(tokenizer.eos_token)
     return slice(int(has_two), len(ids) - has_end)
+
+
+def has_own_start(tokenizer: Any, text: str, ids: Sequence[int]) -> bool:
+    """Whether the first of a text's ids is an added BOS or CLS before the text's own, of which one
+    is to stay; warns then."""
+    for token in filter(None, (tokenizer.bos_token, tokenizer.cls_token)):
+        if text.startswith(token) and [*ids[:2]] == tokenizer.convert_tokens_to_ids([token] * 2):
+            warnings.warn(f"A text begins with {token}, and the tokenizer adds one: one is kept.",
+                          stacklevel=2)  # fmt: skip
+            return True
+    return False
+
+
+def encode_whole(tokenizer: Any, text: str, other: str | None = None, **how: Any) -> list[int]:
+    """Ids of a text, or of two, between what the tokenizer puts around them: one BOS or CLS."""
+    ids = list(tokenizer(text, other, **how)["input_ids"])
+    return ids[has_own_start(tokenizer, text, ids) :]
 
 
 def vocabulary_hash(tokenizer: Any) -> str:
@@ -242,6 +286,7 @@ def vocabulary_hash(tokenizer: Any) -> str:
 
 Messages = list[dict[str, Any]]
 
+_HALF_MARK = re.compile(r"(?:[<\[][^<>\[\]]*)?\Z")  # at the end of a text
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _SPLIT_IT = (
     "Make each assistant turn a row ({prompt: the messages before it, completion: [it]}), or set "
@@ -309,17 +354,18 @@ def num_before_answer(turns: Sequence[Any]) -> int:
 
 
 def encode_chat(
-    tokenizer: Any, messages: Messages, num_prompt_turns: int = 0, *,
-    tools: Sequence[Any] | None = None,
-) -> tuple[list[int], list[bool]]:  # fmt: skip
+    tokenizer: Any, messages: Messages, num_prompt_turns: int = 0, **settings: Any
+) -> tuple[list[int], list[bool]]:
     """Token ids of a conversation, and a mask of the assistant's: from turn `num_prompt_turns` on,
     its text and its end-of-turn token, which are the tokens that a rollout samples, also where the
-    template leaves the last turn open; without such a token, the template's text after the turn.
+    template leaves the last turn open; without such a token, the template's text after the turn,
+    or EOS where there is none.
 
-    A template's own `{% generation %}` marks are believed.
+    A template's own `{% generation %}` marks are believed. An older turn that the template changes
+    is only read, with a warning.
 
     Raises:
-        Problems: no assistant turn, or a template that does not show where one is.
+        Problems: no assistant turn, or a template that does not show where the last one is.
     """
     check_messages(messages)
     messages = list(messages)
@@ -328,24 +374,30 @@ def encode_chat(
     require(own, f"messages with the roles {roles}", ..., "have a turn of 'assistant' to learn "
             "from", "none follows the prompt", "Drop the row, or rename its roles")  # fmt: skip
     if _MARK.search(str(tokenizer.chat_template or "")):
-        return _encode_marked(tokenizer, messages, own[0], tools)
-    render = functools.partial(render_chat, tokenizer, tools=tools)
-    text, ends = render(messages), _turn_ends(tokenizer, messages, tools)
-    spans = [_span(render, messages, turn, text, ends) for turn in own]
-    start, stop = spans[-1]
-    if own[-1] == len(messages) - 1 and not text[:stop].endswith(tuple(ends)):
-        text = text[:stop] + ends.of(messages[-1])  # the template leaves the newest turn open
-        spans[-1] = start, len(text)
-    return encode_spans(tokenizer, text, spans, add_special_tokens=False)
+        return _encode_marked(tokenizer, messages, own[0], settings)
+    render = functools.partial(render_chat, tokenizer, **settings)
+    text, ends = render(messages), _turn_ends(render, tokenizer, messages)
+    *older, newest = (_span(render, messages, turn, text, ends) for turn in own)
+    if newest is None or (newest[1] <= newest[0] and content_text(messages[own[-1]]).strip()):
+        raise _not_shown(render, messages, own[-1], text)
+    spans = [span for span in older if span]
+    if len(spans) < len(older):
+        warnings.warn("The chat template changes turns that are not the newest: such a turn is "
+                      f"not learnt from. {_SPLIT_IT}.", stacklevel=2)  # fmt: skip
+    start, stop = newest
+    end = ends.of(messages[own[-1]]) or (tokenizer.eos_token or "" if stop <= start else "")
+    if own[-1] == len(messages) - 1 and not text[:stop].endswith((*filter(None, ends),)):
+        text = text[: max(start, stop)] + end  # the template leaves the newest turn open
+        stop = len(text)
+    return encode_spans(tokenizer, text, [*spans, (start, stop)], add_special_tokens=False)
 
 
 def encode_judged_chat(
-    tokenizer: Any, messages: Sequence[Any], *, finished: bool = True,
-    tools: Sequence[Any] | None = None,
-) -> list[int]:  # fmt: skip
+    tokenizer: Any, messages: Sequence[Any], *, finished: bool = True, **settings: Any
+) -> list[int]:
     """Ids of a conversation up to the token that ends its last turn, as reward models of ours read
     it: a sampled completion has nothing after that token, and without it when not `finished`."""
-    text = render_chat(tokenizer, messages, tools=tools)
+    text = render_chat(tokenizer, messages, **settings)
     trimmed = text.rstrip()
     for end in special_texts(tokenizer):
         if trimmed.endswith(end):
@@ -355,41 +407,67 @@ def encode_judged_chat(
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _span(render: Render, messages: Messages, turn: int, text: str, ends: TurnEnds) -> Span:
+def turn_start(render: Render, before: Sequence[Mapping[str, Any]], rendered: str) -> int | None:
+    """Where the assistant's turn that follows `before` begins in a rendered conversation; None
+    where the template does not show it."""
+    asked, unasked = render(before, generation_prompt=True), render(before)
+    common = common_prefix_len(asked, rendered)
+    if common == len(asked):
+        return common
+    last = content_text(before[-1]).strip() if before else ""
+    # Some templates write a generation prompt after every conversation.
+    begun = len(unasked) if asked != unasked else asked.rfind(last) + len(last)
+    if common >= begun:  # whole marks: <think> and <tool_call> begin alike
+        return len(_HALF_MARK.sub("", rendered[:common]))
+    # Others change the turns before an answer: what they write before any answer begins it.
+    prompt = asked[common_prefix_len(asked, unasked) :]
+    plain = render([*before, {"role": "assistant", "content": MARKER}])
+    start = plain.rfind(prompt) + len(prompt)
+    return start if prompt and prompt in plain and rendered.startswith(plain[:start]) else None
+
+
+def _span(render: Render, messages: Messages, turn: int, text: str, ends: TurnEnds) -> Span | None:
     """Characters of `text`, the whole conversation rendered, that the assistant samples: what the
-    template writes after the turn's end (usually a line break) is not the assistant's."""
-    before, upto = render(messages[:turn], generation_prompt=True), render(messages[: turn + 1])
-    if not text.startswith(before):
-        raise _not_shown(turn, before, text)
-    shown, written = ends.split(upto, len(before), messages[turn])
+    template writes after the turn's end (usually a line break) is not the assistant's. None where
+    the text does not show them."""
+    start, upto = turn_start(render, messages[:turn], text), render(messages[: turn + 1])
+    if start is None:
+        return None
+    shown, written = ends.split(upto, start, messages[turn])
     if end_and_rest := ends.behind(text, shown):
-        return len(before), len(shown + end_and_rest[0])
+        return start, len(shown + end_and_rest[0])
     if not written and text.startswith(upto):
-        return len(before), len(shown)
-    # Some templates write a last turn in another way, e.g. with its thoughts: what ends it there
-    # ends it here as well.
-    content, shown = content_text(messages[turn]).strip(), shown + written
-    closing = shown.rpartition(content)[2] if content and content in shown else None
-    start = text.find(content, len(before))
-    end = start + len(content)
-    follows = start >= 0 and not text[len(before) : start].strip()
-    if closing and follows and text.startswith(closing, end):
-        return len(before), end + len(closing)
-    raise _not_shown(turn, upto, text)
+        return start, len(shown)
+    # Some templates write a newest turn in another way, e.g. with its thoughts.
+    content = content_text(messages[turn]).strip()
+    place = text.find(content, start)
+    if place < 0 or text[start:place].strip():
+        return None
+    stops = ((text.find(end, place + len(content)), len(end)) for end in ends)
+    return start, sum(min((stop for stop in stops if stop[0] >= 0), default=(start, 0)))
 
 
-def _turn_ends(tokenizer: Any, messages: Messages, tools: Sequence[Any] | None) -> TurnEnds:
+def end_ids(tokenizer: Any) -> set[int]:
+    """Ids of the tokens that end a completion: EOS, padding, the ends of the template's turns."""
+    ids = {tokenizer.eos_token_id, tokenizer.pad_token_id}
+    if tokenizer.chat_template:
+        ends = _turn_ends(functools.partial(render_chat, tokenizer), tokenizer)
+        ids |= {*tokenizer.convert_tokens_to_ids([*filter(None, ends)])}
+    return ids
+
+
+def _turn_ends(render: Render, tokenizer: Any, messages: Sequence[Any] = ()) -> TurnEnds:
     """The ends of turns that the chat template writes; empty where no special token ends one."""
     calls = (call for message in messages for call in message.get("tool_calls") or ())
     names = (call.get("function", call).get("name") for call in calls)
-    render = functools.partial(render_chat, tokenizer, tools=tools)
     try:
         return find_turn_ends(tokenizer, render, next(names, None), refused=Problems)
     except Problems:
         return TurnEnds("", "", "")
 
 
-def _not_shown(turn: int, part: str, text: str) -> Problems:
+def _not_shown(render: Render, messages: Messages, turn: int, text: str) -> Problems:
+    part = render(messages[:turn], generation_prompt=True)
     same = common_prefix_len(part, text)
     return Problems(
         f"messages[{turn}]", "be rendered by the chat template as it is before an answer",
@@ -399,18 +477,19 @@ def _not_shown(turn: int, part: str, text: str) -> Problems:
 
 
 def _encode_marked(
-    tokenizer: Any, messages: Messages, first_turn: int, tools: Sequence[Any] | None
+    tokenizer: Any, messages: Messages, first_turn: int, settings: Mapping[str, Any]
 ) -> tuple[list[int], list[bool]]:
     encoded = apply_template(
-        tokenizer, messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True
+        tokenizer, messages, return_dict=True, return_assistant_tokens_mask=True, **settings
     )
     ids, marked = list(encoded["input_ids"]), [bool(mark) for mark in encoded["assistant_masks"]]
     if any(message["role"] == "assistant" for message in messages[:first_turn]):
-        text = render_chat(tokenizer, messages, tools=tools)
-        before = render_chat(tokenizer, messages[:first_turn], generation_prompt=True, tools=tools)
-        if not text.startswith(before):
-            raise _not_shown(first_turn, before, text)
-        span = (len(before), len(text))
+        render = functools.partial(render_chat, tokenizer, **settings)
+        text = render(messages)
+        start = turn_start(render, messages[:first_turn], text)
+        if start is None:
+            raise _not_shown(render, messages, first_turn, text)
+        span = (start, len(text))
         _, later = encode_spans(tokenizer, text, [span], add_special_tokens=False)
         marked = [one and other for one, other in zip(marked, later, strict=True)]
     require(any(marked), "messages", ..., "have tokens that the chat template marks with "
@@ -449,7 +528,7 @@ def parts_of_rows(rows: Rows, tokenizer: Any) -> list[Part] | None:
     parts = []
     for place, row in enumerate(rows):
         try:
-            borders = borders_of_parts(tokenizer, list(row["messages"] or ()), row.get("tools"))
+            borders = borders_of_parts(tokenizer, list(row["messages"] or ()), row_settings(row))
         except Problems as error:
             raise error.within(f"row {place} of {rows.description}") from error
         parts += [Part(place, *each) for each in borders]
@@ -457,34 +536,32 @@ def parts_of_rows(rows: Rows, tokenizer: Any) -> list[Part] | None:
 
 
 def borders_of_parts(
-    tokenizer: Any, messages: Messages, tools: Sequence[Any] | None
+    tokenizer: Any, messages: Messages, settings: Mapping[str, Any]
 ) -> list[tuple[int, int]]:
     """(start, end) of each training row of a conversation, see `Part`; of no messages one."""
     check_messages(messages)
     parts: list[tuple[int, int]] = []
+    rendered = functools.cache(lambda end: render_chat(tokenizer, messages[:end], **settings))
     for turn, message in enumerate(messages):
         if message["role"] == "assistant":
-            end = _shown_until(tokenizer, messages, turn, tools)  # the longest that shows it
+            end = _shown_until(rendered, messages, turn)  # the longest that shows it
             if not parts or end != parts[-1][1]:
                 parts.append((turn, end))
     return parts or [(0, len(messages))]
 
 
-def _shown_until(tokenizer: Any, messages: Messages, turn: int, tools: Sequence[Any] | None) -> int:
+def _shown_until(rendered: Callable[[int], str], messages: Messages, turn: int) -> int:
     """The longest prefix of messages whose rendering still shows a turn's thoughts; all messages
-    for a turn without."""
+    for a turn without. `rendered`: so many messages as the template writes them."""
     thoughts = str(messages[turn].get(_REASONING) or "").strip()
     if not thoughts:
         return len(messages)
-    before = render_chat(tokenizer, messages[:turn], generation_prompt=True, tools=tools)
-    newest = render_chat(tokenizer, messages[: turn + 1], tools=tools)
-    if thoughts in newest[len(before) :]:
-        ends_of_turns = _turn_ends(tokenizer, messages, tools)
-        shown = "".join(ends_of_turns.split(newest, len(before), messages[turn]))
-        return next(
-            end for end in range(len(messages), turn, -1)
-            if render_chat(tokenizer, messages[:end], tools=tools).startswith(shown)
-        )  # fmt: skip
+    before, newest = rendered(turn), rendered(turn + 1)
+    start = newest.rfind(thoughts)
+    if start >= (len(before) if newest.startswith(before) else 0):
+        shown = newest[: start + len(thoughts)]
+        ends = range(len(messages), turn, -1)
+        return next(end for end in ends if rendered(end).startswith(shown))
     raise Problems(
         f"messages[{turn}]", "have its thoughts written by the chat template where it is the "
         "newest turn", f"{thoughts[:40]!r} would never be learnt",

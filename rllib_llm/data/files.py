@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
@@ -85,7 +86,7 @@ def _read_table(path: Path, name: str) -> Rows:
     separator = "\t" if path.suffix.lower() == ".tsv" else max(",;\t", key=header.count)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))
-    table = iter((_row_of_each_line(text) if separator == "\t" else None) or reader)
+    table = iter((_rows_between_tabs(text) if separator == "\t" else None) or reader)
     rows: list[list[str]] = []
     try:
         names = [column.strip() for column in next(table, [])]
@@ -115,10 +116,14 @@ def _read_table(path: Path, name: str) -> Rows:
     return Rows([dict(zip(names, row, strict=True)) for row in values], str(path))
 
 
-def _row_of_each_line(text: str) -> list[list[str]] | None:
-    """The rows of a table of several columns between tabs, None where they are not in a line each.
-    A quotation mark is then part of the value, as in texts that begin with one, unless marks
-    enclose the value as tables write them: else it could join the rows up to the next mark."""
+def _rows_between_tabs(text: str) -> list[list[str]] | None:
+    """The rows of a table of several columns between tabs, as its quotation marks say where all of
+    them enclose values, else one of each line, None where that is no table either. A mark is then
+    part of the value, as in texts that begin with one, unless marks enclose that value."""
+    with contextlib.suppress(csv.Error):
+        whole = [*filter(None, csv.reader(io.StringIO(text, newline=""), "excel-tab", strict=True))]
+        if len({*map(len, whole)}) == 1:
+            return whole
     rows = [line.split("\t") for line in text.split("\n") if line] or [[""]]
     if {len(row) for row in rows} - {len(rows[0])} or len(rows[0]) == 1:
         return None
@@ -205,9 +210,7 @@ def rows_of(values: Any, description: str, name: str) -> Rows:
     if hasattr(values, "__arrow_c_stream__"):  # a data frame of pandas, polars or DuckDB
         import pyarrow as pa
 
-        table = pa.table(values)
-        index = [name for name in table.column_names if name.startswith("__index_level_")]
-        return Rows(table.drop_columns(index), description)
+        return Rows(pa.table(values), description)
     is_iterable = isinstance(values, Iterable) and not isinstance(values, (str, bytes, Mapping))
     require(is_iterable, name, description, "give an iterable of dicts or strings",
             f"it gave {type(values).__name__}", "Return a list of rows")  # fmt: skip

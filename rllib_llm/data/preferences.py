@@ -25,12 +25,14 @@ from rllib_llm.data.encoding import (
     encode_chat,
     encode_ended,
     encode_judged_chat,
+    encode_whole,
     keep_end,
+    row_settings,
 )
 from rllib_llm.data.rollouts import pairs_of_rollouts
 from rllib_llm.data.rows import EpochOrder, Rows, require_columns
 from rllib_llm.data.sources import Source, load_rows
-from rllib_llm.data.texts import BatchSource
+from rllib_llm.data.texts import BatchSource, TokenizedText
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import pad_left, pad_right
 from rllib_llm.shared.dotted import import_dotted
@@ -55,7 +57,6 @@ class PreferenceSource(BatchSource):
     ):
         rows = pairs_of_rollouts(load_rows(data))
         self._members = _telling_pairs(rows)
-        self._has_stored = "chosen_completion_ids" in rows.columns
         super().__init__(rows, len(self._members), tokenizer, max_length, seed, shuffle)
 
     def _of_index(self, index: int) -> tuple[Any, ...]:
@@ -90,11 +91,12 @@ class PairSource(PreferenceSource):
         return keep_end(ids, self._max_length, starts)
 
     def _tokenize(self, row: dict[str, Any], answer: Any) -> list[int]:
-        prompt, tools = row.get("prompt"), row.get("tools")
+        prompt = row.get("prompt")
         if _is_chat(prompt, answer):
-            return encode_judged_chat(self._tokenizer, as_turns(prompt, answer)[0], tools=tools)
+            turns = as_turns(prompt, answer)[0]
+            return encode_judged_chat(self._tokenizer, turns, **row_settings(row))
         if self._tokenizer.eos_token_id is None:  # an encoder's: it puts its own end
-            return list(self._tokenizer((prompt or "") + answer)["input_ids"])
+            return encode_whole(self._tokenizer, (prompt or "") + answer)
         return encode_ended(self._tokenizer, prompt or "", answer)[0]
 
     def _columns(self, encoded: list[tuple[Any, ...]]) -> dict[str, torch.Tensor]:
@@ -103,7 +105,7 @@ class PairSource(PreferenceSource):
 
 class PromptedPairSource(PreferenceSource):
     """Prompts and what follows them, as a policy writes it: `prompt_ids` and `prompt_mask`
-    [count, P], left-padded; of both answers ids and mask [count, T], right-padded.
+    [count, P], left-padded; of both answers ids, mask and loss mask [count, T], right-padded.
 
     The prompt is what both texts have in common up to the answers, so that a model reads it once.
     A pair longer than `max_length` first loses the beginning of its prompt, of which at least half
@@ -114,28 +116,33 @@ class PromptedPairSource(PreferenceSource):
 
     def _encode(self, row: dict[str, Any], part: Part | None = None) -> tuple[Any, ...]:
         if self._is_stored(row, "chosen_"):
-            one, of_one = _sampled(row, "chosen")
-            other, of_other = _sampled(row, "rejected")
-            ids, one, other = self._shorten(list(row["prompt_ids"]), one, other)
-            return ids, one, other, of_one[: len(one)], of_other[: len(other)]
-        is_chat = _is_chat(row.get("prompt"), row["chosen"])
-        chosen, rejected, border = (self._encode_chats if is_chat else self._encode_texts)(row)
-        border = min(border, common_prefix_len(chosen, rejected))
-        prompt = chosen[:border]
+            prompt = list(row["prompt_ids"])
+            chosen, rejected = (_sampled(row, prompt, name) for name in ("chosen", "rejected"))
+            border = len(prompt)
+        else:
+            is_chat = _is_chat(row.get("prompt"), row["chosen"])
+            chosen, rejected, border = (self._encode_chats if is_chat else self._encode_texts)(row)
+            border = min(border, common_prefix_len(chosen[0], rejected[0]))
+        prompt = chosen[0][:border]
         require(prompt, "a pair", ..., "have a prompt, or texts that begin alike",
                 "the tokenizer has no BOS", "Add the column 'prompt'")  # fmt: skip
-        return self._shorten(prompt, chosen[border:], rejected[border:])
+        answers = chosen[0][border:], rejected[0][border:]
+        prompt, *answers = self._shorten(prompt, *answers)
+        masks = (own[border:][: len(ids)] for (_, own), ids in
+                 zip((chosen, rejected), answers, strict=True))  # fmt: skip
+        return prompt, *answers, *masks
 
-    def _encode_texts(self, row: dict[str, Any]) -> tuple[list[int], list[int], int]:
-        """Ids of both texts and where their answers begin, as far as the row shows it."""
+    def _encode_texts(self, row: dict[str, Any]) -> tuple[TokenizedText, TokenizedText, int]:
+        """Ids and mask of both texts, and where their answers begin, as far as the row shows it."""
         prompt = row.get("prompt") or ""
-        (chosen_ids, border), (rejected_ids, other_border) = (
+        (chosen, border), (rejected, other_border) = (
             encode_ended(self._tokenizer, prompt, row[name]) for name in ("chosen", "rejected")
         )
-        return chosen_ids, rejected_ids, min(border, other_border) if prompt else len(chosen_ids)
+        end = min(border, other_border) if prompt else len(chosen)
+        return (chosen, [True] * len(chosen)), (rejected, [True] * len(rejected)), end
 
-    def _encode_chats(self, row: dict[str, Any]) -> tuple[list[int], list[int], int]:
-        prompt, tools = row.get("prompt"), row.get("tools")
+    def _encode_chats(self, row: dict[str, Any]) -> tuple[TokenizedText, TokenizedText, int]:
+        prompt, settings = row.get("prompt"), row_settings(row)
         one, num_prompt_turns = as_turns(prompt, row["chosen"])
         other, num_other = as_turns(prompt, row["rejected"])
         answers = [*one[num_prompt_turns:], *other[num_other:]]
@@ -145,9 +152,9 @@ class PromptedPairSource(PreferenceSource):
             "chosen and rejected messages", ..., "answer the same prompt, with nothing but turns "
             "of the assistant", "", "Put all turns before the answer into 'prompt'",
         )  # fmt: skip
-        chosen_ids, own = encode_chat(self._tokenizer, one, num_prompt_turns, tools=tools)
-        rejected_ids, other_own = encode_chat(self._tokenizer, other, num_other, tools=tools)
-        return chosen_ids, rejected_ids, min(own.index(True), other_own.index(True))
+        chosen = encode_chat(self._tokenizer, one, num_prompt_turns, **settings)
+        rejected = encode_chat(self._tokenizer, other, num_other, **settings)
+        return chosen, rejected, min(own.index(True) for _, own in (chosen, rejected))
 
     def _shorten(
         self, prompt: list[int], chosen: list[int], rejected: list[int]
@@ -166,20 +173,19 @@ class PromptedPairSource(PreferenceSource):
     def _columns(self, encoded: list[tuple[Any, ...]]) -> dict[str, torch.Tensor]:
         pad = self._tokenizer.pad_token_id
         prompts, prompt_mask = pad_left([pair[0] for pair in encoded], pad)
-        sampled = {}
-        if self._has_stored:  # all batches alike: the columns of one are those of the next
-            for at, name in ((1, columns.CHOSEN_LOSS_MASK), (2, columns.REJECTED_LOSS_MASK)):
-                masks = [pair[at + 2] if len(pair) > 3 else [True] * len(pair[at])
-                         for pair in encoded]  # fmt: skip
-                sampled[name] = pad_right(masks, False, torch.bool)[0]
+        learnt = {
+            name: pad_right([pair[at] for pair in encoded], False, torch.bool)[0]
+            for at, name in ((3, columns.CHOSEN_LOSS_MASK), (4, columns.REJECTED_LOSS_MASK))
+        }
         answers = self._answers([pair[1] for pair in encoded], [pair[2] for pair in encoded])
-        return {**sampled, columns.PROMPT_IDS: prompts, columns.PROMPT_MASK: prompt_mask, **answers}
+        return {**learnt, columns.PROMPT_IDS: prompts, columns.PROMPT_MASK: prompt_mask, **answers}
 
 
-def _sampled(row: dict[str, Any], name: str) -> tuple[list[int], list[bool]]:
-    """Ids of a stored completion, and which of them the policy sampled."""
+def _sampled(row: dict[str, Any], prompt: list[int], name: str) -> TokenizedText:
+    """Ids of a prompt and its stored completion, and which of the latter the policy sampled."""
     ids = list(row[f"{name}_completion_ids"])
-    return ids, list(row[f"{name}_loss_mask"] or [True] * len(ids))
+    own = list(row[f"{name}_loss_mask"] or [True] * len(ids))
+    return prompt + ids, [False] * len(prompt) + own
 
 
 def _is_chat(prompt: Any, answer: Any) -> bool:

@@ -46,7 +46,8 @@ class Rows(MadeRows):
     `backing` is a list of dicts, a `pyarrow.Table` or a `datasets.Dataset`; the latter two are
     read row by row and stay where they are, in Arrow's memory or in a mapped file. A row that
     lacks one of `columns` has None there. Chats are lists of {"role", "content"}, also where they
-    were written as ShareGPT's {"from", "value"}; those from Arrow hold no nulls.
+    were written as ShareGPT's {"from", "value"}; those from Arrow hold no nulls. The index that
+    pandas stores beside its columns is none of them.
     """
 
     def __init__(self, backing: Any, description: str) -> None:
@@ -54,7 +55,8 @@ class Rows(MadeRows):
         self._is_list = isinstance(backing, list)
         self._is_arrow_table = hasattr(backing, "to_pylist")
         names = (key for row in backing for key in row) if self._is_list else backing.column_names
-        self._stored_as = {name: name for name in names}  # by the name that is shown
+        stored = (name for name in names if self._is_list or not name.startswith("__index_level_"))
+        self._stored_as = {name: name for name in stored}  # by the name that is shown
         super().__init__(len(backing))
 
     @property
@@ -67,7 +69,7 @@ class Rows(MadeRows):
             row = self._backing.slice(index, 1).to_pylist()[0]
         else:
             row = self._backing[index]
-        return {name: self._as_chat(row.get(at)) for name, at in self._stored_as.items()}
+        return {name: self._as_chat(name, row.get(at)) for name, at in self._stored_as.items()}
 
     def first(self, count: int) -> Rows:
         """The first `count` rows."""
@@ -99,12 +101,14 @@ class Rows(MadeRows):
         else:
             values = self._backing[self._stored_as[name]]
             values = values.to_pylist() if self._is_arrow_table else values
-        return [self._as_chat(value) for value in values[: len(self)]]
+        return [self._as_chat(name, value) for value in values[: len(self)]]
 
-    def _as_chat(self, value: Any) -> Any:
+    def _as_chat(self, name: str, value: Any) -> Any:
         """A value of a row; of chats and tool schemas as templates read them. Arrow gives every
         struct the fields of all, so a call would get the arguments of every other call: its nulls
         are removed, those of the original data among them."""
+        if name in OF_TEMPLATES and not self._is_list:
+            return _without_nulls(value)
         is_list = isinstance(value, list) and bool(value)
         if not is_list or not all(isinstance(e, dict) and _CHAT_KEYS & e.keys() for e in value):
             return value
@@ -131,6 +135,7 @@ def concatenated(parts: Sequence[Rows], description: str) -> Rows:
     return Rows([row for part in parts for row in part], description)
 
 
+OF_TEMPLATES = ("tools", "chat_template_kwargs")  # columns that chat templates read
 _CHAT_KEYS = {"role", "from", "function"}  # of a message, ShareGPT's, a tool's schema
 _ROLES = {
     "human": "user", "gpt": "assistant", "model": "assistant", "observation": "tool",

@@ -22,6 +22,7 @@ from rllib_llm.data.encoding import (
     encode_chat,
     encode_ended,
     parts_of_rows,
+    row_settings,
     vocabulary_hash,
 )
 from rllib_llm.data.rows import EpochOrder, Rows
@@ -152,19 +153,19 @@ class TextSource(BatchSource):
     def _encode(self, row: dict[str, Any], part: Part | None = None) -> TokenizedText:
         if part is not None and row["messages"] is not None:
             messages = list(row["messages"])[: part.end]
-            return encode_chat(self._tokenizer, messages, part.start, tools=row.get("tools"))
+            return encode_chat(self._tokenizer, messages, part.start, **row_settings(row))
         if self._is_stored(row):
             # The very tokens that a policy of this vocabulary sampled; one that was cut off gets no
             # EOS it did not say.
             asked, sampled = list(row["prompt_ids"]), list(row["completion_ids"])
             return asked + sampled, [False] * len(asked) + list(row["loss_mask"])
         if row.get("messages") is not None:
-            return encode_chat(self._tokenizer, row["messages"], tools=row.get("tools"))
+            return encode_chat(self._tokenizer, row["messages"], **row_settings(row))
         prompt, completion = row.get("prompt"), row.get("completion")
         if prompt is not None and completion is not None:
             if isinstance(prompt, list) or isinstance(completion, list):
                 turns = as_turns(prompt, completion)
-                return encode_chat(self._tokenizer, *turns, tools=row.get("tools"))
+                return encode_chat(self._tokenizer, *turns, **row_settings(row))
             ids, border = encode_ended(self._tokenizer, prompt, completion)
             return ids, [False] * border + [True] * (len(ids) - border)
         if row.get("text") is not None:

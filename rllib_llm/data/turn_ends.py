@@ -9,6 +9,7 @@ A policy stops at them, and supervised fine-tuning teaches it to.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ Message = Mapping[str, Any]
 Render = Callable[..., str]
 """Of messages, and whether with `generation_prompt`: the text; raises Problems."""
 MARKER = "qqq"
+_MARK = re.compile(r"[<\[][|｜].+[|｜][>\]]")
 
 
 class TurnEnds(NamedTuple):
@@ -83,9 +85,11 @@ def find_turn_ends(
 
 
 def special_texts(tokenizer: Any) -> list[str]:
-    """The special tokens of more than one character, the longest first."""
+    """The special tokens of more than one character, the longest first; also those that the
+    vocabulary does not call so, such as DeepSeek's <｜User｜>, and that no text has by chance."""
     added = tokenizer.added_tokens_decoder.values()
-    texts = {str(token) for token in added if token.special} | {*tokenizer.all_special_tokens}
+    texts = {str(token) for token in added if token.special or _MARK.fullmatch(str(token))}
+    texts |= {*tokenizer.all_special_tokens}
     return sorted((text for text in texts if len(text) > 1), key=len, reverse=True)
 
 

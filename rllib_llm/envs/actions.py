@@ -7,12 +7,14 @@ of `step` which tokens the policy sampled. All else about them has defaults.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rllib_llm.data.encoding import end_ids
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import NO_VERSION, pad_right
 from rllib_llm.shared.errors import Problem, Problems, require
@@ -25,21 +27,26 @@ def decode_completions(
     tokenizer: PreTrainedTokenizerBase, last_prompt_ids: Sequence[int],
     completions: Sequence[Sequence[int]],
 ) -> list[str]:  # fmt: skip
-    """Text of each completion as it follows its prompt, special tokens left out.
+    """Text of each completion as it follows its prompt, without the tokens that end it. Other
+    special tokens are shown: <think> may be one that a reward looks for.
 
     Many tokenizers drop the space before the first word they decode. Decoding after the prompt's
     last token keeps it, so that prompt + completion reads as one text.
     """
-    options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+    options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    is_end = end_ids(tokenizer).__contains__
+    completions = [[*itertools.dropwhile(is_end, ids[::-1])][::-1] for ids in completions]
     lasts = list(dict.fromkeys(last_prompt_ids))
     decoded = tokenizer.batch_decode([[last] for last in lasts], **options)
     texts_of = dict(zip(lasts, decoded, strict=True))
     heads = [texts_of[last] for last in last_prompt_ids]
     joined = [[last, *ids] for last, ids in zip(last_prompt_ids, completions, strict=True)]
     texts = tokenizer.batch_decode(joined, **options)
-    alone = [i for i, text in enumerate(texts) if not text.startswith(heads[i])]
+    special = {*tokenizer.all_special_ids}
+    alone = [i for i, text in enumerate(texts)
+             if last_prompt_ids[i] in special or not text.startswith(heads[i])]  # fmt: skip
     cut = [text.removeprefix(head) for text, head in zip(texts, heads, strict=True)]
-    for i in alone:  # the two tokens are parts of one character
+    for i in alone:  # the two tokens are parts of one character, or the first has no text
         cut[i] = str(tokenizer.decode(list(completions[i]), **options))
     return cut
 

@@ -18,8 +18,11 @@ from rllib_llm.data.encoding import (
     content_text,
     encode_judged_chat,
     encode_text,
+    encode_whole,
     keep_end,
+    row_settings,
 )
+from rllib_llm.data.rows import OF_TEMPLATES
 from rllib_llm.envs.judges.reward_functions import Judge
 from rllib_llm.modules.logprobs import score_completions
 from rllib_llm.modules.model_source import text_config
@@ -177,38 +180,46 @@ class RewardTextEncoder:
     def encode(
         self, prompts: Sequence[str | list[dict[str, Any]]], completions: Sequence[str], *,
         messages: Sequence[Any] | None = None, finished: Sequence[bool] | None = None,
+        **columns: Sequence[Any],
     ) -> list[list[int]]:  # fmt: skip
         """Token ids of each prompt with its completion.
 
         messages: the chat of each prompt, where `prompts` hold it rendered for another model;
-        finished: False where the length limit ended the completion.
+        finished: False where the length limit ended the completion; columns: of the data set, see
+        `row_settings`.
         """
         chats = prompts if messages is None else messages
         ends = [True] * len(completions) if finished is None else finished
-        rows = zip(prompts, chats, completions, ends, strict=True)
+        own = ({name: columns[name][i] for name in columns} for i in range(len(completions)))
+        settings = map(row_settings, own)
+        rows = zip(prompts, chats, completions, ends, settings, strict=True)
         return [self._encode_row(*row) for row in rows]
 
-    def _encode_row(self, prompt: Any, chat: Any, completion: str, finished: bool) -> list[int]:
+    def _encode_row(
+        self, prompt: Any, chat: Any, completion: str, finished: bool, settings: dict[str, Any]
+    ) -> list[int]:
         tokenizer = self.tokenizer
         is_chat = isinstance(chat, Sequence) and not isinstance(chat, str)
         if self.template == CHAT or (self.template is None and is_chat and tokenizer.chat_template):
             turns = list(chat) if is_chat else [{"role": "user", "content": prompt}]
             turns.append({"role": "assistant", "content": completion})
             if self.append_eos:
-                return self.shorten(encode_judged_chat(tokenizer, turns, finished=finished))
-            encoded = apply_template(tokenizer, turns, return_dict=True)
+                return self.shorten(encode_judged_chat(
+                    tokenizer, turns, finished=finished, **settings
+                ))  # fmt: skip
+            encoded = apply_template(tokenizer, turns, return_dict=True, **settings)
             return self.shorten(list(encoded["input_ids"]))
         text = prompt
         if not isinstance(prompt, str):
             text = "".join(f"{content_text(message)}\n\n" for message in prompt)
         if self.template == PAIR:
-            ids = list(tokenizer(text, completion)["input_ids"])
+            ids = encode_whole(tokenizer, text, completion)
             if self.max_length is None or len(ids) <= self.max_length:
                 return ids
             self.num_truncated += 1
             side, tokenizer.truncation_side = tokenizer.truncation_side, "left"
             how = {"truncation": "longest_first", "max_length": self.max_length}
-            ids = list(tokenizer(text, completion, **how)["input_ids"])
+            ids = encode_whole(tokenizer, text, completion, **how)
             tokenizer.truncation_side = side
             return ids
         # str.replace and not str.format: texts may hold braces.
@@ -216,7 +227,7 @@ class RewardTextEncoder:
         before, after = template.split("{completion}", 1)
         joined = before.replace("{prompt}", text) + completion + after.replace("{prompt}", text)
         if not self.append_eos:
-            return self.shorten(list(tokenizer(joined)["input_ids"]))
+            return self.shorten(encode_whole(tokenizer, joined))
         ids = encode_text(tokenizer, joined)
         if finished and (not ids or ids[-1] != tokenizer.eos_token_id):
             ids.append(tokenizer.eos_token_id)
@@ -303,7 +314,8 @@ class RewardModelScorer(_Frozen, Judge):
         finished = None
         if completion_ids is not None and self._policy_ends:
             finished = [len(ids) > 0 and ids[-1] in self._policy_ends for ids in completion_ids]
-        return self.score_texts(prompts, completions, messages=messages, finished=finished)
+        of = {name: columns[name] for name in OF_TEMPLATES if name in columns}
+        return self.score_texts(prompts, completions, messages=messages, finished=finished, **of)
 
     def score_tokens(
         self, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor,

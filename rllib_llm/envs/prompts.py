@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from rllib_llm.data.encoding import (
     keep_end,
     num_before_answer,
     render_chat,
+    row_settings,
 )
 from rllib_llm.data.rows import (
     EpochOrder,
@@ -167,6 +169,7 @@ class PromptEncoder:
         check_values(prompt_overflow=overflow)
         self.tokenizer, self.max_prompt_len, self.overflow = tokenizer, max_prompt_len, overflow
         self._cache: dict[int, tuple[list[int], str]] = {}
+        self._lock = threading.Lock()
         self._truncated: set[int] = set()
 
     def encode(self, rows: Sequence[PromptRow]) -> tuple[list[list[int]], list[str]]:
@@ -174,11 +177,12 @@ class PromptEncoder:
         truncated_before = self.num_truncated
         encoded = []
         for row in rows:
-            if row.index not in self._cache:
-                if len(self._cache) == _NUM_REMEMBERED:
+            found = self._cache.get(row.index) or self._encode_row(row)
+            with self._lock:  # samplers' threads share the cache
+                self._cache[row.index] = found
+                if len(self._cache) > _NUM_REMEMBERED:
                     del self._cache[next(iter(self._cache))]  # the oldest, maybe of these rows
-                self._cache[row.index] = self._encode_row(row)
-            encoded.append(self._cache[row.index])
+            encoded.append(found)
         if truncated_before == 0 and self.num_truncated:
             warnings.warn(
                 f"{self.num_truncated} of the first {len(rows)} prompts are longer than "
@@ -230,8 +234,8 @@ class PromptEncoder:
                 text = row.prompt
                 ids = encode_text(tokenizer, text)
             else:
-                tools = row.columns.get("tools")
-                text = render_chat(tokenizer, row.prompt, generation_prompt=True, tools=tools)
+                settings = row_settings(row.columns)
+                text = render_chat(tokenizer, row.prompt, generation_prompt=True, **settings)
                 check_text(text)
                 ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         except Problems as error:

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
-from rllib_llm.conversations.chat_format import NOT_VARIABLES, ChatFormat, ChatFormatError
+from rllib_llm.conversations.chat_format import ChatFormat, ChatFormatError
 from rllib_llm.conversations.json_values import is_json
+from rllib_llm.data.encoding import not_variables
 from rllib_llm.serving.jobs import Limits
 from rllib_llm.serving.schemas import ApiError, ChatMessage, ToolSchema, refuse
 
@@ -38,7 +39,7 @@ class Chats:
         can be used, or where a setting is no variable of templates."""
         for name in settings or ():
             param = f"chat_template_kwargs.{name}"
-            refuse(name in NOT_VARIABLES, f"{param} must be left out: the server sets it.", param)
+            refuse(name in not_variables(), f"{param} must be left out: the server sets it.", param)
         with refused_by_template("tools" if tools else "messages"):
             specs = [tool.model_dump(exclude_none=True) for tool in tools or ()]
             key = json.dumps([specs, dict(settings or {})], sort_keys=True)

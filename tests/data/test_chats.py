@@ -53,13 +53,49 @@ def test_a_last_turn_may_be_written_in_another_way():
     assert learnt(LAST_THINKS, CHAT, 2) == "<think></think>bye</s>"
 
 
-def test_a_generation_prompt_that_the_conversation_lacks_is_refused():
-    message = (
-        r"messages\[1\] must be rendered .* there it writes '<think>\\n' where the whole "
-        r"conversation has 'yo</s>.*Make each assistant turn a row .* chat_template"
+def test_thoughts_that_the_generation_prompt_alone_opens_are_no_part_of_the_turn():
+    assert learnt(OPENS_THOUGHTS, CHAT) == "yo</s>bye</s>"
+    assert learnt(OPENS_THOUGHTS, CHAT, 2) == "bye</s>"
+
+
+# As Qwen3's: only as the newest turn a call without thoughts shows that there are none.
+CALLS = "{% for c in m['tool_calls'] or [] %}[CALL]{% endfor %}</s>"
+DROPS = LAST_THINKS.replace("</s>", CALLS)
+
+
+def test_a_call_that_the_template_writes_otherwise_when_it_is_old_is_learnt():
+    assert learnt(DROPS, called({"a": 1})) == "[CALL]</s><think></think>yo</s>"
+
+
+FORGETS = ROLES.replace(
+    "ANSWER", "{% if loop.last %}{{ m['content'] }}{% else %}...{% endif %}</s>"
+)
+
+
+def test_of_a_template_that_changes_old_turns_the_last_one_is_learnt():
+    with pytest.warns(UserWarning, match="is not learnt from.*Make each assistant turn a row"):
+        assert learnt(FORGETS + "{% if add_generation_prompt %}<A>{% endif %}", CHAT) == "bye</s>"
+
+
+def test_a_last_turn_that_the_template_leaves_out_is_refused():
+    silent = "{% for m in messages %}{% if m['role'] == 'user' %}<U>{{ m['content'] }}{% endif %}"
+    with pytest.raises(Problems) as caught:
+        learnt(silent + "{% endfor %}{% if add_generation_prompt %}<A>{% endif %}", CHAT)
+    assert caught.value.problem.name == "messages[3]"
+
+
+def test_an_end_that_takes_in_the_line_break_behind_it_is_learnt():
+    """Phi-3's tokens strip: the offsets of <|end|> reach over the line break."""
+    tokenizer = tokenizer_with(
+        "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
     )
-    with pytest.raises(Problems, match=message):
-        learnt(OPENS_THOUGHTS, CHAT)
+    marks = ("<|user|>", "<|assistant|>", "<|end|>")
+    tokenizer.add_tokens([AddedToken(mark, special=True, rstrip=True) for mark in marks])
+    said = [{**YO, "content": " yo"}, {**BYE, "content": ""}]
+    ids, own = encode_chat(tokenizer, [USER, said[0], USER, said[1]])
+    shown = [tokenizer.decode([i]) for i, mine in zip(ids, own, strict=True) if mine]
+    assert shown == ["y", "o", "<|end|>", "<|end|>"]
 
 
 MARKED = (

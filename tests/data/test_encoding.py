@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 
 from rllib_llm.data.encoding import (
@@ -10,6 +13,7 @@ from rllib_llm.data.encoding import (
     encode_spans,
     encode_text,
     keep_end,
+    render_chat,
 )
 from tests.tiny_models import byte_tokenizer, sentencepiece_tokenizer
 
@@ -23,6 +27,7 @@ class Slow:
         self._tokenizer = tokenizer
         self.eos_token, self.eos_token_id = tokenizer.eos_token, tokenizer.eos_token_id
         self.bos_token, self.bos_token_id = tokenizer.bos_token, tokenizer.bos_token_id
+        self.cls_token, self.convert_tokens_to_ids = None, tokenizer.convert_tokens_to_ids
 
     def __call__(self, text, add_special_tokens=True):
         return self._tokenizer(text, add_special_tokens=add_special_tokens)
@@ -80,3 +85,13 @@ def test_keep_end():
     assert keep_end([4, 5, 6, 7], 2, (1, None)) == [6, 7]
     assert keep_end([1, 5, 6, 7], 1, (1,)) == [7]  # a BOS alone would say nothing
     assert keep_end([1, 5], 2, (1,)) == [1, 5]
+
+
+def test_what_is_known_of_a_template_keeps_no_tokenizer_alive():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    render_chat(tokenizer, [{"role": "user", "content": "hi"}])
+    known = weakref.ref(tokenizer)
+    del tokenizer
+    gc.collect()
+    assert known() is None

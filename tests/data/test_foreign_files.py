@@ -6,6 +6,7 @@ import json
 import warnings
 
 import datasets
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -58,6 +59,7 @@ def test_separators_marks_and_line_ends_of_other_programs(tmp_path, name, text):
         ('"Hm\t1\nSo"\t2\n"No" he said\t3\n', [('"Hm', 1), ('So"', 2), ('"No" he said', 3)]),
         ('"say ""x"""\t1\n"y"\t2\n""\t3\n', [('say "x"', 1), ("y", 2), ("", 3)]),
         ('"two\nlines"\t1\n"a\tb"\t2\n', [("two\nlines", 1), ("a\tb", 2)]),
+        ('"a\t1\nb"\t2\n"say ""x"""\t3\n', [("a\t1\nb", 2), ('say "x"', 3)]),
     ],
 )
 def test_a_quotation_mark_that_begins_a_value_between_tabs_joins_no_rows(tmp_path, text, rows):
@@ -323,3 +325,29 @@ def test_a_damaged_parquet_file_is_refused_by_name(tmp_path):
         path.write_bytes(damaged)
         with pytest.raises(Problems, match=r"rows.parquet' must be a Parquet file that can"):
             load_rows(str(path))
+
+
+@pytest.mark.parametrize("kind", ["parquet", "frame", "data set"])
+def test_the_index_that_pandas_stores_is_no_column(tmp_path, kind):
+    frame = pd.DataFrame({"text": ["a", "b", "c", "d"]}).iloc[[3, 0, 1]]  # no range
+    if kind == "frame":
+        source = frame
+    elif kind == "parquet":
+        source = str(tmp_path / "a.parquet")
+        frame.to_parquet(source)
+    else:
+        source = datasets.Dataset.from_pandas(frame)
+    rows = load_rows(source)
+    assert rows.columns == ["text"] and {*rows[0]} == {"text"}
+    assert PromptSource(source).prompt_column == "text"
+
+
+def test_bare_tool_schemas_of_parquet_hold_no_nulls(tmp_path):
+    def schema(name, argument):
+        return {"name": name, "parameters": {"properties": {argument: {"type": "string"}}}}
+
+    tools = [[schema("weather", "city")], [schema("time", "zone")]]
+    rows = [{"prompt": [{"role": "user", "content": "?"}], "tools": each} for each in tools]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    found = load_rows(str(tmp_path / "a.parquet"))
+    assert [row["tools"] for row in found] == tools == found.column("tools")

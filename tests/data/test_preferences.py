@@ -201,3 +201,28 @@ def test_tools_are_announced_to_reward_models_and_policies_alike(source):
     name = "chosen" if source is PairSource else "prompt"
     (text,) = texts(tokenizer, batch, f"{name}_ids", f"{name}_mask")
     assert text == ("T:addU:hiA:yo</s>" if source is PairSource else "T:addU:hiA:")
+
+
+@pytest.mark.parametrize("end", ["{{ eos_token }}{{ '\n' }}", ""])
+def test_policies_are_scored_up_to_the_end_of_the_turn_also_where_they_say_nothing(end):
+    """As SFT learns it: a line break behind the end is the template's. An empty answer of a
+    template that ends turns with no token was "True is not in list"."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = PLAIN_TEMPLATE.replace("{{ eos_token }}", end)
+    row = {"prompt": CHAT[:1], "chosen": [CHAT[1]], "rejected": [{**CHAT[1], "content": ""}]}
+    batch = PromptedPairSource([row], tokenizer=tokenizer, max_length=64).batch(0, 1)
+    has_end = "eos" in end
+    chosen = texts(tokenizer, batch, columns.CHOSEN_IDS, columns.CHOSEN_LOSS_MASK)
+    rejected = texts(tokenizer, batch, columns.REJECTED_IDS, columns.REJECTED_LOSS_MASK)
+    assert (chosen, rejected) == (["yo</s>" if has_end else "yo"], ["</s>"])
+    prompts = texts(tokenizer, batch, columns.PROMPT_IDS, columns.PROMPT_MASK)
+    assert prompts == ["U:hiA:"]
+
+
+def test_two_answers_in_a_row_are_scored_without_what_stands_between():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = PLAIN_TEMPLATE
+    row = {"prompt": CHAT[:1], "chosen": [CHAT[1], CHAT[3]], "rejected": [CHAT[3]]}
+    batch = PromptedPairSource([row], tokenizer=tokenizer, max_length=64).batch(0, 1)
+    chosen = texts(tokenizer, batch, columns.CHOSEN_IDS, columns.CHOSEN_LOSS_MASK)
+    assert chosen == ["yo</s>bye</s>"]

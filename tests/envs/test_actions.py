@@ -23,7 +23,19 @@ def test_the_space_between_prompt_and_completion_is_kept():
     assert decode_completions(tokenizer, [prompt[-1]], [completion]) == [" sat on"]
 
 
-def test_special_tokens_are_left_out():
+def test_special_tokens_inside_a_completion_are_shown():
+    """Where <think> and <answer> are special, a format reward was always 0."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<answer>", "</answer>", "<end>"]})
+    tokenizer.chat_template = "{% for m in messages %}<U>{{ m.content }}<end>{% endfor %}"
+    for end in ("", "</s>", "<end>", "<end></s><pad>"):
+        ids = _ids(tokenizer, f"<answer>7</answer>{end}")
+        assert decode_completions(tokenizer, [_ids(tokenizer, "=")[0]], [ids]) == [
+            "<answer>7</answer>"
+        ]
+
+
+def test_tokens_that_end_a_completion_are_left_out():
     tokenizer = word_tokenizer(bos=True)
     sat = _ids(tokenizer, "sat")
     assert decode_completions(tokenizer, [1, 1], [[*sat, 2], [2]]) == ["sat", ""]  # behind BOS

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -10,6 +12,7 @@ from rllib_llm.envs.prompts import PromptEncoder, PromptRow, PromptSource
 from rllib_llm.shared.errors import Problems
 from tests.conversations.templates import ADD, family_tokenizer
 from tests.envs.tiny_tokenizers import word_tokenizer
+from tests.tiny_models import byte_tokenizer
 
 TEN = [{"prompt": f"prompt {i}", "label": i} for i in range(10)]
 
@@ -196,3 +199,17 @@ def test_a_batch_may_hold_more_prompts_than_are_remembered(monkeypatch):
     rows = [PromptRow(i % 3, text, {}) for i, text in enumerate(texts)]
     encoder = PromptEncoder(word_tokenizer(), 16)
     assert encoder.encode(rows)[1] == texts and encoder.encode(rows[::-1])[1] == texts[::-1]
+
+
+def test_the_prompt_cache_keeps_its_bound_under_threads(monkeypatch):
+    monkeypatch.setattr(prompts, "_NUM_REMEMBERED", 20)
+    encoder = PromptEncoder(byte_tokenizer(), 32)
+    rows = [PromptRow(index, str(index), {}) for index in range(2000)]
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    with ThreadPoolExecutor(8) as pool:
+        batches = [rows[first:] + rows[:first] for first in range(0, 2000, 250)]
+        texts = [*pool.map(lambda batch: encoder.encode(batch)[1], batches)]
+    sys.setswitchinterval(switch)
+    assert len(encoder._cache) <= 20
+    assert texts == [[row.prompt for row in batch] for batch in batches]

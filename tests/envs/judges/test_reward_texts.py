@@ -108,6 +108,29 @@ def test_the_judge_reads_what_it_was_trained_on(make, row):
     assert tokenizer.decode(sampled) == row["chosen"] + "</s>"
 
 
+@pytest.mark.parametrize("template", [None, "pair", "{prompt} {completion}"])
+@pytest.mark.parametrize("specials", [tiny.DECODER_SPECIALS, tiny.ENCODER_SPECIALS])
+def test_a_text_that_begins_with_its_own_start_has_one(template, specials):
+    """The prompt of another tokenizer, rendered, begins with BOS or CLS."""
+    tokenizer = tiny.byte_tokenizer(specials)
+    start = tokenizer.bos_token or tokenizer.cls_token
+    encoder = RewardTextEncoder(tokenizer, template=template)
+    plain = encoder.encode(["a"], ["b"])
+    with pytest.warns(UserWarning, match="one is kept"):
+        assert encoder.encode([f"{start}a"], ["b"]) == plain
+
+
+@pytest.mark.parametrize("append_eos", [True, False])
+def test_chats_are_read_with_the_tools_and_settings_of_their_row(append_eos):
+    tokenizer = chat_tokenizer()
+    template = tokenizer.chat_template
+    tokenizer.chat_template = "{% if tools %}T{{ tools[0].name }}{% endif %}{{ mood }}" + template
+    encoder = RewardTextEncoder(tokenizer, append_eos=append_eos)
+    columns = {"tools": [[{"name": "add"}], None], "chat_template_kwargs": ['{"mood": "M"}', None]}
+    told, plain = map(tokenizer.decode, encoder.encode([CHAT, CHAT], ["x", "x"], **columns))
+    assert told == "TaddM" + plain
+
+
 def test_same_tokenizer():
     ours = tiny.byte_tokenizer()
     assert same_tokenizer(ours, tiny.byte_tokenizer())
