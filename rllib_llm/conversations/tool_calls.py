@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -51,6 +51,8 @@ _GLM_ARGUMENTS = (
 _NAMED_MISTRAL = re.compile(r"\s*([\w.-]+)(?:\s*\[CALL_ID\]\w*)?(?:\s*\[ARGS\])?\s*(?=\{)")
 _SPACES = re.compile(r"\s*")
 _BETWEEN_OBJECTS = re.compile(r"[ \n;]*")
+_KEY = re.compile(r'"(\w+)"\s*:')
+_ARGUMENTS = ("arguments", "parameters")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
 _HARMONY_START = "<|start|>assistant"
 _HARMONY = re.compile(rf"<\|message\|>|{re.escape(_HARMONY_START)}")
@@ -144,8 +146,10 @@ def parse_reply(
         content, found = said, []
         if reads_calls and syntax in _BLOCKS:
             content, found = _find_blocks(syntax, said, schemas, finish == "stop")
-        elif reads_calls and syntax in _ALONE:
-            content, found = _ALONE[syntax](said, finish == "stop")
+        elif reads_calls and syntax == "mistral":
+            content, found = _find_mistral(said, finish == "stop")
+        elif reads_calls and syntax == "llama3":
+            content, found = _find_llama3(said, finish == "stop", tools)
         if syntax == "cohere":
             content = _COHERE_RESPONSE.sub("", content)
     calls = []
@@ -250,11 +254,25 @@ def _end_of_json(text: str, start: int) -> int:
         return start
 
 
-def _find_llama3(text: str, is_whole: bool) -> Found:
+def _find_llama3(text: str, is_whole: bool, tools: Collection[str] | None) -> Found:
+    """Objects with semicolons between them: calls after their mark, and where the first one has
+    arguments beside its name, or nothing but a tool's name; else an answer in JSON."""
     body = text.strip().removeprefix(_PYTHON_TAG).strip()
-    if not body.startswith("{") or '"name"' not in body:
+    if not body.startswith("{"):
         return text, []
-    return "", list(_each_object(body, is_whole))
+    end = _end_of_json(body, 0)
+    first = json.loads(body[:end]) if end else dict.fromkeys(_KEY.findall(body), "")
+    name, is_marked = first.get("name"), text.lstrip().startswith(_PYTHON_TAG)
+    is_tool = len(first) == 1 and (tools is None or name in [*tools])
+    if not isinstance(name, str) or not (is_marked or is_tool or first.keys() & {*_ARGUMENTS}):
+        return text, []
+    calls, place = [], 0
+    while place < len(body):
+        end = _end_of_json(body, place)
+        end = end if end > place else len(body)
+        calls.append(_from_json(body[place:end], body[place:end]))
+        place = _after(_BETWEEN_OBJECTS, body, end)
+    return "", [*calls[:-1], _as_written(calls[-1], calls[-1].raw, not is_whole)]
 
 
 def _read_harmony(text: str, is_whole: bool, reads_calls: bool) -> tuple[str, str, list[ToolCall]]:
@@ -311,25 +329,6 @@ def _from_array(body: str, raw: str) -> list[ToolCall]:
     return calls
 
 
-def _each_object(body: str, is_whole: bool) -> Iterator[ToolCall]:
-    """Llama 3's calls: objects with semicolons between them."""
-    decoder, place = json.JSONDecoder(), 0
-    while place < len(body):
-        try:
-            found, end = decoder.raw_decode(body, place)
-        except (ValueError, RecursionError):
-            status: CallStatus = "invalid_json" if is_whole else "truncated"
-            yield ToolCall("", None, body[place:], status)
-            return
-        raw = body[place:end]
-        place = _after(_BETWEEN_OBJECTS, body, end)
-        is_last = place >= len(body)
-        if is_last and not is_whole:
-            yield ToolCall("", None, raw, "truncated")
-        else:
-            yield _from_object(found, raw)
-
-
 def _from_json(body: str, raw: str) -> ToolCall:
     try:
         return _from_object(json.loads(body), raw)
@@ -342,7 +341,9 @@ def _from_object(found: Any, raw: str) -> ToolCall:
         found = {**found, "name": found["tool_name"]}
     if not isinstance(found, Mapping) or not isinstance(found.get("name"), str):
         return ToolCall("", None, raw, "missing_name")
-    return _named(found["name"], found.get("arguments", found.get("parameters", {})), raw)
+    given = next((g for k in _ARGUMENTS if (g := found.get(k)) is not None), "")
+    is_empty = isinstance(given, str) and given.strip() in ("", "null")
+    return _named(found["name"], {} if is_empty else given, raw)
 
 
 def _from_xml(body: str, raw: str, schemas: Schemas) -> ToolCall:
@@ -440,7 +441,7 @@ def _from_call(call: ast.expr) -> ToolCall:
 
 
 # Texts in arguments, in which an end mark ends nothing; without an end they take all that is left.
-_JSON_TEXT = r'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\Z)'
+_JSON_TEXT = r'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)'
 _PYTHON_TEXT = _JSON_TEXT + "|" + _JSON_TEXT.replace('"', "'")
 _GEMMA_TEXT = r'<\|"\|>.*?(?:<\|"\|>|\Z)'
 _XML_TEXT = r"<parameter=.*?(?:</parameter>\s*(?=<parameter=|</function>\s*</tool_call>)|\Z)"
@@ -472,4 +473,3 @@ _BLOCKS = {
         lambda body, raw, _: _from_array(body, raw),
     ),
 }  # fmt: skip
-_ALONE = {"mistral": _find_mistral, "llama3": _find_llama3}  # a call is the end of the turn

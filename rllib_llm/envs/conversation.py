@@ -131,6 +131,8 @@ class ConversationEnv:
     defaults: ClassVar[Mapping[str, Any]] = {}
     starts_with_prompt: ClassVar[bool] = False
     """Whether a `start` of its own returns `first_messages`, which are then checked at first."""
+    runs_last_calls: ClassVar[bool] = False
+    """Whether the tools of the last allowed turn are run."""
 
     def __init__(self, env_config: Mapping[str, Any] | None = None) -> None:
         self.settings = with_defaults(env_config or {}, self.default_settings())

@@ -136,7 +136,8 @@ class _Player:
         if self.toolbox.tools:
             self.attempt.counts.update(dict.fromkeys(_OF_TOOLS, 0.0))
         while await self._sample():
-            response = await self._answer()
+            is_last = conversation.num_turns >= env.settings["max_turns"]
+            response = await self._answer(is_last)
             if response.reward is not None:
                 self.attempt.has_turn_rewards = True
                 conversation.add_reward(finite("respond()", response.reward))
@@ -146,7 +147,6 @@ class _Player:
             if response.invalid:
                 self.attempt.invalid = response.invalid
                 return
-            is_last = conversation.num_turns >= env.settings["max_turns"]
             if response.done or is_last:
                 conversation.append_last_messages(messages)
                 self.attempt.truncated = "" if response.done else "turns"
@@ -179,8 +179,9 @@ class _Player:
         self.attempt.truncated = "tokens"
         return False
 
-    async def _answer(self) -> Response:
-        """The results of the called tools, or else the environment's response."""
+    async def _answer(self, is_last: bool) -> Response:
+        """The results of the called tools, or else the environment's response. The tools of the
+        last allowed turn are not run: nobody would read what they say."""
         reply = self.conversation.reply
         assert reply is not None, "a turn was sampled"
         if not reply.tool_calls or not self.toolbox.tools:
@@ -188,6 +189,8 @@ class _Player:
             if not isinstance(response, Response):
                 raise TypeError(f"respond() must return a Response, not {type(response)}")
             return response
+        if is_last and not self.env.runs_last_calls:
+            return Response()
         results = []
         for asked in reply.tool_calls:  # in their order: one may need what another has done
             left = max(0.01, self.deadline - time.monotonic())
@@ -286,11 +289,12 @@ def judge(env: ConversationEnv, attempts: Sequence[Rollout], pad_token_id: int) 
     _report(env, attempts, sound)
     components, judged = _components(env, sound)
     for i, attempt in enumerate(sound):
-        attempt.score, attempt.valid = attempt.conversation.total_reward, True
-        attempt.score += attempt.earned or 0.0
+        attempt.score = attempt.conversation.total_reward + (attempt.earned or 0.0)
+        attempt.valid = judged is None or bool(judged.valid[i])
         if judged is not None:
             attempt.score += float(judged.scores[i])
-            attempt.valid = bool(judged.valid[i])
+            if attempt.has_turn_rewards or attempt.earned is not None:  # functions may say nothing
+                attempt.valid |= all(bool(c[i].isnan()) for c in judged.components.values())
         if not abs(attempt.score) <= _LARGEST:  # the sum of numbers that are finite each
             attempt.score, attempt.valid = 0.0, False
     batch = training_columns(attempts, pad_token_id)

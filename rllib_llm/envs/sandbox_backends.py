@@ -26,7 +26,7 @@ from rllib_llm.shared.arguments import Count, checked
 from rllib_llm.shared.errors import Problems
 
 PROGRAM = str(Path(__file__).with_name("sandbox_program.py"))
-_IN = "/tmp"  # the folder, as a container sees it
+_TMP, _IN = "/tmp", "/tmp/sandbox"  # the folder, as a container sees it: paths may lie in /tmp
 _SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix")
 _ETC = ("alternatives", "ca-certificates", "group", "hosts", "ld.so.cache", "localtime",
         "nsswitch.conf", "passwd", "pki", "resolv.conf", "ssl")  # fmt: skip
@@ -125,7 +125,7 @@ def bwrap(sandbox: Sandbox, paths: Sequence[str]) -> Launch:
         "--cap-drop", "ALL", *(["--share-net"] if sandbox.network else []),
         *(["--disable-userns"] if "--disable-userns" in knows else []),
         "--proc", "/proc", "--remount-ro", "/proc",  # root would set the kernel's settings there
-        "--dev", "/dev", *tmpfs, "/dev/shm", "--remount-ro", "/dev", *tmpfs, _IN,
+        "--dev", "/dev", *tmpfs, "/dev/shm", "--remount-ro", "/dev", *tmpfs, _TMP, "--dir", _IN,
     ]  # fmt: skip
     for path in _SYSTEM:
         if os.path.islink(path):
@@ -160,9 +160,9 @@ def docker(sandbox: Sandbox, paths: Sequence[str]) -> Launch:
     size = "" if sandbox.memory_mb is None else f",size={sandbox.memory_mb}m"
     command = [
         program, "run", "--rm", "--init", "--interactive", "--name", name, "--read-only",
-        "--tmpfs", f"{_IN}:rw,mode=1777{size}", "--workdir", _IN, "--cap-drop", "ALL",
-        "--security-opt", "no-new-privileges", "--user", "65534:65534", *memory,
-        "--pids-limit", str(sandbox.num_processes),
+        *(f"--tmpfs={place}:rw,mode=1777{size}" for place in (_TMP, _IN)), "--workdir", _IN,
+        "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--user", "65534:65534",
+        *memory, "--pids-limit", str(sandbox.num_processes),
         *([] if sandbox.network else ["--network", "none"]),
         *(f"--env={name}={value}" for name, value in sandbox.variables(_IN).items()
           if name not in ("PATH", "LD_LIBRARY_PATH")),

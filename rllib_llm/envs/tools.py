@@ -573,9 +573,8 @@ class _Server:
 
 
 def _is_answer(error: Exception) -> bool:
-    """Whether an error is the server's answer, rather than a closed connection."""
+    """Whether an error is the server's answer, rather than a closed connection, whose code, -32000,
+    applications use for errors of their own."""
     from mcp.shared.exceptions import MCPError
-    from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT
 
-    lost = (CONNECTION_CLOSED, REQUEST_TIMEOUT)
-    return isinstance(error, MCPError) and error.error.code not in lost
+    return isinstance(error, MCPError) and error.error.message != "Connection closed"

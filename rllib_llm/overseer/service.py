@@ -279,10 +279,10 @@ class _RequestHandler(BaseHTTPRequestHandler):
         self._send_json({"commands": commands})
 
     def _is_allowed(self) -> bool:
-        given = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        given = self.headers.get("Authorization", "").removeprefix("Bearer ").encode()
         # A page in a browser cannot send the token, nor an address that is not loopback's.
         host = self.headers.get("Host", "").partition(":")[0]
-        if hmac.compare_digest(given, self.token) and host in ("127.0.0.1", "localhost"):
+        if hmac.compare_digest(given, self.token.encode()) and host in ("127.0.0.1", "localhost"):
             return True
         self._send_json({"error": "the run's token is missing"}, HTTPStatus.UNAUTHORIZED)
         return False

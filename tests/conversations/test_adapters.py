@@ -104,6 +104,8 @@ def test_tools_of_trl_as_they_are(make):
     attempts, _, _ = roll(env, add_call)
     assert {a.truncated for a in attempts} == {"turns"}
     assert attempts[0].conversation.num_turns == 3
+    said = [message["role"] for message in attempts[0].conversation.messages]
+    assert said == ["user"] + ["assistant", "tool"] * 2 + ["assistant"]  # TRL runs tools twice
 
 
 class Ledger:

@@ -313,3 +313,15 @@ def test_a_server_started_by_its_command(tmp_path):
 def test_a_server_that_is_not_there():
     with pytest.raises(Problems, match="must be reachable"):
         ConversationEnv(settings(mcp_servers=[{"command": "no-such-program-anywhere"}]))
+
+
+@pytest.mark.parametrize("code", [-32000, -32001, -32602, 1])
+def test_an_application_s_own_error_is_an_answer(code):
+    """-32000 counted as a lost connection, which made all calls under way invalid."""
+    from mcp.shared.exceptions import MCPError
+
+    from rllib_llm.envs.tools import _is_answer
+
+    assert _is_answer(MCPError(code=code, message="no such order"))
+    assert not _is_answer(MCPError(code=-32000, message="Connection closed"))
+    assert not _is_answer(ConnectionResetError("Connection closed"))

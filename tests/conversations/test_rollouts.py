@@ -14,7 +14,7 @@ import torch
 from rllib_llm.conversations.chat_format import ChatFormatError
 from rllib_llm.envs.conversation import ConversationEnv, Response
 from rllib_llm.envs.conversation_rollouts import EngineFailed, run_rollouts
-from rllib_llm.envs.judges.rewards import UnjudgedError
+from rllib_llm.envs.judges.rewards import Invalid, UnjudgedError
 from rllib_llm.shared import columns
 from rllib_llm.shared.errors import Problems
 from tests.conversations.scripted import ADD_CALL, ScriptedPolicy, add, roll, settings
@@ -131,6 +131,49 @@ def test_an_endless_tool_loop_ends_at_max_turns(make):
     assert [a.truncated for a in attempts] == ["turns"] * 4
     assert by_name(judged, "num_turns") == [3] * 4
     assert bool(judged.columns[columns.VALID].all())  # it is the policy's doing, and judged
+
+
+@pytest.mark.parametrize("max_turns", [1, 3])
+def test_tools_of_the_last_turn_are_not_run(make, max_turns):
+    """A tool's result as the last message was right for a policy that never answers."""
+
+    env = make(tools=[add], reward_functions=right, max_turns=max_turns)
+    attempts, judged, _ = roll(env, ADD_CALL)
+    assert by_name(judged, "num_tool_calls") == [max_turns - 1] * 4
+    assert [a.conversation.messages[-1]["role"] for a in attempts] == ["assistant"] * 4
+    assert [a.truncated for a in attempts] == ["turns"] * 4
+
+
+@pytest.mark.parametrize("by", ["score", "respond"])
+def test_a_function_that_does_not_judge_a_row_leaves_it_to_the_others(make, by):
+    """TRL sums what there is; the row was invalid."""
+
+    class Judged(ConversationEnv):
+        def score(self, conversation):
+            return 2.0 if by == "score" else None
+
+        def respond(self, conversation):
+            return Response(reward=2.0 if by == "respond" else None, done=True)
+
+    def some(completions, **columns):
+        return [None, 1.0, Invalid("it is away"), None]
+
+    def other(completions, **columns):
+        return [None, None, None, 0.5]
+
+    env = make(Judged, reward_functions=[some, other])
+    with pytest.warns(UserWarning, match="it is away"):
+        _, judged, _ = roll(env, "Yes.")
+    assert judged.columns[columns.VALID].tolist() == [True, True, False, True]
+    assert judged.columns[columns.SCORES][[0, 1, 3]].tolist() == [2.0, 3.0, 2.5]
+
+
+def test_a_row_that_nothing_judges_is_invalid(make):
+    def some(completions, **columns):
+        return [None, 1.0, 1.0, 1.0]
+
+    _, judged, _ = roll(make(reward_functions=some), "Yes.")
+    assert judged.columns[columns.VALID].tolist() == [False, True, True, True]
 
 
 def test_a_truncated_tool_call_is_never_run(make):

@@ -337,3 +337,52 @@ def test_integers_that_python_cannot_write_are_not_read():
     text = f"<|tool_call_start|>[add(a=0x{'f' * 5000})]<|tool_call_end|>"
     (call,) = parsed(text, "pythonic").tool_calls
     assert (call.arguments, call.status) == (None, "invalid_json")
+
+
+PERSON = '{"name": "Ann", "age": 30}'
+ADD = '{"name": "add", "parameters": {"a": 1}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "statuses"),
+    [
+        (PERSON, []), ('{"name": "Ann"}', []), (f"{PERSON[:-1]}, ", []), (f"{PERSON}; {ADD}", []),
+        ('{"name": ["add"]}', []), ('{"title": "x", "parameters": {"name": "add"}}', []),
+        ("{", []), ('{"name": "Ann", "a', []), ('["name", "parameters"]', []),
+        (ADD, ["ok"]), (ADD.replace("parameters", "arguments"), ["ok"]),
+        ('{"name": "add"}', ["ok"]),
+        (f"{ADD};\n{ADD}", ["ok", "ok"]), (f"{ADD} {PERSON}", ["ok", "unknown_tool"]),
+        (ADD[:-1], ["invalid_json"]), (f"{ADD} and so on", ["ok", "invalid_json"]),
+        (ADD.replace("add", "sub"), ["unknown_tool"]),
+        (f"<|python_tag|>{PERSON}", ["unknown_tool"]),
+        ('<|python_tag|>{"name": "add"', ["invalid_json"]),
+    ],
+)  # fmt: skip
+def test_an_answer_in_json_is_no_call_under_llama_s_syntax(text, statuses):
+    reply = parsed(text, "llama3", tools={"add": {}})
+    assert [call.status for call in reply.tool_calls] == statuses
+    assert reply.content == ("" if statuses else text.strip())
+    assert parsed(text, "llama3", tools={"add"}, finish="length").content == reply.content
+
+
+@pytest.mark.parametrize("arguments", ["null", '""', '" "', '"null"', '"{}"', "{}"])
+@pytest.mark.parametrize("key", ["arguments", "parameters"])
+@pytest.mark.parametrize("syntax", ["hermes", "mistral", "llama3", "cohere"])
+def test_arguments_that_are_empty_are_none(syntax, key, arguments):
+    """As clients write them, and as the server reads them."""
+    call = f'{{"name": "f", "{key}": {arguments}}}'
+    text = {"hermes": f"<tool_call>{call}</tool_call>", "mistral": f"[TOOL_CALLS][{call}]",
+            "llama3": call, "cohere": f"<|START_ACTION|>[{call}]<|END_ACTION|>",
+            }[syntax]  # fmt: skip
+    (found,) = parsed(text, syntax).tool_calls
+    assert (found.status, found.arguments) == ("ok", {})
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("syntax", "quote"), [("hermes", '"'), ("pythonic", '"'), ("pythonic", "'"), ("cohere", '"')]
+)
+def test_a_lone_backslash_in_an_open_text_is_read_at_once(syntax, quote):
+    text = WRITTEN[syntax][: WRITTEN[syntax].index("1")] + f"\\{quote}" * 200_000 + "\\"
+    (call,) = parsed(text, syntax).tool_calls
+    assert (call.status, call.arguments) == ("truncated", None)

@@ -171,7 +171,8 @@ def test_nobody_is_let_in_without_the_token(served):
     mode = stat.S_IMODE(server.file.stat().st_mode)
     assert mode == 0o600
     right = f"Bearer {server.token}"
-    for headers in ({}, {"Authorization": "no"}, {"Authorization": right, "Host": "evil.example"}):
+    evil = {"Authorization": right, "Host": "evil.example"}
+    for headers in ({}, {"Authorization": "no"}, {"Authorization": "Bearer h\u00e9"}, evil):
         request = urllib.request.Request(f"{server.url}/status", headers=headers)
         with pytest.raises(urllib.error.HTTPError) as raised:
             urllib.request.urlopen(request, timeout=5)

@@ -130,7 +130,7 @@ class VerifiersEnv(ConversationEnv):
     """One `vf.Task` and one `vf.Trace` for each conversation."""
 
     defaults: ClassVar[Mapping[str, Any]] = declared(TaskSet)
-    starts_with_prompt = True
+    starts_with_prompt = runs_last_calls = True  # verifiers refuses the request after them
 
     @functools.cached_property
     def taskset(self) -> Any:

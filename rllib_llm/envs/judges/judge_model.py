@@ -25,7 +25,12 @@ import jsonschema
 from rllib_llm.envs.judges.reward_functions import Invalid, Judge
 from rllib_llm.shared.arguments import Count, Pause, checked
 from rllib_llm.shared.errors import Problems
-from rllib_llm.shared.openai_client import JUDGE_OUTAGE_S, OpenAIClient, ServerError
+from rllib_llm.shared.openai_client import (
+    JUDGE_OUTAGE_S,
+    OpenAIClient,
+    RequestRefusedError,
+    ServerError,
+)
 
 Read = TypeVar("Read")
 Messages = list[dict[str, str]]
@@ -126,8 +131,9 @@ class JudgeModel(Judge):
     Args:
         base_url: of the server.
         model: the server's name for the judge.
-        max_tokens: longest reply.
-        temperature: of the judge; 0 makes replies repeatable.
+        max_tokens, max_completion_tokens: longest reply; with the second, the first is left out.
+        temperature: of the judge; 0 makes replies repeatable; None leaves it out.
+        extra_body: further fields of its requests.
         cache_folder: where replies are kept from run to run; None: in memory only.
         max_requests, budget_file: see `RequestBudget`.
         judge_outage_s: seconds that the server may be away before the judge gives up.
@@ -140,15 +146,22 @@ class JudgeModel(Judge):
     wants_texts = wants_transcripts = True
 
     def __init__(
-        self, base_url: str, model: str, *, max_tokens: Count = 512, temperature: Pause = 0.0,
-        cache_folder: str | None = None, max_requests: Count | None = None,
+        self, base_url: str, model: str, *, max_tokens: Count | None = 512,
+        max_completion_tokens: Count | None = None, temperature: Pause | None = 0.0,
+        extra_body: Mapping[str, Any] | None = None, cache_folder: str | None = None,
+        max_requests: Count | None = None,
         budget_file: str | None = None, judge_outage_s: Pause = JUDGE_OUTAGE_S, **client: Any,
     ) -> None:  # fmt: skip
         self._budget = RequestBudget(max_requests, budget_file)
         self._client = OpenAIClient(
             base_url, outage_s=judge_outage_s, outage_setting="judge_outage_s", **client
         )
-        self._settings = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
+        fields = {
+            "model": model, "max_tokens": None if max_completion_tokens else max_tokens,
+            "max_completion_tokens": max_completion_tokens, "temperature": temperature,
+            **(extra_body or {}),
+        }  # fmt: skip
+        self._settings = {name: value for name, value in fields.items() if value is not None}
         self._cache = ReplyCache(cache_folder)
         self._max_requests = max_requests
         self.num_requests, self.num_cached = 0, 0
@@ -158,11 +171,8 @@ class JudgeModel(Judge):
         self, questions: Sequence[Messages], read: Callable[[str], Read],
         response_format: Mapping[str, Any] | None = None,
     ) -> list[Read | Invalid]:  # fmt: skip
-        """Returns what `read` makes of the judge's replies to chats, or raises UnreadableReply.
-
-        Raises:
-            RequestRefusedError: the server refuses requests (wrong key, unknown model).
-        """
+        """Returns what `read` makes of the judge's replies to chats, or raises UnreadableReply;
+        `Invalid` for a chat that has no such reply."""
         before = self._client.num_retries
         form = {} if response_format is None else {"response_format": response_format}
         asked = [{**self._settings, "messages": messages, **form} for messages in questions]
@@ -194,10 +204,10 @@ class JudgeModel(Judge):
             request = self._client.submit("chat/completions", body, _reply)
             said, is_cut = await asyncio.wrap_future(request)
             if is_cut:
-                limit = f"max_tokens={self._settings['max_tokens']}"
-                raise UnreadableReply(f"{limit} cuts off the judge's reply={said[-_SHOWN:]!r}")
+                limits = {k: v for k, v in body.items() if k.endswith("_tokens")}
+                raise UnreadableReply(f"{limits} cuts off the judge's reply={said[-_SHOWN:]!r}")
             verdict = read(said)
-        except (ServerError, UnreadableReply) as error:
+        except (RequestRefusedError, ServerError, UnreadableReply) as error:
             return Invalid.of(error)
         self._cache.put(key, said)
         return verdict

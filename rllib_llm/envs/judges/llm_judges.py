@@ -32,16 +32,16 @@ from rllib_llm.shared.arguments import Count, checked
 from rllib_llm.shared.errors import Problems, require
 from rllib_llm.shared.messages import blamed_on
 
-_NUMBER = r"(?<![\w.])(?<!\d,)[-+]?\d+(?:\.\d+)?(?![\w]|[.,]\d)"  # "7,5" is not read
-_NAMED_SCORE = re.compile(
-    rf"\b(?:score|rating|grade|verdict)\b[\s*_`\"']*(?:is|of|[:=])[\s*_`\"']*({_NUMBER})"
-    r"(?![\s*_]*(?:/|[-–—]|to|or|out of|of)[\s*_]*\d)",  # "4/5" of another scale, "8-9"
-    re.IGNORECASE,
+_NUMBER = r"[-+]?\d+(?:\.\d+)?(?![\w]|[.,]\d)"  # "7,5" is not read
+# Fenced code, lines after ">", tags, and words in quotation marks, which an inch mark begins none.
+_QUOTED = re.compile(
+    r"```.*?(?:```|\Z)|^[ \t]*>[^\n]*|<(\w+)>.*?</\1>|“.*?”|«.*?»|"
+    r'(?<![\w"])"(?=\S).*?(?<=\S)"(?!\w)', re.DOTALL | re.MULTILINE,
 )
 
 TEMPLATE = (
     "Rate how good the answer to the request is, from 0 (useless) to 10 (perfect).\n\n"
-    "Request:\n{prompt}\n\nAnswer:\n{completion}\n\nReply with the number alone."
+    "Request:\n{prompt}\n\nAnswer:\n{completion}"
 )
 
 
@@ -58,9 +58,8 @@ class JudgeServer(JudgeModel):
         template: the request; {prompt}, {completion} and the data set's columns are filled in.
         system: the system message, or None.
         pattern: regular expression of the score in the reply; its last match after the judge's
-            thoughts (group 1, where it has groups) is read as a number. None: a reply that is a
-            number or names one score ("8", "Score: 8", "On a scale of 0 to 10: 8", "8/10"); one
-            with several is not guessed at.
+            thoughts (group 1, where it has groups) is read as a number. None: the request asks for
+            a line "Score: 8", and the first one counts that is no quotation.
         low, high: allowed scores; another number counts as no answer.
         judge: further arguments of `JudgeModel`: max_tokens, temperature, cache, budget, retries.
     """
@@ -71,7 +70,8 @@ class JudgeServer(JudgeModel):
     ) -> None:  # fmt: skip
         require(low < high, "low", low, f"be below high={high!r}", "they bound the scores")
         super().__init__(base_url, model, **judge)
-        self._template, self._system = template, system
+        asked = f"\n\nEnd with a line of its own, Score: N, where N is from {low:g} to {high:g}."
+        self._template, self._system = template + ("" if pattern else asked), system
         self.needed_columns = [("template", name) for name in _names_in(template)]
         with blamed_on("pattern", pattern, "be a regular expression", remedy="Correct it"):
             self._pattern = None if pattern is None else re.compile(pattern)
@@ -80,11 +80,7 @@ class JudgeServer(JudgeModel):
     async def __call__(
         self, prompts: list[str], completions: list[str], **columns: Any
     ) -> list[float | Invalid]:
-        """One score per completion, `Invalid` where the judge gave none.
-
-        Raises:
-            RequestRefusedError: the server refuses the request (wrong key, unknown model).
-        """
+        """One score per completion, `Invalid` where the judge gave none."""
         system = {"role": "system", "content": self._system or ""}
         first = [] if self._system is None else [system]
         questions = []
@@ -99,7 +95,7 @@ class JudgeServer(JudgeModel):
         said, pattern = without_thoughts(reply), self._pattern
         found: Any = None
         if pattern is None:
-            found, rule = stated_score(said, self._low, self._high), "name one score"
+            found, rule = stated_score(said, self._high), "name one score"
         else:
             rule = f"hold a number where pattern={pattern.pattern!r} looks, one"
             for match in pattern.finditer(said):
@@ -119,27 +115,19 @@ def _names_in(template: str) -> list[str]:
     return [name for name in names if name not in ("prompt", "completion")]
 
 
-def stated_score(said: str, low: float, high: float) -> float | None:
-    """The one score that a reply states, None where it states none or it is not clear which.
-
-    A scale ("from 0 to 10", "/10", "out of 10") is no score. Of several numbers the one counts that
-    is called score, rating or grade, that alone stands before "/10", or is alone in the last line.
-    """
-    least, most = (re.escape(f"{end:.15g}") for end in (low, high))
-    ends = rf"{least}(?:\.0+)?\s*(?:to|and|[-–—]|\.\.)\s*{most}(?:\.0+)?(?![\d.]*\d)"
-    text = re.sub(rf"(?<![\d.]){ends}", " ", said)
-    text = re.sub(rf"(?<=\d)[\s*]*(?:/|out of|of)[\s*]*{most}(?:\.0+)?(?![\d.]*\d)", " ", text)
-    numbers = {float(number) for number in re.findall(_NUMBER, text)}
-    if len(numbers) == 1:
-        return numbers.pop()
-    named = [float(match[1]) for match in _NAMED_SCORE.finditer(text)]
-    if named:
-        return named[-1]
-    scaled = {float(n) for n in re.findall(rf"({_NUMBER})\s*/\s*{most}(?![\d.]*\d)", said)}
-    if len(scaled) == 1:
-        return scaled.pop()
-    last = text.strip().rpartition("\n")[2].strip(" *_.`")
-    return float(last) if re.fullmatch(_NUMBER, last) else None
+def stated_score(said: str, high: float) -> float | None:
+    """The score of a reply: the number that it is, else the one of its first line that begins with
+    "Score:" and is no quotation; None where there is none, or a range or another scale follows."""
+    around, most = r"[ \t*_`]*", re.escape(f"{high:.15g}")
+    scale = rf"(?:{around}(?:/|out of|of){around}{most}(?:\.0+)?(?![\d.]*\d))?"
+    number = rf"{around}({_NUMBER}){scale}{around}"
+    if match := re.fullmatch(rf"{number}\.?", said.strip()):
+        return float(match[1])
+    mark = r"^[ \t*_`#]*(?:score|rating|grade|verdict)[ \t*_`]*[:=]"
+    _, *marked = re.split(mark, _QUOTED.sub('"', said), maxsplit=1, flags=re.I | re.M)
+    more = r"(?:$|[.;!(](?!\d)|[,–—-](?!\s*\d)|\b(?:because|since|as|for)\b)"
+    match = re.match(number + more, marked[0], re.M) if marked else None
+    return float(match[1]) if match else None
 
 
 _CORRECT = "correct"

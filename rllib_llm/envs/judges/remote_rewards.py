@@ -25,7 +25,12 @@ from rllib_llm.conversations.json_values import as_json
 from rllib_llm.envs.judges.reward_functions import Invalid, Judge, required_column
 from rllib_llm.envs.sandbox import WorkerPool
 from rllib_llm.shared.arguments import Count, Pause, checked
-from rllib_llm.shared.openai_client import JUDGE_OUTAGE_S, OpenAIClient, ServerError
+from rllib_llm.shared.openai_client import (
+    JUDGE_OUTAGE_S,
+    OpenAIClient,
+    RequestRefusedError,
+    ServerError,
+)
 
 TOKEN_ENV = "RLLIB_REWARD_TOKEN"
 _NOT_SENT = ("completion_ids", "trainer_state")
@@ -70,11 +75,7 @@ class RemoteReward(Judge):
     async def __call__(
         self, prompts: Sequence[str], completions: Sequence[str], **columns: Any
     ) -> list[float | Invalid]:
-        """The score of each completion, `Invalid` where the service gave none.
-
-        Raises:
-            RequestRefusedError: the service refuses requests (wrong token, unknown path).
-        """
+        """The score of each completion, `Invalid` where the service gave none."""
         before = self._client.num_retries
         sent = {name: values for name, values in columns.items() if name not in _NOT_SENT and (
             name not in _OBJECTS or all(isinstance(v, (str, list, dict)) for v in values)
@@ -107,7 +108,7 @@ class RemoteReward(Judge):
         body = self._body(list(prompts), list(completions), columns)
         try:
             return await asyncio.wrap_future(self._client.submit(self._path, body, read))
-        except ServerError as error:
+        except (RequestRefusedError, ServerError) as error:
             return [Invalid.of(error)] * size
 
     def _body(self, prompts: list, completions: list, columns: Mapping[str, Any]) -> dict[str, Any]:

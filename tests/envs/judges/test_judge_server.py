@@ -10,7 +10,6 @@ import torch
 from rllib_llm.envs.judges.llm_judges import JudgeServer, RubricJudge
 from rllib_llm.envs.judges.rewards import Invalid, RewardBatch, RewardError, RewardSum
 from rllib_llm.shared.errors import Problems
-from rllib_llm.shared.openai_client import RequestRefusedError
 from tests.scripted_server import serving
 
 QUICK = {"first_delay_s": 0.01, "max_attempts": 3, "judge_outage_s": 0}
@@ -22,7 +21,12 @@ def reply(text):
 
 def echo_the_answer(path, body):
     """The judge replies with what stands in the completion's place."""
-    return reply(body["messages"][-1]["content"].partition("|")[2])
+    return reply(completion_of(body))
+
+
+def completion_of(body):
+    """Between the prompt and how the score is to be written."""
+    return body["messages"][-1]["content"].partition("|")[2].partition("\n\nEnd with")[0]
 
 
 def judge(server, **settings):
@@ -62,7 +66,7 @@ def test_a_completion_without_an_answer_is_not_learnt_from():
     """Three attempts for "2" fail; the others are judged."""
 
     def answer(path, body):
-        return (500, {}, {}) if body["messages"][0]["content"] == "p|2" else reply("9")
+        return (500, {}, {}) if completion_of(body) == "2" else reply("9")
 
     with serving(answer) as server:
         rewards = judged(judge(server), ["1", "2", "3"])
@@ -120,12 +124,13 @@ def test_a_reply_that_is_no_score_is_not_remembered():
     assert len(server.requests) == 2  # the third time it was known
 
 
-def test_a_refusal_is_raised_with_what_the_server_said():
+def test_a_refusal_of_all_ends_the_run_with_what_the_server_said():
     with (
         serving(lambda path, body: (401, {"error": "no such key"}, {})) as server,
-        pytest.raises(RequestRefusedError, match="no such key"),
+        pytest.raises(RewardError, match="no such key(.|\n)*It failed on all 2"),
     ):
-        scores(judge(server), ["1"])
+        RewardSum(judge(server))(rows(["1", "2"]))
+    assert len(server.requests) == 2
 
 
 def test_bounds_the_wrong_way_round_are_said():

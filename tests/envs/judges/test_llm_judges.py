@@ -274,7 +274,8 @@ def test_the_same_question_is_asked_once(tmp_path):
 def test_a_kept_reply_that_is_read_otherwise_now_is_invalid(tmp_path):
     settings = {"cache_folder": str(tmp_path), "template": "{completion}", **QUICK}
     with serving(lambda path, body: reply("7 of 10")) as server:
-        assert call(JudgeServer(server.base_url, "j", **settings), ["a"]) == [7.0]
+        first = JudgeServer(server.base_url, "j", pattern=r"^\d", **settings)
+        assert call(first, ["a"]) == [7.0]
         (found,) = call(
             JudgeServer(server.base_url, "j", pattern=r"Final: (\d)", **settings), ["a"]
         )

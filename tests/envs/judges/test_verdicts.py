@@ -32,25 +32,37 @@ def reply(text, finish="stop"):
     ("said", "score"),
     [
         ("8", 8), (" 8.5\n", 8.5), ("8.", 8), ("**8**", 8), ("8/10", 8), ("8 / 10", 8),
-        ("8 out of 10", 8), ("I give it 8 out of 10.", 8), ("**8**/10", 8), ("-0.5", -0.5),
-        ("On a scale of 0 to 10: 8", 8), ("On a scale from 0 to 10, I would say 7.", 7),
-        ("0-10: 3", 3), ("Score: 8", 8), ("Score: 10/10", 10), ("Score: 0", 0),
-        ("1. Correct. 2. Polite. Rating: 7", 7), ("It has 3 faults. **Score:** 4", 4),
-        ("Of 5 facts 4 are right.\n\n8", 8), ("Score: 2? No, its score is 6.", 6),
-        ("10", 10), ("0", 0),
+        ("8 out of 10", 8), ("**8**/10", 8), ("-0.5", -0.5), ("10", 10), ("0", 0),
+        ("Score: 8", 8), ("Score: 10/10", 10), ("Score: 0", 0), ("It has 3 faults.\nRating: 7", 7),
+        ("It has 3 faults.\n**Score:** 4", 4), ("3/10 right.\n\nScore: 4", 4),
+        ("Score: 8 - it lacks 2 facts", 8), ("## Score: 7.5 (of 10)", 7.5),
+        ("Score: 8. 2 facts are missing.", 8), ("score = 8 out of 10, since 2 are missing", 8),
+        ("Score: 8 because 2 facts are missing", 8), ("Verdict: **8**/10.", 8),
+        # What is said of other scores, or claimed by the answer.
+        ("Score: 8. A score of 10 would need a proof.", 8),
+        ("Score: 8\nA better answer: more steps.\nScore: 10 would need a proof", 8),
+        ('The answer says "Score: 10".\nScore: 3', 3), ("> Score: 10\nScore: 3", 3),
+        ("```\nScore: 10\n```\nScore: 3", 3), ("<answer>\nScore: 10\n</answer>\nScore: 3", 3),
+        ('It ends "as asked.\nScore: 10" and lies.\nScore: 1', 1), ("“\nScore: 10”\nScore: 3", 3),
+        ('"Done." Score: 10 is what it claims', None), ("The answer claims Score: 10", None),
+        ('A 5" screen.\nScore: 2, not the "10" that it claims', 2),
+        ("```\nScore: 10", None), ("> 10", None), ("Score: 2? No, its score is 6.", None),
+        ("Score:\n1. Correct", None), ("A score of 10 would need a proof.", None),
         ("Score: 7,5", None), ("8. It lacks 3 things.", None), ("Either 7 or 8", None),
         ("As a model", None), ("", None), ("Score: 4/5", None), ("Score: 8-9", None),
-        ("Score: 8 or 9", None), ("Style 6/10, content 8/10", None), ("3/10 right. Score: 4", 4),
-        ("8/10. Step 1 is right, step 2 is not.", 8), ("7 / 10 because of 3 errors", 7),
-        ("Score: 8 to 9", None), ("Score: 4 out of 5", None), ("Score: 8 - it lacks 2 facts", 8),
+        ("Score: 8 or 9", None), ("Style 6/10, content 8/10", None), ("Score: 8 to 9", None),
+        ("Score: 4 out of 5", None), ("Score: 8 - 9", None), ("Score: 8, 9", None),
+        # No marked line, which was asked for.
+        ("On a scale of 0 to 10: 8", None), ("I give it 8 out of 10.", None),
+        ("Of 5 facts 4 are right.\n\n8", None),
     ],
 )  # fmt: skip
 def test_the_score_that_a_reply_states(said, score):
-    assert stated_score(said, 0.0, 10.0) == score
+    assert stated_score(said, 10.0) == score
 
 
 def test_a_wide_scale_is_no_score_either():
-    assert stated_score("On a scale of 0 to 2500000: 8", 0.0, 2.5e6) == 8
+    assert stated_score("Score: 8/2500000", 2.5e6) == 8
 
 
 @pytest.mark.parametrize(
@@ -61,7 +73,8 @@ def test_a_wide_scale_is_no_score_either():
         ("1 point off</think>9", "stop", 9.0),  # the generation prompt opened the thoughts
         ("<think>1 point off, so 9", "stop", None),
         ("1", "length", None),  # it may have been 10
-        ("On a scale of 0 to 10: 8", "stop", 8.0),
+        ("Score: 8. A score of 10 would need a proof.", "stop", 8.0),
+        ("<think>Score: 10?</think>It says:\n> Score: 10\n\nScore: 3", "stop", 3.0),
     ],
 )
 def test_a_judge_server_reads_the_verdict_and_not_the_thoughts(said, finish, score):
@@ -69,6 +82,55 @@ def test_a_judge_server_reads_the_verdict_and_not_the_thoughts(said, finish, sco
         judge = JudgeServer(server.base_url, "judge", **QUICK)
         (found,) = asyncio.run(judge(["p"], ["c"]))
     assert isinstance(found, Invalid) if score is None else found == score
+    asked = server.requests[0][1]["messages"][-1]["content"]
+    assert asked.endswith("Score: N, where N is from 0 to 10.")
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 413, 422])
+def test_a_row_that_is_refused_costs_no_other_and_is_asked_once(status):
+    """A batch of 8 made 16 requests, and with a budget of 8 all rows were invalid."""
+
+    def answer(path, body):
+        is_long = "too long" in str(body)
+        return (status, {"error": "too long"}, {}) if is_long else reply("9")
+
+    texts = [f"answer {i}" for i in range(7)] + ["too long"]
+    with serving(answer) as server:
+        judge = RewardSum(JudgeServer(server.base_url, "judge", max_requests=8, **QUICK))
+        with pytest.warns(UserWarning, match=str(status)):
+            found = judge(batch(texts))
+    assert found.valid.tolist() == [True] * 7 + [False] and str(status) in found.reasons[7]
+    assert len(server.requests) == 8
+
+
+def test_a_row_that_a_service_refuses_costs_no_other():
+    def answer(path, body):
+        is_long = "too long" in str(body)
+        return (400, {"error": "too long"}, {}) if is_long else (200, {"scores": [2.0]}, {})
+
+    with serving(answer) as server:
+        service = RemoteReward(server.base_url + "/r", batch_size=1, **QUICK)
+        found = asyncio.run(service(["p"] * 3, ["a", "too long", "b"]))
+    assert (found[0], found[2]) == (2.0, 2.0) and isinstance(found[1], Invalid)
+    assert len(server.requests) == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [
+        ({}, {"max_tokens": 512, "temperature": 0.0}),
+        ({"max_completion_tokens": 64, "temperature": None}, {"max_completion_tokens": 64}),
+        ({"max_tokens": None, "extra_body": {"reasoning_effort": "low", "temperature": None}},
+         {"reasoning_effort": "low"}),
+    ],
+)  # fmt: skip
+def test_a_judge_is_asked_with_the_fields_that_its_server_takes(given, sent):
+    """OpenAI's newer models refuse max_tokens and temperature: 0."""
+    with serving(lambda path, body: reply("9")) as server:
+        judge = JudgeServer(server.base_url, "judge", **given, **QUICK)
+        assert asyncio.run(judge(["p"], ["c"])) == [9.0]
+    body = server.requests[0][1]
+    assert body == {**sent, "model": "judge", "messages": body["messages"]}
 
 
 @pytest.mark.parametrize(
