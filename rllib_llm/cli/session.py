@@ -216,8 +216,13 @@ def check_address(address: str | None, seconds: float = SECONDS_TO_CONNECT) -> N
 
 
 def _no_cluster(address: str, why: object) -> Problems:
-    remedy = "Start one with `ray start --head`, check the firewall, or leave the option out"
-    return Problems("--ray-address", "be a running Ray cluster", why, remedy, address)
+    remedy = "Start one with `ray start --head`, check the firewall, or leave it out"
+    return Problems(_origin(address), "be a running Ray cluster", why, remedy, address)
+
+
+def _origin(address: str) -> str:
+    """The variable or the option that gave a cluster's address."""
+    return "RAY_ADDRESS" if os.environ.get("RAY_ADDRESS") == address else "--ray-address"
 
 
 # In another process, since Ray's client ends the process that it cannot connect.
@@ -245,7 +250,7 @@ def _check_health(address: str, seconds: float) -> None:
             child.kill()
         stderr_file.seek(0)
         require(
-            b"authentication token" not in stderr_file.read().lower(), "--ray-address", address,
+            b"authentication token" not in stderr_file.read().lower(), _origin(address), address,
             "be given the cluster's token", "this process's is refused, or it has none",
             "Set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN=<token>; without the latter Ray reads the "
             "file of RAY_AUTH_TOKEN_PATH, else ~/.ray/auth_token",
@@ -266,7 +271,7 @@ def _init_arguments(
         for name in ("ray_num_cpus", "ray_num_gpus", "ray_object_store_memory"):
             value = getattr(options, name)
             require(value is None, f"--{name.replace('_', '-')}", value, "be left out with "
-                    "--ray-address", "a running cluster has its resources already", "")  # fmt: skip
+                    + _origin(options.ray_address), "a running cluster has its own")  # fmt: skip
         return arguments | {"address": options.ray_address}
     return arguments | {
         "address": "local",
