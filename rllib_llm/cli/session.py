@@ -50,13 +50,15 @@ def show(message: str, title: str = "error") -> None:
 
 @contextlib.contextmanager
 def user_errors(verbosity: int = 0) -> Iterator[None]:
-    """Turn mistakes of the user (ValueError, missing files and modules) into a panel and exit 2.
+    """Turn mistakes of the user (ValueError, files and modules) into a panel and exit 2.
 
     With a `verbosity` above 0 the traceback comes first.
     """
     try:
         yield
-    except (*FILE_ERRORS, ValueError, ImportError) as error:
+    except BrokenPipeError:  # `| head`
+        raise
+    except (OSError, ValueError, ImportError) as error:
         if verbosity:
             stderr.print_exception()
         show(str(error) or type(error).__name__)
@@ -90,7 +92,6 @@ def shown_warnings() -> Iterator[list[str]]:
 
 logger = logging.getLogger(__name__)
 
-FILE_ERRORS = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 OBJECT_STORE_BYTES = 512 * 1024**2  # for all but weights: batches, results
 # ray.init() sets the level of "ray"; those below it with a level of their own keep theirs. That of
 # authentication tells at each start what Ray does by default.

@@ -182,9 +182,8 @@ def check_positions(config: PretrainedConfig, longest_prompt: int, params: Sampl
         (longrope_border(text), "there longrope's factors begin to depend on the rows beside it"),
     ):
         if limit and longest_prompt + num > limit:
-            reason = f"with a prompt of {longest_prompt} tokens that is {limit}, and {why}"
-            rule, remedy = f"be at most {limit - longest_prompt}", "Shorten prompts or completions"
-            raise Problems("max_new_tokens", rule, reason, remedy, num)
+            name = f"a prompt of {longest_prompt} tokens with max_new_tokens={num}"
+            raise Problems(name, f"have at most {limit}", why, "Shorten prompts or completions")
 
 
 def check_tokens(
