@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from rllib_llm.shared.errors import require
+from rllib_llm.shared.errors import Problems, require
 
 SCHEDULES = ("constant", "linear", "cosine")
 
@@ -25,9 +25,9 @@ def learning_rate_factor(
         return (update + 1) / (num_warmup_updates + 1)
     if schedule == "constant":
         return 1.0
-    require(num_total_updates, "lr_num_updates", num_total_updates,
-            f"be the optimiser updates of the whole run with lr_schedule={schedule!r}",
-            "the decay needs its end")  # fmt: skip
+    if not num_total_updates:
+        rule = f"be the optimiser updates of the whole run with lr_schedule={schedule!r}"
+        raise Problems("lr_num_updates", rule, "the decay needs its end", "", num_total_updates)
     span = max(1, num_total_updates - num_warmup_updates)
     progress = min(1.0, (update - num_warmup_updates) / span)
     if schedule == "linear":
