@@ -15,7 +15,7 @@ from typing import Any
 import gymnasium
 
 from rllib_llm.shared.dotted import import_dotted, looks_dotted, package_of
-from rllib_llm.shared.errors import Problems, nearest, require
+from rllib_llm.shared.errors import Problems, nearest
 from rllib_llm.shared.messages import blamed_on
 from rllib_llm.shared.ray_compat import registered_env
 
@@ -79,8 +79,9 @@ def creator(env: str | Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
             return registered
         check_name(env)
         env = import_dotted(env, name="env")
-    require(callable(env), "env", env,
-            "be an environment's name, dotted path, class or creator function")  # fmt: skip
+    if not callable(env):
+        rule = "be an environment's name, dotted path, class or creator function"
+        raise Problems("env", rule, value=env)
     if next(iter(inspect.signature(env).parameters), None) in _CONFIG_PARAMETERS:
         return env
     return functools.partial(_make_from_keywords, env)
