@@ -220,13 +220,12 @@ def generate(
     with user_errors():
         require(column is None or file, "--column", column, "come with --file", "", "")
         completer = CheckpointCompleter(checkpoint, options)
-        prompts = None if file is None else _prompts(file, column)
-    if prompts is not None:
-        _complete_file(completer, prompts, out)
-    elif sys.stdin.isatty():
+        talks = file is None and sys.stdin.isatty()
+        prompts = [] if talks else _from_stdin() if file is None else _prompts(file, column)
+    if talks:
         converse(completer, Console())
     else:
-        _complete_file(completer, [line.rstrip("\n") for line in sys.stdin], out)
+        _complete_file(completer, prompts, out)
 
 
 def unescaped(text: str) -> str:
@@ -240,6 +239,13 @@ def unescaped(text: str) -> str:
     except UnicodeDecodeError as error:
         remedy = "Write a backslash twice"
         raise Problems("--stop", "hold whole escapes", error.reason, remedy, text) from error
+
+
+def _from_stdin() -> list[Any]:
+    try:
+        return [line.rstrip("\n") for line in sys.stdin]
+    except UnicodeDecodeError as error:
+        raise Problems("standard input", "be text in UTF-8", error, "Encode it so") from error
 
 
 def _prompts(file: Path, column: str | None) -> list[Any]:

@@ -46,7 +46,7 @@ class RayOptions:
     ray_num_gpus: Annotated[int | None, Option(
         min=0, help="GPUs of the Ray that is started here.")] = None
     ray_object_store_memory: Annotated[int | None, Option(
-        help="Bytes of the object store started here.")] = None
+        min=75 * 1024**2, help="Bytes of the object store started here.")] = None
     imports: Imports = None
     verbose: Annotated[int, Option(
         "--verbose", "-v", count=True,

@@ -95,6 +95,7 @@ def _serve_here(settings: Any, ray_address: str | None) -> None:
     if settings.weights_name is not None:
         import ray
 
+        check_address(ray_address or os.environ.get("RAY_ADDRESS"))
         ray.init(address=ray_address or "auto", log_to_driver=False)
     show_log()
     show_progress(f"Loading {settings.model} ...")
@@ -113,6 +114,7 @@ def _serve_here(settings: Any, ray_address: str | None) -> None:
 
 
 def _serve_on_ray(settings: Any, ray_address: str | None) -> None:
+    check_address(ray_address or os.environ.get("RAY_ADDRESS"))
     from rllib_llm.serving import deployment
     from rllib_llm.shared.ray_compat import stop_listening
 
@@ -120,8 +122,6 @@ def _serve_on_ray(settings: Any, ray_address: str | None) -> None:
     import ray.serve
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)  # after the import, which sets it
-    if ray_address is not None:
-        check_address(ray_address)
     if address := ray_address or _in_place_of_a_dead_cluster():
         ray.init(address=address, log_to_driver=False)
     show_progress(f"Loading {settings.model} on Ray Serve ...")

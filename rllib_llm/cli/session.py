@@ -50,13 +50,15 @@ def show(message: str, title: str = "error") -> None:
 
 @contextlib.contextmanager
 def user_errors(verbosity: int = 0) -> Iterator[None]:
-    """Turn mistakes of the user (ValueError, missing files and modules) into a panel and exit 2.
+    """Turn mistakes of the user (ValueError, files and modules) into a panel and exit 2.
 
     With a `verbosity` above 0 the traceback comes first.
     """
     try:
         yield
-    except (*FILE_ERRORS, ValueError, ImportError) as error:
+    except BrokenPipeError:  # `| head`
+        raise
+    except (OSError, ValueError, ImportError) as error:
         if verbosity:
             stderr.print_exception()
         show(str(error) or type(error).__name__)
@@ -90,7 +92,6 @@ def shown_warnings() -> Iterator[list[str]]:
 
 logger = logging.getLogger(__name__)
 
-FILE_ERRORS = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 OBJECT_STORE_BYTES = 512 * 1024**2  # for all but weights: batches, results
 # ray.init() sets the level of "ray"; those below it with a level of their own keep theirs. That of
 # authentication tells at each start what Ray does by default.
@@ -216,8 +217,13 @@ def check_address(address: str | None, seconds: float = SECONDS_TO_CONNECT) -> N
 
 
 def _no_cluster(address: str, why: object) -> Problems:
-    remedy = "Start one with `ray start --head`, check the firewall, or leave the option out"
-    return Problems("--ray-address", "be a running Ray cluster", why, remedy, address)
+    remedy = "Start one with `ray start --head`, check the firewall, or leave it out"
+    return Problems(_origin(address), "be a running Ray cluster", why, remedy, address)
+
+
+def _origin(address: str) -> str:
+    """The variable or the option that gave a cluster's address."""
+    return "RAY_ADDRESS" if os.environ.get("RAY_ADDRESS") == address else "--ray-address"
 
 
 # In another process, since Ray's client ends the process that it cannot connect.
@@ -245,7 +251,7 @@ def _check_health(address: str, seconds: float) -> None:
             child.kill()
         stderr_file.seek(0)
         require(
-            b"authentication token" not in stderr_file.read().lower(), "--ray-address", address,
+            b"authentication token" not in stderr_file.read().lower(), _origin(address), address,
             "be given the cluster's token", "this process's is refused, or it has none",
             "Set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN=<token>; without the latter Ray reads the "
             "file of RAY_AUTH_TOKEN_PATH, else ~/.ray/auth_token",
@@ -266,7 +272,7 @@ def _init_arguments(
         for name in ("ray_num_cpus", "ray_num_gpus", "ray_object_store_memory"):
             value = getattr(options, name)
             require(value is None, f"--{name.replace('_', '-')}", value, "be left out with "
-                    "--ray-address", "a running cluster has its resources already", "")  # fmt: skip
+                    + _origin(options.ray_address), "a running cluster has its own")  # fmt: skip
         return arguments | {"address": options.ray_address}
     return arguments | {
         "address": "local",

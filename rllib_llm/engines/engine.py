@@ -157,9 +157,9 @@ def _check_inputs(
     num_completions: int, noise: torch.Tensor | None,
 ) -> None:  # fmt: skip
     """Raises ValueError for prompts, which environments of users give, that do not fit."""
-    if ids.ndim != 2 or ids.shape != mask.shape or not ids.numel() or mask.dtype != torch.bool:
-        rule = f"be [groups, prompt_len], as the bool prompt_mask={tuple(mask.shape)}"
-        raise Problems("prompt_ids", rule, value=tuple(ids.shape))
+    require(ids.ndim == 2 and ids.shape == mask.shape and ids.numel() and mask.dtype == torch.bool,
+            "prompt_ids", tuple(ids.shape),
+            f"be [groups, prompt_len], as the bool prompt_mask={tuple(mask.shape)}")  # fmt: skip
     require(
         mask[:, -1].all() and (mask.long().diff(dim=1) >= 0).all(), "prompt_mask", ...,
         "be left-padded, with a token in its last column",
@@ -182,9 +182,8 @@ def check_positions(config: PretrainedConfig, longest_prompt: int, params: Sampl
         (longrope_border(text), "there longrope's factors begin to depend on the rows beside it"),
     ):
         if limit and longest_prompt + num > limit:
-            reason = f"with a prompt of {longest_prompt} tokens that is {limit}, and {why}"
-            rule, remedy = f"be at most {limit - longest_prompt}", "Shorten prompts or completions"
-            raise Problems("max_new_tokens", rule, reason, remedy, num)
+            name = f"a prompt of {longest_prompt} tokens with max_new_tokens={num}"
+            raise Problems(name, f"have at most {limit}", why, "Shorten prompts or completions")
 
 
 def check_tokens(

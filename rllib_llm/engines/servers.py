@@ -86,9 +86,8 @@ class OpenAICompletions(CompletionClient):
         served_model: str, prompt_format: str = "token_ids",
         extra_body: dict[str, Any] | None = None, **client: Any,
     ) -> None:  # fmt: skip
-        if prompt_format not in PROMPT_FORMATS:
-            rule = f"be one of {PROMPT_FORMATS}"
-            raise Problems("engine_settings.prompt_format", rule, value=prompt_format)
+        require(prompt_format in PROMPT_FORMATS, "engine_settings.prompt_format", prompt_format,
+                f"be one of {PROMPT_FORMATS}")  # fmt: skip
         self._served_model, self._prompt_format = served_model, prompt_format
         self._extra_body = dict(extra_body or {})
         super().__init__(OpenAIClient(base_url, **client), tokenizer, stop_token_ids)

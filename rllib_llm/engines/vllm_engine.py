@@ -33,7 +33,7 @@ from rllib_llm.engines.protocol import (
 from rllib_llm.engines.torch_engine import TRUNK, finish_of
 from rllib_llm.modules.model_source import DOTTED, build_from_dotted, source_kind, text_config
 from rllib_llm.modules.tokenizer import load_tokenizer, policy_eos_ids
-from rllib_llm.shared.errors import Problem, Problems, report
+from rllib_llm.shared.errors import Problem, report, require
 
 # Read by vLLM when it is imported: one process, so that weights are handed over by reference, with
 # as many threads as the sampler has.
@@ -399,6 +399,6 @@ def check_heads(config: Any, model: str) -> None:
     if not num_heads:  # a model without attention
         return
     width = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    if width < _MIN_HEAD_DIM:
-        rule = f"have a head_dim of at least {_MIN_HEAD_DIM} with engine='vllm' on a CPU"
-        raise Problems("model", rule, f"it is {width}", "Use engine='torch'", model)
+    require(width >= _MIN_HEAD_DIM, "model", model,
+            f"have a head_dim of at least {_MIN_HEAD_DIM} with engine='vllm' on a CPU",
+            f"it is {width}", "Use engine='torch'")  # fmt: skip

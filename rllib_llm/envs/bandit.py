@@ -29,7 +29,7 @@ from rllib_llm.envs.settings import check_values
 from rllib_llm.modules.model_source import check_lengths, num_positions, text_config
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import pad_left
-from rllib_llm.shared.errors import Problems, require
+from rllib_llm.shared.errors import require
 
 
 class BanditEnv(VectorEnv):
@@ -63,12 +63,10 @@ class BanditEnv(VectorEnv):
             num_envs=num_envs, max_prompt_len=max_prompt_len, kl_coeff=kl_coeff,
             max_completion_len=max_completion_len, temperature=temperature,
         )  # fmt: skip
-        if tokenizer.pad_token_id is None:
-            remedy = "Set tokenizer.pad_token, to one that is not the EOS token"
-            raise Problems("tokenizer.pad_token_id", "be a token id", "", remedy, None)
-        if kl_coeff and reference is None:
-            reason = "it weighs the KL to the reference model"
-            raise Problems("kl_coeff", "be 0 without a reference", reason, value=kl_coeff)
+        require(tokenizer.pad_token_id is not None, "tokenizer.pad_token_id", None, "be a token id",
+                "", "Set tokenizer.pad_token, to one that is not the EOS token")  # fmt: skip
+        require(not kl_coeff or reference is not None, "kl_coeff", kl_coeff,
+                "be 0 without a reference", "it weighs the KL to the reference model")  # fmt: skip
         (first,) = prompts.rows(0, 1)
         rewards.check_columns(first.columns)
         self.tokenizer, self.prompts, self.rewards = tokenizer, prompts, rewards
@@ -127,9 +125,9 @@ class BanditEnv(VectorEnv):
         }  # fmt: skip
         for name, value in (options or {}).items():
             least = 0 if name == "position" else 1
-            if name not in chosen or not isinstance(value, int) or value < least:
-                rule = f"be an integer of at least {least}, under one of {[*chosen]}"
-                raise Problems(f"options[{name!r}]", rule, value=value)
+            require(name in chosen and isinstance(value, int) and value >= least,
+                    f"options[{name!r}]", value,
+                    f"be an integer of at least {least}, under one of {[*chosen]}")  # fmt: skip
         return self._deal(**{**chosen, **(options or {})})
 
     def step(
@@ -178,9 +176,9 @@ class BanditEnv(VectorEnv):
         rows = self.prompts.rows(position, num_prompts)
         token_ids, texts = self._encoder.encode(rows)
         highest = max(max(ids) for ids in token_ids)
-        if highest >= self.vocab_size:
-            rule, remedy = f"be below vocab_size={self.vocab_size}", "Take the model's tokenizer"
-            raise Problems("prompt token id", rule, "", remedy, highest)
+        require(highest < self.vocab_size, "prompt token id", highest,
+                f"be below vocab_size={self.vocab_size}", "",
+                "Take the model's tokenizer")  # fmt: skip
         ids, mask = pad_left(token_ids, self.pad_token_id)
         self._rows = [row for row in rows for _ in range(num_completions)]
         self._prompt_index = torch.tensor([row.index for row in self._rows], device=self.device)

@@ -29,7 +29,7 @@ from rllib_llm.envs.registry import ENVIRONMENTS, make, not_batched
 from rllib_llm.modules.pretrained import load_causal_lm
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import widen
-from rllib_llm.shared.errors import Problem, Problems
+from rllib_llm.shared.errors import Problem, Problems, require
 
 
 def check_env(
@@ -53,8 +53,7 @@ def check_env(
     exception of the environment itself passes through: its traceback says more than we could.
     """
     for name, count in (("num_prompts", num_prompts), ("num_completions", num_completions)):
-        if count < 2:
-            raise Problems(name, "be at least 2", "one shows no order and no group", "", count)
+        require(count >= 2, name, count, "be at least 2", "one shows no order and no group")
     made_from = None
     if inspect.isclass(env) or not hasattr(env, "step"):
         made_from, env = env, make(env, env_config)

@@ -38,7 +38,7 @@ from rllib_llm.envs.settings import ENV_SETTINGS, declared
 from rllib_llm.envs.tools import MCPServers, Toolbox
 from rllib_llm.modules.model_source import num_embeddings, num_positions
 from rllib_llm.shared.dotted import as_list
-from rllib_llm.shared.errors import Problems
+from rllib_llm.shared.errors import Problems, require
 from rllib_llm.shared.messages import told
 from rllib_llm.shared.openai_client import JUDGE_OUTAGE_S, OpenAIClient
 from rllib_llm.shared.remote import Away, EventLoop
@@ -301,9 +301,9 @@ class ChatEnv(ConversationEnv):
 
     def _open(self) -> None:
         super()._open()
-        if not self.settings["model_name"]:
-            name, rule = "env_config['model_name']", "name a model of the server"
-            raise Problems(name, rule, "", "See GET /v1/models", self.settings["model_name"])
+        require(self.settings["model_name"], "env_config['model_name']",
+                self.settings["model_name"], "name a model of the server", "",
+                "See GET /v1/models")  # fmt: skip
         self._client  # noqa: B018  (a wrong address is refused before anything is sampled)
 
     def _check_task(self, row: PromptRow) -> None:

@@ -35,7 +35,7 @@ from rllib_llm.envs.judges.rewards import Rewards, UnjudgedError
 from rllib_llm.envs.prompts import PromptRow
 from rllib_llm.envs.tools import ToolResult
 from rllib_llm.shared import columns
-from rllib_llm.shared.errors import Problem, Problems
+from rllib_llm.shared.errors import Problem, require
 from rllib_llm.shared.messages import told
 from rllib_llm.shared.remote import call, within
 
@@ -334,9 +334,9 @@ def _components(
         nothing = float("nan")
         components[SCORE] = [nothing if a.earned is None else a.earned for a in sound]
     if not components and sound:
-        if not all(attempt.truncated for attempt in sound):
-            rule = "have functions or a model, or respond() or score() must return rewards"
-            raise Problems("rewards", rule, "nothing judged any of these conversations")
+        require(all(attempt.truncated for attempt in sound), "rewards", ...,
+                "have functions or a model, or respond() or score() must return rewards",
+                "nothing judged any of these conversations")  # fmt: skip
         components[TURNS] = [0.0] * len(sound)  # the policy never came to a turn's end
     return components, judged
 

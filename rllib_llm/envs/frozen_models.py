@@ -42,7 +42,7 @@ from rllib_llm.modules.sequence_scores import (
 )
 from rllib_llm.modules.tokenizer import load_tokenizer
 from rllib_llm.shared.columns import pad_right, widen
-from rllib_llm.shared.errors import Problems, require
+from rllib_llm.shared.errors import require
 
 logger = logging.getLogger(__name__)
 
@@ -72,9 +72,8 @@ class _Frozen:
         device: str | torch.device = "cpu", dtype: str | torch.dtype = "float32",
         products: str = "mkl", batch_tokens: int = DEFAULT_BATCH_TOKENS, measure_drift: int = 0,
     ):  # fmt: skip
-        if not isinstance(measure_drift, int) or measure_drift < 0:
-            rule = "be a whole number of at least 0"
-            raise Problems("measure_drift", rule, value=measure_drift)
+        require(isinstance(measure_drift, int) and measure_drift >= 0, "measure_drift",
+                measure_drift, "be a whole number of at least 0")  # fmt: skip
         if measure_drift and quantization == "none":
             warnings.warn("measure_drift has no effect with quantization='none'.", stacklevel=3)
         token_batches(torch.ones(1), batch_tokens)
@@ -167,12 +166,12 @@ class RewardTextEncoder:
         self, tokenizer: PreTrainedTokenizerBase, *, template: str | None = None,
         max_length: int | None = None, append_eos: bool = False,
     ):  # fmt: skip
-        if template not in (None, PAIR, CHAT) and str(template).count("{completion}") != 1:
-            rule = "be 'chat', 'pair' or a text with {completion} once, and {prompt}"
-            raise Problems("template", rule, value=template)
-        if template == CHAT and not tokenizer.chat_template:
-            reason = "the reward model's tokenizer has no chat template"
-            raise Problems("template", "be 'pair' or a text", reason, value=template)
+        require(template in (None, PAIR, CHAT) or str(template).count("{completion}") == 1,
+                "template", template,
+                "be 'chat', 'pair' or a text with {completion} once, and {prompt}")  # fmt: skip
+        require(template != CHAT or tokenizer.chat_template, "template", template,
+                "be 'pair' or a text",
+                "the reward model's tokenizer has no chat template")  # fmt: skip
         self.tokenizer, self.template, self.max_length = tokenizer, template, max_length
         self.append_eos = append_eos and tokenizer.eos_token_id is not None
         self.num_truncated = 0
@@ -376,9 +375,8 @@ def _normalization(
 ) -> tuple[float, float]:
     if given is False:
         return 0.0, 1.0
-    if given is True and stored is None:
-        reason = "the model's config has no mean and standard deviation"
-        raise Problems("normalize", "be (mean, std) or false", reason, value=given)
+    require(given is not True or stored is not None, "normalize", given, "be (mean, std) or false",
+            "the model's config has no mean and standard deviation")  # fmt: skip
     if given is None or given is True:
         return stored or (0.0, 1.0)
     require(
@@ -396,9 +394,8 @@ def _max_length(given: int | None, config: Any, tokenizer: PreTrainedTokenizerBa
     limit = min(positions or longest, longest)
     if given is None:
         return limit
-    if not 1 <= given <= limit:
-        reason = "the reward model reads no more tokens"
-        raise Problems("max_length", f"be at least 1 and at most {limit}", reason, value=given)
+    require(1 <= given <= limit, "max_length", given, f"be at least 1 and at most {limit}",
+            "the reward model reads no more tokens")  # fmt: skip
     return given
 
 

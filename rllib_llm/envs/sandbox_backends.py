@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Literal
 
 from rllib_llm.shared.arguments import Count, checked
-from rllib_llm.shared.errors import Problems
+from rllib_llm.shared.errors import Problems, require
 
 PROGRAM = str(Path(__file__).with_name("sandbox_program.py"))
 _TMP, _IN = "/tmp", "/tmp/sandbox"  # the folder, as a container sees it: paths may lie in /tmp
@@ -151,9 +151,8 @@ def docker(sandbox: Sandbox, paths: Sequence[str]) -> Launch:
     """A container of Docker, in an image that has Python and what the function needs."""
     if (program := shutil.which("docker")) is None:
         raise Problems("backend", _HOLDS, "docker is not on PATH", value=sandbox.backend)
-    if sandbox.image is None:
-        reason = "docker runs Python in one"
-        raise Problems("image", "name an image", reason, "For example python:3.11", None)
+    require(sandbox.image is not None, "image", None, "name an image", "docker runs Python in one",
+            "For example python:3.11")  # fmt: skip
     name = f"rllib-llm-{os.urandom(8).hex()}"
     read = [os.path.abspath(path) for path in (PROGRAM, *paths, *sandbox.readable)]
     memory = [] if sandbox.memory_mb is None else ["--memory", f"{sandbox.memory_mb}m"]

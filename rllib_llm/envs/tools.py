@@ -106,8 +106,7 @@ class FunctionTool:
             (yields, "return its result", "it yields"),
             (alarm, f"not use {alarm!r}", "tools run beside the main thread; set tool_timeout_s"),
         ):  # fmt: skip
-            if is_wrong:
-                raise Problems(f"tool {self.name!r}", rule, reason)
+            require(not is_wrong, f"tool {self.name!r}", ..., rule, reason)
 
     def objection(self, arguments: Mapping[str, Any]) -> str:
         """Why these arguments do not suit it; "" where they do."""
@@ -150,9 +149,8 @@ class Toolbox:
     ) -> None:
         made = [as_tool(tool) for tool in tools]
         self.tools: dict[str, PolicyTool] = {tool.name: tool for tool in made}
-        if len(self.tools) < len(made):
-            names = [tool.name for tool in made]
-            raise Problems("tools", "have names of their own", value=names)
+        require(len(self.tools) >= len(made), "tools", [tool.name for tool in made],
+                "have names of their own")  # fmt: skip
         self.timeout_s, self.max_chars = timeout_s, max_chars
 
     def of(self, functions: Sequence[Callable[..., Any]]) -> Toolbox:
@@ -230,9 +228,8 @@ def as_tool(given: Any) -> PolicyTool:
             f"it has {given.schema!r}", "Make it with rllib_llm.envs.tools.tool_schema",
         )  # fmt: skip
         return given
-    if not callable(given):
-        rule = "be functions, their dotted paths, or objects with name, schema and run"
-        raise Problems("tools", rule, value=given)
+    require(callable(given), "tools", given,
+            "be functions, their dotted paths, or objects with name, schema and run")  # fmt: skip
     return FunctionTool(given)
 
 
@@ -350,8 +347,7 @@ class SearchTool:
                 texts[path.relative_to(root).with_suffix("").as_posix()] = text_of(path)
         parts = [(title, part) for title in texts for part in re.split(r"\n\s*\n", texts[title])]
         self.passages = [(title, part.strip()) for title, part in parts if part.strip()]
-        if not self.passages:
-            raise Problems("folder", f"hold texts, {_SUFFIXES}", value=str(folder)[:80])
+        require(self.passages, "folder", str(folder)[:80], f"hold texts, {_SUFFIXES}")
         self.num_results, self.max_chars, self.name = num_results, max_chars, name
         self._counts = [Counter(_WORD.findall(" ".join(part).lower())) for part in self.passages]
         self._lengths = [sum(counts.values()) for counts in self._counts]

@@ -130,8 +130,8 @@ def calculator(expression: str) -> str:
     Args:
         expression: the expression, such as "3 * (4 + 5)".
     """
-    if len(expression) > _MAX_LENGTH:
-        raise ValueError(f"the expression must have at most {_MAX_LENGTH} characters")
+    require(len(expression) <= _MAX_LENGTH, "the expression", ...,
+            f"have at most {_MAX_LENGTH} characters")  # fmt: skip
     try:
         value = _value(ast.parse(expression.strip(), mode="eval").body)
     except SyntaxError as error:
@@ -148,16 +148,15 @@ def _value(node: ast.expr) -> float:
         return _UNARY[type(node.op)](_value(node.operand))
     if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
         left, right = _value(node.left), _value(node.right)
-        if isinstance(node.op, ast.Pow) and abs(right) > _MAX_POWER:
-            raise ValueError(f"powers must be at most {_MAX_POWER}")
+        is_small = not isinstance(node.op, ast.Pow) or abs(right) <= _MAX_POWER
+        require(is_small, "powers", ..., f"be at most {_MAX_POWER}")
         return _bounded(_BINARY[type(node.op)](left, right))
     raise ValueError("only numbers, + - * / // % ** and brackets can be computed")
 
 
 def _bounded(value: float) -> float:
     """The value; huge ones would take minutes to write."""
-    if isinstance(value, complex):
-        raise ValueError("the result is no real number")
-    if isinstance(value, int) and value.bit_length() > _MAX_DIGITS * 3:
-        raise ValueError(f"numbers must have at most {_MAX_DIGITS} digits")
+    require(not isinstance(value, complex), "the result", ..., "be a real number")
+    is_short = not isinstance(value, int) or value.bit_length() <= _MAX_DIGITS * 3
+    require(is_short, "numbers", ..., f"have at most {_MAX_DIGITS} digits")
     return value

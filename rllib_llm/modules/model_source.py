@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from rllib_llm.shared.dotted import import_dotted
-from rllib_llm.shared.errors import Problems
+from rllib_llm.shared.errors import Problems, require
 from rllib_llm.shared.messages import raised
 from rllib_llm.shared.storage import folder_like, is_url, local_copy
 
@@ -338,9 +338,8 @@ def check_lengths(
     reason = f"{model} reads {positions} tokens, of prompt and completion together"
     if longest_prompt:
         reason = f"the longest prompt has {longest_prompt} tokens, and {reason}"
-    if positions <= max_new_tokens:
-        rule = f"be at most {positions - min(longest, positions - 1)}"
-        raise Problems("max_new_tokens", rule, reason, value=max_new_tokens)
+    require(positions > max_new_tokens, "max_new_tokens", max_new_tokens,
+            f"be at most {positions - min(longest, positions - 1)}", reason)  # fmt: skip
     rule = f"be at most {positions - max_new_tokens} with max_new_tokens={max_new_tokens}"
     raise Problems("env_config.max_prompt_len", rule, reason, value=max_prompt_len)
 

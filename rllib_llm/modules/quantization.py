@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from rllib_llm.shared.errors import Problem, Problems, SettingWarning, report, warning
+from rllib_llm.shared.errors import Problem, SettingWarning, report, require, warning
 
 if TYPE_CHECKING:  # it imports what models are made of, and settings are checked without
     from transformers import PreTrainedModel
@@ -71,10 +71,11 @@ def verify_quantized(model: PreTrainedModel, quantization: str) -> None:
     """
     layers = list(quantizable_layers(model, head_names(model)))
     left = [name for name, layer in layers if not is_quantized(layer)]
-    if len(left) == len(layers):
-        rule = f"be 'none' or 'bf16' for {type(model).__name__}"
-        reason = f"none of its {len(layers)} linear layers outside the head can be quantised"
-        raise Problems("quantization", rule, reason, value=quantization)
+    require(
+        len(left) != len(layers), "quantization", quantization,
+        f"be 'none' or 'bf16' for {type(model).__name__}",
+        f"none of its {len(layers)} linear layers outside the head can be quantised",
+    )  # fmt: skip
     if left:
         which = f"{len(left)} of {len(layers)} linear layers of {type(model).__name__}"
         warnings.warn(f"{which} stay unquantised, the first is {left[0]!r}.", stacklevel=2)
@@ -230,9 +231,8 @@ def resolve_backend(quantization: str, backend: str, device: str | torch.device)
 
 def refuse_quantized(config: Any, quantization: str, model: object) -> None:
     """Raises ValueError if the `config` of `model` declares quantised weights."""
-    if getattr(config, "quantization_config", None) is not None:
-        rule = f"be 'none' for model={str(model)!r}"
-        raise Problems("quantization", rule, "it was saved quantised already", "", quantization)
+    require(getattr(config, "quantization_config", None) is None, "quantization", quantization,
+            f"be 'none' for model={str(model)!r}", "it was saved quantised already")  # fmt: skip
 
 
 def calm_bitsandbytes() -> None:

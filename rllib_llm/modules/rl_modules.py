@@ -40,7 +40,7 @@ from rllib_llm.modules.tokenizer import load_tokenizer
 from rllib_llm.modules.trunk import take_apart
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import widen
-from rllib_llm.shared.errors import Problems
+from rllib_llm.shared.errors import require
 
 
 class ValueHead(nn.Module):
@@ -238,9 +238,9 @@ def _separate_critic(
     if source is None:
         model = load_causal_lm(config["pretrained_model"], dtype=config["dtype"])
         return model.base_model, ValueHead(_state_size(model))
-    if load_tokenizer(source).get_vocab() != tokenizer.get_vocab():
-        rule = f"have the vocabulary of model={config['pretrained_model']!r}"
-        raise Problems("critic_model", rule, "a critic reads the policy's token ids", "", source)
+    require(load_tokenizer(source).get_vocab() == tokenizer.get_vocab(), "critic_model", source,
+            f"have the vocabulary of model={config['pretrained_model']!r}",
+            "a critic reads the policy's token ids")  # fmt: skip
     model = load_sequence_classifier(source, dtype=config["dtype"])
     head = score_head(model)
     value_head = ValueHead(head.in_features)
@@ -268,9 +268,9 @@ class RewardModelModule(HuggingFaceModule):
         drop_score_normalization(self.model.config)  # of the scores before this training
         self.save_memory(self.model)
         outputs = score_head(self.model).out_features
-        if outputs != 1:
-            reason, value = "preference pairs train a single score", config["pretrained_model"]
-            raise Problems("model", f"have one output, not {outputs}", reason, value=value)
+        require(outputs == 1, "model", config["pretrained_model"],
+                f"have one output, not {outputs}",
+                "preference pairs train a single score")  # fmt: skip
 
     def _forward_train(self, batch: dict[str, Any], **kwargs) -> dict[str, torch.Tensor]:
         """`scores` [2N]: of the N chosen texts, then of the N rejected ones, from one forward; or

@@ -23,7 +23,7 @@ from rllib_llm.modules.model_source import model_config
 from rllib_llm.modules.packing import TokenRows
 from rllib_llm.modules.trunk import wanted_hidden, wanted_tokens
 from rllib_llm.shared.columns import fetched
-from rllib_llm.shared.errors import Problems
+from rllib_llm.shared.errors import Problems, require
 
 POSITIVE_NAMES = ("positive", "pos", "good", "chosen")
 
@@ -41,10 +41,9 @@ def sequence_scores(
     Raises:
         ValueError: an encoder-decoder, or a label that the classifier does not have.
     """
-    if classifier.config.is_encoder_decoder:
-        reason = "this one is both, and pools at EOS tokens that a cut completion lacks"
-        kind = type(classifier).__name__
-        raise Problems("reward_model", "be a decoder or an encoder", reason, value=kind)
+    require(not classifier.config.is_encoder_decoder, "reward_model", type(classifier).__name__,
+            "be a decoder or an encoder",
+            "this one is both, and pools at EOS tokens that a cut completion lacks")  # fmt: skip
     head = getattr(classifier, "score", None)
     if isinstance(head, nn.Module):
         states = _last_states(classifier.base_model, ids, mask)
@@ -145,6 +144,6 @@ def read_score_normalization(source: Any) -> tuple[float, float] | None:
 
 def check_normalization(mean: float, std: float) -> None:
     """Raises ValueError where (score - mean) / std would not be a number."""
-    if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
-        rule = "be a finite mean and a standard deviation above 0"
-        raise Problems("normalize", rule, "scores become (score - mean) / std", value=(mean, std))
+    require(math.isfinite(mean) and math.isfinite(std) and std > 0, "normalize", (mean, std),
+            "be a finite mean and a standard deviation above 0",
+            "scores become (score - mean) / std")  # fmt: skip

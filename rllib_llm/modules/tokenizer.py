@@ -25,7 +25,7 @@ from rllib_llm.modules.model_source import (
     source_kind,
     text_config,
 )
-from rllib_llm.shared.errors import Problems, require
+from rllib_llm.shared.errors import require
 
 
 def load_tokenizer(
@@ -135,19 +135,20 @@ def ensure_pad_token(tokenizer: PreTrainedTokenizerBase, eos_ids: tuple[int, ...
     if tokenizer.pad_token is not None and tokenizer.pad_token_id not in ends:
         return
     choice = _spare_token(tokenizer, ends)
-    if choice is None and tokenizer.eos_token is None:
-        reason = "the vocabulary has no pad, reserved, unknown, BOS or EOS token"
-        raise Problems("tokenizer.pad_token", "be a token", reason, "Set it and save again", None)
+    require(choice is not None or tokenizer.eos_token is not None, "tokenizer.pad_token", None,
+            "be a token", "the vocabulary has no pad, reserved, unknown, BOS or EOS token",
+            "Set it and save again")  # fmt: skip
     tokenizer.pad_token = choice or tokenizer.eos_token
 
 
 def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, num_embeddings: int) -> None:
     """Raises ValueError where `tokenizer` has an id without a row in the embedding."""
     largest = max(tokenizer.get_vocab().values(), default=-1)
-    if largest >= num_embeddings:
-        rule = f"be below {num_embeddings}, the rows of the model's embedding"
-        remedy = "Call model.resize_token_embeddings(len(tokenizer)) and save the model again"
-        raise Problems("the tokenizer's largest id", rule, "", remedy, largest)
+    require(
+        largest < num_embeddings, "the tokenizer's largest id", largest,
+        f"be below {num_embeddings}, the rows of the model's embedding", "",
+        "Call model.resize_token_embeddings(len(tokenizer)) and save the model again",
+    )  # fmt: skip
 
 
 def _spare_token(tokenizer: PreTrainedTokenizerBase, ends: set[int]) -> str | None:

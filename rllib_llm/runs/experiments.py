@@ -273,11 +273,11 @@ def with_stand_ins(experiments: list[Experiment]) -> list[Experiment]:
                 _check_leaves_model(by_name[name], experiment.name)
             if product == "rollouts":
                 _check_keeps_rollouts(by_name[name], experiment.name)
-            elif by_name[name].checkpoint_config.get("checkpoint_at_end") is False:
-                raise Problems(
-                    f"{name}.checkpoint_config.checkpoint_at_end", "be true",
-                    f"{experiment.name!r} uses ${{{name}.{product}}}", "Drop the key", False,
-                )  # fmt: skip
+            else:
+                saves = by_name[name].checkpoint_config.get("checkpoint_at_end") is not False
+                require(saves, f"{name}.checkpoint_config.checkpoint_at_end", False, "be true",
+                        f"{experiment.name!r} uses ${{{name}.{product}}}",
+                        "Drop the key")  # fmt: skip
         config = substitute(
             experiment.config, lambda ref, _: stand_ins.get(ref, f"${{{ref}}}"), experiment.name
         )

@@ -378,12 +378,10 @@ def check_disk(experiments: list[Experiment], folder: Place, free: int | None = 
         needed += model_bytes * CHECKPOINT_SHARES * _num_checkpoints(experiment)
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free if free is None else free
-    if free < needed:
-        raise Problems(
-            "storage_path", f"have about {_gigabytes(needed)} free for the checkpoints",
-            f"{_gigabytes(free)} are", "Free some, choose another disk with --storage-path, or "
-            "keep fewer with --keep-checkpoints-num", str(folder),
-        )  # fmt: skip
+    require(free >= needed, "storage_path", str(folder),
+            f"have about {_gigabytes(needed)} free for the checkpoints", f"{_gigabytes(free)} are",
+            "Free some, choose another disk with --storage-path, or "
+            "keep fewer with --keep-checkpoints-num")  # fmt: skip
 
 
 def num_trials(experiment: Experiment) -> int:

@@ -82,7 +82,11 @@ def find_trials(folder: str | Place) -> list[PageTrial]:
     root = place(folder)
     root = root.resolve() if isinstance(root, Path) else root
     found = RunFolder(root).in_trials(RESULTS)
-    begun = {file: at for file in found if (at := _begun(file)) is not None}
+    begun = {  # seconds; a file is empty where a kill cut its first row off
+        file: float(rows[0].get("timestamp", 0))
+        for file in found
+        if (rows := read_json_lines(file))
+    }
     files = sorted(begun, key=begun.__getitem__)
     if not files:
         inside = name_one(RunFolder(root).holding(RESULTS))
@@ -95,17 +99,6 @@ def find_trials(folder: str | Place) -> list[PageTrial]:
         PageTrial(f"{stage.name} · {trial.name}" if stages.count(stage) > 1 else stage.name, trial)
         for trial, stage in zip(trials, stages, strict=True)
     ]
-
-
-def _begun(result_file: Place) -> float | None:
-    """When the first of a trial's results came, seconds; None where there is none."""
-    first, ended, _ = result_file.read_text(encoding="utf-8").partition("\n")
-    try:
-        return float(json.loads(first).get("timestamp", 0))
-    except json.JSONDecodeError:
-        if ended:
-            raise
-        return None  # empty, or cut off by a kill
 
 
 def write_page(groups: Mapping[str, Sequence[PageTrial]], file: Place) -> Place:

@@ -17,6 +17,7 @@ from typing import Any
 
 from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT, make_readable
 from rllib_llm.runs.experiments import Experiment
+from rllib_llm.shared.errors import require
 from rllib_llm.shared.run_layout import RESULTS, SETTINGS_FILE, STAGE_RECORD
 from rllib_llm.shared.storage import (
     Place,
@@ -108,6 +109,7 @@ def read_json_lines(file: Place) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in lines]
     with contextlib.suppress(json.JSONDecodeError):  # unfinished, by a process that died
         rows.append(json.loads(last))
+    require(all(isinstance(row, dict) for row in rows), str(file), ..., "have an object in a line")
     return rows
 
 

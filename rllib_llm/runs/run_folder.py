@@ -25,7 +25,7 @@ from typing import Any
 
 from rllib_llm.runs.experiments import KEYS, Experiment
 from rllib_llm.runs.results import StageResult, read_results
-from rllib_llm.shared.errors import Problem, Problems, report
+from rllib_llm.shared.errors import Problem, Problems, report, require
 from rllib_llm.shared.run_layout import CHECKPOINTS, REPLACED, RESULTS, RUN_RECORD, RunFolder
 from rllib_llm.shared.storage import Place, UrlPath, place, read_json, remove, replace_text
 
@@ -63,9 +63,8 @@ def new_folder(
     folder = root / (chosen or stamped)
     number = 1
     while not _claim(folder):
-        if chosen:
-            remedy = "Add --resume to continue it, or choose another name"
-            raise Problems("experiment_name", "be new", f"{folder} is a run", remedy, chosen)
+        require(not chosen, "experiment_name", chosen, "be new", f"{folder} is a run",
+                "Add --resume to continue it, or choose another name")  # fmt: skip
         # Another run began in the same second; at a URL the two may meet again.
         number += random.randrange(1, 1000) if isinstance(folder, UrlPath) else 1
         folder = root / f"{stamped}_{number}"
@@ -105,9 +104,8 @@ def resumed_folder(root: Place, name: str, chosen: str | None, source: str) -> P
     if not chosen:
         return _newest(root, name, source)
     folder = root / chosen
-    if not folder.is_dir():
-        remedy = "Check --storage-path and --experiment-name"
-        raise Problems("--resume", "name a run that is there", "", remedy, str(folder))
+    require(folder.is_dir(), "--resume", str(folder), "name a run that is there", "",
+            "Check --storage-path and --experiment-name")  # fmt: skip
     return folder
 
 

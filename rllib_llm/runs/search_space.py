@@ -188,13 +188,9 @@ def _arguments(experiment: Experiment, key: str, target: Any) -> dict[str, Any]:
 
 def _no_orphan(experiment: Experiment, kind: str) -> None:
     """Refuse arguments for something that is not chosen: they would have no effect."""
-    key = f"{kind}_config"
-    if getattr(experiment, key):
-        owner = "scheduler" if kind == "scheduler" else "search_alg"
-        raise Problems(
-            f"{experiment.name}.{key}", f"come with {owner}", "alone it has no effect",
-            f"Name the {owner}, or drop it",
-        )  # fmt: skip
+    key, owner = f"{kind}_config", "scheduler" if kind == "scheduler" else "search_alg"
+    require(not getattr(experiment, key), f"{experiment.name}.{key}", ..., f"come with {owner}",
+            "alone it has no effect", f"Name the {owner}, or drop it")  # fmt: skip
 
 
 class ResumablePBT(PopulationBasedTraining):

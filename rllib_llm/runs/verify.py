@@ -35,7 +35,7 @@ from rllib_llm.engines.sampling import truncate
 from rllib_llm.envs.adapters.agent import AgentEnv
 from rllib_llm.envs.registry import creator
 from rllib_llm.rollouts.policy import EVALUATION_SEED, ModulePolicy
-from rllib_llm.shared.errors import Problems, require
+from rllib_llm.shared.errors import require
 from rllib_llm.shared.run_layout import RunFolder
 from rllib_llm.shared.storage import Place, local_copy, read_json
 
@@ -243,9 +243,8 @@ class _Trial:
             version = read_json(saved / MANIFEST).get("weights_version")
             if version is not None:
                 self.checkpoints[version] = saved
-        if not self.checkpoints:
-            remedy = "Train with --checkpoint-at-end or --checkpoint-freq"
-            raise Problems("run", "hold a checkpoint with its weights", "", remedy, str(folder))
+        require(self.checkpoints, "run", str(folder), "hold a checkpoint with its weights", "",
+                "Train with --checkpoint-at-end or --checkpoint-freq")  # fmt: skip
         newest = self.checkpoints[max(self.checkpoints)]
         self.config = saved_config(local_copy(newest))
         _check_sampled_here(self.config)

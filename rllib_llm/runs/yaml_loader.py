@@ -110,9 +110,8 @@ def parse_mapping(text: str, option: str) -> dict[str, Any]:
     value = read(Path(text)) if text.endswith((".yaml", ".yml", ".json")) else parse(text, option)
     if value is None:
         return {}
-    if not isinstance(value, dict):
-        remedy = f"Write it as JSON: {option} '{{\"name\": value}}'"
-        raise Problems(option, "be a mapping", f"it is {type(value).__name__}", remedy, text)
+    require(isinstance(value, dict), option, text, "be a mapping", f"it is {type(value).__name__}",
+            f"Write it as JSON: {option} '{{\"name\": value}}'")  # fmt: skip
     return value
 
 
@@ -211,9 +210,8 @@ def apply_overrides(
     for text in overrides:
         path, equals, value = text.partition("=")
         keys = path.strip().split(".")
-        if not equals or not all(keys):
-            remedy = "Write --set sft.config.lr=1e-3"
-            raise Problems("--set", "be KEY=VALUE", "KEY is names joined by dots", remedy, text)
+        require(equals and all(keys), "--set", text, "be KEY=VALUE", "KEY is names joined by dots",
+                "Write --set sft.config.lr=1e-3")  # fmt: skip
         _apply(data, keys, parse(value, f"--set {path}"), source)
     return data
 
@@ -337,9 +335,8 @@ def _assign(target: dict[str, Any], keys: list[str], value: Any) -> None:
 
 
 def _index(items: list[Any], key: str, keys: list[str]) -> int:
-    if not key.isdigit() or int(key) >= len(items):
-        rule = f"be a number from 0 to {len(items) - 1}"
-        raise Problems(f"--set {'.'.join(keys)}: {key}", rule, "it picks an item of a list")
+    require(key.isdigit() and int(key) < len(items), f"--set {'.'.join(keys)}: {key}", ...,
+            f"be a number from 0 to {len(items) - 1}", "it picks an item of a list")  # fmt: skip
     return int(key)
 
 
@@ -461,11 +458,9 @@ def _known(ref: str, where: str, *, values: Mapping[str, Any], names: list[str],
         why = f"known here: {', '.join(close)}" if close else "there is none, and no `vars`"
         rule = "refer to something above it in this file"
         raise Problems(where, rule, why, "", f"${{{ref}}}")
-    if names.index(name) >= index:
-        is_own = name == names[index]
-        remedy = "Name another" if is_own else f"Move {name!r} above {names[index]!r}"
-        why = f"experiments run in the order of the file ({', '.join(names)})"
-        raise Problems(where, "refer to an experiment above it", why, remedy, f"${{{ref}}}")
+    remedy = "Name another" if name == names[index] else f"Move {name!r} above {names[index]!r}"
+    require(names.index(name) < index, where, f"${{{ref}}}", "refer to an experiment above it",
+            f"experiments run in the order of the file ({', '.join(names)})", remedy)  # fmt: skip
     return f"${{{ref}}}"
 
 

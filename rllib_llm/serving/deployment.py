@@ -110,11 +110,9 @@ def uses_haproxy(settings: ServeSettings, *, starts_ray: bool = True) -> bool:
         is_on = has_keys if settings.haproxy is None else settings.haproxy
     else:
         is_on = told == "1"
-        if settings.haproxy and not is_on:
-            raise Problems(
-                f"haproxy=True must come with {HAPROXY}=1 where Ray was started, and here: Ray "
-                "Serve reads it there. Set it, or leave haproxy out.",
-            )  # fmt: skip
+        require(is_on or not settings.haproxy, "haproxy", True, f"come with {HAPROXY}=1 where Ray "
+                "was started, and here", "Ray Serve reads it there",
+                "Set it, or leave haproxy out")  # fmt: skip
     require(
         not (is_on and not has_keys), "haproxy=True must come with API keys: Ray Serve's HAProxy "
         "listens on all addresses of the machine, and anybody who reaches one could use the model. "

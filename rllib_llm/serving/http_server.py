@@ -171,7 +171,7 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def of_fields(request: Request, error: RequestValidationError) -> JSONResponse:
         kind = request.headers.get("content-type", "")
-        return field_error(error.errors()[0], kind, request.url.path).response()
+        return field_error(error.errors(), kind, request.url.path).response()
 
     @app.exception_handler(HTTPException)
     async def of_http(request: Request, error: HTTPException) -> JSONResponse:

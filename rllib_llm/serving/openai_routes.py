@@ -319,9 +319,9 @@ def chat_request(body: ResponseRequest) -> ChatRequest:
     try:
         return ChatRequest.model_validate(asked)
     except ValidationError as error:  # such as an input that says nothing
-        first = error.errors(include_url=False)[0]
+        errors = [each | {"loc": ("body", *each["loc"])} for each in error.errors()]
         with fields_named(_FIELDS):
-            raise field_error({**first, "loc": ("body", *first["loc"])}, "json", "") from error
+            raise field_error(errors, "json", "") from error
 
 
 async def with_fields_named(

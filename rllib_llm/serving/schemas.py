@@ -3,9 +3,10 @@ of requests in OpenAI's format: whatever answers a request raises `ApiError`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import takewhile
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -498,7 +499,7 @@ class ResponseRequest(DecodingFields, OfAll):
 
 MAX_TOLD = 100  # characters of a value or a name that came
 _MAX_MESSAGE = 2**12
-# Of pydantic's error locations: branches of a union, which are no fields.
+# Of pydantic's error locations: branches of a union, beside our classes.
 _BRANCHES = {"str", "int", "float", "bool"}
 _KINDS = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error",
@@ -608,8 +609,29 @@ _NESTED: dict[str, type[BaseModel]] = {
 }  # fmt: skip
 
 
-def field_error(first: Mapping[str, Any], content_type: str, path: str) -> ApiError:
-    """The answer to pydantic's first error, which names the field; `path`: of the route."""
+def _is_branch(part: Any) -> bool:
+    """Whether a part of an error's location is a branch of a union, which is no field."""
+    is_type = part in _BRANCHES or isinstance(globals().get(part), type)
+    return isinstance(part, str) and (is_type or "[" in part)
+
+
+def _farthest(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Of the errors of the first wrong field that of the branch which reads most of its value."""
+    field = [*takewhile(lambda part: not _is_branch(part), errors[0]["loc"])]
+    found = [each for each in errors if [*each["loc"][: len(field)]] == field]
+
+    def read(error: Mapping[str, Any]) -> list[int]:
+        return [len(error["loc"]), *(part for part in error["loc"] if isinstance(part, int))]
+
+    farthest = max(map(read, found))
+    found = [each for each in found if read(each) == farthest]
+    others = {each["loc"][:-1] for each in found if each["type"] == "literal_error"}
+    return next((each for each in found if each["loc"][:-1] not in others), found[0])
+
+
+def field_error(errors: Sequence[Mapping[str, Any]], content_type: str, path: str) -> ApiError:
+    """The answer to pydantic's errors, which names the first field; `path`: of the route."""
+    first = _farthest(errors)
     where, kind, rule = first["loc"][1:], first["type"], first.get("ctx", {})
     if not where and kind != "rule":
         if "json" in content_type:
@@ -617,11 +639,9 @@ def field_error(first: Mapping[str, Any], content_type: str, path: str) -> ApiEr
             return ApiError(400, message, code="invalid_json")
         message = f"Content-Type={content_type!r} must be application/json. Send the header."
         return ApiError(400, message, "Content-Type")
-    named: list[str] = []
-    for part in where:
-        if isinstance(part, str) and (part in _BRANCHES or "[" in part):
-            break
-        named.append(str(part)[:MAX_TOLD])
+    is_name = kind in ("extra_forbidden", "missing")  # the last part
+    named = [str(part)[:MAX_TOLD] for i, part in enumerate(where, 1)
+             if not _is_branch(part) or is_name and i == len(where)]  # fmt: skip
     if kind == "rule":
         name = ".".join([*named, rule["param"]])
         return ApiError(400, f"{name} must {rule['rule']}.", name, rule["code"])

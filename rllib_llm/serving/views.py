@@ -54,15 +54,23 @@ def text_logprobs(
     service: Service, piece: CompletionPiece, top: int, start: int = 0
 ) -> dict[str, Any]:
     """`logprobs` of a text completion whose text begins at character `start`."""
+
+    def name(token: int) -> str:
+        text, raw = service.texts.of(token)
+        is_whole = text.encode() == bytes(raw)  # else a part of a character
+        return text if is_whole else "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def named(place: Sequence[tuple[int, float]]) -> dict[str, float | None]:
+        found: dict[str, float | None] = {}
+        for token, value in place[:top]:
+            key = name(token)
+            found[f"token_id:{token}" if key in found else key] = finite(value)
+        return found
+
     return {
-        "tokens": [service.texts.of(token)[0] for token in piece.token_ids],
+        "tokens": [name(token) for token in piece.token_ids],
         "token_logprobs": [finite(value) for value in piece.logprobs],
-        "top_logprobs": [
-            {service.texts.of(token)[0]: finite(value) for token, value in place[:top]} or None
-            for place in piece.likeliest
-        ]
-        if top
-        else None,
+        "top_logprobs": [named(place) or None for place in piece.likeliest] if top else None,
         "text_offset": [start + at for at in piece.offsets],
     }
 

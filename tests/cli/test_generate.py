@@ -260,3 +260,9 @@ def test_a_stop_text_of_any_script_stays_as_it_is():
     assert unescaped(r"\n\u3002") == "\n。" and unescaped(r"\\") == "\\"
     with pytest.raises(Problems, match="Write a backslash twice"):
         unescaped("\\")
+
+
+def test_standard_input_that_is_no_text_is_a_sentence(checkpoint):
+    done = CliRunner().invoke(app, ["generate", str(checkpoint)], input=b"1+1=\n\xff\xfe\n")
+    assert isinstance(done.exception, SystemExit) and done.exit_code == 2
+    assert "standard input must be text in UTF-8" in said(done.output)

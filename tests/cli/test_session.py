@@ -13,7 +13,9 @@ import torch
 from ray._private.authentication import authentication_token_setup
 from ray._private.utils import get_ray_address_file
 from safetensors.torch import save_file
+from typer.testing import CliRunner
 
+from rllib_llm.cli.main import app
 from rllib_llm.cli.options import RayOptions
 from rllib_llm.cli.serve import _in_place_of_a_dead_cluster
 from rllib_llm.cli.session import (
@@ -122,6 +124,19 @@ def test_a_cluster_that_does_not_answer_is_one_sentence_in_seconds():
     for address in (f"127.0.0.1:{port}", f"ray://127.0.0.1:{port}"):
         with pytest.raises(Problems, match=f"--ray-address='{address}' must be a running Ray"):
             check_address(address)
+
+
+def test_a_dead_cluster_of_the_environment_is_named_by_its_variable(monkeypatch):
+    address = f"127.0.0.1:{free_port()}"
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(Problems) as caught:
+        check_address(address)
+    assert caught.value.problem.name == "RAY_ADDRESS"
+    with pytest.raises(Problems) as caught:
+        _init_arguments(RayOptions(ray_address=address, ray_num_cpus=2), needed_cpus=1)
+    assert "RAY_ADDRESS" in caught.value.problem.rule
+    run = CliRunner().invoke(app, ["serve", "any"])  # Ray would try for minutes
+    assert run.exit_code == 2 and "RAY_ADDRESS" in run.stderr
 
 
 def test_a_server_that_is_no_ray_is_no_cluster():

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from rllib_llm.cli.main import app
+from rllib_llm.cli.session import user_errors
 from rllib_llm.runs.yaml_loader import read
 from rllib_llm.shared.errors import Problems
 from tests.cli.said import said
@@ -54,6 +58,44 @@ def test_mistakes_of_every_experiment_of_a_file_are_told_at_once(command, tmp_pa
     assert "stopp must be a known key. Did you mean 'stop'?" in told
     assert "num_samples=0 must be" in told and "lr=-1 must be" in told
     assert "lr=-2" not in told
+
+
+LONG = "a" * 300
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        (["train", "file", LONG], "too long"),
+        (["doctor", LONG], "too long"),
+        (["report", LONG], "too long"),
+        (["generate", LONG], "too long"),
+        (["evaluate", LONG], "too long"),
+        (["rollouts", LONG], "too long"),
+        (["example", "get", "arithmetic_grpo", "--out", LONG], "too long"),
+        (["report", "listed"], "result.json must have an object"),
+        (["report", "unknown"], "must"),
+        (["train", "file", "two.yaml", "--resume", "-n", "listed", "--storage-path", "."], "must"),
+        (["train", "--algo", "GRPO", "--ray-object-store-memory", "-1"], "object-store-memory"),
+    ],
+)
+def test_names_and_records_that_cannot_be_are_no_traceback(command, told, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "two.yaml").write_text(TWO)
+    (tmp_path / "listed" / "sft" / "trial").mkdir(parents=True)
+    (tmp_path / "listed" / "sft" / "trial" / "result.json").write_text("[1, 2]\n")
+    for name in ("listed", "unknown"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "run.json").write_text("[1, 2]\n")
+    done = CliRunner().invoke(app, command)
+    assert isinstance(done.exception, SystemExit) and done.exit_code == 2
+    assert told in done.output.replace("│", "").replace("\n", " ")
+
+
+def test_a_full_disk_is_a_sentence(capsys):
+    with pytest.raises(typer.Exit), user_errors():
+        raise OSError(errno.ENOSPC, "No space left on device", "/results/out.jsonl")
+    assert "No space left" in capsys.readouterr().err
 
 
 def test_the_doctor_looks_where_the_file_stores_its_results(tmp_path):

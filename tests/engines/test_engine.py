@@ -197,8 +197,11 @@ def test_more_positions_than_the_model_has():
     model = tiny_model("gpt2")  # 64 positions; the longest prompt has 9 tokens
 
     greedy(model, *ragged_prompts(extra=60), max_new_tokens=55, stop_token_ids=())
-    with pytest.raises(ValueError, match="max_new_tokens=56 must be at most 55"):
-        greedy(model, *ragged_prompts(), max_new_tokens=56)
+    for too_many in (56, 64):  # of which the latter leave no room for a prompt
+        with pytest.raises(Problems) as caught:
+            greedy(model, *ragged_prompts(), max_new_tokens=too_many)
+        assert caught.value.problem.rule == "have at most 64"
+        assert f"9 tokens with max_new_tokens={too_many}" in caught.value.problem.name
 
 
 def test_rows_that_would_depend_on_longer_ones_beside_them_are_refused():
@@ -209,7 +212,7 @@ def test_rows_that_would_depend_on_longer_ones_beside_them_are_refused():
     ids, mask = ragged_prompts()
     with pytest.raises(Problems, match="longrope") as caught:
         greedy(model, ids, mask, max_new_tokens=12)
-    assert caught.value.problem.rule == "be at most 11"
+    assert caught.value.problem.rule == "have at most 20"
     together = greedy(model, ids, mask, max_new_tokens=11)
     for row in range(5):
         own = int(mask[row].sum())

@@ -33,7 +33,7 @@ from rllib_llm.envs.conversation_rollouts import (
 from rllib_llm.envs.prompts import PromptRow
 from rllib_llm.envs.settings import declared
 from rllib_llm.shared.dotted import import_dotted
-from rllib_llm.shared.errors import Problems
+from rllib_llm.shared.errors import Problems, require
 from rllib_llm.shared.remote import call
 from rllib_llm.shared.setting import Settings, setting
 
@@ -144,9 +144,8 @@ async def _play(env: AgentEnv, attempt: Rollout, url: str, session: Any) -> None
             attempt.conversation.adopt(conversation)
         attempt.truncated = session.limit
         attempt.has_turn_rewards = session.reward is not None
-    if not attempt.conversation.num_turns:
-        reason = "nothing was sampled that could be learnt from"
-        raise Problems("agent", "ask for a completion at base_url", reason)
+    require(attempt.conversation.num_turns, "agent", ..., "ask for a completion at base_url",
+            "nothing was sampled that could be learnt from")  # fmt: skip
     given = result if isinstance(result, Mapping) else {"reward": result}
     numbers = {
         str(name): finite("the agent", value, "reward" if name == "reward" else f"metric {name!r}")

@@ -214,9 +214,8 @@ class Tasks(MadeRows):
         from reasoning_gym.factory import CURRICULA
 
         name = self.specs[which].name
-        if name not in CURRICULA:
-            rule = f"be None for {name!r}"
-            raise Problems("tasks_per_level", rule, "it has no curriculum", value=self._per_level)
+        require(name in CURRICULA, "tasks_per_level", self._per_level, f"be None for {name!r}",
+                "it has no curriculum")  # fmt: skip
         return CURRICULA[name]()  # type: ignore[operator]
 
 
@@ -233,9 +232,8 @@ def sft_texts(datasets: Any, num_tasks: int = 1000, seed: int = 1) -> list[dict[
     """
     tasks = Tasks(datasets, num_tasks=num_tasks, seed=seed)
     rows = [(task["prompt"], task["answer"]) for task in tasks if task["answer"] is not None]
-    if not rows:
-        reason = "reasoning-gym only judges answers to these"
-        raise Problems("datasets", "have a data set with answers", reason, value=datasets)
+    require(rows, "datasets", datasets, "have a data set with answers",
+            "reasoning-gym only judges answers to these")  # fmt: skip
     return [{"prompt": prompt, "completion": answer} for prompt, answer in rows]
 
 
@@ -302,6 +300,5 @@ def _specs(datasets: Any) -> list[DatasetSpec]:
             (isinstance(config, Mapping) and config.keys().isdisjoint(("seed", "size")), ".config",
              config, "be a mapping without seed and size, which tasks_seed and num_tasks set"),
         ):  # fmt: skip
-            if not fits:
-                raise Problems(f"datasets{key}", rule, value=value)
+            require(fits, f"datasets{key}", value, rule)
     return [DatasetSpec(**spec) for spec in specs]

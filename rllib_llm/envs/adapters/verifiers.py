@@ -53,9 +53,9 @@ def _as_chat(message: Any) -> dict[str, Any]:
 
     given = message_to_wire(message)
     if isinstance(message.content, list):
-        if any(part.type != "text" for part in message.content):
-            name = f"messages of the role {message.role!r}"
-            raise Problems(name, "be text", "the policy reads no images")
+        require(not any(part.type != "text" for part in message.content),
+                f"messages of the role {message.role!r}", ..., "be text",
+                "the policy reads no images")  # fmt: skip
         given["content"] = content_text(message.content)
     return {**given, "content": given["content"] or ""}  # templates would write None as a word
 
@@ -156,8 +156,7 @@ class VerifiersEnv(ConversationEnv):
         )  # fmt: skip
         with blamed_on("taskset", self.settings["taskset"], "yield tasks"):
             tasks = list(itertools.islice(iter(self.taskset), count))
-        if not tasks:
-            raise Problems("taskset", "have tasks", value=self.settings["taskset"])
+        require(tasks, "taskset", self.settings["taskset"], "have tasks")
         for task in tasks:
             _check_task(task)
         return tasks

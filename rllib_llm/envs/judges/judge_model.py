@@ -24,7 +24,7 @@ import jsonschema
 
 from rllib_llm.envs.judges.reward_functions import Invalid, Judge
 from rllib_llm.shared.arguments import Count, Pause, checked
-from rllib_llm.shared.errors import Problems
+from rllib_llm.shared.errors import require
 from rllib_llm.shared.openai_client import (
     JUDGE_OUTAGE_S,
     OpenAIClient,
@@ -104,9 +104,8 @@ class RequestBudget:
     """
 
     def __init__(self, most: int | None, file: str | os.PathLike | None = None) -> None:
-        if most is None and file is not None:
-            reason = "nothing is counted without it"
-            raise Problems("budget_file", "come with max_requests", reason, value=str(file))
+        require(most is not None or file is None, "budget_file", str(file),
+                "come with max_requests", "nothing is counted without it")  # fmt: skip
         self._most, self._file = most, None if file is None else Path(file)
         self._spent = 0
 

@@ -29,7 +29,7 @@ from rllib_llm.envs.judges.judge_model import (
 )
 from rllib_llm.envs.judges.reward_functions import Invalid, required_column
 from rllib_llm.shared.arguments import Count, checked
-from rllib_llm.shared.errors import Problems, require
+from rllib_llm.shared.errors import require
 from rllib_llm.shared.messages import blamed_on
 
 _NUMBER = r"[-+]?\d+(?:\.\d+)?(?![\w]|[.,]\d)"  # "7,5" is not read
@@ -173,9 +173,9 @@ class RubricJudge(SchemaJudge):
             self._criteria = [c if isinstance(c, Criterion) else Criterion(**c) for c in criteria]
             names = [criterion.name for criterion in self._criteria]
             self._most = sum(max(criterion.weight, 0.0) for criterion in self._criteria)
-        if len({*names, REASONING}) <= len(names) or self._most <= 0:
-            rule = f"have names of their own, not {REASONING!r}, and one weight above 0 at least"
-            raise Problems("criteria", rule, "the score is their weighted mean", value=names)
+        require(len({*names, REASONING}) > len(names) and self._most > 0, "criteria", names,
+                f"have names of their own, not {REASONING!r}, and one weight above 0 at least",
+                "the score is their weighted mean")  # fmt: skip
         grade = {"type": "integer", "minimum": 0, "maximum": scale}
         super().__init__(base_url, model, dict.fromkeys(names, grade), **judge)
         self._scale, self._reference_column = scale, reference_column

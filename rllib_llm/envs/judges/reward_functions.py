@@ -296,9 +296,9 @@ def check_names(names: Sequence[str], functions: Any) -> None:
 def required_column(columns: Mapping[str, Any], setting: str, name: str) -> Sequence[Any]:
     """The data set's column that the `setting` of a judge names: B values; raises Problems where it
     has none."""
-    if name not in columns:
-        rule = f"be a column of the data set, one of {sorted(columns)}"
-        raise Problems(setting, rule, "the judge compares with it", value=name)
+    require(name in columns, setting, name,
+            f"be a column of the data set, one of {sorted(columns)}",
+            "the judge compares with it")  # fmt: skip
     return columns[name]
 
 

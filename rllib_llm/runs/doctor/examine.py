@@ -80,7 +80,8 @@ def stage_rules(stage: Stage, machine: Machine, is_here: bool = True) -> Iterato
     """Problems of a stage with valid settings."""
     yield from plan_rules(stage)
     yield from model_rules(stage)
-    yield from memory_rules(stage, machine)
+    if is_here:
+        yield from memory_rules(stage, machine)
     yield from machine_rules(stage, machine, is_here=is_here)
     yield from data_rules(stage)
     if stage.is_rlhf:

@@ -243,28 +243,25 @@ class Share:
     process: str
     count: int
     num_bytes: float
-    text: str
 
 
 def memory_shares(stage: Stage) -> list[Share]:
-    """The memory of each kind of process of a stage; [] if a model's size is unknown."""
+    """The memory of each kind of process of a stage; models of unknown size count as nothing."""
     try:
         sizes = {name: num_parameters(folder) for name, folder in stage.models().items()}
     except TruncatedWeightsError:  # a finding of its own
         return []
-    policy = sizes.get("model")
-    if policy is None:
-        return []
+    policy = sizes.get("model") or 0
     learner = _learner(stage, policy)
     if not stage.is_rlhf:
-        return [Share("learner", max(1, stage.num_learners), PROCESS_BYTES + learner, "training")]
+        return [Share("learner", max(1, stage.num_learners), PROCESS_BYTES + learner)]
     sampler = _sampler(stage, policy, sizes)
     if stage.num_samplers == 0:
-        return [Share("process", 1, PROCESS_BYTES + learner + sampler, "training and sampling")]
+        return [Share("process", 1, PROCESS_BYTES + learner + sampler)]
     own = policy * _computing_bytes(stage.config)
     return [
-        Share("learner", max(1, stage.num_learners), PROCESS_BYTES + learner, "training"),
-        Share("sampler", stage.num_samplers, PROCESS_BYTES + own + sampler, "sampling"),
+        Share("learner", max(1, stage.num_learners), PROCESS_BYTES + learner),
+        Share("sampler", stage.num_samplers, PROCESS_BYTES + own + sampler),
     ]
 
 
@@ -310,7 +307,7 @@ def _learner(stage: Stage, policy: int) -> float:
 
 def _sampler(stage: Stage, policy: int, sizes: dict[str, int | None]) -> float:
     """KV cache and frozen models."""
-    total = _cache_bytes(stage)
+    total = _cache_bytes(stage) if policy else 0.0
     for name in ("reward_model", "reference"):
         given = stage.env.get(name)
         settings = given if isinstance(given, dict) else {}

@@ -18,7 +18,7 @@ from rllib_llm.runs.doctor.machine_rules import GIB, Machine, server_rules
 from rllib_llm.runs.doctor.reward_rules import answer_scores
 from rllib_llm.runs.doctor.stage import exit_code, make_stage
 from rllib_llm.runs.yaml_loader import load, parse
-from rllib_llm.shared.errors import Problem, Problems, problems_of
+from rllib_llm.shared.errors import Problem, Problems, errors_of, problems_of
 from tests.runs.doctor import set_ups
 from tests.runs.doctor.set_ups import HERE, MACHINE, SUMS, conversations, grpo, supervised
 from tests.tiny_models import (
@@ -320,6 +320,15 @@ def test_what_a_machine_lacks_is_named(folders, config, changes, name):
     machine = dataclasses.replace(MACHINE, **changes)
     experiment = grpo(model=folders["sound"], **config)
     assert any(called(p).startswith(name) for p in found(experiment, machine))
+
+
+def test_processes_take_memory_whatever_their_model_does():
+    """A model that a function makes has no size before it is made."""
+    experiment = grpo(num_env_runners=100_000)
+    found = examine([experiment], MACHINE)
+    assert any("sampler" in each.name for each in errors_of(found))
+    found = examine([experiment], MACHINE, is_here=False)  # on a cluster
+    assert not errors_of(found)
 
 
 def test_each_kept_version_of_the_weights_has_its_place_in_the_store(folders):
