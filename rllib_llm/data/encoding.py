@@ -375,7 +375,7 @@ def encode_chat(
             "from", "none follows the prompt", "Drop the row, or rename its roles")  # fmt: skip
     if _MARK.search(str(tokenizer.chat_template or "")):
         return _encode_marked(tokenizer, messages, own[0], settings)
-    render = functools.partial(render_chat, tokenizer, **settings)
+    render: Any = functools.partial(render_chat, tokenizer, **settings)
     text, ends = render(messages), _turn_ends(render, tokenizer, messages)
     *older, newest = (_span(render, messages, turn, text, ends) for turn in own)
     if newest is None or (newest[1] <= newest[0] and content_text(messages[own[-1]]).strip()):
@@ -484,7 +484,7 @@ def _encode_marked(
     )
     ids, marked = list(encoded["input_ids"]), [bool(mark) for mark in encoded["assistant_masks"]]
     if any(message["role"] == "assistant" for message in messages[:first_turn]):
-        render = functools.partial(render_chat, tokenizer, **settings)
+        render: Any = functools.partial(render_chat, tokenizer, **settings)
         text = render(messages)
         start = turn_start(render, messages[:first_turn], text)
         if start is None:

@@ -126,7 +126,7 @@ class PromptedPairSource(PreferenceSource):
         prompt = chosen[0][:border]
         require(prompt, "a pair", ..., "have a prompt, or texts that begin alike",
                 "the tokenizer has no BOS", "Add the column 'prompt'")  # fmt: skip
-        answers = chosen[0][border:], rejected[0][border:]
+        answers = [chosen[0][border:], rejected[0][border:]]
         prompt, *answers = self._shorten(prompt, *answers)
         masks = (own[border:][: len(ids)] for (_, own), ids in
                  zip((chosen, rejected), answers, strict=True))  # fmt: skip

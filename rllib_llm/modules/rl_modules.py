@@ -40,7 +40,7 @@ from rllib_llm.modules.tokenizer import load_tokenizer
 from rllib_llm.modules.trunk import take_apart
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import widen
-from rllib_llm.shared.errors import require
+from rllib_llm.shared.errors import Problems, require
 
 
 class ValueHead(nn.Module):

@@ -627,7 +627,7 @@ def test_a_tool_knows_which_conversation_called_it(make):
         ({"tool_errors": "ignore"}, "env_config.tool_errors='ignore' must be"),
         ({"max_turn": 3}, "max_turn must be a known key. Did you mean 'max_turns'"),
         ({"prompts": None}, "prompts must have data: there is nothing"),
-        ({"template_settings": {1: 2}}, "template_settings={1: 2} must be a dictionary .*of names that are texts"),
+        ({"template_settings": {1: 2}}, "{1: 2} must be a dictionary .*of names that are texts"),
         ({"template_settings": {"tools": []}}, r"variables of the chat template alone: .'tools'."),
         ({"template_settings": {"tokenize": True}}, "must hold variables of the chat template"),
     ],
