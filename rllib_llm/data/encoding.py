@@ -140,6 +140,7 @@ def _kinds_read(known: weakref.ref[Any], template: str, role: str) -> tuple[str,
     or both. `template` makes the cache's entries of two templates differ; the reference keeps no
     tokenizer alive."""
     word, tokenizer = "qqq", known()
+    assert tokenizer is not None, "its caller holds it"
     before = {"system": (), "user": ()}.get(role, ({"role": "user", "content": "x"},))
     after = ({"role": "user", "content": "x"},) if role == "system" else ()
 

@@ -167,7 +167,7 @@ def docker(sandbox: Sandbox, paths: Sequence[str]) -> Launch:
           if name not in ("PATH", "LD_LIBRARY_PATH")),
         *(f"--volume={path}:{path}:ro" for path in dict.fromkeys(read)),
         *(f"--volume={path}:{path}" for path in map(os.path.abspath, sandbox.writable)),
-        sandbox.image, "python3", "-I", PROGRAM,
+        str(sandbox.image), "python3", "-I", PROGRAM,
     ]  # fmt: skip
 
     def kill(pid: int) -> None:  # the command's end leaves the container
