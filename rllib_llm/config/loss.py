@@ -148,8 +148,7 @@ class Reference(Settings):
     )  # fmt: skip
     ref_kl_target: float | None = setting(
         None, "the target of an adaptive β; None: β is fixed", unit="nats per completion", above=0,
-        acts=(PENALISED,), short="kl_target", rllib="kl_target",
-        also="adap_kl_ctrl target",
+        acts=(PENALISED,), short="kl_target", rllib="kl_target", also="adap_kl_ctrl target",
         reason="the coefficient is steered by kl/target - 1",
     )  # fmt: skip
     ref_kl_horizon: float = setting(

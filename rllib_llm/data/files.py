@@ -72,10 +72,9 @@ def text_of(path: Path, name: str = "file") -> str:
         utf_16 = content[:2] in (b"\xff\xfe", b"\xfe\xff")
         likely = "UTF-16" if utf_16 else "Windows-1252 or Latin-1"
         raise Problems(
-            name, "be text in UTF-8",
-            f"line {line} holds the byte 0x{content[error.start]:02x}: it is probably {likely}",
-            f"Convert it: iconv -f {'UTF-16' if utf_16 else 'WINDOWS-1252'} -t UTF-8 {path.name}",
-            str(path),
+            name, "be text in UTF-8", f"line {line} holds the byte 0x{content[error.start]:02x}: "
+            f"it is probably {likely}", "Convert it: iconv -f "
+            f"{'UTF-16' if utf_16 else 'WINDOWS-1252'} -t UTF-8 {path.name}", str(path),
         ) from error  # fmt: skip
 
 

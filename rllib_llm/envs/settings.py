@@ -114,11 +114,9 @@ class RewardSettings(Judges):
         unit="tokens", least=0, trl="soft_overlong_punishment", also="overlong_buffer_len",
     )  # fmt: skip
     planned_iterations: int | None = setting(
-        None,
-        "the planned number of iterations, passed to reward functions with `trainer_state` "
-        "as `max_steps`; taken from a file's `stop` if possible",
-        least=1,
-    )
+        None, "the planned number of iterations, passed to reward functions with `trainer_state` "
+        "as `max_steps`; taken from a file's `stop` if possible", least=1,
+    )  # fmt: skip
 
 
 REWARDS = Section.of("rewards", RewardSettings, positional="functions")

@@ -8,7 +8,7 @@ How tokens are sampled is decided by an engine (`engines/`), whose `generate` is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ from rllib_llm.modules.tokenizer import load_tokenizer
 from rllib_llm.modules.trunk import take_apart
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import widen
-from rllib_llm.shared.errors import Problems, require
+from rllib_llm.shared.errors import require
 
 
 class ValueHead(nn.Module):
@@ -113,17 +113,17 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
 
     @torch.no_grad()
     def _forward_exploration(
-        self, batch: dict[str, Any], *, generate: Callable[..., Any] | None = None, **options: Any
+        self, batch: dict[str, Any], *, generate: Any = None, **options: Any
     ) -> dict[str, torch.Tensor]:
         """The columns of completions of `batch`'s prompts.
 
         generate: `engines.engine.generate` or what has its arguments; options: its settings.
         """
-        if generate is None:
-            raise Problems("generate", "be rllib_llm.engines.engine.generate or take its arguments",
-                           "a step is a whole completion, which an engine samples with the module",
-                           "Call forward_inference(batch, generate=..., params=SamplingParams(...))"
-                           )  # fmt: skip
+        require(
+            generate is not None, "generate", None, "take the arguments of engines.engine.generate",
+            "an engine samples whole completions with the module",
+            "Call forward_inference(batch, generate=..., params=SamplingParams(...))",
+        )  # fmt: skip
         prompts = batch[columns.PROMPT_IDS], batch[columns.PROMPT_MASK]
         head = self._sampling_value_head()
         return generate(self.computing_model, *prompts, value_head=head, **options).columns()

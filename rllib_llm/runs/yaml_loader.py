@@ -466,9 +466,8 @@ def _known(ref: str, where: str, *, values: Mapping[str, Any], names: list[str],
 
 def _check_spec(name: Any, spec: Any, source: str) -> None:
     require(
-        isinstance(name, str) and NAME.match(name),
-        f"{source}: experiment name {name!r}", ..., "be letters, digits, - and _",
-        "it becomes a folder name", "Rename it",
+        isinstance(name, str) and NAME.match(name), f"{source}: experiment name {name!r}", ...,
+        "be letters, digits, - and _", "it becomes a folder name", "Rename it",
     )  # fmt: skip
     if not isinstance(spec, dict):
         rule = "be a mapping with run, env, stop, config"

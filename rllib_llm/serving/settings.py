@@ -180,10 +180,9 @@ class ServeSettings(BaseModel):
     def check_exposure(self, has_keys: bool) -> None:
         """Raises Problems for an address that others reach, without keys."""
         require(
-            self.host in LOOPBACK or has_keys,
-            f"host={self.host!r} must be one of {LOOPBACK} without API keys: others who reach the "
-            f"address could use the model. Set api_keys_file, or {ENVIRONMENT_PREFIX}API_KEYS.",
-            ..., "",
+            self.host in LOOPBACK or has_keys, f"host={self.host!r} must be one of {LOOPBACK} "
+            "without API keys: others who reach the address could use the model. Set "
+            f"api_keys_file, or {ENVIRONMENT_PREFIX}API_KEYS.", ..., "",
         )  # fmt: skip
 
 

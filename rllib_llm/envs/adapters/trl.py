@@ -205,9 +205,8 @@ def _factory(given: Any) -> _Factory:
         parameters = inspect.signature(factory).parameters.values()
         wanted = [p.name for p in parameters if p.default is p.empty and p.kind not in _ANY_NUMBER]
     require(
-        not wanted, place, given, "be callable without arguments, as in TRL",
-        f"it wants {wanted}", "Give functools.partial(...), or a function that makes the "
-        "environment",
+        not wanted, place, given, "be callable without arguments, as in TRL", f"it wants {wanted}",
+        "Give functools.partial(...), or a function that makes the environment",
     )  # fmt: skip
     if callable(factory):
         with blamed_on(place, given, "make an environment"):

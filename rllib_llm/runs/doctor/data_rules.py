@@ -413,8 +413,7 @@ def _prompts(stage: Stage, rows: Rows) -> Iterator[Problem]:
     if num < config.num_prompts_per_iteration:
         yield warning(
             "prompts", f"have at least the {config.num_prompts_per_iteration} rows of an iteration",
-            f"of {num} rows some stand in one batch several times",
-            "Add prompts, or raise num_completions",
+            f"of {num} rows some stand in one batch several times", "Add prompts",
         )
     column = env.get("prompt_column") or next(
         (name for name in ("prompt", "messages") if name in rows.columns), rows.columns[0]
@@ -457,8 +456,7 @@ def _texts(stage: Stage, rows: Rows) -> Iterator[Problem]:
     if len(rows) < config.total_train_batch_size:
         yield warning(
             "data", f"have at least the {config.total_train_batch_size} rows of a batch",
-            f"of {len(rows)} rows some stand in one batch several times",
-            f"Lower train_batch_size_per_learner to {len(rows)}, or add rows",
+            f"some of {len(rows)} are in a batch several times", f"Lower it to {len(rows)}",
         )
     if {"chosen", "rejected"} <= set(rows.columns):
         same = sum(row["chosen"] == row["rejected"] for row in rows)
@@ -488,10 +486,8 @@ def _merged_spaces(tokenizer: Any, rows: Rows) -> Iterator[Problem]:
             yield warning(
                 "data", "have prompts without white space at the end",
                 f"that of {prompt[-20:]!r} becomes part of the answer's first token before "
-                f"{answer[:20]!r}; a prompt that is sampled from ends with a token of its own "
-                "there, after which the model has learnt nothing",
-                "Let prompts end without it, here and where they are sampled from, and begin the "
-                "answers with it",
+                f"{answer[:20]!r}, and a prompt that is sampled from ends with a token there",
+                "Begin the answers with it instead",
             )  # fmt: skip
             return
 
@@ -503,10 +499,8 @@ def _cut_texts(config: Any, tokenizer: Any, rows: Rows) -> Iterator[Problem]:
     num_cut = sum(length > limit for length in lengths)
     if num_cut > MAX_CUT * max(1, len(lengths)):
         yield warning(
-            "max_length", "hold the rows",
-            f"what is beyond {limit} tokens is not learnt from, in {num_cut} of the first "
-            f"{len(lengths)}",
-            f"Raise it to {max(lengths)} where the model reads so much, or cut them well",
+            "max_length", "hold the rows", f"what is beyond {limit} tokens is not learnt from, in "
+            f"{num_cut} of the first {len(lengths)}", f"Raise it to {max(lengths)}, or cut them",
         )  # fmt: skip
 
 
@@ -519,6 +513,4 @@ def _whole_text(row: Any) -> str:
 def _blank(name: str, texts: Sequence[str]) -> Iterator[Problem]:
     num = sum(not text.strip() for text in texts)
     if num > MAX_EMPTY * len(texts):
-        yield warning(
-            name, "have no empty rows", f"{num} of {len(texts)} are", "Remove them"
-        )  # fmt: skip
+        yield warning(name, "have no empty rows", f"{num} of {len(texts)} are", "Remove them")

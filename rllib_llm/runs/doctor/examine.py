@@ -168,9 +168,8 @@ def _sampled(stage: Stage, result: Mapping[str, Any], seconds: float) -> Iterato
     if gap is not None:
         yield Problem(
             "gap between log-probs of decoding and of a forward pass",
-            f"be within {MAX_GAP[kind]:g} in {kind}",
-            "the ratio is not 1 on policy, and the wrong policy is corrected",
-            "Use engine='torch', dtype float32, or another model", gap,
+            f"be within {MAX_GAP[kind]:g} in {kind}", "the ratio is not 1 on policy, and the wrong "
+            "policy is corrected", "Use engine='torch', dtype float32, or another model", gap,
         ) if gap > MAX_GAP[kind] else note(
             f"decoding and a forward pass differ by {gap:.2g} nats per token"
         )
@@ -213,7 +212,6 @@ def oracle_rules(stage: Stage) -> Iterator[Problem]:
     yield note(f"right answers are rewarded with {right:.3g}, wrong ones with {wrong:.3g}") if (
         right > wrong
     ) else warning(
-        "rewards", "prefer the rows' own answers",
-        f"they give {right:.3g} to them and {wrong:.3g} to each other's",
-        "Look at the reward functions: how do they find the answer in a text?",
+        "rewards", "prefer the rows' own answers", f"they give {right:.3g} to them and {wrong:.3g} "
+        "to each other's", "Look at the reward functions: how do they find the answer in a text?",
     )  # fmt: skip

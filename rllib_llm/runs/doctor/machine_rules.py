@@ -24,7 +24,7 @@ from packaging.version import Version
 from rllib_llm.algorithms.language_model_config import AUTO
 from rllib_llm.modules.model_source import TruncatedWeightsError, num_parameters
 from rllib_llm.runs.doctor.stage import Stage
-from rllib_llm.shared.errors import Problem, note, warning
+from rllib_llm.shared.errors import Problem, Severity, note, warning
 from rllib_llm.shared.process import (
     free_memory,
     multiplies_bfloat16,
@@ -125,10 +125,9 @@ def precision_rules(stage: Stage, machine: Machine, *, is_here: bool) -> Iterato
     slow = [name for name, value in chosen.items() if value in ("bfloat16", "bf16")]
     if slow and not machine.computes_bfloat16:
         yield warning(
-            slow[0], "be left out",
-            "without AMX and AVX512-BF16 it is emulated, several times slower than float32",
-            "Use a GPU for it", chosen[slow[0]],
-        )
+            slow[0], "be left out", "without AMX and AVX512-BF16 it is emulated, several times "
+            "slower than float32", "Use a GPU for it", chosen[slow[0]],
+        )  # fmt: skip
     if chosen["mixed_precision"] == AUTO:
         on = machine.computes_bfloat16
         yield note(
@@ -142,11 +141,8 @@ def precision_rules(stage: Stage, machine: Machine, *, is_here: bool) -> Iterato
     }
     for name, value in quantised.items():
         if value == "nf4" and not machine.gpu_memory:
-            yield warning(
-                name, "be int8 on a processor", "nf4 is slower there and further from the "
-                "unquantised model (KL 0.3 against 0.004 for a model of 135 M parameters)",
-                f"Set {name}: int8", value,
-            )
+            why = "nf4 is slower there, and its KL from the model 0.3 against 0.004 (135 M)"
+            yield warning(name, "be int8 on a processor", why, "", value)
 
 
 def _inner(given: Any) -> str:
@@ -159,18 +155,15 @@ def place_rules(stage: Stage, machine: Machine) -> Iterator[Problem]:
     for name in ("num_gpus_per_learner", "num_gpus_per_env_runner"):
         wanted = float(getattr(config, name, 0) or 0)
         if wanted > len(machine.gpu_memory):
-            yield Problem(
-                name, f"be at most {len(machine.gpu_memory)}",
-                "torch sees so many CUDA devices here",
-                f"Set {name}: 0, look at the driver (nvidia-smi), or give --ray-address", wanted,
-            )
+            rule = f"be at most {len(machine.gpu_memory)}, the CUDA devices that torch sees here"
+            remedy = "Look at the driver (nvidia-smi), or give --ray-address"
+            yield Problem(name, rule, "", remedy, wanted)
     num_busy = 1 + stage.num_samplers + stage.num_learners
     if stage.num_samplers + stage.num_learners > 1 and num_busy > machine.cpus + 1:
-        yield warning(
-            "num_env_runners", f"leave each process one of the {machine.cpus:g} cores",
-            f"{stage.num_samplers} samplers and {stage.num_learners} learners beside the trial "
-            "take turns", "Lower it; on one machine 0 or 1 is often fastest", stage.num_samplers,
-        )
+        rule = f"leave each process one of the {machine.cpus:g} cores"
+        remedy = "Lower it; on one machine 0 or 1 is often fastest"
+        why = f"with the trial and {stage.num_learners} learners they take turns"
+        yield warning("num_env_runners", rule, why, remedy, stage.num_samplers)
 
 
 def store_rules(stage: Stage, machine: Machine) -> Iterator[Problem]:
@@ -187,12 +180,9 @@ def store_rules(stage: Stage, machine: Machine) -> Iterator[Problem]:
     num_versions = stage.config.weights_keep + 1  # one more while it is published
     weights = num_versions * size * _item_bytes(stage.config)
     if weights > machine.shm_bytes:
-        yield warning(
-            "/dev/shm", f"hold {num_versions} versions of the weights ({weights / GIB:.2f} GiB)",
-            f"it has {machine.shm_bytes / GIB:.2f} GiB free, and Ray keeps the rest on disk, which "
-            "is many times slower",
-            "Enlarge it (docker run --shm-size), use bfloat16 or lora, or num_env_runners: 0",
-        )
+        rule = f"hold {num_versions} versions of the weights ({weights / GIB:.2f} GiB)"
+        why = f"{machine.shm_bytes / GIB:.2f} GiB are free; Ray keeps the rest on disk, slowly"
+        yield warning("/dev/shm", rule, why, "docker run --shm-size, or use bfloat16 or lora")
 
 
 def server_rules(stage: Stage) -> Iterator[Problem]:
@@ -283,9 +273,9 @@ def memory_rules(stage: Stage, machine: Machine) -> Iterator[Problem]:
     if held > TIGHT * have:
         yield Problem(
             said, f"fit into {what} ({have / GIB:.1f} GiB)",
-            f"{held / GIB:.1f} GiB are needed before activations",
-            "Lower num_env_runners or sampling_batch_size, use lora, dtype bfloat16, a quantised "
-            "reference, or a smaller model", severity="error" if held > have else "warning",
+            f"{held / GIB:.1f} GiB are needed before activations", "Lower num_env_runners, use "
+            "lora, bfloat16 or a quantised reference",
+            severity="error" if held > have else "warning",
         )  # fmt: skip
 
 
@@ -417,14 +407,10 @@ def _requirement(owner: str, text: str, versions: Mapping[str, str]) -> Iterator
     if requirement.specifier.contains(have, prereleases=True):
         return
     ours = owner == "rllib-llm"
-    yield Problem(
-        f"{name} {have}",
-        f"be {requirement.specifier} for {owner} {versions.get(owner, '')}".rstrip(),
-        "its authors ask for it",
-        f"pip install '{name}{requirement.specifier}'"
-        + ("" if ours else f", or another version of {owner}"),
-        severity="error" if ours else "warning",
-    )
+    wanted = requirement.specifier
+    rule = f"be {wanted} for {owner} {versions.get(owner, '')}".rstrip()
+    severity: Severity = "error" if ours else "warning"
+    yield Problem(f"{name} {have}", rule, "", f"pip install '{name}{wanted}'", severity=severity)
 
 
 SECONDS_TO_START = 60.0
@@ -454,8 +440,7 @@ def ray_rules() -> Iterator[Problem]:
             raise
         yield Problem(
             "Ray", "start", f"{type(error).__name__}: {error}",
-            "Look at /tmp/ray/session_latest/logs, free ports and memory, and stop old sessions "
-            "(ray stop)",
+            "See /tmp/ray/session_latest/logs, or stop old sessions (ray stop)",
         )  # fmt: skip
     finally:
         if started:

@@ -79,9 +79,8 @@ def _kind(setting: str, stage: Stage) -> Iterator[Problem]:
         )  # fmt: skip
     if setting == "reward_model" and writes:
         yield Problem(
-            setting, "be a reward model",
-            f"it is {kind}, and its score would come from a head that is drawn at random",
-            "Name what a RewardModel stage made (${name.model})", given,
+            setting, "be a reward model", f"it is {kind}, and its score would come from a head "
+            "that is drawn at random", "Name what a RewardModel stage made (${name.model})", given,
         )  # fmt: skip
 
 
@@ -103,8 +102,7 @@ def _tokenizer(stage: Stage) -> Iterator[Problem]:
     if beyond := [token for token in stops or () if token >= len(tokenizer)]:
         yield Problem(
             "stop_token_ids", f"be among the {len(tokenizer)} tokens of the vocabulary",
-            f"it has no {beyond[0]}",
-            "Name tokens of this tokenizer: tokenizer.convert_tokens_to_ids(text)", stops,
+            f"it has no {beyond[0]}", "See tokenizer.convert_tokens_to_ids(text)", stops,
         )  # fmt: skip
     if stage.is_rlhf and not ends and not stops:
         yield warning(
@@ -200,8 +198,7 @@ def _round_trip(tokenizer: Any, model: str) -> Iterator[Problem]:
         yield warning(
             "model", f"have a tokenizer that keeps {SAMPLE!r}",
             f"it comes back as {back!r}, and rewards read decoded completions",
-            "Set clean_up_tokenization_spaces=False in the tokenizer, or look at its decoder",
-            model,
+            "Set clean_up_tokenization_spaces=False in the tokenizer", model,
         )  # fmt: skip
 
 
@@ -290,8 +287,7 @@ def _sampling(stage: Stage) -> Iterator[Problem]:
     if config.num_completions > 1 and config.temperature < NEARLY_GREEDY:
         yield warning(
             "temperature", f"let the {config.num_completions} completions of a prompt differ",
-            "they are compared with each other, and equal ones teach nothing", "Use 0.7 to 1",
-            config.temperature,
+            "equal ones teach nothing", "Use 0.7 to 1", config.temperature,
         )
     if config.top_k == 1:
         yield warning(
@@ -311,8 +307,8 @@ def _sampling(stage: Stage) -> Iterator[Problem]:
     if config.overlong_buffer > MUCH_PUNISHED * config.max_new_tokens:
         yield warning(
             "overlong_buffer", f"be a small part of max_new_tokens={config.max_new_tokens}",
-            "nearly every completion is punished for its length",
-            f"Use {max(1, config.max_new_tokens // 5)}", config.overlong_buffer,
+            "nearly all are punished", f"Use {max(1, config.max_new_tokens // 5)}",
+            config.overlong_buffer,
         )
 
 
@@ -322,15 +318,13 @@ def _evaluation(stage: Stage) -> Iterator[Problem]:
     if held_out and not config.evaluation_interval:
         yield warning(
             "eval_fraction", "come with an evaluation_interval",
-            "these prompts are neither trained on nor evaluated",
-            "Set evaluation_interval: 10, or leave it out", held_out,
+            "these prompts are not used", "Set evaluation_interval: 10, or leave it out", held_out,
         )  # fmt: skip
     if not config.evaluation_interval or "eval_prompts" not in env:
         return
     if not env["eval_prompts"] and not env.get("eval_fraction"):
         yield Problem(
             "evaluation_interval", "have held-out prompts",
-            "neither eval_prompts nor eval_fraction is set",
-            "Write prompts: {eval_fraction: 0.1}, or evaluation_interval: null",
+            "neither eval_prompts nor eval_fraction is set", "Write prompts: {eval_fraction: 0.1}",
             config.evaluation_interval,
         )  # fmt: skip

@@ -113,8 +113,7 @@ def _look(term: RewardTerm, result: RewardResult, batch: RewardBatch) -> Iterato
             found = told[0] if told else f"that of each of {texts} is None"
         yield warning(
             f"reward {term.name!r}", "be a finite number",
-            f"{found}, and such a completion is not learnt from",
-            "Return one, at least for some of them",
+            f"{found}, and such a completion is not learnt from", "Return one",
         )  # fmt: skip
     elif _tells_nothing(known, batch) and not term.wants_tokens:
         yield warning(
