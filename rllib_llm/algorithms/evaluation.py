@@ -34,6 +34,7 @@ from ray.rllib.utils.metrics import (
 )
 from ray.rllib.utils.metrics.metrics_logger import MetricsLogger
 
+from rllib_llm.config.tabled_config import flattened
 from rllib_llm.numerics.pass_at_k import majority_rates, rates
 from rllib_llm.rollouts.errors import NoSamplersError, NoServerError
 from rllib_llm.rollouts.judged_batch import JudgedBatch
@@ -116,10 +117,10 @@ def eval_env_config(config: Any, name: str) -> Any:
 
     `config`: the algorithm's.
     """
-    overlay = dict(config.eval_envs[name])
+    overlay = flattened(type(config), config.eval_envs[name])
     base = config.copy(copy_frozen=False)
     base.eval_envs = None
-    settings = dict(config.evaluation_config or {})
+    settings = flattened(type(config), config.evaluation_config or {})
     if overlay.get("env", base.env) != base.env:
         base.env_config = {}
         settings.pop("env_config", None)

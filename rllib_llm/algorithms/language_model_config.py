@@ -226,12 +226,15 @@ class LanguageModelConfig(TabledConfig):
     )  # fmt: skip
 
     def _settle(self) -> None:
-        # RLlib greets every algorithm on its new API stack; there is no other stack here.
-        log_once(f"{self._algorithm().__name__}_on_new_api_stack")
         # A default mini-batch is no larger than the batch that somebody has chosen.
         rows, size = self.train_batch_size_per_learner, self.minibatch_size
-        if size is not None and size == defaults(type(self)).minibatch_size and size > rows:
+        are_numbers = isinstance(rows, int) and isinstance(size, int)
+        if are_numbers and 0 < rows < size == defaults(type(self)).minibatch_size:
             self.minibatch_size = rows
+
+    def _check_by_rllib(self) -> None:
+        # RLlib greets every algorithm on its new API stack; there is no other stack here.
+        log_once(f"{self._algorithm().__name__}_on_new_api_stack")
         AlgorithmConfig.validate(self)
 
     def load_tokenizer(self) -> Any:

@@ -212,10 +212,18 @@ class RLHFConfig(LanguageModelConfig):
             envs = {row.env for row in rows if row.name in self.env_config}
             self.env = min(envs, default=None)  # as `needed_env` chooses
         found = super().problems()
-        overlay = self.evaluation_config
-        if isinstance(overlay, Mapping) and overlay and not errors_of(found):
+        if errors_of(found) or self.in_evaluation:
+            return found
+        overlay, held_out = self.evaluation_config, {}
+        if isinstance(overlay, Mapping) and overlay:
+            held_out["evaluation_config"] = self.get_evaluation_config_object()
             names = flattened(type(self), overlay)
-            found += idle_overlay(self.get_evaluation_config_object(), self, names)
+            found += idle_overlay(held_out["evaluation_config"], self, names)
+        if self.evaluation_interval:
+            for name in self.eval_envs or ():
+                held_out[f"eval_envs.{name}"] = eval_env_config(self, name)
+        for place, config in held_out.items():
+            found += [problem.within(place) for problem in errors_of(config.problems())]
         return found
 
     def env_rules(self) -> Iterator[Problem]:

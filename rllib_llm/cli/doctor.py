@@ -127,7 +127,7 @@ def _deep(experiments: list[Experiment]) -> Iterator[Problem]:
         try:
             stage = make_stage(experiment)
             if stage is not None:
-                yield from (named(each, experiment.name) for each in deep_rules(stage))
+                yield from (named(each, stage) for each in deep_rules(stage))
         except (ValueError, RuntimeError, OSError) as error:
             yield from (each.within(experiment.name) for each in problems_of(error))
 

@@ -85,6 +85,8 @@ def checked_config(
         if not found and not isinstance(error, ValueError):
             raise
         later = problems_of(error) if isinstance(error, ValueError) else []
+        for name in right.keys() & {"env", "env_config"}:  # which are looked at as well
+            setattr(config, name, right[name])
     # Not what a default in the place of a refused value breaks.
     found += [problem for problem in later if problem.name not in refused]
     found = without_consequences(found)

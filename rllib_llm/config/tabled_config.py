@@ -341,18 +341,18 @@ class TabledConfig(AlgorithmConfig):
         """Errors and warnings: types and ranges, RLlib's own checks, then what must hold
         between settings."""
         found = [*self.table_problems()]
-        refused = {problem.name for problem in found}
-        if not errors_of(found):
-            found += problems_in(self._settle)
+        refused = {problem.name for problem in errors_of(found)}
+        self._settle()
+        if not refused:
+            found += problems_in(self._check_by_rllib)
         for rule in self.rules:
-            try:
-                found += [
-                    each for each in problems_in(rule, self)
-                    if each.name not in refused and (each.rule or not refused)
-                ]  # fmt: skip
+            own: list[Problem] = []
+            try:  # of a subclass that overrides it
+                problems_in(getattr(type(self), rule.__name__, rule), self, into=own)
             except Exception:
-                if not errors_of(found):  # else a consequence
+                if not errors_of([*found, *own]):  # else a consequence
                     raise
+            found += [p for p in own if p.name not in refused and (p.rule or not refused)]
         if not errors_of(found) and not self.in_evaluation:  # training's config says it
             found += no_effect(self)
         return found
@@ -367,7 +367,10 @@ class TabledConfig(AlgorithmConfig):
         report(self.problems())
 
     def _settle(self) -> None:
-        """Completes settings whose types are right by others, and lets RLlib check its own."""
+        """Completes settings whose types are right by others."""
+
+    def _check_by_rllib(self) -> None:
+        """Lets RLlib check its own settings."""
 
     def _overlay_problems(self, overlay: Mapping[str, Any], place: str) -> Iterator[Problem]:
         """Problems of what evaluation has otherwise; `place`: "evaluation_config", say."""
@@ -438,9 +441,11 @@ def flattened(
                     (unknown,) = unknown_settings(config_class, [name], key, key)
                     problems.append(unknown.within(place))
     if env:
-        for name, value in flat.get("env_config", {}).items():
+        given = flat.get("env_config", {})
+        for name, value in given.items() if isinstance(given, Mapping) else ():
             add(env, name, value, f"env_config.{name}")
-        flat["env_config"] = env
+        if isinstance(given, Mapping):
+            flat["env_config"] = env
     if problems and found is None:
         raise Problems(problems)
     if found is not None:
@@ -449,8 +454,7 @@ def flattened(
 
 
 def written_names(config_class: ConfigClass, settings: Mapping[str, Any]) -> dict[str, str]:
-    """The name of each setting of the environment -> what it is called in `settings`, where it
-    stands in a section."""
+    """The name of each setting that stands in a section -> what it is called in `settings`."""
     rows = {
         f"{key}.{name}": row_called(config_class, key, name)
         for key, value in settings.items()
@@ -458,8 +462,8 @@ def written_names(config_class: ConfigClass, settings: Mapping[str, Any]) -> dic
         for name in value
     }
     return {
-        f"env_config.{row.name}": place
-        for place, row in rows.items() if row is not None and row.place == IN_ENV
+        f"env_config.{row.name}" if row.place == IN_ENV else row.name: place
+        for place, row in rows.items() if row is not None
     }  # fmt: skip
 
 
@@ -528,7 +532,7 @@ def _inert(config: TabledConfig) -> Iterator[Problem]:
 def _uncalled(config: TabledConfig, acting: Iterable[str]) -> Iterator[Problem]:
     """Methods of callbacks classes that nothing calls here: warnings where other stages do."""
     elsewhere = {row.name for section in ONLINE for row in section.settings}
-    for cls in force_list(config.callbacks_class):
+    for cls in filter(inspect.isclass, force_list(config.callbacks_class)):
         for name, unused in inspect.getmembers(RLlibCallback, inspect.isfunction):
             event = f"callbacks_{name}"
             if name.startswith("on_") and event not in acting and getattr(cls, name) is not unused:

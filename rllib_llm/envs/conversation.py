@@ -301,7 +301,7 @@ class ChatEnv(ConversationEnv):
 
     def _open(self) -> None:
         super()._open()
-        require(self.settings["model_name"], "env_config['model_name']",
+        require(self.settings["model_name"], "env_config.model_name",
                 self.settings["model_name"], "name a model of the server", "",
                 "See GET /v1/models")  # fmt: skip
         self._client  # noqa: B018  (a wrong address is refused before anything is sampled)

@@ -232,7 +232,7 @@ def check_reference(
     chosen = _model_of(settings["reference"])
     model = chosen.pop("model", None) or settings["model"]
     require(
-        model is not None, "env_config['reference']", settings["reference"], "name a model",
+        model is not None, "env_config.reference", settings["reference"], "name a model",
         "there is no 'model' of the policy either", "Set reference.model",
     )  # fmt: skip
     if model != settings["model"]:
@@ -265,7 +265,7 @@ def _reward_model_term(
 
     chosen = _model_of(settings["reward_model"])
     require(
-        bool(chosen.get("model")) != bool(chosen.get("models")), "env_config['reward_model']",
+        bool(chosen.get("model")) != bool(chosen.get("models")), "env_config.reward_model",
         settings["reward_model"], "have 'model', or 'models' for several of them",
         "", "Name its model",
     )  # fmt: skip

@@ -6,6 +6,7 @@ import difflib
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,17 +84,25 @@ def check_experiments(
         if stage is not None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                found += [named(problem, experiment.name) for problem in rules(stage)]
+                found += [named(problem, stage) for problem in rules(stage)]
         problems += found
     report(problems)
     return reserved
 
 
-def named(problem: Problem, experiment: str) -> Problem:
-    """The problem of a setting, named with its experiment, and its config unless it is a key beside
-    that."""
-    is_beside = problem.name.split(".")[0] in KEYS
-    return problem.within(experiment if is_beside else f"{experiment}.config")
+def named(problem: Problem, stage: Stage) -> Problem:
+    """The problem of a stage's setting, named as its experiment has it."""
+    first = problem.name.split(".")[0]
+    if first in stage.env and not hasattr(stage.config, first):
+        problem = replace(problem, name=f"env_config.{problem.name}")
+    return _placed(as_written(problem, stage.experiment.config, stage.config), stage.experiment)
+
+
+def _placed(problem: Problem, experiment: Experiment) -> Problem:
+    """The problem with the place of its setting: in the config, or beside it."""
+    first = problem.name.split(".")[0]
+    is_beside = first in KEYS and first not in experiment.config
+    return problem.within(experiment.name if is_beside else f"{experiment.name}.config")
 
 
 def check_experiment(experiment: Experiment) -> list[Reservation]:
@@ -116,9 +125,10 @@ def examined(experiment: Experiment) -> tuple[list[Problem], list[Reservation], 
     stages: list[Stage | None] = []
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", UserWarning)
-        found = problems_in(experiment_problems, experiment)
+        found: list[Problem] = []
         try:
-            found += problems_in(_config_problems, experiment, reserved, stages)
+            problems_in(experiment_problems, experiment, into=found)
+            problems_in(_config_problems, experiment, reserved, stages, into=found)
         except Exception:
             if not errors_of(found):  # else a consequence
                 raise
@@ -127,7 +137,7 @@ def examined(experiment: Experiment) -> tuple[list[Problem], list[Reservation], 
             found.append(each.message.problem.within(f"{name}.config"))
         elif issubclass(each.category, UserWarning):
             found.append(warning(str(each.message)))
-    found = [problem.within(name) for problem in distinct(found)]
+    found = [problem.within(name) for problem in without_consequences(distinct(found))]
     errors = errors_of(found)
     return (errors, [], None) if errors else (found, reserved, next(iter(stages), None))
 
@@ -175,10 +185,9 @@ def _config_problems(
             stages[:] = stages or [stage_of(experiment, config)]
             one = Reservation.of(algo_class.default_resource_request(config), config)
             reserved += [] if one in reserved else [one]
-        for problem in without_consequences(found):
+        for problem in found:
             if not (is_foreign and problem.name == "model"):
-                place = f"{experiment.name}.config"
-                yield as_written(problem, experiment.config, config).within(place)
+                yield _placed(as_written(problem, experiment.config, config), experiment)
         found = []
 
 

@@ -268,9 +268,10 @@ def _known_variable(data: dict[str, Any], keys: list[str], source: str) -> None:
     known = data.get("vars") or {}
     if not isinstance(known, dict):
         return  # told where the file is read
+    names = ", ".join(map(str, known))
     require(
-        not (len(keys) < 2 or keys[1] not in known), "--set", ".".join(keys),
-        f"name a variable of {source}", f"it has {', '.join(known) or 'no `vars` at its top'}",
+        len(keys) >= 2 and keys[1] in known, "--set", ".".join(keys),
+        f"name a variable of {source}", f"it has {names or 'no `vars` at its top'}",
     )  # fmt: skip
 
 

@@ -55,13 +55,14 @@ class Problem:
     @property
     def is_missing(self) -> bool:
         """Whether the rule wants something that was not given."""
-        return self.rule != KNOWN_KEY and (self.value is ... or self.value is None)
+        return self.rule not in ("", KNOWN_KEY) and (self.value is ... or self.value is None)
 
     def within(self, place: str) -> Problem:
         """The same, its name with the place that it is in, if it does not begin with that."""
-        if not place or self.name == place or self.name.startswith((f"{place}.", f"{place}:")):
+        if not place or self.name.startswith((f"{place}.", f"{place}:")):
             return self
-        is_path = " " not in place and " " not in self.name.partition(": ")[0]
+        own = self.name.partition(": ")[0]
+        is_path = " " not in place and " " not in own and own[:1].isidentifier()
         return replace(self, name=f"{place}{'.' if is_path else ': '}{self.name}")
 
 
@@ -196,9 +197,12 @@ def closest(name: str, called: Mapping[str, str]) -> str:
     return "Nothing similar is known."
 
 
-def problems_in(check: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Problem]:
-    """The problems that `check` returns, or raises as a ValueError."""
-    found: list[Problem] = []
+def problems_in(
+    check: Callable[..., Any], *args: Any, into: list[Problem] | None = None, **kwargs: Any
+) -> list[Problem]:
+    """The problems that `check` returns, or raises as a ValueError; `into`: the list that they are
+    added to, which has the first of them also where `check` fails otherwise."""
+    found: list[Problem] = [] if into is None else into
     try:
         for problem in check(*args, **kwargs) or ():
             found.append(problem)
@@ -210,11 +214,11 @@ def problems_in(check: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Pr
 def distinct(problems: Iterable[Problem]) -> list[Problem]:
     """Each broken rule of a name once, of a wrong value the first one; errors first."""
     kept: dict[tuple[str, str], Problem] = {}
-    for problem in problems:
+    order = ("error", "warning", "note")
+    for problem in sorted(problems, key=lambda problem: order.index(problem.severity)):
         is_of_value = problem.severity == "error" and problem.value is not ...
         kept.setdefault((problem.found, "" if is_of_value else problem.rule), problem)
-    order = ("error", "warning", "note")
-    return sorted(kept.values(), key=lambda problem: order.index(problem.severity))
+    return [*kept.values()]
 
 
 def without_consequences(problems: Iterable[Problem]) -> list[Problem]:

@@ -441,7 +441,7 @@ def test_a_factory_that_raises_is_told_with_its_setting(make, error):
 
     with pytest.raises(Problems) as caught:
         make(environment_factory=board)
-    assert caught.value.problem.name == "env_config['environment_factory']"
+    assert caught.value.problem.name == "env_config.environment_factory"
     told = f"{type(error).__name__}: {error}, raised in test_adapters.py:"
     assert caught.value.problem.reason.startswith(told) and caught.value.__cause__ is error
 

@@ -79,7 +79,7 @@ class AgentEnv(ConversationEnv):
             inspect.signature(function).bind("http://address/v1", {}, **kwargs)
         except (TypeError, ValueError) as error:
             rule = f"be a function run(base_url, task) with the agent_kwargs {sorted(kwargs)}"
-            raise Problems("env_config['agent']", rule, error, value=given) from error
+            raise Problems("env_config.agent", rule, error, value=given) from error
         return functools.partial(function, **kwargs) if kwargs else function
 
 

@@ -199,7 +199,7 @@ class _Factory(NamedTuple):
 def _factory(given: Any) -> _Factory:
     """The factory of an environment, which must make objects that can be reset."""
     factory = import_dotted(given, name="environment_factory") if isinstance(given, str) else given
-    place, first = "env_config['environment_factory']", None
+    place, first = "env_config.environment_factory", None
     wanted = []
     with contextlib.suppress(TypeError, ValueError):  # it is not callable, or does not say
         parameters = inspect.signature(factory).parameters.values()

@@ -148,9 +148,7 @@ def _of_evaluations(config: Any) -> Iterator[Problem]:
                if key not in before or repr(value) != repr(before[key])}  # fmt: skip
         if not own:
             continue
-        problems = errors_of(held_out.problems())
-        if not problems:
-            problems = [*source_problems({"env": held_out.env, "env_config": own})]
+        problems = [*source_problems({"env": held_out.env, "env_config": own})]
         if not errors_of(problems):
             problems += problems_in(_of_prompts, held_out)
         yield from (problem.within(place) for problem in problems)
@@ -208,7 +206,7 @@ def source_problems(settings: Mapping[str, Any]) -> Iterator[Problem]:
     """
     from rllib_llm.envs.registry import ENVIRONMENTS
 
-    env = settings.get("env_config") if settings.get("env") in ENVIRONMENTS else None
+    env = settings.get("env_config") if str(settings.get("env")) in ENVIRONMENTS else None
     env = env if isinstance(env, Mapping) else {}
     for name, value in (*_chosen(settings, MODELS), *_chosen(env, ENV_MODELS, "env_config.")):
         # A reference reads ids alone.

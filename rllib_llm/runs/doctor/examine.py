@@ -73,7 +73,7 @@ def examine_experiment(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             rules = stage_rules(stage, machine, is_here)
-            yield from (plan.named(problem, experiment.name) for problem in rules)
+            yield from (plan.named(problem, stage) for problem in rules)
 
 
 def stage_rules(stage: Stage, machine: Machine, is_here: bool = True) -> Iterator[Problem]:

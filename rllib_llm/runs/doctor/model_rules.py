@@ -234,7 +234,8 @@ def _end(stage: Stage) -> Iterator[Problem]:
     frequency = settings.get("checkpoint_frequency")
     if settings.get("checkpoint_at_end") is False and frequency == 0:
         yield warning(
-            "checkpoint_at_end", "be on where checkpoint_frequency=0", "all learnt would be lost",
+            "checkpoint_config.checkpoint_at_end", "be on where checkpoint_frequency=0",
+            "all learnt would be lost",
             "Drop one of them", False,
         )  # fmt: skip
 
