@@ -236,7 +236,7 @@ def sampling_rules(config: Any) -> Iterator[Problem]:
     """Completions can be sampled, and shared out."""
     total, group = config.total_train_batch_size, config.num_completions
     rows, size = config.train_batch_size_per_learner, config.minibatch_size
-    if total % group:
+    if total % group and not config.in_evaluation:
         yield wrong(config, "train_batch_size_per_learner",
                     f"such that all learners' rows ({total}) are a multiple of num_completions="
                     f"{group}", "the completions of a prompt stay together",
