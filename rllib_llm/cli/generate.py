@@ -15,7 +15,6 @@ from typer import Argument, Option
 
 from rllib_llm.cli.options import takes
 from rllib_llm.cli.session import prepare, shown_warnings, user_errors
-from rllib_llm.modules.model_source import text_config
 from rllib_llm.shared.errors import Problems, require
 
 if TYPE_CHECKING:
@@ -189,6 +188,8 @@ class CheckpointCompleter:
 
     def _params_for(self, prompt_len: int) -> SamplingParams:
         """Return the sampling settings; a limit that the user left open fits the model."""
+        from rllib_llm.modules.model_source import text_config
+
         text = text_config(self.model)
         positions = getattr(text, "max_position_embeddings", None)
         if self.sampling.max_new_tokens is not None or positions is None:

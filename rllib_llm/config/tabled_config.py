@@ -370,7 +370,7 @@ class TabledConfig(AlgorithmConfig):
         """Completes settings whose types are right by others."""
 
     def _check_by_rllib(self) -> None:
-        """Lets RLlib check its own settings."""
+        """Runs RLlib's own checks."""
 
     def _overlay_problems(self, overlay: Mapping[str, Any], place: str) -> Iterator[Problem]:
         """Problems of what evaluation has otherwise; `place`: "evaluation_config", say."""

@@ -616,7 +616,7 @@ def _is_branch(part: Any) -> bool:
 
 
 def _farthest(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Of the errors of the first wrong field that of the branch which reads most of its value."""
+    """The error of the branch which reads most of the first wrong field's value."""
     field = [*takewhile(lambda part: not _is_branch(part), errors[0]["loc"])]
     found = [each for each in errors if [*each["loc"][: len(field)]] == field]
 

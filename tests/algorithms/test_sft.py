@@ -32,7 +32,7 @@ def test_it_learns_and_reports():
 def test_evaluation_leaves_training_untouched():
     with tiny.built(tiny.sft()) as algorithm:
         metrics, weights = tiny.train(algorithm, 3), tiny.weights(algorithm)
-        with pytest.raises(ValueError, match="eval_data must be a data set"):
+        with pytest.raises(ValueError, match="eval_data=None must be a data set"):
             algorithm.evaluate()
     config = tiny.sft(eval_data=tiny.TEXTS[:5]).evaluation(evaluation_interval=1)
     with tiny.built(config) as algorithm:

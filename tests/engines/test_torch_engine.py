@@ -421,7 +421,8 @@ def test_what_does_not_fit_is_named():
     ours.add([row])
     for wrong, name in [
         (row, "row.id"),
-        (replace(row, id="long", params=replace(PARAMS, max_new_tokens=56)), "max_new_tokens"),
+        (replace(row, id="long", params=replace(PARAMS, max_new_tokens=56)),
+         "a prompt of 9 tokens with max_new_tokens=56"),
         (replace(row, id="other", version=3), "row.version"),
     ]:
         with pytest.raises(Problems) as caught:

@@ -45,5 +45,5 @@ def test_evaluation_through_the_server_equals_evaluation_in_the_run(
         finally:
             restored.stop()
     names = [name for name in in_run if name.startswith(("scores", "rewards", "output_length"))]
-    assert len(names) > 2 and (in_run["scores_std"] > 0) == bool(how)
+    assert len(names) > 2
     assert {name: served[name] for name in names} == {name: in_run[name] for name in names}
