@@ -81,7 +81,7 @@ def apply_template(
 
 
 def row_settings(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What a row says of how its chat is rendered: its `tools`, and its `chat_template_kwargs`,
+    """A row's settings of how its chat is rendered: its `tools`, and its `chat_template_kwargs`,
     variables of the template or their JSON, as TRL's data sets hold them."""
     given = row.get("chat_template_kwargs") or {}
     with blamed_on("chat_template_kwargs", given, "be variables of the chat template", remedy=""):
@@ -94,7 +94,7 @@ def row_settings(row: Mapping[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def not_variables() -> frozenset[str]:
-    """What settings of a template may not say: a template is a program, and the others are ours."""
+    """Names that settings of a template may not have: a template is a program, and the others are ours."""
     from transformers import PreTrainedTokenizerBase
 
     taken = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
