@@ -38,7 +38,7 @@ from rllib_llm.config.sections import SectionMethod, defaults, known_names, sect
 from rllib_llm.config.tabled_config import TabledConfig
 from rllib_llm.modules.precision import cuda_multiplies_bfloat16, faster_library
 from rllib_llm.shared.dotted import import_dotted
-from rllib_llm.shared.errors import Problem, require
+from rllib_llm.shared.errors import Problem, errors_of, report, require
 from rllib_llm.shared.process import multiplies_bfloat16
 from rllib_llm.shared.setting import Section
 
@@ -165,8 +165,8 @@ class LanguageModelConfig(TabledConfig):
         return self._named("learner_path", "a Learner")
 
     def build_algo(self, env: Any = None, use_copy: bool = True) -> Any:
-        """As RLlib's, which would take the settings alone of a config of another class, and end in
-        a RecursionError where rows are nested deeper than Python copies them."""
+        """As RLlib's, which would take the settings alone of a config of another class, drop those
+        of -1, and end in a RecursionError where rows are nested deeper than Python copies them."""
         of_algorithm = type(self._algorithm().get_default_config())
         require(
             isinstance(self, of_algorithm), f"{type(self).__name__}.algo_class", self.algo_class,
@@ -175,6 +175,7 @@ class LanguageModelConfig(TabledConfig):
         )  # fmt: skip
         with self.copies():
             config = copy.deepcopy(self) if use_copy else self
+        report(errors_of(config.table_problems()))
         return super(LanguageModelConfig, config).build_algo(env, use_copy=False)
 
     def _algorithm(self) -> Any:

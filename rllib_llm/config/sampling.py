@@ -221,7 +221,7 @@ class Rollouts(Settings):
     )  # fmt: skip
     store_keep_iterations: int | None = setting(
         None, "how many iterations' rollouts are kept, the newest",
-        note="None: all. Up to an eighth more are kept, since files are removed whole.", least=1,
+        note="None: all. Up to an eighth more are kept.", least=1,
         acts=(STORED,), short="keep_iterations",
     )  # fmt: skip
 

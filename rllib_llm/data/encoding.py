@@ -94,7 +94,7 @@ def row_settings(row: Mapping[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def not_variables() -> frozenset[str]:
-    """Names that settings of a template may not have: a template is a program, and the others are ours."""
+    """Names that no variable of a template may have: they are ours."""
     from transformers import PreTrainedTokenizerBase
 
     taken = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters

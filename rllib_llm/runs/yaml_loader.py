@@ -454,7 +454,8 @@ def _known(ref: str, where: str, *, values: Mapping[str, Any], names: list[str],
         left = " or ".join(f"${{{name}.{product}}}" for product in PRODUCTS)
         raise Problems(where, f"be {left}", "an experiment leaves these", "", f"${{{ref}}}")
     if name not in names:
-        known = [f"{n}.{p}" for n in names[:index] for p in PRODUCTS] + sorted(values)
+        known = [f"{n}.{p}" for n in names[:index] for p in PRODUCTS]
+        known += sorted({*values} - {"here"})
         close = nearest(ref, known) or known
         why = f"known here: {', '.join(close)}" if close else "there is none, and no `vars`"
         rule = "refer to something above it in this file"
