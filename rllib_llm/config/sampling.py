@@ -87,29 +87,24 @@ class Sampling(Drawn):
     )  # fmt: skip
     sampling_batch_size: int | None = setting(
         None, "the number of completions that a sampler decodes at once",
-        note="Waiting prompts take the places of finished rows; None: as many as fit.", least=1,
-        rllib="num_envs_per_env_runner", also="max_num_seqs micro_rollout_batch_size "
-        "local_rollout_forward_batch_size",
+        note="None: as many as fit.", least=1, rllib="num_envs_per_env_runner",
+        also="max_num_seqs micro_rollout_batch_size local_rollout_forward_batch_size",
     )  # fmt: skip
     sampling_parts: int | None = setting(
         None, "the number of parts into which an iteration's prompts are split, each for one "
-        "sampler", note="It limits how far a running run can be scaled (`rllib scale`): the parts "
-        "stay the same, so what is learnt does too, bit for bit. None: num_env_runners.", least=1,
-        remedy="Use the most samplers that the run may grow to",
+        "sampler", note="What is learnt depends on it, and a run can be scaled up to so many "
+        "samplers (`rllib scale`). None: num_env_runners.", least=1,
     )  # fmt: skip
     cuda_graphs: bool = setting(
         True, "whether decode steps of Llama-shaped models are recorded as CUDA graphs",
-        note="False launches each operation separately. No effect on a CPU.", acts=(TORCH_SAMPLES,),
-        also="enforce_eager",
+        acts=(TORCH_SAMPLES,), also="enforce_eager",
     )  # fmt: skip
     engine: Literal["torch", "vllm", "openai"] = setting(
         "torch", "the engine of remote samplers",
-        note='"torch": our decode loop. "openai": a server with that interface; for evaluation '
-        "(in `evaluation_config`), or with `endpoint: tokens` among its engine_settings "
-        "for training, where the server returns token ids, log-probs and the versions of "
-        "the weights that it follows. A sampler in the driver's process shares the "
-        'learner\'s module and uses "torch" instead of "vllm".', acts=(OWN_MODULE,), trl="use_vllm",
-        also="backend rollout_engine",
+        note='"openai": a server with that interface, for evaluation (in `evaluation_config`), or '
+        "with `endpoint: tokens` in engine_settings for training, where it returns token ids, "
+        "log-probs and the versions of the weights that it follows. A sampler in the driver's "
+        'process uses "torch".', acts=(OWN_MODULE,), trl="use_vllm", also="backend rollout_engine",
     )  # fmt: skip
     engine_settings: dict[str, Any] | None = setting(
         None, "arguments of `VLLMEngine`, `OpenAICompletions` or, with `endpoint: tokens`, "
@@ -135,26 +130,22 @@ class Sampling(Drawn):
     )  # fmt: skip
     answer_pattern: str | None = setting(
         None, "the regular expression of the answer for which a completion votes in maj@k",
-        note="The first group of its last match, or the whole match; completions without a match "
-        "vote for no right answer. None: the whole completion.", acts=(PASS_AT,),
-        remedy="Write '<answer>(.*?)</answer>'",
+        note="The first group of its last match, or the whole match. None: the whole completion.",
+        acts=(PASS_AT,), remedy="Write '<answer>(.*?)</answer>'",
     )  # fmt: skip
     eval_envs: dict[str, dict[str, Any]] | None = setting(
         None, "additional evaluation environments by name: eval/<name>/<metric>",
-        note="Each is {env, env_config, evaluation_duration, pass_at, ...}, merged over "
-        "`evaluation_config`. None: only the training environment.",
+        note="Each is {env, env_config, pass_at, ...}, merged over `evaluation_config`.",
         remedy="Write {hard: {env_config: {digits: 4}}}",
     )  # fmt: skip
     log_samples_every: int = setting(
         10, "the interval between training samples in samples.jsonl",
-        note="Additional samples early on (iterations 1, 2, 3, 5 and 9 for an interval of 10). 0: "
-        "none.", unit="iterations", least=0, trl="log_completions",
+        note="More of them early on. 0: none.", unit="iterations", least=0, trl="log_completions",
         remedy="Write 10, or 0 for none",
     )  # fmt: skip
     num_logged_samples: int = setting(
         8, "the number of rows written to samples.jsonl each time",
-        note="Of different prompts, if there are enough.", unit="rows", least=0,
-        trl="num_completions_to_print",
+        unit="rows", least=0, trl="num_completions_to_print",
     )  # fmt: skip
 
 

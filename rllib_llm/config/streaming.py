@@ -44,19 +44,16 @@ class Streaming(Settings):
         reason="it counts updates", remedy="Use 0 to wait, 1 to overlap sampling and learning",
     )  # fmt: skip
     schedule: Literal["lockstep", "free"] = setting(
-        "lockstep", "the weights that sample a group",
-        note='"lockstep": determined by the group\'s position, so a run is the same bit for bit '
-        'whatever the timing, the number of samplers and the faults; "free": the newest '
-        "available.", acts=(STREAMS,), reason="it decides which weights sample a group",
+        "lockstep", "the weights that sample a group", note='"lockstep": those that the group\'s '
+        'position says, so a run is the same bit for bit whatever time and faults do; "free": the '
+        'newest.', acts=(STREAMS,), reason="it decides which weights sample a group",
     )  # fmt: skip
     in_flight: Literal["finish", "recompute", "keep"] = setting(
         "finish", "the treatment of completions in flight when new weights arrive",
-        note='"finish": they finish on their own weights while new ones start on the new '
-        "weights, which needs a second copy of the weights (with vLLM, which has one, new "
-        'ones wait); "recompute": they continue on the new weights with a recomputed KV '
-        'cache; "keep": on the new weights with the '
-        "old cache. Each token records the version that sampled it.", acts=(STREAMS, FREE, BY_ROW),
-        also="pause_mode",
+        note='"finish": they finish on their own weights beside new ones, which needs a second '
+        'copy of the weights (with vLLM new ones wait); "recompute": they continue on the new '
+        'weights with a recomputed KV cache; "keep": with the old cache. Each token records its '
+        "version.", acts=(STREAMS, FREE, BY_ROW), also="pause_mode",
     )  # fmt: skip
     mask_stale_prefix: bool = setting(
         False, "whether, in completions sampled by several versions, only the tokens of the last "
@@ -155,8 +152,8 @@ class OffPolicy(Settings):
     )  # fmt: skip
     rejection: str | None = setting(
         None, "the estimator of the KL to the sampler's policy by which tokens are left out of the "
-        "loss; None: none is", note="Denominators still count rejected tokens "
-        "(`off_policy/rejected_share`). k1 is minus the log-ratio; k3 is never negative.",
+        "loss; None: none is", note="Denominators still count rejected tokens. k1 is minus the "
+        "log-ratio; k3 is never negative.",
         choices=KL_ESTIMATORS, acts=(CHOSEN,), also="rollout_rs", remedy="Use 'k3'",
     )  # fmt: skip
     rejection_level: Literal["sequence", "token"] = setting(

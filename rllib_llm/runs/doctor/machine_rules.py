@@ -439,8 +439,7 @@ def ray_rules() -> Iterator[Problem]:
         if not of_ray and not isinstance(error, OSError | RuntimeError | ValueError):
             raise
         yield Problem(
-            "Ray", "start", f"{type(error).__name__}: {error}",
-            "See /tmp/ray/session_latest/logs, or stop old sessions (ray stop)",
+            "Ray", "start", f"{type(error).__name__}: {error}", "Stop old sessions (ray stop)",
         )  # fmt: skip
     finally:
         if started:
