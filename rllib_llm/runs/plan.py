@@ -40,6 +40,7 @@ from rllib_llm.runs.search_space import (
     make_scheduler,
     make_searcher,
     planned_iterations,
+    points,
     search_space,
 )
 from rllib_llm.shared.errors import (
@@ -173,7 +174,7 @@ def _config_problems(
     is_foreign = isinstance(model_of(experiment.config), StandIn)
     read: set[str] = set()
     found: list[Problem] = []
-    for settings in examples(search_space(experiment, found)):
+    for settings in points(search_space(experiment, found)):
         config, wrong = checked_config(algo_class, settings, KEYS)
         found += [*wrong, *problems_in(check_env, config, algo_class)]
         if ours:

@@ -54,6 +54,15 @@ def examples(config: dict[str, Any], limit: int = 64) -> list[dict[str, Any]]:
     return [variant for _, variant in itertools.islice(variants, limit)]
 
 
+def points(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return `examples`, and the first of them with each further value of a `choice`."""
+    from ray.tune.search.sample import Categorical
+
+    drawn = examples(config)
+    chosen = {key: each.categories for key, each in config.items() if isinstance(each, Categorical)}
+    return drawn + [{**drawn[0], key: value} for key, values in chosen.items() for value in values]
+
+
 def _from_list(name: str, arguments: Any, where: str) -> Any:
     require(
         isinstance(arguments, list) and arguments, f"{where}.{name}", arguments,
