@@ -36,7 +36,7 @@ ROOMS = {
     "numerics": (1295, 0.8),
     "overseer": (978, 4.0),
     "rollouts": (5774, 1.2),
-    "runs": (7281, 8.9),
+    "runs": (7291, 8.9),
     "serving": (6360, 5.1),
     "shared": (3321, 3.8),
     "weights": (2198, 2.0),

@@ -186,7 +186,7 @@ def test_held_out_prompts_that_repeat_one_to_train_on_are_counted():
     )
     twins = sum(prompt in train for prompt in held_out)
     (leak,) = [p for p in found(grpo(env=settings)) if p.rule == "share no row with training"]
-    assert twins > 0 and called(leak) == "eval_fraction"
+    assert twins > 0 and called(leak) == "env_config.eval_fraction"
     assert leak.reason.startswith(f"{twins} of the 6 that it holds out are in prompts as well")
 
 
@@ -277,7 +277,7 @@ def test_a_stop_token_beyond_the_vocabulary_is_named():
 
 def test_a_policy_is_no_judge(folders):
     experiment = grpo(model=folders["sound"], env={"reward_model": folders["sound"]})
-    assert ("reward_model", "be a reward model") in [(called(p), p.rule) for p in found(experiment)]
+    assert ("env_config.reward_model", "be a reward model") in [(called(p), p.rule) for p in found(experiment)]
 
 
 def test_a_missing_model_is_told_of_the_experiment_that_names_it():
@@ -359,7 +359,7 @@ def test_a_server_that_does_not_answer_is_named():
         stage = make_stage(grpo())
         stage.env = {"base_url": url}  # of Chat-v0's player
         (told,) = server_rules(stage)
-    assert "reward_functions.kwargs.base_url" in names
+    assert "env_config.reward_functions.kwargs.base_url" in names
     assert (told.name, told.value) == ("env_config.base_url", url)
 
 
@@ -401,7 +401,7 @@ def test_a_tool_that_cannot_be_made_here_is_told_by_the_doctor_and_stops_no_run(
         tools=[f"{HERE}.NeedsAService"],
     )  # fmt: skip
     (finding,) = found(experiment)
-    assert called(finding) == "tools" and "KeyError: 'SERVICE', raised in" in finding.reason
+    assert called(finding) == "env_config.tools" and "KeyError: 'SERVICE', raised in" in finding.reason
     before_a_run([experiment])
 
 
