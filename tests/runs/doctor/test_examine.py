@@ -277,7 +277,8 @@ def test_a_stop_token_beyond_the_vocabulary_is_named():
 
 def test_a_policy_is_no_judge(folders):
     experiment = grpo(model=folders["sound"], env={"reward_model": folders["sound"]})
-    assert ("env_config.reward_model", "be a reward model") in [(called(p), p.rule) for p in found(experiment)]
+    told = [(called(problem), problem.rule) for problem in found(experiment)]
+    assert ("env_config.reward_model", "be a reward model") in told
 
 
 def test_a_missing_model_is_told_of_the_experiment_that_names_it():
@@ -401,7 +402,8 @@ def test_a_tool_that_cannot_be_made_here_is_told_by_the_doctor_and_stops_no_run(
         tools=[f"{HERE}.NeedsAService"],
     )  # fmt: skip
     (finding,) = found(experiment)
-    assert called(finding) == "env_config.tools" and "KeyError: 'SERVICE', raised in" in finding.reason
+    assert called(finding) == "env_config.tools"
+    assert "KeyError: 'SERVICE', raised in" in finding.reason
     before_a_run([experiment])
 
 
