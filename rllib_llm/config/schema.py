@@ -60,7 +60,7 @@ def build_config(
         Problems: all that `checked_config` finds.
     """
     config, found = checked_config(algo_class, settings)
-    report(problem.within(where) for problem in found)
+    report(as_written(problem, settings, config).within(where) for problem in found)
     return config
 
 
@@ -89,8 +89,7 @@ def checked_config(
             setattr(config, name, right[name])
     # Not what a default in the place of a refused value breaks.
     found += [problem for problem in later if problem.name not in refused]
-    found = without_consequences(found)
-    return config, [as_written(problem, settings, config) for problem in found]
+    return config, without_consequences(found)
 
 
 def sound_settings(
@@ -106,7 +105,7 @@ def sound_settings(
 
 
 def as_written(problem: Problem, settings: Mapping[str, Any], config: Any) -> Problem:
-    """The problem, a setting of the environment called as `settings` call it."""
+    """The problem, its setting called as `settings` call it where it stands in a section."""
     names = written_names(type(config), settings) if isinstance(config, TabledConfig) else {}
     for name, place in names.items():
         if problem.name == name or problem.name.startswith(f"{name}."):

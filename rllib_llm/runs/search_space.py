@@ -60,7 +60,10 @@ def points(config: dict[str, Any]) -> list[dict[str, Any]]:
 
     drawn = examples(config)
     chosen = {key: each.categories for key, each in config.items() if isinstance(each, Categorical)}
-    return drawn + [{**drawn[0], key: value} for key, values in chosen.items() for value in values]
+    return drawn + [
+        {**drawn[0], key: value}
+        for key, values in chosen.items() for value in values if value is not drawn[0][key]
+    ]  # fmt: skip
 
 
 def _from_list(name: str, arguments: Any, where: str) -> Any:
