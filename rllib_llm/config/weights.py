@@ -7,7 +7,7 @@ from typing import Any
 
 from rllib_llm.config.checks import wrong
 from rllib_llm.shared.dotted import import_dotted
-from rllib_llm.shared.errors import Problem, problems_in
+from rllib_llm.shared.errors import Problem, refusals
 from rllib_llm.shared.setting import Section, Settings, setting, when
 from rllib_llm.weights.push import open_servers
 from rllib_llm.weights.transport import is_own
@@ -122,4 +122,4 @@ def follower_rules(config: Any) -> Iterator[Problem]:
 
     check_without_keys(config.serve, "serve.", "a run's settings are written to its files")
     served = {"model": config.given_model(), **config.serve}
-    yield from (problem.within("serve") for problem in problems_in(read_settings, served))
+    yield from (problem.within("serve") for problem in refusals(read_settings, served))

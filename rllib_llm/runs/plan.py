@@ -50,6 +50,7 @@ from rllib_llm.shared.errors import (
     distinct,
     errors_of,
     problems_in,
+    refusals,
     report,
     require,
     suggestion,
@@ -147,12 +148,10 @@ def experiment_problems(experiment: Experiment) -> Iterator[Problem]:
     """Problems of an experiment beside its config."""
     algo_class = algorithm_class(experiment.run, experiment.name)
     for check in (make_scheduler, make_searcher, checkpoint_settings):
-        yield from problems_in(lambda check=check: check(experiment) and None)
+        yield from refusals(check, experiment)
     if (source := experiment.restore) is not None and "${" not in source:
         place = f"{experiment.name}.restore"
-        yield from problems_in(
-            lambda: restore_source(source, algo_class, place, experiment.stop) and None
-        )
+        yield from refusals(restore_source, source, algo_class, place, experiment.stop)
     for key in COUNTERS:
         if (limit := experiment.stop.get(key, 1)) <= 0:
             yield Problem(

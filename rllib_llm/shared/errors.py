@@ -198,7 +198,10 @@ def closest(name: str, called: Mapping[str, str]) -> str:
 
 
 def problems_in(
-    check: Callable[..., Any], *args: Any, into: list[Problem] | None = None, **kwargs: Any
+    check: Callable[..., Iterable[Problem] | None],
+    *args: Any,
+    into: list[Problem] | None = None,
+    **kwargs: Any,
 ) -> list[Problem]:
     """The problems that `check` returns, or raises as a ValueError; `into`: the list that they are
     added to, which has the first of them also where `check` fails otherwise."""
@@ -209,6 +212,15 @@ def problems_in(
     except ValueError as error:
         found += problems_of(error)
     return found
+
+
+def refusals(function: Callable[..., object], *args: Any) -> list[Problem]:
+    """The problems that a function raises which returns something else."""
+    try:
+        function(*args)
+    except ValueError as error:
+        return problems_of(error)
+    return []
 
 
 def distinct(problems: Iterable[Problem]) -> list[Problem]:

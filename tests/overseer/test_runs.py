@@ -155,7 +155,7 @@ def test_a_run_that_is_paused_scaled_and_saved_learns_the_same(tmp_path, undistu
     (resumed,) = run.tell("resume", timeout_s=60)
     assert resumed["answer"] == "resumes after iteration 1"
     (scaled,) = tell_before_the_gate_opens(tuned, run, "scale", samplers=1)
-    until(lambda: run._asked_again([scaled])[0]["answer"] == "1 samplers instead of 2")
+    until(lambda: run._updated([scaled])[0]["answer"] == "1 samplers instead of 2")
     tiny.assert_same_weights(tuned.weights(), undisturbed[schedule])
 
 
