@@ -114,7 +114,7 @@ def test_a_failed_run_says_why_and_resume_goes_on(run, tmp_path):
     assert result.exit_code == 1
     text = said(result.output)
     assert "second: ValueError: fail_at=4 must not be reached: a test wants it. Stop." in text
-    assert "tiny_trainables.py:" in text and "error.txt" in text
+    assert 'tiny_trainables.py", line ' in text and "error.txt" in text
     assert "Traceback" not in text
 
     folder = tmp_path / "results" / "run"

@@ -122,7 +122,7 @@ def test_a_killed_replica_and_a_rolling_restart_cost_who_tries_again_nothing(fol
 
 
 def test_a_model_that_no_replica_starts_with_is_named(tmp_path):
-    with pytest.raises(Problems, match="Problems: checkpoint=.* must hold a model"):
+    with pytest.raises(Problems, match="CheckpointError: checkpoint=.* must hold a model"):
         rllib_llm.serve(str(tmp_path), port=free_port(), **TINY)
     assert deployment.APPLICATION not in serve.status().applications
 
