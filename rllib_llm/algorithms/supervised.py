@@ -19,6 +19,7 @@ from ray.rllib.utils.spaces.repeated import Repeated
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
 from rllib_llm.algorithms.language_model_config import LanguageModelConfig
 from rllib_llm.config.checks import given, wrong
+from rllib_llm.data.mixture import Mixture, batches_of
 from rllib_llm.data.texts import BatchSource
 from rllib_llm.overseer.diagnosis import EVALUATING, LEARNING
 from rllib_llm.shared.errors import Problem, Problems
@@ -33,8 +34,8 @@ class DataSet(Settings):
 
     data: Any = setting(
         None, "a file (JSONL, Parquet, text), a data-set folder, a hub id, or the dotted path of a "
-        "function returning rows", note="Or {path: ..., split: ..., limit: ..., kwargs: ...}.",
-        trl="train_dataset", also="dataset dataset_name train_data train_file",
+        "function returning rows", note="Or {path: ..., split: ..., limit: ..., kwargs: ...}; a list "
+        "of {path: ..., weight: ...} mixes several by their weights.", trl="train_dataset", also="dataset dataset_name train_data train_file",
     )  # fmt: skip
     eval_data: Any = setting(
         None, "held-out rows in the same form", note="None: no evaluation.", trl="eval_dataset",
@@ -76,13 +77,13 @@ class SupervisedConfig(LanguageModelConfig):
     def _model_config_auto_includes(self) -> dict[str, Any]:
         return super()._model_config_auto_includes | {"temperature": 1.0, "critic": "none"}
 
-    def make_source(self, data: Any, **settings: Any) -> BatchSource:
+    def make_source(self, data: Any, **settings: Any) -> BatchSource | Mixture:
         """The rows of `data`, tokenised; `settings`: tokenizer, max_length and shuffle."""
         source = given(
             type(self).source_class, f"{type(self).__name__}.source_class", "a class or a function",
             "it reads the data", "Set it in the class, or override make_source",
         )  # fmt: skip
-        return source(data, seed=self.seed or 0, **settings)
+        return batches_of(source, data, seed=self.seed or 0, **settings)
 
     def longest_text(self) -> int:
         """The number of tokens kept of each text: at most the model's context length."""
@@ -122,7 +123,7 @@ class Supervised(LanguageModelAlgorithm):
         self.max_length = config.longest_text()
         settings = {"tokenizer": self.tokenizer, "max_length": self.max_length}
         self._source = config.make_source(config.data, shuffle=config.shuffle, **settings)
-        self._eval_source: BatchSource | None = None
+        self._eval_source: BatchSource | Mixture | None = None
         if config.eval_data is not None:
             self._eval_source = config.make_source(config.eval_data, shuffle=False, **settings)
             num_rows, num_read = len(self._eval_source), config.evaluation_duration
@@ -177,7 +178,7 @@ class Supervised(LanguageModelAlgorithm):
         return self.summarize(totals)
 
     def totals(
-        self, source: BatchSource, num_rows: int, sums: Callable[..., dict[str, float]]
+        self, source: BatchSource | Mixture, num_rows: int, sums: Callable[..., dict[str, float]]
     ) -> Counter[str]:
         """The sums that learners give of the first rows of `source`, by (learner, batch=...)."""
         totals: Counter[str] = Counter()

@@ -86,7 +86,7 @@ class PairSource(PreferenceSource):
         return self._cut(chosen), self._cut(rejected)
 
     def _cut(self, ids: list[int]) -> list[int]:
-        self._num_cut += len(ids) > self._max_length
+        self.num_cut += len(ids) > self._max_length
         starts = (self._tokenizer.bos_token_id, self._tokenizer.cls_token_id)
         return keep_end(ids, self._max_length, starts)
 
@@ -99,7 +99,7 @@ class PairSource(PreferenceSource):
             return encode_whole(self._tokenizer, (prompt or "") + answer)
         return encode_ended(self._tokenizer, prompt or "", answer)[0]
 
-    def _columns(self, encoded: list[tuple[Any, ...]]) -> dict[str, torch.Tensor]:
+    def columns(self, encoded: list[tuple[Any, ...]]) -> dict[str, torch.Tensor]:
         return self._answers([pair[0] for pair in encoded], [pair[1] for pair in encoded])
 
 
@@ -162,7 +162,7 @@ class PromptedPairSource(PreferenceSource):
         longest = max(len(chosen), len(rejected))
         if len(prompt) + longest <= self._max_length:
             return prompt, chosen, rejected
-        self._num_cut += sum(
+        self.num_cut += sum(
             len(prompt) + len(answer) > self._max_length for answer in (chosen, rejected)
         )
         room = max(self._max_length - longest, self._max_length // 2)
@@ -170,7 +170,7 @@ class PromptedPairSource(PreferenceSource):
         rest = self._max_length - len(prompt)
         return prompt, chosen[:rest], rejected[:rest]
 
-    def _columns(self, encoded: list[tuple[Any, ...]]) -> dict[str, torch.Tensor]:
+    def columns(self, encoded: list[tuple[Any, ...]]) -> dict[str, torch.Tensor]:
         pad = self._tokenizer.pad_token_id
         prompts, prompt_mask = pad_left([pair[0] for pair in encoded], pad)
         learnt = {

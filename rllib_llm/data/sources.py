@@ -64,6 +64,8 @@ def load_rows(source: Source | None, *, name: str = "data") -> Rows:
     Raises:
         Problems: nothing there, unknown format, a broken line (numbered), or no rows.
     """
+    require(not is_mixture(source), name, source, "be one data set", "data, eval_data, ptx_data and "
+            "ptx_eval_data alone mix several by weight", "")  # fmt: skip
     source, options = _with_options(source, name)
     with blamed_on(name, source, "give rows", remedy="Correct the data, or its function"):
         rows = _read(source, options, name)
@@ -79,10 +81,41 @@ def load_rows(source: Source | None, *, name: str = "data") -> Rows:
     return rows
 
 
+def is_mixture(data: Any) -> bool:
+    """Whether data is a list of {"path": ..., "weight": ...}."""
+    return isinstance(data, Sequence) and any(
+        isinstance(entry, Mapping) and {"path", "weight"} <= {*entry} for entry in data
+    )
+
+
+def entries_of(data: Sequence[Any], name: str) -> list[tuple[dict[str, Any], float]]:
+    """The sources of a mixture and their weights.
+
+    Raises:
+        Problems: an entry that has no weight, or one that is not above 0.
+    """
+    entries = []
+    for number, entry in enumerate(data):
+        place, weight = f"{name}.{number}", entry.get("weight") if hasattr(entry, "get") else None
+        require(isinstance(entry, Mapping) and weight is not None, place, entry, "have a 'weight'",
+                "others of the list have one", "Write {path: ..., weight: 1}")  # fmt: skip
+        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        require(is_number and 0 < weight < float("inf"), f"{place}.weight", weight,
+                "be a number above 0", "it is the entry's share beside the others'",
+                "Drop an entry that is not to be learnt from")  # fmt: skip
+        own = {key: value for key, value in entry.items() if key != "weight"}
+        entries.append((own, float(weight)))
+    return entries
+
+
 def check_source(source: Source | None, *, name: str = "data") -> str:
     """Raises what `load_rows` would where that is known without reading: a key that is not known, a
     file that is not there, a dotted path to nothing. Returns the hub id that the rows come from, ""
-    without one: the hub is not asked."""
+    without one: the hub is not asked. Of a mixture each part is looked at."""
+    if is_mixture(source):
+        parts = enumerate(entries_of(source, name))
+        ids = [check_source(part, name=f"{name}.{number}") for number, (part, _) in parts]
+        return next(filter(None, ids), "")
     source, options = _with_options(source, name)
     hub_id = ""
     for item in source if isinstance(source, (list, tuple)) else [source]:
@@ -98,6 +131,8 @@ def is_quick_to_read(source: Source | None) -> bool:
     """True for data that is fast to read: functions' results, lists, and files of at most 64 MiB;
     false for hub data sets and data set folders."""
     options: dict[str, Any] = {}
+    if is_mixture(source):
+        return all(is_quick_to_read(part) for part, _ in entries_of(source, "data"))
     if isinstance(source, Mapping):
         options, source = dict(source), source.get("path")
     if isinstance(source, str | Path):

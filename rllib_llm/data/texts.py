@@ -46,7 +46,7 @@ class BatchSource:
         self, rows: Rows, size: int, tokenizer: Any, max_length: int, seed: int, shuffle: bool
     ) -> None:
         self._rows, self._tokenizer, self._max_length = rows, tokenizer, max_length
-        self._num_cut = self._num_read = 0  # texts
+        self.num_cut = self.num_read = 0  # texts
         self._order = EpochOrder(size, seed, shuffle=shuffle)
 
     def __len__(self) -> int:
@@ -56,23 +56,27 @@ class BatchSource:
     @property
     def truncated_share(self) -> float:
         """Share of the texts read so far that are longer than `max_length`."""
-        return self._num_cut / max(1, self._num_read)
+        return self.num_cut / max(1, self.num_read)
 
     def batch(self, position: int, count: int) -> dict[str, torch.Tensor]:
         """Columns [count, ...] of the rows from `position` on, epoch after epoch."""
-        cut_before = self._num_cut
+        return self.columns(self.encoded(position, count))
+
+    def encoded(self, position: int, count: int) -> list[Any]:
+        """Those rows, encoded one by one."""
+        cut_before = self.num_cut
         encoded = [self._of_index(int(i)) for i in self._order.indices(position, count)]
-        if cut_before == 0 and self._num_cut:
+        if cut_before == 0 and self.num_cut:
             warnings.warn(
-                f"{self._num_cut} of the first {self._num_read} texts are longer than max_length="
+                f"{self.num_cut} of the first {self.num_read} texts are longer than max_length="
                 f"{self._max_length} tokens and lose their {self._lost}, as later ones will. Raise "
                 "max_length, or drop them.",
-                stacklevel=2,
+                stacklevel=3,
             )
-        return self._columns(encoded)
+        return encoded
 
     def _of_row(self, place: int, part: Part | None = None) -> Any:
-        self._num_read += self._texts_of_row
+        self.num_read += self._texts_of_row
         try:
             return self._encode(self._rows[place], part)
         except Problems as error:
@@ -104,7 +108,7 @@ class BatchSource:
     def _encode(self, row: dict[str, Any], part: Part | None = None) -> Any: ...
 
     @abstractmethod
-    def _columns(self, encoded: list[Any]) -> dict[str, torch.Tensor]: ...
+    def columns(self, encoded: list[Any]) -> dict[str, torch.Tensor]: ...
 
 
 class TextSource(BatchSource):
@@ -134,12 +138,12 @@ class TextSource(BatchSource):
         if index not in self._tokenized:
             part = None if self._parts is None else self._parts[index]
             ids, targets = self._of_row(index if part is None else part.row, part)
-            self._num_cut += len(ids) > self._max_length
+            self.num_cut += len(ids) > self._max_length
             targets = [True] * len(ids) if self._loss_on == "all" else targets
             self._tokenized[index] = self._cut(ids), self._cut(targets)
         return self._tokenized[index]
 
-    def _columns(self, encoded: list[TokenizedText]) -> dict[str, torch.Tensor]:
+    def columns(self, encoded: list[TokenizedText]) -> dict[str, torch.Tensor]:
         ids, mask = pad_right([ids for ids, _ in encoded], self._tokenizer.pad_token_id)
         loss_mask, _ = pad_right([targets for _, targets in encoded], False, torch.bool)
         loss_mask[:, 0] = False  # nothing predicts a first token

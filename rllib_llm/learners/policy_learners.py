@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from ray.rllib.core import DEFAULT_MODULE_ID
 
-from rllib_llm.data.texts import TextSource
+from rllib_llm.data.mixture import Mixture, batches_of
+from rllib_llm.data.texts import BatchSource, TextSource
 from rllib_llm.learners.language_model_learner import zero_loss
 from rllib_llm.learners.rlhf_learner import RLHFLearner
 from rllib_llm.learners.shared_passes import Batch
@@ -94,14 +95,14 @@ class PPOPtxLearner(RLHFLearner):
     def build(self) -> None:
         super().build()
         self.num_ptx_texts = 0  # position in the pretraining text
-        self._ptx_source = self._text_source(self.config.ptx_data)
-        self._ptx_eval_source = self._text_source(self.config.ptx_eval_data)
+        self._ptx_source = self._text_source("ptx_data")
+        self._ptx_eval_source = self._text_source("ptx_eval_data")
 
-    def _text_source(self, data: Any) -> TextSource | None:
-        if data is None:
+    def _text_source(self, name: str) -> BatchSource | Mixture | None:
+        if (data := getattr(self.config, name)) is None:
             return None
-        return TextSource(
-            data, tokenizer=self.module[DEFAULT_MODULE_ID].unwrapped().tokenizer,
+        return batches_of(
+            TextSource, data, name=name, tokenizer=self.module[DEFAULT_MODULE_ID].unwrapped().tokenizer,
             max_length=self.config.ptx_max_length, seed=self.config.seed or 0, loss_on="all",
         )  # fmt: skip
 

@@ -1,0 +1,85 @@
+"""Several data sets by weight: shares, order, restarts, and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from rllib_llm.algorithms.sft import SFTConfig
+from rllib_llm.data.mixture import batches_of, places_of
+from rllib_llm.data.sources import check_source, load_rows
+from rllib_llm.data.texts import TextSource
+from rllib_llm.examples.arithmetic import build_tokenizer
+from rllib_llm.shared.errors import Problems
+
+
+def test_the_places_of_a_hand_calculation():
+    sources, places = places_of([2, 1], np.arange(6))
+    # floor((p + 1) 2/3) above floor(p 2/3) at p = 1, 2, 4, 5.
+    assert sources.tolist() == [1, 0, 0, 1, 0, 0] and places.tolist() == [0, 0, 1, 1, 2, 3]
+
+
+@pytest.mark.parametrize("weights", [[1.0], [1, 1, 1], [5, 2, 1.5, 0.25], [1e-3, 1, 2]])
+def test_every_source_has_its_share_and_its_rows_in_order(weights):
+    sources, places = places_of(weights, np.arange(5000))
+    for number, weight in enumerate(weights):
+        mine = sources == number
+        assert places[mine].tolist() == list(range(mine.sum()))
+        expected = np.arange(1, 5001) * weight / sum(weights)
+        assert np.abs(np.cumsum(mine) - expected).max() <= number + 1
+
+
+def texts(letter: str, count: int) -> list[dict[str, str]]:
+    return [{"prompt": f"{letter}", "completion": str(n)} for n in range(count)]
+
+
+def mixed(shuffle: bool = True):
+    data = [{"path": texts("1", 7), "weight": 2}, {"path": texts("2", 3), "weight": 1}]
+    return batches_of(TextSource, data, tokenizer=build_tokenizer(), max_length=8, shuffle=shuffle)
+
+
+def test_a_batch_is_that_of_its_positions_wherever_it_begins():
+    source = mixed()
+    whole = source.batch(0, 60)["input_ids"]
+    parts = [mixed().batch(position, 12)["input_ids"] for position in range(0, 60, 12)]
+    assert torch.equal(whole, torch.cat(parts))
+    first, three = build_tokenizer().encode("12")
+    assert (whole[:, 0] == first).sum() == 40 and (whole[:, 0] == three).sum() == 20
+    assert len(source) == 10 and source.truncated_share == 0.0
+
+
+def test_a_set_begins_anew_when_it_ends():
+    ids = mixed(shuffle=False).batch(0, 12)["input_ids"]
+    own = [build_tokenizer().decode(row[1:2]) for row in ids if build_tokenizer().decode(row[:1]) == "2"]
+    assert own == ["0", "1", "2", "0"]
+
+
+@pytest.mark.parametrize(
+    ("data", "name", "rule"),
+    [
+        ([{"path": "a.jsonl", "weight": 1}, {"path": "b.jsonl"}], "data.1", "have a 'weight'"),
+        ([{"path": [{"text": "1"}], "weight": 0}], "data.0.weight", "be a number above 0"),
+        ([{"path": [{"text": "1"}], "weight": True}], "data.0.weight", "be a number above 0"),
+    ],
+)  # fmt: skip
+def test_what_is_no_mixture_is_named(data, name, rule):
+    with pytest.raises(Problems) as refused:
+        check_source(data)
+    assert (refused.value.problem.name, refused.value.problem.rule) == (name, rule)
+
+
+def test_prompts_are_no_mixture():
+    with pytest.raises(Problems) as refused:
+        load_rows([{"path": "a.jsonl", "weight": 1}], name="prompts")
+    assert refused.value.problem.name == "prompts"
+
+
+def test_a_config_makes_it(tmp_path):
+    config = SFTConfig().training(
+        data=[{"path": texts("1", 4), "weight": 1}, {"path": texts("2", 4), "weight": 1}]
+    )
+    config.language_model(model="rllib_llm.examples.arithmetic.build_model")
+    config.validate()
+    source = config.make_source(config.data, tokenizer=build_tokenizer(), max_length=8, shuffle=True)
+    assert source.batch(0, 4)["input_ids"].shape[0] == 4
