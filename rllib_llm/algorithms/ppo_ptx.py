@@ -22,7 +22,8 @@ class Ptx(Settings):
     )  # fmt: skip
     ptx_data: Any = setting(
         None, "a file, data set, hub id or dotted path of pretraining texts",
-        note="Or a list of {path: ..., weight: ...}. None: no pretraining loss.", also="pretrain_data pretraining_data",
+        note="Or a list of {path: ..., weight: ...}. None: no pretraining loss.",
+        also="pretrain_data pretraining_data",
     )  # fmt: skip
     ptx_eval_data: Any = setting(
         None, "held-out pretraining texts in the same form",

@@ -34,8 +34,9 @@ class DataSet(Settings):
 
     data: Any = setting(
         None, "a file (JSONL, Parquet, text), a data-set folder, a hub id, or the dotted path of a "
-        "function returning rows", note="Or {path: ..., split: ..., limit: ..., kwargs: ...}; a list "
-        "of {path: ..., weight: ...} mixes several by their weights.", trl="train_dataset", also="dataset dataset_name train_data train_file",
+        "function returning rows", note="Or {path: ..., split: ..., limit: ..., kwargs: ...}; a "
+        "list of {path: ..., weight: ...} mixes several by their weights.", trl="train_dataset",
+        also="dataset dataset_name train_data train_file",
     )  # fmt: skip
     eval_data: Any = setting(
         None, "held-out rows in the same form", note="None: no evaluation.", trl="eval_dataset",

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console, Group
@@ -57,6 +57,12 @@ def rollouts(
         "--show", "-n", min=0, help="How many completions are printed.")] = NUM_SHOWN,
     export: Annotated[str | None, Option(
         help="FILE.jsonl, or a FOLDER that Hugging Face's load_dataset reads.")] = None,
+    form: Annotated[Literal["rows", "examples"], Option(
+        "--as", help="What is exported: the rows as they are kept, or examples for a trainer: "
+        "ids, positions, segments, loss weights, both log-probs.")] = "rows",
+    length: Annotated[int | None, Option(
+        "--length", min=1, help="Of examples, tokens: rollouts are packed to it. Default: padded.")
+    ] = None,
     columns: Annotated[bool, Option(
         "--columns", help="List the columns and their types.")] = False,
 ) -> None:  # fmt: skip
@@ -79,6 +85,11 @@ def rollouts(
         except FileNotFoundError:  # the run has merged files meanwhile
             found = open_rollouts(rollout_folders(run))
             table = query(found, where=where, sort=sort, limit=limit)
+        if form == "examples":
+            from rllib_llm.data.examples import training_examples
+
+            require(export is not None, "--as", "examples", "be given with --export", "", "")
+            table = training_examples(table, length)
         if export is not None:
             console.print(_export(table, export), soft_wrap=True)
             return
@@ -140,7 +151,7 @@ def _export(table: Any, target: str) -> str:
             for batch in table.to_batches(max_chunksize=1024):
                 for row in batch.to_pylist():
                     file.write(json.dumps(row, default=str, ensure_ascii=False) + "\n")
-        return f"{table.num_rows} completions in {path}"
+        return f"{table.num_rows} rows in {path}"
     is_folder = not path.suffix and not path.is_file()
     require(is_folder, "--export", target, "end in .jsonl, or be a folder", "", "")
     is_empty = not path.is_dir() or not any(path.iterdir())
@@ -149,7 +160,7 @@ def _export(table: Any, target: str) -> str:
 
     path.mkdir(parents=True, exist_ok=True)
     pq.write_table(table, path / "train-00000-of-00001.parquet", compression="zstd")
-    return f"{table.num_rows} completions in {path}: datasets.load_dataset({str(path)!r})"
+    return f"{table.num_rows} rows in {path}: datasets.load_dataset({str(path)!r})"
 
 
 def verify(

@@ -8,9 +8,10 @@ from __future__ import annotations
 import functools
 import glob
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from rllib_llm.data.files import SUFFIXES, missing_file, read_file, rows_of
 from rllib_llm.data.rollouts import is_rollout_folder, load_rollouts
@@ -64,8 +65,8 @@ def load_rows(source: Source | None, *, name: str = "data") -> Rows:
     Raises:
         Problems: nothing there, unknown format, a broken line (numbered), or no rows.
     """
-    require(not is_mixture(source), name, source, "be one data set", "data, eval_data, ptx_data and "
-            "ptx_eval_data alone mix several by weight", "")  # fmt: skip
+    require(not is_mixture(source), name, source, "be one data set",
+            "data, eval_data, ptx_data and ptx_eval_data alone mix several by weight", "")  # fmt: skip
     source, options = _with_options(source, name)
     with blamed_on(name, source, "give rows", remedy="Correct the data, or its function"):
         rows = _read(source, options, name)
@@ -81,9 +82,9 @@ def load_rows(source: Source | None, *, name: str = "data") -> Rows:
     return rows
 
 
-def is_mixture(data: Any) -> bool:
+def is_mixture(data: Any) -> TypeGuard[Sequence[Any]]:
     """Whether data is a list of {"path": ..., "weight": ...}."""
-    return isinstance(data, Sequence) and any(
+    return isinstance(data, list | tuple) and any(
         isinstance(entry, Mapping) and {"path", "weight"} <= {*entry} for entry in data
     )
 
@@ -96,15 +97,12 @@ def entries_of(data: Sequence[Any], name: str) -> list[tuple[dict[str, Any], flo
     """
     entries = []
     for number, entry in enumerate(data):
-        place, weight = f"{name}.{number}", entry.get("weight") if hasattr(entry, "get") else None
-        require(isinstance(entry, Mapping) and weight is not None, place, entry, "have a 'weight'",
-                "others of the list have one", "Write {path: ..., weight: 1}")  # fmt: skip
-        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-        require(is_number and 0 < weight < float("inf"), f"{place}.weight", weight,
-                "be a number above 0", "it is the entry's share beside the others'",
-                "Drop an entry that is not to be learnt from")  # fmt: skip
-        own = {key: value for key, value in entry.items() if key != "weight"}
-        entries.append((own, float(weight)))
+        own = dict(entry)
+        weight = own.pop("weight", None)
+        if type(weight) not in (int, float) or not 0 < weight < math.inf:
+            raise Problems(f"{name}.{number}.weight", "be a number above 0", "it is the entry's "
+                           "share beside the others'", "Write weight: 1", weight)  # fmt: skip
+        entries.append((own, weight))
     return entries
 
 

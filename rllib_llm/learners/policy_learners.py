@@ -102,7 +102,8 @@ class PPOPtxLearner(RLHFLearner):
         if (data := getattr(self.config, name)) is None:
             return None
         return batches_of(
-            TextSource, data, name=name, tokenizer=self.module[DEFAULT_MODULE_ID].unwrapped().tokenizer,
+            TextSource, data, name=name,
+            tokenizer=self.module[DEFAULT_MODULE_ID].unwrapped().tokenizer,
             max_length=self.config.ptx_max_length, seed=self.config.seed or 0, loss_on="all",
         )  # fmt: skip
 

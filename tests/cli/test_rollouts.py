@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
@@ -60,7 +61,7 @@ def test_columns_are_listed(run):
 
 def test_rows_become_json_lines(run, tmp_path):
     file = tmp_path / "out" / "best.jsonl"
-    assert "1 completions in" in rollouts(run, "-w", "score = 1", "--export", file)
+    assert "1 rows in" in rollouts(run, "-w", "score = 1", "--export", file)
     (row,) = [json.loads(line) for line in file.read_text().splitlines()]
     assert row["completion"] == " 1" and json.loads(row["rewards"]) == {"correct": 1.0}
 
@@ -86,3 +87,15 @@ def test_mistakes_are_said(run, arguments, message):
 
 def test_a_folder_without_rollouts(tmp_path):
     assert "kept its rollouts" in rollouts(tmp_path, exit_code=2)
+
+
+def test_rows_become_packed_examples(tmp_path):
+    store = RolloutStore(tmp_path / "rollouts")
+    ids = {"prompt_ids": [1, 2], "completion_ids": [3, 4, 5], "logprobs": [-1.0, -2.0, -3.0]}
+    put(store, 1, *[{**row, **ids} for row in group(1, [1.0, 0.0, 1.0])])
+    store.stop()
+    arguments = ("--export", tmp_path / "packed", "--as", "examples")
+    assert "2 rows in" in rollouts(tmp_path, *arguments, "--length", 10)
+    (file,) = (tmp_path / "packed").glob("*.parquet")
+    rows = pq.read_table(file).to_pylist()
+    assert [row["segment_ids"] for row in rows] == [[1] * 5 + [2] * 5, [1] * 5 + [0] * 5]
