@@ -66,7 +66,7 @@ def load_rows(source: Source | None, *, name: str = "data") -> Rows:
         Problems: nothing there, unknown format, a broken line (numbered), or no rows.
     """
     require(not is_mixture(source), name, source, "be one data set",
-            "data, eval_data, ptx_data and ptx_eval_data alone mix several by weight", "")  # fmt: skip
+            "data, eval_data, ptx_data and ptx_eval_data alone mix several", "")  # fmt: skip
     source, options = _with_options(source, name)
     with blamed_on(name, source, "give rows", remedy="Correct the data, or its function"):
         rows = _read(source, options, name)
