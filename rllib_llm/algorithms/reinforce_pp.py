@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from rllib_llm.algorithms.rlhf import RLHF
 from rllib_llm.algorithms.rlhf_config import CriticFreeConfig
+from rllib_llm.shared.setting import Section, Settings, setting, when
+
+
+class Baseline(Settings):
+    """The baseline."""
+
+    baseline: float = setting(
+        0.0, "a constant that is taken off each token's return",
+        acts=(when("whiten_advantages", "is off", lambda value: not value, "Turn that off",
+                   ", which takes the mean off"),),
+    )  # fmt: skip
 
 
 class ReinforcePPConfig(CriticFreeConfig):
-    """Global advantage normalisation. `whiten_advantages=False` is REINFORCE with nothing taken off
-    the reward."""
+    """Global advantage normalisation. `whiten_advantages=False` is REINFORCE with a constant
+    `baseline`."""
 
+    sections: tuple[Section, ...] = (*CriticFreeConfig.sections, Section.of("training", Baseline))
     ignored_settings = (
         *CriticFreeConfig.ignored_settings,
         "lambda_",

@@ -78,7 +78,7 @@ class RLOOLearner(GroupLearner):
 
 class ReinforcePPLearner(RLHFLearner):
     """REINFORCE++ (Hu 2025): discounted reward-to-go of token rewards, whitened globally; without
-    whitening it is REINFORCE without a baseline."""
+    whitening it is REINFORCE with a constant baseline."""
 
     def compute_advantages(self, batch: Batch, scores: torch.Tensor, kl: torch.Tensor) -> Batch:
         mask = columns.sampled_mask(batch)
@@ -86,6 +86,8 @@ class ReinforcePPLearner(RLHFLearner):
         returns = reinforce_returns(rewards, mask, self.config.gamma)
         if self.config.whiten_advantages:
             returns = masked_whiten(returns, mask)
+        elif self.config.baseline:
+            returns = (returns - self.config.baseline) * mask
         return {columns.ADVANTAGES: returns}
 
 

@@ -340,7 +340,7 @@ class RLHFLearner(LanguageModelLearner):
             "objective/non_score_reward": non_score,
             "objective/rlhf_reward": processed + non_score,
             "objective/scores": batch[columns.SCORES].float(),
-            "val/num_eos_tokens": whole.at_end(batch[columns.FINISHED]).float(),
+            "val/finished": whole.at_end(batch[columns.FINISHED]).float(),
             "train/output_length": whole.total(mask.sum(dim=1)).float(),
         }
         mine = torch.zeros_like(valid)
@@ -350,6 +350,8 @@ class RLHFLearner(LanguageModelLearner):
         num_valid = valid.sum()
         for name, total in zip(per_row, totals, strict=True):
             self.means.add(name, total, num_valid)
+            if name == "val/finished":  # TRL's count of generated EOS tokens
+                self.means.add("val/num_eos_tokens", total, 1)
         self.means.add("objective/ref_kl_coeff", self.ref_kl.value / self.world_size, 1)
         self.means.add("train/num_invalid", (~valid & mine).sum(), 1)
 

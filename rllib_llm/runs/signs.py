@@ -230,8 +230,8 @@ def reward_drop(rows: Rows) -> str:
     if len(falls) > 1:
         _, name, usual_one, now = max(falls)
         causes.append(f"mostly {name}, {usual_one:.3g} to {now:.3g}")
-    ended = number(last.get("val/num_eos_tokens"))
-    ended_before = _usual(before, "val/num_eos_tokens")
+    ended = number(last.get("val/finished"))
+    ended_before = _usual(before, "val/finished")
     if ended is not None and ended_before is not None and ended_before - ended >= FEWER_ENDED:
         causes.append(f"{1 - ended:.0%} of the completions were cut off ({1 - ended_before:.0%})")
     length = number(last.get("train/output_length")) or 0.0

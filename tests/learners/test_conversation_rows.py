@@ -89,4 +89,4 @@ def test_metrics_are_means_over_conversations():
     means = learner.means.pop()
     assert means["objective/scores"] == means["objective/rlhf_reward"] == pytest.approx(1.5)
     assert means["train/output_length"] == pytest.approx((5 + 1) / 2)
-    assert means["val/num_eos_tokens"] == pytest.approx(0.5)
+    assert means["val/finished"] == pytest.approx(0.5)

@@ -85,17 +85,19 @@ def test_reinforce_pp_whitens_the_reward_to_go_of_all_tokens():
     torch.testing.assert_close(advantages[mask], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_reinforce_without_whitening_is_the_reward_to_go():
+@pytest.mark.parametrize("baseline", [0.0, 0.75])
+def test_reinforce_without_whitening_is_the_reward_to_go_above_a_baseline(baseline):
     config = (
         ReinforcePPConfig()
         .language_model(model=MODEL)
-        .training(
-            ref_kl_coeff=0.2, gamma=0.5, whiten_advantages=False, train_batch_size_per_learner=2
-        )
-    )
+        .training(ref_kl_coeff=0.2, gamma=0.5, whiten_advantages=False, baseline=baseline,
+                  train_batch_size_per_learner=2)
+    )  # fmt: skip
     advantages, mask = prepared(config, [1.0, 2.0], ref_gap=0.5, lengths=(1, 2))
     # Token rewards 0.9; and -0.1, 1.9: to go 0.9; -0.1 + 0.5 * 1.9 = 0.85, 1.9.
-    assert advantages[mask].tolist() == pytest.approx([0.9, 0.85, 1.9], rel=1e-4)
+    expected = [to_go - baseline for to_go in (0.9, 0.85, 1.9)]
+    assert advantages[mask].tolist() == pytest.approx(expected, rel=1e-4)
+    assert not advantages[~mask].any()
 
 
 def test_the_loss_of_grpo_holds_beta_times_k3():

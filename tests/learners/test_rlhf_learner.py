@@ -53,7 +53,8 @@ def test_objective_metrics_by_hand():
         "objective/scores": 3.0,
         "objective/rlhf_reward": 2.95,
         "objective/ref_kl_coeff": 0.1,
-        "val/num_eos_tokens": 0.5,
+        "val/finished": 0.5,
+        "val/num_eos_tokens": 1.0,
         "train/output_length": 2.5,
         "train/num_invalid": 1.0,
     })  # fmt: skip

@@ -117,7 +117,7 @@ def test_each_drop_of_a_batch_is_explained_by_what_differs():
             train__right_rewards=[0.4] * 6 + [0.0, 0.4, 0.4],
             train__brief_rewards=[0.1] * 9,
             train__output_length=[20.0] * 6 + [9.0, 20.0, 20.0],
-            val__num_eos_tokens=[0.9] * 8 + [0.5],
+            val__finished=[0.9] * 8 + [0.5],
         )
     )
     assert [(sign.name, sign.iteration) for sign in drops] == [
