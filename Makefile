@@ -23,6 +23,9 @@ SLOW_WORKERS ?= 4
 # Of `make test-slow`: 2/3 are the second, fifth, eighth ... of its tests.
 SLOW_PART ?= 1/1
 PIP_FLAGS ?=
+# Of `make bench`: those that need no other program and no GPU.
+BENCHMARKS ?= loop.framework_time loop.precision sampling.generate sampling.ledger weights.publish \
+  serving.server
 # Each process that a test starts would compile this project anew.
 unexport PYTHONDONTWRITEBYTECODE
 BIN := $(VENV)/bin
@@ -69,11 +72,11 @@ docs: $(STAMP)
 	$(BIN)/zensical build --strict
 
 bench: $(STAMP)
-	@for script in $(filter-out benchmarks/gpu.py, $(wildcard benchmarks/*.py)); do \
-	  echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
+	@for module in $(BENCHMARKS); do \
+	  echo "== $$module"; $(BIN)/python -m "benchmarks.$$module" || exit 1; done
 
 bench-gpu: $(STAMP)
-	$(BIN)/python benchmarks/gpu.py
+	$(BIN)/python -m benchmarks.loop.gpu
 
 install: $(STAMP)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos_account import kill_account, prompt_account, token_account
+from benchmarks.runs.chaos_account import kill_account, prompt_account, token_account
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -105,7 +105,8 @@ def test_a_short_run_in_which_processes_are_killed_and_stopped(tmp_path):
 
     out = tmp_path / "account.json"
     subprocess.run(
-        [sys.executable, "-m", "benchmarks.chaos", "--kills", "2", "--seed", "26", "--out", out],
+        [sys.executable, "-m", "benchmarks.runs.chaos", "--kills", "2", "--seed", "26",
+         "--out", out],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True,
         stdout=subprocess.DEVNULL,
     )  # fmt: skip

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cost_model import gpu_of, predict
-from benchmarks.fleet import Fleet, waits
-from benchmarks.learners import balance
+from benchmarks.learning.learners import balance
+from benchmarks.loop.cost_model import gpu_of, predict
+from benchmarks.sampling.fleet import Fleet, waits
 from rllib_llm.rollouts import workers
 from scripts.scale import Job, Model
 

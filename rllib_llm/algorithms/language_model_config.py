@@ -138,8 +138,6 @@ class LanguageModelConfig(TabledConfig):
         follows = dict(super().implied(given))
         if given.get("micro_batch_size") is not None:
             follows["micro_batch_tokens"] = None
-        if given.get("minibatch_tokens") is not None:
-            follows["minibatch_size"] = None
         return follows
 
     def build_learner_group(

@@ -10,7 +10,7 @@ from rllib_llm.config.checks import wrong
 from rllib_llm.modules.precision import LIBRARIES
 from rllib_llm.numerics.learning_rate import learning_rate_factor
 from rllib_llm.shared.errors import Problem
-from rllib_llm.shared.setting import Condition, Section, Settings, never, setting, when
+from rllib_llm.shared.setting import Condition, Section, Settings, setting, when
 
 SEVERAL_LEARNERS = when("num_learners", "is 2 or more", lambda n: n >= 2, "Use 2 or more")
 COMPUTES_FLOAT32 = Condition(
@@ -151,7 +151,6 @@ SAMPLER_FAULTS = Section.of("fault_tolerance", SamplerFaults)
 DECAY = when(
     "lr_schedule", "is not 'constant'", lambda s: s != "constant", "Choose 'linear' or 'cosine'"
 )
-NEVER_CLIPPED_SO = never("here: gradients are clipped by their global norm")
 
 
 class Optimiser(Settings):
@@ -194,9 +193,10 @@ class Optimiser(Settings):
         also="clip_grad gradient_clipping grad_norm", reason="longer gradients are shortened to it",
         remedy="Use null for none",
     )  # fmt: skip
-    grad_clip_by: str = setting(
-        "global_norm", "the kind of gradient clipping", acts=(NEVER_CLIPPED_SO,)
-    )
+    grad_clip_by: Literal["global_norm"] = setting(
+        "global_norm", '"global_norm"', reason="`grad_clip` is the maximum of that norm",
+        remedy="Leave it out",
+    )  # fmt: skip
     num_epochs: int = setting(
         1, "the number of passes of an iteration over its batch", least=1,
         trl="num_iterations num_ppo_epochs", rllib="num_sgd_iter",
@@ -215,11 +215,6 @@ class Optimiser(Settings):
         also="mini_batch_size ppo_mini_batch_size local_mini_batch_size",
         reason="it says how much goes through the model at a time",
         remedy="Write 32, say, or None for the whole batch",
-    )  # fmt: skip
-    minibatch_tokens: int | None = setting(
-        None, "the number of tokens per optimiser step and learner, instead of minibatch_size",
-        note="Counts prompt and completion without padding, so short rows give more rows per step.",
-        unit="tokens", least=1,
     )  # fmt: skip
     micro_batch_size: int | None = setting(
         None, "the number of rows per forward and backward pass",
@@ -261,12 +256,11 @@ def optimiser_rules(config: Any) -> Iterator[Problem]:
 
 
 def batch_rules(config: Any) -> Iterator[Problem]:
-    """It is plain how a batch is cut into optimiser steps and passes."""
-    for part in "micro_batch", "minibatch":
-        rows, tokens = f"{part}_size", f"{part}_tokens"
-        if getattr(config, rows) is not None and getattr(config, tokens) is not None:
-            yield wrong(config, rows, f"None while {tokens}={getattr(config, tokens)}",
-                        "each says alone where it is cut", "Set one of them to None")  # fmt: skip
+    """It is plain how a batch is cut into passes."""
+    if None not in (config.micro_batch_size, config.micro_batch_tokens):
+        yield wrong(config, "micro_batch_size",
+                    f"None while micro_batch_tokens={config.micro_batch_tokens}",
+                    "each says alone where it is cut", "Set one of them to None")  # fmt: skip
 
 
 def precision_rules(config: Any) -> Iterator[Problem]:

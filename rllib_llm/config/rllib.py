@@ -12,7 +12,7 @@ from ray.rllib.core.learner.learner import Learner
 from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
 from ray.rllib.env.env_runner import EnvRunner
 
-from rllib_llm.shared.setting import Section, Setting, never
+from rllib_llm.shared.setting import Section, Setting
 
 # YAML names -> the attributes in which RLlib keeps them.
 RENAMED = {
@@ -38,9 +38,6 @@ RETIRED = {
 }
 # Properties without a setter: here the attribute behind them is set.
 READ_ONLY = ("learner_class", "model_config")
-
-NOT_HERE = never("here: decoding has a loop of its own")
-LAYERS = never("here: it is the trunk's layers that are compiled")
 
 
 # How the lines below write a type.
@@ -111,10 +108,6 @@ COMMON = (
         torch_compile_learner_dynamo_backend (text?): the compiler behind it
         torch_compile_learner_dynamo_mode (text?): the compiler's mode
     """),
-        Setting(name="torch_compile_worker", type=bool, default=None,
-                meaning="whether decoding is compiled", acts=(NOT_HERE,)),
-        Setting(name="torch_compile_learner_what_to_compile", type=Any, default=None,
-                meaning="what is compiled", acts=(LAYERS,)),
     )),
     Section("evaluation", "Results on held-out rows.", _rows("""
         evaluation_interval (count?): the iterations between evaluations; None: never
@@ -145,10 +138,6 @@ COMMON = (
         log_level (text): the level of RLlib's logger
         log_sys_usage (bool): whether CPU and memory are reported
     """)),
-    Section("python_environment", "Environment variables.", _rows("""
-        extra_python_environs_for_driver (dict): environment variables of the driver's process
-        extra_python_environs_for_worker (dict): environment variables of other processes
-    """)),
     Section("rl_module", "The network.", _rows("""
         rl_module_spec: the RLModule, instead of the algorithm's own
         model_config (model?): settings for an RLModule of your own
@@ -167,8 +156,6 @@ ONLINE = (
         custom_resources_per_env_runner (dict?): further resources of each sampler
         env_runner_cls (sampler?): the EnvRunner, a subclass of RLHFEnvRunner
         create_local_env_runner (bool): whether the driver's process samples beside remote ones
-        validate_env_runners_after_construction (bool): whether samplers are asked when made
-        max_requests_in_flight_per_env_runner (size): the requests that wait at a sampler at most
         explore (bool): whether an evaluation samples or takes likeliest tokens; training samples
     """)),
     Section("evaluation", "Results on held-out prompts.", (
@@ -245,6 +232,10 @@ INSTEAD = {
     "per_device_train_batch_size times gradient_accumulation_steps",
     "report_to": "Weights & Biases is switched on with --wandb-project",
     "logging_steps": "Every iteration is logged; leave it out",
+    "torch_compile_worker": "Decoding has a loop of its own; leave it out",
+    "torch_compile_learner_what_to_compile": "The trunk's layers are compiled; leave it out",
+    **dict.fromkeys(("extra_python_environs_for_driver", "extra_python_environs_for_worker"),
+                    "Set environment variables before Ray starts, or in its runtime_env"),
     "autocast_dtype": "It is mixed_precision='bf16' now",
     "bf16": "It is mixed_precision='bf16' here",
     "fp16": "Losses are not scaled for float16: use mixed_precision='bf16'",

@@ -177,7 +177,7 @@ def shown_rows(config_class: ConfigClass, section: str) -> dict[str, Setting]:
     """The section's rows that have an effect under the class."""
     rows = section_rows(config_class, section).items()
     ignored = config_class.ignored_settings
-    return {name: row for name, row in rows if row.can_act and row.name not in ignored}
+    return {name: row for name, row in rows if row.name not in ignored}
 
 
 def first_setting(config_class: ConfigClass, section: str) -> str:

@@ -10,7 +10,6 @@ from rllib_llm.config.checks import wrong
 from rllib_llm.numerics.kl import KL_ESTIMATORS
 from rllib_llm.numerics.off_policy import WEIGHT_LEVELS, WEIGHT_MODES
 from rllib_llm.rollouts.filters import Filters
-from rllib_llm.rollouts.replay import EVICTIONS
 from rllib_llm.shared.errors import Problem
 from rllib_llm.shared.setting import Condition, Section, Settings, is_set, setting, when
 
@@ -185,13 +184,9 @@ class Replay(Settings):
         least=0, short="groups", also="replay_size num_replayed_groups",
     )  # fmt: skip
     replay_capacity: int | None = setting(
-        None, "the capacity of the replay buffer; None: four batches", unit="groups", least=1,
-        acts=(REPLAYS,), short="capacity", also="buffer_size replay_buffer_capacity",
-    )  # fmt: skip
-    replay_eviction: str = setting(
-        "oldest", "the group that a full buffer evicts",
-        note='"most_used": the oldest of those trained most often.', choices=EVICTIONS,
-        acts=(REPLAYS,), short="eviction",
+        None, "the capacity of the replay buffer; None: four batches",
+        note="A full buffer evicts its oldest group.", unit="groups", least=1, acts=(REPLAYS,),
+        short="capacity", also="buffer_size replay_buffer_capacity",
     )  # fmt: skip
     replay_max_uses: int = setting(
         4, "the number of updates, including the first, after which a group leaves the buffer",

@@ -45,30 +45,6 @@ def minibatch_indices(
         yield from torch.randperm(num_rows, generator=generator).split(minibatch_size)
 
 
-def minibatch_indices_by_tokens(
-    lengths: Tensor, token_budget: int, num_epochs: int = 1,
-    generator: torch.Generator | None = None,
-) -> Iterator[Tensor]:  # fmt: skip
-    """As `minibatch_indices`, each mini-batch of at most `token_budget` tokens.
-
-    `lengths` [batch] in tokens, padding not counted: what a step learns from. Rows are drawn in a
-    shuffled order until the next would pass the budget; one that is larger than it stands alone.
-    """
-    assert token_budget > 0, token_budget
-    for _ in range(num_epochs):
-        order = torch.randperm(len(lengths), generator=generator)
-        parts: list[list[int]] = [[]]
-        total = 0
-        for row, size in zip(order.tolist(), lengths[order].tolist(), strict=True):
-            if parts[-1] and total + size > token_budget:
-                parts.append([])
-                total = 0
-            parts[-1].append(row)
-            total += size
-        for part in parts:
-            yield torch.tensor(part)
-
-
 def balanced_shares(lengths: Tensor, num_shares: int) -> list[Tensor]:
     """Row indices of each share, int64 in ascending order; the shares have about as many tokens.
 

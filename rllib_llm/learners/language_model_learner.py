@@ -26,8 +26,6 @@ from ray.rllib.utils.metrics import NUM_NON_TRAINABLE_PARAMETERS, NUM_TRAINABLE_
 
 from rllib_llm.learners.batching import (
     minibatch_indices,
-    minibatch_indices_by_tokens,
-    row_lengths,
     take_rows,
 )
 from rllib_llm.learners.learner_group import LEARNER_DONE, CallOrderError
@@ -249,12 +247,8 @@ class LanguageModelLearner(SharedPasses):
         generator = torch.Generator().manual_seed(
             (self.config.seed or 0) * 1_000_003 + self._weights_seq_no
         )
-        epochs = self.config.num_epochs
-        if self.config.minibatch_tokens is not None:
-            budget = self.config.minibatch_tokens * self.world_size
-            return minibatch_indices_by_tokens(row_lengths(rows), budget, epochs, generator)
         size = size * self.world_size if size else num_rows
-        return minibatch_indices(num_rows, size, epochs, generator)
+        return minibatch_indices(num_rows, size, self.config.num_epochs, generator)
 
     @contextmanager
     def _training(self, place: int) -> Iterator[None]:

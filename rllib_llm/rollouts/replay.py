@@ -11,8 +11,6 @@ import torch
 from rllib_llm.rollouts.judged_batch import JudgedBatch, concatenate, take_rows
 from rllib_llm.shared import columns
 
-EVICTIONS = ("oldest", "most_used")
-
 
 @dataclass
 class _Kept:
@@ -28,20 +26,18 @@ class ReplayBuffer:
 
     Args:
         num_groups: drawn for each batch, fewer while there are fewer.
-        capacity: groups that it holds at most.
-        eviction: who goes where there is no room: "oldest", or "most_used", of those the oldest.
+        capacity: groups that it holds at most; the oldest go.
         max_uses: after so many, the first included, a group goes.
         recency: α ≥ 0; the i-th oldest, from 1 on, is drawn with weight i^α (0: all alike).
     """
 
     def __init__(
-        self, *, num_groups: int, capacity: int, eviction: str = "oldest", max_uses: int = 4,
-        recency: float = 0.0, seed: int = 0,
+        self, *, num_groups: int, capacity: int, max_uses: int = 4, recency: float = 0.0,
+        seed: int = 0,
     ) -> None:  # fmt: skip
         self.num_groups = num_groups
         self.iteration = 0  # batches handed out
         self._capacity = capacity
-        self._eviction = eviction
         self._max_uses = max_uses
         self._recency = recency
         self._seed = seed
@@ -72,7 +68,7 @@ class ReplayBuffer:
         return dataclasses.replace(whole, node=fresh.node, num_replayed=drawn.num_rows)
 
     def add(self, batch: JudgedBatch) -> None:
-        """Keeps the groups of `batch`, on the CPU; where there is no room, others go."""
+        """Keeps the groups of `batch`, on the CPU; where there is no room, the oldest go."""
         batch = dataclasses.replace(batch.to("cpu"), messages=[], timings={}, weights={})
         groups = batch.columns[columns.GROUP]
         for group in groups.unique(sorted=True):
@@ -80,13 +76,8 @@ class ReplayBuffer:
             self._kept.append(_Kept(rows, self.iteration))
             self._counts["added"] += 1
         while len(self._kept) > self._capacity:
-            del self._kept[self._evicted()]
+            del self._kept[0]
             self._counts["evicted"] += 1
-
-    def _evicted(self) -> int:
-        if self._eviction == "oldest":
-            return 0
-        return max(range(len(self._kept)), key=lambda i: (self._kept[i].uses, -i))
 
     def draw(self) -> JudgedBatch | None:
         """Different groups, as many as there are at most, in the order of their age; None where
@@ -146,7 +137,6 @@ def open_replay(config: Any) -> ReplayBuffer | None:
     return ReplayBuffer(
         num_groups=config.replay_groups,
         capacity=config.replay_capacity or 4 * config.num_prompts_per_iteration,
-        eviction=config.replay_eviction,
         max_uses=config.replay_max_uses,
         recency=config.replay_recency,
         seed=config.seed or 0,

@@ -51,7 +51,6 @@ class Condition:
     holds: Callable[[Any], bool]  # under a config
     otherwise: str  # why the setting has no effect where it does not, formatted with `config`
     remedy: str = "Remove it"
-    never: bool = False  # the setting is RLlib's, and known only so as to be warned of
 
 
 def when(
@@ -61,11 +60,6 @@ def when(
     follows the value in the warning where it is false."""
     otherwise = f"with {name}={{config.{name}!r}}{why}"
     return Condition(f"{name} {text}", lambda c: holds(getattr(c, name)), otherwise, remedy)
-
-
-def never(why: str) -> Condition:
-    """The condition of RLlib's settings that never have an effect and are listed for a warning."""
-    return Condition("never", lambda config: False, why, never=True)
 
 
 def is_set(value: Any) -> bool:
@@ -220,11 +214,6 @@ class Setting:
     def effect(self) -> str:
         """When it has an effect, "" for always."""
         return "; ".join(condition.text for condition in self.acts)
-
-    @property
-    def can_act(self) -> bool:
-        """Whether it has an effect under any config."""
-        return not any(condition.never for condition in self.acts)
 
     def unused(self, config: Any) -> tuple[str, str] | None:
         """(why it has no effect under `config`, remedy), or None where it has one."""

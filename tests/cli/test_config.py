@@ -38,8 +38,7 @@ def test_json_has_every_setting_that_acts(algo: str):
     config_class = type(get_algorithm_class(algo).get_default_config())
     flat = {row["flat"] for row in rows}
     assert len(flat) == len(rows)  # each in one section
-    warned_of = {"grad_clip_by", "torch_compile_worker", "torch_compile_learner_what_to_compile"}
-    unused = {*config_class.ignored_settings, *warned_of, "lambda"}
+    unused = {*config_class.ignored_settings, "lambda"}
     assert known_names(config_class) - unused <= flat
     assert all(row["meaning"] and row["default"] for row in rows)
 

@@ -34,7 +34,6 @@ from tests.algorithms import tiny_runs
         (tiny_runs.rloo, {"scale_by_std": False}, "scale_by_std"),
         (tiny_runs.ppo, {"drop_zero_variance_groups": True}, "drop_zero_variance_groups"),
         (tiny_runs.sft, {"lr_num_updates": 10}, "lr_num_updates"),
-        (tiny_runs.sft, {"grad_clip_by": "norm"}, "grad_clip_by"),
     ],
 )
 def test_a_setting_without_effect_warns(make, settings, name):
@@ -138,10 +137,12 @@ def test_other_combinations_are_refused():
         quantised.learners(strategy="fsdp", num_learners=2).validate()
     with pytest.raises(ValueError, match="lora=.* must be None in this stage"):
         tiny_runs.reward_model().language_model(lora={}).validate()
-    with pytest.raises(ValueError, match="minibatch_size=4 must be None while minibatch_tokens=64"):
-        config = tiny_runs.ppo(minibatch_tokens=64)
-        config.minibatch_size = 4
+    config = tiny_runs.ppo()
+    config.micro_batch_size = 4
+    with pytest.raises(ValueError, match="micro_batch_size=4 must be None while micro_batch_token"):
         config.validate()
+    with pytest.raises(ValueError, match="grad_clip_by='norm' must be"):
+        tiny_runs.sft(grad_clip_by="norm").validate()
 
 
 @pytest.mark.parametrize("settings, place", [
@@ -170,11 +171,11 @@ def test_yaml_names_are_the_attributes():
             "gradient_checkpointing": True,
             "learner_strategy": "ddp",
             "reference_in": "policy",
-            "minibatch_tokens": 64,
+            "micro_batch_size": 2,
         }
     )
     config.validate()
-    assert config.lora == {"r": 2} and config.minibatch_size is None
+    assert config.lora == {"r": 2} and config.micro_batch_tokens is None
     assert config.reference_place == "policy"
 
 

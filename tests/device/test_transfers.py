@@ -72,7 +72,6 @@ WAYS = {
     "GRPO": (tiny.grpo, {}),
     "PPO": (tiny.ppo, {}),
     "micro-batches": (tiny.grpo, {"micro_batch_tokens": 40}),
-    "mini-batches by tokens": (tiny.grpo, {"minibatch_size": None, "minibatch_tokens": 40}),
     "KL to the learner's reference": (tiny.grpo, {"ref_kl_coeff": 0.1, "reference_in": "learner"}),
     "decoupled": (
         lambda **s: tiny.grpo(off_policy="decoupled", **s).streaming(max_staleness=1), {}

@@ -136,7 +136,7 @@ def test_scripts_and_benchmarks_import_names_that_exist():
     """They run apart from the tests, so that a moved name would show months later."""
     wanted = {
         (file.name, node.module, alias.name)
-        for file in [*ROOT.glob("benchmarks/*.py"), *ROOT.glob("scripts/*.py")]
+        for file in [*ROOT.glob("benchmarks/**/*.py"), *ROOT.glob("scripts/*.py")]
         for node in ast.walk(ast.parse(file.read_text("utf-8")))
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rllib_llm.")
         for alias in node.names

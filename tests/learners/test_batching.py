@@ -14,7 +14,6 @@ from rllib_llm.learners.batching import (
     even_micro_batches,
     micro_batch_indices,
     minibatch_indices,
-    minibatch_indices_by_tokens,
     restore_rows,
     row_lengths,
     take_rows,
@@ -174,22 +173,6 @@ def test_trim_does_not_change_what_it_was_given():
     before = {name: column.clone() for name, column in batch.items()}
     trim(batch)
     assert all(torch.equal(batch[name], before[name]) for name in before)
-
-
-def test_minibatches_by_tokens_fill_the_budget():
-    lengths = torch.tensor([3, 10, 6, 4, 9])  # 10 and 9 are above the budget of 8
-    for seed in range(5):
-        generator = torch.Generator().manual_seed(seed)
-        parts = list(minibatch_indices_by_tokens(lengths, 8, 2, generator))
-        rows = torch.cat(parts)
-        assert rows[:5].sort().values.tolist() == rows[5:].sort().values.tolist() == [*range(5)]
-        sizes = [int(lengths[part].sum()) for part in parts]
-        assert all(size <= 8 or len(part) == 1 for size, part in zip(sizes, parts, strict=True))
-        # Nothing was cut off before it had to be: the next row would have passed the budget.
-        ends = torch.tensor([len(part) for part in parts]).cumsum(0)
-        for size, part, end in zip(sizes, parts[1:], ends, strict=False):
-            if end != 5:  # an epoch ends there
-                assert size + int(lengths[part[0]]) > 8
 
 
 # --- rows of several learners ---------------------------------------------------------------------

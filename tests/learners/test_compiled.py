@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rllib_llm.shared.errors import Problems
 from tests.algorithms.tiny_runs import grpo
 from tests.learners import tiny_learners as tiny
 
@@ -31,8 +32,9 @@ def test_a_compiled_learner_learns_the_same():
         torch.testing.assert_close(tiny.parameters(learner)[name], value)
 
 
-def test_settings_that_compile_nothing_are_said():
+def test_settings_that_compile_nothing_are_refused():
     for setting in ({"torch_compile_worker": True},
                     {"torch_compile_learner_what_to_compile": "complete_update"}):  # fmt: skip
-        with pytest.warns(UserWarning, match=f"{next(iter(setting))}=.* has no effect"):
-            grpo().framework(**setting).validate()
+        with pytest.raises(Problems) as caught:
+            grpo().update_from_dict(setting).validate()
+        assert next(iter(setting)) in str(caught.value)

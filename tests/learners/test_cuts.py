@@ -67,13 +67,3 @@ def test_any_cut_and_padding_is_the_whole_batch(whole, name, cut, padding):
     for parameter, gradient in gradients.items():
         torch.testing.assert_close(ours[parameter], gradient, rtol=1e-4, atol=2e-6 * scale)
     assert our_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-5, nan_ok=True)
-
-
-def test_minibatches_by_tokens_learn_from_every_row_once():
-    batch = tiny.judged(tiny.build(CONFIGS["grpo"]), LENGTHS)
-    config = CONFIGS["grpo"].copy(copy_frozen=False)
-    learner = tiny.build(config.training(minibatch_tokens=12, num_epochs=2))
-    seen = list(learner._minibatches(batch))
-    assert torch.cat(seen).sort().values.tolist() == sorted([*range(6)] * 2)
-    tiny.update(learner, batch)
-    assert learner.num_updates == len(seen) > 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.bottlenecks import STAGES, staged
+from tests.overseer.bottlenecks import STAGES, staged
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_session")]
 

@@ -63,14 +63,6 @@ def test_the_oldest_goes_where_there_is_no_room():
     }  # fmt: skip
 
 
-def test_the_most_used_goes_where_it_is_told_so():
-    buffer = buffer_of(2, eviction="most_used", max_uses=9)
-    add(buffer, batch(0, 1), 1)
-    (used,) = drawn(buffer, 1, 1)
-    add(buffer, batch(2), 2)
-    assert drawn(buffer, 2, 2) == [1 - used, 2]
-
-
 def test_a_group_goes_after_its_last_use():
     buffer = buffer_of(4, max_uses=3)
     add(buffer, batch(5), 1)  # used once, when it was fresh

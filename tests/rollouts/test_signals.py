@@ -1,7 +1,7 @@
 """A hundred signals at samplers, the ledger and the trial: every prompt and token is accounted for.
 
-The processes are emulated, so that all interleavings are cheap; `python -m benchmarks.chaos` sends
-signals to real ones.
+The processes are emulated, so that all interleavings are cheap; `python -m benchmarks.runs.chaos`
+sends signals to real ones.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import ray
 import torch
 from ray.cluster_utils import Cluster
 
-from benchmarks.weights import CHUNK_BYTES, chunks_sent, start_cluster
+from benchmarks.weights.publish import CHUNK_BYTES, chunks_sent, start_cluster
 from rllib_llm.weights.coordinator import PublishedWeights
 from rllib_llm.weights.flat_buffer import FlatBuffer, Slot, unpack
 from rllib_llm.weights.receiver import WeightsReceiver, nodes_with_a_copy

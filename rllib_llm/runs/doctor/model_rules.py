@@ -242,17 +242,10 @@ def _end(stage: Stage) -> Iterator[Problem]:
 
 def _schedule(stage: Stage) -> Iterator[Problem]:
     config, iterations = stage.config, stage.num_planned_iterations
-    if iterations is None or config.minibatch_size is None and not config.minibatch_tokens:
-        per_iteration = config.num_epochs
-    elif config.minibatch_tokens:
-        return  # depends on lengths
-    else:
-        per_iteration = config.num_epochs * -(
-            -config.train_batch_size_per_learner // config.minibatch_size
-        )
     if iterations is None:
         return
-    updates = iterations * per_iteration
+    rows = config.train_batch_size_per_learner
+    updates = iterations * config.num_epochs * -(-rows // (config.minibatch_size or rows))
     if config.lr_num_warmup_updates >= updates:
         yield warning(
             "lr_num_warmup_updates", f"be below the {updates} optimiser steps of this run",
