@@ -20,7 +20,7 @@ from rllib_llm.runs import default_callbacks
 from rllib_llm.runs.callbacks import ErrorCutShort, KilledForMemory, NewTerms, fit
 from rllib_llm.runs.experiments import Experiment, algorithm_class, fill
 from rllib_llm.runs.live_table import LiveTable
-from rllib_llm.runs.plan import INTERVAL, check_experiment, checkpoint_settings, num_trials
+from rllib_llm.runs.plan import INTERVAL, check_experiments, checkpoint_settings, num_trials
 from rllib_llm.runs.report_page import PAGE_FILE, find_trials, write_page
 from rllib_llm.runs.results import StageResult, collect_result, flatten, is_reached, short_name
 from rllib_llm.runs.run_folder import has_saved, set_aside, write_environment
@@ -105,7 +105,7 @@ def run_stage(
     """Run one experiment, every reference resolved, to its end."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what it warns of was said before the first stage
-        check_experiment(experiment)
+        check_experiments([experiment])
     folder = run_folder / experiment.name
     has_begun = resume and folder.exists()
     goes_on = has_begun and has_saved(folder) and _can_resume(folder)

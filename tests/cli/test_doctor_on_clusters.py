@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from rllib_llm.cli.doctor import _fits_cluster
 from rllib_llm.cli.main import app
 from rllib_llm.runs.experiments import Experiment
-from rllib_llm.runs.plan import check_experiment, check_resources
+from rllib_llm.runs.plan import check_experiments, check_resources
 from rllib_llm.runs.yaml_loader import load, parse
 from rllib_llm.shared.errors import Problems
 from tests.docs.code_blocks import blocks_of
@@ -86,7 +86,7 @@ ASKED = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("asked", ASKED)
 def test_the_guide_s_clusters_hold_what_fits_their_nodes_and_no_more(kind, asked):
-    nodes, (reservation,) = nodes_of(kind), check_experiment(experiments(*asked)[0])
+    nodes, (reservation,) = nodes_of(kind), check_experiments([experiments(*asked)[0]])
 
     def check() -> None:
         check_resources(reservation, nodes)

@@ -110,6 +110,7 @@ def machine_rules(stage: Stage, machine: Machine, *, is_here: bool = True) -> It
     """
     yield from precision_rules(stage, machine, is_here=is_here)
     if is_here:
+        yield from memory_rules(stage, machine)
         yield from place_rules(stage, machine)
         yield from store_rules(stage, machine)
     yield from server_rules(stage)
