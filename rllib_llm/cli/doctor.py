@@ -19,6 +19,7 @@ from rllib_llm.shared.errors import Problem, distinct, ended, errors_of, problem
 
 if TYPE_CHECKING:
     from rllib_llm.runs.experiments import Experiment
+    from rllib_llm.runs.plan import Examined
 
 COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 
@@ -67,7 +68,7 @@ def _diagnose(
 ) -> Iterator[Problem]:  # fmt: skip
     from rllib_llm.runs.doctor.examine import deep_rules, examine
     from rllib_llm.runs.doctor.machine_rules import Machine, ray_rules
-    from rllib_llm.runs.plan import check_resources, named
+    from rllib_llm.runs.plan import named
     from rllib_llm.runs.run_folder import storage_root
     from rllib_llm.runs.yaml_loader import load_file
 
@@ -87,16 +88,7 @@ def _diagnose(
     yield from found
     can_run = is_readable and not errors_of(found)
     if can_run and ray_address is not None:
-        try:
-            with ray_session(RayOptions(ray_address=ray_address)) as nodes:
-                pass
-        except ValueError as error:
-            yield from problems_of(error)
-        else:
-            for one in examination.sound:
-                for reservation in one.reserved:
-                    wrong = refusals(check_resources, reservation, nodes)
-                    yield from (problem.within(one.experiment.name) for problem in wrong)
+        yield from fits_cluster(examination.sound, ray_address)
     elif can_run and start_ray:  # which takes seconds
         yield from ray_rules()
     for stage in [one.stage for one in examination.sound if one.stage] if deep else ():
@@ -104,6 +96,23 @@ def _diagnose(
             yield from (named(problem, stage) for problem in deep_rules(stage))
         except (ValueError, RuntimeError, OSError) as error:
             yield from (problem.within(stage.name) for problem in problems_of(error))
+
+
+def fits_cluster(sound: list[Examined], ray_address: str) -> Iterator[Problem]:
+    """Errors of experiments of which one trial finds no place on the cluster's nodes, or that of a
+    cluster which cannot be joined."""
+    from rllib_llm.runs.plan import check_resources
+
+    try:
+        with ray_session(RayOptions(ray_address=ray_address)) as nodes:
+            pass
+    except ValueError as error:
+        yield from problems_of(error)
+        return
+    for one in sound:
+        for reservation in one.reserved:
+            wrong = refusals(check_resources, reservation, nodes)
+            yield from (problem.within(one.experiment.name) for problem in wrong)
 
 
 def _show(found: list[Problem], console: Console) -> None:

@@ -307,14 +307,17 @@ def _loggers(options: RunOptions, num_stages: int) -> Callable[[str, str], list[
         require(not options.wandb_run_name, "--wandb-run-name", options.wandb_run_name,
                 "come with --wandb-project", "", "")  # fmt: skip
         return lambda run, stage: []
-    from rllib_llm.runs.wandb_logger import check_wandb, wandb_logger
+    from rllib_llm.runs.wandb_logger import WandbLogger, check_wandb
 
     check_wandb(options.wandb_key)
+    os.environ.setdefault("WANDB_SILENT", "true")
     project = options.wandb_project or "rllib_llm"
 
     def loggers(run: str, stage: str) -> list[Any]:
         base = options.wandb_run_name or run
         name = base if num_stages == 1 else f"{base}-{stage}"
-        return [wandb_logger(project, name, run)]
+        # A trial that is started again goes on in the W&B run of its id; the key stays in the
+        # environment, since Tune writes its callbacks into a file that others can read.
+        return [WandbLogger(project=project, group=run, name=name, resume="allow")]
 
     return loggers

@@ -15,7 +15,7 @@ from rllib_llm.algorithms.registry import ALGORITHMS
 from rllib_llm.checkpoints.algorithm import restore_source
 from rllib_llm.config.schema import as_written, checked_config
 from rllib_llm.config.tabled_config import TabledConfig
-from rllib_llm.runs.doctor.data_rules import data_settings, row_problems, source_problems
+from rllib_llm.runs.doctor.data_rules import SETTINGS, row_problems, source_problems
 from rllib_llm.runs.doctor.stage import Stage, stage_of
 from rllib_llm.runs.experiments import (
     KEYS,
@@ -171,7 +171,8 @@ def _config_problems(result: Examined) -> Iterator[Problem]:
         found += [*wrong, *problems_in(check_env, config, algo_class)]
         if ours:
             found += problems_in(source_problems, settings)
-        if ours and not errors_of(found) and (key := data_settings(settings)) not in read:
+        key = repr([settings.get(name) for name in SETTINGS])
+        if ours and not errors_of(found) and key not in read:
             read.add(key)
             found += problems_in(row_problems, config)
         if not errors_of(found):
