@@ -20,8 +20,8 @@ from pathlib import Path
 import psutil
 import ray
 
-from rllib_llm.overseer import diagnosis
-from rllib_llm.overseer.oversight import Oversight, SamplerWatch
+from rllib_llm.overseer.oversight import Link, Oversight
+from rllib_llm.overseer.phases import LEARNING, STARTING, WAITING, Phases
 from rllib_llm.overseer.service import open_overseer
 
 SETTLE_S = 5.0  # until connections stand
@@ -32,9 +32,13 @@ class Part:
 
     def __init__(self, folder: str, kind: str, number: int) -> None:
         self.number = number
-        self.watched = Oversight() if kind == "trial" else SamplerWatch()
-        if kind != "idle":
-            self.watched.join(Path(folder), f"{kind} {number}", trial="t")
+        self.phase, part = Phases(STARTING), f"{kind} {number}"
+        self.oversight = Oversight(self.phase, str)
+        if kind == "trial":
+            self.oversight.join(Path(folder), part, trial="t")
+        elif kind == "sampler":
+            facts = {"kind": kind, "trial": "t"}
+            self.link = Link(Path(folder), part, lambda: {**facts, **self.phase.report()})
 
     def cpu_seconds(self) -> float:
         """That its process has taken."""
@@ -44,11 +48,12 @@ class Part:
         """Of what a trial does in one iteration beside reporting."""
         start = time.process_time()
         for iteration in range(iterations):
-            self.watched.doing("sampling", diagnosis.WAITING)
-            self.watched.doing("learning", diagnosis.LEARNING)
-            self.watched.waited(1.0, {"generate_seconds": 0.5, "judge_seconds": 0.2})
-            self.watched.clock.enter(diagnosis.BETWEEN)
-            self.watched.end_iteration(iteration)
+            with self.phase(WAITING, "sampling"):
+                pass
+            with self.phase(LEARNING, "learning"):
+                pass
+            self.oversight.waited({"generate_seconds": 0.5, "judge_seconds": 0.2})
+            self.oversight.end_iteration(iteration)
         return (time.process_time() - start) / iterations * 1e6
 
 

@@ -56,7 +56,8 @@ import torch
 from ray.exceptions import RayError
 
 from rllib_llm.data.rollout_store import RolloutStore
-from rllib_llm.overseer.oversight import INTERVAL_S, SamplerWatch
+from rllib_llm.overseer.oversight import INTERVAL_S
+from rllib_llm.overseer.phases import IDLE, Phases
 from rllib_llm.overseer.service import Overseer
 from rllib_llm.rollouts import workers
 from rllib_llm.rollouts.errors import Faults
@@ -173,7 +174,8 @@ class Books:
         self._recorder = RolloutRecorder(self.store, about)
         self._overseer = Overseer(clock=lambda: fleet.now)
         self._report = {
-            **SamplerWatch()._describe(),
+            **Phases(IDLE).report(),
+            "kind": "sampler",
             "trial": "t",
             "incarnation": "",
             "answers": [],

@@ -39,8 +39,8 @@ from rllib_llm.algorithms.results import HEADLINE, with_headline
 from rllib_llm.checkpoints.algorithm import WholeCheckpoints, in_its_folder
 from rllib_llm.checkpoints.folder import make_readable
 from rllib_llm.learners.metrics import MEANS, MESSAGES, NUM_PARAMETERS, REPORT
-from rllib_llm.overseer.diagnosis import BETWEEN, PAUSED, SAVING
 from rllib_llm.overseer.oversight import Oversight
+from rllib_llm.overseer.phases import SAVING, STARTING, Phases
 from rllib_llm.rollouts.recorder import SAMPLES_FILE
 from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.messages import (
@@ -128,7 +128,8 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         self._given = settings, env
         self._listener: Listener | None = None
         self._message_log: MessageLog | None = None
-        self.oversight = Oversight()
+        self.phase = Phases(STARTING, self._show)
+        self.oversight = Oversight(self.phase, self.scale_samplers)
         if is_trial():
             self._listener = Listener("trial")
             default = self.get_default_config().setup_timeout_s
@@ -141,7 +142,7 @@ class LanguageModelAlgorithm(WholeCheckpoints):
                 super().__init__(config=config, env=env, **kwargs)
         except ValueError as error:
             raise_plainly(error)
-        self.set_activity("starting an iteration")
+        self.phase.outside(STARTING, "starting an iteration")
 
     def __repr__(self) -> str:
         return type(self).__name__  # in Ray's messages
@@ -171,10 +172,8 @@ class LanguageModelAlgorithm(WholeCheckpoints):
             for messages in (answer.get() for answer in answers if answer.ok):
                 self.tell(messages)
 
-    def set_activity(self, activity: str, phase: str | None = None) -> None:
-        """Publishes the trial's current activity. `phase`: the clock to which its time is
-        attributed, see `overseer/diagnosis.py`."""
-        self.oversight.doing(activity, phase)
+    def _show(self, activity: str) -> None:
+        """Publishes the trial's current activity in its folder; "": none."""
         if self._listener is not None and self._message_log is not None:
             self._message_log.doing(activity)
 
@@ -191,7 +190,7 @@ class LanguageModelAlgorithm(WholeCheckpoints):
             self._listener.take()  # what settings warn of was said where they were given
         counts = {"samplers": self.config.num_env_runners, "learners": self.config.num_learners}
         started = " and ".join(f"{n} {name}" for name, n in counts.items() if n)
-        self.set_activity(f"loading models{started and f', starting {started}'}")
+        self.phase.outside(STARTING, f"loading models{started and f', starting {started}'}")
         self.config = in_its_folder(self.config)
         self.config = with_decided_precision(self.config)
         self._join_overseer()
@@ -234,9 +233,6 @@ class LanguageModelAlgorithm(WholeCheckpoints):
             return
         self.oversight.join(
             folder, f"trial {trial}", trial=trial, stage=folder.name, algorithm=type(self).__name__
-        )
-        self.oversight.obey(
-            self, lambda: self.set_activity(f"{PAUSED}: rllib resume goes on", PAUSED)
         )
 
     def get_auto_filled_metrics(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -320,6 +316,10 @@ class LanguageModelAlgorithm(WholeCheckpoints):
 
     def note(self, groups: dict[str, Any], episode: int, rows_per_second: float) -> None:
         """Keeps an iteration's metrics by group for its result."""
+        of_samplers = {**groups.get("throughput", {}), **groups.get("weights", {})}
+        if not self.config.num_env_runners:
+            of_samplers.pop("starved_seconds", None)  # it is this thread, which is measured anyway
+        self.oversight.waited(of_samplers)
         lr = groups.pop("", {}).get("lr", 0.0)
         self.known_metrics = {**groups, "lr": lr, "episode": episode, "eps": rows_per_second}
 
@@ -393,9 +393,7 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         if self.eval_metrics is not None:
             results["eval"] = dict(self.eval_metrics)
         results["time_share"] = self.oversight.end_iteration(self.iteration + 1)
-        marks = self.oversight.after_iteration()
-        self.oversight.clock.enter(BETWEEN)
-        return with_headline({**results, **marks})
+        return with_headline({**results, **self.oversight.after_iteration()})
 
     def _report_learners(self, results: dict[str, Any]) -> None:
         """Puts the learners' means where RLlib has those that go through its logger; they are
@@ -412,13 +410,12 @@ class LanguageModelAlgorithm(WholeCheckpoints):
             found[module] = {**found.get(module, {}), **own}
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        """The clock notes how long it takes."""
-        self.oversight.clock.enter(SAVING)
-        super().save_checkpoint(checkpoint_dir)
-        self.oversight.clock.enter(BETWEEN)
+        """As RLlib's."""
+        with self.phase(SAVING, "saving a checkpoint"):
+            super().save_checkpoint(checkpoint_dir)
 
     def cleanup(self) -> None:
-        self.set_activity("")
+        self._show("")
         self.oversight.close()
         super().cleanup()
 

@@ -34,7 +34,7 @@ from rllib_llm.algorithms.results import (
 )
 from rllib_llm.algorithms.rlhf_config import RLHFConfig
 from rllib_llm.numerics.off_policy import age_metrics
-from rllib_llm.overseer import diagnosis
+from rllib_llm.overseer.phases import EVALUATING, LEARNING, PUBLISHING, WAITING
 from rllib_llm.rollouts.errors import BrokenSamplerError, Faults
 from rllib_llm.rollouts.judged_batch import JudgedBatch
 from rllib_llm.rollouts.recorder import RolloutRecorder, SampleLog
@@ -99,17 +99,15 @@ class RLHF(LanguageModelAlgorithm):
                 self._pools[group] = SamplerPool(actors, self.faults, seconds, num_parts)
         for pool in self._pools.values():
             pool.require_built()
-        self._samples_here = not self._pools[self.env_runner_group].num_samplers
         self.samples = SampleLog(self.trial_folder)
         self.weights = self._open_weights()
-        if self.learner_group.is_local:
-            module = local_learner(self.learner_group).module[DEFAULT_MODULE_ID].unwrapped()
-            runners = (group.local_env_runner for group in named)
-            for runner in (self.env_runner, self.eval_env_runner, *runners):
-                if runner is not None:
-                    runner.share_module(module)
-        if self.env_runner is not None:
-            self.env_runner.watch.tell(lambda text: self.set_activity(self._sampling(f", {text}")))
+        local = (group.local_env_runner for group in named)
+        for runner in (self.env_runner, self.eval_env_runner, *local):
+            if runner is not None:
+                runner.sampler.phase = self.phase
+                if self.learner_group.is_local:
+                    module = local_learner(self.learner_group).module[DEFAULT_MODULE_ID]
+                    runner.share_module(module.unwrapped())
         self.recorder = self.make_recorder()
         self.rollouts = self.make_rollouts()
         self._publish()
@@ -142,7 +140,7 @@ class RLHF(LanguageModelAlgorithm):
             self._pools[self.env_runner_group], self.env_runner, self.config.stream_rules(),
             self.config.serving_settings(), folder=self.trial_folder / "ledger",
             recorder=self.recorder, publish_again=self._publish_again,
-            tell=lambda prompts: self.set_activity(self._sampling(f", {prompts * num} are there")),
+            tell=lambda prompts: self.phase.progress(f"{prompts * num} are there"),
             replay=open_replay(self.config),
         )  # fmt: skip
 
@@ -155,47 +153,21 @@ class RLHF(LanguageModelAlgorithm):
 
     def training_step(self) -> None:
         if self.position == 0 and self.config.evaluation_interval and self.eval_metrics is None:
-            num_rows = self.config.evaluation_duration
-            activity = f"evaluating {num_rows} completions before training"
-            self.set_activity(activity, diagnosis.EVALUATING)
             self.evaluate()
-        start = time.perf_counter()
         num_rows = self.config.num_prompts_per_iteration * self.config.num_completions
-        self.set_activity(self._sampling(), diagnosis.WAITING)
-        sampled = self.rollouts.next()
+        with self.phase(WAITING, f"sampling and judging {num_rows} completions"):
+            sampled = self.rollouts.next()
         self.tell(sampled.messages)
-        learn_start = time.perf_counter()
-        self.set_activity(f"learning from {num_rows} completions", diagnosis.LEARNING)
-        of_samplers = {**sampled.timings, **sampled.weights}
-        if self._samples_here:
-            of_samplers.pop("starved_seconds", None)  # it is this thread, which is measured anyway
-        self.oversight.waited(learn_start - start, of_samplers)
-        publish_start = self.learn(sampled)
-        end = time.perf_counter()
-        self.oversight.clock.enter(diagnosis.BETWEEN)
-        ages: dict[str, float] = {}  # of all rows that were learnt from, where it is corrected for
-        if self.config.off_policy is not None:
-            versions = sampled.columns[columns.WEIGHTS_VERSION]
-            mask = columns.sampled_mask(sampled.columns)
-            ages = age_metrics(versions, mask, self.weights_version - 1)
-        seconds = {
-            "iteration": end - start, "sample": learn_start - start,
-            "learn": publish_start - learn_start, "publish": end - publish_start,
-        }  # fmt: skip
-        self._log(sampled.fresh, ages, seconds)
+        self.learn(sampled)
+        self._log(sampled)
 
-    def _sampling(self, so_far: str = "") -> str:
-        num_rows = self.config.num_prompts_per_iteration * self.config.num_completions
-        return f"sampling and judging {num_rows} completions{so_far}"
-
-    def learn(self, sampled: JudgedBatch) -> float:
-        """Updates the learners and publishes their weights; when it began to publish."""
-        report = self.update_learners(sampled.columns, sampled.num_rows, self.weights_version)
-        self._record_trained(sampled, report)
-        start = time.perf_counter()
-        self.oversight.clock.enter(diagnosis.PUBLISHING)
-        self.publish_next()
-        return start
+    def learn(self, sampled: JudgedBatch) -> None:
+        """Updates the learners and publishes their weights."""
+        with self.phase(LEARNING, f"learning from {sampled.num_rows} rows"):
+            report = self.update_learners(sampled.columns, sampled.num_rows, self.weights_version)
+            self._record_trained(sampled, report)
+        with self.phase(PUBLISHING):
+            self.publish_next()
 
     def publish_next(self) -> None:
         """Publishes the weights under the next version."""
@@ -290,11 +262,10 @@ class RLHF(LanguageModelAlgorithm):
     def evaluate(self, parallel_train_future: Any = None) -> dict[str, Any]:
         """As RLlib's, but evaluation samplers get the weights that are published already, with the
         request, as training's do."""
-        self.oversight.clock.enter(diagnosis.EVALUATING)
-        try:
+        when = "" if self.weights_version else " before training"
+        activity = f"evaluating {self.config.evaluation_duration} completions{when}"
+        with self.phase(EVALUATING, activity):
             return evaluate_by_request(self)
-        finally:
-            self.oversight.clock.enter(diagnosis.BETWEEN)
 
     def verify_weights(self) -> dict[int, list[str]]:
         """Parameters that are not bit for bit as published, by sampler; {} when all is well.
@@ -337,7 +308,15 @@ class RLHF(LanguageModelAlgorithm):
 
     # --- results -----------------------------------------------------------------------------
 
-    def _log(self, sampled: JudgedBatch, ages: dict[str, float], seconds: dict[str, float]) -> None:
+    def _log(self, batch: JudgedBatch) -> None:
+        sampled, took = batch.fresh, self.phase.took
+        seconds = {"sample": took[WAITING], "learn": took[LEARNING], "publish": took[PUBLISHING]}
+        seconds["iteration"] = sum(seconds.values())
+        ages: dict[str, float] = {}  # of all rows that were learnt from, where it is corrected for
+        if self.config.off_policy is not None:
+            versions = batch.columns[columns.WEIGHTS_VERSION]
+            mask = columns.sampled_mask(batch.columns)
+            ages = age_metrics(versions, mask, self.weights_version - 1)
         groups = with_sampling(self.learner_metrics(), sampled, self.weights_version - 1, ages)
         groups |= self.rollouts.metrics()
         groups["rollout_store"] = self.recorder.metrics()

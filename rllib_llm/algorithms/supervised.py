@@ -7,7 +7,6 @@ its seeded order, epoch after epoch.
 from __future__ import annotations
 
 import functools
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ from rllib_llm.algorithms.language_model_config import LanguageModelConfig
 from rllib_llm.config.checks import given, wrong
 from rllib_llm.data.mixture import Mixture, batches_of
 from rllib_llm.data.texts import BatchSource
-from rllib_llm.overseer.diagnosis import EVALUATING, LEARNING
+from rllib_llm.overseer.phases import EVALUATING, LEARNING
 from rllib_llm.shared.errors import Problem, Problems
 from rllib_llm.shared.setting import Section, Settings, setting
 
@@ -138,16 +137,14 @@ class Supervised(LanguageModelAlgorithm):
 
     def training_step(self) -> None:
         if self.position == 0 and self.config.evaluation_interval and self.eval_metrics is None:
-            self.set_activity("evaluating before training", EVALUATING)
             self.evaluate()
-        start = time.perf_counter()
         num_rows = self.config.total_train_batch_size
-        self.set_activity(f"learning from {num_rows} rows", LEARNING)
-        rows = self._source.batch(self.position, num_rows)
-        self.update_learners(rows, num_rows)
+        with self.phase(LEARNING, f"learning from {num_rows} rows"):
+            rows = self._source.batch(self.position, num_rows)
+            self.update_learners(rows, num_rows)
         self.position += num_rows
         self.num_updates += 1
-        self._log(num_rows, rows, time.perf_counter() - start)
+        self._log(num_rows, rows, self.phase.took[LEARNING])
 
     def _log(self, num_rows: int, rows: dict[str, Any], seconds: float) -> None:
         groups = self.learner_metrics()
@@ -161,7 +158,9 @@ class Supervised(LanguageModelAlgorithm):
     def evaluate(self, parallel_train_future=None) -> dict[str, Any]:
         """Means over the first `evaluation_duration` held-out rows, as RLlib's `evaluate`, and the
         `iteration` after which they are."""
-        self.eval_metrics = {**self.held_out_means(), "iteration": self.num_updates}
+        when = "" if self.position else " before training"
+        with self.phase(EVALUATING, f"{EVALUATING}{when}"):
+            self.eval_metrics = {**self.held_out_means(), "iteration": self.num_updates}
         return dict(self.eval_metrics)
 
     def held_out_means(self) -> dict[str, float]:

@@ -15,10 +15,11 @@ from typer import Argument, Option
 
 from rllib_llm.cli.options import AsJson, Imports, Overrides, RayOptions
 from rllib_llm.cli.session import check_address, prepare, ray_session, user_errors
-from rllib_llm.shared.errors import Problem, Problems, distinct, ended, problems_of
+from rllib_llm.shared.errors import Problem, distinct, ended, errors_of, problems_of, refusals
 
 if TYPE_CHECKING:
     from rllib_llm.runs.experiments import Experiment
+    from rllib_llm.runs.plan import Examined
 
 COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 
@@ -47,8 +48,6 @@ def doctor(
     """
     prepare(0, imports)
     with user_errors():
-        from rllib_llm.runs.doctor.stage import exit_code
-
         found = list(_diagnose(file, deep, start_ray, ray_address, storage_path, overrides))
         found = distinct(found)
     if as_json:
@@ -59,15 +58,17 @@ def doctor(
         print(json.dumps(rows, indent=1))
     else:
         _show(found, Console())
-    raise typer.Exit(exit_code(found))
+    severities = {problem.severity for problem in found}
+    raise typer.Exit(2 if "error" in severities else int("warning" in severities))
 
 
 def _diagnose(
     file: Path | None, deep: bool, start_ray: bool, ray_address: str | None,
     storage_path: str | None, overrides: list[str] | None,
 ) -> Iterator[Problem]:  # fmt: skip
-    from rllib_llm.runs.doctor.examine import examine
+    from rllib_llm.runs.doctor.examine import deep_rules, examine
     from rllib_llm.runs.doctor.machine_rules import Machine, ray_rules
+    from rllib_llm.runs.plan import named
     from rllib_llm.runs.run_folder import storage_root
     from rllib_llm.runs.yaml_loader import load_file
 
@@ -82,26 +83,25 @@ def _diagnose(
         yield from errors
     root = storage_root(storage_path, experiments)
     machine = Machine.here(root if isinstance(root, Path) else Path.cwd())
-    found = examine(experiments, machine, folder=root, is_here=ray_address is None)
-    try:
-        check_address(ray_address)
-    except Problems as error:
-        found += problems_of(error)
+    examination = examine(experiments, machine, folder=root, is_here=ray_address is None)
+    found = [*examination.found, *refusals(check_address, ray_address)]
     yield from found
-    can_run = is_readable and not any(problem.severity == "error" for problem in found)
+    can_run = is_readable and not errors_of(found)
     if can_run and ray_address is not None:
-        yield from _fits_cluster(experiments, ray_address)
+        yield from fits_cluster(examination.sound, ray_address)
     elif can_run and start_ray:  # which takes seconds
         yield from ray_rules()
-    if deep:
-        yield from _deep(experiments)
+    for stage in [one.stage for one in examination.sound if one.stage] if deep else ():
+        try:
+            yield from (named(problem, stage) for problem in deep_rules(stage))
+        except (ValueError, RuntimeError, OSError) as error:
+            yield from (problem.within(stage.name) for problem in problems_of(error))
 
 
-def _fits_cluster(experiments: list[Experiment], ray_address: str) -> Iterator[Problem]:
+def fits_cluster(sound: list[Examined], ray_address: str) -> Iterator[Problem]:
     """Errors of experiments of which one trial finds no place on the cluster's nodes, or that of a
     cluster which cannot be joined."""
-    from rllib_llm.runs.experiments import with_stand_ins
-    from rllib_llm.runs.plan import check_experiment, check_resources
+    from rllib_llm.runs.plan import check_resources
 
     try:
         with ray_session(RayOptions(ray_address=ray_address)) as nodes:
@@ -109,27 +109,10 @@ def _fits_cluster(experiments: list[Experiment], ray_address: str) -> Iterator[P
     except ValueError as error:
         yield from problems_of(error)
         return
-    for experiment in with_stand_ins(experiments):
-        try:
-            for reservation in check_experiment(experiment):
-                check_resources(reservation, nodes)
-        except ValueError as error:
-            yield from (each.within(experiment.name) for each in problems_of(error))
-
-
-def _deep(experiments: list[Experiment]) -> Iterator[Problem]:
-    from rllib_llm.runs.doctor.examine import deep_rules
-    from rllib_llm.runs.doctor.stage import make_stage
-    from rllib_llm.runs.experiments import with_stand_ins
-    from rllib_llm.runs.plan import named
-
-    for experiment in with_stand_ins(experiments):
-        try:
-            stage = make_stage(experiment)
-            if stage is not None:
-                yield from (named(each, stage) for each in deep_rules(stage))
-        except (ValueError, RuntimeError, OSError) as error:
-            yield from (each.within(experiment.name) for each in problems_of(error))
+    for one in sound:
+        for reservation in one.reserved:
+            wrong = refusals(check_resources, reservation, nodes)
+            yield from (problem.within(one.experiment.name) for problem in wrong)
 
 
 def _show(found: list[Problem], console: Console) -> None:

@@ -19,7 +19,7 @@ from typer import Argument, Option
 
 from rllib_llm.cli.options import AsJson
 from rllib_llm.cli.session import prepare, user_errors
-from rllib_llm.overseer.diagnosis import shares
+from rllib_llm.overseer.phases import shares
 from rllib_llm.overseer.service import DONE, WAITING, find_run
 from rllib_llm.shared.errors import require
 from rllib_llm.shared.storage import place
@@ -249,10 +249,10 @@ def _add(table: Table, part: dict[str, Any], name: str) -> None:
     if part["is_silent"]:
         text = Text(f"silent for {part['silent_seconds']:.0f} s", style=SILENT_STYLE)
     elif part["kind"] == "trial":
-        what = part.get("activity") or part["phase"]
-        text = Text(f"iteration {part['iteration'] + 1}: {what}, {part['seconds_in_phase']:.0f} s")
+        iteration, seconds = part["iteration"] + 1, part["seconds_in_phase"]
+        text = Text(f"iteration {iteration}: {part['activity']}, {seconds:.0f} s")
     else:
-        text = Text(part["activity"])
+        text = Text(f"{part['seconds_in_phase']:.0f} s {part['activity']}")
     version = part.get("version", part.get("iteration"))
     shown = "" if version is None else str(version)
     table.add_row(name, part["node"], str(part["pid"]), shown, text)

@@ -31,7 +31,7 @@ from rllib_llm.cli.session import (
 from rllib_llm.runs.experiments import Experiment
 from rllib_llm.runs.run_folder import COMMAND_LINE
 from rllib_llm.runs.yaml_loader import load, load_file, parse_mapping
-from rllib_llm.shared.errors import Problem, Problems, require
+from rllib_llm.shared.errors import Problems, refusals, require
 from rllib_llm.shared.storage import Place
 
 if TYPE_CHECKING:
@@ -115,23 +115,18 @@ def run_file(file: Path, options: RunOptions) -> None:
     """Run the experiments of the YAML file in order, and report."""
     prepare(options.verbose, options.imports)
     with user_errors(options.verbose):
+        from rllib_llm.runs.doctor.examine import run_rules
+        from rllib_llm.runs.plan import check_experiments
+
         show_progress(CHECKING.format(file.stem))
         experiments, errors = load_file(file, options.overrides)
-        if errors:
-            raise Problems([*errors, *_further_errors(experiments, options)])
+        if errors:  # told with those of the settings of the file's sound experiments
+            with shown_warnings():
+                further = refusals(
+                    lambda: check_experiments(with_options(experiments, options), run_rules)
+                )
+            raise Problems([*errors, *further])
     execute(experiments, file.stem, options, str(file.resolve()))
-
-
-def _further_errors(experiments: list[Experiment], options: RunOptions) -> list[Problem]:
-    """The problems of the settings of a file's sound experiments."""
-    from rllib_llm.runs.doctor.examine import before_a_run
-
-    try:
-        with shown_warnings():
-            before_a_run(with_options(experiments, options))
-    except Problems as error:
-        return error.found
-    return []
 
 
 def with_options(experiments: list[Experiment], options: RunOptions) -> list[Experiment]:
@@ -181,8 +176,8 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions, sourc
     """
     console = Console()
     with user_errors(options.verbose):
-        from rllib_llm.runs.doctor.examine import before_a_run
-        from rllib_llm.runs.plan import check_disk, check_resources
+        from rllib_llm.runs.doctor.examine import run_rules
+        from rllib_llm.runs.plan import check_disk, check_experiments, check_resources
         from rllib_llm.runs.run_folder import (
             alone_in,
             check_writable,
@@ -194,7 +189,7 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions, sourc
 
         experiments = with_options(experiments, options)
         with shown_warnings() as warned:
-            reserved = before_a_run(experiments)
+            reserved = check_experiments(experiments, run_rules)
         _check_gpus(reserved, options)
         root = storage_root(options.storage_path, experiments)
         if not options.resume:  # one that resumes may be to free a full disk
@@ -312,14 +307,17 @@ def _loggers(options: RunOptions, num_stages: int) -> Callable[[str, str], list[
         require(not options.wandb_run_name, "--wandb-run-name", options.wandb_run_name,
                 "come with --wandb-project", "", "")  # fmt: skip
         return lambda run, stage: []
-    from rllib_llm.runs.wandb_logger import check_wandb, wandb_logger
+    from rllib_llm.runs.wandb_logger import WandbLogger, check_wandb
 
     check_wandb(options.wandb_key)
+    os.environ.setdefault("WANDB_SILENT", "true")
     project = options.wandb_project or "rllib_llm"
 
     def loggers(run: str, stage: str) -> list[Any]:
         base = options.wandb_run_name or run
         name = base if num_stages == 1 else f"{base}-{stage}"
-        return [wandb_logger(project, name, run)]
+        # A trial that is started again goes on in the W&B run of its id; the key stays in the
+        # environment, since Tune writes its callbacks into a file that others can read.
+        return [WandbLogger(project=project, group=run, name=name, resume="allow")]
 
     return loggers

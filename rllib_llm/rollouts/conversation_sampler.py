@@ -49,7 +49,6 @@ class ConversationSampler(Sampler):
         params = self.params(request.explore)
         ends = (*params.stop_token_ids, *env.chat_format.stop_token_ids)
         params = dataclasses.replace(params, stop_token_ids=tuple(dict.fromkeys(ends)))
-        self.watch.generating(self.weights.version, params.max_new_tokens)
         return {}, self._attempts(env, request, params)
 
     def judge(self, generated: UnjudgedBatch) -> JudgedBatch:

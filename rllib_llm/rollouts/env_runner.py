@@ -38,7 +38,8 @@ from rllib_llm.envs.adapters.agent import AgentEnv
 from rllib_llm.envs.bandit import check_env_lengths
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.registry import check_batched, make
-from rllib_llm.overseer.oversight import SamplerWatch
+from rllib_llm.overseer.oversight import Link
+from rllib_llm.overseer.phases import IDLE, STARTING, Phases
 from rllib_llm.rollouts.conversation_sampler import AgentSampler, ConversationSampler
 from rllib_llm.rollouts.errors import SampleFailure
 from rllib_llm.rollouts.generate_function import FunctionPolicy
@@ -74,17 +75,29 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         classes = classes if isinstance(classes, (list, tuple)) else [classes]
         self._callbacks = [cls() for cls in classes]
         self._device = get_device(self.config, _num_gpus(self.config, self.worker_index))
-        self.watch = SamplerWatch()
-        overseer = getattr(self.config, "_overseer", None)
-        if overseer is not None and self.worker_index:
-            folder, trial = overseer
-            kind = "evaluation sampler" if self.config.in_evaluation else "sampler"
-            part = f"{kind} {self.worker_index} of trial {trial}"
-            self.watch.join(Path(folder), part, trial=trial, device=str(self._device))
+        self._phase = Phases(STARTING)
+        self._link = self._open_link()
         self._listener = Listener(str(self))
         # The driver's process has another listener.
         with self._listener if self.worker_index else nullcontext():
             self._make_parts()
+
+    def _open_link(self) -> Link | None:
+        """Reports to the overseer of the run, where it has one."""
+        overseer = getattr(self.config, "_overseer", None)
+        if overseer is None or not self.worker_index:
+            return None
+        folder, trial = overseer
+        kind = "evaluation sampler" if self.config.in_evaluation else "sampler"
+
+        def describe() -> dict[str, Any]:
+            # Its models may be loading still.
+            in_use = self.sampler.weights.in_use if hasattr(self, "sampler") else None
+            facts = {"kind": "sampler", "trial": trial, "device": str(self._device)}
+            version = None if in_use is None else in_use.version
+            return {**facts, **self._phase.report(), "version": version}
+
+        return Link(Path(folder), f"{kind} {self.worker_index} of trial {trial}", describe)
 
     def _make_parts(self) -> None:
         if self._device.type == "cpu":
@@ -100,10 +113,11 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
             kind = AgentSampler if isinstance(self.env, AgentEnv) else ConversationSampler
         self.sampler = kind(
             SamplingEnvironment(self.env, self.worker_index), self._make_policy(),
-            params=self._sampling_params, name=str(self), watch=self.watch,
+            params=self._sampling_params, name=str(self), phase=self._phase,
             seed=(self.config.seed or 0) + EVALUATION_SEED * bool(self.config.in_evaluation),
             on_judged=self._on_judged,
         )  # fmt: skip
+        self._phase.outside(IDLE)
 
     # --- parts -------------------------------------------------------------------------------
 
@@ -310,7 +324,8 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         return []
 
     def stop(self) -> None:
-        self.watch.close()
+        if self._link is not None:
+            self._link.close()
         stop_streaming(self)
         self.sampler.close()
 

@@ -25,7 +25,7 @@ from rllib_llm.engines.params import SamplingParams
 from rllib_llm.envs.actions import Judgement, info_columns
 from rllib_llm.envs.bandit import BanditEnv
 from rllib_llm.envs.judges.rewards import UnjudgedError
-from rllib_llm.overseer.oversight import SamplerWatch
+from rllib_llm.overseer.phases import GENERATING, IDLE, JUDGING, LOADING, Phases
 from rllib_llm.rollouts.judged_batch import NO_VERSION, JudgedBatch, SampleRequest
 from rllib_llm.rollouts.policy import Generation, SamplingPolicy
 from rllib_llm.shared import columns
@@ -169,10 +169,10 @@ class Sampler:
     def __init__(
         self, environment: SamplingEnvironment, policy: SamplingPolicy, *,
         params: Callable[[bool], SamplingParams], seed: int, name: str = "the sampler",
-        watch: SamplerWatch | None = None,
+        phase: Phases | None = None,
         on_judged: Callable[[JudgedBatch], JudgedBatch] = lambda batch: batch,
     ) -> None:  # fmt: skip
-        self.watch = watch or SamplerWatch()
+        self.phase = phase or Phases(IDLE)
         self.environment = environment
         self.policy = policy
         # A second copy of the policy, where rows finish on weights before the newest.
@@ -189,13 +189,9 @@ class Sampler:
         Raises:
             WeightsLostError: these are not to be had.
         """
-        self.watch.begin(request.position, request.num_prompts)
-        try:
-            generated = self._generate_with(request, published)
-            self.watch.judging()
+        generated = self.generate(request, published)
+        with self.phase(JUDGING):
             return self._judged_by(self.environment, generated)
-        finally:
-            self.watch.end()
 
     def generate(self, request: SampleRequest, published: PublishedWeights) -> UnjudgedBatch:
         """Completions made with the published weights, to be judged.
@@ -203,16 +199,10 @@ class Sampler:
         Raises:
             WeightsLostError: these are not to be had.
         """
-        self.watch.begin(request.position, request.num_prompts)
-        try:
-            return self._generate_with(request, published)
-        finally:
-            self.watch.end()
-
-    def _generate_with(self, request: SampleRequest, published: PublishedWeights) -> UnjudgedBatch:
         cores = CpuClock()
         if self.policy.takes_weights:
-            self.weights.receive(published, self.policy.load)
+            with self.phase(LOADING):
+                self.weights.receive(published, self.policy.load)
         self._published, self._step = published.order, published.version
         generated = self._begin(request)
         generated.weights = self.weights.metrics()
@@ -226,25 +216,23 @@ class Sampler:
             RuntimeError: it was never given any.
             UnjudgedError: no row could be judged.
         """
-        generated = self._begin(request)
-        self.watch.judging()
-        return self._score(self.environment, generated)
+        return self._score(self.environment, self._begin(request))
 
     def _begin(self, request: SampleRequest) -> UnjudgedBatch:
         self.require_weights()
-        start = time.perf_counter()
-        prompts, made = self._complete(request)
-        seconds = {"generate_seconds": time.perf_counter() - start}
+        last = request.position + request.num_prompts - 1
+        with self.phase(GENERATING, f"{GENERATING} for prompts {request.position}-{last}"):
+            prompts, made = self._complete(request)
+        seconds = {"generate_seconds": self.phase.took[GENERATING]}
         return UnjudgedBatch(request, self.weights.version, prompts, made, self._step, seconds)
 
     def _complete(self, request: SampleRequest) -> tuple[dict[str, torch.Tensor], Any]:
         """Prompts and completions of a request, as `UnjudgedBatch` has them."""
         rows, n = self.environment.prompts(request), request.num_completions
         params = self.params(request.explore)
-        self.watch.generating(self.weights.version, params.max_new_tokens)
         asked = Generation(
-            params, n, self.seed, rows[columns.ROW_ID].cpu(), on_step=self.watch.on_step,
-            weights=self._published,
+            params, n, self.seed, rows[columns.ROW_ID].cpu(), weights=self._published,
+            on_step=self.phase.steps(f"of {params.max_new_tokens} tokens"),
         )  # fmt: skip
         prompts = {name: rows[name][::n] for name in (columns.PROMPT_IDS, columns.PROMPT_MASK)}
         return rows, self.policy.generate(prompts, asked)

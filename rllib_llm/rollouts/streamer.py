@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from ray.exceptions import RayActorError
 
+from rllib_llm.overseer.phases import GENERATING
 from rllib_llm.rollouts.errors import SampleFailure
 from rllib_llm.rollouts.filters import Filters
 from rllib_llm.rollouts.groups import JudgedGroup, Lease
@@ -322,7 +323,9 @@ class RowWork(Work):
         # What is raised from here on is the engine's: the ledger's answers were read.
         try:
             if self._rows.num_groups:
-                for lease, generated in self._rows.step():
+                with self._sampler.phase(GENERATING):
+                    ended = self._rows.step()
+                for lease, generated in ended:
                     self._judges.begin(lease, generated, continues=True)
             if renewal is not None:
                 self._renew(*renewal)

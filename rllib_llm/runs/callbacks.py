@@ -34,8 +34,8 @@ from ray.tune.result import EXPR_PROGRESS_FILE, EXPR_RESULT_FILE, TRAINING_ITERA
 from ray.tune.utils.util import SafeFallbackEncoder
 
 from rllib_llm.envs.judges.reward_functions import RewardError
-from rllib_llm.overseer.diagnosis import PAUSED
 from rllib_llm.overseer.oversight import STOP_RUN
+from rllib_llm.overseer.phases import PAUSED
 from rllib_llm.rollouts.errors import BrokenSamplerError
 from rllib_llm.runs.results import local_folder, other_trials_checkpoint, read_results
 from rllib_llm.runs.trial_checkpoints import (
@@ -76,7 +76,11 @@ class EndBrokenTrials(Callback):
             trial.max_failures = self._to_reset.pop(trial.trial_id, trial.max_failures)
 
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        if not isinstance(_latest_error(trial), BROKEN):
+        # Tune has just written this file; `trial.get_pickled_error` reads a copy made later.
+        if trial.pickled_error_file is None:
+            return
+        error = cloudpickle.loads(Path(trial.pickled_error_file).read_bytes())
+        if not isinstance(error.cause if isinstance(error, RayTaskError) else error, BROKEN):
             return
         done = (trial.last_result or {}).get("training_iteration", 0)
         self._failed.setdefault(trial.trial_id, (trial.max_failures, done))
@@ -90,15 +94,6 @@ class EndBrokenTrials(Callback):
         if trial.trial_id in self._failed and result["training_iteration"] > done:
             trial.max_failures = max_failures
             del self._failed[trial.trial_id]
-
-
-def _latest_error(trial: Any) -> Exception | None:
-    """The error that ended the trial's process, from the file that Tune has just written;
-    `trial.get_pickled_error` reads a copy that is made later."""
-    if trial.pickled_error_file is None:
-        return None
-    error = cloudpickle.loads(Path(trial.pickled_error_file).read_bytes())
-    return error.as_instanceof_cause() if isinstance(error, RayTaskError) else error
 
 
 STEP_SECONDS = 5.0  # that a step of Tune may take; more is Tune's own silence
@@ -154,49 +149,46 @@ class RestartHungTrials(Callback):
 
     def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
         now = time.monotonic()
-        self._forgive_own_silence(now)
+        if self._stepped is not None:
+            # Time in which Tune's process was busy elsewhere, and could not read reports.
+            own = max(0.0, now - self._stepped - STEP_SECONDS)
+            self._heard = {trial: min(now, at + own) for trial, at in self._heard.items()}
+        self._stepped = now
         for trial in trials:
-            actor = trial.temporary_state.ray_actor
+            name, actor = trial.trial_id, trial.temporary_state.ray_actor
             if trial.status != Trial.RUNNING or actor is None:
-                self._heard.pop(trial.trial_id, None)
+                self._heard.pop(name, None)
                 continue
             limits = self._save_limits if trial.is_saving else self._limits
-            limit = limits[trial.trial_id].seconds()
-            if limit is not None and self._silent(trial, now, limit) > limit:
-                self._kill(trial, now, limits[trial.trial_id].slowest)
+            limit = limits[name].seconds()
+            if limit is None or self._silent(trial, now, limit) <= limit:
+                continue
+            logger.error(
+                "Trial %s is killed: it has %s for %.0f s, though it had cores (slowest: %.0f s).",
+                trial, "been saving" if trial.is_saving else "reported nothing",
+                now - self._heard[name], limits[name].slowest,
+            )  # fmt: skip
+            self._heard[name] = now
+            ray.kill(actor)
 
     def _silent(self, trial: Any, now: float, limit: float) -> float:
-        """Seconds that a trial has been silent though it could have worked."""
+        """Seconds that a trial has been silent though it could have worked. What its processes
+        waited for (/proc) and whether it is paused (its file), nobody tells Tune: without, a trial
+        of a busy machine, or a paused one, would be killed."""
         name = trial.trial_id
         silent = now - self._heard.setdefault(name, now)
         if silent < LOOK_FROM * limit:
             self._starved.pop(name, None)
             return silent
         if name not in self._starved:
-            self._starved[name] = StarvedProcesses(
-                processes_of(trial.temporary_state.ray_actor), time.monotonic
-            )
+            pids = processes_of(trial.temporary_state.ray_actor)
+            self._starved[name] = StarvedProcesses(pids, time.monotonic)
             self._looked[name] = now
         if now - self._looked[name] >= LOOK_SECONDS or silent > limit:
             self._looked[name] = now
             starved = self._starved[name].take()
             self._heard[name] = now if _is_paused(trial) else min(now, self._heard[name] + starved)
         return now - self._heard[name]
-
-    def _kill(self, trial: Any, now: float, slowest: float) -> None:
-        does = "been saving" if trial.is_saving else "reported nothing"
-        text = "Trial %s is killed: it has %s for %.0f s, though it had cores (slowest: %.0f s)."
-        logger.error(text, trial, does, now - self._heard[trial.trial_id], slowest)
-        self._heard[trial.trial_id] = now
-        ray.kill(trial.temporary_state.ray_actor)
-
-    def _forgive_own_silence(self, now: float) -> None:
-        """Subtracts time in which Tune's process was busy elsewhere, such as in a logger, so that
-        it could not read reports."""
-        if self._stepped is not None:
-            own = max(0.0, now - self._stepped - STEP_SECONDS)
-            self._heard = {trial: min(now, at + own) for trial, at in self._heard.items()}
-        self._stepped = now
 
 
 USED = re.compile(r"was (?P<used>[\d.]+)GB used / (?P<total>[\d.]+)GB limit")
@@ -282,9 +274,8 @@ class ResultLog(JsonLoggerCallback):
     training makes it, has its own rows as its past, whatever their iterations; only where it failed
     and continues from that checkpoint once more, the rows since then are replaced.
 
-    When the trial ends, progress.csv is made from it. To Tune it is a JSON logger, since Tune adds
-    its own where it finds none; of that it takes only what writes params.json and params.pkl.
-    `NoOtherCsv` goes with it.
+    To Tune it is a JSON logger, since Tune adds its own where it finds none; of that it takes only
+    what writes params.json and params.pkl.
     """
 
     def __init__(self) -> None:
@@ -293,7 +284,7 @@ class ResultLog(JsonLoggerCallback):
         self._sources: dict[Any, Path | None] = {}  # checkpoints of other trials
         self._num_rows: Counter[Any] = Counter()  # logged since the trial continued from there
         self._failed: set[Any] = set()
-        self._disk = BestEffort(f"{EXPR_RESULT_FILE} and {EXPR_PROGRESS_FILE}")
+        self._disk = BestEffort(EXPR_RESULT_FILE)
 
     def log_trial_start(self, trial: Any) -> None:
         self._close(trial)
@@ -312,24 +303,19 @@ class ResultLog(JsonLoggerCallback):
             if before == result[TRAINING_ITERATION]:
                 return  # stopped while it was paused: its last result once more
         with self._disk.writing():
-            self._write(trial, result)
-
-    def _write(self, trial: Any, result: dict[str, Any]) -> None:
-        if trial not in self._files:  # its first result says what of the file to keep
-            file, num_rows = _folder_of(trial) / EXPR_RESULT_FILE, self._num_rows.pop(trial, 0)
-            is_own = self._sources.get(trial) is None
-            replaced = (result[TRAINING_ITERATION], 0) if is_own else (None, num_rows)
-            keep_json_rows(file, TRAINING_ITERATION, *replaced)
-            # Unbuffered: what a full disk refuses must not stand before the next row.
-            self._files[trial] = file.open("ab", buffering=0)
-        row = json.dumps(result, cls=SafeFallbackEncoder) + "\n"
-        _append_whole(self._files[trial], row.encode())
-        self._num_rows[trial] += 1
+            if trial not in self._files:  # its first result says what of the file to keep
+                file, num_rows = _folder_of(trial) / EXPR_RESULT_FILE, self._num_rows.pop(trial, 0)
+                is_own = self._sources.get(trial) is None
+                replaced = (result[TRAINING_ITERATION], 0) if is_own else (None, num_rows)
+                keep_json_rows(file, TRAINING_ITERATION, *replaced)
+                # Unbuffered: what a full disk refuses must not stand before the next row.
+                self._files[trial] = file.open("ab", buffering=0)
+            row = json.dumps(result, cls=SafeFallbackEncoder) + "\n"
+            append_whole(self._files[trial], row.encode())
+            self._num_rows[trial] += 1
 
     def log_trial_end(self, trial: Any, failed: bool = False) -> None:
         self._close(trial)
-        with self._disk.writing():
-            write_csv(_folder_of(trial))
 
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         self._failed.add(trial)
@@ -339,16 +325,31 @@ class ResultLog(JsonLoggerCallback):
             self._files.pop(trial).close()
 
 
-class NoOtherCsv(CSVLoggerCallback):
-    """Writes nothing; prevents Tune from adding its own CSV logger. (One callback that was a logger
-    of both kinds would count as one.)"""
+class CsvAtEnd(CSVLoggerCallback):
+    """Makes progress.csv from the result.json of a trial that ends: nested names joined by "/", the
+    config left out, every column that some row has. Tune's own knows the first row's columns, and
+    repeats rows that are computed anew."""
 
     def log_trial_start(self, *args: Any, **info: Any) -> None: ...
 
-    log_trial_result = log_trial_end = log_trial_start
+    log_trial_result = log_trial_start
+
+    def log_trial_end(self, trial: Any, failed: bool = False) -> None:
+        with BestEffort(EXPR_PROGRESS_FILE).writing():
+            folder = _folder_of(trial)
+            rows = read_results(folder)
+            names = dict.fromkeys(
+                name for row in rows for name in row if not name.startswith("config/")
+            )
+            if not rows:
+                return
+            with (folder / EXPR_PROGRESS_FILE).open("w", encoding="utf-8", newline="") as file:
+                writer = csv.DictWriter(file, names, extrasaction="ignore")
+                writer.writeheader()
+                writer.writerows(rows)
 
 
-def _append_whole(file: IO[bytes], row: bytes) -> None:
+def append_whole(file: IO[bytes], row: bytes) -> None:
     """Append the row, or nothing where it does not fit on the disk.
 
     Raises:
@@ -356,26 +357,12 @@ def _append_whole(file: IO[bytes], row: bytes) -> None:
     """
     end = file.seek(0, os.SEEK_END)
     try:
-        written = file.write(row)
-        if written != len(row):
+        if file.write(row) != len(row):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError:
         with contextlib.suppress(OSError):
             file.truncate(end)
         raise
-
-
-def write_csv(folder: Path) -> None:
-    """Make progress.csv from the result.json of a trial's folder, nested names joined by "/", the
-    config left out. It has every column that some row has; the other rows are empty there."""
-    rows = read_results(folder)
-    if not rows:
-        return
-    names = dict.fromkeys(name for row in rows for name in row if not name.startswith("config/"))
-    with (folder / EXPR_PROGRESS_FILE).open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, names, extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def _folder_of(trial: Any) -> Path:
@@ -409,16 +396,16 @@ def default_callbacks(
         metric, mode: the result that `best_checkpoint` goes by; see `KeepBestCheckpoint`.
         wandb_project: a Weights & Biases project for results and tables of sampled texts.
     """
-    callbacks: list[Callback] = [ResultLog(), NoOtherCsv()]
+    callbacks: list[Callback] = [ResultLog(), CsvAtEnd()]
     if checkpoint_interval_s is not None:
         callbacks.append(TimedCheckpoints(checkpoint_interval_s))
     callbacks += [KeepBestCheckpoint(metric, mode), UseFailureCheckpoints(), SaveOnStop()]
     callbacks += [RestartHungTrials(hung_trial_timeout_s), EndBrokenTrials()]
     if wandb_project is not None:
-        from rllib_llm.runs.wandb_logger import RESUME, WandbLogger, check_wandb
+        from rllib_llm.runs.wandb_logger import WandbLogger, check_wandb
 
         check_wandb(None)
-        callbacks.append(WandbLogger(project=wandb_project, resume=RESUME))
+        callbacks.append(WandbLogger(project=wandb_project, resume="allow"))
     return callbacks
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from rllib_llm.shared.errors import Problem, Problems, report, require, unknown_key
-from rllib_llm.shared.setting import OF_EXPERIMENT, Section, Setting, Settings, setting
+from rllib_llm.shared.setting import OF_EXPERIMENT, Section, Settings, setting
 
 if TYPE_CHECKING:
     from ray.tune import Trainable
@@ -21,6 +21,7 @@ SAMPLERS = (
     "lograndint", "qlograndint",
 )  # fmt: skip
 LISTS = ("grid_search", "choice")
+LIMITS = ("stop", "pass_criteria")  # of results
 # Keys of other versions of the format -> where the setting lives.
 MOVED = {
     "algo": "run",
@@ -138,46 +139,36 @@ KEYS = tuple(row.name for row in EXPERIMENT.settings if row.name != "name")
 
 
 def _problems(section: Section, given: Mapping[str, Any], where: str) -> list[Problem]:
-    """The problems of settings."""
+    """The problems of settings; limits of results are numbers."""
+    from rllib_llm.algorithms.language_model_config import LanguageModelConfig
+
     rows = {row.name: row for row in section.settings}
     found = []
     for key, value in given.items():
         if key not in rows:
-            found.append(_unknown(section, key, where))
+            known, hint = list(rows), ""
+            if section is EXPERIMENT:
+                known = list(KEYS)
+                if key in MOVED:
+                    hint = f"It is {MOVED[key]!r} here."
+                elif LanguageModelConfig.algorithms_with(key):
+                    hint = "It is the algorithm's: write it below `config:`."
+            found.append(unknown_key(where, key, known, hint))
         elif (error := rows[key].problem(value, place=where)) is not None:
             if isinstance(rows[key].default, dict) and not isinstance(value, dict):
                 error = dataclasses.replace(error, remedy=f"Write `{key}: {{name: value}}`")
             found.append(error)
         elif key == "checkpoint_config":
             found += _problems(CHECKPOINTS, value, f"{where}.{key}")
-        elif isinstance(value, dict):
-            found += [e for item in value.items() for e in _of_item(rows[key], *item, where)]
+        for name, limit in value.items() if key in LIMITS and isinstance(value, dict) else ():
+            remedy = f"Write `{name}: 100`"
+            if isinstance(limit, Mapping) and len(limit) == 1:
+                ((inner, inner_value),) = limit.items()
+                remedy = f"Write `{name}/{inner}: {inner_value}`"
+            row = dataclasses.replace(rows[key], name=name, type=float, remedy=remedy)
+            if (error := row.problem(limit, place=f"{where}.{key}")) is not None:
+                found.append(error)
     return found
-
-
-def _of_item(row: Setting, name: Any, value: Any, where: str) -> list[Problem]:
-    """Problems of an entry of a mapping; limits of results are numbers."""
-    if row.name not in ("stop", "pass_criteria"):
-        return []
-    remedy = f"Write `{name}: 100`"
-    if isinstance(value, Mapping) and len(value) == 1:
-        ((inner, inner_value),) = value.items()
-        remedy = f"Write `{name}/{inner}: {inner_value}`"
-    limit = dataclasses.replace(row, name=name, type=float, remedy=remedy)
-    error = limit.problem(value, place=f"{where}.{row.name}")
-    return [] if error is None else [error]
-
-
-def _unknown(section: Section, key: str, where: str) -> Problem:
-    """The problem of an unknown key."""
-    from rllib_llm.algorithms.language_model_config import LanguageModelConfig
-
-    hint, known = "", KEYS if section is EXPERIMENT else [row.name for row in section.settings]
-    if section is EXPERIMENT and key in MOVED:
-        hint = f"It is {MOVED[key]!r} here."
-    elif section is EXPERIMENT and LanguageModelConfig.algorithms_with(key):
-        hint = "It is the algorithm's: write it below `config:`."
-    return unknown_key(where, key, known, hint)
 
 
 def algorithm_class(name: str, where: str) -> type[Trainable]:
@@ -269,15 +260,7 @@ def with_stand_ins(experiments: list[Experiment]) -> list[Experiment]:
     filled = []
     for experiment in experiments:
         for name, product in references(vars(experiment)):
-            if product == "model":
-                _check_leaves_model(by_name[name], experiment.name)
-            if product == "rollouts":
-                _check_keeps_rollouts(by_name[name], experiment.name)
-            else:
-                saves = by_name[name].checkpoint_config.get("checkpoint_at_end") is not False
-                require(saves, f"{name}.checkpoint_config.checkpoint_at_end", False, "be true",
-                        f"{experiment.name!r} uses ${{{name}.{product}}}",
-                        "Drop the key")  # fmt: skip
+            _check_leaves(by_name[name], product, experiment.name)
         config = substitute(
             experiment.config, lambda ref, _: stand_ins.get(ref, f"${{{ref}}}"), experiment.name
         )
@@ -291,32 +274,32 @@ def with_stand_ins(experiments: list[Experiment]) -> list[Experiment]:
     return filled
 
 
-def _check_leaves_model(experiment: Experiment, user: str) -> None:
-    name, found = experiment.name, algorithm_class(experiment.run, experiment.name)
-    if found.__module__.startswith("ray."):
+def _check_leaves(experiment: Experiment, product: str, user: str) -> None:
+    """Raises Problems where an experiment will not leave what `user` takes of it."""
+    name, run, reference = experiment.name, experiment.run, f"${{{experiment.name}.{product}}}"
+    found, why = algorithm_class(run, name), f"{user!r} uses {reference}"
+    if product == "model" and found.__module__.startswith("ray."):
         raise Problems(
-            f"${{{name}.model}}", "be of an experiment that trains a language model",
-            f"{name}.run={experiment.run!r} is RLlib's own and leaves none",
-            "Name another experiment",
+            reference, "be of an experiment that trains a language model",
+            f"{name}.run={run!r} is RLlib's own and leaves none", "Name another experiment",
         ).within(user)  # fmt: skip
+    if product != "rollouts":
+        saves = experiment.checkpoint_config.get("checkpoint_at_end") is not False
+        require(saves, f"{name}.checkpoint_config.checkpoint_at_end", False, "be true", why,
+                "Drop the key")  # fmt: skip
+        return
+    from rllib_llm.algorithms.rlhf import RLHF  # which few need
 
-
-def _check_keeps_rollouts(experiment: Experiment, user: str) -> None:
-    from rllib_llm.algorithms.rlhf import RLHF
-
-    name = experiment.name
-    if not issubclass(algorithm_class(experiment.run, name), RLHF):
+    if not issubclass(found, RLHF):
         raise Problems(
-            f"${{{name}.rollouts}}", "be of an experiment that samples",
-            f"{name}.run={experiment.run!r} does not", "Name one of GRPO, PPOPtx, ..",
+            reference, "be of an experiment that samples", f"{name}.run={run!r} does not",
+            "Name one of GRPO, PPOPtx, ..",
         ).within(user)  # fmt: skip
     section = experiment.config.get("rollouts")
     section = section if isinstance(section, dict) else {}
     kept = experiment.config.get("store_rollouts", section.get("store", True))
-    require(
-        kept is not False, f"{name}.config.store_rollouts", False, "be true",
-        f"{user!r} uses ${{{name}.rollouts}}", "Drop the key",
-    )  # fmt: skip
+    require(kept is not False, f"{name}.config.store_rollouts", False, "be true", why,
+            "Drop the key")  # fmt: skip
 
 
 def model_of(config: Mapping[str, Any]) -> Any:

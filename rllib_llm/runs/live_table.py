@@ -112,9 +112,7 @@ class LiveTable(Callback):
     """
 
     def __init__(self, title: str, stop: Mapping[str, Any], console: Console) -> None:
-        self._title = title
-        self._stage = title.partition(" ")[0]
-        self._stop = dict(stop)
+        self._title, self._stage, self._stop = title, title.partition(" ")[0], dict(stop)
         self._console = console
         self._rows: dict[str, TrialRow] = {}
         self._started = time.monotonic()
@@ -234,7 +232,7 @@ class LiveTable(Callback):
 
     def table(self) -> Table:
         """Return the table as it stands now. It fits 80 columns for a single trial."""
-        rows = list(self._rows.values()) or [TrialRow(self._stage, self._stop)]
+        rows = list(self._rows.values()) or [TrialRow(self._stage or self._title, self._stop)]
         metrics = columns([row.result for row in rows])
         elapsed = _clock(time.monotonic() - self._started)
         table = Table(
@@ -247,7 +245,11 @@ class LiveTable(Callback):
             table.add_column(heading, justify="right", no_wrap=True)
         for row in rows:
             cells = (_cell(row.result, metric) for metric in metrics)
-            table.add_row(Text(row.name), _bar(row), _eta(row), _iteration(row), *cells)
+            bar: Any = Text(row.state, style="red" if row.state == "failed" else "dim")
+            if row.state not in ("failed", "starting"):
+                share = 1.0 if row.state == "done" else row.share  # a scheduler may have stopped it
+                bar = ProgressBar(total=1.0, completed=share, width=BAR_WIDTH)
+            table.add_row(Text(row.name), bar, _eta(row), _iteration(row), *cells)
         return table
 
     def _row(self, trial: Any) -> TrialRow:
@@ -260,11 +262,7 @@ class LiveTable(Callback):
         now = flatten(trial.config or {})
         varied = (trial.evaluated_params or {}).items()
         settings = ", ".join(setting(key, now.get(key, drawn)) for key, drawn in varied)
-        return settings or self.nameless(trial)
-
-    def nameless(self, trial: Any) -> str:
-        """The name of a trial without settings of its own."""
-        return self._stage
+        return settings or self._stage or str(trial)  # its name under Tune
 
     def _print_line(self, row: TrialRow) -> None:
         now = time.monotonic()
@@ -277,13 +275,6 @@ class LiveTable(Callback):
             state = _eta(row) if row.eta_s() is None else f"{_eta(row)} left"
         text = [row.name, f"iteration {_iteration(row)}", *cells, state]
         self._console.print("  ".join(text), markup=False, highlight=False, soft_wrap=True)
-
-
-def _bar(row: TrialRow) -> Any:
-    if row.state in ("failed", "starting"):
-        return Text(row.state, style="red" if row.state == "failed" else "dim")
-    share = 1.0 if row.state == "done" else row.share  # a scheduler may have stopped it
-    return ProgressBar(total=1.0, completed=share, width=BAR_WIDTH)
 
 
 def _eta(row: TrialRow) -> str:
@@ -341,6 +332,7 @@ class Progress(LiveTable):
     def __init__(self, stop: Mapping[str, Any] | None = None) -> None:
         """`stop`: when a trial ends, to tell how far it is; by default that of the run."""
         super().__init__("trials", stop or {}, _plain_console())
+        self._stage = ""  # trials of the same settings are not the same
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -350,10 +342,6 @@ class Progress(LiveTable):
         """Takes the run's stop criteria, where none were given."""
         if not self._stop and isinstance(stop, Mapping):
             self._stop.update(stop)
-
-    def nameless(self, trial: Any) -> str:
-        """Its name under Tune: trials of the same settings are not the same."""
-        return str(trial)
 
 
 class TunerProgress(Progress):
@@ -376,7 +364,8 @@ class TunerProgress(Progress):
             return
         self._is_decided = True
         is_default = has_verbosity(Verbosity.V3_TRIAL_DETAILS) and not is_verbose()
-        if is_default and any(_is_ours(trial) for trial in trials):
+        bases = (base for one in trials for base in getattr(one.get_trainable_cls(), "__mro__", ()))
+        if is_default and any(base.__module__.startswith("rllib_llm.") for base in bases):
             set_verbosity(Verbosity.V0_MINIMAL)
             self._console.quiet = False
             num, first = self._num_trials, trials[0]
@@ -395,13 +384,6 @@ class TunerProgress(Progress):
 
     def on_experiment_end(self, trials: list, **info: Any) -> None:
         self._console.print(self.table())
-
-
-def _is_ours(trial: Any) -> bool:
-    """Whether a trial runs an algorithm of this package, or one made from it."""
-    trainable = trial.get_trainable_cls()
-    classes = getattr(trainable, "__mro__", ())
-    return any(base.__module__.partition(".")[0] == "rllib_llm" for base in classes)
 
 
 def _plain_console() -> Console:

@@ -167,11 +167,6 @@ def is_counter(name: str) -> bool:
     return last in COUNTERS or re.fullmatch(ends, last) is not None
 
 
-def describes(name: str) -> bool:
-    """Whether a result of this name is in the registry."""
-    return _pattern().fullmatch(name) is not None
-
-
 # What Tune and RLlib add to every result, and the registry leaves to them.
 TUNES_OWN = (
     "time_this_iter_s", "time_since_restore", "iterations_since_restore", "timestamp",
@@ -182,6 +177,17 @@ OPEN_GROUPS = (
     "perf", "config", "timers", "env_runner_group", "fault_tolerance", "throughput", "faults",
     "env_runners", "evaluation", "learners",
 )  # fmt: skip
+
+
+@functools.cache
+def _pattern() -> re.Pattern[str]:
+    parts = [re.split(r"<\w+>", name) for name in NAMES]
+    return re.compile("|".join(".+".join(map(re.escape, each)) for each in parts))
+
+
+def describes(name: str) -> bool:
+    """Whether a result of this name is in the registry."""
+    return _pattern().fullmatch(name) is not None
 
 
 def is_reported(name: str) -> bool:
@@ -239,12 +245,6 @@ def result_like(name: str, run: str = "") -> str:
     our algorithms."""
     known = [name for name in NAMES if "<" not in name and (not run or may_report(run, name))]
     return suggestion(name, known)
-
-
-@functools.cache
-def _pattern() -> re.Pattern[str]:
-    parts = [re.split(r"<\w+>", name) for name in NAMES]
-    return re.compile("|".join(".+".join(map(re.escape, each)) for each in parts))
 
 
 @dataclass(frozen=True)
@@ -342,9 +342,18 @@ def summary_metrics(results: Sequence[Mapping[str, Any]]) -> list[Metric]:
         metrics.append(Metric(one.held_out, "  held out", one.form))
         if one.key == "objective/scores":
             metrics += [Metric(k, f"  {n}") for k, n in reward_parts(results).items()]
-    silent = [STALENESS, INVALID, *_losses_of_rows(keys)]  # 0 is as it should be
+    # Shares of rows with a failed reward function, a limit that was reached or a truncated prompt.
+    failed = filter(None, (re.fullmatch("env/(.+)_failed", key) for key in keys))
+    silent = [  # 0 is as it should be
+        STALENESS, INVALID, *(Metric(e[0], f"share on which {e[1]} failed") for e in failed),
+        Metric("env/truncated", "share of conversations that a limit ended"),
+        Metric("train/truncated_share", "share of prompts that were cut"),
+    ]  # fmt: skip
+    # How far quantised models are from their unquantised weights.
+    found = (key.removeprefix("env/").partition("/drift/") for key in keys if "/drift/" in key)
+    drifts = [Metric(f"env/{a}{b}{c}", f"drift of {a}, {c}") for a, b, c in found]
     zero = [one for one in silent if not any(number(result.get(one.key)) for result in results)]
-    metrics += [TOKENS_PER_S, *_drifts(keys), *silent]
+    metrics += [TOKENS_PER_S, *drifts, *silent]
     return [metric for metric in _held(results, metrics) if metric not in zero]
 
 
@@ -354,21 +363,6 @@ def reward_parts(results: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     parts = [key for key in keys if key.startswith("train/") and key.endswith("_rewards")]
     names = {key: key.removeprefix("train/").removesuffix("_rewards") for key in parts}
     return names if len(names) > 1 else {}
-
-
-def _drifts(keys: Sequence[str]) -> list[Metric]:
-    """How far quantised models are from their unquantised weights."""
-    found = (key.removeprefix("env/").partition("/drift/") for key in keys if "/drift/" in key)
-    return [Metric(f"env/{a}{b}{c}", f"drift of {a}, {c}") for a, b, c in found]
-
-
-def _losses_of_rows(keys: Sequence[str]) -> list[Metric]:
-    """Shares of rows with a failed reward function, a limit that was reached or a truncated
-    prompt."""
-    failed = (re.fullmatch("env/(.+)_failed", key) for key in keys)
-    shares = [Metric(each[0], f"share on which {each[1]} failed") for each in failed if each]
-    cut = Metric("env/truncated", "share of conversations that a limit ended")
-    return [*shares, cut, Metric("train/truncated_share", "share of prompts that were cut")]
 
 
 def _held(results: Sequence[Mapping[str, Any]], metrics: Sequence[Metric]) -> list[Metric]:

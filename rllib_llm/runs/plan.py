@@ -6,7 +6,7 @@ import difflib
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from rllib_llm.algorithms.registry import ALGORITHMS
 from rllib_llm.checkpoints.algorithm import restore_source
 from rllib_llm.config.schema import as_written, checked_config
 from rllib_llm.config.tabled_config import TabledConfig
-from rllib_llm.runs.doctor.data_rules import data_settings, row_problems, source_problems
+from rllib_llm.runs.doctor.data_rules import SETTINGS, row_problems, source_problems
 from rllib_llm.runs.doctor.stage import Stage, stage_of
 from rllib_llm.runs.experiments import (
     KEYS,
@@ -45,7 +45,6 @@ from rllib_llm.runs.search_space import (
 )
 from rllib_llm.shared.errors import (
     Problem,
-    Problems,
     SettingWarning,
     distinct,
     errors_of,
@@ -63,74 +62,47 @@ INTERVAL = "checkpoint_interval_s"  # of `checkpoint_config`: ours, not Tune's
 NUM_TO_KEEP = 2  # by default, beside the best one
 
 
+@dataclass
+class Examined:
+    """What was found in an experiment: where no problem is an error also what one trial of each
+    point of its grid reserves, and the stage of the first point, if its algorithm is ours."""
+
+    experiment: Experiment
+    problems: list[Problem]
+    reserved: list[Reservation]
+    stage: Stage | None
+
+
 def check_experiments(
     experiments: list[Experiment], rules: Callable[[Stage], Iterable[Problem]] = lambda stage: ()
 ) -> list[Reservation]:
-    """Validate every experiment; return what one trial of each point of their grids reserves.
-
-    What a later stage takes from an earlier one does not exist yet. For the check, the earlier
-    stage's own `model` stands in for it: the same architecture and tokenizer.
-
-    Args:
-        rules: gives further problems of a stage of ours whose settings are valid. What is no error
-            is warned of.
+    """Examines every experiment, warns of warnings, and returns what one trial of each point of
+    their grids reserves.
 
     Raises:
         Problems: all that is wrong, with the experiments' names.
     """
-    reserved: list[Reservation] = []
-    problems: list[Problem] = []
-    for experiment in with_stand_ins(experiments):
-        found, of_trials, stage = examined(experiment)
-        reserved += of_trials
-        if stage is not None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                found += [named(problem, stage) for problem in rules(stage)]
-        problems += found
-    report(problems)
-    return reserved
+    found = [examined(experiment, rules) for experiment in with_stand_ins(experiments)]
+    report(problem for each in found for problem in each.problems)
+    return [one for each in found for one in each.reserved]
 
 
-def named(problem: Problem, stage: Stage) -> Problem:
-    """The problem of a stage's setting, named as its experiment has it."""
-    first = problem.name.split(".")[0]
-    if first in stage.env and not hasattr(stage.config, first):
-        problem = replace(problem, name=f"env_config.{problem.name}")
-    return _placed(as_written(problem, stage.experiment.config, stage.config), stage.experiment)
+def examined(
+    experiment: Experiment, rules: Callable[[Stage], Iterable[Problem]] = lambda stage: ()
+) -> Examined:
+    """Examines an experiment, every point of its grid: the one examination of `rllib train` and
+    `rllib doctor`, which differ in the further `rules` of a stage whose settings are valid.
 
-
-def _placed(problem: Problem, experiment: Experiment) -> Problem:
-    """The problem with the place of its setting: in the config, or beside it."""
-    first = problem.name.split(".")[0]
-    is_beside = first in KEYS and first not in experiment.config
-    return problem.within(experiment.name if is_beside else f"{experiment.name}.config")
-
-
-def check_experiment(experiment: Experiment) -> list[Reservation]:
-    """Validate one experiment, every point of its grid, and return what one trial of each point
-    reserves.
-
-    Raises:
-        Problems: all that is wrong, with the experiment's name.
+    What it takes from an earlier one does not exist yet: see `with_stand_ins`.
     """
-    found, reserved, _ = examined(experiment)
-    report(found)
-    return reserved
-
-
-def examined(experiment: Experiment) -> tuple[list[Problem], list[Reservation], Stage | None]:
-    """Returns the problems of an experiment. Where none is an error: also what one trial of each
-    point of its grid reserves, and the stage of the first point, if its algorithm is ours."""
     name = experiment.name
-    reserved: list[Reservation] = []
-    stages: list[Stage | None] = []
+    result = Examined(experiment, [], [], None)
+    found: list[Problem] = []
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", UserWarning)
-        found: list[Problem] = []
         try:
-            problems_in(experiment_problems, experiment, into=found)
-            problems_in(_config_problems, experiment, reserved, stages, into=found)
+            problems_in(_experiment_problems, experiment, into=found)
+            problems_in(_config_problems, result, into=found)
         except Exception:
             if not errors_of(found):  # else a consequence
                 raise
@@ -140,11 +112,33 @@ def examined(experiment: Experiment) -> tuple[list[Problem], list[Reservation], 
         elif issubclass(each.category, UserWarning):
             found.append(warning(str(each.message)))
     found = [problem.within(name) for problem in without_consequences(distinct(found))]
-    errors = errors_of(found)
-    return (errors, [], None) if errors else (found, reserved, next(iter(stages), None))
+    if errors := errors_of(found):
+        return Examined(experiment, errors, [], None)
+    if result.stage is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found += [named(problem, result.stage) for problem in rules(result.stage)]
+    result.problems = found
+    return result
 
 
-def experiment_problems(experiment: Experiment) -> Iterator[Problem]:
+def named(problem: Problem, stage: Stage) -> Problem:
+    """The problem of a stage's setting, named as its experiment has it."""
+    first = problem.name.split(".")[0]
+    if first in stage.env and not hasattr(stage.config, first):
+        problem = replace(problem, name=f"env_config.{problem.name}")
+    return _placed(problem, stage.experiment, stage.config)
+
+
+def _placed(problem: Problem, experiment: Experiment, config: Any) -> Problem:
+    """The problem with the place of its setting: in the config, or beside it."""
+    problem = as_written(problem, experiment.config, config)
+    first = problem.name.split(".")[0]
+    is_beside = first in KEYS and first not in experiment.config
+    return problem.within(experiment.name if is_beside else f"{experiment.name}.config")
+
+
+def _experiment_problems(experiment: Experiment) -> Iterator[Problem]:
     """Problems of an experiment beside its config."""
     algo_class = algorithm_class(experiment.run, experiment.name)
     for check in (make_scheduler, make_searcher, checkpoint_settings):
@@ -158,17 +152,16 @@ def experiment_problems(experiment: Experiment) -> Iterator[Problem]:
                 f"stop.{key}", "be above 0", "a trial ends when its count reaches it",
                 "Raise it, or drop the experiment", limit,
             )  # fmt: skip
-    if is_ours(experiment.run, algo_class):
+    if _is_ours(experiment.run, algo_class):
         yield from _result_problems(experiment)
 
 
-def _config_problems(
-    experiment: Experiment, reserved: list[Reservation], stages: list[Stage | None]
-) -> Iterator[Problem]:
-    """Problems of the config at every point of the grid; what each point reserves is added to
-    `reserved`, the stage of the first to `stages`."""
-    algo_class = algorithm_class(experiment.run, experiment.name)
-    ours = is_ours(experiment.run, algo_class)
+def _config_problems(result: Examined) -> Iterator[Problem]:
+    """Problems of the config at every point of the grid; adds to `result` what each point reserves,
+    and the stage of the first."""
+    experiment = result.experiment
+    algo_class: Any = algorithm_class(experiment.run, experiment.name)
+    ours = _is_ours(experiment.run, algo_class)
     # A stand-in that is wrong is reported for the experiment that names it.
     is_foreign = isinstance(model_of(experiment.config), StandIn)
     read: set[str] = set()
@@ -178,31 +171,44 @@ def _config_problems(
         found += [*wrong, *problems_in(check_env, config, algo_class)]
         if ours:
             found += problems_in(source_problems, settings)
-        if ours and not errors_of(found) and data_settings(settings) not in read:
-            read.add(data_settings(settings))
+        key = repr([settings.get(name) for name in SETTINGS])
+        if ours and not errors_of(found) and key not in read:
+            read.add(key)
             found += problems_in(row_problems, config)
         if not errors_of(found):
-            stages[:] = stages or [stage_of(experiment, config)]
+            result.stage = result.stage or stage_of(experiment, config)
             one = Reservation.of(algo_class.default_resource_request(config), config)
-            reserved += [] if one in reserved else [one]
+            result.reserved += [] if one in result.reserved else [one]
         for problem in found:
             if not (is_foreign and problem.name == "model"):
-                yield _placed(as_written(problem, experiment.config, config), experiment)
+                yield _placed(problem, experiment, config)
         found = []
 
 
-def is_ours(run: str, algo_class: type) -> bool:
+def _is_ours(run: str, algo_class: type) -> bool:
     """True for an algorithm of this package, or one built on it: its settings mean what we know."""
     from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
 
     return run in ALGORITHMS or issubclass(algo_class, LanguageModelAlgorithm)
 
 
+# Settings that name code which may report results of any name.
+OWN_CODE = (
+    "callbacks", "learner_class", "_learner_class", "env_runner_cls", "custom_evaluation_function",
+)  # fmt: skip
+
+
 def _result_problems(experiment: Experiment) -> Iterator[Problem]:
     """Results that no trial reports: Tune refuses a metric only after an iteration, waits for ever
     for a limit that RLlib reports as 0, and a pass criterion is found missed at the end. Code of
     the user's own may report more than we know: there it is a warning."""
-    run, is_certain = experiment.run, not _may_report_more(experiment)
+    run, space = experiment.run, search_space(experiment, [])
+    default = algorithm_class(run, experiment.name).get_default_config()
+    # A search space may give trials an evaluation.
+    usual = getattr(default, "evaluation_interval", None)
+    may_evaluate = bool(space.get("evaluation_interval", usual))
+    own_code = any(str(key).startswith(OWN_CODE) for key in space)
+    is_certain = run in ALGORITHMS and not own_code
     for where, key, use in _named_results(experiment):
         known, others = is_reported(key), reporters(key)
         hint = _meant_counter(key, known or not is_certain) if where == "stop" else ""
@@ -217,7 +223,7 @@ def _result_problems(experiment: Experiment) -> Iterator[Problem]:
             remedy = like if like.startswith("Did you mean") else remedy
         elif is_certain and not may_report(run, key):
             why = f"of our algorithms only {' and '.join(sorted(others or ()))} report it"
-        elif is_certain and is_held_out(key) and not _may_evaluate(experiment):
+        elif is_certain and is_held_out(key) and not may_evaluate:
             rule, why = "come with an evaluation_interval", "without one nothing is evaluated"
             remedy = f"Set evaluation_interval: 10, or name another result, such as {typical!r}"
         elif run in ALGORITHMS and run not in (others or ALGORITHMS):
@@ -258,26 +264,6 @@ def _named_results(experiment: Experiment) -> Iterator[tuple[str, str, str]]:
         yield "pass_criteria", key, "it could never be met"
 
 
-def _may_evaluate(experiment: Experiment) -> bool:
-    """Whether trials may have an evaluation: a search space may give them one."""
-    default = algorithm_class(experiment.run, experiment.name).get_default_config()
-    usual = getattr(default, "evaluation_interval", None)
-    return bool(search_space(experiment, []).get("evaluation_interval", usual))
-
-
-# Settings that name code which may report results of any name.
-OWN_CODE = (
-    "callbacks", "learner_class", "_learner_class", "env_runner_cls", "custom_evaluation_function",
-)  # fmt: skip
-
-
-def _may_report_more(experiment: Experiment) -> bool:
-    """Whether code of the user's own may report results that we do not know."""
-    if experiment.run not in ALGORITHMS:
-        return True
-    return any(str(key).startswith(OWN_CODE) for key in search_space(experiment, []))
-
-
 def checkpoint_settings(experiment: Experiment) -> Any:
     """Return Tune's `CheckpointConfig`; a checkpoint at the end is on unless switched off.
 
@@ -301,50 +287,33 @@ def check_env(config: Any, algo_class: type) -> None:
     Raises:
         ValueError: with the nearest names.
     """
+    import gymnasium
     from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 
     from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
-    from rllib_llm.envs.registry import (
-        ENVIRONMENTS,
-        check_arguments,
-        check_batched,
-        default_settings,
-        register_user_env,
-    )
+    from rllib_llm.envs import registry
+    from rllib_llm.envs.rlhf import with_defaults
+    from rllib_llm.shared.dotted import looks_dotted
+    from rllib_llm.shared.ray_compat import registered_env
 
     env = getattr(config, "env", None)
+    rule = "be a gymnasium id, a registered name or a dotted path"
     is_of_rllib = isinstance(config, AlgorithmConfig) and not isinstance(config, TabledConfig)
     require(
-        not (env is None and is_of_rllib and config.observation_space is None), "env", ...,
-        "be a gymnasium id, a registered name or a dotted path",
+        not (env is None and is_of_rllib and config.observation_space is None), "env", ..., rule,
         "an algorithm of RLlib learns in it", "Write `env: CartPole-v1` beside `run:`",
     )  # fmt: skip
     if not isinstance(env, str):
         return
-    if env in ENVIRONMENTS:
-        from rllib_llm.envs.rlhf import with_defaults
-
-        with_defaults(config.env_config, default_settings(env))
+    if env in registry.ENVIRONMENTS:
+        with_defaults(config.env_config, registry.default_settings(env))
     elif issubclass(algo_class, LanguageModelAlgorithm):
-        check_arguments(env, config.env_config)
-        check_batched(env)
-    elif not register_user_env(env):
-        _check_stock_env(env)
-
-
-def _check_stock_env(env: str) -> None:
-    import gymnasium
-
-    from rllib_llm.shared.dotted import looks_dotted
-    from rllib_llm.shared.ray_compat import registered_env
-
-    known = env in gymnasium.registry or registered_env(env) is not None
-    if known or ":" in env or looks_dotted(env):
-        return
-    raise Problems(
-        "env", "be a gymnasium id, a registered name or a dotted path", "it is none of these",
-        suggestion(env, gymnasium.registry), env,
-    )  # fmt: skip
+        registry.check_arguments(env, config.env_config)
+        registry.check_batched(env)
+    elif not registry.register_user_env(env):
+        known = env in gymnasium.registry or registered_env(env) is not None
+        require(known or ":" in env or looks_dotted(env), "env", env, rule, "it is none of these",
+                suggestion(env, gymnasium.registry))  # fmt: skip
 
 
 # A checkpoint holds weights and Adam's two moments; a fourth share is for critic and model folder.
@@ -360,13 +329,11 @@ def check_resources(reservation: Reservation, nodes: Sequence[Mapping[str, float
     """
     cluster = total_of(nodes)
     for name, amount in reservation.totals.items():
-        if amount > cluster.get(name, 0.0):
-            raise Problems(
-                f"one trial reserves {amount:g} {name}{'s' if amount != 1 else ''} and",
-                f"fit into Ray's {cluster.get(name, 0.0):g}", "it would wait for ever",
-                f"Give Ray more (--ray-num-{name.lower()}s, a bigger cluster), or lower "
-                f"num_env_runners, num_learners or the {name}s of each",
-            )  # fmt: skip
+        have, place = cluster.get(name, 0.0), f"{amount:g} {name}{'s' if amount != 1 else ''}"
+        require(amount <= have, f"one trial reserves {place} and", ..., f"fit into Ray's {have:g}",
+                "it would wait for ever", f"Give Ray more (--ray-num-{name.lower()}s, a bigger "
+                f"cluster), or lower num_env_runners, num_learners or the {name}s of each"
+                )  # fmt: skip
     check_nodes(reservation, nodes)
 
 
@@ -383,12 +350,21 @@ def check_disk(experiments: list[Experiment], folder: Place, free: int | None = 
         return
     needed = LEAST_FREE_BYTES
     for experiment in with_stand_ins(experiments):
-        model_bytes = _folder_bytes(model_of(experiment.config))
-        needed += model_bytes * CHECKPOINT_SHARES * _num_checkpoints(experiment)
+        model, space = model_of(experiment.config), search_space(experiment)
+        source = Path(model).expanduser() if isinstance(model, str) else None
+        files = source.glob("*.safetensors") if source is not None and source.is_dir() else ()
+        settings = checkpoint_settings(experiment)
+        defaults = algorithm_class(experiment.run, experiment.name).get_default_config()
+        iterations = planned_iterations(experiment.stop, defaults, space) or 0
+        frequency = settings.checkpoint_frequency
+        made = 1 + (iterations // frequency if frequency else 0)
+        num_kept = num_trials(experiment) * min(made, settings.num_to_keep or made)
+        needed += sum(file.stat().st_size for file in files) * CHECKPOINT_SHARES * num_kept
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free if free is None else free
+    wanted, have = (f"{size / 1024**3:.2f} GiB" for size in (needed, free))
     require(free >= needed, "storage_path", str(folder),
-            f"have about {_gigabytes(needed)} free for the checkpoints", f"{_gigabytes(free)} are",
+            f"have about {wanted} free for the checkpoints", f"{have} are",
             "Free some, choose another disk with --storage-path, or "
             "keep fewer with --keep-checkpoints-num")  # fmt: skip
 
@@ -396,25 +372,3 @@ def check_disk(experiments: list[Experiment], folder: Place, free: int | None = 
 def num_trials(experiment: Experiment) -> int:
     """Return how many trials the experiment's search has in all."""
     return experiment.num_samples * len(examples(search_space(experiment)))
-
-
-def _num_checkpoints(experiment: Experiment) -> int:
-    """Return how many checkpoints the experiment's trials keep at least, together."""
-    space = search_space(experiment)
-    settings = checkpoint_settings(experiment)
-    defaults = algorithm_class(experiment.run, experiment.name).get_default_config()
-    iterations = planned_iterations(experiment.stop, defaults, space) or 0
-    frequency = settings.checkpoint_frequency
-    made = 1 + (iterations // frequency if frequency else 0)
-    return num_trials(experiment) * min(made, settings.num_to_keep or made)
-
-
-def _folder_bytes(model: Any) -> int:
-    if not isinstance(model, str) or not Path(model).expanduser().is_dir():
-        return 0
-    folder = Path(model).expanduser()
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-
-
-def _gigabytes(num_bytes: float) -> str:
-    return f"{num_bytes / 1024**3:.2f} GiB"

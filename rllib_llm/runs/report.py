@@ -70,8 +70,8 @@ def _print_summary(result: StageResult, rows: list[dict[str, Any]], console: Con
     _heading(title, console)
     ends = "Losses and rates: means over an iteration's updates; held-out values: an evaluation's."
     table = Table("result", caption=ends, caption_justify="left")
-    for heading in ("first", "last"):
-        table.add_column(heading, justify="right")
+    table.add_column("first", justify="right")
+    table.add_column("last", justify="right")
     for metric in summary_metrics(rows):
         table.add_row(Text(metric.title), *first_and_last(rows, metric))
     console.print(table)

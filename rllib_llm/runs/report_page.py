@@ -121,6 +121,13 @@ def _trial(trial: PageTrial) -> dict[str, Any]:
     results = [*map(as_shown, read_results(trial.folder))]
     last = results[-1] if results else {}
     settings = flatten(read_json(trial.folder / SETTINGS_FILE))
+    compared = before_and_after(read_json_lines(trial.folder / SAMPLES_FILE))
+    pairs = [
+        {"prompt": before.get("question") or before["prompt"],
+         "before": before["completion"], "after": after["completion"],
+         "score_before": before.get("score"), "score_after": after.get("score")}
+        for before, after in spread(compared, MAX_PAIRS)
+    ]  # fmt: skip
     summary = [[each.title, *first_and_last(results, each)] for each in summary_metrics(results)]
     return {
         "label": trial.label, "iterations": last.get("training_iteration"),
@@ -129,7 +136,7 @@ def _trial(trial: PageTrial) -> dict[str, Any]:
         "environment": read_environment(trial.folder.parent),  # of the stage
         "summary": summary, "panels": panels(results),
         "signs": [f"iteration {sign.iteration}: {sign.text}" for sign in signs(results)],
-        "pairs": _pairs(trial.folder), "rows": page_rows(trial.folder),
+        "pairs": pairs, "rows": page_rows(trial.folder),
     }  # fmt: skip
 
 
@@ -159,16 +166,6 @@ def panels(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def _pairs(folder: Place) -> list[dict[str, Any]]:
-    pairs = before_and_after(read_json_lines(folder / SAMPLES_FILE))
-    return [
-        {"prompt": before.get("question") or before["prompt"],
-         "before": before["completion"], "after": after["completion"],
-         "score_before": before.get("score"), "score_after": after.get("score")}
-        for before, after in spread(pairs, MAX_PAIRS)
-    ]  # fmt: skip
-
-
 MAX_ROWS = 2000  # on one page; spread over the run
 DIGITS = 4
 TOKEN_COLUMNS = ("completion_ids", "logprobs", "ref_logprobs", "advantages")
@@ -182,8 +179,18 @@ def page_rows(trial_folder: Place, limit: int = MAX_ROWS) -> list[dict[str, Any]
     most, spread evenly. tokens: [[text, log-prob, advantage, KL], ...], None where not known; of
     samples without tokens [].
     """
-    if rows := _stored(trial_folder, limit):
-        return rows
+    try:
+        rollouts = open_rollouts([trial_folder / ROLLOUTS])
+    except NoRolloutsError:
+        pass
+    except RolloutSchemaError as error:
+        warnings.warn(str(error), stacklevel=2)
+    else:
+        tokenizer = _tokenizer(trial_folder)
+        texts = None if tokenizer is None else TokenTexts(tokenizer)
+        chosen = rollouts.take(spread(range(rollouts.count_rows()), limit), columns=[*COLUMNS])
+        if rows := [_of_rollout(row, texts) for row in chosen.to_pylist()]:
+            return rows
     return [
         {
             "iteration": row.get("iteration"), "split": row.get("split", "train"),
@@ -196,48 +203,21 @@ def page_rows(trial_folder: Place, limit: int = MAX_ROWS) -> list[dict[str, Any]
     ]  # fmt: skip
 
 
-def _stored(trial_folder: Place, limit: int) -> list[dict[str, Any]]:
-    try:
-        rollouts = open_rollouts([trial_folder / ROLLOUTS])
-    except NoRolloutsError:
-        return []
-    except RolloutSchemaError as error:
-        warnings.warn(str(error), stacklevel=2)
-        return []
-    tokenizer = _tokenizer(trial_folder)
-    texts = None if tokenizer is None else TokenTexts(tokenizer)
-    chosen = rollouts.take(spread(range(rollouts.count_rows()), limit), columns=[*COLUMNS])
-    return [_of_rollout(row, texts) for row in chosen.to_pylist()]
-
-
 def _of_rollout(row: Mapping[str, Any], texts: TokenTexts | None) -> dict[str, Any]:
     status = str(row.get("status"))
+    ids, *numbers = (row.get(name) or [] for name in TOKEN_COLUMNS)
+    tokens = []  # the text "#17" without a tokenizer
+    for token, logprob, reference, advantage in zip_longest(ids, *(n[: len(ids)] for n in numbers)):
+        kl = None if logprob is None or reference is None else logprob - reference
+        known = (x if x is None else round(x, DIGITS) for x in (logprob, advantage, kl))
+        tokens.append([texts.of(token)[0] if texts else f"#{token}", *known])
     return {
         "iteration": row["iteration"],
         "split": {"trained": "train", "evaluated": "eval"}.get(status, status),
         "prompt": row.get("prompt") or "", "completion": row.get("completion") or "",
         "score": row.get("score") if row.get("valid", True) else None,
-        "parts": json.loads(row.get("rewards") or "{}"), "tokens": _tokens(row, texts),
+        "parts": json.loads(row.get("rewards") or "{}"), "tokens": tokens,
     }  # fmt: skip
-
-
-def _tokens(row: Mapping[str, Any], texts: TokenTexts | None) -> list[list[Any]]:
-    """Rows of tokens: [text, log-prob, advantage, KL]; the text "#17" without a tokenizer."""
-    ids, *numbers = (row.get(name) or [] for name in TOKEN_COLUMNS)
-    known = zip_longest(ids, *(each[: len(ids)] for each in numbers))
-    return [
-        [texts.of(token)[0] if texts else f"#{token}",
-         *map(_rounded, (logprob, advantage, _difference(logprob, reference)))]
-        for token, logprob, reference, advantage in known
-    ]  # fmt: skip
-
-
-def _difference(a: float | None, b: float | None) -> float | None:
-    return None if a is None or b is None else a - b
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, DIGITS)
 
 
 def spread(rows: Sequence[Any], limit: int) -> list[Any]:

@@ -231,16 +231,11 @@ def collect_result(experiment: Experiment, folder: Place, trials: Sequence[Any])
     flats = [flatten(trial.metrics or {}) for trial in trials]
     best = best_trial(experiment, flats)
     trial_folders = [placed(trial.path, folder) for trial in trials]
-    checkpoints = [
-        None if trial.checkpoint is None else placed(trial.checkpoint.path, folder)
-        for trial in trials
-    ]
+    checkpoints = [trial.checkpoint and placed(trial.checkpoint.path, folder) for trial in trials]
     models = [export_model(*pair) for pair in zip(checkpoints, trial_folders, strict=True)]
     # A result's config leaves out what is as by default.
-    configs = [
-        read_json(trial_folder / SETTINGS_FILE) or trial.config or {}
-        for trial, trial_folder in zip(trials, trial_folders, strict=True)
-    ]
+    configs = [read_json(folder / SETTINGS_FILE) or trial.config or {}
+               for trial, folder in zip(trials, trial_folders, strict=True)]  # fmt: skip
     result = StageResult(
         name=experiment.name, algorithm=short_name(experiment.run), folder=folder,
         trial_folders=trial_folders, labels=trial_labels(configs), best=best,
@@ -285,21 +280,16 @@ def export_model(checkpoint: Place | None, trial_folder: Place) -> Place | None:
     if not (given / "config.json").is_file():
         return None
     source, target = local_copy(given), trial_folder / "model"
-    if isinstance(target, UrlPath):
-        with tempfile.TemporaryDirectory() as folder:
-            _write_model(source, Path(folder) / "model")
-            upload(Path(folder) / "model", target)
-    else:
-        _write_model(source, target)
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / "model" if isinstance(target, UrlPath) else target
+        shutil.rmtree(made, ignore_errors=True)
+        if (source / "adapter_config.json").is_file():
+            from rllib_llm.modules.pretrained import merge_folder  # loads transformers
+
+            merge_folder(source, made)
+        else:
+            shutil.copytree(source, made, ignore=shutil.ignore_patterns(*RLLIB_FILES))
+        make_readable(made)
+        if isinstance(target, UrlPath):
+            upload(made, target)
     return target
-
-
-def _write_model(source: Path, target: Path) -> None:
-    shutil.rmtree(target, ignore_errors=True)
-    if (source / "adapter_config.json").is_file():
-        from rllib_llm.modules.pretrained import merge_folder  # loads transformers
-
-        merge_folder(source, target)
-    else:
-        shutil.copytree(source, target, ignore=shutil.ignore_patterns(*RLLIB_FILES))
-    make_readable(target)

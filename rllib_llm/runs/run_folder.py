@@ -35,7 +35,7 @@ DEFAULT_STORAGE = "~/ray_results"
 CHANGEABLE = frozenset(
     {"stop", "max_failures", "checkpoint_config", "pass_criteria", "description", "storage_path"}
 )
-STAMP = re.compile(r"_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(_\d+)?")
+STAMP = r"_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(_\d+)?"
 
 
 def storage_root(given: str | None, experiments: Iterable[Experiment]) -> Place:
@@ -101,12 +101,26 @@ def resumed_folder(root: Place, name: str, chosen: str | None, source: str) -> P
     Raises:
         Problems: there is none.
     """
-    if not chosen:
-        return _newest(root, name, source)
-    folder = root / chosen
-    require(folder.is_dir(), "--resume", str(folder), "name a run that is there", "",
-            "Check --storage-path and --experiment-name")  # fmt: skip
-    return folder
+    if chosen:
+        folder = root / chosen
+        require(folder.is_dir(), "--resume", str(folder), "name a run that is there", "",
+                "Check --storage-path and --experiment-name")  # fmt: skip
+        return folder
+    sources = {path: read_json(path / RUN_RECORD).get("source") for path in root.glob("*")}
+    # Of `name` alone: a run of name_2 begins with name_ as well.
+    of_this_name = re.compile(re.escape(name) + STAMP)
+    found = sorted((path for path in sources if of_this_name.fullmatch(path.name)), key=str)
+    ours = [path for path in found if sources[path] == source]
+    if not ours:
+        others = [f"{each.name} (of {sources[each]})" for each in found[-1:]]
+        if source != COMMAND_LINE:  # runs of it with names of the user's
+            others = [each.name for each in sources if sources[each] == source] or others
+        raise Problems(
+            f"--resume: a run {name!r} of {source}", f"lie in {str(root)!r}",
+            f"other runs there: {', '.join(sorted(others))}" if others else "",
+            "Check --experiment-name and --storage-path",
+        )  # fmt: skip
+    return ours[-1]
 
 
 def continue_run(folder: Place, source: str, experiments: Sequence[Experiment]) -> None:
@@ -141,26 +155,6 @@ def alone_in(folder: Place) -> Iterator[None]:
         yield
     finally:
         os.close(opened)  # which ends the lock
-
-
-def _source(folder: Place) -> str | None:
-    return read_json(folder / RUN_RECORD).get("source")
-
-
-def _newest(root: Place, name: str, source: str) -> Place:
-    # Of `name` alone: a run of name_2 begins with name_ as well.
-    of_this_name = re.compile(re.escape(name) + STAMP.pattern)
-    found = sorted((path for path in root.glob("*") if of_this_name.fullmatch(path.name)), key=str)
-    ours = [path for path in found if _source(path) == source]
-    if ours:
-        return ours[-1]
-    others = [f"{each.name} (of {_source(each)})" for each in found[-1:]]
-    if source != COMMAND_LINE:  # runs of it with names of the user's
-        named = (each for each in root.glob("*") if _source(each) == source)
-        others = [each.name for each in named] or others
-    why = f"other runs there: {', '.join(sorted(others))}" if others else ""
-    remedy = "Check --experiment-name and --storage-path"
-    raise Problems(f"--resume: a run {name!r} of {source}", f"lie in {str(root)!r}", why, remedy)
 
 
 def has_saved(stage: Place) -> bool:
@@ -280,18 +274,33 @@ SECONDS_TO_ANSWER = 5.0
 def describe_environment(folder: Path | None = None) -> dict[str, str]:
     """Versions, processor, GPUs and the commit of the code in `folder` (by default the present
     one)."""
+    import torch
+
+    is_cuda = torch.cuda.is_available()
+    gpus = map(torch.cuda.get_device_name, range(torch.cuda.device_count() if is_cuda else 0))
     found = {
         "begun": time.strftime("%Y-%m-%d %H:%M:%S %Z"), "Python": platform.python_version(),
-        "system": platform.platform(), "processor": _processor(),
-        "cores": str(os.cpu_count() or "?"), "GPUs": ", ".join(_gpus()) or "none",
+        "system": platform.platform(), "processor": platform.processor(),
+        "cores": str(os.cpu_count() or "?"), "GPUs": ", ".join(gpus) or "none",
     }  # fmt: skip
+    with contextlib.suppress(OSError):  # Linux's name for it says more
+        info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        if (model := re.search(r"^model name\s*: (.+)$", info, re.MULTILINE)) is not None:
+            found["processor"] = model[1]
     for name in PACKAGES:
         try:
             found[name] = version(name)
         except PackageNotFoundError:
             continue
-    commit = _commit(folder or Path.cwd())
-    return {**found, "commit": commit} if commit else found
+    # The commit, "+" behind it where files were changed since.
+    asked = ["git", "-C", str(folder or Path.cwd()), "describe", "--always", "--dirty=+"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):  # outside of a repository
+        done = subprocess.run(
+            [*asked, "--abbrev=12"], capture_output=True, text=True, timeout=SECONDS_TO_ANSWER,
+            check=True,
+        )  # fmt: skip
+        found["commit"] = done.stdout.strip()
+    return found
 
 
 def write_environment(folder: Place) -> None:
@@ -305,30 +314,3 @@ def write_environment(folder: Place) -> None:
 def read_environment(folder: Place) -> dict[str, str]:
     """Read the environment recorded in `folder`; {} if none was."""
     return read_json(folder / ENVIRONMENT_FILE)
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor())
-
-
-def _gpus() -> list[str]:
-    import torch
-
-    if not torch.cuda.is_available():
-        return []
-    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-
-
-def _commit(folder: Path) -> str:
-    """The commit, "+" behind it where files were changed since; "" outside of a repository."""
-    try:
-        asked = ["git", "-C", str(folder), "describe", "--always", "--dirty=+", "--abbrev=12"]
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=SECONDS_TO_ANSWER)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""

@@ -20,7 +20,7 @@ from rllib_llm.runs import default_callbacks
 from rllib_llm.runs.callbacks import ErrorCutShort, KilledForMemory, NewTerms, fit
 from rllib_llm.runs.experiments import Experiment, algorithm_class, fill
 from rllib_llm.runs.live_table import LiveTable
-from rllib_llm.runs.plan import INTERVAL, check_experiment, checkpoint_settings, num_trials
+from rllib_llm.runs.plan import INTERVAL, check_experiments, checkpoint_settings, num_trials
 from rllib_llm.runs.report_page import PAGE_FILE, find_trials, write_page
 from rllib_llm.runs.results import StageResult, collect_result, flatten, is_reached, short_name
 from rllib_llm.runs.run_folder import has_saved, set_aside, write_environment
@@ -105,7 +105,7 @@ def run_stage(
     """Run one experiment, every reference resolved, to its end."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what it warns of was said before the first stage
-        check_experiment(experiment)
+        check_experiments([experiment])
     folder = run_folder / experiment.name
     has_begun = resume and folder.exists()
     goes_on = has_begun and has_saved(folder) and _can_resume(folder)
@@ -115,7 +115,19 @@ def run_stage(
     finished = (folder / STAGE_RECORD).is_file()
     (folder / STAGE_RECORD).unlink(missing_ok=True)
     table = LiveTable(f"{experiment.name} · {short_name(experiment.run)}", experiment.stop, console)
-    callbacks = [table, *_callbacks(experiment), *loggers]
+    settings, name = experiment.checkpoint_config, "planned_iterations"
+    planned = {key: value for key, value in search_space(experiment).items() if key == name}
+    callbacks = [
+        table,
+        *default_callbacks(
+            checkpoint_interval_s=settings.get(
+                INTERVAL, None if "checkpoint_frequency" in settings else "auto"
+            ), metric=experiment.metric, mode=experiment.mode,
+        ),
+        NewTerms(experiment.stop, experiment.max_failures, checkpoint_settings(experiment),
+                 planned),
+        *loggers,
+    ]  # fmt: skip
     stopping = next(one for one in callbacks if isinstance(one, SaveOnStop))
     with table, stopping, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of libraries; they would tear the table
@@ -132,7 +144,7 @@ def run_stage(
             if ended := _at_their_end(experiment, trials):
                 text = f"{experiment.name} is at its stop already, at {last_saved(trials)}."
                 console.print(Text(text))
-                return _finished(experiment, folder, ended)
+                return _result(experiment, folder, ended)
             console.print(Text(f"{experiment.name} goes on from {last_saved(trials)}."))
             anew = [placed(one.path, folder) for one in trials if _begins_again(one, finished)]
             if anew:
@@ -161,30 +173,14 @@ def run_stage(
         goes_on_from = last_saved(trials, of=f" of {experiment.name}")
         failed = next(trial for trial in trials if trial.error is not None)
         raise StageFailed(failure_text(experiment.name, failed.error, failed.path), goes_on_from)
-    return _finished(experiment, folder, trials)
+    return _result(experiment, folder, trials)
 
 
-def _finished(experiment: Experiment, folder: Place, trials: list[Any]) -> StageResult:
+def _result(experiment: Experiment, folder: Place, trials: list[Any]) -> StageResult:
     """The stage's result; its record and page are written."""
     result = collect_result(experiment, folder, trials)
     write_page({experiment.name: find_trials(folder)}, folder / PAGE_FILE)
     return result
-
-
-def _callbacks(experiment: Experiment) -> list[Any]:
-    """The callbacks of one Tune run."""
-    settings = experiment.checkpoint_config
-    by_iterations = "checkpoint_frequency" in settings
-    interval = settings.get(INTERVAL, None if by_iterations else "auto")
-    callbacks = default_callbacks(
-        checkpoint_interval_s=interval, metric=experiment.metric, mode=experiment.mode
-    )
-    name = "planned_iterations"
-    planned = {key: value for key, value in search_space(experiment).items() if key == name}
-    terms = NewTerms(
-        experiment.stop, experiment.max_failures, checkpoint_settings(experiment), planned
-    )
-    return [*callbacks, terms]
 
 
 def _tuner(experiment: Experiment, run_folder: Place, callbacks: list[Any]) -> Any:
@@ -199,7 +195,7 @@ def _tuner(experiment: Experiment, run_folder: Place, callbacks: list[Any]) -> A
         search_alg=make_searcher(experiment),
         max_concurrent_trials=experiment.max_concurrent_trials,
         time_budget_s=experiment.time_budget_s,
-        trial_dirname_creator=_trial_folder_name,
+        trial_dirname_creator=lambda trial: f"{trial.trainable_name}_{trial.trial_id}",
         # Schedulers stop and restart trials; a process that has imported everything is worth much.
         reuse_actors=bool(experiment.scheduler) and issubclass(algo_class, LanguageModelAlgorithm),
     )
@@ -219,8 +215,8 @@ def _tuner(experiment: Experiment, run_folder: Place, callbacks: list[Any]) -> A
         where = f"{experiment.name}.restore"
         source = restore_source(experiment.restore, algo_class, where, experiment.stop)
     return tuner_from_checkpoint(
-        algo_class, None if source is None else str(source), param_space=_param_space(experiment),
-        tune_config=tune_config, run_config=run_config,
+        algo_class, None if source is None else str(source), tune_config=tune_config,
+        run_config=run_config, param_space=resolve_classes(search_space(experiment)),
     )  # fmt: skip
 
 
@@ -273,7 +269,8 @@ def _restored_tuner(
         note_saved(folder)
         tuner = tune.Tuner.restore(
             str(folder), algorithm_class(experiment.run, experiment.name),
-            param_space=_param_space(experiment), resume_unfinished=True, resume_errored=True,
+            param_space=resolve_classes(search_space(experiment)), resume_unfinished=True,
+            resume_errored=True,
         )  # fmt: skip
     except CUT_SHORT:
         remedy = "Start anew"
@@ -286,14 +283,6 @@ def _restored_tuner(
     if further:
         resume_finished(tuner)
     return tuner
-
-
-def _param_space(experiment: Experiment) -> dict[str, Any]:
-    return resolve_classes(search_space(experiment))
-
-
-def _trial_folder_name(trial: Any) -> str:
-    return f"{trial.trainable_name}_{trial.trial_id}"
 
 
 def last_saved(trials: list[Any], of: str = "") -> str:

@@ -133,8 +133,22 @@ class KeepBestCheckpoint(Callback):
         # Only now: a trial that dies while it saves is asked again.
         if _is_better(record, self._best.get(trial.trial_id, {})):
             self._best[trial.trial_id] = record
+        source = place_in(checkpoint.filesystem, checkpoint.path)
+        target, file = source.parent / BEST_CHECKPOINT, source.parent / RECORD
         with self._copy.writing():
-            _keep(place_in(checkpoint.filesystem, checkpoint.path), record)
+            before = read_json(file) if target.is_dir() else {}
+            if not source.is_dir() or not _is_better(record, before):
+                return
+            if isinstance(source, Path):
+                _link(source, source.parent / BEST_CHECKPOINT)
+            else:  # files are copied, the record last: without it there is no best checkpoint
+                file.unlink(missing_ok=True)
+                if target.is_dir():
+                    remove(target)
+                target.mkdir()
+                path = f"{source.parent.path}/{BEST_CHECKPOINT}"
+                copy_files(source.path, path, source.filesystem, source.filesystem)
+            file.write_text(json.dumps(record, indent=1), encoding="utf-8")
 
     def _record(self, result: Mapping[str, Any], name: str) -> dict[str, Any] | None:
         """The recorded value of a checkpoint: the first of the rules' results measured in this
@@ -149,25 +163,6 @@ class KeepBestCheckpoint(Callback):
         return None
 
 
-def _keep(source: Place, record: Mapping[str, Any]) -> None:
-    """Keeps the checkpoint at `source` if it is the best. On storage that is not a disk files are
-    copied, the record last, so that without it there is no best checkpoint."""
-    target, file = source.parent / BEST_CHECKPOINT, source.parent / RECORD
-    before = read_json(file) if target.is_dir() else {}
-    if not source.is_dir() or not _is_better(record, before):
-        return
-    if isinstance(source, Path):
-        _link(source, source.parent / BEST_CHECKPOINT)
-    else:
-        file.unlink(missing_ok=True)
-        if target.is_dir():
-            remove(target)
-        target.mkdir()
-        path = f"{source.parent.path}/{BEST_CHECKPOINT}"
-        copy_files(source.path, path, source.filesystem, source.filesystem)
-    file.write_text(json.dumps(record, indent=1), encoding="utf-8")
-
-
 def _is_better(record: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
     if before.get("metric") != record["metric"]:
         return True
@@ -177,21 +172,21 @@ def _is_better(record: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
 
 def _link(source: Path, target: Path) -> None:
     """Makes `target` the same files as `source`, which may be deleted later."""
+
+    def link_or_copy(source: str, target: str) -> None:
+        try:
+            os.link(source, target)
+        except OSError:  # a file system without links
+            shutil.copy2(source, target)
+
     partial, replaced = (target.with_name(f".{target.name}.{it}") for it in ("partial", "replaced"))
     shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(source, partial, copy_function=_link_or_copy)
+    shutil.copytree(source, partial, copy_function=link_or_copy)
     shutil.rmtree(replaced, ignore_errors=True)
     if target.is_dir():
         os.rename(target, replaced)
     os.rename(partial, target)
     shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _link_or_copy(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # a file system without links
-        shutil.copy2(source, target)
 
 
 class UseFailureCheckpoints(Callback):
@@ -216,28 +211,6 @@ class UseFailureCheckpoints(Callback):
     on_trial_error = on_trial_recover
 
 
-def note_saved(stage: Place) -> None:
-    """Brings Tune's record of a stage up to what lies in the folders of its trials.
-
-    Tune writes the record every ten seconds or more. A run that was killed has perhaps saved
-    checkpoints since, and deleted those that the record names: it could not be resumed, or would
-    write under names that are taken, of which the older entry is deleted with the newer folder.
-
-    Removes pickled errors, which error.txt tells as well: a full disk cuts them short.
-
-    Raises:
-        ValueError, EOFError, UnpicklingError: the record of the only start is cut short.
-    """
-    for error in RunFolder(stage).in_trials(EXPR_ERROR_PICKLE_FILE):
-        error.unlink()
-    file = _newest_whole_record(stage)
-    record = json.loads(file.read_text(encoding="utf-8"))
-    before = record["trial_data"]
-    record["trial_data"] = [_up_to_date(stage, states) for states in before]
-    if drop_decisions(record) or record["trial_data"] != before:
-        replace_text(file, json.dumps(record))
-
-
 # Tune's files of a stage, each named by the time of the start that wrote it.
 STATE_FILES = re.compile(
     r"(experiment_state|basic-variant-state|search_gen_state|searcher-state)-(.*)\.(json|pkl)"
@@ -245,13 +218,25 @@ STATE_FILES = re.compile(
 CUT_SHORT = (ValueError, EOFError, pickle.UnpicklingError)
 
 
-def _newest_whole_record(stage: Place) -> Place:
-    """The record of the newest start whose files are whole. Those of later ones are removed: Tune
-    reads the newest of each kind, and begins anew, without an error, where it cannot."""
+def note_saved(stage: Place) -> None:
+    """Brings Tune's record of a stage up to what lies in the folders of its trials.
+
+    Tune has no setting for it: it writes the record every ten seconds or more, so a run that was
+    killed has perhaps saved checkpoints since, and deleted those that the record names: it could
+    not be resumed, or would write under names that are taken, of which the older entry is deleted
+    with the newer folder. And it begins anew, without an error, where its newest files are cut
+    short, as by a full disk: those of later starts than the newest whole one are removed, and
+    pickled errors, which error.txt tells as well.
+
+    Raises:
+        ValueError, EOFError, UnpicklingError: the record of the only start is cut short.
+    """
+    for error in RunFolder(stage).in_trials(EXPR_ERROR_PICKLE_FILE):
+        error.unlink()
     starts: dict[str, list[Place]] = {}
     for file in stage.iterdir():
-        if found := STATE_FILES.fullmatch(file.name):
-            starts.setdefault(found[2], []).append(file)
+        if named := STATE_FILES.fullmatch(file.name):
+            starts.setdefault(named[2], []).append(file)
     for start in sorted(starts, reverse=True):
         try:
             for file in starts[start]:
@@ -267,16 +252,16 @@ def _newest_whole_record(stage: Place) -> Place:
             _read_state(file)
         except CUT_SHORT:
             file.unlink()  # callbacks can do without
-    records: list[Place] = [*stage.glob("experiment_state-*.json")]
-    return max(records, key=lambda file: file.name)
+    newest = max(stage.glob("experiment_state-*.json"), key=lambda file: file.name)
+    record = json.loads(newest.read_text(encoding="utf-8"))
+    before = record["trial_data"]
+    record["trial_data"] = [_up_to_date(stage, states) for states in before]
+    if drop_decisions(record) or record["trial_data"] != before:
+        replace_text(newest, json.dumps(record))
 
 
 def _read_state(file: Place) -> None:
-    content = file.read_bytes()
-    if file.name.startswith("experiment_state"):
-        json.loads(content)
-    else:
-        pickle.loads(content)
+    (json if file.name.startswith("experiment_state") else pickle).loads(file.read_bytes())
 
 
 def _up_to_date(stage: Place, states: list[str]) -> list[str]:
@@ -289,8 +274,12 @@ def _up_to_date(stage: Place, states: list[str]) -> list[str]:
         return states  # it goes on from another trial's
     known = {Path(one.checkpoint.path).name: one for one in manager.best_checkpoint_results}
     found = RunFolder(stage / Path(own).name).checkpoints()
-    while found and found[0].name not in known and not _is_usable(found[0]):
-        found.pop(0)  # saving it was interrupted
+    while found and found[0].name not in known:
+        try:
+            check(local_copy(found[0]))
+            break
+        except CheckpointError:
+            found.pop(0)  # saving it was interrupted
     if not found:
         return states
     number = int(found[0].name.partition("_")[2])
@@ -301,25 +290,13 @@ def _up_to_date(stage: Place, states: list[str]) -> list[str]:
         about = read_json(path / MANIFEST)
         if path.name in known:
             results.append(known[path.name])
-        elif about:
+        elif about:  # the result that it was saved with, as far as it is known
+            of_it = {key: about[key] for key in (TRAINING_ITERATION, TIME_TOTAL_S)}
+            rows = read_json_lines(path.parent / RESULTS)
+            result = next((row for row in rows if of_it.items() <= row.items()), of_it)
             checkpoint = Checkpoint(f"{own}/{path.name}", trial.storage.storage_filesystem)
-            results.append(training_result(checkpoint, _result_of(path.parent, about)))
+            results.append(training_result(checkpoint, result))
     return record_with_checkpoints(trial, results, number)
-
-
-def _is_usable(checkpoint: Place) -> bool:
-    try:
-        check(local_copy(checkpoint))
-        return True
-    except CheckpointError:
-        return False
-
-
-def _result_of(trial: Place, about: Mapping[str, Any]) -> dict[str, Any]:
-    """The result that a checkpoint with this manifest was saved with, as far as it is known."""
-    of_it = {key: about[key] for key in (TRAINING_ITERATION, TIME_TOTAL_S)}
-    rows = read_json_lines(trial / RESULTS)
-    return next((row for row in rows if of_it.items() <= row.items()), of_it)
 
 
 # The last is what Slurm is often told to send before a time limit.
@@ -379,20 +356,21 @@ class SaveOnStop(Callback):
     def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
         if not self.interrupted or self._ended:
             return
-        if all(_is_saved(trial) for trial in trials):
+        # Ending such trials now loses nothing but an iteration that has not ended.
+        if all(
+            trial.status != Trial.RUNNING or not trial.has_reported_at_least_once
+            or _is_saved_at(trial, trial.last_result) for trial in trials
+        ):  # fmt: skip
             self._ended = True
-            self._end(trials)
+            if callable(self._end_run):
+                self._end_run(signal.SIGINT, None)
+                return
+            for trial in trials:  # Tune handles no signals in other threads: each ends anyhow
+                trial.stopping_criterion = {TRAINING_ITERATION: 1}
         elif not self._has_said_so:
             self._has_said_so = True
             text = "Stopping: a checkpoint is saved after this iteration. Once more stops at once."
             logger.warning(text)
-
-    def _end(self, trials: list[Any]) -> None:
-        if callable(self._end_run):
-            self._end_run(signal.SIGINT, None)
-            return
-        for trial in trials:  # Tune handles no signals in other threads: each ends with a result
-            trial.stopping_criterion = {TRAINING_ITERATION: 1}
 
     def on_experiment_end(self, trials: list[Any], **info: Any) -> None:
         self.__exit__()
@@ -401,19 +379,14 @@ class SaveOnStop(Callback):
         if self.interrupted:
             raise KeyboardInterrupt
         self.interrupted = True
-        threading.Thread(target=self._end_with_ray, name="end-with-ray", daemon=True).start()
 
-    def _end_with_ray(self) -> None:
-        while self._handlers and not own_ray_has_ended():
-            time.sleep(SECONDS_TO_LOOK)
-        if self._handlers and (main := threading.main_thread().ident) is not None:
-            signal.pthread_kill(main, signal.SIGINT)  # the second signal: it waits for Ray
+        def end_with_ray() -> None:
+            while self._handlers and not own_ray_has_ended():
+                time.sleep(SECONDS_TO_LOOK)
+            if self._handlers and (main := threading.main_thread().ident) is not None:
+                signal.pthread_kill(main, signal.SIGINT)  # the second signal: it waits for Ray
 
-
-def _is_saved(trial: Any) -> bool:
-    """Whether ending `trial` now loses nothing but an iteration that has not ended."""
-    has_results = trial.status == Trial.RUNNING and trial.has_reported_at_least_once
-    return not has_results or _is_saved_at(trial, trial.last_result)
+        threading.Thread(target=end_with_ray, name="end-with-ray", daemon=True).start()
 
 
 def _is_saved_at(trial: Any, result: dict[str, Any]) -> bool:

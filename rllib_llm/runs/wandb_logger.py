@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from rllib_llm.shared.ray_compat import set_wandb_key, wandb_logging_actor
 from rllib_llm.shared.storage import new_lines
 
 _LoggingActor: Any = wandb_logging_actor()
-RESUME = "allow"  # for W&B: a run of this id is resumed where there is one
 
 
 class SamplesLoggingActor(_LoggingActor):
@@ -35,14 +33,10 @@ class SamplesLoggingActor(_LoggingActor):
         log, config = super()._handle_result(result)
         lines, self._read_to = new_lines(self._samples, self._read_to)
         if new := [json.loads(line) for line in lines]:
-            log["samples"] = self._wandb.Table(**as_table(new))
+            names = [*dict.fromkeys(name for row in new for name in row)]
+            rows = [[row.get(name) for name in names] for row in new]
+            log["samples"] = self._wandb.Table(columns=names, data=rows)
         return log, config
-
-
-def as_table(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return rows as W&B's `Table` takes them, with each column that some row has."""
-    names = [*dict.fromkeys(name for row in rows for name in row)]
-    return {"columns": names, "data": [[row.get(name) for name in names] for row in rows]}
 
 
 class WandbLogger(WandbLoggerCallback):
@@ -65,16 +59,3 @@ def check_wandb(key: str | None) -> None:
     except ValueError as error:
         remedy = "Give --wandb-key, run `wandb login`, or set WANDB_MODE=offline"
         raise Problems("--wandb-project", "come with an API key", "", remedy) from error
-
-
-def wandb_logger(project: str, run_name: str, group: str) -> WandbLogger:
-    """Return the callback for one stage's Tune run. The key is in the environment, where
-    `check_wandb` puts it: Tune writes its callbacks into a file that others can read.
-
-    Args:
-        run_name: of the W&B run.
-        group: W&B group, the name of our run: its stages stand together.
-    """
-    os.environ.setdefault("WANDB_SILENT", "true")
-    # A trial that is started again goes on in the W&B run of its id.
-    return WandbLogger(project=project, group=group, name=run_name, resume=RESUME)

@@ -79,11 +79,9 @@ def read(path: Path) -> Any:
     if not path.is_file():
         there = sorted(path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
         near = nearest(path.name, [file.name for file in there], 1)
-        hint = "`rllib example list` names ready ones."
-        if there:
-            hint = f"Files there: {', '.join(map(str, there[:8]))}."
-        if near:
-            hint = f"Did you mean {str(path.parent / near[0])!r}?"
+        files = f"Files there: {', '.join(map(str, there[:8]))}."
+        hint = files if there else "`rllib example list` names ready ones."
+        hint = f"Did you mean {str(path.parent / near[0])!r}?" if near else hint
         raise Problems("file", "be a YAML file", "there is none", hint, str(path))
     require(
         path.suffix.lower() not in _NO_EXPERIMENTS, "file", str(path),
@@ -115,9 +113,6 @@ def parse_mapping(text: str, option: str) -> dict[str, Any]:
     return value
 
 
-KEY = "include"
-
-
 def examples_folder() -> Path:
     """Return the examples' folder: inside an installed package, or next to it in a checkout."""
     package = Path(rllib_llm.__file__).resolve().parent
@@ -139,7 +134,7 @@ def with_includes(
         Problems: no such file, or one that includes itself.
     """
     data = dict(data)
-    names = data.pop(KEY, None) or []
+    names = data.pop("include", None) or []
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         why, remedy = "they are read before this one", "Write `include: other.yaml`"
@@ -148,45 +143,32 @@ def with_includes(
         return data
     merged: dict[str, Any] = {}
     for name in names:
-        path = _found(name, here)
+        # Next to the including one, else the example of that name.
+        path, example = ((here or Path()) / name).resolve(), examples_folder() / name
+        path = example.resolve() if not path.is_file() and example.is_file() else path
         if path in inside:
             rule, remedy = f"not lead back to {path.name}", "Take one of the two out"
             raise Problems(f"{source}: include", rule, "it would never end", remedy, name)
-        included = _placed(read(path), path)
-        require(
-            isinstance(included, dict), str(path), ..., "hold experiments", f"{source} includes it",
-        )  # fmt: skip
+        folder = str(path.parent)  # ${here} means that of the file in which it stands
+        included = substitute(
+            read(path), lambda ref, _, at=folder: at if ref == "here" else f"${{{ref}}}", path.name
+        )
+        require(isinstance(included, dict), str(path), ..., "hold experiments",
+                f"{source} includes it")  # fmt: skip
         merged = laid_over(merged, with_includes(included, str(path), path.parent, (*inside, path)))
     merged = laid_over(merged, data)
     return {key: value for key, value in merged.items() if value is not None or key == "vars"}
 
 
-def _found(name: str, here: Path | None) -> Path:
-    """The file next to the including one, else the example of that name, else the former."""
-    beside = ((here or Path()) / name).resolve()
-    example = examples_folder() / name
-    return example.resolve() if not beside.is_file() and example.is_file() else beside
-
-
-def _placed(value: Any, file: Path) -> Any:
-    """`value` with ${here} replaced: it means the folder of the file that it stands in."""
-    folder = str(file.parent)
-    return substitute(value, lambda ref, _: folder if ref == "here" else f"${{{ref}}}", file.name)
-
-
 def laid_over(below: Any, above: Any) -> Any:
     """`above` merged over `below` where both are mappings; search spaces are replaced as a
     whole."""
-    both = isinstance(below, dict) and isinstance(above, dict)
-    if not both or _is_space(below) or _is_space(above):
-        return above
+    for one in (below, above):  # search spaces are no mappings here
+        if not isinstance(one, dict) or len(one) == 1 and next(iter(one)) in (*SAMPLERS, *LISTS):
+            return above
     merged = {key: laid_over(value, above[key]) if key in above else value
               for key, value in below.items()}  # fmt: skip
     return merged | {key: value for key, value in above.items() if key not in below}
-
-
-def _is_space(value: dict[str, Any]) -> bool:
-    return len(value) == 1 and next(iter(value)) in (*SAMPLERS, *LISTS)
 
 
 HELP = (
@@ -217,35 +199,57 @@ def apply_overrides(
 
 
 def _apply(data: dict[str, Any], keys: list[str], value: Any, source: str) -> None:
-
     experiments = {name: spec for name, spec in data.items() if name != "vars"}
     if keys[0] == "vars":
-        _known_variable(data, keys, source)
+        if isinstance(known := data.get("vars") or {}, dict):  # else told where the file is read
+            names = ", ".join(map(str, known)) or "no `vars` at its top"
+            require(len(keys) >= 2 and keys[1] in known, "--set", ".".join(keys),
+                    f"name a variable of {source}", f"it has {names}")  # fmt: skip
         _assign(data, keys, value)
         return
     if keys[0] in experiments and len(keys) > 1:
         targets, rest = {keys[0]: experiments[keys[0]]}, keys[1:]
     elif keys[0] in KEYS:
         targets, rest = experiments, keys
-    else:
-        targets, rest = _that_know(keys[0], experiments), keys
+    else:  # those whose algorithm has this setting
+        targets = {n: spec for n, spec in experiments.items() if keys[0] in _known_settings([spec])}
+        rest = keys
         if not targets:
             raise _goes_nowhere(keys, experiments, source)
     if rest[0] not in KEYS:
         rest = ["config", *rest]
     for spec in targets.values():
-        if isinstance(spec, dict):
-            _assign(spec, _where_it_stands(spec, rest), copy.deepcopy(value))
+        if not isinstance(spec, dict):
+            continue
+        where, config = rest, spec.get("config")
+        if rest[0] == "config" and len(rest) == 2 and isinstance(config, dict):
+            # The section in which the file has the setting.
+            holders = (name for name, held in config.items() if isinstance(held, dict)
+                       and name != "env_config" and rest[1] in held)  # fmt: skip
+            holder = None if rest[1] in config else next(holders, None)
+            where = rest if holder is None else ["config", holder, rest[1]]
+        _assign(spec, where, copy.deepcopy(value))
 
 
 def _goes_nowhere(keys: list[str], experiments: dict[str, Any], source: str) -> Problems:
     """The error of a `--set` that changes nothing."""
-    name, first = keys[0], next(iter(experiments), "NAME")
+    from rllib_llm.config.schema import sections
+    from rllib_llm.config.sections import section_rows
+
+    name, first, specs = keys[0], next(iter(experiments), "NAME"), [*experiments.values()]
     if name in experiments:
         remedy = f"Write --set {name}.lr=1e-3"
         return Problems("--set", "name a setting of the experiment", "", remedy, name)
-    known = {key: key for key in (*experiments, *KEYS, *_known_settings(experiments))}
-    known = {**_nested_settings(experiments), **known}
+    # Names inside the sections of the algorithms, and inside mappings of the file, by their paths.
+    known = {
+        row: f"{section}.{row}" for config in _default_configs(specs)
+        for section in sections(config) for row in section_rows(type(config), section)
+    }  # fmt: skip
+    written = (spec.get("config") for spec in specs if isinstance(spec, dict))
+    for config in written:
+        for key, held in config.items() if isinstance(config, dict) else ():
+            known |= {one: f"{key}.{one}" for one in held} if isinstance(held, dict) else {}
+    known |= {key: key for key in (*experiments, *KEYS, *_known_settings(specs))}
     usual = f"Write --set {first}.lr=1e-3; `rllib config ALGORITHM` lists the settings"
     return Problems(
         "--set", f"begin with an experiment of {source} ({', '.join(experiments)}) or a setting",
@@ -254,91 +258,37 @@ def _goes_nowhere(keys: list[str], experiments: dict[str, Any], source: str) -> 
     )  # fmt: skip
 
 
-def _where_it_stands(spec: dict[str, Any], keys: list[str]) -> list[str]:
-    """Return the path of a setting inside its section, if the file has it there."""
-    config = spec.get("config")
-    if keys[0] != "config" or len(keys) != 2 or not isinstance(config, dict) or keys[1] in config:
-        return keys
-    sections = (name for name, value in config.items() if isinstance(value, dict))
-    holder = next((n for n in sections if n != "env_config" and keys[1] in config[n]), None)
-    return keys if holder is None else ["config", holder, keys[1]]
-
-
-def _known_variable(data: dict[str, Any], keys: list[str], source: str) -> None:
-    known = data.get("vars") or {}
-    if not isinstance(known, dict):
-        return  # told where the file is read
-    names = ", ".join(map(str, known))
-    require(
-        len(keys) >= 2 and keys[1] in known, "--set", ".".join(keys),
-        f"name a variable of {source}", f"it has {names or 'no `vars` at its top'}",
-    )  # fmt: skip
-
-
-def _that_know(key: str, experiments: dict[str, Any]) -> dict[str, Any]:
-    """Return the experiments whose algorithm has a setting `key`."""
-    return {
-        name: spec for name, spec in experiments.items() if key in _known_settings({name: spec})
-    }
-
-
-def _known_settings(experiments: dict[str, Any]) -> set[str]:
+def _known_settings(specs: list[Any]) -> set[str]:
     """Return the settings, and sections, of all algorithms of the experiments."""
     from rllib_llm.config.schema import allowed_keys, sections
 
-    configs = _default_configs(experiments)
+    configs = _default_configs(specs)
     return {key for config in configs for key in (*allowed_keys(config), *sections(config))}
 
 
-def _nested_settings(experiments: dict[str, Any]) -> dict[str, str]:
-    """Return the settings inside the sections of the experiments' algorithms, and inside the
-    mappings of their configs: the name of each -> its path."""
-    from rllib_llm.config.schema import sections
-    from rllib_llm.config.sections import section_rows
-
-    found = {
-        row.name: f"{section}.{name}"
-        for config in _default_configs(experiments)
-        for section in sections(config)
-        for name, row in section_rows(type(config), section).items()
-    }
-    written = (spec.get("config") for spec in experiments.values() if isinstance(spec, dict))
-    for config in written:
-        for key, held in config.items() if isinstance(config, dict) else ():
-            found |= {name: f"{key}.{name}" for name in held} if isinstance(held, dict) else {}
-    return found
-
-
-def _default_configs(experiments: dict[str, Any]) -> list[Any]:
+def _default_configs(specs: list[Any]) -> list[Any]:
     """Return a default config of each algorithm of the experiments."""
-    specs = [spec for spec in experiments.values() if isinstance(spec, dict)]
-    names = {spec["run"] for spec in specs if "run" in spec}
+    names = {spec["run"] for spec in specs if isinstance(spec, dict) and "run" in spec}
     return [algorithm_class(name, "run").get_default_config() for name in sorted(names)]
 
 
-def _assign(target: dict[str, Any], keys: list[str], value: Any) -> None:
+def _assign(target: Any, keys: list[str], value: Any) -> None:
     """Set `target[keys[0]][keys[1]]...` to `value`, making mappings where there are none."""
-    where: Any = target
-    for done, key in enumerate(keys[:-1], 1):
-        if isinstance(where, list):
-            where = where[_index(where, key, keys)]
-            continue
-        if where.get(key) is None:
-            where[key] = {}
-        where = where[key]
-        if not isinstance(where, dict | list):
-            why = f"{'.'.join(keys[:done])} is {where!r}"
+    for done, key in enumerate(keys):
+        where: Any = key
+        if isinstance(target, list):
+            require(key.isdigit() and int(key) < len(target), f"--set {'.'.join(keys)}: {key}", ...,
+                    f"be a number from 0 to {len(target) - 1}",
+                    "it picks an item of a list")  # fmt: skip
+            where = int(key)
+        elif not isinstance(target, dict):
+            why = f"{'.'.join(keys[:done])} is {target!r}"
             raise Problems("--set", "name a setting", why, "Shorten the path", ".".join(keys))
-    if isinstance(where, list):
-        where[_index(where, keys[-1], keys)] = value
-    else:
-        where[keys[-1]] = value
-
-
-def _index(items: list[Any], key: str, keys: list[str]) -> int:
-    require(key.isdigit() and int(key) < len(items), f"--set {'.'.join(keys)}: {key}", ...,
-            f"be a number from 0 to {len(items) - 1}", "it picks an item of a list")  # fmt: skip
-    return int(key)
+        if done == len(keys) - 1:
+            target[where] = value
+        elif isinstance(target, dict) and target.get(where) is None:
+            target[where] = {}
+        target = target[where]
 
 
 NAME = re.compile(r"^[A-Za-z][A-Za-z0-9_-]*$")
@@ -374,12 +324,12 @@ def sound_experiments(
     Raises:
         Problems: the file as a whole cannot be read as experiments.
     """
-    if not isinstance(data, dict) or not data:
-        raise _no_experiments(source, f"it is a {type(data).__name__}" if data else "it is empty")
+    remedy = "Write `name: {run: PPOPtx, env: ..., config: {...}}`"
+    why = f"it is a {type(data).__name__}" if data else "it is empty"
+    require(isinstance(data, dict) and data, source, ..., "hold experiments", why, remedy)
     data = apply_overrides(with_includes(data, source, here), overrides, source)
     values = _variables(data.pop("vars", None), source, here)
-    if not data:
-        raise _no_experiments(source, "it has nothing but `vars`")
+    require(data, source, ..., "hold experiments", "it has nothing but `vars`", remedy)
     if isinstance(run := data.get("run"), str):
         raise Problems(
             f"{source}: an experiment", "have a name", f"`run: {run}` stands at the top",
@@ -399,11 +349,6 @@ def sound_experiments(
             if all(used in sound for used, _ in references(vars(experiment))):
                 sound[name] = experiment
     return [*sound.values()], errors
-
-
-def _no_experiments(source: str, why: str) -> Problems:
-    remedy = "Write `name: {run: PPOPtx, env: ..., config: {...}}`"
-    return Problems(source, "hold experiments", why, remedy)
 
 
 def load_file(

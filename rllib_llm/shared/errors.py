@@ -214,10 +214,10 @@ def problems_in(
     return found
 
 
-def refusals(function: Callable[..., object], *args: Any) -> list[Problem]:
+def refusals(function: Callable[..., object], *args: Any, **kwargs: Any) -> list[Problem]:
     """The problems that a function raises which returns something else."""
     try:
-        function(*args)
+        function(*args, **kwargs)
     except ValueError as error:
         return problems_of(error)
     return []

@@ -12,10 +12,10 @@ import ray
 import yaml
 from typer.testing import CliRunner
 
-from rllib_llm.cli.doctor import _fits_cluster
+from rllib_llm.cli.doctor import fits_cluster
 from rllib_llm.cli.main import app
 from rllib_llm.runs.experiments import Experiment
-from rllib_llm.runs.plan import check_experiment, check_resources
+from rllib_llm.runs.plan import check_experiments, check_resources, examined
 from rllib_llm.runs.yaml_loader import load, parse
 from rllib_llm.shared.errors import Problems
 from tests.docs.code_blocks import blocks_of
@@ -86,7 +86,7 @@ ASKED = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("asked", ASKED)
 def test_the_guide_s_clusters_hold_what_fits_their_nodes_and_no_more(kind, asked):
-    nodes, (reservation,) = nodes_of(kind), check_experiment(experiments(*asked)[0])
+    nodes, (reservation,) = nodes_of(kind), check_experiments([experiments(*asked)[0]])
 
     def check() -> None:
         check_resources(reservation, nodes)
@@ -99,12 +99,12 @@ def test_the_guide_s_clusters_hold_what_fits_their_nodes_and_no_more(kind, asked
 
 
 def test_the_doctor_asks_the_cluster_whether_a_trial_fits(ray_session):
-    too_much = [str(problem) for problem in _fits_cluster(experiments(8), "auto")]
+    too_much = [str(problem) for problem in fits_cluster(map(examined, experiments(8)), "auto")]
     assert len(too_much) == 1 and "sums: one trial reserves" in too_much[0]
     small = FILE.replace("num_gpus_per_learner: {gpus}", "num_gpus_per_learner: 0")
     small = small.replace("num_gpus_per_env_runner: 1", "num_gpus_per_env_runner: 0")
     fits = load(parse(small.format(samplers=0, learners=0), "x.yaml"), "x.yaml")
-    assert not list(_fits_cluster(fits, "auto"))
+    assert not list(fits_cluster(map(examined, fits), "auto"))
 
 
 @pytest.mark.parametrize("error", [ConnectionError("none found"), RuntimeError("other version")])
@@ -136,7 +136,8 @@ import sys
 import ray
 from ray.cluster_utils import Cluster
 
-from rllib_llm.cli.doctor import _fits_cluster
+from rllib_llm.cli.doctor import fits_cluster
+from rllib_llm.runs.plan import examined
 from tests.cli.test_doctor_on_clusters import ASKED, experiments, nodes_of
 
 cluster = Cluster()
@@ -148,7 +149,7 @@ for node in nodes_of(sys.argv[1]):
 ray.init(address=cluster.address)
 declared = [{k: n["Resources"].get(k, 0) for k in ("CPU", "GPU", "memory")} for n in ray.nodes()]
 ray.shutdown()
-found = [[str(p) for p in _fits_cluster(experiments(*a), cluster.address)] for a in ASKED]
+found = [[str(p) for p in fits_cluster(map(examined, experiments(*a)), cluster.address)] for a in ASKED]
 print(json.dumps([declared, found]))
 cluster.shutdown()
 """

@@ -132,7 +132,7 @@ def test_each_unknown_key_is_a_complaint_of_its_own_with_a_remedy_of_its_own():
         "rewards": {"scal_scores": 1}, "env": "rllib_llm/RLHF-v0", "model": tiny.MODEL,
         "env_config": {"promts": [], "reference": {"modle": "x"}},
     }  # fmt: skip
-    found, _, _ = examined(Experiment("a", "PPOPtx", config=wrong))
+    found = examined(Experiment("a", "PPOPtx", config=wrong)).problems
     assert {each.name: each.remedy for each in found if each.rule == KNOWN_KEY} == {
         "a.config.lrr": "Did you mean 'lr' or 'lora'?",
         "a.config.sampling.temprature": "Did you mean 'temperature'?",
@@ -227,7 +227,7 @@ def test_what_a_misspelt_key_would_have_set_is_not_missed_as_well(section, setti
         "rewards": {"functions": f"{tiny.HERE}.num_digits"}, "max_new_tokens": 5,
         section: settings,
     }  # fmt: skip
-    found, _, _ = examined(Experiment("a", "PPOPtx", config=given))
+    found = examined(Experiment("a", "PPOPtx", config=given)).problems
     assert [each.name for each in found] == [f"a.config.{section}.{name}" for name in settings]
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rllib_llm.overseer.oversight import Orders
+from rllib_llm.overseer.oversight import Oversight
+from rllib_llm.overseer.phases import Phases
 
 
 class ScriptedLink:
@@ -32,23 +33,29 @@ class ScriptedLink:
         self.answers.append((command["name"], "refused" if refused else "done", text))
 
 
-class Algorithm:
-    def scale_samplers(self, num_samplers):
-        if num_samplers > 2:
-            raise ValueError(f"samplers={num_samplers} must be at most 2")
-        return f"{num_samplers} samplers"
+def scale_samplers(num_samplers):
+    if num_samplers > 2:
+        raise ValueError(f"samplers={num_samplers} must be at most 2")
+    return f"{num_samplers} samplers"
 
 
 @pytest.fixture
 def world():
-    """(orders, their link, what was said of pausing)"""
-    link, said = ScriptedLink(), []
-    return Orders(Algorithm(), link, lambda: said.append("paused")), link, said
+    """(a trial's oversight, its link, what was told of its phases)"""
+    said = []
+    oversight = Oversight(Phases("between", said.append), scale_samplers)
+    oversight.link = link = ScriptedLink()
+    return oversight, link, said
+
+
+def after(oversight, iteration):
+    oversight.end_iteration(iteration)
+    return oversight.after_iteration()
 
 
 def test_without_commands_nothing_waits(world):
     orders, link, said = world
-    assert orders.after_iteration(1) == {}
+    assert after(orders, 1) == {}
     orders.before_iteration()
     assert (link.answers, said, orders.paused) == ([], [], False)
 
@@ -59,8 +66,8 @@ def test_a_paused_trial_waits_with_its_result_until_it_is_resumed(world):
     link.later("scale", samplers=2)
     link.later("scale", samplers=3)
     link.later("resume")
-    assert orders.after_iteration(4) == {}
-    assert said == ["paused"] and link.is_open and not orders.paused
+    assert after(orders, 4) == {}
+    assert said == ["paused: rllib resume goes on"] and link.is_open and not orders.paused
     assert link.answers == [
         ("pause", "done", "paused after iteration 4"),
         ("scale", "done", "2 samplers"),
@@ -73,14 +80,14 @@ def test_a_paused_trial_gives_its_result_away_to_be_saved_and_stays_paused(world
     orders, link, _ = world
     link.tell("pause")
     link.later("checkpoint")
-    assert orders.after_iteration(4) == {"should_checkpoint": True}
+    assert after(orders, 4) == {"should_checkpoint": True}
     assert orders.paused
     # Tune has saved it; asked for another one, there is nothing new to save.
     link.later("checkpoint")
     link.later("resume")
     orders.before_iteration()
     assert [name for name, *_ in link.answers] == ["pause", "checkpoint", "checkpoint", "resume"]
-    assert orders.after_iteration(5) == {}
+    assert after(orders, 5) == {}
 
 
 @pytest.mark.parametrize("paused", [False, True])
@@ -89,7 +96,7 @@ def test_stop_ends_a_run_that_is_paused_too(world, paused):
     if paused:
         link.tell("pause")
     link.tell("stop")
-    assert orders.after_iteration(4) == {"should_checkpoint": True, "stop_run": True}
+    assert after(orders, 4) == {"should_checkpoint": True, "stop_run": True}
     assert not orders.paused
 
 
@@ -97,7 +104,7 @@ def test_stop_reaches_a_run_that_waits_behind_its_result(world):
     orders, link, _ = world
     link.tell("pause")
     link.tell("checkpoint")
-    assert orders.after_iteration(4) == {"should_checkpoint": True}
+    assert after(orders, 4) == {"should_checkpoint": True}
     link.later("stop")
     assert orders.before_iteration() == {"stop_run": True}  # and no iteration 5
     assert orders.before_iteration() == {}
@@ -106,5 +113,5 @@ def test_stop_reaches_a_run_that_waits_behind_its_result(world):
 def test_a_trial_whose_link_is_closed_waits_for_nobody(world):
     orders, link, _ = world
     link.tell("pause")
-    assert orders.after_iteration(1) == {}
+    assert after(orders, 1) == {}
     assert not link.is_open

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rllib_llm.cli.main import app
-from rllib_llm.overseer.diagnosis import FOR_COMPLETIONS
+from rllib_llm.overseer.phases import FOR_COMPLETIONS
 from rllib_llm.overseer.service import (
     SILENT_SECONDS,
     NoOverseerError,
@@ -44,7 +44,7 @@ def trial(incarnation: str = "one", **more) -> dict:
 def sampler(**more) -> dict:
     return {"part": "sampler 1 of trial t", "kind": "sampler", "trial": "t", "incarnation": "s",
             "pid": 2, "node": "n", "version": 3, "phase": "generating",
-            "activity": "41 s generating for prompts 812-815, 380 of 512 tokens",
+            "activity": "generating for prompts 812-815, 380 of 512 tokens",
             "seconds_in_phase": 41.0, "seconds": {"generating": 41.0}, **more}  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rllib_llm.runs.experiments import Experiment
-from rllib_llm.runs.plan import check_experiment
+from rllib_llm.runs.plan import check_experiments
 from rllib_llm.shared.errors import Problems
 
 MODEL = "rllib_llm.examples.arithmetic.build_model"
@@ -51,7 +51,7 @@ JUDGE = {"functions": ["rllib_llm.examples.arithmetic.correct"]}
 def test_settings_are_called_as_the_experiment_has_them(config: dict, said: str):
     experiment = Experiment("a", "GRPO", config.pop("env", None), {"model": MODEL, **config})
     with pytest.raises(Problems) as error:
-        check_experiment(experiment)
+        check_experiments([experiment])
     assert said in str(error.value)
 
 
@@ -62,6 +62,6 @@ def test_a_wrong_setting_of_an_evaluation_is_told_once():
         "evaluation_interval": 1, "evaluation_config": held_out,
     }  # fmt: skip
     with pytest.raises(Problems) as error:
-        check_experiment(Experiment("a", "GRPO", config.pop("env"), config))
+        check_experiments([Experiment("a", "GRPO", config.pop("env"), config)])
     (said,) = str(error.value).splitlines()
     assert said.startswith("a.config.evaluation_config.env_config.max_prompt_len='many' must be")

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from pyarrow.fs import LocalFileSystem
 
-from rllib_llm.runs.callbacks import ErrorCutShort, ResultLog, _append_whole, fit
+from rllib_llm.runs.callbacks import ErrorCutShort, ResultLog, append_whole, fit
 from rllib_llm.runs.trial_checkpoints import KeepBestCheckpoint
 from rllib_llm.shared.messages import ACTIVITY_FILE, MESSAGES_FILE, MessageLog, TrialMessage
 from rllib_llm.shared.storage import BestEffort
@@ -73,8 +73,8 @@ def test_a_row_that_does_not_fit_leaves_no_half_of_it(tmp_path):
     path.write_text('{"a": 1}\n')
     with path.open("ab", buffering=0) as file:
         with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
-            _append_whole(Short(file), b'{"a": 2}\n')
-        _append_whole(file, b'{"a": 3}\n')
+            append_whole(Short(file), b'{"a": 2}\n')
+        append_whole(file, b'{"a": 3}\n')
     assert [json.loads(line)["a"] for line in path.read_text().splitlines()] == [1, 3]
 
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
 from rich.console import Console
 
-from rllib_llm.overseer.diagnosis import PAUSED
+from rllib_llm.overseer.phases import PAUSED
 from rllib_llm.runs import callbacks, live_table
 from rllib_llm.runs.live_table import SILENT_S, LiveTable, TrialRow, places
 from rllib_llm.shared.messages import MessageLog, TrialMessage

@@ -11,7 +11,7 @@ from rllib_llm.algorithms.places import Reservation
 from rllib_llm.runs.doctor import data_rules
 from rllib_llm.runs.doctor.data_rules import source_problems
 from rllib_llm.runs.experiments import Experiment, with_stand_ins
-from rllib_llm.runs.plan import check_disk, check_experiment, check_experiments, check_resources
+from rllib_llm.runs.plan import check_disk, check_experiments, check_resources
 from rllib_llm.runs.search_space import search_space
 from rllib_llm.runs.yaml_loader import load
 from rllib_llm.shared.errors import Problems
@@ -565,11 +565,11 @@ def test_each_value_of_a_choice_is_checked():
     space = {"choice": [1e-5, "abc", 1e-4]}
     config = {"model": MODEL, "lr": space}
     with pytest.raises(Problems, match=r"a\.config\.lr='abc' must be a number"):
-        check_experiment(Experiment("a", "GRPO", "rllib_llm/Arithmetic-v0", config))
+        check_experiments([Experiment("a", "GRPO", "rllib_llm/Arithmetic-v0", config)])
     mutations = {"hyperparam_mutations": {"lr": space["choice"]}, "time_attr": "training_iteration"}
     bred = Experiment(
         "a", "GRPO", "rllib_llm/Arithmetic-v0", {"model": MODEL}, metric="objective/scores",
         mode="max", scheduler="pbt", scheduler_config=mutations,
     )  # fmt: skip
     with pytest.raises(Problems, match=r"a\.config\.lr='abc' must be a number"):
-        check_experiment(bred)
+        check_experiments([bred])

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-from rllib_llm.runs.doctor.examine import before_a_run
+from rllib_llm.runs.doctor.examine import run_rules
+from rllib_llm.runs.plan import check_experiments
 from rllib_llm.runs.yaml_loader import load
 from rllib_llm.shared.errors import Problems
 
@@ -77,7 +78,7 @@ def test_what_cannot_run_is_the_file_s_mistake(seed, monkeypatch, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            reserved = before_a_run(load(data, str(file), ()))
+            reserved = check_experiments(load(data, str(file), ()), run_rules)
         except Problems as error:
             refused = str(error)
         except Exception as error:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pyarrow.fs
 import pytest
 
-from rllib_llm.runs.callbacks import ResultLog
+from rllib_llm.runs.callbacks import CsvAtEnd, ResultLog
 from rllib_llm.runs.results import read_json_lines
 from rllib_llm.shared.run_layout import RESULTS
 from rllib_llm.shared.storage import keep_json_rows
@@ -172,7 +172,7 @@ def test_the_csv_of_a_trial_that_ended_has_every_column(begun):
     assert not (folder / "progress.csv").exists()  # there was no result
     log.report(trial, 1, text="a\nb")
     log.report(trial, 2, eval={"scores": float("nan")})
-    log.on_trial_complete(0, [trial], trial)
+    CsvAtEnd().on_trial_complete(0, [trial], trial)
     with (folder / "progress.csv").open(encoding="utf-8", newline="") as lines:
         rows = list(csv.DictReader(lines))
     assert rows == [

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from rllib_llm.cli.main import app
 from rllib_llm.runs.results import StageResult
-from rllib_llm.runs.wandb_logger import as_table, check_wandb, wandb_logger
+from rllib_llm.runs.wandb_logger import WandbLogger, check_wandb
 from rllib_llm.shared.errors import Problems
 from tests.runs.tiny_trainables import COUNTER
 
@@ -68,13 +68,4 @@ def test_the_key_is_in_no_file_that_tune_writes(monkeypatch):
     check_wandb("s3cret-key")
     assert os.environ["WANDB_API_KEY"] == "s3cret-key"  # where W&B's process gets it from
     # As Tune writes it into tuner.pkl.
-    assert b"s3cret-key" not in cloudpickle.dumps(wandb_logger("project", "name", "group"))
-
-
-def test_a_table_of_samples_has_what_any_row_has():
-    """A row says only of itself what went wrong, and the first is seldom the one."""
-    rows = [{"prompt": "1+1=", "score": 1.0}, {"prompt": "2+2=", "judge_failed": 1.0}]
-    assert as_table(rows) == {
-        "columns": ["prompt", "score", "judge_failed"],
-        "data": [["1+1=", 1.0, None], ["2+2=", None, 1.0]],
-    }
+    assert b"s3cret-key" not in cloudpickle.dumps(WandbLogger(project="project"))

@@ -27,13 +27,14 @@ from rllib_llm.runs.doctor.stage import (
     first_rows,
 )
 from rllib_llm.runs.experiments import StandIn
-from rllib_llm.shared.dotted import as_list
+from rllib_llm.shared.dotted import as_list, import_dotted
 from rllib_llm.shared.errors import (
     Problem,
     Problems,
     errors_of,
     problems_in,
     problems_of,
+    refusals,
     warning,
 )
 
@@ -42,16 +43,11 @@ if TYPE_CHECKING:
 
 PROMPT_COLUMNS = {"prompt", "messages"}  # which become the prompt itself
 NUM_ROWS = 32  # of which tokens are made, from the first on
-# What the checks depend on: points of a grid that differ in other settings are checked once.
+# What `row_problems` depends on: points of a grid that differ in other settings are checked once.
 SETTINGS = (
     "model", "chat_template", "data", "eval_data", "max_length", "loss_on",
     "env", "env_config", "max_new_tokens", "evaluation_interval", "evaluation_config", "eval_envs",
 )  # fmt: skip
-
-
-def data_settings(settings: Mapping[str, Any]) -> str:
-    """The settings of an experiment that `row_problems` depends on, as text."""
-    return repr({name: settings.get(name) for name in SETTINGS})
 
 
 def row_problems(config: Any) -> Iterator[Problem]:
@@ -67,28 +63,25 @@ def row_problems(config: Any) -> Iterator[Problem]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if isinstance(config, SupervisedConfig):
-            yield from _of_texts(config)
+            settings = {"tokenizer": config.load_tokenizer(), "max_length": config.longest_text()}
+
+            def read(data: Any) -> None:
+                source = config.make_source(data, shuffle=False, **settings)
+                source.batch(0, min(NUM_ROWS, len(source)))
+
+            for name in ("data", "eval_data"):
+                if can_be_read(data := getattr(config, name)):
+                    for problem in problems_in(read, data):
+                        is_all = problem.name == "data"
+                        yield replace(problem, name=name) if is_all else problem.within(name)
         elif isinstance(config, RLHFConfig):
             yield from _of_prompts(config)
             yield from _of_evaluations(config)
 
 
-def _of_texts(config: Any) -> Iterator[Problem]:
-    settings = {"tokenizer": config.load_tokenizer(), "max_length": config.longest_text()}
-
-    def read(data: Any) -> None:
-        source = config.make_source(data, shuffle=False, **settings)
-        source.batch(0, min(NUM_ROWS, len(source)))
-
-    for name in ("data", "eval_data"):
-        if can_be_read(data := getattr(config, name)):
-            for problem in problems_in(read, data):
-                is_all = problem.name == "data"
-                yield replace(problem, name=name) if is_all else problem.within(name)
-
-
 def _of_prompts(config: Any) -> Iterator[Problem]:
     from rllib_llm.data.sources import load_rows
+    from rllib_llm.envs.judges.reward_functions import RewardTerm, check_names, named_function
     from rllib_llm.envs.prompts import PromptEncoder
     from rllib_llm.envs.rlhf import check_reference, check_settings, policy_tokenizer, prompt_source
     from rllib_llm.modules.model_source import check_lengths
@@ -106,7 +99,23 @@ def _of_prompts(config: Any) -> Iterator[Problem]:
         except ValueError as error:
             yield from problems_of(error)
             return
-        yield from _of_functions(settings["reward_functions"], prompts)
+        names: list[str] = []
+        first = prompts[:NUM_ROWS] if isinstance(prompts, Rows) else []
+        columns = {name for row in first for name in row} - PROMPT_COLUMNS
+
+        def check(spec: Any) -> None:
+            """The signature of a reward function, and whether its arguments are columns of the
+            prompts. Classes are not instantiated: they may load a model."""
+            if not inspect.isclass(named_function(spec)):
+                term = RewardTerm.from_spec(spec)
+                names.append(term.name)
+                if first:
+                    term.check_columns(columns)
+
+        for spec in as_list(settings["reward_functions"]):
+            yield from problems_in(check, spec)
+        if names:
+            yield from problems_in(check_names, names, settings["reward_functions"])
     if not all(is_here(settings[key]) for key in ("model", "tokenizer", "reference")):
         return
     tokenizer = policy_tokenizer(settings)
@@ -154,29 +163,6 @@ def _of_evaluations(config: Any) -> Iterator[Problem]:
         yield from (problem.within(place) for problem in problems)
 
 
-def _of_functions(functions: Any, prompts: Any) -> Iterator[Problem]:
-    """Signatures of reward functions, and whether their arguments are columns of the prompts where
-    these are read. Classes are not instantiated: they may load a model."""
-    from rllib_llm.envs.judges.reward_functions import RewardTerm, check_names, named_function
-
-    names = []
-    first = prompts[:NUM_ROWS] if isinstance(prompts, Rows) else []
-    columns = {name for row in first for name in row}
-
-    def check(spec: Any) -> None:
-        if inspect.isclass(named_function(spec)):
-            return
-        term = RewardTerm.from_spec(spec)
-        names.append(term.name)
-        if columns:
-            term.check_columns(columns - PROMPT_COLUMNS)
-
-    for spec in as_list(functions):
-        yield from problems_in(check, spec)
-    if names:
-        yield from problems_in(check_names, names, functions)
-
-
 def is_here(model: Any) -> bool:
     """True where tokenizer and config of `model` can be read now."""
     from rllib_llm.modules.model_source import HUB, source_kind
@@ -214,8 +200,10 @@ def source_problems(settings: Mapping[str, Any]) -> Iterator[Problem]:
         yield from problems_in(_of_model, value, name, has_tokenizer=is_read)
     for name, value in (*_chosen(settings, DATA), *_chosen(env, ENV_DATA, "env_config.")):
         yield from problems_in(_of_data, value, name)
-    for name, value in _chosen(env, ("reward_functions",), "env_config."):
-        yield from problems_in(_check_imports, value, name)
+    for function in as_list(env.get("reward_functions")):
+        path = function.get("function") if isinstance(function, Mapping) else function
+        if isinstance(path, str) and "${" not in path:
+            yield from refusals(import_dotted, path, name="env_config.reward_functions")
 
 
 def _of_data(value: Any, name: str) -> Iterator[Problem]:
@@ -233,7 +221,6 @@ def _chosen(
 
 def _of_model(given: Any, name: str, *, has_tokenizer: bool) -> Iterator[Problem]:
     from rllib_llm.modules.model_source import DOTTED, FOLDER, HUB, source_kind
-    from rllib_llm.shared.dotted import import_dotted
 
     if isinstance(given, Mapping):
         given, name = given.get("model"), f"{name}.model"
@@ -308,18 +295,8 @@ def _of_tokenizer(folder: str, name: str) -> tuple[Problem, ...]:
     return ()
 
 
-def _check_imports(given: Any, name: str) -> None:
-    from rllib_llm.shared.dotted import import_dotted
-
-    for function in as_list(given):
-        path = function.get("function") if isinstance(function, Mapping) else function
-        if isinstance(path, str) and "${" not in path:
-            import_dotted(path, name=name)
-
-
 MAX_REPEATED = 0.05  # share of rows that equal an earlier one
 MAX_CUT = 0.05  # share of texts that lose tokens
-MAX_EMPTY = 0.0
 TEXTS = ("prompt", "completion", "text", "messages", "tools", "chosen", "rejected")
 NUM_ENCODED = 256  # rows whose length is measured
 
@@ -335,15 +312,25 @@ def data_rules(stage: Stage) -> Iterator[Problem]:
     if rows is None:
         return
     keys = _keys(stage, rows)
-    yield from _repeats(names[0], keys)
+    repeated = 1 - len(set(keys)) / len(keys)
+    if repeated > MAX_REPEATED:
+        yield warning(
+            names[0], "have distinct rows", f"{repeated:.0%} of them repeat another, and each "
+            "counts as often as it stands there",
+            "Remove them, unless you weigh rows by repeating them",
+        )  # fmt: skip
     if held_out is not None:
         yield from _leak(
             names[1], _keys(stage, held_out), keys, f"are in {names[0]} as well",
             f"Take them out of {names[0]}",
         )  # fmt: skip
     elif stage.is_rlhf and stage.env.get("eval_fraction") and len(rows) < MAX_ROWS:
+        source = source_of(stage, rows, split="eval", eval_fraction=stage.env["eval_fraction"])
+        chosen = set(source.indices(0, len(source)).tolist())
+        split = ([key for i, key in enumerate(keys) if (i in chosen) is out]
+                 for out in (True, False))  # fmt: skip
         yield from _leak(
-            "eval_fraction", *_split(stage, rows, keys), "that it holds out are in prompts as well",
+            "eval_fraction", *split, "that it holds out are in prompts as well",
             "Remove repeated rows, or write prompts: {eval_data: ...}",
         )  # fmt: skip
     if stage.is_rlhf:
@@ -376,15 +363,6 @@ def source_of(stage: Stage, rows: Rows, **split: Any) -> PromptSource:
     )
 
 
-def _repeats(name: str, keys: Sequence[str]) -> Iterator[Problem]:
-    repeated = 1 - len(set(keys)) / len(keys)
-    if repeated > MAX_REPEATED:
-        yield warning(
-            name, "have distinct rows", f"{repeated:.0%} of them repeat another, and each counts "
-            "as often as it stands there", "Remove them, unless you weigh rows by repeating them",
-        )  # fmt: skip
-
-
 def _leak(
     name: str, held_out: Sequence[str], trained: Sequence[str], found: str, remedy: str
 ) -> Iterator[Problem]:
@@ -395,14 +373,6 @@ def _leak(
             name, "share no row with training", f"{shared} of the {len(held_out)} {found}: their "
             "results say what was learnt by heart", remedy,
         )  # fmt: skip
-
-
-def _split(stage: Stage, rows: Rows, keys: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The keys of the prompts that `eval_fraction` holds out, and of the others."""
-    source = source_of(stage, rows, split="eval", eval_fraction=stage.env["eval_fraction"])
-    chosen = set(source.indices(0, len(source)).tolist())
-    held_out = [key for index, key in enumerate(keys) if index in chosen]
-    return held_out, [key for index, key in enumerate(keys) if index not in chosen]
 
 
 def _prompts(stage: Stage, rows: Rows) -> Iterator[Problem]:
@@ -430,23 +400,16 @@ def _prompts(stage: Stage, rows: Rows) -> Iterator[Problem]:
     looked_at = min(NUM_ENCODED, len(source))
     encoder.encode([source.row(index) for index in range(looked_at)])
     if encoder.num_truncated > MAX_CUT * looked_at:
+        longest, positions = encoder.longest(source), num_positions(config.pretrained_model)
+        remedy = f"Raise max_prompt_len to {longest}, or shorten them"
+        if positions is not None and longest + config.max_new_tokens > positions:
+            room = max(0, positions - config.max_new_tokens)
+            remedy = f"Shorten them: the model reads {positions} tokens, and beside max_new_tokens="
+            remedy += f"{config.max_new_tokens} a prompt has {room} of them"
         yield warning(
-            "max_prompt_len", "hold the prompts",
-            f"{encoder.num_truncated} of the first {looked_at} lose their beginning",
-            _longer(encoder.longest(source), config), env["max_prompt_len"],
+            "max_prompt_len", "hold the prompts", f"{encoder.num_truncated} of the first "
+            f"{looked_at} lose their beginning", remedy, env["max_prompt_len"],
         )  # fmt: skip
-
-
-def _longer(longest: int, config: Any) -> str:
-    """The remedy for truncated prompts of up to `longest` tokens."""
-    positions = num_positions(config.pretrained_model)
-    if positions is None or longest + config.max_new_tokens <= positions:
-        return f"Raise max_prompt_len to {longest}, or shorten them."
-    room = max(0, positions - config.max_new_tokens)
-    return (
-        f"Shorten them: the model reads {positions} tokens, and beside max_new_tokens="
-        f"{config.max_new_tokens} a prompt has {room} of them."
-    )
 
 
 def _texts(stage: Stage, rows: Rows) -> Iterator[Problem]:
@@ -467,16 +430,21 @@ def _texts(stage: Stage, rows: Rows) -> Iterator[Problem]:
         if column in rows.columns:
             texts = [row[column] for row in rows if isinstance(row[column], str)]
             yield from _blank(f"data.{column}", texts)
-    if is_here(stage.config.pretrained_model):
-        tokenizer = stage.config.load_tokenizer()
-        yield from _cut_texts(stage.config, tokenizer, rows)
-        yield from _merged_spaces(tokenizer, rows)
-
-
-def _merged_spaces(tokenizer: Any, rows: Rows) -> Iterator[Problem]:
-    """Problems of prompts whose last space becomes part of the answer's first token."""
-    for row in rows[:NUM_ENCODED]:
-        prompt, answer = row.get("prompt"), row.get("completion") or row.get("chosen")
+    if not is_here(config.pretrained_model):
+        return
+    tokenizer, limit = config.load_tokenizer(), config.longest_text()
+    # A row's text, roughly: columns that are text, one answer of a pair.
+    read = [(row.get("prompt"), row.get("text") or row.get("completion") or row.get("chosen"))
+            for row in rows[:NUM_ENCODED]]  # fmt: skip
+    texts = [" ".join(part for part in parts if isinstance(part, str)) for parts in read]
+    lengths = [len(tokenizer(text)["input_ids"]) for text in texts if text]
+    num_cut = sum(length > limit for length in lengths)
+    if num_cut > MAX_CUT * max(1, len(lengths)):
+        yield warning(
+            "max_length", "hold the rows", f"what is beyond {limit} tokens is not learnt from, in "
+            f"{num_cut} of the first {len(lengths)}", f"Raise it to {max(lengths)}, or cut them",
+        )  # fmt: skip
+    for prompt, answer in read:
         if not (isinstance(prompt, str) and isinstance(answer, str) and prompt != prompt.rstrip()):
             continue
         alone = encode_text(tokenizer, prompt)
@@ -490,25 +458,7 @@ def _merged_spaces(tokenizer: Any, rows: Rows) -> Iterator[Problem]:
             return
 
 
-def _cut_texts(config: Any, tokenizer: Any, rows: Rows) -> Iterator[Problem]:
-    limit = config.longest_text()
-    texts = [text for row in rows[:NUM_ENCODED] if (text := _whole_text(row))]
-    lengths = [len(tokenizer(text)["input_ids"]) for text in texts]
-    num_cut = sum(length > limit for length in lengths)
-    if num_cut > MAX_CUT * max(1, len(lengths)):
-        yield warning(
-            "max_length", "hold the rows", f"what is beyond {limit} tokens is not learnt from, in "
-            f"{num_cut} of the first {len(lengths)}", f"Raise it to {max(lengths)}, or cut them",
-        )  # fmt: skip
-
-
-def _whole_text(row: Any) -> str:
-    """A row's text, roughly: columns that are text, one answer of a pair."""
-    parts = [row.get("prompt"), row.get("text") or row.get("completion") or row.get("chosen")]
-    return " ".join(part for part in parts if isinstance(part, str))
-
-
 def _blank(name: str, texts: Sequence[str]) -> Iterator[Problem]:
     num = sum(not text.strip() for text in texts)
-    if num > MAX_EMPTY * len(texts):
+    if num:
         yield warning(name, "have no empty rows", f"{num} of {len(texts)} are", "Remove them")

@@ -24,7 +24,7 @@ from packaging.version import Version
 from rllib_llm.algorithms.language_model_config import AUTO
 from rllib_llm.modules.model_source import TruncatedWeightsError, num_parameters
 from rllib_llm.runs.doctor.stage import Stage
-from rllib_llm.shared.errors import Problem, Severity, note, warning
+from rllib_llm.shared.errors import Problem, note, warning
 from rllib_llm.shared.process import (
     free_memory,
     multiplies_bfloat16,
@@ -58,17 +58,18 @@ class Machine:
     @classmethod
     def here(cls, folder: Path) -> Machine:
         """This machine, with results going to `folder`."""
+        import torch
+
         existing = next(path for path in (folder, *folder.parents) if path.exists())
-        shm = Path("/dev/shm")
+        shm, gpus = Path("/dev/shm"), range(0)
+        if os.environ.get("CUDA_VISIBLE_DEVICES") != "" and torch.cuda.is_available():
+            gpus = range(torch.cuda.device_count())
         return cls(
-            cpus=usable_cores(),
-            memory=free_memory(),
-            features=processor_features(),
-            gpu_memory=_gpu_memory(),
+            cpus=usable_cores(), memory=free_memory(), features=processor_features(),
+            gpu_memory=tuple(torch.cuda.get_device_properties(i).total_memory for i in gpus),
             shm_bytes=shutil.disk_usage(shm).free if shm.is_dir() else None,
-            disk_bytes=shutil.disk_usage(existing).free,
-            versions=installed_versions(),
-        )
+            disk_bytes=shutil.disk_usage(existing).free, versions=installed_versions(),
+        )  # fmt: skip
 
     @property
     def computes_bfloat16(self) -> bool:
@@ -88,17 +89,6 @@ def installed_versions() -> dict[str, str]:
     return found
 
 
-def _gpu_memory() -> tuple[int, ...]:
-    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
-        return ()
-    import torch
-
-    if not torch.cuda.is_available():
-        return ()
-    count = torch.cuda.device_count()
-    return tuple(torch.cuda.get_device_properties(i).total_memory for i in range(count))
-
-
 SECONDS_TO_ANSWER = 3.0  # of a server
 
 
@@ -108,18 +98,16 @@ def machine_rules(stage: Stage, machine: Machine, *, is_here: bool = True) -> It
     Args:
         is_here: Ray will be started on this machine, rather than being a cluster elsewhere.
     """
-    yield from precision_rules(stage, machine, is_here=is_here)
-    if is_here:
-        yield from place_rules(stage, machine)
-        yield from store_rules(stage, machine)
+    for rule in (memory_rules, precision_rules, place_rules, store_rules) if is_here else ():
+        yield from rule(stage, machine)
     yield from server_rules(stage)
 
 
-def precision_rules(stage: Stage, machine: Machine, *, is_here: bool) -> Iterator[Problem]:
+def precision_rules(stage: Stage, machine: Machine) -> Iterator[Problem]:
     """Types of numbers that this machine is slow at, or that it would be fast at."""
     config = stage.config
     on_gpu = bool(config.num_gpus_per_learner or getattr(config, "num_gpus_per_env_runner", 0))
-    if not is_here or on_gpu:
+    if on_gpu:
         return
     chosen = {"dtype": config.dtype, "mixed_precision": config.mixed_precision}
     slow = [name for name, value in chosen.items() if value in ("bfloat16", "bf16")]
@@ -134,19 +122,15 @@ def precision_rules(stage: Stage, machine: Machine, *, is_here: bool) -> Iterato
             f"mixed_precision='auto' is {'bf16' if on else None!r} here: this machine "
             f"{'multiplies' if on else 'would emulate'} bfloat16"
         )  # fmt: skip
-    quantised = {
-        "quantization": config.quantization,
-        "reference.quantization": _inner(stage.env.get("reference")),
-        "reward_model.quantization": _inner(stage.env.get("reward_model")),
-    }
+    of_models = {name: stage.env.get(name) for name in ("reference", "reward_model")}
+    quantised = {"quantization": config.quantization} | {
+        f"{name}.quantization": given.get("quantization")
+        for name, given in of_models.items() if isinstance(given, Mapping)
+    }  # fmt: skip
     for name, value in quantised.items():
         if value == "nf4" and not machine.gpu_memory:
             why = "nf4 is slower there, and its KL from the model 0.3 against 0.004 (135 M)"
             yield warning(name, "be int8 on a processor", why, "", value)
-
-
-def _inner(given: Any) -> str:
-    return str(given.get("quantization", "none")) if isinstance(given, Mapping) else "none"
 
 
 def place_rules(stage: Stage, machine: Machine) -> Iterator[Problem]:
@@ -168,17 +152,15 @@ def place_rules(stage: Stage, machine: Machine) -> Iterator[Problem]:
 
 def store_rules(stage: Stage, machine: Machine) -> Iterator[Problem]:
     """Whether published weights fit into Ray's object store."""
-    if machine.shm_bytes is None or not stage.num_samplers or stage.config.lora is not None:
+    config, folder = stage.config, stage.models().get("model")
+    if machine.shm_bytes is None or not stage.num_samplers or config.lora or not folder:
         return
-    folder = stage.models().get("model")
     try:
-        size = num_parameters(folder) if folder else None
+        size = num_parameters(folder) or 0
     except TruncatedWeightsError:
         return
-    if size is None:
-        return
-    num_versions = stage.config.weights_keep + 1  # one more while it is published
-    weights = num_versions * size * _item_bytes(stage.config)
+    num_versions = config.weights_keep + 1  # one more while it is published
+    weights = num_versions * size * _item_bytes(config)
     if weights > machine.shm_bytes:
         rule = f"hold {num_versions} versions of the weights ({weights / GIB:.2f} GiB)"
         why = f"{machine.shm_bytes / GIB:.2f} GiB are free; Ray keeps the rest on disk, slowly"
@@ -226,50 +208,35 @@ ADAM_BYTES = 8.0  # two moments in float32
 TIGHT = 0.8  # of the memory
 
 
-@dataclass(frozen=True)
-class Share:
-    """The memory of one kind of process: `count` of them with `num_bytes` each."""
-
-    process: str
-    count: int
-    num_bytes: float
-
-
-def memory_shares(stage: Stage) -> list[Share]:
-    """The memory of each kind of process of a stage; models of unknown size count as nothing."""
-    try:
-        sizes = {name: num_parameters(folder) for name, folder in stage.models().items()}
-    except TruncatedWeightsError:  # a finding of its own
-        return []
-    policy = sizes.get("model") or 0
-    learner = _learner(stage, policy)
-    if not stage.is_rlhf:
-        return [Share("learner", max(1, stage.num_learners), PROCESS_BYTES + learner)]
-    sampler = _sampler(stage, policy, sizes)
-    if stage.num_samplers == 0:
-        return [Share("process", 1, PROCESS_BYTES + learner + sampler)]
-    own = policy * _computing_bytes(stage.config)
-    return [
-        Share("learner", max(1, stage.num_learners), PROCESS_BYTES + learner),
-        Share("sampler", stage.num_samplers, PROCESS_BYTES + own + sampler),
-    ]
-
-
 def memory_rules(stage: Stage, machine: Machine) -> Iterator[Problem]:
-    """Problems of memory; shares on GPUs are compared with the smallest of them."""
-    shares = memory_shares(stage)
-    total = sum(share.count * share.num_bytes for share in shares)
-    if not total or not machine.memory:
+    """What each kind of process of a stage holds, against the memory, on GPUs that of the smallest;
+    models of unknown size count as nothing."""
+    config = stage.config
+    try:
+        sizes = {name: num_parameters(folder) or 0 for name, folder in stage.models().items()}
+    except TruncatedWeightsError:  # a finding of its own
+        return
+    policy, num_learners = sizes.get("model", 0), max(1, stage.num_learners)
+    learner = PROCESS_BYTES + _learner_bytes(stage, policy)
+    shares = [("learner", num_learners, learner)]  # process, how many of them, bytes of each
+    if stage.is_rlhf:
+        sampler = _sampler_bytes(stage, sizes)
+        if stage.num_samplers:
+            own = PROCESS_BYTES + policy * _computing_bytes(config)
+            shares.append(("sampler", stage.num_samplers, own + sampler))
+        else:
+            shares = [("process", 1, learner + sampler)]
+    if not machine.memory:
         return
     said = ", ".join(
-        f"{share.count} {share.process}{'s' * (share.count > 1)} with {share.num_bytes / GIB:.1f} "
-        "GiB" for share in shares
-    )  # fmt: skip
-    config = stage.config
+        f"{count} {process}{'s' * (count > 1)} with {size / GIB:.1f} GiB"
+        for process, count, size in shares
+    )
     if config.num_gpus_per_learner and machine.gpu_memory:
-        held, have, what = shares[0].num_bytes, min(machine.gpu_memory), "a GPU's memory"
+        held, have, what = shares[0][2], min(machine.gpu_memory), "a GPU's memory"
     else:
-        held, have, what = total, machine.memory, "the free memory"
+        held, have = sum(count * size for _, count, size in shares), machine.memory
+        what = "the free memory"
     if held > TIGHT * have:
         yield Problem(
             said, f"fit into {what} ({have / GIB:.1f} GiB)",
@@ -279,7 +246,7 @@ def memory_rules(stage: Stage, machine: Machine) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-def _learner(stage: Stage, policy: int) -> float:
+def _learner_bytes(stage: Stage, policy: int) -> float:
     """Weights, gradients and optimiser."""
     config = stage.config
     item = _item_bytes(config)
@@ -290,41 +257,33 @@ def _learner(stage: Stage, policy: int) -> float:
     copies = 2.0 if config.mixed_precision and item == 4 else 0.0
     sharded = stage.num_learners if config.learner_strategy == "fsdp" else 1
     learner = policy * (2 * item + ADAM_BYTES + copies) / max(1, sharded)
-    if getattr(config, "critic", "none") == "separate":
-        learner *= 2
-    return learner
+    return 2 * learner if getattr(config, "critic", "none") == "separate" else learner
 
 
-def _sampler(stage: Stage, policy: int, sizes: dict[str, int | None]) -> float:
+def _sampler_bytes(stage: Stage, sizes: Mapping[str, int]) -> float:
     """KV cache and frozen models."""
-    total = _cache_bytes(stage) if policy else 0.0
-    for name in ("reward_model", "reference"):
-        given = stage.env.get(name)
-        settings = given if isinstance(given, dict) else {}
-        size = sizes.get(name) or (policy if name == "reference" else 0)
-        needs_reference = bool(stage.config.ref_kl_coeff) and stage.config.lora is None
-        if name == "reference" and given is None and not needs_reference:
-            continue
-        if name == "reward_model" and given is None:
-            continue
-        default = "bf16" if stage.config.mixed_precision else "none"
-        total += size * FROZEN_BYTES.get(str(settings.get("quantization", default)), 4.0)
-    return total
-
-
-def _cache_bytes(stage: Stage) -> float:
     from rllib_llm.modules.model_source import text_config
 
-    config = stage.config
-    model: Any = text_config(config.pretrained_model)
-    heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
-    size = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
-    rows = config.total_train_batch_size / max(1, stage.num_samplers)
-    rows = min(rows, getattr(config, "sampling_batch_size", None) or rows)
-    tokens = stage.env.get("max_prompt_len", 0) + config.max_new_tokens
-    return float(
-        rows * tokens * model.num_hidden_layers * 2 * heads * size * _computing_bytes(config)
-    )
+    config, policy, total = stage.config, sizes.get("model", 0), 0.0
+    if policy:
+        model: Any = text_config(config.pretrained_model)
+        heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
+        size = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+        rows = config.total_train_batch_size / max(1, stage.num_samplers)
+        rows = min(rows, getattr(config, "sampling_batch_size", None) or rows)
+        tokens = stage.env.get("max_prompt_len", 0) + config.max_new_tokens
+        of_token = model.num_hidden_layers * 2 * heads * size * _computing_bytes(config)
+        total = float(rows * tokens * of_token)
+    for name in ("reward_model", "reference"):
+        given, is_reference = stage.env.get(name), name == "reference"
+        needs_reference = bool(config.ref_kl_coeff) and config.lora is None
+        if given is None and not (is_reference and needs_reference):
+            continue
+        settings = given if isinstance(given, dict) else {}
+        default = "bf16" if config.mixed_precision else "none"
+        kept = FROZEN_BYTES.get(str(settings.get("quantization", default)), 4.0)
+        total += (sizes.get(name) or (policy if is_reference else 0)) * kept
+    return total
 
 
 def _item_bytes(config: Any) -> int:
@@ -363,11 +322,29 @@ def installation_rules(
         versions: installed, by lower-case name.
         requirements: what packages require of others; read from the installed by default.
     """
+    owners = ("rllib-llm", *NEIGHBOURS)
     if requirements is None:
-        requirements = _installed_requirements(versions)
-    for owner in ("rllib-llm", *NEIGHBOURS):
-        for text in requirements.get(owner, ()):
-            yield from _requirement(owner, text, versions)
+        known = [name for name in owners if name in versions]
+        requirements = {name: importlib.metadata.requires(name) or [] for name in known}
+    for owner, text in [(name, text) for name in owners for text in requirements.get(name, ())]:
+        try:
+            requirement = Requirement(text)
+        except InvalidRequirement:
+            continue
+        marker = requirement.marker
+        if re.search(r";.*extra", text) or marker and not marker.evaluate({"extra": ""}):
+            continue
+        name, wanted = requirement.name.lower().replace("_", "-"), requirement.specifier
+        have, is_ours = versions.get(name), owner == "rllib-llm"
+        if have is None and is_ours:
+            yield Problem(name, "be installed", f"{owner} requires {wanted or 'it'}",
+                          f"pip install '{text.partition(';')[0].strip()}'")  # fmt: skip
+        elif have is not None and not wanted.contains(have, prereleases=True):
+            rule = f"be {wanted} for {owner} {versions.get(owner, '')}".rstrip()
+            yield Problem(
+                f"{name} {have}", rule, "", f"pip install '{name}{wanted}'",
+                severity="error" if is_ours else "warning",
+            )  # fmt: skip
     for name, tried in TRIED.items():
         have = versions.get(name)
         if have is not None and Version(have).release[:2] != Version(tried).release[:2]:
@@ -375,42 +352,6 @@ def installation_rules(
                 f"{name} {have}: this package was tried with {tried}; others may behave otherwise",
                 f"pip install {name}=={tried} where something is odd",
             )  # fmt: skip
-
-
-def _installed_requirements(versions: Mapping[str, str]) -> dict[str, list[str]]:
-    found = {}
-    for name in ("rllib-llm", *NEIGHBOURS):
-        if name in versions:
-            found[name] = importlib.metadata.requires(name) or []
-    return found
-
-
-def _requirement(owner: str, text: str, versions: Mapping[str, str]) -> Iterator[Problem]:
-    """The problem with one requirement, "name>=1,<2; marker", if any; extras are ignored."""
-    try:
-        requirement = Requirement(text)
-    except InvalidRequirement:
-        return
-    if "extra" in text and re.search(r";.*extra", text):
-        return
-    if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-        return
-    name = requirement.name.lower().replace("_", "-")
-    have = versions.get(name)
-    if have is None:
-        if owner == "rllib-llm":
-            yield Problem(
-                name, "be installed", f"{owner} requires {requirement.specifier or 'it'}",
-                f"pip install '{text.partition(';')[0].strip()}'",
-            )  # fmt: skip
-        return
-    if requirement.specifier.contains(have, prereleases=True):
-        return
-    ours = owner == "rllib-llm"
-    wanted = requirement.specifier
-    rule = f"be {wanted} for {owner} {versions.get(owner, '')}".rstrip()
-    severity: Severity = "error" if ours else "warning"
-    yield Problem(f"{name} {have}", rule, "", f"pip install '{name}{wanted}'", severity=severity)
 
 
 SECONDS_TO_START = 60.0

@@ -13,7 +13,7 @@ from rllib_llm.runs.doctor.data_rules import NUM_ROWS, is_here, source_of
 from rllib_llm.runs.doctor.stage import Stage, first_rows
 from rllib_llm.runs.experiments import algorithm_class
 from rllib_llm.runs.metrics import is_counter
-from rllib_llm.shared.errors import Problem, problems_of, warning
+from rllib_llm.shared.errors import Problem, problems_of, refusals, warning
 from rllib_llm.shared.storage import read_json
 
 if TYPE_CHECKING:
@@ -28,9 +28,16 @@ def model_rules(stage: Stage) -> Iterator[Problem]:
         yield from _weights(setting, Path(folder))
     for setting in ("model", "reference", "reward_model") if stage.is_rlhf else ():
         yield from _kind(setting, stage)
-    if stage.is_rlhf or stage.config.pretrained_model is not None:
-        yield from _tokenizer(stage)
-        yield from _adapters(stage)
+    model, lora = stage.config.pretrained_model, stage.config.lora
+    if not is_here(model) or not (stage.is_rlhf or model is not None):
+        return
+    yield from _tokenizer(stage)
+    if lora is not None:
+        from rllib_llm.modules.lora import add_adapters  # takes seconds, and few need it
+        from rllib_llm.modules.pretrained import without_weights
+
+        # The policy has the layers that it names.
+        yield from refusals(lambda: add_adapters(without_weights(model), lora))
 
 
 def _weights(setting: str, folder: Path) -> Iterator[Problem]:
@@ -92,10 +99,7 @@ def is_causal(config: Mapping[str, Any]) -> bool:
 def _tokenizer(stage: Stage) -> Iterator[Problem]:
     from rllib_llm.modules.tokenizer import eos_token_ids, load_generation_config
 
-    model = stage.config.pretrained_model
-    if not is_here(model):
-        return
-    tokenizer = stage.config.load_tokenizer()
+    model, tokenizer = stage.config.pretrained_model, stage.config.load_tokenizer()
     generation = load_generation_config(model)
     ends = eos_token_ids(tokenizer, generation)
     stops = getattr(stage.config, "stop_token_ids", None)
@@ -117,7 +121,16 @@ def _tokenizer(stage: Stage) -> Iterator[Problem]:
             "texts are taught one end, and sampling stops at both",
             "Make them equal in the model's folder, or set stop_token_ids", str(model),
         )  # fmt: skip
-    yield from _round_trip(tokenizer, str(model))
+    # Text that the tokenizer changes though its vocabulary has all the characters; a toy's has not.
+    ids = tokenizer(SAMPLE, add_special_tokens=False)["input_ids"]
+    back = tokenizer.decode(ids, skip_special_tokens=False)
+    has_all = tokenizer.unk_token_id is None or tokenizer.unk_token_id not in ids
+    if has_all and back.strip() != SAMPLE:
+        yield warning(
+            "model", f"have a tokenizer that keeps {SAMPLE!r}",
+            f"it comes back as {back!r}, and rewards read decoded completions",
+            "Set clean_up_tokenization_spaces=False in the tokenizer", str(model),
+        )  # fmt: skip
 
 
 def turn_rules(stage: Stage, *, makes_tools: bool = True) -> Iterator[Problem]:
@@ -175,33 +188,6 @@ def _first_prompts(stage: Stage, chat_format: ChatFormat) -> Iterator[Problem]:
             yield replace(error.problem.within(place), severity="warning")
 
 
-def _adapters(stage: Stage) -> Iterator[Problem]:
-    """The policy has the layers that `lora` names."""
-    model, lora = stage.config.pretrained_model, stage.config.lora
-    if lora is not None and is_here(model):
-        from rllib_llm.modules.lora import add_adapters  # takes seconds, and few need it
-        from rllib_llm.modules.pretrained import without_weights
-
-        try:
-            add_adapters(without_weights(model), lora)
-        except ValueError as error:
-            yield from problems_of(error)
-
-
-def _round_trip(tokenizer: Any, model: str) -> Iterator[Problem]:
-    """Text that the tokenizer changes although the vocabulary has all its characters."""
-    ids = tokenizer(SAMPLE, add_special_tokens=False)["input_ids"]
-    if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
-        return  # a vocabulary of few signs, as the toys have
-    back = tokenizer.decode(ids, skip_special_tokens=False)
-    if back.strip() != SAMPLE:
-        yield warning(
-            "model", f"have a tokenizer that keeps {SAMPLE!r}",
-            f"it comes back as {back!r}, and rewards read decoded completions",
-            "Set clean_up_tokenization_spaces=False in the tokenizer", model,
-        )  # fmt: skip
-
-
 NEARLY_GREEDY = 0.2  # a temperature at which the completions of a prompt hardly differ
 MUCH_PUNISHED = 0.9  # of a completion's length
 
@@ -210,10 +196,17 @@ def plan_rules(stage: Stage) -> Iterator[Problem]:
     """Problems of a stage's settings, with those of its experiment."""
     yield from _end(stage)
     yield from _schedule(stage)
-    yield from _cuts(stage)
+    config = stage.config
+    rows, size = config.train_batch_size_per_learner, config.minibatch_size
+    if size and rows % size:
+        divisor = next(value for value in range(size, 0, -1) if rows % value == 0)
+        yield warning(
+            "minibatch_size", f"divide train_batch_size_per_learner={rows}",
+            f"the last step of each pass has a mini-batch of {rows % size} only, and it moves the "
+            "weights as far as the others", f"Use {divisor}", size,
+        )
     if stage.is_rlhf:
         yield from _sampling(stage)
-        yield from _evaluation(stage)
 
 
 def _end(stage: Stage) -> Iterator[Problem]:
@@ -260,22 +253,6 @@ def _schedule(stage: Stage) -> Iterator[Problem]:
         )
 
 
-def _cuts(stage: Stage) -> Iterator[Problem]:
-    config = stage.config
-    rows, size = config.train_batch_size_per_learner, config.minibatch_size
-    if size and rows % size:
-        yield warning(
-            "minibatch_size", f"divide train_batch_size_per_learner={rows}",
-            f"the last step of each pass has a mini-batch of {rows % size} only, and it moves the "
-            "weights as far as the others", f"Use {_divisor(rows, size)}", size,
-        )
-
-
-def _divisor(rows: int, size: int) -> int:
-    """The largest divisor of `rows` that is at most `size`."""
-    return next(value for value in range(size, 0, -1) if rows % value == 0)
-
-
 def _sampling(stage: Stage) -> Iterator[Problem]:
     config = stage.config
     if config.num_completions > 1 and config.temperature < NEARLY_GREEDY:
@@ -304,10 +281,7 @@ def _sampling(stage: Stage) -> Iterator[Problem]:
             "nearly all are punished", f"Use {max(1, config.max_new_tokens // 5)}",
             config.overlong_buffer,
         )
-
-
-def _evaluation(stage: Stage) -> Iterator[Problem]:
-    config, env = stage.config, stage.env
+    env = stage.env
     held_out = config.env_config.get("eval_fraction")
     if held_out and not config.evaluation_interval:
         yield warning(

@@ -33,7 +33,13 @@ def reward_rules(stage: Stage) -> Iterator[Problem]:
     rows = stage.prompts
     if not given or rows is None or stage.is_conversation or any(server_rules(stage)):
         return
-    batch = example_batch(stage, rows)
+    # The first four prompts with four kinds of completions: the row's own answer if it has one, the
+    # same once more, the prompt itself, and the empty text.
+    chosen = _prompts(stage, rows, NUM_ROWS)
+    batch = _batch(chosen, [_answer(row.columns) for row in chosen])
+    answer = batch.completions[0]
+    completions = [answer or "Yes.", answer or "42", batch.prompts[2], ""]
+    batch = dataclasses.replace(batch, completions=completions)
     seconds = 0.0
     for spec in as_list(given):
         try:
@@ -60,17 +66,14 @@ def reward_rules(stage: Stage) -> Iterator[Problem]:
             yield from _look(term, read_answer(term, answer, batch), batch)
         except ValueError as error:
             yield from problems_of(error)
-    yield from _time(stage, seconds)
-
-
-def example_batch(stage: Stage, rows: Any) -> RewardBatch:
-    """The first four prompts with four kinds of completions: the row's own answer if it has one,
-    another row's, the prompt itself, and the empty text."""
-    chosen = _prompts(stage, rows, NUM_ROWS)
-    batch = _batch(chosen, [_answer(row.columns) for row in chosen])
-    answer = batch.completions[0]
-    completions = [answer or "Yes.", answer or "42", batch.prompts[2], ""]
-    return dataclasses.replace(batch, completions=completions)
+    num = stage.config.total_train_batch_size / max(1, stage.num_samplers)
+    expected = seconds / NUM_ROWS * num
+    if expected > SLOW_SECONDS:
+        yield warning(
+            "reward_functions", f"take less than {SLOW_SECONDS:.0f} s of an iteration",
+            f"{NUM_ROWS} completions took {seconds:.2f} s, so the {num:.0f} of each sampler take "
+            f"{expected:.0f}", "Make them async, call a server, or use more samplers",
+        )
 
 
 def _prompts(stage: Stage, rows: Any, num: int) -> list[PromptRow]:
@@ -115,30 +118,16 @@ def _look(term: RewardTerm, result: RewardResult, batch: RewardBatch) -> Iterato
             f"reward {term.name!r}", "be a finite number",
             f"{found}, and such a completion is not learnt from", "Return one",
         )  # fmt: skip
-    elif _tells_nothing(known, batch) and not term.wants_tokens:
+        return
+    # Equal zeros may mean that a keyword is in none of the texts, unless the row's own answer is
+    # among them.
+    has_answer = bool(_answer({name: column[0] for name, column in batch.columns.items()}))
+    is_constant = max(known) == min(known) and (known[0] != 0 or has_answer)
+    if is_constant and not term.wants_tokens:
         yield warning(
             f"reward {term.name!r}", "differ", f"it is {known[0]:g} for each of {texts}, and equal "
             "rewards teach nothing", "Try it on texts as your model writes them",
         )  # fmt: skip
-
-
-def _tells_nothing(known: Sequence[float], batch: RewardBatch) -> bool:
-    """Whether equal rewards say that the function is constant. Zeros may mean that a keyword is in
-    none of the texts, unless the row's own answer is among them."""
-    if max(known) != min(known):
-        return False
-    return known[0] != 0 or bool(_answer({n: c[0] for n, c in batch.columns.items()}))
-
-
-def _time(stage: Stage, seconds: float) -> Iterator[Problem]:
-    rows = stage.config.total_train_batch_size / max(1, stage.num_samplers)
-    expected = seconds / NUM_ROWS * rows
-    if expected > SLOW_SECONDS:
-        yield warning(
-            "reward_functions", f"take less than {SLOW_SECONDS:.0f} s of an iteration",
-            f"{NUM_ROWS} completions took {seconds:.2f} s, so the {rows:.0f} of each sampler take "
-            f"{expected:.0f}", "Make them async, call a server, or use more samplers",
-        )
 
 
 NUM_ANSWERS = 32
@@ -162,10 +151,7 @@ def answer_scores(stage: Stage) -> tuple[float, float] | None:
     if not terms:
         return None
     others = [*answers[1:], answers[0]]
-    return (
-        _mean(terms, batch),
-        _mean(terms, dataclasses.replace(batch, completions=others)),
-    )
+    return _mean(terms, batch), _mean(terms, dataclasses.replace(batch, completions=others))
 
 
 def _mean(terms: Sequence[RewardTerm], batch: RewardBatch) -> float:

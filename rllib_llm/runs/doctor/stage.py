@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from rllib_llm.algorithms.language_model_config import LanguageModelConfig
-from rllib_llm.config.schema import build_config
 from rllib_llm.data.rows import Rows
 from rllib_llm.data.sources import is_quick_to_read, load_rows
 from rllib_llm.envs.registry import ENVIRONMENTS, default_settings
-from rllib_llm.runs.experiments import Experiment, StandIn, algorithm_class
-from rllib_llm.runs.search_space import examples, planned_iterations, search_space
-from rllib_llm.shared.errors import Problem
-
-
-def exit_code(problems: Iterable[Problem]) -> int:
-    """0: nothing to look at, 1: warnings, 2: errors."""
-    severities = {problem.severity for problem in problems}
-    return 2 if "error" in severities else int("warning" in severities)
-
+from rllib_llm.runs.experiments import Experiment, StandIn
+from rllib_llm.runs.search_space import planned_iterations
 
 MAX_ROWS = 20_000  # of a data set that are looked at
 
@@ -138,10 +129,3 @@ def stage_of(experiment: Experiment, config: Any) -> Stage | None:
     """The stage of an experiment with `config`, None where that is of no algorithm of ours."""
     is_ours = isinstance(config, LanguageModelConfig)
     return Stage(experiment, config, env_settings(config)) if is_ours else None
-
-
-def make_stage(experiment: Experiment) -> Stage | None:
-    """As `stage_of`, with the config of the first point of the experiment's search space."""
-    algo_class: Any = algorithm_class(experiment.run, experiment.name)
-    settings = examples(search_space(experiment), limit=1)[0]
-    return stage_of(experiment, build_config(algo_class, settings, f"{experiment.name}.config"))

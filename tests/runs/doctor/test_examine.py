@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from rllib_llm.envs.prompts import PromptSource
-from rllib_llm.runs.doctor.examine import before_a_run, examine, two_iterations
+from rllib_llm.runs.doctor.examine import examine, run_rules, two_iterations
 from rllib_llm.runs.doctor.machine_rules import GIB, Machine, server_rules
 from rllib_llm.runs.doctor.reward_rules import answer_scores
-from rllib_llm.runs.doctor.stage import exit_code, make_stage
+from rllib_llm.runs.plan import check_experiments, examined
 from rllib_llm.runs.yaml_loader import load, parse
 from rllib_llm.shared.errors import Problem, Problems, errors_of, problems_of
 from tests.runs.doctor import set_ups
@@ -54,7 +54,7 @@ def folders(tmp_path_factory) -> dict[str, str]:
 
 
 def found(experiment, machine: Machine = MACHINE) -> list:
-    return [f for f in examine([experiment], machine) if f.severity != "note"]
+    return [f for f in examine([experiment], machine).found if f.severity != "note"]
 
 
 # (name of the setting, or the beginning of what was found; what its rule says; the set-up).
@@ -251,7 +251,7 @@ def test_rows_without_a_score_do_not_count_among_right_answers():
             "prompts": [*SUMS, {"prompt": "9+9=", "answer": "18"}],
         }
     )
-    assert answer_scores(make_stage(experiment)) == (1.0, 0.0)
+    assert answer_scores(examined(experiment).stage) == (1.0, 0.0)
 
 
 @pytest.mark.parametrize(("folder", "rule"), [
@@ -270,7 +270,7 @@ def test_a_broken_model_folder_is_named_before_its_weights_are_loaded(folders, f
 def test_a_stop_token_beyond_the_vocabulary_is_named():
     experiment = grpo(stop_token_ids=[99999])
     (told,) = found(experiment)
-    size = len(make_stage(experiment).config.load_tokenizer())
+    size = len(examined(experiment).stage.config.load_tokenizer())
     assert (called(told), told.value) == ("stop_token_ids", [99999])
     assert told.rule == f"be among the {size} tokens of the vocabulary"
 
@@ -283,7 +283,7 @@ def test_a_policy_is_no_judge(folders):
 
 def test_a_missing_model_is_told_of_the_experiment_that_names_it():
     first = supervised("SFT", model="./nosuch").replace(name="first")
-    found = examine([first, grpo(model="${first.model}")], MACHINE)
+    found = examine([first, grpo(model="${first.model}")], MACHINE).found
     assert [p.name[:5] for p in found if p.severity == "error"] == ["first"]
 
 
@@ -292,8 +292,8 @@ def test_a_judge_that_is_made_before_is_no_policy(folders):
     judge = judge.replace(name="judge")
     # Until it is made, the model that it starts from stands in for it.
     policy = grpo(model=folders["sound"], env={"reward_model": "${judge.model}"})
-    assert [p for p in examine([judge, policy], MACHINE) if p.severity == "error"] == []
-    before_a_run([judge, policy])
+    assert [p for p in examine([judge, policy], MACHINE).found if p.severity == "error"] == []
+    check_experiments([judge, policy], run_rules)
 
 
 @pytest.mark.parametrize(("run", "changes", "said"), [
@@ -303,10 +303,10 @@ def test_a_judge_that_is_made_before_is_no_policy(folders):
 ])  # fmt: skip
 def test_a_policy_that_is_made_before_is_no_judge_nor_the_other_way_round(run, changes, said):
     made = supervised(run).replace(name="made")
-    (error,) = [p for p in examine([made, grpo(**changes)], MACHINE) if p.severity == "error"]
+    (error,) = [p for p in examine([made, grpo(**changes)], MACHINE).found if p.severity == "error"]
     assert error.value == "${made.model}" and error.reason.startswith(said)
     with pytest.raises(Problems, match="it is what"):
-        before_a_run([made, grpo(**changes)])
+        check_experiments([made, grpo(**changes)], run_rules)
 
 
 @pytest.mark.parametrize(("config", "changes", "name"), [
@@ -326,9 +326,9 @@ def test_what_a_machine_lacks_is_named(folders, config, changes, name):
 def test_processes_take_memory_whatever_their_model_does():
     """A model that a function makes has no size before it is made."""
     experiment = grpo(num_env_runners=100_000)
-    found = examine([experiment], MACHINE)
+    found = examine([experiment], MACHINE).found
     assert any("sampler" in each.name for each in errors_of(found))
-    found = examine([experiment], MACHINE, is_here=False)  # on a cluster
+    found = examine([experiment], MACHINE, is_here=False).found  # on a cluster
     assert not errors_of(found)
 
 
@@ -344,7 +344,7 @@ def test_each_kept_version_of_the_weights_has_its_place_in_the_store(folders):
 
 def test_a_full_disk_is_named(folders, tmp_path):
     machine = dataclasses.replace(MACHINE, disk_bytes=1000)
-    told = examine([grpo(model=folders["sound"])], machine, folder=tmp_path)
+    told = examine([grpo(model=folders["sound"])], machine, folder=tmp_path).found
     assert "storage_path" in [problem.name for problem in told]
 
 
@@ -357,7 +357,7 @@ def test_a_server_that_does_not_answer_is_named():
             "kwargs": {"base_url": url, "model": "judge"},
         }
         names = [called(problem) for problem in found(grpo(env={"reward_functions": judge}))]
-        stage = make_stage(grpo())
+        stage = examined(grpo()).stage
         stage.env = {"base_url": url}  # of Chat-v0's player
         (told,) = server_rules(stage)
     assert "env_config.reward_functions.kwargs.base_url" in names
@@ -404,7 +404,7 @@ def test_a_tool_that_cannot_be_made_here_is_told_by_the_doctor_and_stops_no_run(
     (finding,) = found(experiment)
     assert called(finding) == "env_config.tools"
     assert "KeyError: 'SERVICE', raised in" in finding.reason
-    before_a_run([experiment])
+    check_experiments([experiment], run_rules)
 
 
 @pytest.mark.parametrize(
@@ -419,7 +419,7 @@ def test_a_tool_that_cannot_be_made_here_is_told_by_the_doctor_and_stops_no_run(
 def test_tools_and_chat_templates_are_looked_at_before_a_run(changes, told):
     given = {"prompts": SUMS, "reward_functions": f"{HERE}.says_something", **changes}
     with pytest.raises(Problems, match=told):
-        before_a_run([conversations("rllib_llm/Conversation-v0", **given)])
+        check_experiments([conversations("rllib_llm/Conversation-v0", **given)], run_rules)
 
 
 # The example model reads 128 tokens; its template writes 3 beside those of a user's words, and 2
@@ -449,12 +449,12 @@ def test_conversations_that_can_never_begin_are_told_before_a_run(changes, found
     errors = [f for f in found(experiment) if f.severity == "error"]
     if found_ is None:
         assert errors == []
-        before_a_run([experiment])
+        check_experiments([experiment], run_rules)
         return
     (finding,) = errors
     assert found_ in finding.sentence and str(finding).endswith(remedy)
     with pytest.raises(Problems, match="leave room for an answer"):
-        before_a_run([experiment])
+        check_experiments([experiment], run_rules)
 
 
 def test_conversations_with_the_model_of_an_earlier_stage_are_looked_at_with_its_template():
@@ -469,7 +469,7 @@ def test_conversations_with_the_model_of_an_earlier_stage_are_looked_at_with_its
         given = {"prompts": prompts, "reward_functions": f"{HERE}.says_something"}
         talk = conversations("rllib_llm/Conversation-v0", **given)
         talk = talk.replace(config={**talk.config, "model": "${sft.model}"})
-        errors = [f for f in examine([sft, talk], MACHINE) if f.severity == "error"]
+        errors = [f for f in examine([sft, talk], MACHINE).found if f.severity == "error"]
         assert ["leave room for an answer" in f.rule for f in errors] == [True] * is_refused
 
 
@@ -483,7 +483,7 @@ def test_a_few_conversations_that_cannot_begin_stop_no_run():
         "2 of the first 4 prompts are too long: the first prompt of 133 tokens"
     )
     with pytest.warns(UserWarning, match="2 of the first 4 prompts"):
-        before_a_run([experiment])
+        check_experiments([experiment], run_rules)
     held_out = {**given, "prompts": SUMS, "eval_prompts": prompts}
     experiment = conversations("rllib_llm/Conversation-v0", **held_out)
     (finding,) = [f for f in found(experiment) if "leave room" in f.rule]
@@ -527,7 +527,7 @@ SOUND = {
 def test_nothing_stands_against_a_sound_set_up(name: str, folders):
     findings = found(SOUND[name](folders))
     assert findings == []
-    assert exit_code(findings) == 0
+    assert all(finding.severity == "note" for finding in findings)
 
 
 def test_there_are_enough_of_both():
@@ -540,7 +540,7 @@ def test_findings_of_errors_have_all_parts():
     assert (finding.name, finding.value, finding.severity) == ("run.config.top_p", 1.5, "error")
     assert finding.rule == "be a number above 0 and at most 1"
     assert finding.reason and finding.remedy
-    assert exit_code([finding]) == 2
+    assert finding.severity == "error"
 
 
 def test_a_problem_begins_with_its_experiment_whatever_that_is_called():
@@ -596,5 +596,5 @@ def test_a_value_out_of_range_is_told_once():
 def test_the_two_iterations_learn_from_fresh_completions_whatever_the_run_does():
     """The gap of log-probs would hold what an update changed: with max_staleness=1 the second
     update learns from completions of version 0, which are one update old."""
-    stage = make_stage(grpo(max_staleness=1, off_policy="decoupled", num_env_runners=1))
+    stage = examined(grpo(max_staleness=1, off_policy="decoupled", num_env_runners=1)).stage
     assert two_iterations(stage)[-1]["train"]["staleness"] == 0.0

@@ -1,0 +1,158 @@
+"""What a process does: blocks of its code are its phases.
+
+    with self.phase(LEARNING, "learning from 512 completions"):
+        ...
+
+Times, the live line, the overseer's status and the diagnosis are made from them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+# Phases of the process that learns.
+LEARNING, PUBLISHING, EVALUATING = "learning", "publishing weights", "evaluating"
+SAVING, BETWEEN, STARTING, PAUSED = "saving", "between iterations", "starting", "paused"
+WAITING = "waiting for samplers"
+FOR_COMPLETIONS, FOR_JUDGES = "waiting for completions", "waiting for judges"
+FOR_TOOLS, FOR_WEIGHTS = "waiting for tools", "waiting for weights"
+# Phases of a sampler.
+IDLE, LOADING, GENERATING = "waiting for a request", "loading weights", "generating"
+JUDGING = "judging"
+SECONDS_BETWEEN_WORDS = 1.0  # of the progress of a phase
+
+
+@dataclass(eq=False)
+class _Phase:
+    name: str
+    activity: str
+    progress: str = ""
+
+
+class Phases:
+    """The phases of a process; calling it gives the context of one.
+
+    A phase within another says what that one is at, and its time counts as the outer one's. Any
+    thread may ask; one at a time begins phases.
+
+    Args:
+        phase: the one outside of all contexts.
+        tell: called with the activity when a phase begins, and once a second with its progress.
+        clock: gives seconds, monotonic.
+    """
+
+    def __init__(
+        self, phase: str, tell: Callable[[str], None] = lambda activity: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self.took: dict[str, float] = {}  # seconds of the last context of each name
+        self._tell, self._clock = tell, clock
+        self._lock = threading.Lock()
+        self._outside, self._open = _Phase(phase, phase), list[_Phase]()
+        self._since, self._told = clock(), clock()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._lap: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str, activity: str = "") -> Iterator[None]:
+        """The phase `name` while a block runs; `activity`: in words."""
+        start, phase = self._clock(), _Phase(name, activity or name)
+        with self._counting():
+            self._open.append(phase)
+        self._say(at_once=self._open[0] is phase)
+        try:
+            yield
+        finally:
+            with self._counting():
+                self._open.remove(phase)
+            self.took[name] = self._clock() - start
+
+    def outside(self, name: str, activity: str = "") -> None:
+        """Sets the phase outside of all contexts."""
+        with self._counting():
+            self._outside = _Phase(name, activity or name)
+        if activity:
+            self._say(at_once=True)
+
+    def progress(self, text: str) -> None:
+        """Says how far the innermost phase is."""
+        if self._open:
+            self._open[-1].progress = text
+            self._say()
+
+    def steps(self, of: str) -> Callable[[], None]:
+        """A function that counts the steps of the innermost phase: "3 of 64 tokens"."""
+        count = itertools.count(1)
+        return lambda: self.progress(f"{next(count)} {of}")
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        with self._lock:
+            before = self._current
+            yield
+            if self._current is not before:
+                now = self._clock()
+                self._seconds[before.name] += now - self._since
+                self._since = now
+
+    @property
+    def _current(self) -> _Phase:
+        return self._open[0] if self._open else self._outside
+
+    def _say(self, at_once: bool = False) -> None:
+        now = self._clock()
+        if at_once or now - self._told >= SECONDS_BETWEEN_WORDS:
+            self._told = now
+            self._tell(self.activity)
+
+    @property
+    def activity(self) -> str:
+        """ "evaluating 8 completions, generating for prompts 0-7, 3 of 64 tokens"."""
+        phases = list(self._open) or [self._outside]
+        return ", ".join(text for each in phases for text in (each.activity, each.progress) if text)
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds of every phase since the start, the present one included: together the time
+        that has passed."""
+        with self._lock:
+            seconds, name = dict(self._seconds), self._current.name
+            seconds[name] = seconds.get(name, 0.0) + self._clock() - self._since
+            return seconds
+
+    def lap(self) -> dict[str, float]:
+        """Seconds of every phase since the last call."""
+        total = self.seconds()
+        lap = {name: value - self._lap.get(name, 0.0) for name, value in total.items()}
+        self._lap = total
+        return {name: value for name, value in lap.items() if value > 0}
+
+    def split(self, name: str, parts: Mapping[str, float]) -> None:
+        """Attributes the seconds of the last phase `name` to `parts`, in proportion if they exceed
+        it. The remainder stays with the phase."""
+        total, seconds = sum(parts.values()), self.took.get(name, 0.0)
+        if total <= 0:
+            return
+        scale = min(1.0, seconds / total)
+        with self._lock:
+            for part, value in parts.items():
+                self._seconds[part] += value * scale
+                self._seconds[name] -= value * scale
+
+    def report(self) -> dict[str, object]:
+        """What an overseer is told."""
+        return {
+            "phase": self._current.name, "activity": self.activity, "seconds": self.seconds(),
+            "seconds_in_phase": self._clock() - self._since,
+        }  # fmt: skip
+
+
+def shares(seconds: Mapping[str, float]) -> dict[str, float]:
+    """`seconds` over their sum."""
+    total = sum(seconds.values())
+    return {name: value / total for name, value in seconds.items()} if total > 0 else {}
