@@ -17,6 +17,7 @@ from rllib_llm.modules.model_source import text_config
 # Layer types whose attention pattern lives in the mask alone, so that keys and values of all
 # positions, in order, are a correct cache for them.
 _MASKED_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+KeysValues: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 # Buffers without rows may grow to so many times what new rows need, so as to fit what was needed
 # before, too.
 _MOST_EXCESS = 4
@@ -43,23 +44,23 @@ class SharedPromptLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Writes the prompts' keys and values, [rows, heads, P, head_dim], to new buffers."""
-        self._grow(key_states, len(key_states), self.capacity)
+        self._grow((key_states, value_states), len(key_states), self.capacity)
         self.num_rows, self.length = len(key_states), key_states.shape[2]
         self.keys[:, :, : self.length] = key_states
         self.values[:, :, : self.length] = value_states
 
-    def begin(self, num_rows: int, length: int, like: torch.Tensor, room: tuple[int, int]) -> None:
+    def begin(self, num_rows: int, length: int, like: KeysValues, room: tuple[int, int]) -> None:
         """Initialises an empty cache with `num_rows` rows and `length` positions, which the caller
         fills.
 
         Args:
             num_rows: at most those of `room`.
             length: at most the positions of `room`.
-            like: keys [heads, positions, head_dim], whose shape and dtype new buffers take.
+            like: [heads, positions, head_dim] each, whose shapes and dtype new buffers take.
             room: rows and positions to have room for.
         """
         self.num_rows = 0
-        self._grow(like.unsqueeze(0), *room)
+        self._grow((like[0].unsqueeze(0), like[1].unsqueeze(0)), *room)
         self.num_rows, self.length, self.first = num_rows, length, 0
 
     def update(
@@ -100,7 +101,7 @@ class SharedPromptLayer(CacheLayerMixin):
         prompt_len, start = prompts.length - prompts.first, self.num_rows
         if not start:
             self.length, self.first = prompt_len, 0
-        self._grow(prompts.keys, *room)
+        self._grow((prompts.keys, prompts.values), *room)
         end = start + sum(copies)
         before = self.length - prompt_len
         used = (slice(prompts.num_rows), slice(None), slice(prompts.first, prompts.length))
@@ -118,7 +119,7 @@ class SharedPromptLayer(CacheLayerMixin):
                 rows.copy_(states.repeat_interleave(index, dim=0))
         self.num_rows = end
 
-    def _grow(self, like: torch.Tensor, rows: int, positions: int) -> None:
+    def _grow(self, like: KeysValues, rows: int, positions: int) -> None:
         """Grows the buffers to at least so many rows and positions, keeping their contents."""
         held = len(self.keys) if self.is_initialized else 0
         if rows <= held and positions <= self.capacity:
@@ -128,8 +129,9 @@ class SharedPromptLayer(CacheLayerMixin):
         if self.num_rows or most[0] * most[1] <= _MOST_EXCESS * rows * positions:
             rows, positions = most
         self.capacity = positions
-        for name in ("keys", "values"):
-            buffer = like.new_empty(rows, like.shape[1], self.capacity, like.shape[3])
+        for name, states in zip(("keys", "values"), like, strict=True):
+            # Values may be narrower than keys (multi-head latent attention).
+            buffer = states.new_empty(rows, states.shape[1], self.capacity, states.shape[3])
             if self.num_rows:
                 part = (slice(self.num_rows), slice(None), slice(self.length))
                 buffer[part] = getattr(self, name)[part]
@@ -138,7 +140,7 @@ class SharedPromptLayer(CacheLayerMixin):
 
     def grow(self, positions: int) -> None:
         """Grows to so many positions."""
-        self._grow(self.keys, 0, positions)
+        self._grow((self.keys, self.values), 0, positions)
 
     def shift(self, positions: int) -> None:
         """Drops so many positions at the front, at most `first`, to have room at the end; a
@@ -303,7 +305,7 @@ def num_shared_layers(config: PretrainedConfig) -> int | None:
 
 # --- KV caches of rows that have ended, for the next turn of their conversation
 
-Layers = list[tuple[torch.Tensor, torch.Tensor]]
+Layers = list[KeysValues]
 """Keys and values of each layer, [heads, positions, head_dim]."""
 
 
@@ -375,7 +377,7 @@ def fill(
     """
     end = max(lengths) - new
     for place, layer in enumerate(cache.layers):
-        layer.begin(len(prefixes), end, prefixes[0].layers[place][0], room)
+        layer.begin(len(prefixes), end, prefixes[0].layers[place], room)
         for row, (prefix, length) in enumerate(zip(prefixes, lengths, strict=True)):
             kept = max(0, length - new)
             for buffer, states in zip(

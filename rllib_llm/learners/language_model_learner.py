@@ -112,6 +112,10 @@ class LanguageModelLearner(SharedPasses):
     def start_minibatch(self, minibatch: Batch) -> None:
         """Called with the whole mini-batch, before its micro-batches."""
 
+    def before_loss(self, micro_batch: Batch, outputs: Batch) -> Batch:
+        """The micro-batch as its loss reads it, given the outputs of its forward pass."""
+        return micro_batch
+
     def forget_passes(self) -> None:
         """Discards the sums collected in passes over the current mini-batch, before the passes are
         repeated. Gradients and means are discarded by the caller."""
@@ -304,8 +308,9 @@ class LanguageModelLearner(SharedPasses):
     def _backward(self, micro_batch: Batch, options: dict[str, Any]) -> torch.Tensor:
         outputs = self.forward(micro_batch, **options)
         loss = self.compute_loss_for_module(
-            module_id=DEFAULT_MODULE_ID, config=self.config, batch=micro_batch, fwd_out=outputs
-        )
+            module_id=DEFAULT_MODULE_ID, config=self.config, fwd_out=outputs,
+            batch=self.before_loss(micro_batch, outputs),
+        )  # fmt: skip
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             name = f"{type(self).__name__}.compute_loss_for_module"
             raise TypeError(f"{name} must return a tensor of one number, and returned {loss!r:.99}")

@@ -1,10 +1,11 @@
 """Off-policy corrections of a learner; the formulas are in `numerics/off_policy.py`.
 
-In half precision old log-probs need care, too: two passes of the same weights differ by their
+Where old log-probs are the learner's own, those of the first mini-batch are of that very pass,
+detached, which saves another one: their ratio is 1. The learner scores the rest of the batch before
+the update. In half precision they always are: two passes of the same weights differ by their
 rounding, in bfloat16 by some hundredths of a nat per token. As a ratio that is noise at the first
 mini-batch, where nothing has changed yet, and where the ratio of a whole completion is meant it is
-more than the clip range of GSPO. So the rows of the first mini-batch are compared with that very
-pass, detached: their ratio is 1. The learner scores the rest of the batch before the update.
+more than the clip range of GSPO.
 
     mini-batch 1  old = its own log-probs ── kept for the epochs to come
     mini-batch 2  old = of a pass before the update
@@ -160,7 +161,6 @@ class OldLogprobs:
         rows[NUMBER] = torch.arange(len(old), device=old.device)
         columns.remember(rows[NUMBER], torch.arange(len(old)))
         self._own = torch.zeros_like(old)
-        self._has_own = torch.zeros(len(old), device=old.device)  # 1: `of_this_pass` gave the row's
         self._is_first = torch.zeros(len(old), dtype=torch.bool)  # on the host, as `first` is
         self._is_first[first] = True
         self._all_reduce: Callable[[Tensor], Tensor] | None = all_reduce
@@ -174,19 +174,17 @@ class OldLogprobs:
         """A micro-batch of the first mini-batch; its old log-probs are its `logprobs` [rows, T]."""
         own = logprobs.detach()
         self._own[micro_batch[NUMBER], : own.shape[1]] = own
-        self._has_own[micro_batch[NUMBER]] = 1.0  # a loss of the user's own does not ask for them
         return {**micro_batch, columns.OLD_LOGPROBS: own}
 
     def recall(self, minibatch: Batch) -> None:
         """Puts into a later mini-batch what `of_this_pass` was given of its rows."""
         numbers = minibatch[NUMBER]
-        if not bool(self._is_first[columns.fetched([numbers])[0]].any()):
+        again = self._is_first[columns.fetched([numbers])[0]].unsqueeze(1)
+        if not bool(again.any()):
             return
         if self._all_reduce is not None:
             self._all_reduce(self._own)
-            self._all_reduce(self._has_own)
             self._all_reduce = None
-        again = (self._has_own[numbers] > 0).unsqueeze(1)
         minibatch[columns.OLD_LOGPROBS] = torch.where(
-            again, self._own[numbers], minibatch[columns.OLD_LOGPROBS]
+            again.to(numbers.device), self._own[numbers], minibatch[columns.OLD_LOGPROBS]
         )

@@ -140,15 +140,20 @@ class RLHFLearner(LanguageModelLearner):
         """Log-probs and values of the policy before the update, each row by one learner.
 
         They are the sampler's, who had these weights, unless `off_policy` is set: log-probs are
-        then recomputed where it says so, values always. Remote samplers have no critic. Where one
-        shares the policy's trunk, in half precision its pass gives the log-probs too, which
-        `start_update` would ask for.
+        then recomputed where it says so, values always. Remote samplers have no critic. Log-probs
+        are recomputed here where the KL of rewards, or its coefficient, is made of them, or a
+        critic on the policy's trunk makes that pass anyway; else `start_update` asks for those that
+        no other pass gives.
         """
         module = self.module[DEFAULT_MODULE_ID].unwrapped()
         has_critic = module.has_critic
         shares_trunk = has_critic and module.model_config["critic"] == "shared"
         fresh = self.config.off_policy is None
-        recomputes = self.correction.recomputes or (fresh and self._is_half and shares_trunk)
+        has_reference = self.reference is not None or columns.REF_LOGPROBS in batch
+        adapts = self.config.ref_kl_target is not None
+        makes_kl = has_reference and (self.config.ref_kl_in == "reward" or adapts)
+        recomputes = self.correction.recomputes and (makes_kl or shares_trunk)
+        recomputes |= fresh and self._is_half and shares_trunk
         self._has_own_logprobs = recomputes
         old = {columns.OLD_LOGPROBS: batch[columns.SAMPLER_LOGPROBS]}
         names = {columns.LOGPROBS: columns.OLD_LOGPROBS} if recomputes else {}
@@ -168,9 +173,11 @@ class RLHFLearner(LanguageModelLearner):
         return self.config.dtype != "float32" or self.config.mixed_precision is not None
 
     def start_update(self, rows: Batch, minibatches: list[torch.Tensor]) -> None:
-        """In half precision old log-probs are the learner's own; see `off_policy.py`."""
+        """Old log-probs that are the learner's own, see `off_policy.py`."""
         self._old_logprobs = None
-        if not self._is_half or self.config.off_policy not in (None, "decoupled"):
+        if not self._is_half and (self._has_own_logprobs or not self.correction.recomputes):
+            return
+        if self.config.off_policy not in (None, "decoupled"):
             return
         self._old_logprobs = OldLogprobs(rows, minibatches[0], self.all_reduce)
         later = self._old_logprobs.later
@@ -232,6 +239,11 @@ class RLHFLearner(LanguageModelLearner):
         for name in ("loss/policy_avg", "loss/value_avg"):
             self.means.add_count(name, 1)
 
+    def before_loss(self, micro_batch: Batch, outputs: Batch) -> Batch:
+        if self._old_logprobs is None or self._num_minibatches > 1:
+            return micro_batch
+        return self._old_logprobs.of_this_pass(micro_batch, outputs[columns.LOGPROBS])
+
     def forget_passes(self) -> None:
         self._approx_kl_total.zero_()
 
@@ -242,8 +254,6 @@ class RLHFLearner(LanguageModelLearner):
         logprobs = fwd_out[columns.LOGPROBS]
         weights = batch.get(columns.ROW_WEIGHT)
         use = self.effective.use
-        if self._old_logprobs is not None and self._num_minibatches == 1:
-            batch = self._old_logprobs.of_this_pass(batch, logprobs)
         batch, importance = self.correction.apply(batch, logprobs, mask)
         policy = losses.policy_loss(
             logprobs,

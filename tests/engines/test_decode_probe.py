@@ -8,7 +8,15 @@ import torch
 from rllib_llm.engines.decode_step import DecodePlan
 from rllib_llm.engines.engine import check_decoding
 from rllib_llm.engines.torch_engine import TorchEngine
-from tests.engines.tiny_generations import MODELS, greedy, ragged_prompts, seeded
+from rllib_llm.shared.errors import Problems, SettingWarning
+from tests.engines.tiny_generations import (
+    MODELS,
+    greedy,
+    greedy_of_transformers,
+    ragged_prompts,
+    seeded,
+)
+from tests.modules import test_architectures as architectures
 from tests.modules.tiny_models import VOCAB, tiny_model
 
 _ATTENTION = {
@@ -58,6 +66,33 @@ def test_layers_whose_state_the_cache_keeps_pass():
         layer_types=["conv", "full_attention", "conv"],
     )  # fmt: skip
     check_decoding(model)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3"])
+def test_values_narrower_than_keys_are_cached(name):
+    model = architectures.spread_out(name)
+    ids, mask = ragged_prompts()
+    settings = {"n": 2, "max_new_tokens": 8, "stops": ()}
+    expected = greedy_of_transformers(model, ids, mask, **settings)
+    settings["stop_token_ids"] = settings.pop("stops")
+    assert greedy(model, ids, mask, **settings).completion_ids.tolist() == expected.tolist()
+
+
+# Padding shifts BlenderbotSmall's positions by so little that a bound for bfloat16 lets it pass.
+@pytest.mark.parametrize("name", ["blenderbot-small", "openai-gpt", "cpmant", "minimax"])
+def test_models_that_decode_wrongly_or_raise_are_refused_by_name(name):
+    model = architectures.spread_out(name)
+    with pytest.raises(Problems) as error:
+        check_decoding(model)
+    assert [(each.name, each.value) for each in error.value.found] == [
+        ("model", type(model).__name__)
+    ]
+
+
+def test_attention_to_chosen_tokens_is_warned_of_where_roundings_choose():
+    check_decoding(architectures.spread_out("deepseek_v32"))
+    with pytest.warns(SettingWarning, match="indexed_attention"):
+        check_decoding(architectures.spread_out("deepseek_v32", torch.bfloat16))
 
 
 def test_a_model_is_tried_at_its_first_generation_and_once():

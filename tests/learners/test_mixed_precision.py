@@ -334,11 +334,10 @@ def test_a_module_of_one_s_own_reads_every_output_of_every_pass(settings, num_pa
 
 def test_rows_that_were_scored_are_recalled_also_where_a_log_prob_is_0():
     """A token that is certain has log-prob 0, as a row that nobody scored has in the buffer."""
-    old = torch.tensor([[-0.5, -0.5], [-0.25, -0.25], [-1.0, -1.0]])
-    rows = {columns.OLD_LOGPROBS: old}
+    rows = {columns.OLD_LOGPROBS: torch.tensor([[-0.5, -0.5], [-0.25, -0.25], [-1.0, -1.0]])}
     kept = OldLogprobs(rows, torch.tensor([0, 1]), lambda tensor: tensor)
-    first = {name: column[:1] for name, column in rows.items()}
-    kept.of_this_pass(first, torch.zeros(1, 2))  # row 1 is of the mini-batch, but is not asked for
+    first = {name: column[:2] for name, column in rows.items()}
+    kept.of_this_pass(first, torch.tensor([[0.0, 0.0], [-0.125, 0.0]]))
     again = dict(rows)
     kept.recall(again)
-    assert again[columns.OLD_LOGPROBS].tolist() == [[0.0, 0.0], [-0.25, -0.25], [-1.0, -1.0]]
+    assert again[columns.OLD_LOGPROBS].tolist() == [[0.0, 0.0], [-0.125, 0.0], [-1.0, -1.0]]

@@ -89,3 +89,41 @@ def test_loglinear_lies_between_sampler_and_present():
     # The mean ratio: 17 tokens of 1, 3 of e^0.125; w = e^(0.75 * 0.5) for the three.
     assert found["val/ratio"] == pytest.approx((17 + 3 * 1.133148) / 20, rel=1e-4)
     assert found["off_policy/weight"] == pytest.approx((17 + 3 * 1.454991) / 20, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "passes"),
+    [
+        ({}, 1),  # old log-probs are those of the training pass
+        ({"minibatch_size": 3}, 3),  # of the second mini-batch they are asked for beforehand
+        ({"ref_kl_in": "reward"}, 2),  # the KL in the rewards is made of them
+    ],
+)
+def test_no_pass_is_made_for_old_logprobs_that_another_pass_gives(changes, passes):
+    learner = tiny.build(settings(micro_batch_size=6, **changes))
+    batch = older(learner)
+    forward, calls = learner.forward, []
+
+    def counted(micro_batch, **options):
+        calls.append(len(micro_batch[columns.PROMPT_IDS]))
+        return forward(micro_batch, **options)
+
+    learner.forward = counted
+    found = tiny.update(learner, batch)
+    assert len(calls) == passes
+    # Row 0's tokens weigh e^0.5, bounded by 2, wherever its old log-probs come from.
+    assert found["off_policy/weight"] == pytest.approx((17 + 3 * 1.648721) / 20, rel=1e-4)
+
+
+def test_a_loss_of_ones_own_reads_the_old_logprobs_of_its_pass():
+    config = settings()
+    gaps = []
+
+    class Own(config.get_default_learner_class()):
+        def compute_loss_for_module(self, *, batch, fwd_out, **kwargs):
+            gaps.append(fwd_out[columns.LOGPROBS].detach() - batch[columns.OLD_LOGPROBS])
+            return super().compute_loss_for_module(batch=batch, fwd_out=fwd_out, **kwargs)
+
+    learner = tiny.build(config.learners(learner_class=Own))
+    tiny.update(learner, older(learner))
+    assert gaps and all(not gap.any() for gap in gaps)

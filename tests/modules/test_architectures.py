@@ -1,5 +1,6 @@
 """Every causal language model that transformers registers: log-probs and gradients of tiny random
-models, packed and with the head apart, against plain passes of one row after the other.
+models, packed and with the head apart, against plain passes of one row after the other; and whether
+they decode as they compute.
 
 Configs that know `is_decoder` are decoders here; an encoder sees later tokens.
 """
@@ -14,7 +15,10 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from rllib_llm.engines.engine import check_decoding
 from rllib_llm.modules.logprobs import score_completions
+from rllib_llm.shared.errors import Problems
+from tests.engines.tiny_generations import ragged_prompts, sampled
 from tests.modules.test_logprobs import batch, own_logits
 from tests.modules.tiny_models import VOCAB
 
@@ -101,6 +105,14 @@ LEFT_OUT = {
     "xlnet": "sees later tokens",
     "xlstm": "its own forward fails at this size: its state has another shape than its layers",
 }
+# Types that do not decode as they compute: their states are lost or padding enters them, their
+# positions are those of the padded row, or they take no cache of ours or no tokens one by one.
+REFUSED = {
+    "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "camembert", "cpmant",
+    "data2vec-text", "falcon_mamba", "git", "mamba", "mamba2", "marian", "mbart", "minimax", "mvp",
+    "openai-gpt", "pegasus", "plbart", "recurrent_gemma", "roberta", "roberta-prelayernorm",
+    "roformer", "trocr", "xlm", "xlm-roberta", "xlm-roberta-xl", "xmod",
+}  # fmt: skip
 # In float32, in which the others run (not all can in float64), its log-probs of -13 nats differ by
 # 125 roundings on a processor with AMX, instead of forty.
 IN_FLOAT64 = {"xlm"}
@@ -124,14 +136,24 @@ def tiny_config(model_type: str) -> Any:
     return config_class(**{"is_decoder": True, **parts, **small(default)})
 
 
+def spread_out(model_type: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """A tiny model in eval mode whose weights spread its logits; zero biases would not show."""
+    config = tiny_config(model_type)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter * 2 + 0.05 * torch.randn_like(parameter))
+    return model
+
+
 @pytest.mark.parametrize("model_type", sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - {*LEFT_OUT}))
 def test_log_probs_and_gradients_are_the_models_own(model_type):
-    torch.manual_seed(0)
-    dtype = torch.float64 if model_type in IN_FLOAT64 else torch.float32
-    model = AutoModelForCausalLM.from_config(tiny_config(model_type)).to(dtype).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():  # spreads logits; zero biases would not show
-            parameter.copy_(parameter * 2 + 0.05 * torch.randn_like(parameter))
+    model = spread_out(
+        model_type, torch.float64 if model_type in IN_FLOAT64 else torch.float32
+    )
     rows = batch()
     weights = torch.randn(3, 7) * rows["completion_mask"]
 
@@ -149,3 +171,22 @@ def test_log_probs_and_gradients_are_the_models_own(model_type):
     # float32 over some forty roundings of numbers of the logits' size, which are a few nats.
     torch.testing.assert_close(ours, plain, rtol=1e-5, atol=2e-5)
     assert (gradient - its_gradient).norm() <= 1e-4 * its_gradient.norm()
+
+
+@pytest.mark.parametrize("model_type", sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - {*LEFT_OUT}))
+def test_it_decodes_as_it_computes_or_is_refused(model_type):
+    model = spread_out(model_type)
+    try:
+        check_decoding(model)
+    except Problems as error:
+        assert [problem.name for problem in error.found] == ["model"]
+        assert model_type in REFUSED
+        return
+    assert model_type not in REFUSED
+    ids, mask = ragged_prompts()
+    out = sampled(model, ids, mask, n=2, max_new_tokens=12)
+    rows = [part.repeat_interleave(2, dim=0) for part in (ids, mask)]
+    with torch.no_grad():
+        exact = score_completions(model, *rows, out.completion_ids, out.completion_mask).logprobs
+    # A fifth of what the probe lets pass of the logits' spread, which is about one nat.
+    torch.testing.assert_close(out.logprobs, exact * out.completion_mask, rtol=0, atol=2e-4)
