@@ -15,7 +15,7 @@ from rllib_llm.conversations.chat_format import ChatFormat, ChatFormatError
 from rllib_llm.conversations.json_values import is_json
 from rllib_llm.data.encoding import not_variables
 from rllib_llm.serving.jobs import Limits
-from rllib_llm.serving.schemas import ApiError, ChatMessage, ToolSchema, refuse
+from rllib_llm.serving.schemas import ApiError, ChatMessage, ChatRequest, ToolSchema, refuse
 
 _MAX_FORMATS = 64
 
@@ -31,6 +31,11 @@ class Chats:
         self._latest: deque[ChatFormat] = deque(maxlen=_MAX_FORMATS)
         with contextlib.suppress(ApiError):  # a model without a template serves completions
             self.format()  # imports what the first request need not wait for
+
+    def of(self, body: ChatRequest) -> ChatFormat:
+        """The chat format of a request."""
+        tools = None if body.tool_choice == "none" else body.tools
+        return self.format(tools, body.chat_template_kwargs)
 
     def format(
         self, tools: Sequence[ToolSchema] | None = None, settings: Mapping[str, Any] | None = None

@@ -180,12 +180,22 @@ def start(settings: ServeSettings) -> Server:
     """Starts the server on the connected cluster, or on a new one.
 
     Raises:
-        Problems: an address that others reach, without keys.
+        Problems: an address that others reach, without keys; no replica starts, or has room.
     """
     import ray
 
     if ray.is_initialized() and ray.util.get_current_placement_group() is not None:
-        return _start_outside(settings)
+        # From a task: actors that a trial starts itself, Ray Serve's controller and replicas
+        # included, would have to fit into the resources that Tune reserved for it.
+        def begin(values: Mapping[str, Any]) -> None:
+            start(ServeSettings.model_validate(dict(values)))
+
+        task = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy="DEFAULT")(begin)
+        try:
+            ray.get(task.remote(settings.for_replica()))
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+        return Server(settings)
     prepare(settings, starts_ray=not ray.is_initialized())
     if settings.host in LOOPBACK and os.environ[HAPROXY] == "1":
         logger.warning("Ray Serve's HAProxy listens on all addresses, not on %s.", settings.host)
@@ -193,38 +203,32 @@ def start(settings: ServeSettings) -> Server:
 
     if not ray.is_initialized():
         ray.init(log_to_driver=False, logging_level=logging.ERROR)
-    has_keys = bool(read_clients(settings).clients)
-    _check_others(has_keys)
+    status = serve.status()
+    require(
+        not status.proxies or APPLICATION in status.applications or read_clients(settings).clients,
+        "api_keys must be set where Ray Serve runs on the cluster already: it may listen on "
+        "addresses that others reach, and anybody could use the model. Set api_keys_file or "
+        "RLLIB_SERVE_API_KEYS, or end it (`serve shutdown`).", ..., "",
+    )  # fmt: skip
     _check_room(settings)
     serve.start(http_options={"host": settings.host, "port": settings.port})
     server = Server(settings)
     with contextlib.ExitStack() as undone:
         undone.callback(server.close)
-        _run(settings)
+        try:
+            serve.run(build(settings), name=APPLICATION, route_prefix="/")
+        except RuntimeError as error:  # Ray Serve has tried three times
+            application = serve.status().applications.get(APPLICATION)
+            if application is None:
+                raise
+            told = [each.message for each in application.deployments.values() if each.message]
+            raise Problems(
+                f"model={settings.model!r} must be one that a replica of the server starts with: "
+                f"{_last_error(told) or error}",
+            ) from error  # fmt: skip
         _check_address(server)
         undone.pop_all()
     return server
-
-
-def _run(settings: ServeSettings) -> None:
-    """Starts the replicas by Ray Serve.
-
-    Raises:
-        Problems: none of them starts; Ray Serve has tried three times.
-    """
-    from ray import serve
-
-    try:
-        serve.run(build(settings), name=APPLICATION, route_prefix="/")
-    except RuntimeError as error:
-        application = serve.status().applications.get(APPLICATION)
-        if application is None:
-            raise
-        told = [each.message for each in application.deployments.values() if each.message]
-        raise Problems(
-            f"model={settings.model!r} must be one that a replica of the server starts with: "
-            f"{_last_error(told) or error}",
-        ) from error  # fmt: skip
 
 
 def _last_error(messages: Sequence[str]) -> str:
@@ -232,37 +236,6 @@ def _last_error(messages: Sequence[str]) -> str:
     lines = [line for message in messages for line in message.splitlines()]
     named = [found for line in lines if (found := _NAMES_ERROR.match(line))]
     return named[-1]["error"] if named else ""
-
-
-def _start_outside(settings: ServeSettings) -> Server:
-    """As `start`, but from a task: actors that a trial starts itself, Ray Serve's controller and
-    replicas included, would have to fit into the resources that Tune reserved for it."""
-    import ray
-    from ray.exceptions import RayTaskError
-
-    task = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy="DEFAULT")(_start_with)
-    try:
-        ray.get(task.remote(settings.for_replica()))
-    except RayTaskError as error:
-        raise error.cause from None
-    return Server(settings)
-
-
-def _start_with(settings: Mapping[str, Any]) -> None:
-    start(ServeSettings.model_validate(dict(settings)))
-
-
-def _check_others(has_keys: bool) -> None:
-    """Raises Problems where Ray Serve runs for others already: it may listen on any address."""
-    from ray import serve
-
-    status = serve.status()
-    require(
-        not (status.proxies and APPLICATION not in status.applications and not has_keys),
-        "api_keys must be set where Ray Serve runs on the cluster already: it may listen on "
-        "addresses that others reach, and anybody could use the model. Set api_keys_file or "
-        "RLLIB_SERVE_API_KEYS, or end it (`serve shutdown`).", ..., "",
-    )  # fmt: skip
 
 
 def _check_address(server: Server) -> None:
@@ -293,22 +266,19 @@ def _check_room(settings: ServeSettings) -> None:
     wanted = {"CPU": settings.num_cpus, "GPU": settings.num_gpus}
     deadline = time.monotonic() + _ROOM_SECONDS
     while True:
-        free = ray.available_resources()
-        missing = {
-            name: free.get(name, 0.0)
-            for name, amount in wanted.items()
-            if free.get(name, 0.0) < amount * settings.replicas
-        }
+        free = {name: ray.available_resources().get(name, 0.0) for name in wanted}
+        missing = [name for name in wanted if free[name] < wanted[name] * settings.replicas]
         if not missing:
             return
         if time.monotonic() > deadline:
             break
         time.sleep(0.2)
-    name, amount = next(iter(missing.items()))
+    name = missing[0]
     setting = f"num_{name.lower()}s"
     raise Problems(
-        f"replicas={settings.replicas} of {setting}={wanted[name]:g} must find room: {amount:g} "
-        f"{name}s of the cluster are free. Lower {setting}, which only reserves, or give Ray more.",
+        f"replicas={settings.replicas} of {setting}={wanted[name]:g} must find room: "
+        f"{free[name]:g} {name}s of the cluster are free. Lower {setting}, which only reserves, or "
+        "give Ray more.",
     )  # fmt: skip
 
 

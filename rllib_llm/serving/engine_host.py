@@ -1,7 +1,5 @@
-"""The engine behind a server: its interface, and the one in a thread of this process.
-
-`engine_process.py` has the same in a process of its own.
-"""
+"""The engine behind a server, in a thread of this process; `engine_process.py` has the same in a
+process of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -46,17 +44,6 @@ class ModelFacts:
     eos_token_ids: tuple[int, ...]
     fingerprint: str
 
-    @classmethod
-    def of(cls, model: Any, eos_token_ids: tuple[int, ...]) -> ModelFacts:
-        """Those of a causal LM of transformers, and all ids that end its completions."""
-        config = text_config(model)
-        return cls(
-            getattr(config, "max_position_embeddings", None) or _MANY_POSITIONS,
-            model.get_input_embeddings().weight.shape[0],
-            eos_token_ids,
-            fingerprint(model.state_dict()),
-        )
-
 
 @dataclass(frozen=True)
 class Counts:
@@ -67,144 +54,99 @@ class Counts:
     by_version: dict[int, int]
 
 
-class EngineHost(Protocol):
-    """Samples for a server. Weights are named by the serial numbers that the server gives them;
-    those that it starts with are 0. All methods but `listen` and `ready` are for any thread; those
-    without a docstring are as those of `EngineLoop`, and `compile` and `release` of `Grammars`."""
-
-    facts: ModelFacts
-
-    @property
-    def is_paused(self) -> bool: ...
-
-    async def listen(self) -> None:
-        """Called in the server's event loop before any request."""
-
-    async def ready(self) -> None:
-        """Waits, in that loop, until the engine has accepted earlier requests."""
-
-    def submit_all(self, rows: Sequence[Row], grammar: str | None = None) -> list[Future[Ended]]:
-        """As `EngineLoop.submit_all`, but in which thread `on_tokens` is called is open. All rows
-        keep to the grammar, which has been compiled."""
-
-    def compile(self, grammar: str, pin: int) -> Future[None]: ...
-
-    def release(self, pin: int) -> None: ...
-
-    def abort(self, future: Future[Ended]) -> None: ...
-
-    def score(
-        self, texts: Sequence[Sequence[int]], top: int, version: int | None
-    ) -> Future[list[TextScores]]:
-        """As `HotSwapEngine.score`. Cancelling the future takes the texts out of the engine."""
-
-    def count(self) -> Future[Counts]:
-        """The completions in it; that it answers shows that the engine is alive."""
-
-    def load(self, weights: Mapping[str, torch.Tensor], serial: int) -> list[int]:
-        """Loads weights for new rows; returns the versions held then, the newest first. May take a
-        while. Weights of another model are a ValueError, and change nothing."""
-
-    def pause(self) -> None: ...
-
-    def resume(self) -> None: ...
-
-    def check_open(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class ThreadHost:
-    """See `EngineHost`; a thread of this process has the engine.
+class ThreadHost(EngineLoop):
+    """The engine of a server, in a thread of this process. Weights are named by the serial numbers
+    that the server gives them; those that it starts with are 0.
 
     Args:
         model: causal LM of transformers, which this owns.
         eos_token_ids: all ids that end a completion.
         tokenizer: of the model, for guided answers; None: there are none.
-        after_step: called in the engine's thread when what has come of a step was handed on.
         engine: of the model, which this owns then; None: one is made.
+        after_step: see `EngineLoop`.
     """
 
     def __init__(
         self, model: Any, settings: ServeSettings, eos_token_ids: tuple[int, ...],
-        tokenizer: Any = None, after_step: Callable[[], None] | None = None,
-        engine: TorchEngine | None = None,
+        tokenizer: Any = None, *, engine: TorchEngine | None = None,
+        after_step: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
-        self.facts = ModelFacts.of(model, eos_token_ids)
+        self.facts = ModelFacts(
+            getattr(text_config(model), "max_position_embeddings", None) or _MANY_POSITIONS,
+            model.get_input_embeddings().weight.shape[0],
+            eos_token_ids,
+            fingerprint(model.state_dict()),
+        )
         self._in_flight = settings.in_flight
         other = copy.deepcopy(model) if self._in_flight == "finish" else None
         newest = engine or _engine(model, 0, settings)
         self.engine = HotSwapEngine(newest, other and _engine(other, None, settings))
-        self.loop = EngineLoop(self.engine, after_step)
-        self._loader = HotSwapLoader(self.loop, self.engine)
         self._grammars = Grammars(tokenizer, eos_token_ids[0] if eos_token_ids else None)
-        self.pause, self.resume, self.abort = self.loop.pause, self.loop.resume, self.loop.abort
-        self.check_open = self.loop.check_open
+        self.compile, self.release = self._grammars.compile, self._grammars.release
+        super().__init__(self.engine, after_step)
+        self._loader = HotSwapLoader(self, self.engine)
 
-    @property
-    def is_paused(self) -> bool:
-        return self.loop.is_paused
+    @classmethod
+    def open(cls, settings: ServeSettings, source: str, **further: Any) -> Any:
+        """One with the model that `source` names, in a process that is a server's. Its float32
+        products on a processor are by the library that is faster there."""
+        sys.setswitchinterval(SWITCH_SECONDS)
+        if settings.num_threads is not None:
+            torch.set_num_threads(settings.num_threads)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = device if settings.device == "auto" else settings.device
+        model = load_causal_lm(source, dtype=settings.dtype, device=device)
+        if faster_library() == "onednn":
+            use_onednn(model)
+        tokenizer = served_tokenizer(source)
+        ends = eos_token_ids(model.config, tokenizer, model.generation_config)
+        return cls(model, settings, ends, tokenizer, **further)
 
     async def listen(self) -> None:
-        """Does nothing: results arrive in the engine's own thread."""
+        """Called in the server's event loop before any request."""
 
     async def ready(self) -> None:
-        """Returns at once: this host accepts all requests."""
+        """Waits, in that loop, until the engine has accepted earlier requests: this one does at
+        once."""
 
     def submit_all(self, rows: Sequence[Row], grammar: str | None = None) -> list[Future[Ended]]:
+        """As `EngineLoop.submit_all`. All rows keep to the grammar, which has been compiled."""
         if grammar is not None:
             rows = [replace(each, guide=self._grammars.guide(grammar)) for each in rows]
-        return self.loop.submit_all(rows)
-
-    def compile(self, grammar: str, pin: int) -> Future[None]:
-        return self._grammars.compile(grammar, pin)
-
-    def release(self, pin: int) -> None:
-        self._grammars.release(pin)
+        return super().submit_all(rows)
 
     def score(
         self, texts: Sequence[Sequence[int]], top: int, version: int | None
     ) -> Future[list[TextScores]]:
+        """As `HotSwapEngine.score`. Cancelling the future takes the texts out of the engine."""
         done: Future[list[TextScores]] = Future()
 
         def pass_on_error(begun: Future[Any]) -> None:  # of a call that could not even start
             if not begun.cancelled() and (error := begun.exception()) is not None:
                 settle(done, error)
 
-        begun = self.loop.do(lambda: self.engine.score(texts, top, version, done))
+        begun = self.do(lambda: self.engine.score(texts, top, version, done))
         begun.add_done_callback(pass_on_error)
         return done
 
     def count(self) -> Future[Counts]:
+        """The completions in it; that it answers shows that the engine is alive."""
         of = self.engine
-        return self.loop.do(lambda: Counts(of.num_sampling, of.num_waiting, of.rows_by_version))
+        return self.do(lambda: Counts(of.num_sampling, of.num_waiting, of.rows_by_version))
 
-    def load(self, weights: Mapping[str, torch.Tensor], serial: int) -> list[int]:
+    def swap(self, weights: Mapping[str, torch.Tensor], serial: int) -> list[int]:
+        """Loads weights for new rows; returns the versions held then, the newest first. May take a
+        while. Weights of another model are a ValueError, and change nothing."""
         if self._in_flight == "finish":
             self._loader.load(dict(weights), serial)
         else:
-            self.loop.load(dict(weights), serial, self._in_flight)
-        return self.loop.do(lambda: self.engine.versions).result()
+            self.load(dict(weights), serial, self._in_flight)
+        return self.do(lambda: self.engine.versions).result()
 
     def close(self) -> None:
+        """As `EngineLoop.close`."""
         self._grammars.close()
-        self.loop.close()
-
-
-def open_thread(
-    settings: ServeSettings, source: str, after_step: Callable[[], None] | None = None
-) -> ThreadHost:
-    """A host in this process, which is a server's, with the model that `source` names; see
-    `ThreadHost`. Its float32 products on a processor are by the library that is faster there."""
-    sys.setswitchinterval(SWITCH_SECONDS)
-    if settings.num_threads is not None:
-        torch.set_num_threads(settings.num_threads)
-    model = load_causal_lm(source, dtype=settings.dtype, device=settings.chosen_device())
-    if faster_library() == "onednn":
-        use_onednn(model)
-    tokenizer = served_tokenizer(source)
-    ends = eos_token_ids(model.config, tokenizer, model.generation_config)
-    return ThreadHost(model, settings, ends, tokenizer, after_step)
+        super().close()
 
 
 def served_tokenizer(source: str, chat_template: str | None = None) -> Any:

@@ -3,7 +3,7 @@
 In one process both would want the same interpreter, and hand it to and fro with every operation of
 the engine and every message to a client: at a few milliseconds a step that is a third of the time.
 
-    server ── submit, abort, load ... ──▶ EngineProcess ─── socket ──▶ EngineWorker ─▶ ThreadHost
+    server ── submit, abort, swap ... ──▶ EngineProcess ─── socket ──▶ EngineWorker (a ThreadHost)
     rows   ◀── tokens, ends, results ──── event loop    ◀── socket ── one message a step
 
 The server's event loop reads the socket itself (`AsyncChannel`): a thread for it would wait for the
@@ -43,7 +43,7 @@ import torch
 from rllib_llm.engines.engine_loop import settle
 from rllib_llm.engines.protocol import Ended, EngineEndedError, Row, Tokens
 from rllib_llm.engines.torch_engine import TextScores
-from rllib_llm.serving.engine_host import Counts, ModelFacts, open_thread
+from rllib_llm.serving.engine_host import Counts, ModelFacts, ThreadHost
 from rllib_llm.serving.settings import ENVIRONMENT_PREFIX, ServeSettings
 from rllib_llm.shared.process import forget_startup
 
@@ -140,8 +140,9 @@ class AsyncChannel:
 
 
 class EngineProcess:
-    """See `EngineHost`. Results come in the event loop that `listen` is called in. `source` is of
-    the model, as `load_causal_lm` takes it; what loading it raises is raised here."""
+    """As `ThreadHost`, with the engine in a process of its own. Results come in the event loop that
+    `listen` is called in. `source` is of the model, as `load_causal_lm` takes it; what loading it
+    raises is raised here."""
 
     def __init__(self, settings: ServeSettings, source: str) -> None:
         self._ids = itertools.count(1)  # 0: nobody waits for the result
@@ -185,7 +186,7 @@ class EngineProcess:
             if each.on_tokens is not None:
                 self._on_tokens[number] = each.on_tokens
             sent.append((number, each.on_tokens is not None, replace(each, on_tokens=None)))
-        self._send("submit", sent, grammar)
+        self._send("add", sent, grammar)
         return futures
 
     def _expect(self, future: Future) -> int:
@@ -209,7 +210,7 @@ class EngineProcess:
         with self._lock:
             found = [number for number, each in self._futures.items() if each is future]
         for number in found:
-            self._send("abort", number)
+            self._send("end", number)
 
     # --- calls -------------------------------------------------------------------------------
 
@@ -228,12 +229,12 @@ class EngineProcess:
     def count(self) -> Future[Counts]:
         return self._call("count")
 
-    def load(self, weights: Mapping[str, torch.Tensor], serial: int) -> list[int]:
+    def swap(self, weights: Mapping[str, torch.Tensor], serial: int) -> list[int]:
         """The weights are handed over in a file."""
         with tempfile.TemporaryDirectory(prefix="weights-", dir=_room_for(weights)) as folder:
             file = str(Path(folder) / "weights")
             torch.save(dict(weights), file)
-            return self._call("load", file, serial).result()
+            return self._call("swap", file, serial).result()
 
     def pause(self) -> None:
         self._send("call", 0, "pause")
@@ -313,43 +314,41 @@ def _room_for(weights: Mapping[str, torch.Tensor]) -> str | None:
     return str(_MEMORY) if free.f_bavail * free.f_frsize > _SPARE * sum(held.values()) else None
 
 
+EngineHost = ThreadHost | EngineProcess
+
 # --- the engine's side ---------------------------------------------------------------------------
 
 
-class EngineWorker:
-    """Runs an engine for a server in another process, to which the connection is."""
+class EngineWorker(ThreadHost):
+    """The engine of a server in another process, to which the connection is. Methods without an
+    underscore are carried out by name when the server asks for them, in `run`."""
 
-    def __init__(self, connection: Connection, settings: ServeSettings, source: str) -> None:
-        self._connection, self._lock = connection, threading.RLock()
+    def __init__(self, *model: Any, connection: Connection) -> None:
+        self._connection, self._sends = connection, threading.RLock()
         self._events: deque[tuple[int, Any]] = deque()
         self._futures: dict[int, Future[Any]] = {}
-        self._host = open_thread(settings, source, self._flush)
+        super().__init__(*model, after_step=self._flush)
 
     def _send(self, message: Any) -> None:
         data = pickled(message)
-        with self._lock, contextlib.suppress(OSError):  # the server has ended, which `run` sees
+        with self._sends, contextlib.suppress(OSError):  # the server has ended, which `run` sees
             self._connection.send_bytes(data)
 
     def run(self) -> None:
         """Sends the facts about the model, then carries out requests until the connection ends."""
-        self._send(self._host.facts)
-        while True:
-            try:
-                data = self._connection.recv_bytes()
-            except (EOFError, OSError):
-                break
-            name, *arguments = pickle.loads(data)
-            getattr(self, name)(*arguments)
-        self._host.close()
+        self._send(self.facts)
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                name, *arguments = pickle.loads(self._connection.recv_bytes())
+                getattr(self, name)(*arguments)
+        self.close()
 
-    # --- what it is told ---------------------------------------------------------------------
-
-    def submit(self, sent: Sequence[tuple[int, bool, Row]], grammar: str | None) -> None:
+    def add(self, sent: Sequence[tuple[int, bool, Row]], grammar: str | None) -> None:
         """Adds rows: the number of each, and whether its tokens are streamed."""
         rows = [replace(each, on_tokens=partial(self._note, number)) if streams else each
                 for number, streams, each in sent]  # fmt: skip
         try:
-            futures = self._host.submit_all(rows, grammar)
+            futures = self.submit_all(rows, grammar)
         except Exception as error:  # noqa: BLE001  (the border of the process: the server has it)
             self._send([(number, _portable(error)) for number, *_ in sent])
             return
@@ -362,26 +361,27 @@ class EngineWorker:
         future.add_done_callback(partial(self._note_end, number))
 
     def call(self, number: int, name: str, *arguments: Any) -> None:
-        """Calls a method of the host and sends the result of its future, if it returns one."""
-        if name == "load":  # takes a while
-            threading.Thread(target=self._load, args=(number, *arguments)).start()
-            return
-        try:
-            future = getattr(self._host, name)(*arguments)
-        except Exception as error:  # noqa: BLE001  (the border of the process: the server has it)
-            self._send([(number, _portable(error))])
-            return
-        if future is not None:
-            self._expect(number, future)
-            future.add_done_callback(lambda _: self._flush())  # in whichever thread it comes
+        """Calls a method and sends its result, or that of its future, if it returns one."""
 
-    def _load(self, number: int, file: str, serial: int) -> None:
-        result: Any
-        try:
-            result = self._host.load(torch.load(file, mmap=True), serial)
-        except Exception as error:  # noqa: BLE001  (the border of the process: the server has it)
-            result = _portable(error)
-        self._send([(number, result)])
+        def work() -> None:
+            try:
+                result = getattr(self, name)(*arguments)
+            except Exception as error:  # noqa: BLE001  (the border of the process)
+                result = _portable(error)
+            if isinstance(result, Future):
+                self._expect(number, result)
+                result.add_done_callback(lambda _: self._flush())  # in whichever thread it comes
+            elif result is not None:
+                self._send([(number, result)])
+
+        if name == "swap":  # takes a while
+            threading.Thread(target=work).start()
+        else:
+            work()
+
+    def swap(self, file: Any, serial: int) -> list[int]:
+        """As `ThreadHost.swap`; the weights are in a file."""
+        return super().swap(torch.load(file, mmap=True), serial)
 
     def _note(self, number: int, tokens: Tokens) -> None:
         self._events.append((number, tokens))
@@ -394,7 +394,7 @@ class EngineWorker:
 
     def _flush(self) -> None:
         """Sends pending results in order. Thread-safe."""
-        with self._lock:
+        with self._sends:
             events: Events = [self._events.popleft() for _ in range(len(self._events))]
             if events:
                 self._send(events)
@@ -404,10 +404,10 @@ class EngineWorker:
         if (future := self._futures.get(number)) is not None:  # it has not ended meanwhile
             future.cancel()
 
-    def abort(self, number: int) -> None:
+    def end(self, number: int) -> None:
         """Aborts a row, returning its partial output."""
         if (future := self._futures.get(number)) is not None:
-            self._host.abort(future)
+            self.abort(future)
 
 
 def _portable(error: BaseException) -> Exception:
@@ -425,7 +425,7 @@ def main() -> None:
     connection = Connection(int(sys.argv[1]))
     settings, source = pickle.loads(connection.recv_bytes())
     try:
-        worker = EngineWorker(connection, settings, source)
+        worker = EngineWorker.open(settings, source, connection=connection)
     except Exception as error:  # noqa: BLE001  (the border of the process: the server raises it)
         connection.send_bytes(pickled(_portable(error)))
         return

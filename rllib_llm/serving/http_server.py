@@ -9,7 +9,6 @@ CORS ─▶ Gate (limits) ─▶ FastAPI ─▶ routes, each with the key that i
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
 import sys
@@ -17,14 +16,12 @@ import threading
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import uvicorn
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
+from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Match
@@ -34,36 +31,18 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from rllib_llm.checkpoints.folder import find_model
 from rllib_llm.engines.protocol import EngineEndedError
 from rllib_llm.engines.torch_engine import TorchEngine
-from rllib_llm.serving.engine_host import (
-    SWITCH_SECONDS,
-    EngineHost,
-    ThreadHost,
-    open_thread,
-    served_tokenizer,
-)
+from rllib_llm.serving.engine_host import SWITCH_SECONDS, ThreadHost, served_tokenizer
 from rllib_llm.serving.engine_process import EngineProcess
-from rllib_llm.serving.metrics import set_gauges
-from rllib_llm.serving.openai_routes import RequestCompleter, openai_router
-from rllib_llm.serving.schemas import (
-    FAILED,
-    AbortRequest,
-    ApiError,
-    UpdateRequest,
-    documented,
-    field_error,
-)
-from rllib_llm.serving.security import Clients, Gate, Guards, JsonRoute, read_clients
+from rllib_llm.serving.routes import ROUTERS
+from rllib_llm.serving.schemas import FAILED, ApiError, field_error
+from rllib_llm.serving.security import Clients, Gate, read_clients
 from rllib_llm.serving.service import Service, engine_ended
 from rllib_llm.serving.sessions import Session, SessionRules
 from rllib_llm.serving.settings import ServeSettings
-from rllib_llm.serving.training_routes import session_router, token_router
-from rllib_llm.serving.weight_sources import load_folder
-from rllib_llm.serving.weights import ServedWeights
 from rllib_llm.shared.errors import nearest
 
 logger = logging.getLogger(__name__)
 
-_PAGE = Path(__file__).with_name("page.html")
 _LAG_SECONDS = 0.5
 _MAX_HEAD_BYTES = 2**16  # of a request's line and headers
 
@@ -95,7 +74,6 @@ def make_app(
     settings = service.settings
     if clients is None:
         clients = read_clients(settings)
-    guards = Guards(clients)
 
     async def measure_lag() -> None:
         events = asyncio.get_running_loop()
@@ -114,16 +92,10 @@ def make_app(
         service.close()
 
     app = _App(title="rllib_llm", docs_url=None, redoc_url=None, lifespan=lifespan)
-    completer = RequestCompleter(service)
-    for router in (
-        openai_router(service, completer, guards),
-        token_router(service, completer, guards),
-        session_router(service, completer, guards),
-        _administration(service, guards),
-    ):
+    app.state.service, app.state.clients = service, clients
+    for router in ROUTERS:
         app.include_router(router)
     _add_errors(app)
-    _add_health(app, service)
     gate = Gate(app, settings, clients, names_requests)
     if not settings.cors_origins:
         return gate
@@ -131,32 +103,6 @@ def make_app(
         gate, allow_origins=settings.cors_origins, allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
     )  # fmt: skip
-
-
-def _add_health(app: FastAPI, service: Service) -> None:
-    """Routes that want no key."""
-
-    @app.get("/", response_class=HTMLResponse, include_in_schema=False)
-    async def page() -> str:
-        return _PAGE.read_text(encoding="utf-8")
-
-    @app.get("/health")  # of vLLM's clients
-    @app.get("/healthz")
-    async def healthz() -> dict[str, str]:
-        return {"status": "ok"}
-
-    @app.get("/readyz", responses=documented(503))
-    async def readyz() -> dict[str, str]:
-        service.check_open()
-        await service.counts()
-        return {"status": "ready"}
-
-    @app.get("/metrics", response_class=PlainTextResponse)
-    async def metrics() -> PlainTextResponse:
-        if service.is_ready:
-            with contextlib.suppress(ApiError):  # the engine has ended, which /readyz says
-                set_gauges(service.metrics, await service.counts(), service.weights)
-        return PlainTextResponse(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
 
 def _add_errors(app: FastAPI) -> None:
@@ -196,63 +142,6 @@ def _add_errors(app: FastAPI) -> None:
     async def of_the_server(request: Request, error: Exception) -> JSONResponse:
         logger.exception("%s %s failed", request.method, request.url.path)
         return ApiError(500, FAILED).response()
-
-
-def _administration(service: Service, guards: Guards) -> APIRouter:
-    """Routes that want the administration's key."""
-    router = APIRouter(
-        dependencies=[guards.admin], responses=documented(401, 403, 503), tags=["administration"],
-        route_class=JsonRoute,
-    )  # fmt: skip
-    updating = asyncio.Lock()  # each takes the version behind the newest
-
-    @router.post("/pause")
-    async def pause() -> dict[str, Any]:
-        service.host.pause()
-        return {"is_paused": True}
-
-    @router.post("/resume")
-    async def resume() -> dict[str, Any]:
-        service.host.resume()
-        return {"is_paused": False}
-
-    @router.get("/is_paused")
-    async def is_paused() -> dict[str, Any]:
-        return {"is_paused": service.host.is_paused}
-
-    @router.post("/abort_requests")
-    @router.post("/inference/v1/abort_requests")
-    async def abort_requests(body: AbortRequest | None = None) -> dict[str, Any]:
-        return {"aborted": service.abort(None if body is None else body.request_ids)}
-
-    def described(weights: ServedWeights) -> dict[str, Any]:
-        return {name: value for name, value in asdict(weights).items() if name != "serial"}
-
-    @router.get("/weight_info")
-    async def weight_info() -> dict[str, Any]:
-        live = [*map(described, service.weights.live)]
-        return {"newest": live[0], "live": live, "in_flight": service.settings.in_flight}
-
-    @router.post("/update_weights", responses=documented(409))
-    async def update_weights(body: UpdateRequest) -> dict[str, Any]:
-        async with updating:
-            await service.check_takes_weights()
-            newest = service.weights.newest
-            epoch = newest.epoch if body.epoch is None else body.epoch
-            version = newest.version + 1 if body.version is None else body.version
-            service.weights.check_new(epoch, version)
-            try:
-                loaded = await asyncio.to_thread(load_folder, service, body.path, epoch, version)
-            except (ValueError, OSError) as error:
-                raise ApiError(400, str(error), "path") from error
-        return described(loaded)
-
-    @router.post("/drain")
-    async def drain() -> dict[str, Any]:
-        is_done = await service.drain(service.settings.drain_s)
-        return {"drained": is_done, "under_way": len(service.jobs)}
-
-    return router
 
 
 class HttpServer(uvicorn.Server):
@@ -402,9 +291,8 @@ def open_service(settings: ServeSettings) -> Service:
     sys.setswitchinterval(SWITCH_SECONDS)
     source = find_model(settings.model)
     tokenizer = served_tokenizer(source, settings.chat_template)
-    start: Callable[..., EngineHost] = EngineProcess if settings.engine_process else open_thread
-    host = start(settings, source)
-    return Service(host, tokenizer, settings, source=source)
+    start: Callable[..., Any] = EngineProcess if settings.engine_process else ThreadHost.open
+    return Service(start(settings, source), tokenizer, settings, source=source)
 
 
 class AgentServer:

@@ -1,7 +1,7 @@
 """Requests as jobs of the engine, and the limits of what they may ask; what is above them is
 refused by an `ApiError` that names the field.
 
-fields of a request ── make_job ──▶ Job ──▶ rows of the engine
+fields of a request ── Limits.job ──▶ Job ──▶ rows of the engine
 """
 
 from __future__ import annotations
@@ -91,99 +91,94 @@ class Limits:
         refuse(len(text) > most, f"{field} must have at most {most} characters: it has "
                f"{len(text)}.", field, "context_length_exceeded")  # fmt: skip
 
+    def check_tokens(self, token_ids: Sequence[int], field: str) -> None:
+        """Refuses ids that the model has no embedding for. Of a large request it is called beside
+        the event loop."""
+        for token in (min(token_ids, default=0), max(token_ids, default=0)):
+            refuse(not 0 <= token < self.vocab_size, f"{field}={token} must be at least 0 and "
+                   f"below {self.vocab_size}, the model's tokens.", field)  # fmt: skip
 
-def check_tokens(token_ids: Sequence[int], limits: Limits, field: str) -> None:
-    """Refuses ids that the model has no embedding for. Of a large request it is called beside the
-    event loop."""
-    for token in (min(token_ids, default=0), max(token_ids, default=0)):
-        refuse(not 0 <= token < limits.vocab_size, f"{field}={token} must be at least 0 and below "
-               f"{limits.vocab_size}, the model's tokens.", field)  # fmt: skip
+    def job(
+        self, fields: SamplingFields, prompts: list[list[int]], asked: int | None, *,
+        default: int | None, field: str, prompt_field: str, least: int = 1,
+        turn_ends: Sequence[int] = (), top_logprobs: int = 0, prompt_logprobs: int | None = None,
+        **further: Any,
+    ) -> Job:  # fmt: skip
+        """Converts a request into a job for the engine.
 
-
-def read_lengths(
-    prompts: Sequence[Sequence[int]], asked: int | None, limits: Limits, *, default: int | None,
-    field: str, prompt_field: str, least: int = 1,
-) -> list[int]:  # fmt: skip
-    """How many tokens may follow each prompt; `asked` by the request in `field`, or by `default`,
-    None: all that there is room for. least: that may be asked for."""
-    refuse(asked is not None and asked < least, f"{field}={asked} must be at least {least}.", field)
-    found, most, code = [], limits.max_model_len, "context_length_exceeded"
-    for prompt in prompts:
-        room, wanted = most - len(prompt), default if asked is None else asked
-        refuse(room < (1 if asked is None else min(asked, 1)), f"{prompt_field} must have fewer "
-               f"than {most} tokens, the model's context: it has {len(prompt)}.", prompt_field,
-               code)  # fmt: skip
-        refuse(asked is not None and asked > room, f"{field}={asked} must be at most {room}: the "
-               f"prompt has {len(prompt)} of the {most} tokens of the model's context.", field,
-               code)  # fmt: skip
-        found.append(room if wanted is None else min(wanted, room))
-    return found
-
-
-def make_job(
-    fields: SamplingFields, limits: Limits, prompts: list[list[int]], lengths: list[int], *,
-    turn_ends: Sequence[int] = (), top_logprobs: int = 0, prompt_logprobs: int | None = None,
-    **further: Any,
-) -> Job:  # fmt: skip
-    """Converts a request into a job for the engine.
-
-    Args:
-        lengths: how many tokens may follow each prompt.
-        turn_ends: tokens that the chat format ends a turn with.
-        top_logprobs: how many of the likeliest tokens the answer tells.
-        prompt_logprobs: the same of the prompts; None: they are not scored.
-    """
-    least, most = fields.min_tokens or 0, min(lengths)
-    refuse(least > most, f"min_tokens={least} must be at most {most}, the most.", "min_tokens")
-    # A small request may ask for gigabytes of log-probs.
-    num = sum(lengths) * (1 + top_logprobs) if top_logprobs else 0
-    if prompt_logprobs is not None:
-        num += sum(map(len, prompts)) * (1 + prompt_logprobs)
-    num *= fields.n or 1
-    given = {name: value for name in ("prompt_logprobs", "top_logprobs", "logprobs")
-             if (value := getattr(fields, name, None)) is not None}  # fmt: skip
-    name = next(iter(given), "")
-    refuse(num > MAX_LOGPROBS, f"{name}={given.get(name)} must ask for at most {MAX_LOGPROBS} "
-           f"log-probs in an answer: of these tokens they may be {num}. Lower it or max_tokens.",
-           name, "too_many_logprobs")  # fmt: skip
-    check_tokens(fields.stop_token_ids or (), limits, "stop_token_ids")
-    bias = {int(token): value for token, value in (fields.logit_bias or {}).items()}
-    check_tokens(tuple(bias), limits, "logit_bias")
-    ends = (*limits.eos_token_ids, *turn_ends)
-    temperature = 1.0 if fields.temperature is None else fields.temperature
-    greedy = temperature < LOWEST_TEMPERATURE  # the limit of temperature 0
-    stop_token_ids = (*(() if fields.ignore_eos else ends), *(fields.stop_token_ids or ()))
-    try:
-        params = SamplingParams(
-            pad_token_id=limits.pad_token_id,
-            stop_token_ids=tuple(dict.fromkeys(stop_token_ids)),
-            max_new_tokens=max(1, least),
-            min_new_tokens=least,
-            temperature=1.0 if greedy else temperature,
-            top_k=max(0, fields.top_k or 0),
-            top_p=1.0 if fields.top_p is None else fields.top_p,
-            greedy=greedy,
-            top_logprobs=top_logprobs,
-            min_p=fields.min_p or 0.0,
-            frequency_penalty=fields.frequency_penalty or 0.0,
-            presence_penalty=fields.presence_penalty or 0.0,
-            repetition_penalty=fields.repetition_penalty or 1.0,
-            logit_bias=tuple(bias.items()),
+        Args:
+            asked: tokens that may follow each prompt, as the request's `field` says; None: as
+                `default` does, or all that there is room for.
+            prompt_field: of the prompts.
+            least: that may be asked for.
+            turn_ends: tokens that the chat format ends a turn with.
+            top_logprobs: how many of the likeliest tokens the answer tells.
+            prompt_logprobs: the same of the prompts; None: they are not scored.
+        """
+        refuse(asked is not None and asked < least, f"{field}={asked} must be at least {least}.",
+               field)  # fmt: skip
+        lengths, context, code = [], self.max_model_len, "context_length_exceeded"
+        for prompt in prompts:
+            room, wanted = context - len(prompt), default if asked is None else asked
+            refuse(room < (1 if asked is None else min(asked, 1)), f"{prompt_field} must have "
+                   f"fewer than {context} tokens, the model's context: it has {len(prompt)}.",
+                   prompt_field, code)  # fmt: skip
+            refuse(asked is not None and asked > room, f"{field}={asked} must be at most {room}: "
+                   f"the prompt has {len(prompt)} of the {context} tokens of the model's context.",
+                   field, code)  # fmt: skip
+            lengths.append(room if wanted is None else min(wanted, room))
+        at_least, most = fields.min_tokens or 0, min(lengths)
+        refuse(at_least > most, f"min_tokens={at_least} must be at most {most}, the most.",
+               "min_tokens")  # fmt: skip
+        # A small request may ask for gigabytes of log-probs.
+        num = sum(lengths) * (1 + top_logprobs) if top_logprobs else 0
+        if prompt_logprobs is not None:
+            num += sum(map(len, prompts)) * (1 + prompt_logprobs)
+        num *= fields.n or 1
+        given = {name: value for name in ("prompt_logprobs", "top_logprobs", "logprobs")
+                 if (value := getattr(fields, name, None)) is not None}  # fmt: skip
+        name = next(iter(given), "")
+        refuse(num > MAX_LOGPROBS, f"{name}={given.get(name)} must ask for at most {MAX_LOGPROBS} "
+               f"log-probs in an answer: of these tokens they may be {num}. Lower it or "
+               "max_tokens.", name, "too_many_logprobs")  # fmt: skip
+        self.check_tokens(fields.stop_token_ids or (), "stop_token_ids")
+        bias = {int(token): value for token, value in (fields.logit_bias or {}).items()}
+        self.check_tokens(tuple(bias), "logit_bias")
+        ends = (*self.eos_token_ids, *turn_ends)
+        temperature = 1.0 if fields.temperature is None else fields.temperature
+        greedy = temperature < LOWEST_TEMPERATURE  # the limit of temperature 0
+        stop_token_ids = (*(() if fields.ignore_eos else ends), *(fields.stop_token_ids or ()))
+        try:
+            params = SamplingParams(
+                pad_token_id=self.pad_token_id,
+                stop_token_ids=tuple(dict.fromkeys(stop_token_ids)),
+                max_new_tokens=max(1, at_least),
+                min_new_tokens=at_least,
+                temperature=1.0 if greedy else temperature,
+                top_k=max(0, fields.top_k or 0),
+                top_p=1.0 if fields.top_p is None else fields.top_p,
+                greedy=greedy,
+                top_logprobs=top_logprobs,
+                min_p=fields.min_p or 0.0,
+                frequency_penalty=fields.frequency_penalty or 0.0,
+                presence_penalty=fields.presence_penalty or 0.0,
+                repetition_penalty=fields.repetition_penalty or 1.0,
+                logit_bias=tuple(bias.items()),
+            )
+        except ValueError as error:
+            raise ApiError(400, str(error)) from error
+        stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
+        return Job(
+            prompts=prompts,
+            params=params,
+            max_tokens=lengths,
+            n=fields.n or 1,
+            seed=secrets.randbits(63) if fields.seed is None else fields.seed % 2**64,
+            noise_row=fields.noise_row or 0,
+            noise_turn=fields.noise_turn or 0,
+            stops=tuple(filter(None, stops)),
+            keeps_stop=bool(fields.include_stop_str_in_output),
+            eos_token_ids=ends,
+            prompt_logprobs=prompt_logprobs,
+            **further,
         )
-    except ValueError as error:
-        raise ApiError(400, str(error)) from error
-    stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
-    return Job(
-        prompts=prompts,
-        params=params,
-        max_tokens=lengths,
-        n=fields.n or 1,
-        seed=secrets.randbits(63) if fields.seed is None else fields.seed % 2**64,
-        noise_row=fields.noise_row or 0,
-        noise_turn=fields.noise_turn or 0,
-        stops=tuple(filter(None, stops)),
-        keeps_stop=bool(fields.include_stop_str_in_output),
-        eos_token_ids=ends,
-        prompt_logprobs=prompt_logprobs,
-        **further,
-    )

@@ -3,14 +3,13 @@ of requests in OpenAI's format: whatever answers a request raises `ApiError`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import takewhile
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
 from starlette.responses import JSONResponse
 
 from rllib_llm.shared.errors import did_you_mean
@@ -74,26 +73,11 @@ class Strict(BaseModel):
         return _few_fields(given)
 
 
-class FieldRule(NamedTuple):
-    """A rule between fields of a request: the field `param` must `rule`."""
-
-    param: str
-    rule: str
-    holds: Callable[[Any], Any]
-    code: str = "unsupported_value"
+_WHOLE = "come without stream=true"  # chunks have no place for it
 
 
-class Ruled(Strict):
-    """Refuses what breaks one of its `rules`, too."""
-
-    rules: ClassVar[tuple[FieldRule, ...]] = ()
-
-    @model_validator(mode="after")
-    def _keeps_rules(self) -> Ruled:
-        for each in self.rules:
-            if not each.holds(self):
-                raise PydanticCustomError("rule", "must {rule}", each._asdict())
-        return self
+def _rule(param: str, holds: object, rule: str, code: str = "unsupported_value") -> None:
+    refuse(not holds, f"{param} must {rule}.", param, code)
 
 
 class Open(BaseModel):
@@ -160,13 +144,8 @@ class SamplingFields(DecodingFields):
     max_tokens: int | None = Field(None, ge=0, lt=2**31)
 
 
-class OfAll(Ruled):
+class OfAll(Strict):
     """Fields of OpenAI's endpoints."""
-
-    rules: ClassVar[tuple[FieldRule, ...]] = (
-        FieldRule("stream_options", "come with stream=true",
-                  lambda asked: asked.stream or asked.stream_options is None),
-    )  # fmt: skip
 
     model: str | None = None
     stream: bool | None = None
@@ -179,22 +158,23 @@ class OfAll(Ruled):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
-
-_WHOLE = "come without stream=true"  # chunks have no place for it
+    @model_validator(mode="after")
+    def _keeps_rules(self) -> OfAll:
+        _rule("stream_options", self.stream or self.stream_options is None, "come with stream=true")
+        return self
 
 
 class OpenAIFields(SamplingFields, OfAll):
     """Fields of both completion endpoints."""
 
-    rules = (
-        *OfAll.rules,
-        FieldRule("prompt_logprobs", _WHOLE,
-                  lambda asked: not asked.stream or asked.prompt_logprobs is None),
-    )  # fmt: skip
-
     return_token_ids: bool | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LIKELIEST)
     prompt_cache_retention: str | None = None  # taken, without an effect
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> OpenAIFields:
+        _rule("prompt_logprobs", not self.stream or self.prompt_logprobs is None, _WHOLE)
+        return self
 
 
 class FunctionSpec(Open):
@@ -285,12 +265,6 @@ class ResponseFormat(Strict):
 class ChatRequest(OpenAIFields):
     """POST /v1/chat/completions"""
 
-    rules = (
-        *OpenAIFields.rules,
-        FieldRule("top_logprobs", "come with logprobs=true",
-                  lambda asked: asked.logprobs or not asked.top_logprobs, "invalid_value"),
-    )  # fmt: skip
-
     messages: Annotated[Messages, Field(min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool | None = None
@@ -301,6 +275,12 @@ class ChatRequest(OpenAIFields):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: Mapped | None = None
+
+    @model_validator(mode="after")
+    def _has_logprobs(self) -> ChatRequest:
+        told = self.logprobs or not self.top_logprobs
+        _rule("top_logprobs", told, "come with logprobs=true", "invalid_value")
+        return self
 
 
 _OF_PROMPTS = Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
@@ -330,16 +310,8 @@ class GenerateParams(SamplingFields):
     reasoning_effort: str | None = None  # verifiers': it is in the prompt already
 
 
-class GenerateRequest(Ruled):
+class GenerateRequest(Strict):
     """POST /inference/v1/generate"""
-
-    rules = (
-        FieldRule("sampling_params.prompt_logprobs", _WHOLE, lambda asked: not asked.stream
-                  or asked.sampling_params.prompt_logprobs is None),
-        FieldRule("sampling_params.skip_special_tokens", "be true with output_mode='text'",
-                  lambda asked: asked.output_mode != "text"
-                  or asked.sampling_params.skip_special_tokens is not False),
-    )  # fmt: skip
 
     token_ids: TokenIds
     sampling_params: GenerateParams = Field(
@@ -354,14 +326,18 @@ class GenerateRequest(Ruled):
     cache_salt: str | None = None
     priority: int | None = None
 
+    @model_validator(mode="after")
+    def _keeps_rules(self) -> GenerateRequest:
+        params, is_text = self.sampling_params, self.output_mode == "text"
+        is_whole = not self.stream or params.prompt_logprobs is None
+        _rule("sampling_params.prompt_logprobs", is_whole, _WHOLE)
+        _rule("sampling_params.skip_special_tokens", not is_text or params.skip_special_tokens
+              is not False, "be true with output_mode='text'")  # fmt: skip
+        return self
 
-class TokenizeRequest(Ruled):
+
+class TokenizeRequest(Strict):
     """POST /tokenize"""
-
-    rules = (
-        FieldRule("prompt", "be given, or messages, and not both", lambda asked:
-                  (asked.prompt is None) != (asked.messages is None), "invalid_value"),
-    )  # fmt: skip
 
     model: str | None = None
     prompt: str | None = None
@@ -370,6 +346,12 @@ class TokenizeRequest(Ruled):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _keeps_rules(self) -> TokenizeRequest:
+        is_one = (self.prompt is None) != (self.messages is None)
+        _rule("prompt", is_one, "be given, or messages, and not both", "invalid_value")
+        return self
 
 
 class DetokenizeRequest(Strict):
@@ -632,8 +614,8 @@ def _farthest(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 def field_error(errors: Sequence[Mapping[str, Any]], content_type: str, path: str) -> ApiError:
     """The answer to pydantic's errors, which names the first field; `path`: of the route."""
     first = _farthest(errors)
-    where, kind, rule = first["loc"][1:], first["type"], first.get("ctx", {})
-    if not where and kind != "rule":
+    where, kind = first["loc"][1:], first["type"]
+    if not where:
         if "json" in content_type:
             message = f"The request must be a JSON object: {first['msg']}."
             return ApiError(400, message, code="invalid_json")
@@ -642,9 +624,6 @@ def field_error(errors: Sequence[Mapping[str, Any]], content_type: str, path: st
     is_name = kind in ("extra_forbidden", "missing")  # the last part
     named = [str(part)[:MAX_TOLD] for i, part in enumerate(where, 1)
              if not _is_branch(part) or is_name and i == len(where)]  # fmt: skip
-    if kind == "rule":
-        name = ".".join([*named, rule["param"]])
-        return ApiError(400, f"{name} must {rule['rule']}.", name, rule["code"])
     name, value = ".".join(named), ""
     if isinstance(first["input"], str | int | float | None):
         value = f"={repr(first['input'])[:MAX_TOLD]}"

@@ -3,8 +3,8 @@
     request ─▶ CORS ─▶ Gate: its id, size and time of its body ─▶ FastAPI ─▶ the route's dependency:
                        a key of a client or of the administration, and its rate
 
-What a route needs is declared where it is (`Guards`), so that no form of its path passes by. A body
-that comes without any known key is not read.
+What a route needs is declared where it is (`client_key`, `admin_key`), so that no form of its path
+passes by. A body that comes without any known key is not read.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import Annotated, Any
 
 import anyio
 import yaml
-from fastapi import Depends, HTTPException, Request, Response, Security
+from fastapi import HTTPException, Request, Response, Security
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 from pydantic_core import from_json
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rllib_llm.serving.schemas import ApiError, documented, refuse
+from rllib_llm.serving.schemas import ApiError, refuse
 from rllib_llm.serving.settings import ONE_REPLICA, RATES, ServeSettings
 from rllib_llm.shared.errors import Problems, require
 from rllib_llm.shared.strict_yaml import read_text
@@ -109,7 +109,7 @@ class Clients:
             "entries with the same key, or of a client and the administration, only one would "
             "count. Give each its own.", ..., "",
         )  # fmt: skip
-        self.clients, self._admin_key = list(clients), admin_key
+        self.clients, self.admin_key = list(clients), admin_key
         self._nobody = Client("", b"", TokenBucket(None), TokenBucket(None))
 
     def of(self, token: bytes) -> Client | None:
@@ -122,26 +122,7 @@ class Clients:
 
     def is_admin(self, token: bytes) -> bool:
         """Whether it is the administration's key."""
-        return self._admin_key is not None and hmac.compare_digest(self._admin_key, token)
-
-    def check_admin(self, token: bytes) -> None:
-        """Refuses a request without a key, or with a wrong one, by 401; with any where the
-        administration is off by 403."""
-        if self.is_admin(token):
-            return
-        message = "The key is missing or wrong: the administration has one of its own."
-        if self._admin_key is None:
-            message = "The administration is off: the server was started without an admin_key."
-            refuse(token, message, None, "admin_off", 403)
-        raise ApiError(401, message, None, _NO_KEY)
-
-
-_NO_KEY = "invalid_api_key"
-
-
-def _bearer(header: bytes) -> bytes:
-    kind, _, token = header.partition(b" ")
-    return token.strip() if kind.lower() == b"bearer" else b""
+        return self.admin_key is not None and hmac.compare_digest(self.admin_key, token)
 
 
 class _KeyEntry(BaseModel):
@@ -214,27 +195,29 @@ _KEY = HTTPBearer(auto_error=False, scheme_name="key", description="A client's k
 _ADMIN = HTTPBearer(auto_error=False, scheme_name="admin_key", description="The administration's.")
 _Given = Annotated[HTTPAuthorizationCredentials | None, Security(_KEY)]
 _GivenByAdmin = Annotated[HTTPAuthorizationCredentials | None, Security(_ADMIN)]
-OF_CLIENTS = documented(401, 429)
-"""The errors of routes that want a client's key."""
+_NO_KEY = "invalid_api_key"
 
 
-class Guards:
-    """The dependencies of routes."""
+async def client_key(request: Request, given: _Given) -> None:
+    """The dependency of routes that want a client's key, whose request is counted; anybody's where
+    there are no keys."""
+    client = request.scope["state"]["client"]
+    refuse(client is None, "The API key is missing or wrong. Give it as "
+           "`Authorization: Bearer KEY`.", None, _NO_KEY, 401)  # fmt: skip
+    client.book(client.requests)
 
-    def __init__(self, clients: Clients) -> None:
-        async def of_clients(request: Request, given: _Given) -> None:
-            client = request.scope["state"]["client"]
-            refuse(client is None, "The API key is missing or wrong. Give it as "
-                   "`Authorization: Bearer KEY`.", None, _NO_KEY, 401)  # fmt: skip
-            client.book(client.requests)
 
-        async def of_administration(request: Request, given: _GivenByAdmin) -> None:
-            clients.check_admin(request.scope["state"]["key"])
-
-        self.client = Depends(of_clients)
-        """A client's key, whose request is counted; anybody where there are no keys."""
-        self.admin = Depends(of_administration)
-        """The administration's key."""
+async def admin_key(request: Request, given: _GivenByAdmin) -> None:
+    """The dependency of routes that want the administration's key: 401 without it; 403 to any where
+    the administration is off."""
+    clients, key = request.app.state.clients, request.scope["state"]["key"]
+    if clients.is_admin(key):
+        return
+    message = "The key is missing or wrong: the administration has one of its own."
+    if clients.admin_key is None:
+        message = "The administration is off: the server was started without an admin_key."
+        refuse(key, message, None, "admin_off", 403)
+    raise ApiError(401, message, None, _NO_KEY)
 
 
 class Gate:
@@ -257,7 +240,8 @@ class Gate:
         headers = {name.lower(): value for name, value in scope["headers"]}
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         request_id = given if _REQUEST_ID.match(given) else f"req-{uuid.uuid4().hex}"
-        key = _bearer(headers.get(b"authorization", b""))
+        kind, _, key = headers.get(b"authorization", b"").partition(b" ")
+        key = key.strip() if kind.lower() == b"bearer" else b""
         client, method, status = self._clients.of(key), scope["method"], 0
         state = scope.setdefault("state", {})
         state |= {"request_id": request_id, "key": key, "client": client}

@@ -18,10 +18,10 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -34,7 +34,9 @@ from rllib_llm.engines.engine_loop import settle
 from rllib_llm.engines.hot_swap import VersionGoneError
 from rllib_llm.engines.protocol import Ended, EngineEndedError, GuideError, Tokens
 from rllib_llm.engines.torch_engine import TextScores
-from rllib_llm.serving.engine_host import Counts, EngineHost
+from rllib_llm.serving.chat import Chats
+from rllib_llm.serving.engine_host import Counts
+from rllib_llm.serving.engine_process import EngineHost
 from rllib_llm.serving.guides import BusyError, no_good
 from rllib_llm.serving.jobs import Job, Limits
 from rllib_llm.serving.metrics import JobWatch, Metrics
@@ -46,9 +48,9 @@ from rllib_llm.serving.streams import (
     GONE,
     Choice,
     ClientGoneError,
-    CompletionPiece,
     Event,
     EventStream,
+    Piece,
     encoded,
     encoded_in_parts,
     while_there,
@@ -58,6 +60,7 @@ from rllib_llm.serving.weights import LiveWeights, ServedWeights, fingerprint
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
+LARGE_TOKENS = 2**10  # of an answer whose JSON is made beside the event loop
 _THREADS = 2  # that read large requests, and write large answers
 _SMALL_BYTES = 2**14  # of a request that is read in the event loop
 _ALIVE_SECONDS = 10.0  # a step with long prompts may take some
@@ -72,22 +75,36 @@ class JsonResponse(Response):
     media_type = "application/json"
 
 
-@dataclass
 class RequestContext:
-    """A request's context, apart from its body. version: serial number of the weights that it asks
-    for, None: the newest; size: of its body, bytes; has_large_answer: whether its JSON is made
-    beside the event loop."""
+    """A request, apart from its body. version: serial number of the weights that it asks for, None:
+    the newest; has_large_answer: whether its JSON is made beside the event loop."""
 
-    request: Request
-    service: Service
-    version: int | None
-    request_id: str
-    client: Client | None
-    size: int
-    has_large_answer: bool = False
+    def __init__(self, request: Request) -> None:
+        self.request, state = request, request.scope["state"]
+        self.service: Service = request.app.state.service
+        self.request_id: str = state["request_id"]
+        self.client: Client = state["client"]
+        self._size: int = state["size"]  # of its body, bytes
+        self.version: int | None = None
+        self.has_large_answer = False
+
+    @property
+    def owner(self) -> bytes:
+        """The key that it came with; empty where there are none."""
+        return self.client.key
+
+    async def begin(self, model: str | None) -> None:
+        """Waits for the weights that it asks for, `model` by name, among others; see
+        `LiveWeights.wait_for` and `named`. Refuses it where none can be taken."""
+        service = self.service
+        service.check_open()
+        wanted = self.request.headers.get("x-min-weight-version")
+        await service.weights.wait_for(wanted, service.settings.weights_wait_s)
+        weights = service.weights.named(model)
+        self.version = None if weights is None else weights.serial
 
     async def answer(
-        self, events: AsyncIterator[Event], stream: bool | None, **of_stream: Any
+        self, events: AsyncGenerator[Event, None], stream: bool | None, **of_stream: Any
     ) -> Response:
         """The events as a stream, or the only one; what makes them ends when the client goes.
         of_stream: see `EventStream`."""
@@ -98,7 +115,7 @@ class RequestContext:
             try:
                 event = await anext(events)
             finally:
-                await events.aclose()  # type: ignore[attr-defined]  # of a generator
+                await events.aclose()
             return await self.service.encoded(self.has_large_answer, event)
 
         try:
@@ -108,7 +125,7 @@ class RequestContext:
 
     async def beside_loop(self, work: Callable[..., Result], *arguments: Any) -> Result:
         """Returns the result of `work`, run in a thread if the request is large."""
-        return await self.service.beside_loop(self.size > _SMALL_BYTES, work, *arguments)
+        return await self.service.beside_loop(self._size > _SMALL_BYTES, work, *arguments)
 
 
 class Mailbox:
@@ -157,16 +174,20 @@ class RunningJob:
         self.request_id, self.job = request_id, job
         self._service, self._settings = service, service.settings
         self._watch = JobWatch(service.metrics, sum(map(len, job.prompts)))
-        rows = job.rows()
+        rows, least = job.rows(), job.params.min_new_tokens
         self.num_left = job.num_rows
-        self.choices = [self._choice(prompt) for prompt in job.prompts for _ in range(job.n)]
-        self.on_piece: Callable[[CompletionPiece], None] | None = None
+        befores = [prompt[-8:] if job.continues_text else () for prompt in job.prompts]
+        self.choices = [
+            Choice(TextStream(service.tokenizer, before, job.stops, job.keeps_stop, least),
+                   job.params.stop_token_ids, job.eos_token_ids)
+            for before in befores for _ in range(job.n)
+        ]  # fmt: skip
         self._serials: dict[int, None] = {}  # of the weights that have sampled, in their order
         self._texts: dict[int, str] = {}  # for the log, if it is to have them
         self._events: deque[tuple[int, Tokens | Ended | BaseException]] = deque()
         self._arrived = asyncio.Event()
         self._rows_left = len(rows)
-        self._futures = self._service.host.submit_all(
+        self._futures = service.host.submit_all(
             [replace(each, on_tokens=partial(self._post, i)) for i, each in enumerate(rows)],
             job.grammar,
         )
@@ -174,7 +195,7 @@ class RunningJob:
             future.add_done_callback(partial(self._post_end, i))
         self._scoring: Future[list[TextScores]] | None = None
         if job.prompt_logprobs is not None:
-            self._scoring = self._service.host.score(job.prompts, job.prompt_logprobs, job.version)
+            self._scoring = service.host.score(job.prompts, job.prompt_logprobs, job.version)
         seconds = self._settings.deadline_s
         self._deadline = anyio.current_time() + seconds
         self._timer = asyncio.get_running_loop().call_later(
@@ -192,33 +213,35 @@ class RunningJob:
         self._events.append((i, event))
         self._arrived.set()
 
-    async def _next_event(self) -> tuple[int, Tokens | Ended]:
-        while not self._events:
-            if not self._rows_left:
-                raise StopAsyncIteration
-            self._arrived.clear()
-            await self._arrived.wait()
-        i, event = self._events.popleft()
-        if isinstance(event, BaseException):
-            raise event if isinstance(event, ApiError) else self._refusal(event)
-        self._rows_left -= isinstance(event, Ended)
-        return i, event
-
-    def _more(self, i: int) -> Tokens | None:
-        """Tokens of row `i` that have arrived since its last event: a reader slower than the engine
-        takes several at once."""
-        of_row, event = self._events[0] if self._events else (None, None)
-        if of_row != i or not isinstance(event, Tokens):
-            return None
-        self._events.popleft()
-        return event
-
-    def _choice(self, prompt: list[int]) -> Choice:
-        job = self.job
-        before = prompt[-8:] if job.continues_text else ()
-        least = job.params.min_new_tokens
-        text = TextStream(self._service.tokenizer, before, job.stops, job.keeps_stop, least)
-        return Choice(text, job.params.stop_token_ids, job.eos_token_ids)
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Piece]]:
+        events = self._events
+        while events or self._rows_left:
+            if not events:
+                self._arrived.clear()
+                await self._arrived.wait()
+            i, event = events.popleft()
+            if isinstance(event, BaseException):
+                raise event if isinstance(event, ApiError) else self._refusal(event)
+            self._rows_left -= isinstance(event, Ended)
+            choice = self.choices[i]
+            if choice.is_done:
+                continue
+            piece = choice.end(event) if isinstance(event, Ended) else choice.tokens(event)
+            # A reader that is slower than the engine takes several at once.
+            while not choice.is_done and events and events[0][0] == i:
+                if not isinstance(more := events[0][1], Tokens):
+                    break
+                events.popleft()
+                piece.add(choice.tokens(more))
+            self._watch.tokens(i, len(piece.token_ids))
+            self._serials |= dict.fromkeys(piece.versions)
+            if self._settings.log_prompts:
+                self._texts[i] = self._texts.get(i, "") + piece.text
+            if choice.is_done:
+                self._rows_left -= self._futures[i].cancel()
+                self.num_left -= 1
+                self._watch.finished(i, piece.finish_reason or "")
+            yield i, piece
 
     async def scores(self) -> list[TextScores]:
         """The scores of each prompt."""
@@ -233,31 +256,6 @@ class RunningJob:
         self.num_left -= len(found)
         return found
 
-    def __aiter__(self) -> RunningJob:
-        return self
-
-    async def __anext__(self) -> tuple[int, CompletionPiece]:
-        while True:
-            i, event = await self._next_event()
-            choice = self.choices[i]
-            if choice.is_done:
-                continue
-            piece = choice.end(event) if isinstance(event, Ended) else choice.tokens(event)
-            while not choice.is_done and (more := self._more(i)) is not None:
-                piece.add(choice.tokens(more))
-            self._watch.tokens(i, len(piece.token_ids))
-            for serial in piece.versions:
-                self._serials.setdefault(serial)
-            if self.on_piece is not None:
-                self.on_piece(piece)
-            if self._settings.log_prompts:
-                self._texts[i] = self._texts.get(i, "") + piece.text
-            if choice.is_done:
-                self._rows_left -= self._futures[i].cancel()
-                self.num_left -= 1
-                self._watch.finished(i, piece.finish_reason or "")
-            return i, piece
-
     def _refusal(self, error: BaseException) -> ApiError:
         """The answer where the engine refuses a row, or has ended."""
         if isinstance(error, VersionGoneError):  # it went between the request and the step
@@ -266,14 +264,6 @@ class RunningJob:
             message = f"response_format must be one that can be followed to the end: {error}."
             return ApiError(400, message, "response_format", "grammar_failed")
         return ApiError(400, str(error)) if isinstance(error, ValueError) else engine_ended()
-
-    async def collect(self) -> list[CompletionPiece]:
-        """All of each completion."""
-        finish = None if self.job.samples else "length"
-        whole = [CompletionPiece(finish_reason=finish) for _ in self.choices]
-        async for i, piece in self:
-            whole[i].add(piece)
-        return whole
 
     @property
     def weights(self) -> list[ServedWeights]:
@@ -343,7 +333,8 @@ class Service:
         self._serials = itertools.count(serial + 1)
         self._load_lock = threading.Lock()
         self.jobs: dict[object, RunningJob] = {}
-        self.sessions = Sessions()
+        self.chats, self.sessions = Chats(tokenizer), Sessions()
+        self.updating = asyncio.Lock()
         self._pins = itertools.count()  # of grammars
         self._clock = clock
         self._full_since: float | None = None  # the engine has no free place since then
@@ -406,7 +397,7 @@ class Service:
             # Told before a token can be sampled by them.
             loaded = ServedWeights(serial, epoch, version, fingerprint(tensors), source)
             self.weights.remember(loaded)
-            serials = self.host.load(tensors, serial)
+            serials = self.host.swap(tensors, serial)
             loaded = replace(loaded, load_seconds=time.perf_counter() - start)
             self.weights.remember(loaded)
             live = [self.weights.of(each) for each in serials]
@@ -436,19 +427,6 @@ class Service:
         refuse(not self.is_ready or self.is_draining, message, None, "unavailable", 503)
         self.host.check_open()
 
-    async def context_of(self, request: Request, model: str | None) -> RequestContext:
-        """The context of a request, once the weights are there that it asks for; see
-        `LiveWeights.wait_for` and `named`."""
-        self.check_open()
-        wanted = request.headers.get("x-min-weight-version")
-        await self.weights.wait_for(wanted, self.settings.weights_wait_s)
-        weights = self.weights.named(model)
-        state = request.scope["state"]
-        return RequestContext(
-            request, self, None if weights is None else weights.serial, state["request_id"],
-            state["client"], state["size"],
-        )  # fmt: skip
-
     async def encoded(self, is_large: bool, event: Event) -> bytes:
         """Returns the event as JSON, made in a thread and in parts if it is large."""
         return await self.beside_loop(is_large, encoded_in_parts if is_large else encoded, event)
@@ -471,31 +449,6 @@ class Service:
             raise ApiError(503, message, None, "engine_silent") from None
         except Exception as error:  # whatever its step has raised
             raise engine_ended() from error
-
-    @asynccontextmanager
-    async def guided(self, job: Job) -> AsyncIterator[None]:
-        """Compiles a job's grammar, if it has one, and keeps it during the block; 400 where it is
-        no good, 429 where too many wait, 503 where it takes too long."""
-        if job.grammar is None:
-            yield
-            return
-        pin, field = next(self._pins), job.grammar_field
-        try:
-            try:
-                with anyio.fail_after(_GRAMMAR_SECONDS):
-                    await asyncio.wrap_future(self.host.compile(job.grammar, pin))
-            except TimeoutError:
-                message = f"{field} was not compiled in {_GRAMMAR_SECONDS:g} s. Make it smaller."
-                raise ApiError(503, message, field, "grammar_timeout") from None
-            except ValueError as error:
-                raise no_good(field, str(error)) from error
-            except BusyError as error:
-                self.metrics.refusals.labels("queue").inc()
-                message = f"{field} cannot be compiled now: {error}."
-                raise ApiError(429, message, field, "server_overloaded") from error
-            yield
-        finally:
-            self.host.release(pin)
 
     def _admit(self, job: Job) -> None:
         """Refuses a job for which there is no place: 429, or 400 where there never is."""
@@ -530,37 +483,56 @@ class Service:
         else:
             self._num_ended += num_rows
 
-    @asynccontextmanager
-    async def run(
-        self, request_id: str, job: Job, client: Client | None = None
-    ) -> AsyncIterator[RunningJob]:
-        """Starts a job; what of it has not ended at the end of the block leaves the engine. The
-        client's tokens are booked as if it took the most, and corrected at the end. 504 where the
-        engine does not take it in."""
-        self.check_open()
-        self._admit(job)
+    async def _compile(self, grammar: str, pin: int, field: str) -> None:
+        """Waits for a grammar; 400 where it is no good, 429 where too many wait, 503 where it takes
+        too long."""
         try:
-            with anyio.fail_after(self.settings.deadline_s):
-                await self.host.ready()
+            with anyio.fail_after(_GRAMMAR_SECONDS):
+                await asyncio.wrap_future(self.host.compile(grammar, pin))
         except TimeoutError:
-            raise deadline_passed(self.settings.deadline_s) from None
-        self.check_open()
-        self._admit(job)  # others may have come meanwhile
-        if client is not None:  # nothing waits between this and the job
-            client.book(client.tokens, job.most_tokens)
-        running = RunningJob(self, request_id, job)
-        key = object()  # clients choose ids, and may do so twice
-        self.jobs[key] = running
-        self._count_ended(0)
+            message = f"{field} was not compiled in {_GRAMMAR_SECONDS:g} s. Make it smaller."
+            raise ApiError(503, message, field, "grammar_timeout") from None
+        except ValueError as error:
+            raise no_good(field, str(error)) from error
+        except BusyError as error:
+            self.metrics.refusals.labels("queue").inc()
+            message = f"{field} cannot be compiled now: {error}."
+            raise ApiError(429, message, field, "server_overloaded") from error
+
+    @asynccontextmanager
+    async def run(self, context: RequestContext, job: Job) -> AsyncIterator[RunningJob]:
+        """Starts a job, when its grammar is compiled; what of it has not ended at the end of the
+        block leaves the engine. The client's tokens are booked as if it took the most, and
+        corrected at the end. 504 where the engine does not take it in."""
+        client, pin = context.client, next(self._pins)
         try:
-            yield running
-        finally:
-            running.close()
-            del self.jobs[key]
-            self._count_ended(job.num_rows)
-            if client is not None:
+            if job.grammar is not None:
+                await self._compile(job.grammar, pin, job.grammar_field)
+            self.check_open()
+            self._admit(job)
+            try:
+                with anyio.fail_after(self.settings.deadline_s):
+                    await self.host.ready()
+            except TimeoutError:
+                raise deadline_passed(self.settings.deadline_s) from None
+            self.check_open()
+            self._admit(job)  # others may have come meanwhile
+            client.book(client.tokens, job.most_tokens)  # nothing waits between this and the job
+            running = RunningJob(self, context.request_id, job)
+            key = object()  # clients choose ids, and may do so twice
+            self.jobs[key] = running
+            self._count_ended(0)
+            try:
+                yield running
+            finally:
+                running.close()
+                del self.jobs[key]
+                self._count_ended(job.num_rows)
                 used = sum(map(len, job.prompts)) + running.num_completion_tokens
                 client.tokens.use(used - job.most_tokens)
+        finally:
+            if job.grammar is not None:
+                self.host.release(pin)
 
     @property
     def num_rows(self) -> int:

@@ -21,7 +21,7 @@ from rllib_llm.conversations.chat_format import ChatFormat
 from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.serving.chat import read_arguments, refused_by_template
 from rllib_llm.serving.schemas import ApiError, ChatRequest, refuse
-from rllib_llm.serving.streams import CompletionPiece
+from rllib_llm.serving.streams import Piece
 
 MAX_SESSIONS = 10_000
 MAX_OF_AN_OWNER = 1_000
@@ -166,7 +166,7 @@ class Session:
         return message if own is None else {**message, "tool_call_id": own}
 
     def end_turn(
-        self, conversation: Conversation, piece: CompletionPiece | None, versions: Sequence[int],
+        self, conversation: Conversation, piece: Piece | None, versions: Sequence[int],
         told: Mapping[str, Any],
     ) -> None:  # fmt: skip
         """Stores a whole completion, the publisher's versions of each token, and the message that

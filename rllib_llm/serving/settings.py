@@ -169,14 +169,6 @@ class ServeSettings(BaseModel):
         secret = [name for name, value in values.items() if isinstance(value, SecretStr)]
         return values | {name: values[name].get_secret_value() for name in secret}
 
-    def chosen_device(self) -> str:
-        """Where the model is."""
-        if self.device != "auto":
-            return self.device
-        import torch
-
-        return "cuda" if torch.cuda.is_available() else "cpu"
-
     def check_exposure(self, has_keys: bool) -> None:
         """Raises Problems for an address that others reach, without keys."""
         require(
@@ -221,7 +213,11 @@ def read_settings(
     Raises:
         Problems: an unknown or wrong setting, by name.
     """
-    values = {**_from_file(file), **_from_environment(environment)}
+    values = {} if file is None else _from_file(file)
+    for key, value in (os.environ if environment is None else environment).items():
+        if key.startswith(ENVIRONMENT_PREFIX):
+            name = key.removeprefix(ENVIRONMENT_PREFIX).lower()
+            values[name] = value.split(",") if name == "cors_origins" else value
     values |= {name: value for name, value in given.items() if value is not None}
     try:
         return ServeSettings.model_validate(values)
@@ -270,9 +266,7 @@ def _rule(problem: str) -> str:
     return f"be {wanted}"
 
 
-def _from_file(file: Path | None) -> dict[str, Any]:
-    if file is None:
-        return {}
+def _from_file(file: Path) -> dict[str, Any]:
     values, problem = None, "it is not"
     try:
         text = file.read_text(encoding="utf-8")
@@ -289,12 +283,3 @@ def _from_file(file: Path | None) -> dict[str, Any]:
         problem, "Write lines such as `port: 8000`",
     )  # fmt: skip
     return dict(values or {})
-
-
-def _from_environment(environment: Mapping[str, str] | None) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in (os.environ if environment is None else environment).items():
-        if key.startswith(ENVIRONMENT_PREFIX):
-            name = key.removeprefix(ENVIRONMENT_PREFIX).lower()
-            found[name] = value.split(",") if name == "cors_origins" else value
-    return found

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ from rllib_llm.serving.schemas import FAILED, ApiError, refuse
 
 
 @dataclass
-class CompletionPiece:
+class Piece:
     """The part of a completion since the previous piece."""
 
     text: str = ""
@@ -31,7 +32,7 @@ class CompletionPiece:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
-    def add(self, other: CompletionPiece) -> None:
+    def add(self, other: Piece) -> None:
         """Puts a later piece behind this one."""
         self.text += other.text
         self.token_ids += other.token_ids
@@ -57,9 +58,9 @@ class Choice:
         self.spans: list[list[int]] = []
         """[serial number of weights, first token, behind the last that they sampled]."""
 
-    def tokens(self, new: Tokens) -> CompletionPiece:
+    def tokens(self, new: Tokens) -> Piece:
         """The piece that sampled tokens add; tokens after a stop sequence add nothing."""
-        piece = CompletionPiece()
+        piece = Piece()
         for i, (token, logprob) in enumerate(zip(new.token_ids, new.logprobs, strict=True)):
             if self.is_done:
                 break
@@ -79,9 +80,9 @@ class Choice:
                 self._finish(piece, "stop", self._text.stopped_by)
         return piece
 
-    def end(self, ended: Ended) -> CompletionPiece:
+    def end(self, ended: Ended) -> Piece:
         """The last piece; 500 where the model gave no numbers."""
-        piece = CompletionPiece()
+        piece = Piece()
         if self.is_done:
             return piece
         refuse(ended.finish == "error",
@@ -96,7 +97,7 @@ class Choice:
         self._finish(piece, reasons.get(ended.finish, ended.finish), last if is_named else None)
         return piece
 
-    def _finish(self, piece: CompletionPiece, reason: str, stop_reason: str | int | None) -> None:
+    def _finish(self, piece: Piece, reason: str, stop_reason: str | int | None) -> None:
         self.is_done = True
         piece.finish_reason, piece.stop_reason = reason, stop_reason
 
@@ -120,27 +121,26 @@ async def while_there(
     """Returns or raises what `work` does; ClientGoneError, and it is cancelled, where the client
     disconnects or `beside`, which runs meanwhile, returns. receive: ASGI's, behind the body."""
     done: list[Result] = []
-    failed: list[Exception] = []
+    failed: Exception | None = None
     async with anyio.create_task_group() as group:
-
-        async def watch(ends: Callable[[], Awaitable[None]]) -> None:
-            await ends()
-            group.cancel_scope.cancel()
 
         async def leaves() -> None:
             while (await receive())["type"] != "http.disconnect":
                 pass
 
-        group.start_soon(watch, leaves)
-        if beside is not None:
-            group.start_soon(watch, beside)
+        async def watch(ends: Callable[[], Awaitable[None]]) -> None:
+            await ends()
+            group.cancel_scope.cancel()
+
+        for ends in filter(None, (leaves, beside)):
+            group.start_soon(watch, ends)
         try:
             done.append(await work())
         except Exception as error:  # noqa: BLE001  (raised below, as it is and not in a group)
-            failed.append(error)
+            failed = error
         group.cancel_scope.cancel()
-    if failed:
-        raise failed[0]
+    if failed is not None:
+        raise failed
     if not done:
         raise ClientGoneError
     return done[0]
@@ -182,22 +182,20 @@ class EventStream(Response):
     """
 
     def __init__(
-        self, events: AsyncIterator[Event], slow_reader_s: float, *, names: bool = False,
+        self, events: AsyncGenerator[Event, None], slow_reader_s: float, *, names: bool = False,
         ends: bytes = b"data: [DONE]\n\n",
     ) -> None:  # fmt: skip
         super().__init__()
         self._events, self._slow_reader_s = events, slow_reader_s
         self._names, self._ends = names, ends
-        self._is_sending = self._has_started = False
+        self._is_sending = False
         self._since = 0.0  # when sending, or being idle, began
         self._num_sent = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._send, self._since = send, anyio.current_time()
-        try:
+        with contextlib.suppress(ClientGoneError):
             await while_there(receive, self._send_all, self._look_after)
-        except ClientGoneError:
-            return
 
     async def _look_after(self) -> None:
         """Pings; returns when the client reads nothing for long."""
@@ -206,47 +204,43 @@ class EventStream(Response):
             seconds = anyio.current_time() - self._since
             if self._is_sending and seconds >= self._slow_reader_s:
                 return
-            if not self._is_sending and self._has_started and seconds >= PING_SECONDS:
+            if not self._is_sending and self._num_sent and seconds >= PING_SECONDS:
                 await self._body(b": ping\n\n")
 
     async def _send_all(self) -> None:
         try:
             async for event in self._events:
-                if not self._has_started:
-                    await self._start()
                 await self._data(event)
         except ApiError as error:
-            if not self._has_started:
+            if not self._num_sent:
                 raise
-            await self._error(error)
+            await self._data(self._told(error))
         except Exception:
-            if self._has_started:
-                await self._error(ApiError(500, FAILED))
+            if self._num_sent:
+                await self._data(self._told(ApiError(500, FAILED)))
             raise
         finally:
-            await self._events.aclose()  # type: ignore[attr-defined]  # of a generator
+            await self._events.aclose()
         await self._body(self._ends, more=False)
 
-    async def _start(self) -> None:
-        self._has_started = True
-        headers = [
-            (b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store"),
-            (b"x-accel-buffering", b"no"),
-        ]  # fmt: skip
-        await self._out({"type": "http.response.start", "status": 200, "headers": headers})
-
     async def _data(self, event: Event) -> None:
+        if not self._num_sent:
+            headers = [
+                (b"content-type", b"text/event-stream; charset=utf-8"),
+                (b"cache-control", b"no-store"), (b"x-accel-buffering", b"no"),
+            ]  # fmt: skip
+            await self._out({"type": "http.response.start", "status": 200, "headers": headers})
+        self._num_sent += 1
         name = b""
         if self._names and isinstance(event, dict):
             name = b"event: " + str(event["type"]).encode() + b"\n"
-        self._num_sent += 1
         await self._body(name + b"data: " + encoded(event) + b"\n\n")
 
-    async def _error(self, error: ApiError) -> None:
+    def _told(self, error: ApiError) -> dict[str, Any]:
         body = error.body()
         if self._names:  # flat, as OpenAI documents it, and nested, which its clients raise
             body |= {**body["error"], "type": "error", "sequence_number": self._num_sent}
-        await self._data(body)
+        return body
 
     async def _body(self, body: bytes, more: bool = True) -> None:
         await self._out({"type": "http.response.body", "body": body, "more_body": more})

@@ -111,7 +111,7 @@ def test_noise_is_named_as_a_run_names_it(tiny):
     # Of several completions each has a row of its own.
     assert tokens(n=3)[2] == tokens(noise_row=2)[0] != tokens()[0]
     assert tokens(noise_turn=1) != tokens()
-    ended = tiny[1].host.loop.complete(
+    ended = tiny[1].host.complete(
         [1, 40, 41], SamplingParams(3, (EOS,), max_new_tokens=9), seed=5, row=2, turn=1
     )
     assert [ended.token_ids] == tokens(noise_row=2, noise_turn=1)
@@ -383,7 +383,7 @@ def test_a_client_that_goes_away_frees_its_row_within_a_step():
                     with pytest.raises(httpx.ReadTimeout):
                         http.post("/v1/completions", json=LONG, timeout=0.2)
             until(lambda: not made.jobs)
-            steps = made.host.loop.do(lambda: made.host.engine.num_running).result()
+            steps = made.host.do(lambda: made.host.engine.num_running).result()
             assert steps == 0  # once the job is closed, before the next step
 
 
@@ -391,13 +391,13 @@ def test_a_full_server_says_when_to_come_again():
     async def ask() -> None:
         made = service(max_rows=1, max_waiting=1)
         async with asgi_client(made) as http:
-            made.host.loop.pause()
+            made.host.pause()
             first = [asyncio.create_task(http.post("/v1/completions", json=ASKED)) for _ in "ab"]
             while len(made.jobs) < 2:
                 await asyncio.sleep(0.001)
             full = await http.post("/v1/completions", json=ASKED)
             assert (full.status_code, full.headers["retry-after"]) == (429, "1")
-            made.host.loop.resume()
+            made.host.resume()
             assert [(await each).status_code for each in first] == [200, 200]
 
     asyncio.run(asyncio.wait_for(ask(), DEADLINE_S))
@@ -426,15 +426,15 @@ def test_the_refused_are_told_to_wait_until_half_of_the_queue_has_begun(sizes, s
             def begin(n: int) -> asyncio.Task:
                 return asyncio.create_task(http.post("/v1/completions", json={**ASKED, "n": n}))
 
-            made.host.loop.pause()
+            made.host.pause()
             # As long as there was room, ends tell how fast completions were asked for.
             alone = begin(1)
             while len(made.jobs) < 1:
                 await asyncio.sleep(0.001)
             now += 1000
-            made.host.loop.resume()
+            made.host.resume()
             assert (await alone).status_code == 200
-            made.host.loop.pause()
+            made.host.pause()
             asked = [begin(n) for n in sizes]
             while len(made.jobs) < len(sizes):
                 await asyncio.sleep(0.001)
@@ -450,7 +450,7 @@ def test_the_refused_are_told_to_wait_until_half_of_the_queue_has_begun(sizes, s
                 await asyncio.sleep(0.001)
             full = await http.post("/v1/completions", json=ASKED)
             assert (full.status_code, full.headers["retry-after"]) == (429, wait)
-            made.host.loop.resume()
+            made.host.resume()
             left = asked[len(sizes) :]
             assert [(await each).status_code for each in left] == [200] * len(left)
 
@@ -473,13 +473,13 @@ def test_a_request_has_a_deadline_and_a_drained_server_takes_no_more():
     async def ask() -> None:
         made = service(deadline_s=0.2)
         async with asgi_client(made) as http:
-            made.host.loop.pause()
+            made.host.pause()
             late = await http.post("/v1/completions", json=ASKED)
             assert late.status_code == 504 and late.json()["error"]["code"] == "deadline_exceeded"
             cut = await http.post("/v1/completions", json={**ASKED, "stream": True})
             assert cut.status_code == 504
             assert not made.jobs
-            made.host.loop.resume()
+            made.host.resume()
             assert (await http.get("/readyz")).status_code == 200
             assert await made.drain(1)
             closed = await http.post("/v1/completions", json=ASKED)

@@ -463,7 +463,7 @@ def test_a_server_whose_engine_ends_ends_too():
     made = service()
     server = HttpServer(made, ends_with_engine=True)
     server.config.port = 0
-    server.on_start = made.host.loop.close
+    server.on_start = made.host.close
     server.serve_here()
     assert server.engine_has_ended
 

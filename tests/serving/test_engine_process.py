@@ -16,7 +16,7 @@ from rllib_llm.engines.hot_swap import VersionGoneError
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Noise, Row
 from rllib_llm.modules.precision import LIBRARIES, multiplies_by_onednn
-from rllib_llm.serving.engine_host import Counts, open_thread
+from rllib_llm.serving.engine_host import Counts, ThreadHost
 from rllib_llm.serving.engine_process import EngineProcess, _without_keys
 from rllib_llm.serving.guides import GrammarError, grammar_of
 from rllib_llm.serving.schemas import ResponseFormat
@@ -63,7 +63,7 @@ def process(events):
 
 @pytest.fixture
 def thread():
-    host = open_thread(settings(), SOURCE)
+    host = ThreadHost.open(settings(), SOURCE)
     yield host
     host.close()
 
@@ -71,7 +71,7 @@ def thread():
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_server_multiplies_by_the_faster_library(library, monkeypatch):
     monkeypatch.setattr("rllib_llm.serving.engine_host.faster_library", lambda: library)
-    host = open_thread(settings(in_flight="finish"), SOURCE)
+    host = ThreadHost.open(settings(in_flight="finish"), SOURCE)
     try:
         models = [each.model for each in host.engine._engines]
         assert [*map(multiplies_by_onednn, models)] == [library == "onednn"] * 2

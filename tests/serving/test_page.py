@@ -129,12 +129,12 @@ async def use(tab: Tab, made) -> None:
     assert await tab.value("document.querySelectorAll('#chat0 span, #chat1 span').length") >= 4
     assert "log-prob -" in await tab.value("document.querySelector('#chat0 span').title")
     # Stop frees the row.
-    made.host.loop.pause()
+    made.host.pause()
     await tab.value(f"get('right').value=''; get('tokens').value = 500; {say}")
     while not made.jobs:
         await asyncio.sleep(0.01)
     await tab.value("get('stop').click()")
     while made.jobs:
         await asyncio.sleep(0.01)
-    made.host.loop.resume()
+    made.host.resume()
     await tab.until("running === null && !get('send').disabled")

@@ -238,7 +238,7 @@ def test_a_session_that_ends_during_its_turn_is_not_counted():
 
 
 def test_the_rows_of_a_large_session_are_made_beside_the_event_loop(monkeypatch):
-    monkeypatch.setattr("rllib_llm.serving.training_routes._SMALL_SESSION", 100)
+    monkeypatch.setattr("rllib_llm.serving.routes._SMALL_SESSION", 100)
     threads: list[int] = []
 
     class Noting(Session):

@@ -7,6 +7,7 @@ import json
 import math
 import threading
 import time
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -323,8 +324,11 @@ def test_the_json_of_a_large_answer_is_made_beside_the_event_loop(is_large):
         yield {"thread": (threading.get_ident() for _ in range(1))}  # asked when it is written
 
     async def ask(http, made) -> None:
-        request = Request({"type": "http", "state": {}}, receive=asyncio.Event().wait)
-        context = RequestContext(request, made, None, "r", None, 0, has_large_answer=is_large)
+        app = SimpleNamespace(state=SimpleNamespace(service=made))
+        state = {"request_id": "r", "client": None, "size": 0}
+        scope = {"type": "http", "app": app, "state": state}
+        context = RequestContext(Request(scope, receive=asyncio.Event().wait))
+        context.has_large_answer = is_large
         response = await context.answer(answer(), stream=False)
         (thread,) = json.loads(response.body)["thread"]
         assert (thread != threading.get_ident()) == is_large

@@ -1,0 +1,557 @@
+"""Completions as each route asks for them and shows them: what the engine is to do, and the JSON
+of what it did, whole or in chunks.
+
+body ─▶ View.job ─▶ Job ─▶ engine ─▶ pieces ─▶ View.choice ─▶ chunks, or one whole answer
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Hashable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from rllib_llm.conversations.chat_format import ChatFormat
+from rllib_llm.conversations.conversation import Conversation
+from rllib_llm.data.decoding import TextStream
+from rllib_llm.data.encoding import encode_text
+from rllib_llm.engines.torch_engine import TextScores
+from rllib_llm.serving import chat
+from rllib_llm.serving.guides import check_length, grammar_of
+from rllib_llm.serving.jobs import Job
+from rllib_llm.serving.schemas import ApiError, GenerateParams, StreamOptions, fields_named, refuse
+from rllib_llm.serving.service import LARGE_TOKENS, RequestContext, RunningJob
+from rllib_llm.serving.sessions import Session
+from rllib_llm.serving.streams import Event, Piece
+from rllib_llm.serving.tool_grammars import behind_thoughts, call_grammar, forced_syntax
+from rllib_llm.serving.weights import MODEL_GONE
+
+_COMPLETION_TOKENS = 16  # OpenAI's default
+_LOWEST = -9999.0  # JSON has no -inf
+
+
+def finite(logprob: float) -> float | None:
+    """A log-prob as JSON takes it; None where it is unknown, as of a text's first token."""
+    return None if math.isnan(logprob) else max(_LOWEST, logprob)
+
+
+class View:
+    """A request for completions as one route reads and shows it.
+
+    `fields`: names of our fields as the client's request calls them. `names`: of the answer, such
+    as its id. Of the request in the engine are `running`, the pieces of each completion that have
+    come so far, put together, in `whole`, and, where they are asked for, the `scores` of its
+    prompts.
+    """
+
+    fields: Mapping[str, str] = {}
+    running: RunningJob
+    scores: Sequence[TextScores] = ()
+
+    def __init__(self, context: RequestContext, body: Any, **names: Any) -> None:
+        self.context, self.service, self.body, self.names = context, context.service, body, names
+        self.options = getattr(body, "stream_options", None) or StreamOptions()
+        self.whole: list[Piece] = []
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        """Yields the chunks of a stream, or the whole answer. Where prompts are scored, one version
+        of the weights does that and samples; a request that names none begins again if that version
+        goes before it has begun."""
+        has_begun = False
+        with fields_named(self.fields):
+            job = await self.job()
+            while True:
+                pinned = job
+                if job.prompt_logprobs is not None and job.version is None:
+                    pinned = replace(job, version=self.service.weights.newest.serial)
+                try:
+                    async with self.service.run(self.context, pinned) as self.running:
+                        async for event in self._answered():
+                            has_begun = True
+                            yield event
+                    return
+                except ApiError as error:
+                    if has_begun or pinned is job or error.code != MODEL_GONE:
+                        raise
+
+    async def _answered(self) -> AsyncGenerator[Event, None]:
+        running, context, is_large = self.running, self.context, False
+        finish = None if running.job.samples else "length"
+        self.whole = [Piece(finish_reason=finish) for _ in running.choices]
+        if running.job.prompt_logprobs is not None:
+            self.scores = await running.scores()
+            is_large = sum(map(len, running.job.prompts)) > LARGE_TOKENS
+        if self.body.stream:
+            for choice in await self.service.beside_loop(is_large, self.before):
+                for event in self.chunk(choice):
+                    yield await self.service.encoded(is_large, event)
+        async for i, piece in running:
+            self.whole[i].add(piece)
+            if self.body.stream:
+                for event in self.chunks(i, piece):
+                    yield event
+        if self.body.stream:
+            for event in self.behind():
+                yield event
+        else:
+            is_large = is_large or running.num_completion_tokens > LARGE_TOKENS
+            context.has_large_answer = is_large
+            choices, further = await self.service.beside_loop(
+                is_large, lambda: (self.choices(), self.further())
+            )
+            yield self.holding(choices, usage=self.usage, **further)
+
+    async def job(self) -> Job:
+        """What the engine is to do."""
+        raise NotImplementedError
+
+    async def guided(self, job: Job) -> Job:
+        """The job with the grammar of the body's `response_format`, if it has one."""
+        found = await self.context.beside_loop(grammar_of, self.body.response_format)
+        return job if found is None else self.guided_by(job, "response_format", *found)
+
+    def guided_by(self, job: Job, field: str, part: str, grammar: str) -> Job:
+        """The job with a grammar that a field, or a part of it, asks for."""
+        ends = self.service.limits.eos_token_ids
+        refuse(not ends or ends[0] not in job.params.stop_token_ids,
+               f"{field} must come without ignore_eos: the model's EOS token ends the answer.",
+               field, "unsupported_value")  # fmt: skip
+        refuse(job.params.min_new_tokens,
+               f"min_tokens must be left out with {field}, which says when the answer ends.",
+               "min_tokens", "unsupported_value")  # fmt: skip
+        return replace(job, grammar=grammar, grammar_field=part)
+
+    # --- the answer --------------------------------------------------------------------------
+
+    def holding(self, choices: list[dict[str, Any]], **further: Any) -> dict[str, Any]:
+        """An answer, or a chunk of it, with these choices."""
+        weights = self.running.weights
+        return {
+            **self.names,
+            "model": self.service.weights.id_of(weights[-1]),
+            "system_fingerprint": f"fp_{weights[-1].fingerprint}",
+            "choices": choices,
+            "metadata": {  # the last that has sampled, and all of them: texts, as OpenAI's are
+                "weight_version": weights[-1].label,
+                "weight_versions": ",".join(each.label for each in weights),
+            },
+            **further,
+        }
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """The tokens of the request."""
+        prompt_tokens = sum(map(len, self.running.job.prompts))
+        completion_tokens = self.running.num_completion_tokens
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+        }
+
+    def further(self) -> dict[str, Any]:
+        """Fields of a whole answer besides its choices."""
+        return {}
+
+    def choices(self) -> list[dict[str, Any]]:
+        """The choices of a whole answer."""
+        return [self.choice(i, piece) for i, piece in enumerate(self.whole)]
+
+    def choice(self, i: int, piece: Piece) -> dict[str, Any]:
+        """Choice `i` in a whole answer, or a chunk of it with a piece of the completion."""
+        raise NotImplementedError
+
+    def before(self) -> list[dict[str, Any]]:
+        """Choices of the chunks of a stream that come before anything is sampled."""
+        return []
+
+    def chunks(self, i: int, piece: Piece) -> list[Event]:
+        """The events of a stream for a piece of choice `i`; none where it would tell nothing."""
+        has_logprobs = self.body.logprobs is not None and self.body.logprobs is not False
+        told = piece.token_ids and (has_logprobs or self.body.return_token_ids)
+        is_empty = not (piece.text or piece.finish_reason or told)
+        return [] if is_empty else self.chunk(self.choice(i, piece))
+
+    def chunk(self, choice: dict[str, Any]) -> list[Event]:
+        """The events of a stream for a choice."""
+        if self.options.continuous_usage_stats:
+            return [self.holding([choice], usage=self.usage)]
+        return [self.holding([choice], **({"usage": None} if self.options.include_usage else {}))]
+
+    def behind(self) -> list[Event]:
+        """The events of a stream when all is sampled."""
+        return [self.holding([], usage=self.usage)] if self.options.include_usage else []
+
+    # --- its parts ---------------------------------------------------------------------------
+
+    def ended(
+        self, piece: Piece, finish: str | None, logprobs: Any, prompt: list[int]
+    ) -> dict[str, Any]:
+        """The end of a choice."""
+        told: dict[str, Any] = {"logprobs": logprobs, "finish_reason": finish}
+        if finish is not None:
+            told["stop_reason"] = piece.stop_reason
+        if self.body.return_token_ids:
+            told |= {"token_ids": piece.token_ids, "prompt_token_ids": prompt}
+        return told
+
+    def prompt_logprobs(self, at: int) -> list[dict[str, dict[str, Any]] | None]:
+        """vLLM's `prompt_logprobs`: at each place of prompt `at` its token and the likeliest, by
+        number; nothing at the first."""
+
+        def entry(token: int, logprob: float, rank: int) -> dict[str, Any]:
+            text = self.service.texts.of(token)[0]
+            return {"logprob": finite(logprob), "rank": rank, "decoded_token": text}
+
+        told: list[dict[str, dict[str, Any]] | None] = [None]
+        scores = self.scores[at]
+        for token, logprob, rank, likeliest in zip(
+            self.running.job.prompts[at][1:], scores.logprobs, scores.ranks, scores.likeliest,
+            strict=True,
+        ):  # fmt: skip
+            place = {str(token): entry(token, logprob, rank)}
+            for i, (other, value) in enumerate(likeliest, start=1):
+                place.setdefault(str(other), entry(other, value, i))
+            told.append(place)
+        return told
+
+
+def entries(
+    piece: Piece, top: int, entry: Callable[[int, float], dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """An entry for each token of a piece, in which the likeliest stand."""
+    found = []
+    for i, (token, logprob) in enumerate(zip(piece.token_ids, piece.logprobs, strict=True)):
+        likeliest = piece.likeliest[i][:top] if top else []
+        found.append({**entry(token, logprob), "top_logprobs": [entry(*one) for one in likeliest]})
+    return found
+
+
+# --- chats ---------------------------------------------------------------------------------------
+
+
+class ChatView(View):
+    """A chat's completions as OpenAI shows them. With tools a turn is shown when it is whole:
+    before, nobody knows what is a call."""
+
+    format: ChatFormat
+    prompt: list[int]
+    conversation: Hashable | None = None
+    """Whose KV cache is kept for its next turn."""
+
+    def __init__(self, context: RequestContext, body: Any) -> None:
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        name = f"chatcmpl-{context.request_id}"
+        super().__init__(context, body, id=name, object=kind, created=int(time.time()))
+        self._call_ids: defaultdict[tuple[int, int], str] = defaultdict(chat.new_call_id)
+        self._begun: set[int] = set()
+
+    async def job(self) -> Job:
+        await self.read()
+        body, limits = self.body, self.service.limits
+        field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        job = limits.job(
+            body, [self.prompt], getattr(body, field), default=limits.default_max_tokens,
+            field=field, prompt_field="messages", turn_ends=self.format.stop_token_ids,
+            top_logprobs=body.top_logprobs or 0, prompt_logprobs=body.prompt_logprobs,
+            version=self.context.version, conversation=self.conversation,
+        )  # fmt: skip
+        if self.is_forced:
+            forced = await self.context.beside_loop(self._forced_call)
+            job = self.guided_by(job, "tool_choice", "tool_choice", forced)
+        else:
+            job = await self.guided(job)
+        closes = self.format.thoughts_end(self.prompt) if job.grammar and self.has_tools else ""
+        if job.grammar and closes:
+            job = replace(job, grammar=behind_thoughts(job.grammar, closes, self.format))
+        return job
+
+    async def read(self) -> None:
+        """Sets the chat format and the prompt."""
+
+        def encode() -> None:
+            self.format = self.service.chats.of(self.body)
+            self.prompt = chat.prompt_ids(self.format, self.body.messages, self.service.limits)
+
+        await self.context.beside_loop(encode)
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether a tool has to be called."""
+        return self.body.tool_choice not in (None, "none", "auto")
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether one may be called."""
+        return bool(self.body.tools) and self.body.tool_choice != "none"
+
+    def _forced_call(self) -> str:
+        """The grammar of the calls that have to be made; `response_format` is of answers without a
+        call, as with OpenAI."""
+        choice, tools = self.body.tool_choice, self.body.tools or ()
+        one_call = choice != "required" or self.body.parallel_tool_calls is False
+        with chat.refused_by_template("tools"):
+            grammar = call_grammar(self.format, tools, choice, one_call)
+        check_length(grammar, "tools")
+        return grammar
+
+    def further(self) -> dict[str, Any]:
+        return {"prompt_logprobs": self.prompt_logprobs(0)} if self.scores else {}
+
+    def choice(self, i: int, piece: Piece) -> dict[str, Any]:
+        def entry(token: int, logprob: float) -> dict[str, Any]:
+            text, raw = self.service.texts.of(token)
+            return {"token": text, "logprob": finite(logprob), "bytes": raw}
+
+        (message, finish), logprobs = self.message(i, piece), None
+        if self.body.logprobs:
+            content = entries(piece, self.body.top_logprobs or 0, entry)
+            logprobs = {"content": content, "refusal": None}
+        end = self.ended(piece, finish, logprobs, self.prompt)
+        if not self.body.stream:
+            return {"index": i, "message": {**message, "refusal": None}, **end}
+        if "tool_calls" in message:
+            message["tool_calls"] = [
+                {"index": k, **call} for k, call in enumerate(message["tool_calls"])
+            ]
+        if i in self._begun:
+            del message["role"]
+        self._begun.add(i)
+        return {"index": i, "delta": message, **end}
+
+    def message(self, i: int, piece: Piece) -> tuple[dict[str, Any], str | None]:
+        """The message of choice `i`, and why it ended."""
+        if not self.has_tools or isinstance(piece.stop_reason, str):
+            return {"role": "assistant", "content": piece.text}, piece.finish_reason
+        return chat.assistant_message(
+            self.format, piece.token_ids, self.prompt, piece.finish_reason,
+            lambda call: self._call_ids[i, call],
+            forced_syntax(self.format) if self.is_forced else None,
+            1 if self.body.parallel_tool_calls is False else None,
+        )  # fmt: skip
+
+    def chunks(self, i: int, piece: Piece) -> list[Event]:
+        if not self.has_tools:
+            return super().chunks(i, piece)
+        return self.chunk(self.choice(i, self.whole[i])) if piece.finish_reason else []
+
+
+class SessionView(ChatView):
+    """A turn of a session, which keeps what was sampled."""
+
+    def __init__(self, context: RequestContext, body: Any, session: Session) -> None:
+        settings = session.template_settings(body.chat_template_kwargs)
+        body = body.model_copy(update={"chat_template_kwargs": settings or None})
+        super().__init__(context, body)
+        self._session = session
+        self._turn: Conversation | None = None  # once it has begun
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        session = self._session
+        # Waiting would occupy a connection; agents of a run wait as often as their rules allow. The
+        # lock is taken at once: nothing waits in between.
+        if session.rules is None and session.lock.locked():
+            message = "A turn of this session is under way. Wait for its answer."
+            raise ApiError(409, message, None, "session_busy", {"Retry-After": "1"})
+        async with session.lock:
+            # One that is too large already holds no further message.
+            self.service.sessions.hold(session)
+            try:
+                async with aclosing(super().events()) as events:
+                    async for event in events:
+                        yield event
+            finally:
+                if self._turn is not None:
+                    self._keep(self._turn)
+
+    async def read(self) -> None:
+        session = self._session
+
+        def begin() -> None:
+            self.format = self.service.chats.of(self.body)
+            self._turn = session.begin_turn(self.format, chat.as_messages(self.body.messages))
+            session.measure()
+
+        await self.context.beside_loop(begin)
+        self.service.sessions.hold(session)
+        assert self._turn is not None, "it has begun"
+        self.prompt = self._turn.token_ids
+        self.body = session.governed(self.body, len(self.prompt))
+        self.conversation = self._turn if session.rules else None
+
+    def _keep(self, turn: Conversation) -> None:
+        piece = self.whole[0] if self.whole else Piece()
+        if piece.finish_reason in (None, "abort"):
+            self._session.end_turn(turn, None, [], {})
+            return
+        versions = [self.service.weights.of(serial).version for serial in piece.versions]
+        self._session.end_turn(turn, piece, versions, self.message(0, piece)[0])
+
+
+# --- texts ---------------------------------------------------------------------------------------
+
+
+class TextView(View):
+    """Text completions as OpenAI shows them."""
+
+    def __init__(self, context: RequestContext, body: Any) -> None:
+        names = {"id": f"cmpl-{context.request_id}", "object": "text_completion"}
+        super().__init__(context, body, **names, created=int(time.time()))
+        self._n = body.n or 1
+        self._prompts: list[list[int]] = []
+        self._echoes: list[str] = []
+
+    async def job(self) -> Job:
+        body = self.body
+        await self.context.beside_loop(self._read)
+        scored = body.prompt_logprobs
+        if body.echo and body.logprobs is not None:
+            scored = max(scored or 0, body.logprobs)
+        return await self.guided(self.service.limits.job(
+            body, self._prompts, body.max_tokens, default=_COMPLETION_TOKENS, field="max_tokens",
+            prompt_field="prompt", least=0 if body.echo else 1, top_logprobs=body.logprobs or 0,
+            prompt_logprobs=scored, version=self.context.version, continues_text=True,
+            samples=body.max_tokens != 0,
+        ))  # fmt: skip
+
+    def _read(self) -> None:
+        given, limits, tokenizer = self.body.prompt, self.service.limits, self.service.tokenizer
+        if isinstance(given, str) or isinstance(given[0], int):
+            given = [given]
+        for each in given:
+            if isinstance(each, str):
+                limits.check_chars(each, "prompt")
+                each = encode_text(tokenizer, each)
+            refuse(not each, "prompt must have at least one token.", "prompt")
+            limits.check_tokens(each, "prompt")
+            self._prompts.append(list(each))
+        if self.body.echo:
+            decode = tokenizer.decode
+            self._echoes = [decode(each, skip_special_tokens=True) for each in self._prompts]
+
+    def choices(self) -> list[dict[str, Any]]:
+        """The choices of a whole answer, in which the echoed prompt and the completion are one
+        text."""
+        found = []
+        for at in range(len(self._prompts)):
+            further, echo = {}, self._echo(at) if self._echoes else None
+            if self.body.prompt_logprobs is not None:
+                further = {"prompt_logprobs": self.prompt_logprobs(at)}
+            for i in range(at * self._n, (at + 1) * self._n):
+                choice = self.choice(i, self.whole[i]) | further
+                if echo is not None:
+                    choice["text"] = echo["text"] + choice["text"]
+                    for name, values in (choice["logprobs"] or {}).items():
+                        if (first := echo["logprobs"][name]) is not None:
+                            choice["logprobs"][name] = [*first, *(values or [])]
+                found.append(choice)
+        return found
+
+    def before(self) -> list[dict[str, Any]]:
+        """Choices with the echoed prompts, and the ends where nothing is sampled."""
+        echoes = [self._echo(at) for at in range(len(self._echoes))]
+        found = [{"index": i, **echoes[i // self._n]} for i in range(len(echoes) * self._n)]
+        if not self.running.job.samples:
+            end = {"text": "", "logprobs": None, "finish_reason": "length"}
+            found += [{"index": i, **end} for i in range(len(self.whole))]
+        return found
+
+    def choice(self, i: int, piece: Piece) -> dict[str, Any]:
+        at, logprobs = i // self._n, None
+        if self.body.logprobs is not None:
+            logprobs = self._logprobs(piece, len(self._echoes[at]) if self._echoes else 0)
+        end = self.ended(piece, piece.finish_reason, logprobs, self._prompts[at])
+        return {"index": i, "text": piece.text, **end}
+
+    def _echo(self, at: int) -> dict[str, Any]:
+        """Prompt `at` as its choices echo it."""
+        told = None
+        if self.body.logprobs is not None:
+            ids, scores = self._prompts[at], self.scores[at]
+            logprobs, likeliest = [math.nan, *scores.logprobs], [[], *scores.likeliest]
+            stream, offsets = TextStream(self.service.tokenizer), []
+            for token in ids:
+                offsets.append(stream.length)
+                stream.push(token)
+            prompt = Piece("", ids, logprobs, likeliest, offsets=offsets)
+            told = self._logprobs(prompt, 0)
+        return {"text": self._echoes[at], "logprobs": told, "finish_reason": None}
+
+    def _logprobs(self, piece: Piece, start: int) -> dict[str, Any]:
+        """`logprobs` of a completion whose text begins at character `start`."""
+        top = self.body.logprobs
+
+        def name(token: int) -> str:
+            text, raw = self.service.texts.of(token)
+            is_whole = text.encode() == bytes(raw)  # else a part of a character
+            return text if is_whole else "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+        def named(place: Sequence[tuple[int, float]]) -> dict[str, float | None]:
+            found: dict[str, float | None] = {}
+            for token, value in place[:top]:
+                key = name(token)
+                found[f"token_id:{token}" if key in found else key] = finite(value)
+            return found
+
+        return {
+            "tokens": [name(token) for token in piece.token_ids],
+            "token_logprobs": [finite(value) for value in piece.logprobs],
+            "top_logprobs": [named(place) or None for place in piece.likeliest] if top else None,
+            "text_offset": [start + at for at in piece.offsets],
+        }
+
+
+# --- tokens --------------------------------------------------------------------------------------
+
+
+class TokenView(View):
+    """Completions as vLLM's /inference/v1/generate shows them."""
+
+    fields = {name: f"sampling_params.{name}" for name in GenerateParams.model_fields}
+
+    def __init__(self, context: RequestContext, body: Any) -> None:
+        context.request_id = body.request_id or context.request_id
+        super().__init__(context, body, request_id=context.request_id)
+
+    async def job(self) -> Job:
+        fields, prompt, limits = self.body.sampling_params, self.body.token_ids, self.service.limits
+        await self.context.beside_loop(limits.check_tokens, prompt, "token_ids")
+        return limits.job(
+            fields, [prompt], fields.max_tokens, default=limits.default_max_tokens,
+            field="max_tokens", prompt_field="token_ids", top_logprobs=fields.logprobs or 0,
+            prompt_logprobs=fields.prompt_logprobs, version=self.context.version,
+        )  # fmt: skip
+
+    def further(self) -> dict[str, Any]:
+        return {
+            "prompt_token_ids": self.body.token_ids if self.body.return_token_ids else None,
+            "prompt_logprobs": self.prompt_logprobs(0) if self.scores else None,
+        }
+
+    def chunks(self, i: int, piece: Piece) -> list[Event]:
+        return self.chunk(self.choice(i, piece))
+
+    def choice(self, i: int, piece: Piece) -> dict[str, Any]:
+        def entry(token: int, logprob: float) -> dict[str, Any]:
+            # By text and by number, for clients of either of vLLM's shapes.
+            return {"token": f"token_id:{token}", "token_id": token, "logprob": finite(logprob)}
+
+        top = self.body.sampling_params.logprobs
+        choice: dict[str, Any] = {
+            "index": i,
+            "token_ids": piece.token_ids,
+            "finish_reason": piece.finish_reason,
+            "stop_reason": piece.stop_reason,
+            "logprobs": None if top is None else {"content": entries(piece, top, entry)},
+        }
+        if piece.finish_reason is not None:
+            choice["weight_versions"] = [
+                {"version": self.service.weights.of(serial).label, "start": start, "end": end}
+                for serial, start, end in self.running.choices[i].spans
+            ]
+        if self.body.output_mode == "text":
+            choice["text"] = piece.text
+        return choice
