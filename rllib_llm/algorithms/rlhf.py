@@ -33,6 +33,7 @@ from rllib_llm.algorithms.results import (
     with_sampling,
 )
 from rllib_llm.algorithms.rlhf_config import RLHFConfig
+from rllib_llm.config.sampling import asks_a_server
 from rllib_llm.numerics.off_policy import age_metrics
 from rllib_llm.overseer.phases import EVALUATING, LEARNING, PUBLISHING, WAITING
 from rllib_llm.rollouts.errors import BrokenSamplerError, Faults
@@ -128,7 +129,7 @@ class RLHF(LanguageModelAlgorithm):
             self.learner_group, checksum=config.weights_checksum, background=background, push=push,
             shared_module=self.learner_group.is_local and config.num_env_runners == 0,
             transport=config.weights_transport, push_every=config.weights_push_every,
-            needs_epoch=config.asks_a_server,
+            needs_epoch=asks_a_server(config),
         )  # fmt: skip
 
     def make_rollouts(self) -> RolloutSource:

@@ -18,9 +18,11 @@ from rllib_llm.config.rllib import COMMON, ONLINE
 from rllib_llm.config.sampling import (
     ROLLOUTS,
     SAMPLING,
+    asks_a_server,
     engine_rules,
     evaluation_rules,
     sampling_rules,
+    takes_rows,
 )
 from rllib_llm.config.sections import SectionMethod, defaults
 from rllib_llm.config.streaming import (
@@ -155,7 +157,7 @@ class RLHFConfig(LanguageModelConfig):
             max_rejected=int(self.max_resampling * num_groups),
             num_parts=None if self.streams else self.sampling_parts or max(1, self.num_env_runners),
             texts_every=min(1, self.log_samples_every) if self.streams else self.log_samples_every,
-            bounds_age=not self.asks_a_server,
+            bounds_age=not asks_a_server(self),
             timeout_s=self.sampler_timeout_s,
         )
 
@@ -173,26 +175,12 @@ class RLHFConfig(LanguageModelConfig):
             min_valid=min(2, self.num_completions),
             filters=tuple(self.filters or ()),
             by_row=self.schedule == "free"
-            and self.engine in ("torch", "vllm")
+            and takes_rows(self)
             and self.generate_function is None,
             max_groups=-(-rules.capacity // max(1, self.num_env_runners)),
             in_flight=self.in_flight,
             masks_stale_prefix=self.mask_stale_prefix,
         )
-
-    def server_engine_settings(self) -> dict[str, Any]:
-        """The `engine_settings` of engine='openai', completed so that a token server follows or
-        receives the run's weights."""
-        given = dict(self.engine_settings or {})
-        if given.get("endpoint") == "tokens":
-            given.setdefault("follows_run", self.gives_weights_away)
-        return given
-
-    @property
-    def asks_a_server(self) -> bool:
-        """Whether a server generates, in training or in evaluation."""
-        held_out = self.evaluation_config or {}
-        return "openai" in (self.engine, dict(held_out).get("engine"))
 
     @property
     def gives_weights_away(self) -> bool:

@@ -100,6 +100,7 @@ def config_for_evaluation(checkpoint: Path, settings: dict[str, Any]) -> Any:
     from rllib_llm.algorithms.rlhf_config import RLHFConfig
     from rllib_llm.algorithms.supervised import SupervisedConfig
     from rllib_llm.checkpoints.algorithm import saved_config
+    from rllib_llm.config.sampling import engine_of
     from rllib_llm.config.schema import sound_settings
 
     config = saved_config(checkpoint)
@@ -120,7 +121,8 @@ def config_for_evaluation(checkpoint: Path, settings: dict[str, Any]) -> Any:
                 "its run had no eval_data", "Add --config '{eval_data: FILE}'")  # fmt: skip
     if isinstance(config, RLHFConfig):  # what follows the run must not follow this
         config.weights_name = config.serve = config.weights_push = None
-        if config.engine == "openai":  # the server's weights are those of a run
+        engine = engine_of(config)
+        if engine is not None and not engine.takes_weights:  # they are those of a run
             config.engine, config.engine_settings = "torch", None
     config.validate()
     return config

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -11,12 +10,41 @@ from rllib_llm.config.checks import wrong
 from rllib_llm.config.model import StartingPoint
 from rllib_llm.config.tabled_config import flattened
 from rllib_llm.engines.params import SamplingParams
+from rllib_llm.engines.protocol import Engine
+from rllib_llm.engines.registry import ENGINES, engine_class
 from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.errors import Problem
 from rllib_llm.shared.setting import Condition, Section, Settings, setting, when
 
+
+def engine_of(config: Any) -> type[Engine] | None:
+    """The class of the engine that a config has chosen, None for the module's own, which takes
+    seconds to import."""
+    return None if config.engine == "torch" else engine_class(config.engine)
+
+
+def asks_a_server(config: Any) -> bool:
+    """Whether an engine with weights of its own generates, in training or in evaluation."""
+    held_out = dict(config.evaluation_config or {})
+    chosen = {config.engine, held_out.get("engine", "torch")} - {"torch"}
+    return any(not engine_class(name).takes_weights for name in chosen)
+
+
+def takes_rows(config: Any) -> bool:
+    """Whether rows may enter the engine at any step."""
+    engine = engine_of(config)
+    return engine is None or engine.takes_rows
+
+
+def _is_of_samplers(config: Any) -> bool:
+    """Whether the engine is used: the driver's own sampler shares the learner's module."""
+    engine = engine_of(config)
+    remote = bool(config.in_evaluation or config.num_env_runners)
+    return engine is None or not engine.takes_weights or remote
+
+
 ENGINE_OF_ITS_OWN = when(
-    "engine", "is 'vllm' or 'openai'", lambda e: e != "torch", "Choose 'vllm', or remove it"
+    "engine", "is not 'torch'", lambda e: e != "torch", "Choose 'vllm', or remove it"
 )
 TORCH_SAMPLES = Condition(
     "engine is 'torch'",
@@ -25,7 +53,7 @@ TORCH_SAMPLES = Condition(
 )
 OWN_MODULE = Condition(
     "num_env_runners is 1 or more, or engine is 'torch'",
-    lambda c: c.engine != "vllm" or bool(c.in_evaluation or c.num_env_runners),
+    _is_of_samplers,
     "with num_env_runners=0: sampler and learner share one module", "Use 1 or more",
 )  # fmt: skip
 TORCH_GENERATES = when(
@@ -99,16 +127,17 @@ class Sampling(Drawn):
         True, "whether decode steps of Llama-shaped models are recorded as CUDA graphs",
         acts=(TORCH_SAMPLES,), also="enforce_eager",
     )  # fmt: skip
-    engine: Literal["torch", "vllm", "openai"] = setting(
-        "torch", "the engine of remote samplers",
+    engine: str = setting(
+        "torch", "the engine of remote samplers", choices=tuple(ENGINES), or_dotted=True,
         note='"openai": a server with that interface, for evaluation (in `evaluation_config`), or '
         "with `endpoint: tokens` in engine_settings for training, where it returns token ids, "
-        "log-probs and the versions of the weights that it follows. A sampler in the driver's "
-        'process uses "torch".', acts=(OWN_MODULE,), trl="use_vllm", also="backend rollout_engine",
+        "log-probs and the versions of the weights that it follows; a dotted path: a class of your "
+        "own, derived from `rllib_llm.engines.protocol.Engine`. A sampler in the driver's process "
+        'uses "torch".', acts=(OWN_MODULE,), trl="use_vllm", also="backend rollout_engine",
     )  # fmt: skip
     engine_settings: dict[str, Any] | None = setting(
         None, "arguments of `VLLMEngine`, `OpenAICompletions` or, with `endpoint: tokens`, "
-        "`TokenCompletions`", acts=(ENGINE_OF_ITS_OWN,), also="vllm_kwargs engine_kwargs",
+        "`TokenCompletions`, or of your own class", acts=(ENGINE_OF_ITS_OWN,), also="vllm_kwargs engine_kwargs",
         remedy="Write it as {name: value}",
     )  # fmt: skip
     generate_function: str | None = setting(
@@ -290,39 +319,5 @@ def engine_rules(config: Any) -> Iterator[Problem]:
         if not callable(found):
             yield wrong(config, "generate_function", "a function",
                         f"it is {type(found).__name__}", "Name one of the module's")  # fmt: skip
-    if config.engine == "openai":
-        yield from _server_rules(config, config.engine_settings or {})
-    if config.engine == "vllm" and config.num_env_runners:
-        from rllib_llm.engines.vllm_engine import MISSING, check_params
-
-        if importlib.util.find_spec("vllm") is None:
-            raise ValueError(MISSING)
-        if config.lora is not None:
-            yield wrong(config, "lora", "None with engine='vllm'", "adapters alone are published, "
-                        "and vLLM is given whole weights", "Use engine='torch'")  # fmt: skip
-        check_params(config.temperature, config.top_k, config.top_p, config.min_new_tokens)
-
-
-def _server_rules(config: Any, given: dict[str, Any]) -> Iterator[Problem]:
-    is_of_tokens = given.get("endpoint") == "tokens"
-    needed = {"base_url"} if is_of_tokens else {"base_url", "served_model"}
-    if missing := needed - set(given):
-        yield wrong(config, "engine_settings",
-                    f"a dictionary with {' and '.join(map(repr, sorted(needed)))}",
-                    "they say which server and which of its models answers",
-                    f"Add {sorted(missing)}")  # fmt: skip
-    if config.in_evaluation:
-        return
-    if not is_of_tokens:
-        yield wrong(config, "engine", "'torch' or 'vllm' in training, or come with "
-                    "endpoint='tokens' of its engine_settings", "texts are not the tokens that a "
-                    "server sampled, so nothing can be learnt from them",
-                    "Add endpoint: tokens, or set it in evaluation_config alone")  # fmt: skip
-    if not (config.gives_weights_away and given.get("follows_run", True)):
-        yield wrong(config, "engine", "'torch' or 'vllm' in training, or come with weights_name or "
-                    "weights_push", "the server has to have the weights that are learnt",
-                    "Set weights_name, and serve with the same one, and leave follows_run out"
-                    )  # fmt: skip
-    if config.streams:
-        yield wrong(config, "engine", "'torch' or 'vllm' with max_staleness, oversample or filters",
-                    "a server is asked for whole batches by the newest weights")  # fmt: skip
+    if (engine := engine_of(config)) is not None:
+        yield from engine.rules(config)

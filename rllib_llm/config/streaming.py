@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from rllib_llm.config.checks import wrong
+from rllib_llm.config.sampling import takes_rows
 from rllib_llm.numerics.kl import KL_ESTIMATORS
 from rllib_llm.numerics.off_policy import WEIGHT_LEVELS, WEIGHT_MODES
 from rllib_llm.rollouts.filters import Filters
@@ -23,8 +24,8 @@ FREE = when(
     ", where time decides nothing",
 )  # fmt: skip
 BY_ROW = Condition(
-    "engine is 'torch' or 'vllm' and num_env_runners is 1 or more",
-    lambda c: c.engine in ("torch", "vllm") and bool(c.num_env_runners),
+    "the engine takes rows (no server does) and num_env_runners is 1 or more",
+    lambda c: takes_rows(c) and bool(c.num_env_runners),
     "with engine={config.engine!r} and num_env_runners={config.num_env_runners}: whole groups are "
     "sampled with one version", "Use engine='torch' and num_env_runners=1",
 )  # fmt: skip

@@ -108,9 +108,6 @@ def follower_rules(config: Any) -> Iterator[Problem]:
         return
     for server in open_servers(config.weights_push or ()):
         server.close()
-    if config.engine == "openai" and config.weights_push_every != 1:
-        yield wrong(config, "weights_push_every", "1 with engine='openai'",
-                    "what samples has to have the newest weights")  # fmt: skip
     if config.serve is None:
         return
     if config.weights_name is None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 
 from rllib_llm.engines.engine_loop import EngineLoop, settle
-from rllib_llm.engines.protocol import Ended, EngineEndedError, InFlight, Row, Tokens
+from rllib_llm.engines.protocol import Ended, Engine, EngineEndedError, InFlight, Row, Tokens
 from rllib_llm.engines.torch_engine import TextScores, TorchEngine
 
 
@@ -38,8 +38,8 @@ class _Scoring:
     found: list[TextScores] = field(default_factory=list)
 
 
-class HotSwapEngine:
-    """See `protocol.Engine`. `load` is between two steps; `HotSwapLoader`'s does not stop the rows.
+class HotSwapEngine(Engine):
+    """Two engines as one. `load` is between two steps; `HotSwapLoader`'s does not stop the rows.
 
     Args:
         older: a second engine of the same model, at first without rows. With it rows in flight

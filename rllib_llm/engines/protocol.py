@@ -8,9 +8,10 @@ empty", a conversation adds a row per turn, a server adds rows as requests come.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ import torch
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import pad_right
-from rllib_llm.shared.errors import Problems, require
+from rllib_llm.shared.errors import Problem, Problems, require
 
 Finish = Literal["stop", "length", "aborted", "error"]
 """A stop token was sampled; max_new_tokens were; the row was taken out; its logits were not finite.
@@ -118,6 +119,10 @@ class Row:
     cache."""
     version: int | None = None
     """Of the weights that sample it, one of those that the engine has; None: the newest."""
+    published: tuple[int, int] | None = None
+    """(epoch, version) that the run has published last, for a server that follows it."""
+    is_read_whole: bool = False
+    """Whether nobody asks for its tokens before it has ended."""
     guide: Guide | None = None
     """Says what its tokens may be."""
     conversation: Hashable | None = None
@@ -173,17 +178,51 @@ def check_rows(rows: Sequence[Row], held: Iterable[Hashable], version: int | Non
             raise Problems("row.version", rule, "the engine has no other weights", "", row.version)
 
 
-class Engine(Protocol):
-    """Samples from one model. Not thread-safe: one thread owns it (`engine_loop.EngineLoop`)."""
+class Engine(ABC):
+    """Samples from one model. Not thread-safe: one thread owns it (`engine_loop.EngineLoop`).
+
+    The class says what it can. `engines/registry.py` has the names under which the setting `engine`
+    knows engines; a dotted path names any other.
+    """
+
+    takes_weights: ClassVar[bool] = True
+    """Whether published weights are loaded into it; False: it has its own, or follows the run."""
+    takes_rows: ClassVar[bool] = True
+    """Whether rows may be added to those that it samples; False: it is asked for whole batches."""
+    knows_versions: ClassVar[bool] = False
+    """Whether it knows better than its caller which weights sampled a token of a batch."""
+    has_logprobs: ClassVar[bool] = True
+    """Whether its tokens and log-probs are exact, so that they can be learnt from."""
+
+    @classmethod
+    def rules(cls, config: Any) -> Iterator[Problem]:
+        """The problems of an algorithm's config that has chosen this engine."""
+        if config.in_evaluation:
+            return
+        if not cls.has_logprobs:
+            yield Problem("engine", "be another in training", "its tokens cannot be learnt from",
+                          "Set it in evaluation_config alone", config.engine)  # fmt: skip
+        if config.streams and not cls.takes_rows:
+            yield Problem("engine", "be another with max_staleness, oversample or filters",
+                          "it is asked for whole batches by the newest weights",
+                          "Use engine='torch'", config.engine)  # fmt: skip
+
+    @classmethod
+    def open(cls, config: Any) -> Engine:
+        """The engine of a sampler with this config."""
+        return cls(**(config.engine_settings or {}))
 
     @property
+    @abstractmethod
     def num_running(self) -> int:
         """Rows in it, those that wait for a place among them."""
 
     @property
+    @abstractmethod
     def version(self) -> int | None:
         """The version of the weights on which new rows start; None before any were loaded."""
 
+    @abstractmethod
     def add(self, rows: Sequence[Row]) -> None:
         """Adds rows; they sample their first token in one of the next steps.
 
@@ -193,18 +232,22 @@ class Engine(Protocol):
             RuntimeError: the engine was given no weights yet.
         """
 
+    @abstractmethod
     def step(self) -> list[Ended]:
         """Samples one token for every row that has a place, and hands back rows that have ended:
         at once or, on a device that is better not asked at each step, a few steps later."""
 
+    @abstractmethod
     def sampled(self, ids: Sequence[Hashable], starts: Sequence[int]) -> list[Tokens]:
         """The tokens of unfinished rows since they were added, of each from the index in `starts`
         on. A row that has finished but was not returned yet has a `finish`."""
 
+    @abstractmethod
     def abort(self, ids: Sequence[Hashable]) -> list[Ended]:
         """Removes rows and returns their partial output; finished ones keep their `finish`. Unknown
         ids are ignored."""
 
+    @abstractmethod
     def load(
         self, weights: dict[str, torch.Tensor], version: int, in_flight: InFlight = "finish"
     ) -> None:
@@ -218,6 +261,7 @@ class Engine(Protocol):
                 have their KV cache `recompute`d, or `keep` the one they have.
         """
 
+    @abstractmethod
     def close(self) -> None:
         """Frees all memory; its rows are lost."""
 

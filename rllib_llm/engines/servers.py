@@ -1,55 +1,131 @@
-"""Clients that request completions from servers, singly and in batches."""
+"""Servers as engines: a request for each row, and the answers in the order in which they come."""
 
 from __future__ import annotations
 
 import math
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, ClassVar
+
+import torch
 
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import Ended, Engine, Finish, Noise, Row
-from rllib_llm.shared.errors import Problems, require
+from rllib_llm.engines.protocol import Ended, Engine, Finish, InFlight, Noise, Row, Tokens, check_rows
+from rllib_llm.shared.errors import Problem, Problems, require
 from rllib_llm.shared.openai_client import OpenAIClient, server_root
 
 
-class CompletionClient(ABC):
-    """Completions by a server, one by one or in batches, with the weights that it has.
+class ServerEngine(Engine):
+    """Completions by a server with the weights that it has.
 
     Args:
         client: asks it; closed with this.
-        tokenizer, stop_token_ids: the policy's, with all its EOS ids.
     """
 
-    takes_weights, has_weights = False, True
-    knows_versions = True  # which weights sampled a token
+    takes_weights, takes_rows, knows_versions = False, False, True
+    needed: ClassVar[tuple[str, ...]] = ("base_url",)  # of the settings
+    version = 0
 
-    def __init__(
-        self, client: OpenAIClient, tokenizer: Any, stop_token_ids: tuple[int, ...]
-    ) -> None:
+    def __init__(self, client: OpenAIClient) -> None:
         self._client = client
-        self.tokenizer, self.stop_token_ids = tokenizer, stop_token_ids
+        self._running: dict[Hashable, Future[Ended]] = {}
+        self._answered: SimpleQueue[Hashable] = SimpleQueue()
+
+    @classmethod
+    def rules(cls, config: Any) -> Iterator[Problem]:
+        given = dict(config.engine_settings or {})
+        name, endpoint = config.engine, given.get("endpoint", "completions")
+        kind = ENDPOINTS.get(endpoint)
+        if kind is None:
+            yield Problem("engine_settings.endpoint", f"be one of {tuple(ENDPOINTS)}",
+                          value=endpoint)  # fmt: skip
+            return
+        if missing := set(kind.needed) - set(given):
+            yield Problem("engine_settings",
+                          f"be a dictionary with {' and '.join(map(repr, kind.needed))}",
+                          "they say which server and which of its models answers",
+                          f"Add {sorted(missing)}", config.engine_settings)  # fmt: skip
+        if config.in_evaluation:
+            return
+        if not kind.has_logprobs:
+            yield Problem("engine", "be another in training, or come with endpoint='tokens' of its "
+                          "engine_settings", "texts are not the tokens that a server sampled, so "
+                          "nothing can be learnt from them", "Add endpoint: tokens, or set it in "
+                          "evaluation_config alone", name)  # fmt: skip
+        if not (config.gives_weights_away and given.get("follows_run", True)):
+            yield Problem("engine", "be another in training, or come with weights_name or "
+                          "weights_push", "the server has to have the weights that are learnt",
+                          "Set weights_name, and serve with the same one, and leave follows_run "
+                          "out", name)  # fmt: skip
+        if config.weights_push_every != 1:
+            yield Problem("weights_push_every", f"be 1 with engine={name!r}", "what samples has to "
+                          "have the newest weights", "Leave it out", config.weights_push_every
+                          )  # fmt: skip
+        yield from super().rules(config)
+
+    @classmethod
+    def open(cls, config: Any) -> Engine:
+        """The client of the endpoint that `engine_settings` name; one of tokens follows the run
+        whose weights it is given."""
+        # Here, since transformers would make importing the package slow.
+        from rllib_llm.modules.tokenizer import load_tokenizer
+
+        settings = dict(config.engine_settings or {})
+        if settings.pop("endpoint", "completions") == "tokens":
+            return TokenCompletions(**{"follows_run": config.gives_weights_away, **settings})
+        return OpenAICompletions(load_tokenizer(config.pretrained_model), **settings)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
 
     @abstractmethod
-    def submit(self, row: Row, weights: tuple[int, int] | None = None) -> Future[Ended]:
-        """Starts a completion of a prompt, see `complete`. The future raises RequestRefusedError or
-        ServerError where there is no answer."""
+    def submit(self, row: Row) -> Future[Ended]:
+        """Starts a completion. The future raises RequestRefusedError or ServerError where there is
+        no answer."""
 
-    def complete(self, rows: Sequence[Row], weights: tuple[int, int] | None) -> list[Ended]:
-        """A completion of each prompt; the same noise gives the same one, where it can. `weights`:
-        (epoch, version) of the run's newest, for a server that follows it."""
-        started = [self.submit(row, weights) for row in rows]
-        return [future.result() for future in started]
+    def add(self, rows: Sequence[Row]) -> None:
+        check_rows(rows, self._running, self.version)
+        started = {row.id: self.submit(row) for row in rows}
+        self._running |= started
+        for row_id, future in started.items():
+            future.add_done_callback(partial(self._note, row_id))
 
-    def open_rows(self, version: int | None = None, load_weights: Any = None) -> Engine:
-        """Raises ValueError: it cannot be asked row by row."""
-        rule = "be 'torch' or 'vllm' for conversations"
-        raise Problems("engine", rule, "a server is asked for whole batches", value="openai")
+    def _note(self, row_id: Hashable, _: Future[Ended]) -> None:
+        self._answered.put(row_id)
 
-    def load_weights(self, weights: dict[str, Any]) -> None:  # noqa: B027
+    def step(self) -> list[Ended]:
+        """Waits for an answer; hands back all that are there.
+
+        Raises:
+            RequestRefusedError, ServerError: there is none for a row; all rows are dropped.
+        """
+        ids = [self._answered.get()]
+        while not self._answered.empty():
+            ids.append(self._answered.get())
+        try:
+            return [self._running.pop(i).result() for i in ids if i in self._running]
+        except BaseException:
+            self.abort(list(self._running))
+            raise
+
+    def sampled(self, ids: Sequence[Hashable], starts: Sequence[int]) -> list[Tokens]:
+        """None of any: they come with the answer."""
+        return [Tokens([], [], []) for _ in ids]
+
+    def abort(self, ids: Sequence[Hashable]) -> list[Ended]:
+        out = [row_id for row_id in ids if row_id in self._running]
+        for row_id in out:
+            self._running.pop(row_id).cancel()
+        return [Ended(row_id, [], [], [], "aborted") for row_id in out]
+
+    def load(
+        self, weights: dict[str, torch.Tensor], version: int, in_flight: InFlight = "finish"
+    ) -> None:
         """Does nothing: it has its own."""
 
     def close(self) -> None:
@@ -57,12 +133,12 @@ class CompletionClient(ABC):
         self._client.close()
 
 
-# --- Completions by a server with OpenAI's interface: a client like that of an engine of our own
+# --- Completions by a server with OpenAI's interface
 
 PROMPT_FORMATS = ("token_ids", "text")
 
 
-class OpenAICompletions(CompletionClient):
+class OpenAICompletions(ServerEngine):
     """Asks `<base_url>/completions` once per completion.
 
     Prompts travel as the policy's token ids, so that chat markup and special tokens arrive as they
@@ -71,6 +147,7 @@ class OpenAICompletions(CompletionClient):
     Stop tokens, top_k and min_new_tokens are the server's business.
 
     Args:
+        tokenizer: the policy's.
         base_url: of the server, such as "http://localhost:8000/v1".
         prompt_format: "token_ids", for a server of a model with the policy's tokenizer; "text" for
             others, where prompts are plain text.
@@ -81,18 +158,20 @@ class OpenAICompletions(CompletionClient):
         ValueError: an unknown prompt format.
     """
 
+    needed, has_logprobs = ("base_url", "served_model"), False
+
     def __init__(
-        self, tokenizer: Any, stop_token_ids: tuple[int, ...] = (), *, base_url: str,
-        served_model: str, prompt_format: str = "token_ids",
-        extra_body: dict[str, Any] | None = None, **client: Any,
+        self, tokenizer: Any, *, base_url: str, served_model: str,
+        prompt_format: str = "token_ids", extra_body: dict[str, Any] | None = None, **client: Any,
     ) -> None:  # fmt: skip
         require(prompt_format in PROMPT_FORMATS, "engine_settings.prompt_format", prompt_format,
                 f"be one of {PROMPT_FORMATS}")  # fmt: skip
         self._served_model, self._prompt_format = served_model, prompt_format
         self._extra_body = dict(extra_body or {})
-        super().__init__(OpenAIClient(base_url, **client), tokenizer, stop_token_ids)
+        self.tokenizer = tokenizer
+        super().__init__(OpenAIClient(base_url, **client))
 
-    def submit(self, row: Row, weights: tuple[int, int] | None = None) -> Future[Ended]:
+    def submit(self, row: Row) -> Future[Ended]:
         """Starts a completion; log-probs are NaN where the server gave none that fit.
 
         Raises:
@@ -110,7 +189,7 @@ class OpenAICompletions(CompletionClient):
             "logprobs": 0,
             **self._extra_body,
         }
-        return self._client.submit("completions", body, partial(self._read, params))
+        return self._client.submit("completions", body, partial(self._read, row))
 
     def _prompt(self, token_ids: list[int]) -> str | list[int]:
         if self._prompt_format == "token_ids":
@@ -124,8 +203,8 @@ class OpenAICompletions(CompletionClient):
             raise Problems("engine_settings.prompt_format", rule, reason, value="text")
         return str(self.tokenizer.decode(token_ids))
 
-    def _read(self, params: SamplingParams, answer: Any) -> Ended:
-        choice = answer["choices"][0]
+    def _read(self, row: Row, answer: Any) -> Ended:
+        choice, params = answer["choices"][0], row.params
         text, token_ids = choice["text"], choice.get("token_ids")
         if not isinstance(text, str):
             raise TypeError(f"choices[0].text is a {type(text).__name__}")
@@ -142,7 +221,7 @@ class OpenAICompletions(CompletionClient):
             ids.append(next(iter(params.stop_token_ids), params.pad_token_id))
         logprobs = (logprobs + [math.nan] * len(ids))[: len(ids)]
         finish: Finish = "stop" if ids[-1] in params.stop_token_ids else "length"
-        return Ended(None, ids, logprobs, [-1] * len(ids), finish)
+        return Ended(row.id, ids, logprobs, [-1] * len(ids), finish)
 
 
 # --- Completions by a server that takes and gives tokens: its rows can be learnt from
@@ -151,7 +230,7 @@ PATH = "inference/v1/generate"
 _LABEL = re.compile(r"(?:(\d+)\.)?(\d+)\Z")  # "2.31", or "step-31"
 
 
-class TokenCompletions(CompletionClient):
+class TokenCompletions(ServerEngine):
     """Asks for token ids, by vLLM's own interface.
 
     Args:
@@ -166,19 +245,17 @@ class TokenCompletions(CompletionClient):
     """
 
     def __init__(
-        self, tokenizer: Any = None, stop_token_ids: tuple[int, ...] = (), *, base_url: str,
-        served_model: str | None = None, follows_run: bool = False, exact_noise: bool = True,
-        extra_params: Mapping[str, Any] | None = None, **client: Any,
+        self, *, base_url: str, served_model: str | None = None, follows_run: bool = False,
+        exact_noise: bool = True, extra_params: Mapping[str, Any] | None = None, **client: Any,
     ) -> None:  # fmt: skip
         self._served_model, self._follows_run = served_model, follows_run
         self._exact_noise, self._extra = exact_noise, dict(extra_params or {})
         # What is no text is refused by the client.
         root = server_root(base_url) if isinstance(base_url, str) else base_url
-        super().__init__(OpenAIClient(root, **client), tokenizer, stop_token_ids)
+        super().__init__(OpenAIClient(root, **client))
 
-    def submit(self, row: Row, weights: tuple[int, int] | None = None) -> Future[Ended]:
-        """See `CompletionClient`."""
-        params, asked = row.params, weights if self._follows_run else None
+    def submit(self, row: Row) -> Future[Ended]:
+        params, asked = row.params, row.published if self._follows_run else None
         sampling: dict[str, Any] = {
             "max_tokens": params.max_new_tokens,
             "min_tokens": params.min_new_tokens,
@@ -193,7 +270,7 @@ class TokenCompletions(CompletionClient):
         if self._served_model is not None:
             body["model"] = self._served_model
         headers = None if asked is None else {"X-Min-Weight-Version": f"{asked[0]}.{asked[1]}"}
-        return self._client.submit(PATH, body, partial(_read, params, asked), headers)
+        return self._client.submit(PATH, body, partial(_read, row, asked), headers)
 
     def _noise(self, noise: Noise) -> dict[str, int]:
         if not self._exact_noise:
@@ -201,7 +278,7 @@ class TokenCompletions(CompletionClient):
         return {"seed": noise.seed, "noise_row": noise.row, "noise_turn": noise.turn}
 
 
-def _read(params: SamplingParams, asked: tuple[int, int] | None, answer: Any) -> Ended:
+def _read(row: Row, asked: tuple[int, int] | None, answer: Any) -> Ended:
     """The completion in an answer."""
     choice = answer["choices"][0]
     ids, entries = [int(i) for i in choice["token_ids"]], choice["logprobs"]["content"]
@@ -214,8 +291,8 @@ def _read(params: SamplingParams, asked: tuple[int, int] | None, answer: Any) ->
     if tokens != ids or not all(map(math.isfinite, logprobs)):
         raise ValueError("the log-probs are not those of the tokens")
     versions = _versions(choice["weight_versions"], len(ids), asked)
-    finish: Finish = "stop" if ids[-1] in params.stop_token_ids else "length"
-    return Ended(None, ids, logprobs, versions, finish)
+    finish: Finish = "stop" if ids[-1] in row.params.stop_token_ids else "length"
+    return Ended(row.id, ids, logprobs, versions, finish)
 
 
 def _versions(spans: Any, count: int, asked: tuple[int, int] | None) -> list[int]:
@@ -246,25 +323,7 @@ def read_label(label: Any) -> tuple[int | None, int]:
     return None if epoch is None else int(epoch), int(version)
 
 
-ENDPOINTS = ("completions", "tokens")
+ENDPOINTS: dict[Any, type[ServerEngine]] = {
+    "completions": OpenAICompletions, "tokens": TokenCompletions,
+}  # fmt: skip
 """Of a server: OpenAI's texts, for evaluation; token ids in and out, for training too."""
-
-
-def open_server(model: str, *, endpoint: str = "completions", **settings: Any) -> CompletionClient:
-    """Completions by a server.
-
-    Args:
-        model: folder, hub id or dotted path of the policy, for its tokenizer.
-        endpoint: one of `ENDPOINTS`.
-        settings: of `OpenAICompletions` or `TokenCompletions`.
-
-    Raises:
-        ValueError: an unknown endpoint.
-    """
-    # Here, since transformers would make importing the package slow.
-    from rllib_llm.modules.tokenizer import load_tokenizer, policy_eos_ids
-
-    require(endpoint in ENDPOINTS, "engine_settings.endpoint", endpoint, f"be one of {ENDPOINTS}")
-    tokenizer = load_tokenizer(model)
-    kind = TokenCompletions if endpoint == "tokens" else OpenAICompletions
-    return kind(tokenizer, policy_eos_ids(model, tokenizer), **settings)

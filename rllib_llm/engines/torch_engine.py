@@ -21,6 +21,7 @@ from rllib_llm.engines.kv_cache import KeptPrefixes, Prefix
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import (
     Ended,
+    Engine,
     Finish,
     InFlight,
     Likeliest,
@@ -146,8 +147,8 @@ class _RunningRow:
     column: int  # of the buffers
 
 
-class TorchEngine:
-    """See `protocol.Engine`.
+class TorchEngine(Engine):
+    """Samples by our own decode loop, with a module's model.
 
     Args:
         model: causal LM of transformers in eval mode, which this engine owns: it is written to by

@@ -137,7 +137,7 @@ class AgentSampler(ConversationSampler):
 
         assert isinstance(env, AgentEnv), "the environment runner chose this sampler"
         engine = self.policy.open_engine(self.weights.version)
-        require(isinstance(engine, TorchEngine), "engine", "vllm", "be 'torch' with agents",
+        require(isinstance(engine, TorchEngine), "engine", ..., "be 'torch' with agents",
                 "their server samples by our own decode loop", "Set engine='torch'")  # fmt: skip
         server = open_for(env, engine, open_agent_server, params.stop_token_ids, self.name)
         return run_agents(

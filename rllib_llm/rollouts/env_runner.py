@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 import torch
@@ -33,7 +33,7 @@ from ray.rllib.utils.metrics import (
 from ray.rllib.utils.typing import StateDict
 
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.servers import open_server
+from rllib_llm.engines.registry import engine_class
 from rllib_llm.envs.adapters.agent import AgentEnv
 from rllib_llm.envs.bandit import check_env_lengths
 from rllib_llm.envs.conversation import ConversationEnv
@@ -52,9 +52,6 @@ from rllib_llm.shared.messages import Listener
 from rllib_llm.shared.process import keep_freed_memory, threads_for
 from rllib_llm.weights.coordinator import PublishedWeights
 from rllib_llm.weights.receiver import WeightsReceiver
-
-if TYPE_CHECKING:
-    from rllib_llm.engines.vllm_engine import VLLMEngine
 
 
 class RLHFEnvRunner(EnvRunner, Checkpointable):
@@ -154,12 +151,11 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
 
     def _make_policy(self) -> SamplingPolicy:
         config = self.config
-        if config.engine == "openai":
-            settings = config.server_engine_settings()
-            return EnginePolicy(open_server(config.pretrained_model, **settings))
-        # The driver's own sampler may share the learner's module, and wants no second policy.
-        if config.engine == "vllm" and self.worker_index:
-            return EnginePolicy(self._open_vllm())
+        if config.engine != "torch":
+            kind = engine_class(config.engine)
+            # The driver's own sampler may share the learner's module, and wants no second policy.
+            if self.worker_index or not kind.takes_weights:
+                return EnginePolicy(kind.open(config), config.pretrained_model)
         make_policy: Callable[..., ModulePolicy] = ModulePolicy
         if config.generate_function is not None:
             function = import_dotted(config.generate_function, name="generate_function")
@@ -172,16 +168,6 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         if self.worker_index:
             policy.build()
         return policy
-
-    def _open_vllm(self) -> VLLMEngine:
-        from rllib_llm.engines.vllm_engine import VLLMEngine
-
-        config = self.config
-        settings = {"dtype": "bfloat16" if config.mixed_precision else config.dtype}
-        if config.sampling_batch_size is not None:
-            settings["max_num_seqs"] = config.sampling_batch_size
-        settings |= config.engine_settings or {}
-        return VLLMEngine(config.pretrained_model, temperature=config.temperature, **settings)
 
     def _make_module(self) -> RLModule:
         """The policy of this sampler, without critic, on its device."""

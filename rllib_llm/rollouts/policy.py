@@ -1,14 +1,15 @@
-"""Whatever generates for a sampler: an RLModule, vLLM in this process, or a server.
+"""Whatever generates for a sampler: an RLModule, or any other engine.
 
-A user's function that generates is in `generate_function.py`.
+    ModulePolicy   an RLModule: batches by `engines.engine.generate`, rows in a `TorchEngine`
+    EnginePolicy   a class of `engines.registry`: batches and rows in it
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import torch
 from ray.rllib.core.rl_module.rl_module import RLModule
@@ -16,15 +17,22 @@ from ray.rllib.core.rl_module.rl_module import RLModule
 from rllib_llm.engines.decode_step import DecodePlan
 from rllib_llm.engines.engine import check_decoding, generate
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import Engine, Noise, Row, pad_completions, uniform_noise
-from rllib_llm.engines.servers import CompletionClient
+from rllib_llm.engines.protocol import (
+    NOT_FINITE,
+    Ended,
+    Engine,
+    InFlight,
+    Noise,
+    Row,
+    Tokens,
+    pad_completions,
+    uniform_noise,
+)
 from rllib_llm.engines.torch_engine import TorchEngine
 from rllib_llm.shared import columns
+from rllib_llm.shared.errors import require
 from rllib_llm.weights.flat_buffer import FlatBuffer, unpack
 from rllib_llm.weights.loading import ModuleLoader, differing
-
-if TYPE_CHECKING:
-    from rllib_llm.engines.vllm_engine import VLLMEngine
 
 LoadWeights: TypeAlias = Callable[[dict[str, torch.Tensor]], None]
 EVALUATION_SEED = 1_000_003  # added to the seed, so that evaluation has other noise
@@ -200,51 +208,68 @@ class ModulePolicy:
 
 
 class EnginePolicy:
-    """vLLM in this process, which has a copy of the policy, or a server, with weights that it has
-    from elsewhere; to be asked as a `ModulePolicy`.
+    """An engine that is no module of ours, to be asked as a `ModulePolicy`.
+
+    Args:
+        model: folder, hub id or dotted path of the policy, for its tokens.
     """
 
-    def __init__(self, engine: CompletionClient | VLLMEngine) -> None:
-        self._engine = engine
-        self.takes_weights = engine.takes_weights
+    def __init__(self, engine: Engine, model: str) -> None:
+        # Here, since transformers would make importing the package slow.
+        from rllib_llm.modules.tokenizer import load_tokenizer, policy_eos_ids
+
+        self.engine, self.takes_weights = engine, engine.takes_weights
+        self.coming: tuple[int, InFlight] | None = None  # version of what `load` is given next
+        tokenizer = load_tokenizer(model)
+        self.pad_token_id: int = tokenizer.pad_token_id
+        self.stop_token_ids: tuple[int, ...] = policy_eos_ids(model, tokenizer)
 
     @property
     def has_weights(self) -> bool:
-        return self._engine.has_weights
-
-    @property
-    def pad_token_id(self) -> int:
-        return self._engine.tokenizer.pad_token_id
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        return self._engine.stop_token_ids
+        return self.engine.version is not None
 
     def generate(
         self, prompts: Mapping[str, torch.Tensor], asked: Generation
     ) -> dict[str, torch.Tensor]:
+        """See `ModulePolicy.generate`.
+
+        Raises:
+            FloatingPointError: the model's logits are not finite.
+        """
         ids, mask = prompts[columns.PROMPT_IDS], prompts[columns.PROMPT_MASK]
-        params, n, engine = asked.params, asked.num_completions, self._engine
+        params, n, engine = asked.params, asked.num_completions, self.engine
         groups = [row[kept].tolist() for row, kept in zip(ids, mask, strict=True)]
         rows = [
-            Row(i, groups[i // n], params, noise=Noise(asked.seed, row_id))
+            Row(i, groups[i // n], params, noise=Noise(asked.seed, row_id), group=i // n,
+                published=asked.weights, is_read_whole=True)
             for i, row_id in enumerate(asked.row_ids.tolist())
-        ]
-        ended = engine.complete(rows, asked.weights)
-        made = pad_completions(ended, params.pad_token_id, with_versions=engine.knows_versions)
+        ]  # fmt: skip
+        ended: dict[Hashable, Ended] = {}
+        engine.add(rows)
+        while engine.num_running:
+            ended |= {each.id: each for each in engine.step()}
+        if any(each.finish == "error" for each in ended.values()):
+            raise FloatingPointError(NOT_FINITE)
+        made = pad_completions(
+            [ended[row.id] for row in rows], params.pad_token_id,
+            with_versions=engine.knows_versions,
+        )  # fmt: skip
         return made.columns(ids.device)
 
     def open_engine(
         self, version: int | None, *, load_weights: LoadWeights | None = None
     ) -> Engine:
-        """As that of a module.
+        """As that of a module: closing it leaves the engine open.
 
         Raises:
-            ValueError: a server cannot be asked turn by turn.
+            Problems: it is asked for whole batches.
         """
-        return self._engine.open_rows(version, load_weights)
+        rule = "be one that takes rows at any step, such as 'torch', for conversations"
+        require(self.engine.takes_rows, "engine", type(self.engine).__name__, rule)
+        return _Loan(self, version, load_weights)
 
     def load(self, weights: FlatBuffer) -> None:
+        """Generates with these published weights."""
         self.set_state(unpack(weights))
 
     def differing(self, weights: FlatBuffer) -> list[str]:
@@ -256,10 +281,69 @@ class EnginePolicy:
         return {}
 
     def set_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        self._engine.load_weights(dict(state))
+        self.engine.load(dict(state), *(self.coming or (self.engine.version or 0, "keep")))
 
     def close(self) -> None:
-        self._engine.close()
+        self.engine.close()
+
+
+class _Loan(Engine):
+    """A policy's engine, to be closed by who borrows it.
+
+    Args:
+        version: of its weights, stamped on all tokens; None: the engine knows, after `load`.
+        load_weights: see `ModulePolicy.open_engine`; it calls the policy's `load`.
+    """
+
+    def __init__(
+        self, policy: EnginePolicy, version: int | None, load_weights: LoadWeights | None
+    ) -> None:
+        self._policy, self._engine = policy, policy.engine
+        self._version, self._load_weights = version, load_weights
+        self._ids: set[Hashable] = set()
+
+    @property
+    def num_running(self) -> int:
+        return self._engine.num_running
+
+    @property
+    def version(self) -> int | None:
+        return self._engine.version if self._version is None else self._version
+
+    def add(self, rows: Sequence[Row]) -> None:
+        self._engine.add(rows)
+        self._ids |= {row.id for row in rows}
+
+    def step(self) -> list[Ended]:
+        return self._stamped(self._engine.step())
+
+    def _stamped(self, ended: list[Ended]) -> list[Ended]:
+        self._ids -= {each.id for each in ended}
+        if self._version is None:
+            return ended
+        return [replace(each, versions=[self._version] * each.num_tokens) for each in ended]
+
+    def sampled(self, ids: Sequence[Hashable], starts: Sequence[int]) -> list[Tokens]:
+        return self._engine.sampled(ids, starts)
+
+    def abort(self, ids: Sequence[Hashable]) -> list[Ended]:
+        return self._stamped(self._engine.abort(ids))
+
+    def load(
+        self, weights: dict[str, torch.Tensor], version: int, in_flight: InFlight = "finish"
+    ) -> None:
+        self._version = None
+        if self._load_weights is None:
+            self._engine.load(weights, version, in_flight)
+            return
+        self._policy.coming = version, in_flight
+        try:
+            self._load_weights(weights)
+        finally:
+            self._policy.coming = None
+
+    def close(self) -> None:
+        self.abort(list(self._ids))
 
 
 SamplingPolicy: TypeAlias = ModulePolicy | EnginePolicy

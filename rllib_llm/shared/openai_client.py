@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 RETRIED_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 AWAY_STATUS = frozenset({429, 502, 503, 504})  # of a server that can answer nothing now
-MISSING = "engine='openai' and judges on a server need httpx: pip install 'rllib-llm[openai]'."
+MISSING = "engines and judges on a server need httpx: pip install 'rllib-llm[openai]'."
 # The least value of each number that a user may set.
 _LEAST = {
     "timeout_s": 1e-3, "max_attempts": 1, "max_concurrency": 1, "first_delay_s": 0.0,

@@ -9,7 +9,9 @@ import pytest
 from transformers import LlamaConfig
 
 from rllib_llm.config.checks import no_effect
-from rllib_llm.engines.vllm_engine import VLLMEngine, check_heads, check_params
+from rllib_llm.engines.servers import ServerEngine
+from rllib_llm.engines.vllm_engine import VLLMEngine, check_heads, truncated
+from rllib_llm.shared.errors import Problems
 from tests.algorithms import tiny_runs as tiny
 
 SERVER = {"base_url": "http://localhost:8000/v1", "served_model": "m"}
@@ -19,8 +21,10 @@ without_vllm = pytest.mark.skipif(
 
 
 def test_an_unknown_engine_is_refused():
-    with pytest.raises(ValueError, match=r"engine='sglang' must be one of \('torch', 'vllm'"):
-        tiny.grpo().sampling(engine="sglang").validate()
+    for wrong in ("sglang", "tests.algorithms.tiny_runs.PROMPTS", "tests.algorithms.no_such"):
+        with pytest.raises(Problems) as caught:
+            tiny.grpo().sampling(engine=wrong).validate()
+        assert (caught.value.problem.name, caught.value.problem.value) == ("engine", wrong)
 
 
 def test_settings_of_an_engine_are_a_dictionary():
@@ -30,8 +34,9 @@ def test_settings_of_an_engine_are_a_dictionary():
 
 def test_training_with_a_server_is_refused_and_evaluating_is_not():
     config = tiny.grpo().sampling(engine="openai", engine_settings=SERVER)
-    with pytest.raises(ValueError, match="engine='openai' must be 'torch' or 'vllm' in training"):
+    with pytest.raises(Problems) as caught:
         config.validate()
+    assert caught.value.problem.name == "engine" and "endpoint" in caught.value.problem.rule
     config = tiny.grpo().evaluation(
         evaluation_config={"engine": "openai", "engine_settings": SERVER}
     )
@@ -47,7 +52,9 @@ def test_training_with_a_server_wants_tokens_and_the_run_s_weights():
     with pytest.raises(ValueError, match="come with weights_name or weights_push"):
         config.validate()
     config.weights(name="run").validate()
-    assert config.server_engine_settings()["follows_run"] is True
+    engine = ServerEngine.open(config)
+    engine.close()
+    assert engine._follows_run is True
     config.sampling(engine_settings={**server, "follows_run": False})
     with pytest.raises(ValueError, match="come with weights_name or weights_push"):
         config.validate()
@@ -101,7 +108,6 @@ def test_heads_too_narrow_for_vllm_on_a_cpu_are_said_before_it_starts():
 )  # fmt: skip
 def test_vllm_s_log_probs_before_truncation_are_those_at_temperature_1(settings, said):
     off = {"top_k": 0, "top_p": 1.0, "min_new_tokens": 0}
-    check_params(1.0, **{**off, **settings})
-    check_params(0.7, **off)
-    with pytest.raises(ValueError, match=f"{said} with engine='vllm' and temperature=0.7"):
-        check_params(0.7, **{**off, **settings})
+    assert not [*truncated(1.0, **{**off, **settings}), *truncated(0.7, **off)]
+    (problem,) = truncated(0.7, **{**off, **settings})
+    assert f"{said} with engine='vllm' and temperature=0.7" in str(problem)

@@ -9,7 +9,7 @@ import torch
 
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Noise, Row
-from rllib_llm.engines.servers import CompletionClient, OpenAICompletions, open_server
+from rllib_llm.engines.servers import OpenAICompletions
 from rllib_llm.modules.tokenizer import load_tokenizer
 from rllib_llm.rollouts.judged_batch import SampleRequest
 from rllib_llm.shared.errors import Problems
@@ -32,8 +32,11 @@ def doubled(path, body):
     return 200, {"choices": [{"text": text, "finish_reason": finish, "logprobs": logprobs}]}, {}
 
 
-def engine(server, **settings) -> CompletionClient:
-    return open_server(tiny.MODEL, base_url=server.base_url, served_model="m", **QUICK, **settings)
+def engine(server, **settings) -> OpenAICompletions:
+    tokenizer = load_tokenizer(tiny.MODEL)
+    return OpenAICompletions(
+        tokenizer, base_url=server.base_url, served_model="m", **QUICK, **settings
+    )
 
 
 def encoded(engine, texts):

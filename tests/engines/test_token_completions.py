@@ -34,7 +34,7 @@ def completed(*answers, weights=None, **settings):
     with serving(answer_next) as server:
         client = TokenCompletions(base_url=server.base_url, **QUICK, **settings)
         try:
-            ended = client.submit(Row(0, [1, 6], PARAMS, noise=NOISE), weights).result()
+            ended = client.submit(Row(0, [1, 6], PARAMS, noise=NOISE, published=weights)).result()
         finally:
             client.close()
     return ended, server.requests

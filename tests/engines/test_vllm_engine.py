@@ -71,7 +71,7 @@ def models():
 @pytest.fixture
 def model(engine, models):
     """What the engine samples from in this test."""
-    engine.load_weights(weights_of(models[0]))
+    engine.load(weights_of(models[0]), 0)
     return models[0]
 
 
@@ -108,9 +108,9 @@ def test_greedy_completions_equal_our_own(engine, model):
 def test_new_weights_are_in_use_at_once(engine, model, models):
     """Also for prompts whose keys and values the old weights have left in the cache."""
     before = completions(engine, n=1, greedy=True)
-    engine.load_weights(weights_of(models[1]))
+    engine.load(weights_of(models[1]), 0)
     assert_equals_ours(engine, models[1])
-    engine.load_weights(weights_of(models[0]))
+    engine.load(weights_of(models[0]), 0)
     again = completions(engine, n=1, greedy=True)
     assert torch.equal(again.completion_ids, before.completion_ids)
 
@@ -198,7 +198,8 @@ def greedily(model, text, count: int) -> list[int]:
 
 
 def test_rows_come_and_go_at_any_step(engine, model):
-    rows = engine.open_rows(7)
+    rows = engine
+    rows.load(weights_of(model), 7)
     first, second, third = texts()
     rows.add([greedy_row("a", first), greedy_row("b", second)])
     rows.step(), rows.step()
@@ -219,8 +220,8 @@ def test_rows_come_and_go_at_any_step(engine, model):
 
 @pytest.mark.parametrize("in_flight", ["finish", "recompute", "keep"])
 def test_new_weights_come_between_two_steps(engine, models, in_flight):
-    engine.load_weights(weights_of(models[0]))
-    rows = engine.open_rows(0)
+    engine.load(weights_of(models[0]), 0)
+    rows = engine
     first, second, _ = texts()
     rows.add([greedy_row("old", first)])
     for _ in range(4):

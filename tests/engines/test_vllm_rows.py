@@ -31,9 +31,8 @@ def weights(offset: int) -> dict[str, torch.Tensor]:
 
 
 def opened(engine, offset: int = 0):
-    rows = engine.open_rows()
-    rows.load(weights(offset), version=3)
-    return rows
+    engine.load(weights(offset), version=3)
+    return engine
 
 
 def until_empty(rows) -> dict:
@@ -49,8 +48,8 @@ def test_generating_without_weights_is_refused(engine):
     with pytest.raises(RuntimeError, match="weights must be loaded"):
         sampled_by(engine, prompt, prompt.bool(), PARAMS, **ask)
     with pytest.raises(RuntimeError, match="weights must be loaded"):
-        engine.open_rows().add([Row("a", [1], PARAMS)])
-    engine.load_weights(weights(8))
+        engine.add([Row("a", [1], PARAMS)])
+    engine.load(weights(8), version=0)
     out = sampled_by(engine, prompt, prompt.bool(), PARAMS, **ask)
     # Three tokens and an offset of eight: 11, 12, 13 and the stop token.
     assert out.completion_ids.tolist() == [[11, 12, 13, 14]] and out.finished.tolist() == [True]
@@ -135,20 +134,6 @@ def test_rows_may_keep_their_cache_and_new_ones_never_see_it(engine):
     assert found["a"].versions == [3, 3, 4, 4, 4, 4]
     first, second = (prompt for _, prompt, _ in engine._llm.llm_engine.added)
     assert first["cache_salt"] != second["cache_salt"]
-
-
-def test_batches_are_generated_beside_rows(engine):
-    """As an evaluation does while groups stream: neither takes the other's answers."""
-    rows = opened(engine)
-    rows.add([Row(0, [1] * 20, PARAMS)])
-    rows.step()
-    prompt = torch.ones(1, 3, dtype=torch.int64)
-    out = sampled_by(engine, prompt, prompt.bool(), PARAMS, num_completions=2, noises=[Noise()] * 2)
-    assert out.completion_ids.tolist() == [[3, 4, 5, 6, 7, 8]] * 2
-    (told,) = rows.sampled([0], [0])
-    # All of it was sampled meanwhile, and is handed out by the next step.
-    assert (told.token_ids, told.finish) == ([20, 21, 22, 23, 24, 25], "length")
-    assert until_empty(rows)[0].token_ids == told.token_ids
 
 
 def test_penalties_are_asked_for_where_the_log_probs_see_them(monkeypatch):

@@ -14,6 +14,7 @@ from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Completions, Ended, Noise, Row, uniform_noise
 from rllib_llm.rollouts.policy import EnginePolicy, Generation
 from rllib_llm.shared import columns
+from tests.algorithms import tiny_runs as tiny
 from tests.modules.tiny_models import FAMILIES, VOCAB
 
 PAD = 0
@@ -118,11 +119,11 @@ def sampled_by(
     num_completions: int,
     noises: list[Noise],
 ) -> Completions:
-    """What a sampler gets from an engine of whole batches; all noises are of one seed."""
+    """What a sampler gets from an engine; all noises are of one seed."""
     prompts = {columns.PROMPT_IDS: ids, columns.PROMPT_MASK: mask}
     (seed,) = {noise.seed for noise in noises}
     asked = Generation(params, num_completions, seed, torch.tensor([n.row for n in noises]))
-    made = EnginePolicy(engine).generate(prompts, asked)
+    made = EnginePolicy(engine, tiny.MODEL).generate(prompts, asked)
     names = (columns.COMPLETION_IDS, columns.COMPLETION_MASK, columns.SAMPLER_LOGPROBS)
     return Completions(*[made[name] for name in (*names, columns.FINISHED)])
 
