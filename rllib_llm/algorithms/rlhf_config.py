@@ -12,7 +12,13 @@ from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from rllib_llm.algorithms.evaluation import eval_env_config, eval_env_rules, evaluate_held_out
 from rllib_llm.algorithms.language_model_config import LanguageModelConfig
 from rllib_llm.config.checks import idle_overlay, wrong
-from rllib_llm.config.loss import LOSS, REFERENCE, loss_rules, reference_rules
+from rllib_llm.config.loss import (
+    LOSS,
+    REFERENCE,
+    advantage_rules,
+    loss_rules,
+    reference_rules,
+)
 from rllib_llm.config.model import SAMPLER_FAULTS
 from rllib_llm.config.rllib import COMMON, ONLINE
 from rllib_llm.config.sampling import (
@@ -235,8 +241,8 @@ class RLHFConfig(LanguageModelConfig):
         check_name(self.env)
 
     rules = (
-        *LanguageModelConfig.rules, loss_rules, reference_rules, sampling_rules, transport_rules,
-        engine_rules, follower_rules, off_policy_rules, streaming_rules, env_rules,
+        *LanguageModelConfig.rules, loss_rules, advantage_rules, reference_rules, sampling_rules,
+        transport_rules, engine_rules, follower_rules, off_policy_rules, streaming_rules, env_rules,
         evaluation_rules, eval_env_rules,
     )  # fmt: skip
 

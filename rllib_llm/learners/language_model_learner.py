@@ -126,6 +126,9 @@ class LanguageModelLearner(SharedPasses):
         """Keyword arguments of the training forward passes."""
         return {}
 
+    def after_step(self) -> None:
+        """Called after each optimiser step that was taken."""
+
     def should_stop(self) -> bool:
         """Whether the remaining mini-batches of this update are skipped (asked after each)."""
         return False
@@ -347,6 +350,7 @@ class LanguageModelLearner(SharedPasses):
         self.means.add("lr", self.learning_rate, 1)
         self.means.add("grad_norm", norm, 1)
         self.num_updates += 1
+        self.after_step()
 
     def _take_means(self) -> dict[str, float]:
         local_only = {"lr", "grad_norm"}  # each learner has the whole
