@@ -90,10 +90,10 @@ class Loss(Settings):
         remedy="Use 0.0 for none, or change it between runs with population-based training",
     )  # fmt: skip
     entropy_target: float | None = setting(
-        None, "the entropy below which an adaptive entropy bonus acts; None: entropy_coeff is fixed",
-        note="The coefficient begins at entropy_coeff, goes up by entropy_coeff_delta after a batch "
-        "whose entropy is at most this, and down after others, where it is not applied "
-        "(Skywork-OR1). Set it near the `objective/entropy` per token of the first iterations.",
+        None, "the entropy below which an adaptive entropy bonus acts; None: no adaptation",
+        note="The coefficient begins at entropy_coeff, goes up by entropy_coeff_delta after a "
+        "batch whose entropy is at most this, and down after others, where it is not applied "
+        "(Skywork-OR1). Set it near the `policy/entropy_avg` of the first iterations.",
         unit="nats per token", above=0,
     )  # fmt: skip
     entropy_coeff_delta: float = setting(

@@ -79,6 +79,7 @@ class BanditEnv(VectorEnv):
         self.position = 0
         # Updates of the policy so far, and in all, 0: not known; for reward functions that ask.
         self.global_step, self.max_steps = 0, 0
+        self.keeps_parts = False  # whether infos have the rewards apart, for learners
         self._encoder = PromptEncoder(tokenizer, max_prompt_len, prompt_overflow)
         self._encoder.check(prompts.all_rows() if prompt_overflow == "error" else [first])
         self._rows: list[PromptRow] = []
@@ -219,6 +220,8 @@ class BanditEnv(VectorEnv):
             "metrics": judged.metrics | {name: share.float() for name, share in shares.items()},
             "num_completion_tokens": mask.sum(-1), columns.PROMPT_INDEX: self._prompt_index,
         }  # fmt: skip
+        if self.keeps_parts:
+            infos |= self.rewards.parts(judged.components)
         if completions:  # decoded anyway: who keeps them need not decode again
             infos["prompt_texts"], infos["completion_texts"] = self._texts, completions
             chats = [row.columns.get("messages") or () for row in self._rows]

@@ -162,6 +162,7 @@ class ConversationEnv:
         self.num_envs = int(self.settings["num_envs"])
         # Updates of the policy so far, and in all, 0: not known; for reward functions that ask.
         self.global_step, self.max_steps = 0, 0
+        self.keeps_parts = False  # whether infos have the rewards apart, for learners
         self.has_warned = False  # that a rollout failed
         model = self.settings["model"]
         self.num_positions = num_positions(model) if model else None

@@ -447,8 +447,9 @@ class RLHFLearner(LanguageModelLearner):
             self.ref_kl.load_state_dict(state["ref_kl"])
         for average, kept in zip(self._averages, state.get("averages", ()), strict=False):
             average.load_state_dict(kept)
-        if self.entropy_coeff and state.get("entropy_init") == self.config.entropy_coeff:
-            self.entropy_coeff.load_state_dict(state["entropy_coeff"])
+        steered, is_same = state.get("entropy_coeff"), state.get("entropy_init")
+        if self.entropy_coeff and steered and is_same == self.config.entropy_coeff:
+            self.entropy_coeff.load_state_dict(steered)
 
 
 def _kl_coefficient(config) -> FixedKLCoefficient | AdaptiveKLCoefficient:

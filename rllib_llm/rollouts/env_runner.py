@@ -131,6 +131,7 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         context = EnvContext({**defaults, **given}, self.worker_index, num_workers=self.num_workers)
         self.env = make(config.env, context)
         check_batched(self.env)
+        self.env.keeps_parts = config.reward_aggregation == "normalize_then_sum"
         self.env.max_steps = config.planned_iterations or 0  # of a reward function that asks
         check_env_lengths(
             self.env, model=config.pretrained_model, max_new_tokens=config.max_new_tokens,

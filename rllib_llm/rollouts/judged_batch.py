@@ -250,6 +250,8 @@ def _column(batch: JudgedBatch, name: str, kind: Column) -> Column:
         return batch.columns[name]
     if name == columns.LOSS_MASK:
         return batch.columns[columns.COMPLETION_MASK]
+    if name.startswith((columns.REWARD_PART, columns.REWARD_WEIGHT)):
+        return torch.full_like(batch.rewards, torch.nan)
     if not bool(batch.columns[columns.VALID].any()):
         like = batch.rewards if kind.ndim == 1 else batch.columns[columns.COMPLETION_MASK]
         return torch.zeros_like(like, dtype=kind.dtype)
