@@ -7,7 +7,6 @@ import copy
 
 import pytest
 import torch
-from ray.rllib.core import DEFAULT_MODULE_ID
 
 from rllib_llm.shared import columns
 from rllib_llm.shared.errors import Problems
@@ -113,10 +112,8 @@ def test_gdpo_in_a_run_of_two_rewards():
     config.environment(env_config={**config.env_config, "reward_functions": functions})
     with tiny_runs.built(config) as algorithm:
         result = algorithm.train()
-    assert {"train/num_digits_rewards", "train/lengths_of_rewards"} <= {
-        f"train/{name}" for name in result["train"]
-    }
-    assert result["learners"] if "learners" in result else True
+    assert {"num_digits_rewards", "lengths_of_rewards"} <= result["train"].keys()
+    assert result["grad_norm"] > 0
 
 
 def lengths_of(completions):
@@ -258,7 +255,3 @@ def test_the_reference_follows_every_so_many_steps(mix):
 )  # fmt: skip
 def test_what_does_not_go_together_is_refused(make, settings, name):
     assert [p.name for p in make(**settings).problems() if p.severity == "error"] == [name]
-
-
-def test_default_module_id_is_there():
-    assert DEFAULT_MODULE_ID
