@@ -12,6 +12,7 @@ from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from rllib_llm.algorithms.evaluation import eval_env_config, eval_env_rules, evaluate_held_out
 from rllib_llm.algorithms.language_model_config import LanguageModelConfig
 from rllib_llm.config.checks import idle_overlay, wrong
+from rllib_llm.config.distillation import DISTILLATION, distillation_rules, teacher_of
 from rllib_llm.config.loss import (
     LOSS,
     REFERENCE,
@@ -59,6 +60,7 @@ class RLHFConfig(LanguageModelConfig):
         CONVERSATION,
         REFERENCE,
         LOSS,
+        DISTILLATION,
         OFF_POLICY,
         WEIGHTS,
         SAMPLER_FAULTS,
@@ -76,6 +78,7 @@ class RLHFConfig(LanguageModelConfig):
     rewards = SectionMethod()
     conversation = SectionMethod()
     reference = SectionMethod()
+    distillation = SectionMethod()
     weights = SectionMethod()
 
     def __init__(self, algo_class=None):
@@ -129,6 +132,11 @@ class RLHFConfig(LanguageModelConfig):
     def reference_place(self) -> str:
         """Where the reference's log-probs are computed: "environment", "policy" or "learner"."""
         return self.reference_in or ("environment" if self.lora is None else "policy")
+
+    @property
+    def teacher_settings(self) -> dict[str, Any]:
+        """The teacher as a mapping, its "model" among them; {} without one."""
+        return teacher_of(self)
 
     @property
     def num_prompts_per_iteration(self) -> int:
@@ -241,9 +249,9 @@ class RLHFConfig(LanguageModelConfig):
         check_name(self.env)
 
     rules = (
-        *LanguageModelConfig.rules, loss_rules, advantage_rules, reference_rules, sampling_rules,
-        transport_rules, engine_rules, follower_rules, off_policy_rules, streaming_rules, env_rules,
-        evaluation_rules, eval_env_rules,
+        *LanguageModelConfig.rules, loss_rules, advantage_rules, reference_rules,
+        distillation_rules, sampling_rules, transport_rules, engine_rules, follower_rules,
+        off_policy_rules, streaming_rules, env_rules, evaluation_rules, eval_env_rules,
     )  # fmt: skip
 
 

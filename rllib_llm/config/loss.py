@@ -35,7 +35,8 @@ BY_TURNS = when("turn_advantages", "is set", is_set, "Choose 'turn' or 'state'")
 DISCOUNTS = Condition(
     "advantages are of tokens, or turn_advantages is set",
     lambda c: "turn_advantages" in c.ignored_settings or is_set(c.turn_advantages),
-    "with turn_advantages=None: one reward is given at the end", "Set turn_advantages, or remove it",
+    "with turn_advantages=None: there is one reward, at the end",
+    "Set turn_advantages, or remove it",
 )  # fmt: skip
 
 

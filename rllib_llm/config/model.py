@@ -169,9 +169,9 @@ class Optimiser(Settings):
     )  # fmt: skip
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "muon"] = setting(
         "adamw", "the optimiser", note='"adamw_8bit": AdamW with moments in 8 bits (bitsandbytes; '
-        "those of fewer than 4096 numbers stay in 32); \"paged_adamw_8bit\": the same in memory that "
-        'a GPU pages to the host; "muon": torch.optim.Muon for the matrices between hidden states, '
-        "with steps of AdamW's size, AdamW for the rest.", trl="optim",
+        'those of fewer than 4096 numbers stay in 32); "paged_adamw_8bit": the same in memory '
+        'that a GPU pages to the host; "muon": torch.optim.Muon for the matrices between hidden '
+        "states, with steps of AdamW's size, AdamW for the rest.", trl="optim",
     )  # fmt: skip
     optimizer_offload: bool = setting(
         False, "whether the optimiser's state is in host memory between steps",

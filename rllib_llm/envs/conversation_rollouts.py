@@ -298,6 +298,9 @@ def judge(env: ConversationEnv, attempts: Sequence[Rollout], pad_token_id: int) 
         if not abs(attempt.score) <= _LARGEST:  # the sum of numbers that are finite each
             attempt.score, attempt.valid = 0.0, False
     batch = training_columns(attempts, pad_token_id)
+    if env.teacher is not None:
+        given = (batch[name].to(env.device) for name in _TOKENS)
+        batch |= {name: column.cpu() for name, column in env.teacher(*given).items()}
     if env.reference is not None:
         given = (batch[name].to(env.device) for name in _TOKENS)
         logprobs = env.reference.logprobs(*given, env.settings["temperature"])

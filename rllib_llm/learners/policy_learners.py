@@ -162,6 +162,13 @@ class ReinforcePPLearner(RLHFLearner):
         return {columns.ADVANTAGES: returns}
 
 
+class DistillationLearner(RLHFLearner):
+    """On-policy distillation (Agarwal et al. 2024, "GKD"): scores are measured, not learnt from."""
+
+    def compute_advantages(self, batch: Batch, scores: torch.Tensor, kl: torch.Tensor) -> Batch:
+        return {columns.ADVANTAGES: torch.zeros_like(batch[columns.OLD_LOGPROBS])}
+
+
 class PPOPtxLearner(RLHFLearner):
     """γ_ptx is `ptx_coeff`; 0 is plain PPO."""
 

@@ -17,10 +17,12 @@ from rllib_llm.learners.batching import take_rows
 from rllib_llm.learners.language_model_learner import LanguageModelLearner
 from rllib_llm.learners.moving_average import MovingAverage
 from rllib_llm.learners.off_policy import OffPolicyCorrection, OldLogprobs
-from rllib_llm.learners.shared_passes import Batch, own_reference
-from rllib_llm.modules.logprobs import ReferencePolicy
+from rllib_llm.learners.shared_passes import Batch, frozen_policy, own_reference
+from rllib_llm.modules.logprobs import ReferencePolicy, Teacher
+from rllib_llm.modules.model_source import check_teacher
 from rllib_llm.numerics import losses, scores
 from rllib_llm.numerics.advantages import token_rewards
+from rllib_llm.numerics.distillation import sampled_advantages
 from rllib_llm.numerics.entropy import AdaptiveEntropyCoefficient, high_entropy_tokens
 from rllib_llm.numerics.kl import AdaptiveKLCoefficient, FixedKLCoefficient, kl_estimate
 from rllib_llm.numerics.scores import RolloutRows, with_turn_rewards
@@ -48,6 +50,7 @@ class RLHFLearner(LanguageModelLearner):
         self.reference = self._make_reference()
         every, mix = self.config.reference_update_every, self.config.reference_update_mix
         self._follow(self.reference, every, mix)
+        self.teacher = self._make_teacher()
 
     def compute_advantages(self, batch: Batch, scores: torch.Tensor, kl: torch.Tensor) -> Batch:
         """The columns `advantages` [B, T] and, with a critic, `returns` [B, T].
@@ -100,6 +103,8 @@ class RLHFLearner(LanguageModelLearner):
         # Before advantages: groups that these drop from the loss were sampled all the same.
         self._log_objective(batch, processed, measured)
         batch.update(self.compute_advantages(batch, processed, kl))
+        if self.config.distill_coeff and not self._distills:
+            self._add_teacher(batch)
         if self.config.mask_truncated:
             self._mask_truncated(batch)
         if self.config.top_entropy_share < 1:
@@ -152,6 +157,45 @@ class RLHFLearner(LanguageModelLearner):
             return None
         return own_reference(self, copy=place != "policy")
 
+    def _make_teacher(self) -> ReferencePolicy | None:
+        """The teacher that this learner owns. None where the environment has it, or none is."""
+        config, chosen = self.config, dict(self.config.teacher_settings)
+        if not config.distill_coeff or config.teacher_in == "environment":
+            return None
+        source = chosen.pop("model")
+        if source == "policy":
+            teacher = own_reference(self, copy=config.lora is None)
+            self._follow(teacher, config.teacher_update_every, config.teacher_update_mix)
+            return teacher
+        check_teacher(source, self.module[DEFAULT_MODULE_ID].unwrapped().tokenizer)
+        return ReferencePolicy(frozen_policy(self, source, **chosen))
+
+    def _add_teacher(self, batch: Batch) -> None:
+        """Adds log teacher - log policy of the sampled tokens to their advantages."""
+        name = columns.TEACHER_LOGPROBS
+        if self.teacher is not None:
+            rows = dict(batch)
+            for own, its in (
+                (columns.PROMPT_IDS, columns.TEACHER_PROMPT_IDS),
+                (columns.PROMPT_MASK, columns.TEACHER_PROMPT_MASK),
+            ):
+                rows[own] = rows.pop(its, rows[own])
+            scored = self.evaluate_rows(
+                rows, [columns.REF_LOGPROBS], ref_logprobs_of=self.teacher
+            )
+            batch[name] = scored[columns.REF_LOGPROBS]
+        mask, coeff = columns.sampled_mask(batch), self.config.distill_coeff
+        gain = sampled_advantages(batch[columns.OLD_LOGPROBS], batch[name], mask)
+        coeff = self.effective.use("distill_coeff", coeff)
+        batch[columns.ADVANTAGES] = batch[columns.ADVANTAGES] + coeff * gain
+        share = mask.sum() * self.world_size
+        self.means.add("train/teacher_kl", -gain.sum(), share)
+
+    @property
+    def _distills(self) -> bool:
+        """Whether the divergence from a teacher is a part of the loss."""
+        return bool(self.config.distill_coeff) and self.config.distill_loss == "divergence"
+
     def _follow(self, frozen: ReferencePolicy | None, every: int | None, mix: float) -> None:
         """Has the weights of a frozen copy follow the policy's."""
         if frozen is not None and every is not None:
@@ -187,7 +231,10 @@ class RLHFLearner(LanguageModelLearner):
 
     def forward_options(self) -> dict[str, Any]:
         full = self.config.ref_kl_in == "loss" and self.config.ref_kl_estimator == "full"
-        return {"full_kl_to": self.reference} if full and self.ref_kl.value > 0 else {}
+        options = {"full_kl_to": self.reference} if full and self.ref_kl.value > 0 else {}
+        if self._distills:
+            options["distill_to"] = Teacher(self.config.distill_beta, self.teacher)
+        return options
 
     def _old_policy(self, batch: Batch) -> Batch:
         """Log-probs and values of the policy before the update, each row by one learner.
@@ -284,6 +331,9 @@ class RLHFLearner(LanguageModelLearner):
         )
         for name in ("loss/policy_avg", "loss/value_avg"):
             self.means.add_count(name, 1)
+        if self._distills:
+            for name in _TEACHER_MEANS.values():
+                self.means.add_count(name, self.denominators.num_tokens)
 
     def forget_passes(self) -> None:
         self._approx_kl_total.zero_()
@@ -325,6 +375,12 @@ class RLHFLearner(LanguageModelLearner):
         if columns.RETURNS in batch:
             vf_coeff = use("vf_loss_coeff", config.vf_loss_coeff)
             loss = loss + vf_coeff * self._value_loss(batch, fwd_out, mask)
+        if self._distills:
+            divergence = fwd_out[columns.DIVERGENCE].where(mask, 0.0)
+            distill_coeff = use("distill_coeff", config.distill_coeff)
+            loss = loss + distill_coeff * self._reduce(divergence, mask, weights)
+            for column, name in _TEACHER_MEANS.items():
+                self.means.add_total(name, fwd_out[column].where(mask, 0.0).sum())
         self.means.add_total("loss/policy_avg", policy_loss)
         self._log_policy(batch, fwd_out, policy.stats, mask)
         return loss
@@ -450,6 +506,12 @@ class RLHFLearner(LanguageModelLearner):
         steered, is_same = state.get("entropy_coeff"), state.get("entropy_init")
         if self.entropy_coeff and steered and is_same == self.config.entropy_coeff:
             self.entropy_coeff.load_state_dict(steered)
+
+
+_TEACHER_MEANS = {
+    columns.DIVERGENCE: "loss/distill_avg", columns.TEACHER_KL: "train/teacher_kl",
+    columns.TEACHER_AGREES: "train/teacher_agreement",
+}  # fmt: skip
 
 
 def _kl_coefficient(config) -> FixedKLCoefficient | AdaptiveKLCoefficient:

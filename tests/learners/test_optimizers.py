@@ -42,7 +42,7 @@ def test_moments_of_8_bits_learn_as_those_of_32_in_a_quarter_of_the_memory():
     (optimizer,) = small._named_optimizers.values()
     optimizer.args.min_8bit_size = 0  # the test's matrices are small ones
     found, expected = (losses(each, 100) for each in (small, usual))
-    assert found[0] == expected[0] and expected[-1] < 0.5 * expected[0]
+    assert found[0] == expected[0] and expected[-1] < 0.7 * expected[0]
     # Blockwise 8 bits leave each moment exact to about 1 in 128 (Dettmers et al. 2022).
     assert found == pytest.approx(expected, abs=0.02 * expected[0])
     (entry,) = {v.dtype for s in optimizer.state.values() for k, v in s.items() if k == "state1"}
