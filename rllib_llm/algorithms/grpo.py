@@ -18,7 +18,6 @@ class GRPOConfig(CriticFreeConfig):
 
     ignored_settings = (
         *CriticFreeConfig.ignored_settings,
-        "gamma",
         "lambda_",
         "whiten_advantages",
         "whiten_rewards",

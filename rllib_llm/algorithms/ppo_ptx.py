@@ -45,7 +45,13 @@ class PPOPtxConfig(RLHFConfig):
     """`ptx_coeff=0` (the default) is plain PPO for language models."""
 
     sections: tuple[Section, ...] = (*RLHFConfig.sections, PTX)
-    ignored_settings = ("scale_by_std", "drop_zero_variance_groups")
+    ignored_settings = (
+        "scale_by_std",
+        "drop_zero_variance_groups",
+        "reward_aggregation",
+        "turn_advantages",
+        "turn_advantage_coeff",
+    )
     learner_path = "rllib_llm.learners.policy_learners:PPOPtxLearner"
 
     def __init__(self, algo_class=None):

@@ -10,6 +10,7 @@ from rllib_llm.shared.ray_compat import register_trainable, rllib_algorithm_clas
 
 _FILES = {
     "PPOPtx": "ppo_ptx", "GRPO": "grpo", "RLOO": "rloo", "ReinforcePP": "reinforce_pp",
+    "Distillation": "distillation",
     "SFT": "sft", "RewardModel": "reward_model", "DPO": "dpo", "Generate": "generate",
 }  # fmt: skip
 ALGORITHMS = {name: f"rllib_llm.algorithms.{file}:{name}" for name, file in _FILES.items()}
@@ -20,6 +21,9 @@ VARIANTS = {
     "kto": "run: DPO` with `loss_type: kto",
     "ipo": "run: DPO` with `loss_type: ipo",
     "simpo": "run: DPO` with `loss_type: sigmoid_norm` and `reference_free: true",
+    "gkd": "run: Distillation` with `on_policy_share",
+    "opd": "run: Distillation",
+    "sdft": "run: Distillation` with `teacher: policy` and `teacher_prompt",
     "drgrpo": "run: GRPO` with `loss_reduction: dr_grpo` and `scale_by_std: false",
     "gspo": "run: GRPO` with `policy_loss: gspo",
     "cispo": "run: GRPO` with `policy_loss: cispo",

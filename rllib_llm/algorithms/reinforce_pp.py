@@ -28,6 +28,9 @@ class ReinforcePPConfig(CriticFreeConfig):
         "whiten_rewards",
         "scale_by_std",
         "drop_zero_variance_groups",
+        "reward_aggregation",
+        "turn_advantages",
+        "turn_advantage_coeff",
     )
     learner_path = "rllib_llm.learners.policy_learners:ReinforcePPLearner"
 

@@ -12,7 +12,14 @@ from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from rllib_llm.algorithms.evaluation import eval_env_config, eval_env_rules, evaluate_held_out
 from rllib_llm.algorithms.language_model_config import LanguageModelConfig
 from rllib_llm.config.checks import idle_overlay, wrong
-from rllib_llm.config.loss import LOSS, REFERENCE, loss_rules, reference_rules
+from rllib_llm.config.distillation import DISTILLATION, distillation_rules, teacher_of
+from rllib_llm.config.loss import (
+    LOSS,
+    REFERENCE,
+    advantage_rules,
+    loss_rules,
+    reference_rules,
+)
 from rllib_llm.config.model import SAMPLER_FAULTS
 from rllib_llm.config.rllib import COMMON, ONLINE
 from rllib_llm.config.sampling import (
@@ -55,6 +62,7 @@ class RLHFConfig(LanguageModelConfig):
         CONVERSATION,
         REFERENCE,
         LOSS,
+        DISTILLATION,
         OFF_POLICY,
         WEIGHTS,
         SAMPLER_FAULTS,
@@ -72,6 +80,7 @@ class RLHFConfig(LanguageModelConfig):
     rewards = SectionMethod()
     conversation = SectionMethod()
     reference = SectionMethod()
+    distillation = SectionMethod()
     weights = SectionMethod()
 
     def __init__(self, algo_class=None):
@@ -125,6 +134,11 @@ class RLHFConfig(LanguageModelConfig):
     def reference_place(self) -> str:
         """Where the reference's log-probs are computed: "environment", "policy" or "learner"."""
         return self.reference_in or ("environment" if self.lora is None else "policy")
+
+    @property
+    def teacher_settings(self) -> dict[str, Any]:
+        """The teacher as a mapping, its "model" among them; {} without one."""
+        return teacher_of(self)
 
     @property
     def num_prompts_per_iteration(self) -> int:
@@ -223,9 +237,9 @@ class RLHFConfig(LanguageModelConfig):
         check_name(self.env)
 
     rules = (
-        *LanguageModelConfig.rules, loss_rules, reference_rules, sampling_rules, transport_rules,
-        engine_rules, follower_rules, off_policy_rules, streaming_rules, env_rules,
-        evaluation_rules, eval_env_rules,
+        *LanguageModelConfig.rules, loss_rules, advantage_rules, reference_rules,
+        distillation_rules, sampling_rules, transport_rules, engine_rules, follower_rules,
+        off_policy_rules, streaming_rules, env_rules, evaluation_rules, eval_env_rules,
     )  # fmt: skip
 
 

@@ -15,9 +15,9 @@ class RLOOConfig(CriticFreeConfig):
 
     ignored_settings = (
         *CriticFreeConfig.ignored_settings,
-        "gamma",
         "lambda_",
         "scale_by_std",
+        "reward_aggregation",
         "whiten_rewards",
     )
     learner_path = "rllib_llm.learners.policy_learners:RLOOLearner"

@@ -29,6 +29,15 @@ IN_LOSS = when("ref_kl_in", "is 'loss'", lambda place: place == "loss", why=": i
 SAMPLED_KL = when(
     "ref_kl_estimator", "is not 'full'", lambda k: k != "full", why=": nothing is sampled"
 )
+STEERED = when("entropy_target", "is set", is_set, "Set a target", ": the coefficient is fixed")
+FOLLOWS = when("reference_update_every", "is set", is_set, "Set it", ": the reference is frozen")
+BY_TURNS = when("turn_advantages", "is set", is_set, "Choose 'turn' or 'state'")
+DISCOUNTS = Condition(
+    "advantages are of tokens, or turn_advantages is set",
+    lambda c: "turn_advantages" in c.ignored_settings or is_set(c.turn_advantages),
+    "with turn_advantages=None: there is one reward, at the end",
+    "Set turn_advantages, or remove it",
+)  # fmt: skip
 
 
 class Loss(Settings):
@@ -81,7 +90,27 @@ class Loss(Settings):
         reason="it is one number for the whole run: schedules of it are not built in",
         remedy="Use 0.0 for none, or change it between runs with population-based training",
     )  # fmt: skip
-    gamma: float = setting(1.0, "the discount factor", least=0, most=1, also="discount")
+    entropy_target: float | None = setting(
+        None, "the entropy below which an adaptive entropy bonus acts; None: no adaptation",
+        note="The coefficient begins at entropy_coeff, goes up by entropy_coeff_delta after a "
+        "batch whose entropy is at most this, and down after others, where it is not applied "
+        "(Skywork-OR1). Set it near the `policy/entropy_avg` of the first iterations.",
+        unit="nats per token", above=0,
+    )  # fmt: skip
+    entropy_coeff_delta: float = setting(
+        0.005, "the step of the adaptive entropy coefficient, which stays in [0, 1]",
+        unit="per iteration", above=0, most=1, acts=(STEERED,), trl="entropy_coef_delta",
+    )  # fmt: skip
+    top_entropy_share: float = setting(
+        1.0, "the share of the tokens, those of highest entropy, in the policy loss",
+        note="Of the batch's tokens under the policy before the update; others keep KL and entropy "
+        "terms and count in denominators. Wang et al. 2025 use 0.2; below 1 it takes a forward "
+        "pass more.", above=0, most=1, trl="top_entropy_quantile",
+    )  # fmt: skip
+    gamma: float = setting(
+        1.0, "the discount factor", note="Of tokens; with turn_advantages of turns.", least=0,
+        most=1, acts=(DISCOUNTS,), also="discount",
+    )  # fmt: skip
     lambda_: float = setting(
         0.95, "λ of GAE", least=0, most=1, trl="lam", rllib="lambda", also="gae_lambda"
     )
@@ -99,6 +128,26 @@ class Loss(Settings):
     scale_by_std: bool = setting(
         True, "whether group advantages are divided by the group's standard deviation",
         note="False: Dr. GRPO.", trl="scale_rewards", also="norm_adv_by_std_in_grpo",
+    )  # fmt: skip
+    reward_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = setting(
+        "sum_then_normalize", "the order in which several rewards become an advantage",
+        note='"normalize_then_sum": each is normalised in its group, their weighted sum over the '
+        "batch (GDPO), so that one of small spread still counts.",
+        trl="multi_objective_aggregation",
+    )  # fmt: skip
+    turn_advantages: Literal["turn", "state"] | None = setting(
+        None, "the peers of a turn, to whose rewards from there on its own are compared",
+        note='"turn": turns of that number in the group; "state": turns of the group after the '
+        "same last words of the environment (GiGPO). Added to the completion's advantage. None: a "
+        "conversation's turns share one advantage.",
+    )  # fmt: skip
+    turn_advantage_coeff: float = setting(
+        1.0, "ω, the weight of turn advantages", above=0, acts=(BY_TURNS,)
+    )
+    mask_truncated: bool = setting(
+        False, "whether completions that were cut off are left out of the loss",
+        note="They count in their group's baseline and in metrics, not in denominators (DAPO's "
+        "overlong filtering).", trl="mask_truncated_completions", also="overlong_filtering",
     )  # fmt: skip
     drop_zero_variance_groups: bool = setting(
         False, "whether groups with equal scores are left out of the loss",
@@ -161,6 +210,17 @@ class Reference(Settings):
         '"policy": by the trunk without its adapters (default with lora); "learner": by a '
         "copy in every learner.", acts=(PENALISED,), short="place",
     )  # fmt: skip
+    reference_update_every: int | None = setting(
+        None, "the number of optimiser steps after which the reference follows the policy; None: "
+        "never", note="With a copy of the reference in the learners. A batch under way keeps the "
+        "log-probs that it was given.", unit="optimiser steps", least=1, acts=(PENALISED,),
+        short="update_every", trl="ref_model_sync_steps",
+    )  # fmt: skip
+    reference_update_mix: float = setting(
+        1.0, "the policy's share α in the new reference α·policy + (1 - α)·reference",
+        note="1: it is reset to the policy; less: a moving average (TR-DPO, whose α is 0.6).",
+        above=0, most=1, acts=(FOLLOWS,), short="update_mix", trl="ref_model_mixup_alpha",
+    )  # fmt: skip
 
 
 REFERENCE = Section.of("reference", Reference)
@@ -184,6 +244,25 @@ def loss_rules(config: Any) -> Iterator[Problem]:
                     "Use 'sequence_mean', or policy_loss='ppo'")  # fmt: skip
 
 
+def advantage_rules(config: Any) -> Iterator[Problem]:
+    """Entropy control and the advantages of groups suit the other settings."""
+    if config.entropy_target is not None and not 0 <= config.entropy_coeff <= 1:
+        yield wrong(config, "entropy_coeff", "in [0, 1] with entropy_target",
+                    "the adaptive coefficient begins there", "Use 0.0")  # fmt: skip
+    if config.reward_aggregation != "normalize_then_sum":
+        return
+    own = ("score_clip", "scale_scores", "missing_eos_penalty", "length_penalty", "overlong_buffer",
+           "turn_advantages", "drop_zero_variance_groups")  # fmt: skip
+    for name in own:
+        if getattr(config, name):
+            yield wrong(config, name, "off with reward_aggregation='normalize_then_sum'",
+                        "it acts on the sum of the rewards, which is not made there")  # fmt: skip
+    if config.ref_kl_in == "reward" and config.ref_kl_coeff:
+        yield wrong(config, "ref_kl_in", "'loss' with reward_aggregation='normalize_then_sum'",
+                    "the KL would be subtracted from the sum of the rewards, which is not made "
+                    "there", "Set ref_kl_in='loss' with ref_kl_estimator='k3'")  # fmt: skip
+
+
 def reference_rules(config: Any) -> Iterator[Problem]:
     """The reference can be at the place that was chosen."""
     is_ours = isinstance(config.env_config, Mapping) and str(config.env).startswith(OWN_ENVS)
@@ -197,6 +276,10 @@ def reference_rules(config: Any) -> Iterator[Problem]:
         yield wrong(config, "reference_in", "'environment' or 'learner' without lora",
                     "only a policy under adapters contains the model it started from",
                     "Set lora={}")  # fmt: skip
+    if config.reference_update_every and config.ref_kl_coeff and place != "learner":
+        yield wrong(config, "reference_update_every", f"None with the reference in the {place}",
+                    "only a copy in the learners can follow their weights",
+                    "Set reference_in='learner'")  # fmt: skip
     if config.ref_kl_estimator == "full" and place == "environment" and config.ref_kl_coeff:
         yield wrong(config, "ref_kl_estimator",
                     f"'k1', 'k2' or 'k3' with the reference in the {place}",

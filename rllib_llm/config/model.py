@@ -3,6 +3,7 @@ schedule, and how a batch is cut into its steps."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -151,6 +152,9 @@ SAMPLER_FAULTS = Section.of("fault_tolerance", SamplerFaults)
 DECAY = when(
     "lr_schedule", "is not 'constant'", lambda s: s != "constant", "Choose 'linear' or 'cosine'"
 )
+ON_GPUS = when(
+    "num_gpus_per_learner", "is above 0", bool, why=": the state is in host memory anyway"
+)
 
 
 class Optimiser(Settings):
@@ -161,6 +165,17 @@ class Optimiser(Settings):
         also="learning_rate lr_rate step_size actor_lr actor_learning_rate",
         remedy="Write a number such as 1e-5; lr_schedule changes it over the updates, and "
         "`{grid_search: [...]}` tries several",
+    )  # fmt: skip
+    optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "muon"] = setting(
+        "adamw", "the optimiser", note='"adamw_8bit": AdamW with moments in 8 bits (bitsandbytes; '
+        'those of fewer than 4096 numbers stay in 32); "paged_adamw_8bit": the same in memory '
+        'that a GPU pages to the host; "muon": torch.optim.Muon for the matrices between hidden '
+        "states, with steps of AdamW's size, AdamW for the rest.", trl="optim",
+    )  # fmt: skip
+    optimizer_offload: bool = setting(
+        False, "whether the optimiser's state is in host memory between steps",
+        note="It is copied to the GPU and back in every step, a few layers at a time; the numbers "
+        "stay the same.", acts=(ON_GPUS,), also="adam_offload optimizer_cpu_offload",
     )  # fmt: skip
     lr_schedule: Literal["constant", "linear", "cosine"] = setting(
         "constant", "the decay of the learning rate to 0 after warm-up", trl="lr_scheduler_type",
@@ -245,6 +260,20 @@ def optimiser_rules(config: Any) -> Iterator[Problem]:
     if not all(0 <= beta < 1 for beta in config.adam_betas):
         yield wrong(config, "adam_betas", "two numbers in [0, 1)",
                     "a moment is that much of the one before", "Use (0.9, 0.999)")  # fmt: skip
+    kind = config.optimizer
+    if kind != "adamw" and config.learner_strategy == "fsdp":
+        yield wrong(config, "optimizer", "'adamw' with learner_strategy='fsdp'",
+                    "the others need whole weights, and these are shards",
+                    "Use 'adamw', or strategy='ddp'")  # fmt: skip
+    if kind.startswith("paged") and config.optimizer_offload:
+        yield wrong(config, "optimizer_offload", f"False with optimizer={kind!r}",
+                    "its state is paged to the host already")  # fmt: skip
+    if kind.startswith("paged") and not config.num_gpus_per_learner:
+        yield wrong(config, "optimizer", "'adamw_8bit' without a GPU for each learner",
+                    "only a GPU's memory is paged to the host", "Use 'adamw_8bit'")  # fmt: skip
+    if kind.endswith("8bit") and importlib.util.find_spec("bitsandbytes") is None:
+        yield wrong(config, "optimizer", "'adamw' or 'muon' without bitsandbytes",
+                    "it keeps the moments in 8 bits", "pip install bitsandbytes")  # fmt: skip
     end, warmup = config.lr_num_updates, config.lr_num_warmup_updates
     if config.lr_schedule != "constant" and end is not None and end <= warmup:
         yield wrong(config, "lr_num_updates", f"above lr_num_warmup_updates={warmup}",

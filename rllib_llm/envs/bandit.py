@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from rllib_llm.envs.actions import check_actions, decode_completions, pad_completions
 from rllib_llm.envs.judges.reward_functions import question, shown_message
 from rllib_llm.envs.judges.rewards import RewardBatch, RewardSum
-from rllib_llm.envs.prompts import PromptEncoder, PromptRow, PromptSource
+from rllib_llm.envs.prompts import PromptEncoder, PromptRow, PromptSource, teacher_prompts
 from rllib_llm.envs.settings import check_values
 from rllib_llm.modules.model_source import check_lengths, num_positions, text_config
 from rllib_llm.shared import columns
@@ -45,6 +45,7 @@ class BanditEnv(VectorEnv):
         rewards: what judges the completions.
         reference: frozen model (an object with `logprobs(prompt_ids, prompt_mask, completion_ids,
             completion_mask, temperature)` [B, T] float32, see `FrozenReference`), or None.
+        teacher: from the same tensors to a teacher's columns, see `FrozenTeacher.judge`, or None.
 
     The others are declared in `envs/settings.py`. `num_envs` prompts are in a batch when `reset`
     gets no options, and in those `step` returns; `rewards = scores - kl_coeff * kl`.
@@ -58,6 +59,8 @@ class BanditEnv(VectorEnv):
         reference: Any | None = None, kl_coeff: float = 0.0, temperature: float = 1.0,
         prompt_overflow: str = "truncate_left", return_texts: bool = False,
         device: str | torch.device = "cpu", vocab_size: int | None = None,
+        teacher: Callable[..., dict[str, torch.Tensor]] | None = None,
+        teacher_prompt: str | None = None,
     ) -> None:  # fmt: skip
         check_values(
             num_envs=num_envs, max_prompt_len=max_prompt_len, kl_coeff=kl_coeff,
@@ -71,6 +74,7 @@ class BanditEnv(VectorEnv):
         rewards.check_columns(first.columns)
         self.tokenizer, self.prompts, self.rewards = tokenizer, prompts, rewards
         self.reference, self.return_texts = reference, return_texts
+        self.teacher, self.teacher_prompt = teacher, teacher_prompt
         self.kl_coeff, self.temperature = float(kl_coeff), float(temperature)
         self.device = torch.device(device)
         self.max_completion_len = max_completion_len
@@ -79,6 +83,7 @@ class BanditEnv(VectorEnv):
         self.position = 0
         # Updates of the policy so far, and in all, 0: not known; for reward functions that ask.
         self.global_step, self.max_steps = 0, 0
+        self.keeps_parts = False  # whether infos have the rewards apart, for learners
         self._encoder = PromptEncoder(tokenizer, max_prompt_len, prompt_overflow)
         self._encoder.check(prompts.all_rows() if prompt_overflow == "error" else [first])
         self._rows: list[PromptRow] = []
@@ -219,6 +224,9 @@ class BanditEnv(VectorEnv):
             "metrics": judged.metrics | {name: share.float() for name, share in shares.items()},
             "num_completion_tokens": mask.sum(-1), columns.PROMPT_INDEX: self._prompt_index,
         }  # fmt: skip
+        infos |= self._teacher_columns(ids, mask)
+        if self.keeps_parts:
+            infos |= self.rewards.parts(judged.components)
         if completions:  # decoded anyway: who keeps them need not decode again
             infos["prompt_texts"], infos["completion_texts"] = self._texts, completions
             chats = [row.columns.get("messages") or () for row in self._rows]
@@ -238,6 +246,20 @@ class BanditEnv(VectorEnv):
             for name, value in self.reference.metrics().items():
                 infos["metrics"][f"reference/{name}"] = torch.full_like(judged.scores, value)
         return infos
+
+
+    def _teacher_columns(self, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What the teacher reads instead of the prompts, and what it says of completions."""
+        prompts = dict(self._observation)
+        found: dict[str, torch.Tensor] = {}
+        if self.teacher_prompt is not None:
+            given = teacher_prompts(self.tokenizer, self._rows, self.teacher_prompt)
+            found = {name: column.to(self.device) for name, column in given.items()}
+            prompts = dict(zip(prompts, found.values(), strict=True))
+        if self.teacher is not None:
+            with self._reference_lock:
+                found |= self.teacher(*prompts.values(), ids, mask)
+        return found
 
 
 def check_env_lengths(env: Any, *, model: Any, max_new_tokens: int, chosen: bool) -> None:

@@ -29,6 +29,7 @@ from rllib_llm.envs.prompts import PromptRow
 from rllib_llm.envs.rlhf import (
     check_prompts,
     frozen_reference,
+    frozen_teacher,
     policy_tokenizer,
     prompt_source,
     reward_terms,
@@ -159,9 +160,11 @@ class ConversationEnv:
         terms = reward_terms(self.settings, self.tokenizer)
         self.rewards = RewardSum(terms) if terms else None
         self.reference = frozen_reference(self.settings, self.tokenizer)
+        self.teacher = frozen_teacher(self.settings, self.tokenizer)
         self.num_envs = int(self.settings["num_envs"])
         # Updates of the policy so far, and in all, 0: not known; for reward functions that ask.
         self.global_step, self.max_steps = 0, 0
+        self.keeps_parts = False  # whether infos have the rewards apart, for learners
         self.has_warned = False  # that a rollout failed
         model = self.settings["model"]
         self.num_positions = num_positions(model) if model else None

@@ -31,7 +31,7 @@ from rllib_llm.envs.judges.reward_functions import (
     shown_message,
     transcripts,
 )
-from rllib_llm.envs.judges.rewards import Rewards, UnjudgedError
+from rllib_llm.envs.judges.rewards import Rewards, RewardSum, UnjudgedError
 from rllib_llm.envs.prompts import PromptRow
 from rllib_llm.envs.tools import ToolResult
 from rllib_llm.shared import columns
@@ -298,6 +298,9 @@ def judge(env: ConversationEnv, attempts: Sequence[Rollout], pad_token_id: int) 
         if not abs(attempt.score) <= _LARGEST:  # the sum of numbers that are finite each
             attempt.score, attempt.valid = 0.0, False
     batch = training_columns(attempts, pad_token_id)
+    if env.teacher is not None:
+        given = (batch[name].to(env.device) for name in _TOKENS)
+        batch |= {name: column.cpu() for name, column in env.teacher(*given).items()}
     if env.reference is not None:
         given = (batch[name].to(env.device) for name in _TOKENS)
         logprobs = env.reference.logprobs(*given, env.settings["temperature"])
@@ -317,6 +320,8 @@ def judge(env: ConversationEnv, attempts: Sequence[Rollout], pad_token_id: int) 
 
     batch, scores = on_device(batch), batch[columns.SCORES].to(env.device)
     parts = on_device({name: by_rollout(sound, column) for name, column in components.items()})
+    if env.keeps_parts:
+        batch |= (env.rewards or RewardSum([])).parts(parts)
     metrics = on_device(_metrics(by_rollout, attempts, sound, judged))
     return Judgement(scores, batch, parts, metrics, _texts(attempts))
 

@@ -4,6 +4,7 @@ the learned judge, a sequence classifier as a reward function. Each replica load
 from __future__ import annotations
 
 import logging
+import math
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -41,8 +42,15 @@ from rllib_llm.modules.sequence_scores import (
     sequence_scores,
 )
 from rllib_llm.modules.tokenizer import load_tokenizer
-from rllib_llm.shared.columns import pad_right, widen
+from rllib_llm.shared.columns import (
+    TEACHER_LOGPROBS,
+    TEACHER_TOP_IDS,
+    TEACHER_TOP_LOGPROBS,
+    pad_right,
+    widen,
+)
 from rllib_llm.shared.errors import require
+from rllib_llm.shared.openai_client import OpenAIClient
 
 logger = logging.getLogger(__name__)
 
@@ -134,6 +142,92 @@ class FrozenReference(_Frozen):
         ids, mask = pack_right(*columns)
         self._measure_drift(lambda exact: next_token_drift(self.model, exact, ids, mask))
         return self.drift
+
+
+class FrozenTeacher(FrozenReference):
+    """A frozen causal language model that says what it would have written."""
+
+    @torch.no_grad()
+    def judge(
+        self, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor,
+        completion_mask: Tensor, *, top_k: int, temperature: float = 1.0,
+    ) -> dict[str, Tensor]:  # fmt: skip
+        """The columns `teacher_logprobs` [B, T] of the completion tokens, `teacher_top_ids` and
+        `teacher_top_logprobs` [B, T, top_k], of what `logprobs` takes; 0 where masked out."""
+        given = (prompt_ids, prompt_mask, completion_ids, completion_mask)
+        lengths = prompt_mask.sum(dim=1) + completion_mask.sum(dim=1)
+        shape, device = completion_ids.shape, completion_ids.device
+        found = _teacher_columns(shape, min(top_k, text_config(self.model).vocab_size), device)
+        for rows in token_batches(lengths, self._batch_tokens):
+            rows = rows.to(device)
+            batch = [column[rows].to(self._device) for column in given]
+            scored = score_completions(
+                self.model, *batch, temperature=temperature, likeliest=top_k
+            )
+            assert scored.likeliest is not None
+            for column, values in zip(
+                found.values(), (scored.logprobs, *scored.likeliest), strict=True
+            ):
+                column[rows] = values.to(device)
+        return found
+
+
+def _teacher_columns(
+    shape: Sequence[int], top_k: int, device: torch.device | str
+) -> dict[str, Tensor]:
+    return {
+        TEACHER_LOGPROBS: torch.zeros(*shape, device=device),
+        TEACHER_TOP_IDS: torch.zeros(*shape, top_k, dtype=torch.int32, device=device),
+        TEACHER_TOP_LOGPROBS: torch.zeros(*shape, top_k, device=device),
+    }
+
+
+class ServedTeacher:
+    """A teacher behind OpenAI's interface, as vLLM and `rllib serve` have it: a completion of one
+    token is asked for, with `prompt_logprobs` of all that stands before it.
+
+    url: up to and including the version; model: its name there; others: of `OpenAIClient`. A server
+    gives log-probs at temperature 1.
+    """
+
+    def __init__(self, model: str, *, url: str, **client: Any) -> None:
+        self._client, self._model = OpenAIClient(url, **client), model
+
+    def judge(
+        self, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor,
+        completion_mask: Tensor, *, top_k: int, temperature: float = 1.0,
+    ) -> dict[str, Tensor]:  # fmt: skip
+        """As `FrozenTeacher.judge`."""
+        found = _teacher_columns(completion_ids.shape, top_k, "cpu")
+        rows = [each.cpu() for each in (prompt_ids, prompt_mask, completion_ids, completion_mask)]
+        asked = []
+        for prompt, is_prompt, ids, mask in zip(*rows, strict=True):
+            length = int(mask.nonzero().max()) + 1 if bool(mask.any()) else 0
+            text = [*prompt[is_prompt].tolist(), *ids[:length].tolist()]
+            body = {"model": self._model, "prompt": text, "max_tokens": 1, "temperature": 1.0,
+                    "prompt_logprobs": top_k}  # fmt: skip
+            asked.append(self._client.submit("completions", body, _prompt_logprobs))
+        for row, answer in enumerate(asked):
+            told = answer.result()
+            for at in rows[3][row].nonzero().flatten().tolist():
+                likely = told[int(rows[1][row].sum()) + at] or {}
+                by_id = {int(i): float(each["logprob"]) for i, each in likely.items()}
+                token = int(rows[2][row, at])
+                ranked = sorted(by_id.items(), key=lambda each: -each[1])[:top_k]
+                ranked += [(0, -math.inf)] * (top_k - len(ranked))
+                ids, logprobs = zip(*ranked, strict=True)
+                found[TEACHER_LOGPROBS][row, at] = by_id[token]
+                found[TEACHER_TOP_IDS][row, at] = torch.tensor(ids, dtype=torch.int32)
+                found[TEACHER_TOP_LOGPROBS][row, at] = torch.tensor(logprobs)
+        return {name: column.to(completion_ids.device) for name, column in found.items()}
+
+    def close(self) -> None:
+        """Closes its connections."""
+        self._client.close()
+
+
+def _prompt_logprobs(answer: Any) -> list[Any]:
+    return answer["choices"][0]["prompt_logprobs"]
 
 
 PAIR, CHAT = "pair", "chat"

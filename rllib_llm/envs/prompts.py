@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rllib_llm.data.encoding import (
@@ -29,11 +30,13 @@ from rllib_llm.data.rows import (
 )
 from rllib_llm.data.sources import SHAREGPT, Source, load_rows
 from rllib_llm.envs.settings import check_values
+from rllib_llm.shared.columns import TEACHER_PROMPT_IDS, TEACHER_PROMPT_MASK, pad_left
 from rllib_llm.shared.errors import Problems, require
 
 MESSAGES = "messages"  # the column of whole conversations
 
 _SPLIT_STREAM = 2**63  # key of the split's permutation, apart from every epoch's
+LARGEST_PROMPT = 2**20  # tokens of a teacher's
 _NUM_REMEMBERED = 2**16  # encoded prompts: some 50 MB of short ones
 
 
@@ -277,3 +280,25 @@ def _choose_column(rows: Rows, prompt_column: str | None) -> str:
         "prompts.column", "be set", f"{rows.description} has no column 'prompt' but {rows.columns}",
         f"Name the one that holds the prompts, {remedy} (prompt_column in Python)",
     )  # fmt: skip
+
+
+def teacher_prompts(
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[PromptRow], column: str
+) -> dict[str, Tensor]:
+    """The columns `teacher_prompt_ids` and `teacher_prompt_mask` [B, Q]: what a teacher reads, text
+    or messages, in a column of the data; it is not truncated.
+
+    Raises:
+        Problems: a row has none.
+    """
+    encoder = PromptEncoder(tokenizer, LARGEST_PROMPT, "error")
+    found: dict[int, list[int]] = {}
+    for row in rows:
+        if row.index not in found:
+            text = row.columns.get(column)
+            require(bool(text), f"row {row.index}: {column}", text, "be the teacher's prompt",
+                    "teacher_prompt names this column", "Fill it in, or leave it out")  # fmt: skip
+            ((ids,), _) = encoder.encode([replace(row, prompt=text)])
+            found[row.index] = ids
+    ids, mask = pad_left([found[row.index] for row in rows], int(tokenizer.pad_token_id))
+    return {TEACHER_PROMPT_IDS: ids, TEACHER_PROMPT_MASK: mask}

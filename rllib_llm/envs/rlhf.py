@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from rllib_llm.envs.prompts import PromptSource
 from rllib_llm.envs.settings import CONVERSATION_ENV, ENV_SETTINGS, ConversationSettings
 from rllib_llm.modules.model_source import (
     check_reference_vocabulary,
+    check_teacher,
     num_embeddings,
     vocabulary_difference,
 )
@@ -106,6 +108,7 @@ def build_bandit(
         tokenizer=tokenizer, rewards=RewardSum(rewards),
         prompts=prompt_source(settings, prompts, eval_prompts, prompt_column),
         reference=frozen_reference(settings, tokenizer),
+        teacher=frozen_teacher(settings, tokenizer), teacher_prompt=settings["teacher_prompt"],
         vocab_size=vocab_size or (model and num_embeddings(model)),
         **{name: settings[name] for name in _OF_BANDITS},
     )  # fmt: skip
@@ -248,6 +251,23 @@ def frozen_reference(settings: Mapping[str, Any], tokenizer: PreTrainedTokenizer
 
     chosen = check_reference(settings, tokenizer)
     return FrozenReference(chosen.pop("model"), **{**_frozen_defaults(settings), **chosen})
+
+
+def frozen_teacher(settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Any | None:
+    """The function that judges completions as the teacher that `settings` name, or None."""
+    if settings["teacher"] is None:
+        return None
+    from rllib_llm.envs.frozen_models import FrozenTeacher, ServedTeacher
+
+    chosen = _model_of(settings["teacher"])
+    model, own = chosen.pop("model"), {**_frozen_defaults(settings), **chosen}
+    if "url" in chosen:
+        made: Any = ServedTeacher(model, **chosen)
+    else:
+        check_teacher(model, tokenizer)
+        made = FrozenTeacher(model, **own)
+    told = {"top_k": settings["teacher_top_k"], "temperature": settings["temperature"]}
+    return functools.partial(made.judge, **told)
 
 
 def _frozen_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,6 +31,13 @@ class Environment(Settings):
     reference: dict | str | None = setting(
         None, "{model, quantization, dtype, device}; without a model, the policy's"
     )
+    teacher: dict | str | None = setting(
+        None, "{model, quantization, dtype, device} or {model, url}; its likeliest tokens are in infos"
+    )
+    teacher_top_k: int = setting(16, "how many of the teacher's likeliest tokens", least=1)
+    teacher_prompt: str | None = setting(
+        None, "the column with the prompt that the teacher reads instead"
+    )
     frozen_quantization: Literal["none", "bf16", "int8", "nf4"] = setting(
         "none", "the quantization of frozen models that name none"
     )

@@ -13,14 +13,16 @@ from rllib_llm.shared import columns
 
 # Per-token columns, by the mask that says which of their columns are alive.
 _LEFT_PADDED: dict[str, tuple[str, ...]] = {
-    columns.PROMPT_MASK: (columns.PROMPT_IDS, columns.PROMPT_MASK)
+    columns.PROMPT_MASK: (columns.PROMPT_IDS, columns.PROMPT_MASK),
+    columns.TEACHER_PROMPT_MASK: (columns.TEACHER_PROMPT_IDS, columns.TEACHER_PROMPT_MASK),
 }
 _RIGHT_PADDED: dict[str, tuple[str, ...]] = {
     columns.COMPLETION_MASK: (
         columns.COMPLETION_IDS, columns.COMPLETION_MASK, columns.LOSS_MASK, columns.WEIGHTS_VERSION,
         columns.SAMPLER_LOGPROBS, columns.SAMPLER_VALUES, columns.REF_LOGPROBS, columns.REWARDS,
         columns.OLD_LOGPROBS, columns.OLD_VALUES, columns.ADVANTAGES, columns.RETURNS,
-        columns.LOGPROBS, columns.ENTROPY, columns.VALUES,
+        columns.LOGPROBS, columns.ENTROPY, columns.VALUES, columns.TEACHER_LOGPROBS,
+        columns.TEACHER_TOP_IDS, columns.TEACHER_TOP_LOGPROBS,
     ),
     columns.ATTENTION_MASK: (columns.INPUT_IDS, columns.LOSS_MASK, columns.ATTENTION_MASK),
     columns.CHOSEN_MASK: (columns.CHOSEN_IDS, columns.CHOSEN_MASK, columns.CHOSEN_LOSS_MASK),

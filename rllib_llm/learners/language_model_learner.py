@@ -38,11 +38,17 @@ from rllib_llm.learners.metrics import (
     RefusedUpdates,
     WeightedMeans,
 )
-from rllib_llm.learners.optimizer import decay_groups, load_state, whole_state
+from rllib_llm.learners.optimizer import (
+    load_state,
+    make_optimizers,
+    offloaded_step,
+    whole_state,
+)
 from rllib_llm.learners.sharding import clip_gradients_, gradient_norm, sum_gradients_
 from rllib_llm.learners.shared_passes import Batch, SharedPasses, seeded_dropout
 from rllib_llm.numerics.learning_rate import learning_rate_factor
 from rllib_llm.shared.columns import remember, remember_all
+from rllib_llm.shared.errors import require
 from rllib_llm.shared.messages import Listener, TrialMessage
 from rllib_llm.shared.process import keep_freed_memory
 from rllib_llm.weights.transport import WeightsExporter
@@ -128,6 +134,9 @@ class LanguageModelLearner(SharedPasses):
         """Keyword arguments of the training forward passes."""
         return {}
 
+    def after_step(self) -> None:
+        """Called after each optimiser step that was taken."""
+
     def should_stop(self) -> bool:
         """Whether the remaining mini-batches of this update are skipped (asked after each)."""
         return False
@@ -135,15 +144,13 @@ class LanguageModelLearner(SharedPasses):
     # --- optimiser ---------------------------------------------------------------------------
 
     def configure_optimizers_for_module(self, module_id, config=None) -> None:
-        """AdamW; its learning rate is set before every step from `lr` and the schedule. Norms and
-        biases do not decay."""
+        """As `config.optimizer` says; learning rates are set before every step from `lr` and the
+        schedule. Norms and biases do not decay."""
         params = [p for p in self.get_parameters(self._module[module_id]) if p.requires_grad]
-        optimizer = torch.optim.AdamW(
-            decay_groups(self._module[module_id], params), lr=float(config.lr), fused=True,
-            betas=tuple(config.adam_betas), eps=config.adam_epsilon,
-            weight_decay=config.weight_decay,
-        )  # fmt: skip
-        self.register_optimizer(module_id=module_id, optimizer=optimizer, params=params)
+        made = make_optimizers(config or self.config, self._module[module_id], params)
+        for name, optimizer, own in made:
+            named = {"optimizer_name": name} if name else {}
+            self.register_optimizer(module_id=module_id, optimizer=optimizer, params=own, **named)
 
     def _get_optimizer_state(self) -> dict[str, Any]:
         return {
@@ -156,6 +163,9 @@ class LanguageModelLearner(SharedPasses):
 
     def _set_optimizer_state(self, state: dict[str, Any]) -> None:
         for name, entry in state.items():
+            require(name in self._named_optimizers, "optimizer", self.config.optimizer,
+                    "be that of the checkpoint", f"it has the state of {[*state]}",
+                    "Set the optimizer that it was trained with")  # fmt: skip
             optimizer = self._named_optimizers[name]
             load_state(optimizer, entry["state"], self._optimizer_parameters[optimizer])
 
@@ -340,12 +350,16 @@ class LanguageModelLearner(SharedPasses):
             clip_gradients_(grads, norm, self.effective.use("grad_clip", self.config.grad_clip))
         for optimizer in self._named_optimizers.values():
             self._set_optimizer_lr(optimizer, self.learning_rate)
-            optimizer.step()
+            if self.config.optimizer_offload:
+                offloaded_step(optimizer)
+            else:
+                optimizer.step()
             self.effective.read_optimizer(optimizer)
         self.module[DEFAULT_MODULE_ID].unwrapped().cast_weights()
         self.means.add("lr", self.learning_rate, 1)
         self.means.add("grad_norm", norm, 1)
         self.num_updates += 1
+        self.after_step()
 
     def _take_means(self) -> dict[str, float]:
         local_only = {"lr", "grad_norm"}  # each learner has the whole

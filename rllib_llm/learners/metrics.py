@@ -117,6 +117,8 @@ class EffectiveSettings:
     def read_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Notes learning rate and the other settings of the step that `optimizer` took."""
         group = optimizer.param_groups[0]
+        if "betas" not in group:  # Muon's; AdamW has the rest
+            return
         for name in FROM_OPTIMIZER:
             self.use("adam_epsilon" if name == "eps" else name, group[name])
         for i, beta in enumerate(group["betas"], start=1):

@@ -17,16 +17,19 @@ from rllib_llm.learners.language_model_learner import zero_loss
 from rllib_llm.learners.rlhf_learner import RLHFLearner
 from rllib_llm.learners.shared_passes import Batch
 from rllib_llm.numerics.advantages import (
+    Turns,
     gae,
     group_normalized,
     leave_one_out,
     masked_whiten,
+    normalized_sum,
     reinforce_returns,
     zero_variance_rows,
 )
 from rllib_llm.numerics.losses import cross_entropy_tokens
 from rllib_llm.numerics.scores import RolloutRows
 from rllib_llm.shared import columns
+from rllib_llm.shared.errors import require
 
 
 class GroupLearner(RLHFLearner):
@@ -47,12 +50,67 @@ class GroupLearner(RLHFLearner):
         valid = valid & rows.is_first  # a forked conversation counts once in its group
         # Before the KL is taken into the score: its round-off would tell equal scores apart.
         flat, share = zero_variance_rows(scores, groups, valid)
-        scores = scores - self.reward_kl_coeff * rows.total(kl.sum(dim=1))  # before the baseline
-        advantages = rows.spread(self.row_advantages(scores, groups, valid))
+        with_kl = scores - self.reward_kl_coeff * rows.total(kl.sum(dim=1))  # before the baseline
+        advantages = rows.spread(self.rollout_advantages(batch, with_kl, valid)).unsqueeze(1)
+        if self.config.turn_advantages is not None:
+            coeff = self.effective.use("turn_advantage_coeff", self.config.turn_advantage_coeff)
+            rewards = self.token_rewards(batch, scores, kl)
+            advantages = advantages + coeff * self._turn_advantages(batch, rewards)
         self.means.add("train/zero_variance_groups", share / self.world_size, 1)
         if self.config.drop_zero_variance_groups:
             batch[columns.LOSS_MASK] = mask = mask & ~flat.unsqueeze(1)
-        return {columns.ADVANTAGES: advantages.unsqueeze(1) * mask}
+        return {columns.ADVANTAGES: advantages * mask}
+
+    def rollout_advantages(
+        self, batch: Batch, scores: torch.Tensor, valid: torch.Tensor
+    ) -> torch.Tensor:
+        """Advantage [B] at each rollout's first row, where `valid` [B] is True."""
+        return self.row_advantages(scores, batch[columns.GROUP], valid)
+
+    def _turn_advantages(self, batch: Batch, rewards: torch.Tensor) -> torch.Tensor:
+        """Advantage [B, T] of each turn among its peers, from token rewards [B, T]."""
+        names = (columns.PROMPT_IDS, columns.PROMPT_MASK, columns.COMPLETION_IDS, columns.GROUP,
+                 columns.ROW_ID)  # fmt: skip
+        found = columns.fetched([batch[name] for name in names] + [columns.sampled_mask(batch)])
+        *texts, groups, row_ids, mask = found
+        owners = torch.arange(len(mask))
+        if columns.ROW_WEIGHT in batch:  # conversations that fork
+            owners = RolloutRows.of(row_ids).owners
+        turns = Turns.of(mask, owners)
+        peers = turns.numbers
+        if self.config.turn_advantages == "state":
+            peers = _states(*texts, mask)
+        keys = torch.stack([groups[turns.owners], peers], dim=1)
+        keys = keys.unique(dim=0, return_inverse=True)[1]
+        returns = turns.returns(rewards, self.effective.use("gamma", self.config.gamma))
+        # A turn without peers teaches nothing, which a group of one would refuse.
+        keys = torch.cat([keys, keys[:1]]).to(returns.device, non_blocking=True)
+        valid = torch.ones(len(keys), dtype=torch.bool, device=returns.device)
+        valid[-1:] = False
+        return turns.spread(self.row_advantages(torch.nn.functional.pad(returns, (0, 1)), keys,
+                                                valid)[:-1])  # fmt: skip
+
+
+def _states(
+    prompt_ids: torch.Tensor, prompt_mask: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """A number for each turn [S] int64, alike where the same tokens that the policy did not sample
+    stand before it: what the environment said last, at a row's beginning its prompt."""
+    numbers: dict[tuple[int, ...], int] = {}
+    found: list[int] = []
+    for prompt, is_real, tokens, sampled in zip(
+        prompt_ids.tolist(), prompt_mask.tolist(), ids.tolist(), mask.tolist(), strict=True
+    ):
+        said = [token for token, real in zip(prompt, is_real, strict=True) if real]
+        was_sampled = False
+        for token, is_sampled in zip(tokens, sampled, strict=True):
+            if is_sampled and not was_sampled:
+                found.append(numbers.setdefault(tuple(said), len(numbers)))
+                said = []
+            elif not is_sampled:
+                said.append(token)
+            was_sampled = is_sampled
+    return torch.tensor(found, dtype=torch.int64)
 
 
 class GRPOLearner(GroupLearner):
@@ -62,6 +120,22 @@ class GRPOLearner(GroupLearner):
         self, scores: torch.Tensor, groups: torch.Tensor, valid: torch.Tensor
     ) -> torch.Tensor:
         return group_normalized(scores, groups, scale_by_std=self.config.scale_by_std, valid=valid)
+
+    def rollout_advantages(
+        self, batch: Batch, scores: torch.Tensor, valid: torch.Tensor
+    ) -> torch.Tensor:
+        """Also GDPO's, from the parts of the scores."""
+        if self.config.reward_aggregation == "sum_then_normalize":
+            return super().rollout_advantages(batch, scores, valid)
+        names = [name for name in sorted(batch) if name.startswith(columns.REWARD_PART)]
+        require(len(names) > 1, "reward_aggregation", self.config.reward_aggregation,
+                "be 'sum_then_normalize' without several rewards", "there is nothing to add up",
+                "Leave it out")  # fmt: skip
+        weights = [n.replace(columns.REWARD_PART, columns.REWARD_WEIGHT) for n in names]
+        parts, weights = (torch.stack([batch[n] for n in each]) for each in (names, weights))
+        return normalized_sum(
+            parts, weights, batch[columns.GROUP], scale_by_std=self.config.scale_by_std, valid=valid
+        )
 
 
 class RLOOLearner(GroupLearner):
@@ -89,6 +163,13 @@ class ReinforcePPLearner(RLHFLearner):
         elif self.config.baseline:
             returns = (returns - self.config.baseline) * mask
         return {columns.ADVANTAGES: returns}
+
+
+class DistillationLearner(RLHFLearner):
+    """On-policy distillation (Agarwal et al. 2024, "GKD"): scores are measured, not learnt from."""
+
+    def compute_advantages(self, batch: Batch, scores: torch.Tensor, kl: torch.Tensor) -> Batch:
+        return {columns.ADVANTAGES: torch.zeros_like(batch[columns.OLD_LOGPROBS])}
 
 
 class PPOPtxLearner(RLHFLearner):

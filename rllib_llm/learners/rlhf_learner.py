@@ -15,11 +15,15 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 
 from rllib_llm.learners.batching import take_rows
 from rllib_llm.learners.language_model_learner import LanguageModelLearner
+from rllib_llm.learners.moving_average import MovingAverage
 from rllib_llm.learners.off_policy import OffPolicyCorrection, OldLogprobs
-from rllib_llm.learners.shared_passes import Batch, own_reference
-from rllib_llm.modules.logprobs import ReferencePolicy
+from rllib_llm.learners.shared_passes import Batch, frozen_policy, own_reference
+from rllib_llm.modules.logprobs import ReferencePolicy, Teacher
+from rllib_llm.modules.model_source import check_teacher
 from rllib_llm.numerics import losses, scores
 from rllib_llm.numerics.advantages import token_rewards
+from rllib_llm.numerics.distillation import sampled_advantages
+from rllib_llm.numerics.entropy import AdaptiveEntropyCoefficient, high_entropy_tokens
 from rllib_llm.numerics.kl import AdaptiveKLCoefficient, FixedKLCoefficient, kl_estimate
 from rllib_llm.numerics.scores import RolloutRows, with_turn_rewards
 from rllib_llm.shared import columns
@@ -31,13 +35,22 @@ class RLHFLearner(LanguageModelLearner):
 
     def build(self) -> None:
         self.ref_kl = _kl_coefficient(self.config)
+        self.entropy_coeff: AdaptiveEntropyCoefficient | None = None  # where there is a target
+        if (target := self.config.entropy_target) is not None:
+            self.entropy_coeff = AdaptiveEntropyCoefficient(
+                self.config.entropy_coeff, target, self.config.entropy_coeff_delta
+            )
         self.score_scale = scores.RunningScoreScale()
         self._advantages: torch.Tensor | None = None  # [B, T] of the update, where they are kept
         self._num_minibatches = 0  # of the current update, begun so far
         self._old_logprobs: OldLogprobs | None = None  # in half precision, of the current update
         super().build()
         self.correction = OffPolicyCorrection.from_config(self.config, self.means)
+        self._averages: list[MovingAverage] = []  # frozen copies that follow the policy
         self.reference = self._make_reference()
+        every, mix = self.config.reference_update_every, self.config.reference_update_mix
+        self._follow(self.reference, every, mix)
+        self.teacher = self._make_teacher()
 
     def compute_advantages(self, batch: Batch, scores: torch.Tensor, kl: torch.Tensor) -> Batch:
         """The columns `advantages` [B, T] and, with a critic, `returns` [B, T].
@@ -90,6 +103,14 @@ class RLHFLearner(LanguageModelLearner):
         # Before advantages: groups that these drop from the loss were sampled all the same.
         self._log_objective(batch, processed, measured)
         batch.update(self.compute_advantages(batch, processed, kl))
+        if self.config.distill_coeff and not self._distills:
+            self._add_teacher(batch)
+        if self.config.mask_truncated:
+            self._mask_truncated(batch)
+        if self.config.top_entropy_share < 1:
+            self._keep_high_entropy(batch)
+        if self.entropy_coeff is not None:
+            self._steer_entropy(self.entropy_coeff, batch, sampled)
         columns.remember_all(batch)  # it may have masked out more
         if self.config.store_rollouts and self.rank == 0:  # there when the means are
             self._advantages = batch[columns.ADVANTAGES].to("cpu", non_blocking=True)
@@ -101,6 +122,33 @@ class RLHFLearner(LanguageModelLearner):
                 self.ref_kl.update(mean_kl, int(num))
         return batch
 
+    def _mask_truncated(self, batch: Batch) -> None:
+        """Takes completions that were cut off out of the loss."""
+        finished = RolloutRows.of_batch(batch).at_end(batch[columns.FINISHED])
+        is_cut = ~finished & columns.sampled_mask(batch).any(dim=1)
+        batch[columns.LOSS_MASK] = columns.sampled_mask(batch) & finished.unsqueeze(1)
+        self.means.add("train/masked_truncated", is_cut.float().mean() / self.world_size, 1)
+
+    def _keep_high_entropy(self, batch: Batch) -> None:
+        """Leaves the tokens of highest entropy an advantage."""
+        if columns.ENTROPY not in batch:
+            batch.update(self.evaluate_rows(batch, [columns.ENTROPY]))
+        mask = columns.sampled_mask(batch)
+        share = self.effective.use("top_entropy_share", self.config.top_entropy_share)
+        kept = high_entropy_tokens(batch.pop(columns.ENTROPY), mask, share)
+        batch[columns.ADVANTAGES] = batch[columns.ADVANTAGES].where(kept, 0.0)
+
+    def _steer_entropy(
+        self, coeff: AdaptiveEntropyCoefficient, batch: Batch, sampled: torch.Tensor
+    ) -> None:
+        """Takes the mean of -log π over tokens that π sampled as its entropy. They came from the
+        host, where they still are: nothing is waited for."""
+        given = (batch[columns.SAMPLER_LOGPROBS], sampled, batch[columns.VALID])
+        logprobs, mask, valid = columns.fetched(given)
+        mask = mask & valid.unsqueeze(1)
+        entropy = -logprobs.double().where(mask, 0.0).sum() / mask.sum()
+        coeff.update(float(entropy))
+
     def _make_reference(self) -> ReferencePolicy | None:
         """The reference that this learner owns. None where the environment has it or the KL is
         off."""
@@ -108,6 +156,55 @@ class RLHFLearner(LanguageModelLearner):
         if place == "environment" or not self.config.ref_kl_coeff:
             return None
         return own_reference(self, copy=place != "policy")
+
+    def _make_teacher(self) -> ReferencePolicy | None:
+        """The teacher that this learner owns. None where the environment has it, or none is."""
+        config, chosen = self.config, dict(self.config.teacher_settings)
+        if not config.distill_coeff or config.teacher_in == "environment":
+            return None
+        source = chosen.pop("model")
+        if source == "policy":
+            teacher = own_reference(self, copy=config.lora is None)
+            self._follow(teacher, config.teacher_update_every, config.teacher_update_mix)
+            return teacher
+        check_teacher(source, self.module[DEFAULT_MODULE_ID].unwrapped().tokenizer)
+        return ReferencePolicy(frozen_policy(self, source, **chosen))
+
+    def _add_teacher(self, batch: Batch) -> None:
+        """Adds log teacher - log policy of the sampled tokens to their advantages."""
+        name = columns.TEACHER_LOGPROBS
+        if self.teacher is not None:
+            rows = dict(batch)
+            for own, its in (
+                (columns.PROMPT_IDS, columns.TEACHER_PROMPT_IDS),
+                (columns.PROMPT_MASK, columns.TEACHER_PROMPT_MASK),
+            ):
+                rows[own] = rows.pop(its, rows[own])
+            scored = self.evaluate_rows(
+                rows, [columns.REF_LOGPROBS], ref_logprobs_of=self.teacher
+            )
+            batch[name] = scored[columns.REF_LOGPROBS]
+        mask, coeff = columns.sampled_mask(batch), self.config.distill_coeff
+        gain = sampled_advantages(batch[columns.OLD_LOGPROBS], batch[name], mask)
+        coeff = self.effective.use("distill_coeff", coeff)
+        batch[columns.ADVANTAGES] = batch[columns.ADVANTAGES] + coeff * gain
+        share = mask.sum() * self.world_size
+        self.means.add("train/teacher_kl", -gain.sum(), share)
+
+    @property
+    def _distills(self) -> bool:
+        """Whether the divergence from a teacher is a part of the loss."""
+        return bool(self.config.distill_coeff) and self.config.distill_loss == "divergence"
+
+    def _follow(self, frozen: ReferencePolicy | None, every: int | None, mix: float) -> None:
+        """Has the weights of a frozen copy follow the policy's."""
+        if frozen is not None and every is not None:
+            policy = self.module[DEFAULT_MODULE_ID].unwrapped().model
+            self._averages.append(MovingAverage(frozen.model, policy, every, mix))
+
+    def after_step(self) -> None:
+        for average in self._averages:
+            average.follow(self.num_updates)
 
     def _reference_kl(self, batch: Batch) -> torch.Tensor | None:
         """KL of the policy before the update from the reference, [B, T], None without one; adds
@@ -134,7 +231,10 @@ class RLHFLearner(LanguageModelLearner):
 
     def forward_options(self) -> dict[str, Any]:
         full = self.config.ref_kl_in == "loss" and self.config.ref_kl_estimator == "full"
-        return {"full_kl_to": self.reference} if full and self.ref_kl.value > 0 else {}
+        options = {"full_kl_to": self.reference} if full and self.ref_kl.value > 0 else {}
+        if self._distills:
+            options["distill_to"] = Teacher(self.config.distill_beta, self.teacher)
+        return options
 
     def _old_policy(self, batch: Batch) -> Batch:
         """Log-probs and values of the policy before the update, each row by one learner.
@@ -238,6 +338,9 @@ class RLHFLearner(LanguageModelLearner):
         )
         for name in ("loss/policy_avg", "loss/value_avg"):
             self.means.add_count(name, 1)
+        if self._distills:
+            for name in _TEACHER_MEANS.values():
+                self.means.add_count(name, self.denominators.num_tokens)
 
     def before_loss(self, micro_batch: Batch, outputs: Batch) -> Batch:
         if self._old_logprobs is None or self._num_minibatches > 1:
@@ -274,13 +377,20 @@ class RLHFLearner(LanguageModelLearner):
             loss = loss + use("ref_kl_coeff", self.ref_kl.value) * self._reduce(
                 self._loss_kl(logprobs, batch, mask, fwd_out.get(columns.FULL_KL)), mask, weights
             )
-        if config.entropy_coeff:
-            loss = loss - use("entropy_coeff", config.entropy_coeff) * self._reduce(
+        steered = self.entropy_coeff
+        if coeff := config.entropy_coeff if steered is None else steered.value:
+            loss = loss - use("entropy_coeff", coeff) * self._reduce(
                 fwd_out[columns.ENTROPY].where(mask, 0.0), mask, weights
             )
         if columns.RETURNS in batch:
-            coeff = use("vf_loss_coeff", config.vf_loss_coeff)
-            loss = loss + coeff * self._value_loss(batch, fwd_out, mask)
+            vf_coeff = use("vf_loss_coeff", config.vf_loss_coeff)
+            loss = loss + vf_coeff * self._value_loss(batch, fwd_out, mask)
+        if self._distills:
+            divergence = fwd_out[columns.DIVERGENCE].where(mask, 0.0)
+            distill_coeff = use("distill_coeff", config.distill_coeff)
+            loss = loss + distill_coeff * self._reduce(divergence, mask, weights)
+            for column, name in _TEACHER_MEANS.items():
+                self.means.add_total(name, fwd_out[column].where(mask, 0.0).sum())
         self.means.add_total("loss/policy_avg", policy_loss)
         self._log_policy(batch, fwd_out, policy.stats, mask)
         return loss
@@ -392,6 +502,9 @@ class RLHFLearner(LanguageModelLearner):
             "ref_kl": self.ref_kl.state_dict(),
             "ref_kl_init": self.config.ref_kl_coeff,
             "score_scale": self.score_scale.state_dict(),
+            "averages": [average.state_dict() for average in self._averages],
+            "entropy_coeff": self.entropy_coeff and self.entropy_coeff.state_dict(),
+            "entropy_init": self.config.entropy_coeff,
         }
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
@@ -400,6 +513,17 @@ class RLHFLearner(LanguageModelLearner):
         # A coefficient that was set anew (population-based search) wins over the checkpoint's.
         if state["ref_kl_init"] == self.config.ref_kl_coeff and self.config.ref_kl_target:
             self.ref_kl.load_state_dict(state["ref_kl"])
+        for average, kept in zip(self._averages, state.get("averages", ()), strict=False):
+            average.load_state_dict(kept)
+        steered, is_same = state.get("entropy_coeff"), state.get("entropy_init")
+        if self.entropy_coeff and steered and is_same == self.config.entropy_coeff:
+            self.entropy_coeff.load_state_dict(steered)
+
+
+_TEACHER_MEANS = {
+    columns.DIVERGENCE: "loss/distill_avg", columns.TEACHER_KL: "train/teacher_kl",
+    columns.TEACHER_AGREES: "train/teacher_agreement",
+}  # fmt: skip
 
 
 def _kl_coefficient(config) -> FixedKLCoefficient | AdaptiveKLCoefficient:

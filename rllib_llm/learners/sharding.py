@@ -117,6 +117,8 @@ def shard_optimizer_state(state: dict[int, Any], params: list[nn.Parameter]) -> 
     """An optimiser's whole state, by parameter number, copied and cut as its parameters are."""
 
     def cut(value: Any, param: nn.Parameter) -> Any:
+        if isinstance(value, int):
+            return value
         value = torch.as_tensor(value)
         return shard_like(value, param) if value.shape == param.shape else value.clone()
 

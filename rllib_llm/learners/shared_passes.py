@@ -30,7 +30,7 @@ from rllib_llm.learners.sharding import ShardedModule, shard_module, shard_refer
 from rllib_llm.modules.logprobs import ReferencePolicy
 from rllib_llm.modules.lora import adapters_off, has_adapters
 from rllib_llm.modules.precision import multiplies_by_onednn, use_onednn, warn_of_emulation
-from rllib_llm.modules.pretrained import load_causal_lm
+from rllib_llm.modules.pretrained import load_causal_lm, load_quantized
 from rllib_llm.modules.rl_modules import CausalLMModule
 from rllib_llm.shared import columns
 from rllib_llm.shared.process import until_it_fits
@@ -213,17 +213,32 @@ def own_reference(learner: Any, *, copy: bool) -> ReferencePolicy:
     """
     module = learner.module[DEFAULT_MODULE_ID].unwrapped()
     model = module.computing_model
-    policy_device = next(model.parameters()).device
     if not copy:
         assert has_adapters(model), "only a policy under adapters contains its reference"
         return ReferencePolicy(model, functools.partial(adapters_off, model))
-    config = learner.config
-    dtype = module.computing_dtype or config.dtype
+    return ReferencePolicy(frozen_policy(learner, learner.config.pretrained_model))
+
+
+def frozen_policy(
+    learner: Any, source: Any, *, quantization: str = "none", dtype: str | None = None,
+    device: Any = None,
+) -> Any:  # fmt: skip
+    """A causal language model that is not trained, on the policy's device, where its products are
+    the policy's; with the strategy "fsdp" its layers are spread over the learners.
+
+    dtype: None: that in which the policy computes.
+    """
+    module = learner.module[DEFAULT_MODULE_ID].unwrapped()
+    model = module.computing_model
+    policy_device = torch.device(device or next(model.parameters()).device)
     first = torch.device("cpu") if learner.is_sharded else policy_device
-    frozen = load_causal_lm(config.pretrained_model, dtype=dtype, device=first)
+    frozen = load_quantized(
+        load_causal_lm, source, quantization=quantization, device=first,
+        dtype=dtype or module.computing_dtype or learner.config.dtype,
+    )  # fmt: skip
     frozen.requires_grad_(False)
     if multiplies_by_onednn(model):  # of equal weights equal numbers
         use_onednn(frozen)
     if learner.is_sharded:
         shard_reference(frozen, policy_device)
-    return ReferencePolicy(frozen)
+    return frozen

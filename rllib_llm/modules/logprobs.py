@@ -9,6 +9,7 @@ positions the head runs in chunks whose logits are computed again in the backwar
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from rllib_llm.modules.model_source import text_config
 from rllib_llm.modules.packing import TokenRows, WantedTokens, completion_rows, text_rows
 from rllib_llm.modules.trunk import take_apart, wanted_hidden, wanted_tokens
+from rllib_llm.numerics.distillation import divergence_stats, likeliest_stats
 from rllib_llm.numerics.kl import full_kl
 from rllib_llm.numerics.token_stats import in_chunks, token_stats
 
@@ -36,7 +38,9 @@ class CompletionOutputs:
     logprobs [batch, completion_len] float32; entropy [batch, completion_len] float32 in nats, or
     None; hidden [batch, completion_len, hidden], the trunk's last state at the position that
     predicts the token (the state that V_t judges), or None; full_kl [batch, completion_len]
-    float32, the exact KL from a reference over the whole vocabulary, nats, or None. num_computed:
+    float32, the exact KL from a reference over the whole vocabulary, nats, or None; distillation:
+    three such columns, see `numerics.distillation.divergence_stats`, or None; likeliest: ids and
+    log-probs [batch, completion_len, k] of the k likeliest tokens, or None. num_computed:
     tokens that went through the trunk, num_padding of them padding.
     """
 
@@ -44,6 +48,8 @@ class CompletionOutputs:
     entropy: Tensor | None = None
     hidden: Tensor | None = None
     full_kl: Tensor | None = None
+    distillation: tuple[Tensor, ...] | None = None
+    likeliest: tuple[Tensor, Tensor] | None = None
     num_computed: int = 0
     num_padding: int = 0
 
@@ -59,11 +65,27 @@ class ReferencePolicy:
     context: Callable[[], AbstractContextManager] = nullcontext
 
 
+@dataclass(frozen=True)
+class Teacher:
+    """What a student is compared with, token by token.
+
+    beta: of `generalized_jsd`. policy: the teacher, or None where its likeliest tokens are known,
+    `top_ids` and `top_logprobs` [batch, completion_len, k]. prompts: ids and mask [batch, length],
+    left-padded, that it reads instead of the student's; None: the same.
+    """
+
+    beta: float
+    policy: ReferencePolicy | None = None
+    top_ids: Tensor | None = None
+    top_logprobs: Tensor | None = None
+    prompts: tuple[Tensor, Tensor] | None = None
+
+
 def score_completions(
     model: nn.Module, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor,
     completion_mask: Tensor, *, temperature: float = 1.0, entropy: bool = False,
     hidden: bool = False, full_kl_to: ReferencePolicy | None = None,
-    logits_chunk_tokens: int | None = None,
+    distill_to: Teacher | None = None, likeliest: int = 0, logits_chunk_tokens: int | None = None,
 ) -> CompletionOutputs:  # fmt: skip
     """Log-probs (entropy, hidden states) of completions under `model`, an `AutoModelForCausalLM`.
 
@@ -72,8 +94,8 @@ def score_completions(
     Logits are divided by `temperature`; log-softmax is float32. `logits_chunk_tokens` is the number
     of positions whose logits exist at one time, by default as many as make 256 MiB, in half
     precision 512. Dropout is as the model's mode says. Works under grad and no_grad; the result
-    does not depend on padding or chunks beyond rounding. The gradient of `full_kl` flows into
-    `model` only.
+    does not depend on padding or chunks beyond rounding. The gradients of `full_kl` and of the
+    divergence from the teacher flow into `model` only.
 
     Raises ValueError for a row without a prompt token.
     """
@@ -81,14 +103,24 @@ def score_completions(
     run = _run(model, rows, hidden)
     wanted = run.wanted
     logprobs, entropies = _stats(run, temperature, entropy, logits_chunk_tokens)
-    full = None
+    full, distilled = None, None
     if full_kl_to is not None:
-        full = wanted.unpack(_full_kl(run, full_kl_to, rows, temperature, logits_chunk_tokens))
+        (kl,) = _beside(run, full_kl_to, rows, temperature, logits_chunk_tokens,
+                        lambda logits, others: (full_kl(logits, others),))  # fmt: skip
+        full = wanted.unpack(kl)
+    if distill_to is not None:
+        if distill_to.prompts is not None:
+            rows = completion_rows(*distill_to.prompts, completion_ids, completion_mask)
+        stats = _distillation(run, distill_to, rows, temperature, logits_chunk_tokens)
+        distilled = tuple(map(wanted.unpack, stats))
+    top = _likeliest(run, likeliest, temperature, logits_chunk_tokens) if likeliest else None
     return CompletionOutputs(
+        likeliest=top and (wanted.unpack(top[0]), wanted.unpack(top[1])),
         logprobs=wanted.unpack(logprobs),
         entropy=None if entropies is None else wanted.unpack(entropies),
         hidden=None if run.hidden is None else wanted.unpack(run.hidden),
         full_kl=full,
+        distillation=distilled,
         num_computed=wanted.input_ids.numel(),
         num_padding=wanted.num_padding,
     )
@@ -172,21 +204,58 @@ def _stats(
     return results[0], (results[1] if entropy else None)
 
 
-def _full_kl(
-    run: _Run, reference: ReferencePolicy, rows: TokenRows, temperature: float,
+def _likeliest(
+    run: _Run, count: int, temperature: float, logits_chunk_tokens: int | None
+) -> tuple[Tensor, ...]:
+    """Ids and log-probs [tokens, count] of the likeliest tokens."""
+
+    def top_of(states: Tensor) -> tuple[Tensor, ...]:
+        logprobs = (run.logits_of(states).float() / temperature).log_softmax(dim=-1)
+        values, ids = logprobs.topk(min(count, logprobs.shape[-1]))
+        return ids.int(), values
+
+    chunk_tokens = run.default_chunk_tokens if logits_chunk_tokens is None else logits_chunk_tokens
+    return in_chunks(top_of, (run.states,), chunk_tokens)
+
+
+def _distillation(
+    run: _Run, teacher: Teacher, rows: TokenRows, temperature: float,
     logits_chunk_tokens: int | None,
-) -> Tensor:  # fmt: skip
-    """Exact KL [tokens] of what `run` computed from the reference; no gradient in the latter."""
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """`divergence_stats` [tokens] of what `run` computed, or `likeliest_stats`."""
+    if teacher.policy is not None:
+        compare = functools.partial(divergence_stats, beta=teacher.beta)
+        return _beside(run, teacher.policy, rows, temperature, logits_chunk_tokens, compare)
+    assert teacher.top_ids is not None and teacher.top_logprobs is not None
+
+    def stats_of(states: Tensor, ids: Tensor, logprobs: Tensor) -> tuple[Tensor, ...]:
+        logits = run.logits_of(states).float() / temperature
+        return likeliest_stats(logits, ids, logprobs, teacher.beta)
+
+    likeliest = (
+        each.flatten(0, 1).index_select(0, run.wanted.places)
+        for each in (teacher.top_ids, teacher.top_logprobs)
+    )
+    states = run.wanted.without_surplus(run.states)
+    chunk_tokens = run.default_chunk_tokens if logits_chunk_tokens is None else logits_chunk_tokens
+    return in_chunks(stats_of, (states, *likeliest), chunk_tokens)
+
+
+def _beside(
+    run: _Run, reference: ReferencePolicy, rows: TokenRows, temperature: float,
+    logits_chunk_tokens: int | None, compare: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """`compare(logits, the reference's)`, each [tokens], of what `run` computed and of the same
+    tokens in `rows`; no gradient in the reference."""
     with torch.no_grad(), reference.context():
         ref_run = _run(reference.model, rows, False)
 
-    def kl_of(states: Tensor, ref_states: Tensor) -> tuple[Tensor]:
+    def compared(states: Tensor, ref_states: Tensor) -> tuple[Tensor, ...]:
         with torch.no_grad(), reference.context():
             ref_logits = ref_run.logits_of(ref_states).float() / temperature
-        return (full_kl(run.logits_of(states).float() / temperature, ref_logits),)
+        return compare(run.logits_of(states).float() / temperature, ref_logits)
 
     chunk_tokens = run.default_chunk_tokens if logits_chunk_tokens is None else logits_chunk_tokens
     # The reference may read its rows in the other form, and have no surplus or more.
     both = (each.wanted.without_surplus(each.states) for each in (run, ref_run))
-    (kl,) = in_chunks(kl_of, tuple(both), chunk_tokens)
-    return kl
+    return in_chunks(compared, tuple(both), chunk_tokens)

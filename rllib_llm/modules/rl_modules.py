@@ -8,6 +8,7 @@ How tokens are sampled is decided by an engine (`engines/`), whose `generate` is
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from rllib_llm.modules.hugging_face_module import HuggingFaceModule
 from rllib_llm.modules.logprobs import (
     ReferencePolicy,
+    Teacher,
     completion_hidden,
     score_completions,
     text_logprobs,
@@ -135,7 +137,7 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
     def _forward_train(
         self, batch: dict[str, Any], *, names: Collection[str] | None = None,
         full_kl_to: ReferencePolicy | None = None, ref_logprobs_of: ReferencePolicy | None = None,
-        **kwargs,
+        distill_to: Teacher | None = None, **kwargs,
     ) -> dict[str, torch.Tensor]:  # fmt: skip
         """`logprobs`, `entropy` and, with a critic, `values`, each [B, T] float32; where texts
         are given (`input_ids`), `text_logprobs` [N, L] of their target tokens.
@@ -144,10 +146,15 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
             for `values` alone no logits. Learners pass none to a class that overrides this method:
             what it gets from `super()` is complete.
         full_kl_to: adds `full_kl` [B, T], the exact KL from that reference.
+        distill_to: adds `divergence` [B, T] from a teacher, which reads `teacher_prompt_ids` where
+            the batch has them, `teacher_kl` and `teacher_agrees`. Without a policy its likeliest
+            tokens are the batch's.
         ref_logprobs_of: that policy's log-probs alone, as `ref_logprobs`, without gradient.
         """
         if ref_logprobs_of is not None:
             return {columns.REF_LOGPROBS: self._reference_logprobs(batch, ref_logprobs_of)}
+        if distill_to is not None:
+            distill_to = _with_columns(distill_to, batch)
         values = self.has_critic and (names is None or columns.VALUES in names)
         if names is not None and set(names) == {columns.VALUES}:
             return {columns.VALUES: self.compute_values(batch)}
@@ -157,6 +164,7 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
                 self.computing_model, *_completion_columns(batch), temperature=self.temperature,
                 entropy=names is None or columns.ENTROPY in names,
                 hidden=values and self.model_config["critic"] == "shared", full_kl_to=full_kl_to,
+                distill_to=distill_to,
             )  # fmt: skip
             outputs[columns.LOGPROBS] = scored.logprobs
             counts = scored.num_computed, scored.num_padding
@@ -165,6 +173,8 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
                 outputs[columns.ENTROPY] = scored.entropy
             if scored.full_kl is not None:
                 outputs[columns.FULL_KL] = scored.full_kl
+            if scored.distillation is not None:
+                outputs |= zip(_DISTILLATION, scored.distillation, strict=True)
             if values:
                 outputs[columns.VALUES] = self.compute_values(batch, embeddings=scored.hidden)
         if columns.INPUT_IDS in batch:
@@ -195,6 +205,20 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
             return score_completions(
                 reference.model, *_completion_columns(batch), temperature=self.temperature
             ).logprobs
+
+
+_DISTILLATION = (columns.DIVERGENCE, columns.TEACHER_KL, columns.TEACHER_AGREES)
+
+
+def _with_columns(teacher: Teacher, batch: dict[str, Any]) -> Teacher:
+    """The teacher with what a batch says of it."""
+    prompts = None
+    if columns.TEACHER_PROMPT_IDS in batch:
+        prompts = batch[columns.TEACHER_PROMPT_IDS], batch[columns.TEACHER_PROMPT_MASK]
+    return dataclasses.replace(
+        teacher, prompts=prompts, top_ids=batch.get(columns.TEACHER_TOP_IDS),
+        top_logprobs=batch.get(columns.TEACHER_TOP_LOGPROBS),
+    )  # fmt: skip
 
 
 def _completion_columns(batch: dict[str, Any]) -> tuple[torch.Tensor, ...]:

@@ -147,6 +147,79 @@ def group_normalized(
     return table.rows(centred)
 
 
+def normalized_sum(
+    parts: Tensor,
+    weights: Tensor,
+    groups: Tensor,
+    *,
+    scale_by_std: bool = True,
+    eps: float = 1e-4,
+    valid: Tensor,
+) -> Tensor:
+    """Weighted sum of each reward's `group_normalized`, normalised over the batch, float32 [batch].
+
+    A = (s - mean(s)) / (std(s) + eps), s = sum_k weights_k (r_k - mean_group) / (std_group + eps)
+    (GDPO, Liu et al. 2026, eq. 4 to 6; TRL's "normalize_then_sum", std with ddof = 1), so that a
+    reward that varies little is not drowned by one that varies much. `parts` and `weights`
+    [rewards, batch], parts NaN where a row is not judged by one; rows not `valid` [batch] get 0.
+    """
+    total = torch.zeros(parts.shape[1], device=parts.device)
+    for part, weight in zip(parts, weights, strict=True):
+        judged = valid & ~part.isnan()
+        normalized = group_normalized(
+            part.nan_to_num(), groups, scale_by_std=scale_by_std, eps=eps, valid=judged
+        )
+        total = total + weight.where(judged, 0.0) * normalized
+    count = valid.sum()
+    centred = torch.where(valid, total - _masked_sum(total, valid) / count.clamp(min=1), 0.0)
+    variance = centred.square().sum() / (count - 1).clamp(min=1)
+    return (centred / (variance.sqrt() + eps)).float()
+
+
+@dataclass(frozen=True)
+class Turns:
+    """The turns of a batch: runs of sampled tokens, S of them, in the order of the rows.
+
+    places [batch, T] int64: each token's turn, S at the others; owners, numbers [S] int64: the
+    rollout of each turn, by the number of its first row, and which of its turns it is. Computed
+    from masks and ids on the host.
+    """
+
+    places: Tensor
+    owners: Tensor
+    numbers: Tensor
+
+    @classmethod
+    def of(cls, mask: Tensor, owners: Tensor) -> Turns:
+        """From `mask` [batch, T] of sampled tokens and `owners` [batch], the first row of each
+        row's rollout, whose rows are adjacent; all on the host."""
+        begins = mask & ~pad(mask[:, :-1], (1, 0))
+        count = int(begins.sum())
+        places = (begins.flatten().cumsum(dim=0) - 1).view_as(mask).where(mask, count)
+        of_turn = owners[begins.nonzero(as_tuple=True)[0]]
+        numbers = torch.arange(count)
+        first = torch.full_like(owners, count).scatter_reduce(0, of_turn, numbers, "amin")
+        return cls(places, of_turn, numbers - first[of_turn])
+
+    def returns(self, rewards: Tensor, gamma: float) -> Tensor:
+        """sum_{j >= k} gamma^(j-k) r_j of each turn k of a rollout, float32 [S], where r_j is the
+        sum of the `rewards` [batch, T] of turn j's tokens (GiGPO, Feng et al. 2025, eq. 7)."""
+        device, size = rewards.device, len(self.owners)
+        places, owners, numbers = (
+            x.to(device, non_blocking=True) for x in (self.places, self.owners, self.numbers)
+        )
+        earned = torch.zeros(size + 1, dtype=torch.float64, device=device)
+        earned.index_add_(0, places.flatten(), rewards.double().flatten())
+        width = int(self.numbers.max()) + 1 if size else 1
+        table = torch.zeros(len(rewards), width, dtype=torch.float64, device=device)
+        table[owners, numbers] = earned[:size]
+        return _discounted_sums(table, gamma)[owners, numbers].float()
+
+    def spread(self, per_turn: Tensor) -> Tensor:
+        """The value [S] of each token's turn, [batch, T]; 0 at tokens of none."""
+        return pad(per_turn, (0, 1))[self.places.to(per_turn.device, non_blocking=True)]
+
+
 def zero_variance_rows(
     scores: Tensor, groups: Tensor, valid: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -139,9 +139,13 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         is_here = config.reference_place == "environment" and bool(config.ref_kl_coeff)
         if is_here and not config.in_evaluation:
             defaults["reference"] = {"model": config.pretrained_model}
+        if config.distill_coeff and config.teacher_in == "environment" and not config.in_evaluation:
+            defaults["teacher"] = config.teacher_settings
+            defaults["teacher_top_k"] = config.teacher_top_k
         context = EnvContext({**defaults, **given}, self.worker_index, num_workers=self.num_workers)
         self.env = make(config.env, context)
         check_batched(self.env)
+        self.env.keeps_parts = config.reward_aggregation == "normalize_then_sum"
         self.env.max_steps = config.planned_iterations or 0  # of a reward function that asks
         check_env_lengths(
             self.env, model=config.pretrained_model, max_new_tokens=config.max_new_tokens,

@@ -23,10 +23,13 @@ from rllib_llm.shared.messages import TrialMessage
 
 Column: TypeAlias = torch.Tensor
 # Columns padded on the left; all other two-dimensional ones are padded on the right.
-_LEFT_PADDED = (columns.PROMPT_IDS, columns.PROMPT_MASK)
+_LEFT_PADDED = (
+    columns.PROMPT_IDS, columns.PROMPT_MASK, columns.TEACHER_PROMPT_IDS,
+    columns.TEACHER_PROMPT_MASK,
+)  # fmt: skip
 # What learners compute for all rows where some lack it, as those of a run with other samplers do.
 _RECOMPUTED = (columns.SAMPLER_VALUES, columns.REF_LOGPROBS)
-_TOKEN_IDS = (columns.PROMPT_IDS, columns.COMPLETION_IDS)
+_TOKEN_IDS = (columns.PROMPT_IDS, columns.COMPLETION_IDS, columns.TEACHER_PROMPT_IDS)
 
 
 @dataclass(frozen=True)
@@ -250,6 +253,8 @@ def _column(batch: JudgedBatch, name: str, kind: Column) -> Column:
         return batch.columns[name]
     if name == columns.LOSS_MASK:
         return batch.columns[columns.COMPLETION_MASK]
+    if name.startswith((columns.REWARD_PART, columns.REWARD_WEIGHT)):
+        return torch.full_like(batch.rewards, torch.nan)
     if not bool(batch.columns[columns.VALID].any()):
         like = batch.rewards if kind.ndim == 1 else batch.columns[columns.COMPLETION_MASK]
         return torch.zeros_like(like, dtype=kind.dtype)
@@ -270,7 +275,7 @@ def take_trimmed(batch: JudgedBatch, rows: Column) -> JudgedBatch:
     prompt_len = max(1, int(held[columns.PROMPT_MASK].any(dim=0).sum()))
     completion_len = max(1, int(held[columns.COMPLETION_MASK].any(dim=0).sum()))
     for name, column in held.items():
-        if column.ndim == 2:
+        if column.ndim >= 2 and not name.startswith("teacher_prompt"):
             is_prompt = name in _LEFT_PADDED
             held[name] = column[:, -prompt_len:] if is_prompt else column[:, :completion_len]
     return taken

@@ -126,6 +126,8 @@ class SamplingEnvironment:
         }
         if columns.REF_LOGPROBS in infos:
             judged[columns.REF_LOGPROBS] = infos[columns.REF_LOGPROBS]
+        apart = (columns.REWARD_PART, columns.REWARD_WEIGHT, "teacher_")
+        judged.update({name: infos[name] for name in infos if name.startswith(apart)})
         judged.update(info_columns(infos, completions[columns.COMPLETION_MASK]))
         texts = {}
         if "completion_texts" in infos:

@@ -31,6 +31,8 @@ SAMPLER_VALUES = "sampler_values"  # [B, T] float32, the critic's, where the sam
 REF_LOGPROBS = "ref_logprobs"  # [B, T] float32, the frozen reference's
 SCORES = "scores"  # [B] float32, what the judge says, before any KL share
 REWARDS = "rewards"  # [B, T] float32, what of the score was earned at a turn, at its last token
+REWARD_PART = "reward_part/"  # before a name: [B] float32, NaN where this reward does not judge it
+REWARD_WEIGHT = "reward_weight/"  # before a name: [B] float32, of this reward in the score
 VALID = "valid"  # [B] bool, False where the judge failed: the row must not be learnt from
 FINISHED = "finished"  # [B] bool, True where a stop token ended the completion
 PROMPT_INDEX = "prompt_index"  # [B] int64, the prompt's row in its data set
@@ -44,6 +46,13 @@ WEIGHTS_VERSION = "weights_version"  # [B, T] int32, of the weights that sampled
 FAILED = "_failed"  # after the name of a reward function: 1 where it failed
 PROMPT_TRUNCATED = "prompt_truncated"  # 1 where a prompt lost its beginning
 
+# --- of a teacher: its prompts, and where the environment has it what it says -----------------
+TEACHER_PROMPT_IDS = "teacher_prompt_ids"  # [B, Q] int64, left-padded, what a teacher reads instead
+TEACHER_PROMPT_MASK = "teacher_prompt_mask"  # [B, Q] bool
+TEACHER_LOGPROBS = "teacher_logprobs"  # [B, T] float32, of the sampled tokens
+TEACHER_TOP_IDS = "teacher_top_ids"  # [B, T, K] int32, its likeliest tokens, from the likeliest on
+TEACHER_TOP_LOGPROBS = "teacher_top_logprobs"  # [B, T, K] float32, -inf where it named fewer
+
 # --- made by the learner, once per update ----------------------------------------------------
 OLD_LOGPROBS = "old_logprobs"  # [B, T] float32, of the policy before the update
 OLD_VALUES = "old_values"  # [B, T] float32, of the critic before the update
@@ -55,6 +64,9 @@ LOGPROBS = "logprobs"  # [B, T] float32
 ENTROPY = "entropy"  # [B, T] float32, nats
 VALUES = "values"  # [B, T] float32
 FULL_KL = "full_kl"  # [B, T] float32, exact KL from the reference, nats
+DIVERGENCE = "divergence"  # [B, T] float32, from the teacher, nats
+TEACHER_KL = "teacher_kl"  # [B, T] float32, exact KL from the teacher, nats, without gradient
+TEACHER_AGREES = "teacher_agrees"  # [B, T] float32, 1 where both like the same token best
 COMPUTED_AND_PADDING = "computed_and_padding"  # [2] float32: tokens through the trunk, idle ones
 
 # --- texts: supervised fine-tuning and the pretraining share of PPO-ptx ----------------------
@@ -152,6 +164,8 @@ def widen(tensor: Tensor, length: int, filler: float = 0, *, left: bool = False)
     missing = length - tensor.shape[1]
     if not missing:
         return tensor
+    if tensor.ndim == 3:
+        return torch.nn.functional.pad(tensor, (0, 0, 0, missing), value=filler)
     return torch.nn.functional.pad(tensor, (missing, 0) if left else (0, missing), value=filler)
 
 

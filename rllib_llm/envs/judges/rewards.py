@@ -25,6 +25,7 @@ from rllib_llm.envs.judges.reward_functions import (
     check_names,
     question,
 )
+from rllib_llm.shared.columns import REWARD_PART, REWARD_WEIGHT
 from rllib_llm.shared.dotted import as_list
 from rllib_llm.shared.errors import Problem, ended
 from rllib_llm.shared.remote import EventLoop, ExitedError, Late, no_answer, within
@@ -97,6 +98,15 @@ class RewardSum:
     def wants_texts(self) -> bool:
         """True if any function needs texts, so that the batch must be decoded."""
         return not all(term.wants_tokens for term in self.terms)
+
+    def parts(self, components: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The training columns of the score's components [B], which are not weighted, and of their
+        weights; a component of no function weighs 1."""
+        weights = {term.name: term.weight for term in self.terms}
+        found = {f"{REWARD_PART}{name}": part for name, part in components.items()}
+        for name, part in components.items():
+            found[f"{REWARD_WEIGHT}{name}"] = torch.full_like(part, weights.get(name, 1.0))
+        return found
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Raises `RewardError` where the data set's columns do not suit every function."""
