@@ -203,6 +203,7 @@ class LanguageModelConfig(TabledConfig):
             "gradient_checkpointing": self.gradient_checkpointing,
             "lora": self.lora,
             "quantization": self.quantization,
+            "train_vision": self.train_vision,
             "seed": self.seed or 0,
         }
 

@@ -88,6 +88,12 @@ class LanguageModel(StartingPoint):
         "none", "the quantisation of the frozen model under adapters (QLoRA)",
         also="load_in_4bit load_in_8bit quantization_config quantisation",
     )  # fmt: skip
+    train_vision: bool = setting(
+        False, "whether the vision tower and projector of a multimodal model are trained as well",
+        note="False: they stay as they were in the checkpoint, and are exported with the trained "
+        "decoder. Only prompts with images give them gradients.",
+        also="freeze_vision_tower freeze_vision",
+    )  # fmt: skip
 
 
 LANGUAGE_MODEL = Section.of("language_model", LanguageModel)
@@ -319,6 +325,9 @@ def adapter_rules(config: Any) -> Iterator[Problem]:
         yield wrong(config, "learner_strategy", f"'ddp' with quantization={config.quantization!r}",
                     "weights of few bits are not sharded",
                     "Use quantization='none', or strategy='ddp'")  # fmt: skip
+    if config.train_vision and config.lora is not None:
+        yield wrong(config, "train_vision", "False with lora", "only adapters are trained then",
+                    "Name layers of the tower in lora.target_modules")  # fmt: skip
     if config.lora is not None and not config.trains_adapters:
         yield wrong(config, "lora", "None in this stage",
                     "its head has to be trained with the model")  # fmt: skip

@@ -20,6 +20,7 @@ from rllib_llm.engines.kv_cache import (
 )
 from rllib_llm.engines.llama_step import Blocks, LlamaStep, Order, additive, is_llama_shaped
 from rllib_llm.engines.row_blocks import cost_of_block
+from rllib_llm.modules.multimodal import is_multimodal
 from rllib_llm.modules.precision import leave_out_cudnn_attention
 from rllib_llm.modules.trunk import take_apart, wants_recurring_sizes
 
@@ -112,15 +113,18 @@ def last_logits(model: nn.Module, value_head: nn.Module | None, **inputs: Any) -
     """Logits [rows, vocab] after each row's last token by the model's own forward, which fills the
     cache; with a value head one column more, the values [rows] of these states.
 
-    With a value head the model must be one that `take_apart` takes apart.
+    With a value head the model must be one that `take_apart` takes apart. Of a multimodal model the
+    text decoder alone is called: the model around it keeps positions of images between its calls.
     """
-    if value_head is None:
-        return model(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
     # Not by `output_hidden_states`: transformers leaves its hooks behind in the model.
-    halves = take_apart(model)
-    assert halves is not None
+    halves = take_apart(model) if value_head is not None or is_multimodal(model) else None
+    if halves is None:
+        return model(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
     state = halves.trunk(**inputs, use_cache=True).last_hidden_state[:, -1]
-    logits, values = halves.logits(state), value_head(state)
+    logits = halves.logits(state)
+    if value_head is None:
+        return logits
+    values = value_head(state)
     return torch.cat([logits, values.to(logits.dtype).unsqueeze(1)], dim=1)
 
 
@@ -251,7 +255,7 @@ Record = Callable[[Callable[[], torch.Tensor], CudaGraph | None], CudaGraph]
 def can_be_recorded(model: nn.Module) -> bool:
     """Whether a Llama-shaped model's step is free of decisions on the host: dynamic rotary
     embeddings, and those of longrope, change with the longest row."""
-    rope_type = model.model.rotary_emb.rope_type
+    rope_type = model.get_decoder().rotary_emb.rope_type
     return "dynamic" not in rope_type and rope_type != "longrope"
 
 

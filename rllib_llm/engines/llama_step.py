@@ -22,9 +22,11 @@ from transformers import (
 )
 
 from rllib_llm.engines.kv_cache import SharedPromptCache, SharedPromptLayer, StaticLayer
-from rllib_llm.modules.llama_trunk import is_plain, is_read_whole, is_rms_norm
+from rllib_llm.modules.llama_trunk import TRUNKS, is_plain, is_read_whole, is_rms_norm
 from rllib_llm.modules.lora import is_low_rank, low_rank_factors
+from rllib_llm.modules.multimodal import is_multimodal
 from rllib_llm.modules.precision import ONEDNN, products_of
+from rllib_llm.modules.trunk import LogitTransform, take_apart
 from rllib_llm.shared.process import multiplies_bfloat16
 
 # --- Weights laid out for decoding: skinny matrix products read them faster transposed, or packed
@@ -112,10 +114,17 @@ def is_llama_shaped(model: nn.Module) -> bool:
     Exact classes only, with plain float layers and low-rank adapters of them: quantised layers,
     other adapters, hooks and replaced forwards are the model's own business.
     """
-    if type(model) not in _MODELS:
+    if is_multimodal(model):
+        halves = take_apart(model)
+        if halves is None or halves.transform != LogitTransform():
+            return False
+        parts = [*halves.trunk.modules(), halves.head]
+        is_known = type(halves.trunk) in TRUNKS and halves.trunk is model.get_decoder()
+    else:
+        is_known, parts = type(model) in _MODELS, list(model.modules())
+    if not is_known:
         return False
-    parts = model.modules()
-    return is_read_whole(model.model) and all(is_plain(p) or is_low_rank(p) for p in parts)
+    return is_read_whole(model.get_decoder()) and all(is_plain(p) or is_low_rank(p) for p in parts)
 
 
 class _Projection:
@@ -278,15 +287,15 @@ class LlamaStep:
     """
 
     def __init__(self, model: nn.Module, steps: int, value_head: nn.Module | None = None) -> None:
-        trunk = model.model
-        config = model.config
+        trunk, lm_head = model.get_decoder(), model.get_output_embeddings()
+        config = trunk.config
         self.embedding = trunk.embed_tokens.weight
         self.rotary = trunk.rotary_emb
         self.layers = [
             _Layer(layer, _window(config, i), steps) for i, layer in enumerate(trunk.layers)
         ]
         self.norm = _norm(trunk.norm)
-        heads = [model.lm_head] if value_head is None else [model.lm_head, value_head.linear]
+        heads = [lm_head] if value_head is None else [lm_head, value_head.linear]
         self.head = _Projection(heads, steps)
 
     def __call__(

@@ -32,6 +32,7 @@ from rllib_llm.engines.protocol import (
 )
 from rllib_llm.engines.row_blocks import FEWER_ROWS, row_budget
 from rllib_llm.modules.model_source import text_config
+from rllib_llm.modules.multimodal import other_tensors
 from rllib_llm.modules.packing import recurring_size
 from rllib_llm.modules.trunk import padded_hidden, take_apart, wants_recurring_sizes
 from rllib_llm.shared.errors import Problems
@@ -111,7 +112,8 @@ def copy_weights(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
 
     Raises:
         ValueError: names that the model does not have, or of which it misses some, or other shapes;
-            nothing is copied then. Tied parameters may come under one name.
+            nothing is copied then. Tied parameters may come under one name; towers of a
+            multimodal model need not come.
     """
     own = model.state_dict()
     named = {}
@@ -119,6 +121,7 @@ def copy_weights(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
         short = name.removeprefix(TRUNK)
         named[short if short in own else name] = tensor
     loaded = {own[name].data_ptr() for name in named if name in own}
+    loaded |= {tensor.data_ptr() for tensor in other_tensors(model).values()}
     missing = [name for name in own if name not in named and own[name].data_ptr() not in loaded]
     unknown = sorted(set(named) - set(own))
     if missing or unknown:

@@ -32,10 +32,12 @@ from rllib_llm.modules.lora import (
     save_adapters,
 )
 from rllib_llm.modules.model_source import text_config
+from rllib_llm.modules.multimodal import CHAT_TEMPLATE, other_tensors, processor_files
 from rllib_llm.modules.precision import ComputingCopy, cast_parameters_, computing_dtype, use_onednn
 from rllib_llm.modules.pretrained import load_causal_lm, quiet_transformers
 from rllib_llm.modules.shards import gather, is_sharded, local_data, own_parts, write_
 from rllib_llm.modules.trunk import use_kernel
+from rllib_llm.shared.errors import require
 
 TRUNK = "model."  # prefix of the Hugging Face model's parameters in a module's state
 EXTRAS_FILE = "rl_heads.safetensors"  # value head, critic: what is not part of the model
@@ -54,8 +56,10 @@ class HuggingFaceModule(TorchRLModule):
 
     def setup(self) -> None:
         self._copies: dict[str, ComputingCopy] = {}
+        self._frozen: frozenset[str] = frozenset()  # names in a state; no process needs them sent
         try:
             self.load()
+            self._processor_files = processor_files(self.model_config["pretrained_model"])
         except AttributeError as error:
             # RLlib takes an AttributeError for a module with an outdated constructor and hides it.
             raise RuntimeError(f"{type(self).__name__}.load failed: {error}") from error
@@ -138,6 +142,19 @@ class HuggingFaceModule(TorchRLModule):
                     **compile_config.kwargs,
                 )
 
+    def freeze_towers(self) -> None:
+        """Excludes what a multimodal model has beside its text decoder from training, unless
+        `train_vision` is set."""
+        if has_adapters(self.model):
+            return
+        others, trains = other_tensors(self.model), bool(self.model_config.get("train_vision"))
+        require(bool(others) or not trains, "train_vision", True, "be False for this model",
+                f"{type(self.model).__name__} reads text alone")  # fmt: skip
+        if not trains:
+            self._frozen = frozenset(TRUNK + name for name in others)
+            for tensor in others.values():
+                tensor.requires_grad_(False)
+
     # --- state -------------------------------------------------------------------------------
 
     def get_state(
@@ -149,20 +166,22 @@ class HuggingFaceModule(TorchRLModule):
         return gather({n: t for n, t in own if not inference_only or n.startswith(TRUNK)})
 
     def own_tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors of a state by name: all, or only these if the trunk has adapters."""
+        """The tensors of a state by name: all, without those that never change where the module
+        only samples; if the trunk has adapters, only these."""
         everything = self.state_dict(keep_vars=True)
         if not has_adapters(self.model):
-            return everything
+            unchanged = self._frozen if self.inference_only else frozenset()
+            return {name: t for name, t in everything.items() if name not in unchanged}
         return {n: t for n, t in everything.items() if not n.startswith(TRUNK) or is_adapter(n)}
 
     def published_tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors that samplers receive: those that compute the policy, by their names in a
-        state."""
+        """The tensors that samplers receive: those that compute the policy and change, by their
+        names in a state."""
         copy = self._copies.get("model")
         return {
             name: tensor if copy is None else copy.copy_of(tensor)
             for name, tensor in self.own_tensors().items()
-            if name.startswith(TRUNK)
+            if name.startswith(TRUNK) and name not in self._frozen
         }
 
     def published_state(self) -> dict[str, torch.Tensor]:
@@ -185,7 +204,7 @@ class HuggingFaceModule(TorchRLModule):
         return {name: cast.get(id(tensors[name]), tensor) for name, tensor in state.items()}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Copies `state` into the parameters in place; names of absent extras are ignored.
+        """Copies `state` into the parameters in place; absent extras and frozen parts stay.
 
         Raises:
             ValueError: a parameter of this module is missing from `state` or has another shape.
@@ -193,6 +212,7 @@ class HuggingFaceModule(TorchRLModule):
         own = self.own_tensors()
         has_extras = any(not name.startswith(TRUNK) for name in state)
         wanted = {name for name in own if has_extras or name.startswith(TRUNK)}
+        wanted -= self._frozen - set(state)
         given = {name: torch.as_tensor(state[name]) for name in wanted & set(state)}
         wrong = [n for n in sorted(wanted) if n not in given or given[n].shape != own[n].shape]
         if wrong:
@@ -223,7 +243,7 @@ class HuggingFaceModule(TorchRLModule):
                 self.model.save_pretrained(folder, state_dict=first)
             else:
                 self.model.save_pretrained(folder)
-            self.tokenizer.save_pretrained(folder)
+            self._save_tokenizer(folder)
         extras = {n: t.contiguous().cpu() for n, t in state.items() if not n.startswith(TRUNK)}
         if extras:
             save_file(extras, str(Path(folder) / EXTRAS_FILE))
@@ -243,7 +263,14 @@ class HuggingFaceModule(TorchRLModule):
         self._name_pad_token(plain)
         with quiet_transformers():
             plain.save_pretrained(folder)
-            self.tokenizer.save_pretrained(folder)
+            self._save_tokenizer(folder)
+
+    def _save_tokenizer(self, folder: str | Path) -> None:
+        """Writes the tokenizer and, of a multimodal model, the files of its processor."""
+        self.tokenizer.save_pretrained(folder)
+        for name, content in self._processor_files.items():
+            if name != CHAT_TEMPLATE or self.model_config.get("chat_template") is None:
+                (Path(folder) / name).write_bytes(content)
 
     def _name_pad_token(self, model: PreTrainedModel) -> None:
         """The folder's model pads as its tokenizer does, which other tools ask its config."""

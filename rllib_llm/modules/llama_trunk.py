@@ -304,7 +304,7 @@ def _rotated(heads: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     return rotated
 
 
-_TRUNKS = (LlamaModel, MistralModel, Qwen2Model, Qwen3Model)
+TRUNKS = (LlamaModel, MistralModel, Qwen2Model, Qwen3Model)
 _DTYPES = ({torch.float32}, {torch.bfloat16})  # one for all of a trunk's parameters
 _COMMON_PARTS = (
     nn.Embedding, nn.Linear, OneDNNLinear, nn.ModuleList, nn.SiLU, SiLUActivation
@@ -318,7 +318,7 @@ def is_fusible(trunk: nn.Module) -> bool:
     adapters, hooks, compiled layers, dropout and gradient checkpointing are the model's own
     business.
     """
-    if type(trunk) not in _TRUNKS:
+    if type(trunk) not in TRUNKS:
         return False
     config = trunk.config
     if trunk.training and (trunk.gradient_checkpointing or config.attention_dropout):

@@ -39,6 +39,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rllib_llm.modules.llama_trunk import is_called_plainly, is_plain_tensor
 from rllib_llm.modules.model_source import text_config
+from rllib_llm.modules.multimodal import other_parts
 from rllib_llm.modules.quantization import quantize
 from rllib_llm.shared.errors import Problem, Problems, closest, report, require, unknown_key
 
@@ -140,7 +141,8 @@ def add_adapters(model: Any, lora: dict[str, Any], *, seed: int = 0) -> None:
     lora: `r` (rank), `alpha` (the adapters' share is scaled by alpha/r), `dropout` of their input
         (0 in reinforcement learning: with dropout the policy being trained is not the one that
         sampled), `target_modules` ("all-linear": every linear layer but the head; or names), and
-        what `PASSED_ON` lists. B starts at 0: the model is unchanged at first.
+        what `PASSED_ON` lists. B starts at 0: the model is unchanged at first. Towers and
+        projectors of a multimodal model get adapters only where `target_modules` names them.
     seed: of A; every process must draw the same.
 
     Adapters are float32 whatever the model's dtype.
@@ -151,6 +153,8 @@ def add_adapters(model: Any, lora: dict[str, Any], *, seed: int = 0) -> None:
     from peft import inject_adapter_in_model
 
     settings = peft_config(lora)
+    frozen = [part for part in other_parts(model) if not _names_part(settings, part)]
+    settings.exclude_modules = _with_parts(settings.exclude_modules, frozen)
     layers = {name.rpartition(".")[2] for name, module in model.named_modules()
               if isinstance(module, (nn.Linear, Conv1D))}  # fmt: skip
     model.requires_grad_(False)
@@ -175,6 +179,22 @@ def add_adapters(model: Any, lora: dict[str, Any], *, seed: int = 0) -> None:
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     model.eval()
+
+
+def _names_part(settings: Any, part: str) -> bool:
+    """Whether target_modules, which peft matches with names of layers, name a part of the model."""
+    targets, name = settings.target_modules, part.rpartition(".")[2]
+    return any(name in target for target in ([targets] if isinstance(targets, str) else targets))
+
+
+def _with_parts(excluded: Any, parts: Sequence[str]) -> Any:
+    """peft's exclude_modules, a regular expression or names, and all of so named parts."""
+    if not parts:
+        return excluded
+    names = [excluded] if isinstance(excluded, str) else [
+        rf"(.*\.)?{re.escape(name)}" for name in sorted(excluded or ())
+    ]  # fmt: skip
+    return "|".join(f"(?:{each})" for each in [*names, *(rf"{re.escape(p)}(\..*)?" for p in parts)])
 
 
 def _no_such_layers(targets: Any, layers: set[str]) -> Problems:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     BitsAndBytesConfig,
     PreTrainedModel,
@@ -31,6 +32,7 @@ from rllib_llm.modules.model_source import (
     model_config,
     no_model,
     source_kind,
+    text_config,
 )
 from rllib_llm.modules.precision import leave_out_cudnn_attention, use_onednn
 from rllib_llm.modules.quantization import (
@@ -44,6 +46,7 @@ from rllib_llm.modules.quantization import (
     verify_quantized,
 )
 from rllib_llm.modules.tokenizer import eos_token_ids, load_tokenizer
+from rllib_llm.modules.trunk import take_apart
 from rllib_llm.shared.errors import Problems
 
 logger = logging.getLogger(__name__)
@@ -57,7 +60,8 @@ def load_causal_lm(
     model: str | os.PathLike, *, dtype: str | torch.dtype = "float32",
     device: str | torch.device = "cpu", quantization_config: Any = None,
 ) -> PreTrainedModel:  # fmt: skip
-    """Returns the causal language model of `model`, in eval mode, every dropout at 0.
+    """Returns the causal language model of `model`, in eval mode, every dropout at 0; of a
+    multimodal checkpoint the whole model.
 
     A folder of adapters (`lora.py`) is merged with the base that it names.
 
@@ -86,8 +90,29 @@ def load_causal_lm(
         raise no_model(model, reason, "A classifier can be a reward_model")
     if kind != DOTTED:
         placement = _placement(config, device, quantization_config)
-        network = _from_pretrained(AutoModelForCausalLM, value, kind, dtype=dtype, **placement)
-    return _finish(network, dtype, device)
+        network = _from_pretrained(generator_class(config), value, kind, dtype=dtype, **placement)
+    network = _finish(network, dtype, device)
+    if _sees(network.config) and (reason := _why_no_policy(network)):
+        raise no_model(model, reason, "Name a model whose decoder reads text alone, in one order")
+    return network
+
+
+def _sees(config: Any) -> bool:
+    return type(config) in AutoModelForImageTextToText._model_mapping
+
+
+def _why_no_policy(network: PreTrainedModel) -> str:
+    """Why a multimodal model cannot continue text alone, tried on it; "" if it can."""
+    kind = type(network).__name__
+    if network.config.is_encoder_decoder:
+        return f"it holds a {kind}, an encoder-decoder"
+    if getattr(text_config(network), "use_bidirectional_attention", None) is True:
+        return f"it holds a {kind}, whose tokens see later ones"
+    try:
+        take_apart(network)
+    except (TypeError, ValueError) as error:
+        return f"it holds a {kind}, which does not run without an image ({error})"
+    return ""
 
 
 def _not_merged(model: Any, why: str) -> Problems:
@@ -95,14 +120,22 @@ def _not_merged(model: Any, why: str) -> Problems:
     return no_model(model, f"it holds adapters, and {why}", remedy)
 
 
-def without_weights(model: str | os.PathLike, kind_of: Any = AutoModelForCausalLM) -> nn.Module:
+def generator_class(config: Any) -> Any:
+    """transformers' auto class that loads all of a checkpoint which writes text: some multimodal
+    types have a class for their text alone as well."""
+    return AutoModelForImageTextToText if _sees(config) else AutoModelForCausalLM
+
+
+def without_weights(model: str | os.PathLike, *, classifier: bool = False) -> nn.Module:
     """Returns `model` with the names and shapes of its weights alone; of a dotted path the whole
-    model. `kind_of`: transformers' class that makes it."""
+    model."""
     kind, value = source_kind(model)
     if kind == DOTTED:
         return build_from_dotted(value)[0]
+    config = model_config(value)
+    auto_class = AutoModelForSequenceClassification if classifier else generator_class(config)
     with torch.device("meta"):
-        return kind_of.from_config(model_config(value))
+        return auto_class.from_config(config)
 
 
 def merge_folder(source: str | Path, target: str | Path) -> Path:
@@ -178,12 +211,6 @@ def disable_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-_AUTO_CLASS = {
-    load_causal_lm: AutoModelForCausalLM,
-    load_sequence_classifier: AutoModelForSequenceClassification,
-}
-
-
 def load_quantized(
     load: Callable[..., PreTrainedModel], model: str | os.PathLike, *,
     quantization: str = "none", backend: str = "auto", dtype: str | torch.dtype = "float32",
@@ -211,7 +238,7 @@ def load_quantized(
     nf4_on_cpu = quantization == "nf4" and torch.device(device).type == "cpu"
     if chosen == "bitsandbytes" and kind != DOTTED and not nf4_on_cpu:
         refuse_quantized(model_config(value), quantization, model)
-        heads = head_names(without_weights(value, _AUTO_CLASS[load]))
+        heads = head_names(without_weights(value, classifier=load is load_sequence_classifier))
         if quantization == "int8":
             bnb_config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=heads)
         else:

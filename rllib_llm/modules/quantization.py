@@ -34,17 +34,16 @@ if TYPE_CHECKING:  # it imports what models are made of, and settings are checke
     from transformers import PreTrainedModel
 
 _NF4_BLOCKS = (64, 32)  # values that share a scale: bitsandbytes' default, and its smallest
-_CLASSIFIER_HEADS = ("score", "classifier", "classification_head")
 
 
 def head_names(model: PreTrainedModel) -> list[str]:
-    """Names of the modules that stay unquantised: the LM head, or a classifier's whole head."""
-    output = model.get_output_embeddings()
-    return [
-        name
-        for name, module in model.named_modules()
-        if module is output or (name in _CLASSIFIER_HEADS and isinstance(module, nn.Module))
-    ]
+    """Names of the modules that stay unquantised: the LM head, or a classifier's whole head, and
+    what a multimodal model has beside its text decoder."""
+    from rllib_llm.modules.multimodal import heads, other_parts  # imports what models are made of
+
+    own = {id(head) for head in heads(model)}
+    names = [name for name, module in model.named_modules() if id(module) in own]
+    return names + other_parts(model)
 
 
 def quantizable_layers(model: nn.Module, heads: list[str]) -> Iterator[tuple[str, nn.Linear]]:

@@ -27,6 +27,7 @@ from rllib_llm.modules.logprobs import (
 )
 from rllib_llm.modules.lora import add_adapters
 from rllib_llm.modules.model_source import text_config
+from rllib_llm.modules.multimodal import text_decoder
 from rllib_llm.modules.pretrained import (
     load_causal_lm,
     load_quantized,
@@ -73,6 +74,7 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
     temperature: sampling temperature, by which logits are divided here as well.
     lora: adapters to train instead of the weights (`lora.py`), or None.
     quantization: of the frozen trunk under adapters: "none", "int8" or "nf4".
+    train_vision: whether the towers of a multimodal model are trained, too.
     mixed_precision: "bf16": the models compute in bfloat16, the value head in float32; None: all
         in `dtype`.
     off_policy: the correction of older tokens; without one the sampler's values are the old ones.
@@ -86,6 +88,7 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
             config["pretrained_model"], chat_template=config.get("chat_template")
         )
         self.model = _load_policy(config)
+        self.freeze_towers()
         self.save_memory(self.model)
         self.has_critic = config["critic"] != "none" and not self.inference_only
         if not self.has_critic:
@@ -261,7 +264,7 @@ def _separate_critic(
     source = config.get("critic_model")
     if source is None:
         model = load_causal_lm(config["pretrained_model"], dtype=config["dtype"])
-        return model.base_model, ValueHead(_state_size(model))
+        return text_decoder(model).base_model, ValueHead(_state_size(model))
     require(load_tokenizer(source).get_vocab() == tokenizer.get_vocab(), "critic_model", source,
             f"have the vocabulary of model={config['pretrained_model']!r}",
             "a critic reads the policy's token ids")  # fmt: skip
@@ -274,7 +277,7 @@ def _separate_critic(
             bias = 0.0 if head.bias is None else head.bias
             value_head.linear.weight.copy_(head.weight / std)
             value_head.linear.bias.copy_((bias - mean) / std)
-    return model.base_model, value_head
+    return text_decoder(model).base_model, value_head
 
 
 class RewardModelModule(HuggingFaceModule):
@@ -290,6 +293,7 @@ class RewardModelModule(HuggingFaceModule):
             config["pretrained_model"], dtype=config["dtype"], new_head=True, seed=config["seed"]
         )
         drop_score_normalization(self.model.config)  # of the scores before this training
+        self.freeze_towers()
         self.save_memory(self.model)
         outputs = score_head(self.model).out_features
         require(outputs == 1, "model", config["pretrained_model"],

@@ -25,6 +25,7 @@ from rllib_llm.modules.model_source import (
     source_kind,
     text_config,
 )
+from rllib_llm.modules.multimodal import processor_template
 from rllib_llm.shared.errors import require
 
 
@@ -51,6 +52,8 @@ def load_tokenizer(
     else:
         config = model_config(value)
         tokenizer = load_with_retries(lambda: AutoTokenizer.from_pretrained(value), value, kind)
+        if tokenizer.chat_template is None:
+            tokenizer.chat_template = processor_template(value)
         sources = (config, tokenizer, load_generation_config(value))
         num_embeddings = text_config(config).vocab_size
     _check_vocabulary(tokenizer, num_embeddings)

@@ -23,6 +23,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from rllib_llm.modules.llama_trunk import fused_hidden, is_fusible
 from rllib_llm.modules.model_source import text_config
+from rllib_llm.modules.multimodal import text_decoder
 from rllib_llm.modules.packed_attention import PACKED, AttentionLayout, Kernel
 from rllib_llm.modules.packing import TokenRows, WantedTokens, completion_rows, pack, pack_dense
 from rllib_llm.modules.precision import multiplies_by_onednn
@@ -267,9 +268,12 @@ def _matching_halves(model: PreTrainedModel, head: nn.Module | None) -> TrunkAnd
             return None
         transforms = _declared_transforms(model.config)
         transform = next((t for t in transforms if same_numbers(t(seen.probe), seen.logits)), None)
-        # Most models call their base_model, OPT its inner decoder; ModernBERT's is its head.
-        for trunk in dict.fromkeys((model.base_model, model.get_decoder())):
-            if transform is None or trunk is None or trunk is model or trunk is head:
+        # Most models call their base_model, OPT its inner decoder; ModernBERT's is its head. The
+        # decoder of a multimodal model may be a whole causal LM.
+        text = text_decoder(model)
+        of_text = (text.base_model, text.get_decoder()) if text is not model else ()
+        for trunk in dict.fromkeys((*of_text, model.base_model, model.get_decoder())):
+            if transform is None or trunk is None or any(part is head for part in trunk.modules()):
                 continue
             hidden = padded_hidden(trunk, input_ids)
             if hidden.dtype == seen.head_input.dtype and same_numbers(hidden, seen.head_input):
