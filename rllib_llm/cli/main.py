@@ -10,6 +10,7 @@ from rllib_llm.cli import env, examples, train
 from rllib_llm.cli.doctor import doctor
 from rllib_llm.cli.env import judge, reward_server
 from rllib_llm.cli.evaluate import evaluate
+from rllib_llm.cli.export import export
 from rllib_llm.cli.generate import generate
 from rllib_llm.cli.runs import (
     checkpoint,
@@ -60,8 +61,8 @@ def rllib(
 
 
 app.add_typer(train.app, name="train")
-for command in (evaluate, generate, rollouts, verify, serve, judge, reward_server, doctor, report,
-                status, top, pause, resume, scale, checkpoint, stop):  # fmt: skip
+for command in (evaluate, generate, export, rollouts, verify, serve, judge, reward_server, doctor,
+                report, status, top, pause, resume, scale, checkpoint, stop):  # fmt: skip
     app.command(command.__name__.replace("_", "-"))(command)
 app.command("config")(examples.show_config)
 app.add_typer(examples.app, name="example")

@@ -272,8 +272,7 @@ def short_name(run: str) -> str:
 
 
 def export_model(checkpoint: Place | None, trial_folder: Place) -> Place | None:
-    """Copy the Hugging Face folder out of `checkpoint` to `<trial_folder>/model`, if it has one,
-    without RLlib's files in it; adapters are merged with their base."""
+    """Copy the Hugging Face folder out of `checkpoint` to `<trial_folder>/model`, if it has one."""
     if checkpoint is None:
         return None
     given = checkpoint / MODEL_IN_CHECKPOINT
@@ -283,13 +282,19 @@ def export_model(checkpoint: Place | None, trial_folder: Place) -> Place | None:
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "model" if isinstance(target, UrlPath) else target
         shutil.rmtree(made, ignore_errors=True)
-        if (source / "adapter_config.json").is_file():
-            from rllib_llm.modules.pretrained import merge_folder  # loads transformers
-
-            merge_folder(source, made)
-        else:
-            shutil.copytree(source, made, ignore=shutil.ignore_patterns(*RLLIB_FILES))
-        make_readable(made)
+        copy_model(source, made)
         if isinstance(target, UrlPath):
             upload(made, target)
     return target
+
+
+def copy_model(source: Path, made: Path) -> None:
+    """Copy a Hugging Face folder without RLlib's files; adapters are merged with their base."""
+    if (source / "adapter_config.json").is_file():
+        from rllib_llm.modules.pretrained import merge_folder  # loads transformers
+
+        merge_folder(source, made)
+    else:
+        ignored = shutil.ignore_patterns(*RLLIB_FILES)
+        shutil.copytree(source, made, ignore=ignored, dirs_exist_ok=True)
+    make_readable(made)

@@ -20,6 +20,7 @@ from rllib_llm.runs import default_callbacks
 from rllib_llm.runs.callbacks import ErrorCutShort, KilledForMemory, NewTerms, fit
 from rllib_llm.runs.experiments import Experiment, algorithm_class, fill
 from rllib_llm.runs.live_table import LiveTable
+from rllib_llm.runs.model_card import MODEL_CARD, model_card
 from rllib_llm.runs.plan import INTERVAL, check_experiments, checkpoint_settings, num_trials
 from rllib_llm.runs.report_page import PAGE_FILE, find_trials, write_page
 from rllib_llm.runs.results import StageResult, collect_result, flatten, is_reached, short_name
@@ -29,8 +30,8 @@ from rllib_llm.runs.trial_checkpoints import CUT_SHORT, SaveOnStop, note_saved
 from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.messages import failure_text
 from rllib_llm.shared.ray_compat import replace_callbacks, resume_finished, tuner_from_checkpoint
-from rllib_llm.shared.run_layout import CHECKPOINTS, STAGE_RECORD, RunFolder
-from rllib_llm.shared.storage import Place, UrlPath, placed
+from rllib_llm.shared.run_layout import CHECKPOINTS, RUN_RECORD, STAGE_RECORD, RunFolder
+from rllib_llm.shared.storage import Place, UrlPath, placed, read_json, replace_text
 
 
 class StageFailed(RuntimeError):
@@ -177,8 +178,13 @@ def run_stage(
 
 
 def _result(experiment: Experiment, folder: Place, trials: list[Any]) -> StageResult:
-    """The stage's result; its record and page are written."""
+    """The stage's result; its record, its models' cards and its page are written."""
     result = collect_result(experiment, folder, trials)
+    source = read_json(folder.parent / RUN_RECORD).get("source", "")
+    for trial, each in zip(trials, result.trial_folders, strict=True):
+        if (each / "model").is_dir():
+            card = model_card(experiment, flatten(trial.metrics or {}), source)
+            replace_text(each / "model" / MODEL_CARD, card)
     write_page({experiment.name: find_trials(folder)}, folder / PAGE_FILE)
     return result
 

@@ -1,0 +1,62 @@
+"""`rllib export`: a trained model as a folder of its own, or on Hugging Face's hub."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+from rllib_llm.cli.session import user_errors
+from rllib_llm.shared.errors import Problems, require
+
+HUB = "hub:"
+
+
+def export(
+    run: Annotated[str, Argument(help="Folder or URL of a run, a stage, a trial or a checkpoint.")],
+    to: Annotated[str, Option("--to", help="A new FOLDER, or hub:OWNER/NAME.")],
+    private: Annotated[bool, Option(
+        "--private", help="A new repository on the hub is seen by its owner alone.")] = False,
+) -> None:  # fmt: skip
+    """Write a run's model with its card, adapters merged, to a folder or to the hub.
+
+    The hub takes the token of `hf auth login`, or HF_TOKEN.
+    """
+    with user_errors():
+        from rllib_llm.checkpoints.folder import find_model
+        from rllib_llm.runs.results import copy_model
+
+        source = Path(find_model(run))
+        rule = "be the folder of a run, stage, trial or checkpoint"
+        require(source.is_dir(), "run", run, rule, "it is not there", "Check the path")
+        if not to.startswith(HUB):
+            folder = Path(to).expanduser()
+            is_new = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+            require(is_new, "--to", to, "be new or empty", "files of another model would mix with "
+                    "these", "Name another folder")  # fmt: skip
+            copy_model(source, folder)
+            print(folder)
+            return
+        with tempfile.TemporaryDirectory() as made:
+            copy_model(source, Path(made))
+            print(_upload(Path(made), to.removeprefix(HUB), private))
+
+
+def _upload(folder: Path, name: str, private: bool) -> str:
+    """Returns the address of the repository."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+
+    hub = HfApi()
+    try:
+        address = hub.create_repo(name, private=private, exist_ok=True)
+        hub.upload_folder(repo_id=address.repo_id, folder_path=folder,
+                          commit_message="Model and card from rllib_llm")  # fmt: skip
+    except (HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise Problems("--to", "be a repository that you may write to", reason,
+                       "Log in with `hf auth login`, or set HF_TOKEN", f"{HUB}{name}"
+                       ) from error  # fmt: skip
+    return str(address)
