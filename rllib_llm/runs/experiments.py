@@ -122,11 +122,9 @@ class Experiment(Settings):
             problems.append(Problem(f"{name}.run", "be set", what, "Write `run: GRPO`"))
         report(problems)
         super().__init__(**given)
-        require(
-            not self.mode or self.metric, f"{name}.mode", self.mode, "come with a metric",
-            "it says which way the metric improves, and there is none",
-            "Write `metric: objective/scores`, or drop it",
-        )  # fmt: skip
+        require(not self.mode or self.metric, f"{name}.mode", self.mode, "come with a metric",
+                "it says which way the metric improves, and there is none",
+                "Write `metric: objective/scores`, or drop it")  # fmt: skip
 
     def replace(self, **changes: Any) -> Experiment:
         """Return the experiment with `changes`, checked as a new one."""
@@ -185,10 +183,9 @@ def algorithm_class(name: str, where: str) -> type[Trainable]:
 
     found = get_algorithm_class(name)
     is_trainable = isinstance(found, type) and issubclass(found, Trainable)
-    require(
-        is_trainable and hasattr(found, "get_default_config"), f"{where}.run", name,
-        "be an RLlib Algorithm or another Tune Trainable", f"it is {found!r}", "Check the path",
-    )  # fmt: skip
+    require(is_trainable and hasattr(found, "get_default_config"), f"{where}.run", name,
+            "be an RLlib Algorithm or another Tune Trainable", f"it is {found!r}",
+            "Check the path")  # fmt: skip
     return found
 
 
@@ -218,10 +215,8 @@ def substitute(value: Any, lookup: Callable[[str, str], Any], where: str) -> Any
         return value
     if whole := REFERENCE.fullmatch(value):
         return lookup(whole[1].strip(), where)
-    require(
-        "${" not in REFERENCE.sub("", value), where, value, "close every ${ with }",
-        "a reference ends there", "Write the missing }",
-    )  # fmt: skip
+    require("${" not in REFERENCE.sub("", value), where, value, "close every ${ with }",
+            "a reference ends there", "Write the missing }")  # fmt: skip
     return REFERENCE.sub(lambda match: str(lookup(match[1].strip(), where)), value)
 
 

@@ -148,10 +148,8 @@ def _experiment_problems(experiment: Experiment) -> Iterator[Problem]:
         yield from refusals(restore_source, source, algo_class, place, experiment.stop)
     for key in COUNTERS:
         if (limit := experiment.stop.get(key, 1)) <= 0:
-            yield Problem(
-                f"stop.{key}", "be above 0", "a trial ends when its count reaches it",
-                "Raise it, or drop the experiment", limit,
-            )  # fmt: skip
+            yield Problem(f"stop.{key}", "be above 0", "a trial ends when its count reaches it",
+                          "Raise it, or drop the experiment", limit)  # fmt: skip
     if _is_ours(experiment.run, algo_class):
         yield from _result_problems(experiment)
 
@@ -299,10 +297,9 @@ def check_env(config: Any, algo_class: type) -> None:
     env = getattr(config, "env", None)
     rule = "be a gymnasium id, a registered name or a dotted path"
     is_of_rllib = isinstance(config, AlgorithmConfig) and not isinstance(config, TabledConfig)
-    require(
-        not (env is None and is_of_rllib and config.observation_space is None), "env", ..., rule,
-        "an algorithm of RLlib learns in it", "Write `env: CartPole-v1` beside `run:`",
-    )  # fmt: skip
+    require(not (env is None and is_of_rllib and config.observation_space is None), "env", ...,
+            rule, "an algorithm of RLlib learns in it",
+            "Write `env: CartPole-v1` beside `run:`")  # fmt: skip
     if not isinstance(env, str):
         return
     if env in registry.ENVIRONMENTS:

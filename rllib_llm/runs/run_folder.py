@@ -115,11 +115,9 @@ def resumed_folder(root: Place, name: str, chosen: str | None, source: str) -> P
         others = [f"{each.name} (of {sources[each]})" for each in found[-1:]]
         if source != COMMAND_LINE:  # runs of it with names of the user's
             others = [each.name for each in sources if sources[each] == source] or others
-        raise Problems(
-            f"--resume: a run {name!r} of {source}", f"lie in {str(root)!r}",
-            f"other runs there: {', '.join(sorted(others))}" if others else "",
-            "Check --experiment-name and --storage-path",
-        )  # fmt: skip
+        raise Problems(f"--resume: a run {name!r} of {source}", f"lie in {str(root)!r}",
+                       f"other runs there: {', '.join(sorted(others))}" if others else "",
+                       "Check --experiment-name and --storage-path")  # fmt: skip
     return ours[-1]
 
 

@@ -26,17 +26,21 @@ def to_tune(value: Any, where: str) -> Any:
     Raises:
         Problems: wrong arguments for a sampler.
     """
+    from ray import tune
+
     if isinstance(value, list):
         return [to_tune(item, f"{where}.{index}") for index, item in enumerate(value)]
     if not isinstance(value, dict):
         return value
-    if len(value) == 1:
-        (name, arguments), *_ = value.items()
-        if name in LISTS:
-            return _from_list(name, arguments, where)
-        if name in SAMPLERS:
-            return _from_range(name, arguments, where)
-    return _entries(value, where)
+    name, arguments = next(iter(value.items())) if len(value) == 1 else ("", None)
+    if name in LISTS:
+        require(isinstance(arguments, list) and arguments, f"{where}.{name}", arguments,
+                "be a list of at least one value", "these are tried",
+                f"Write {{{name}: [1, 2]}}")  # fmt: skip
+        if name == "choice":
+            return tune.choice(arguments)
+        return {"grid_search": [to_tune(item, where) for item in arguments]}
+    return _from_range(name, arguments, where) if name in SAMPLERS else _entries(value, where)
 
 
 def _entries(values: dict[str, Any], where: str) -> dict[str, Any]:
@@ -64,18 +68,6 @@ def points(config: dict[str, Any]) -> list[dict[str, Any]]:
         {**drawn[0], key: value}
         for key, values in chosen.items() for value in values if value is not drawn[0][key]
     ]  # fmt: skip
-
-
-def _from_list(name: str, arguments: Any, where: str) -> Any:
-    require(
-        isinstance(arguments, list) and arguments, f"{where}.{name}", arguments,
-        "be a list of at least one value", "these are tried", f"Write {{{name}: [1, 2]}}",
-    )  # fmt: skip
-    if name == "grid_search":
-        return {"grid_search": [to_tune(item, where) for item in arguments]}
-    from ray import tune
-
-    return tune.choice(arguments)
 
 
 def _from_range(name: str, arguments: Any, where: str) -> Any:
@@ -121,17 +113,13 @@ def make_scheduler(experiment: Experiment) -> Any:
     """
     from ray.tune.schedulers import SCHEDULER_IMPORT, create_scheduler
 
-    if not experiment.scheduler:
-        _no_orphan(experiment, "scheduler")
+    name, arguments = _chosen(experiment, "scheduler", "scheduler_config", SCHEDULER_IMPORT)
+    if not name:
         return None
-    name = _choice(experiment, "scheduler", SCHEDULER_IMPORT)
-    arguments = _arguments(experiment, "scheduler_config", SCHEDULER_IMPORT[name])
-    require(
-        not (name != "fifo" and not (experiment.metric or arguments.get("metric"))),
-        f"{experiment.name}.metric", ..., "be set",
-        f"scheduler {experiment.scheduler!r} compares trials by it",
-        "Write `metric: objective/scores` and `mode: max`",
-    )  # fmt: skip
+    require(name == "fifo" or experiment.metric or arguments.get("metric"),
+            f"{experiment.name}.metric", ..., "be set",
+            f"scheduler {experiment.scheduler!r} compares trials by it",
+            "Write `metric: objective/scores` and `mode: max`")  # fmt: skip
     try:
         return ResumablePBT(**arguments) if name == "pbt" else create_scheduler(name, **arguments)
     except (AssertionError, TuneError, TypeError, ValueError) as error:
@@ -146,11 +134,9 @@ def make_searcher(experiment: Experiment) -> Any:
     """
     from ray.tune.search import SEARCH_ALG_IMPORT, create_searcher
 
-    if not experiment.search_alg:
-        _no_orphan(experiment, "search")
+    name, arguments = _chosen(experiment, "search_alg", "search_config", SEARCH_ALG_IMPORT)
+    if not name:
         return None
-    name = _choice(experiment, "search_alg", SEARCH_ALG_IMPORT)
-    arguments = _arguments(experiment, "search_config", SEARCH_ALG_IMPORT[name])
     try:
         return create_searcher(name, **arguments)
     except (ImportError, AssertionError) as error:
@@ -170,39 +156,38 @@ def _refused(experiment: Experiment, key: str, error: object) -> Problems:
     )  # fmt: skip
 
 
-def _choice(experiment: Experiment, key: str, known: dict[str, Any]) -> str:
+def _chosen(
+    experiment: Experiment, key: str, config: str, known: dict[str, Any]
+) -> tuple[str, dict[str, Any]]:
+    """Returns Tune's name for the setting `key`, and the arguments that `config` gives; ("", {})
+    where nothing is chosen.
+
+    Raises:
+        Problems: unknown name or argument, or arguments for nothing.
+    """
+    given, place = getattr(experiment, config), f"{experiment.name}.{config}"
+    if not getattr(experiment, key):
+        require(not given, place, ..., f"come with {key}", "alone it has no effect",
+                f"Name the {key}, or drop it")  # fmt: skip
+        return "", {}
     value = str(getattr(experiment, key)).lower()
     value = SHORT_NAMES.get(value, value)
-    require(
-        value in known, f"{experiment.name}.{key}", value, "be a name that Ray Tune knows",
-        "it is not", suggestion(value, [*known, *SHORT_NAMES]),
-    )  # fmt: skip
-    return value
-
-
-def _arguments(experiment: Experiment, key: str, target: Any) -> dict[str, Any]:
+    require(value in known, f"{experiment.name}.{key}", value, "be a name that Ray Tune knows",
+            "it is not", suggestion(value, [*known, *SHORT_NAMES]))  # fmt: skip
+    target = known[value]
     if inspect.isfunction(target):  # Tune imports some of them late, through a function
         target = target()
-    arguments = _entries(getattr(experiment, key), f"{experiment.name}.{key}")
+    arguments = _entries(given, place)
     allowed = list(inspect.signature(target.__init__).parameters)[1:]
     for name in arguments:
         if name not in allowed:
             whole = [each for each in allowed if each.startswith(f"{name}_")]
             remedy = f"Did you mean {whole[0]!r}?" if whole else ""
-            raise Problems([unknown_key(f"{experiment.name}.{key}", name, allowed, remedy)])
-        if name in ("metric", "mode") and experiment.metric:
-            raise Problems(
-                f"{experiment.name}.{key}.{name}", "be left out",
-                "metric and mode of the experiment say it", "Drop it", arguments[name],
-            )  # fmt: skip
-    return arguments
-
-
-def _no_orphan(experiment: Experiment, kind: str) -> None:
-    """Refuse arguments for something that is not chosen: they would have no effect."""
-    key, owner = f"{kind}_config", "scheduler" if kind == "scheduler" else "search_alg"
-    require(not getattr(experiment, key), f"{experiment.name}.{key}", ..., f"come with {owner}",
-            "alone it has no effect", f"Name the {owner}, or drop it")  # fmt: skip
+            raise Problems([unknown_key(place, name, allowed, remedy)])
+        require(not (name in ("metric", "mode") and experiment.metric), f"{place}.{name}",
+                arguments[name], "be left out", "metric and mode of the experiment say it",
+                "Drop it")  # fmt: skip
+    return value, arguments
 
 
 class ResumablePBT(PopulationBasedTraining):
@@ -291,10 +276,9 @@ def _mutated(experiment: Experiment) -> dict[str, Any]:
     where = f"{experiment.name}.scheduler_config.hyperparam_mutations"
     for key, space in mutations.items():
         if isinstance(space, dict) and "grid_search" in space:
-            raise Problems(
-                f"{where}.{key}", "be a list or a range to draw from",
-                "trials draw new values from it", f"Write {space['grid_search']}", space,
-            )  # fmt: skip
+            raise Problems(f"{where}.{key}", "be a list or a range to draw from",
+                           "trials draw new values from it", f"Write {space['grid_search']}",
+                           space)  # fmt: skip
     spaces = {
         key: {"choice": space} if isinstance(space, list) else space
         for key, space in mutations.items()

@@ -124,11 +124,6 @@ class Verification:
     completions: list[Checked]
 
     @property
-    def num_same(self) -> int:
-        """Completions that agree token for token."""
-        return sum(each.has_same_tokens for each in self.completions)
-
-    @property
     def agrees(self) -> bool:
         """Whether something was compared, and nothing differs by more than round-off."""
         return bool(self.completions) and all(each.agrees for each in self.completions)
@@ -137,27 +132,29 @@ class Verification:
         """Bits to which probabilities agree, in the median and at worst: -log2 of the log-probs'
         difference in nats; inf where they are bit for bit the same."""
         errors = [error for each in self.completions for error in each.logprob_errors]
-        return _bits(statistics.median(errors)), _bits(max(errors))
+        median, worst = (
+            -math.log2(error) if error else math.inf
+            for error in (statistics.median(errors), max(errors))
+        )
+        return median, worst
 
     def __str__(self) -> str:
-        num, made = len(self.completions), "sampled anew from the weights of"
-        same = f"{self.num_same} of {num} completions agree token for token" if num else ""
+        num, same = len(self.completions), sum(each.has_same_tokens for each in self.completions)
+        lines = [f"{self.trial}: {num} of {self.num_stored} completions sampled anew from the "
+                 f"weights of {_named(self.versions)}"]  # fmt: skip
+        if num:
+            lines.append(f"{same} of {num} completions agree token for token")
         if any(each.logprob_errors for each in self.completions):
-            median, worst = map(_shown_bits, self.bits())
+            median, worst = ("the last bit" if bits == math.inf else f"{max(bits, 0.0):.1f} bits"
+                             for bits in self.bits())  # fmt: skip
             known = "" if any(each.differences for each in self.completions) else ": round-off"
-            same += f"; half of the log-probs agree to {median}, all to {worst}{known}"
-        num_lost = self.num_stored - self.num_askable
-        lost = f"{num_lost} completions; no checkpoint holds {_named(self.missing)}"
-        num_unknown = sum(each.num_unknown for each in self.completions)
-        unknown = f"left out: {num_unknown} tokens of these completions, of other weights"
-        lines = [
-            f"{self.trial}: {num} of {self.num_stored} completions {made} {_named(self.versions)}",
-            same,
-            f"cannot be checked: {lost}" if self.missing else "",
-            unknown if num_unknown else "",
-            *(str(each) for each in self.completions if each.differences),
-        ]
-        return "\n".join(filter(None, lines))
+            lines[-1] += f"; half of the log-probs agree to {median}, all to {worst}{known}"
+        if self.missing:
+            lost = f"{self.num_stored - self.num_askable} completions"
+            lines.append(f"cannot be checked: {lost}; no checkpoint holds {_named(self.missing)}")
+        if unknown := sum(each.num_unknown for each in self.completions):
+            lines.append(f"left out: {unknown} tokens of these completions, of other weights")
+        return "\n".join([*lines, *(str(each) for each in self.completions if each.differences)])
 
 
 def verify(run: str | Path, num_samples: int = 16, seed: int = 0) -> list[Verification]:
@@ -195,14 +192,6 @@ class _Piece:
     start: int
     end: int
 
-    def engine_row(self, name: int, noise: Noise, params: SamplingParams) -> Row:
-        tokens = [*self.row["prompt_ids"], *self.row["completion_ids"][: self.start]]
-        length = self.end - self.first
-        params = dataclasses.replace(
-            params, max_new_tokens=length, min_new_tokens=min(params.min_new_tokens, length)
-        )
-        return Row(name, tokens, params, num_sampled=self.start - self.first, noise=noise)
-
 
 def pieces(rows: Sequence[dict[str, Any]], *, keeps_cache: bool) -> Iterator[_Piece]:
     """The pieces of a completion, or of a conversation, whose paths are several rows.
@@ -215,22 +204,15 @@ def pieces(rows: Sequence[dict[str, Any]], *, keeps_cache: bool) -> Iterator[_Pi
     turn = 0
     for row in rows:
         turns = [(0, len(row["completion_ids"]))]
-        for first, last in turns if row["messages"] is None else _runs(row["loss_mask"]):
+        if row["messages"] is not None:  # each run of True in the mask
+            runs = groupby(enumerate(row["loss_mask"]), key=lambda pair: pair[1])
+            places = [[place for place, _ in run] for value, run in runs if value]
+            turns = [(run[0], run[-1] + 1) for run in places]
+        for first, last in turns:
             spans = [span for span in row["version_spans"] if first <= span["start"] < last]
             for span in spans[: 1 if keeps_cache else None]:
                 yield _Piece(row, span["version"], turn, first, span["start"], span["end"])
             turn += 1
-
-
-def _runs(mask: Sequence[bool]) -> list[tuple[int, int]]:
-    """(first, behind the last) of each run of True."""
-    found, place = [], 0
-    for value, run in groupby(mask):
-        length = len(list(run))
-        if value:
-            found.append((place, place + length))
-        place += length
-    return found
 
 
 class _Trial:
@@ -247,7 +229,17 @@ class _Trial:
                 "Train with --checkpoint-at-end or --checkpoint-freq")  # fmt: skip
         newest = self.checkpoints[max(self.checkpoints)]
         self.config = saved_config(local_copy(newest))
-        _check_sampled_here(self.config)
+        made = creator(self.config.env)
+        kind = made.args[0] if isinstance(made, functools.partial) else made
+        is_agents = isinstance(kind, type) and issubclass(kind, AgentEnv)
+        for name, holds, rule in (
+            ("engine", self.config.engine == "torch", "be 'torch'"),
+            ("generate_function", self.config.generate_function is None, "be None"),
+            ("env", not is_agents, "be no agent's"),
+        ):
+            require(holds, name, getattr(self.config, name), rule, "only completions that the "
+                    "policy samples with this package's noise can be sampled again",
+                    "Look at `rllib rollouts`")  # fmt: skip
         self.held_out = self.config.get_evaluation_config_object() or self.config
 
     def verify(self, rollouts: ds.Dataset, num_samples: int, seed: int) -> Verification:
@@ -260,7 +252,11 @@ class _Trial:
         askable = sorted(key for key, those in versions.items() if those & kept)
         missing = Counter(v for those in versions.values() for v in those - kept)
         drawn = random.Random(seed).sample(askable, min(num_samples, len(askable)))
-        sampled = _Sampling(self, kept, [_stored(rollouts, key) for key in sorted(drawn)])
+        rows = []
+        for key in sorted(drawn):
+            conditions = (pc.field(n) == value for n, value in zip(_KEY, key, strict=True))
+            rows.append(query(rollouts.filter(functools.reduce(operator.and_, conditions))))
+        sampled = _Sampling(self, kept, [found.to_pylist() for found in rows])
         return Verification(
             trial=self.folder.name,
             versions=sorted(kept & {v for those in versions.values() for v in those}),
@@ -276,26 +272,6 @@ class _Trial:
         explores = bool(self.held_out.explore)
         of_prompt = self.held_out.num_completions if explores else 1
         return self.held_out, explores, of_prompt, EVALUATION_SEED
-
-
-def _check_sampled_here(config: Any) -> None:
-    """Raises Problems where completions are no function of seed, row, turn and token here."""
-    make = creator(config.env)
-    made = make.args[0] if isinstance(make, functools.partial) else make
-    kind = made if isinstance(made, type) else object
-    why = "only completions that the policy samples with this package's noise can be sampled again"
-    for name, holds, rule in (
-        ("engine", config.engine == "torch", "be 'torch'"),
-        ("generate_function", config.generate_function is None, "be None"),
-        ("env", not issubclass(kind, AgentEnv), "be no agent's"),
-    ):
-        require(holds, name, getattr(config, name), rule, why, "Look at `rllib rollouts`")
-
-
-def _stored(rollouts: ds.Dataset, key: tuple) -> list[dict[str, Any]]:
-    """The rows of a completion."""
-    conditions = (pc.field(name) == value for name, value in zip(_KEY, key, strict=True))
-    return query(rollouts.filter(functools.reduce(operator.and_, conditions))).to_pylist()
 
 
 class _Sampling:
@@ -345,7 +321,13 @@ class _Sampling:
             check(folder)
             self._policy.build().load_pretrained(folder / MODEL_IN_CHECKPOINT)
         engine = self._policy.open_engine(version)
-        engine.add([piece.engine_row(i, *self._asked(piece)) for i, piece in enumerate(alike)])
+        for i, piece in enumerate(alike):
+            noise, params = self._asked(piece)
+            tokens = [*piece.row["prompt_ids"], *piece.row["completion_ids"][: piece.start]]
+            num, least = piece.end - piece.first, params.min_new_tokens
+            params = dataclasses.replace(params, max_new_tokens=num, min_new_tokens=min(least, num))
+            num_sampled = piece.start - piece.first
+            engine.add([Row(i, tokens, params, num_sampled=num_sampled, noise=noise)])
         ended: dict[Any, Ended] = {}
         while engine.num_running:
             ended |= {each.id: each for each in engine.step()}
@@ -416,14 +398,6 @@ class _Sampling:
 
     def _text(self, token: int) -> str:
         return self._policy.build().tokenizer.decode([token]) if token != NO_TOKEN else ""
-
-
-def _bits(error: float) -> float:
-    return -math.log2(error) if error else math.inf
-
-
-def _shown_bits(bits: float) -> str:
-    return "the last bit" if bits == math.inf else f"{max(bits, 0.0):.1f} bits"
 
 
 def _named(versions: Collection[int]) -> str:

@@ -83,12 +83,10 @@ def read(path: Path) -> Any:
         hint = files if there else "`rllib example list` names ready ones."
         hint = f"Did you mean {str(path.parent / near[0])!r}?" if near else hint
         raise Problems("file", "be a YAML file", "there is none", hint, str(path))
-    require(
-        path.suffix.lower() not in _NO_EXPERIMENTS, "file", str(path),
-        "be a YAML file of experiments", f"it ends in {path.suffix}",
-        "Name the YAML file; a module's functions are named in it, and data as prompts: {data: "
-        "...}",
-    )  # fmt: skip
+    require(path.suffix.lower() not in _NO_EXPERIMENTS, "file", str(path),
+            "be a YAML file of experiments", f"it ends in {path.suffix}",
+            "Name the YAML file; a module's functions are named in it, and data as prompts: {data: "
+            "...}")  # fmt: skip
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -389,10 +387,8 @@ def _variables(given: Any, source: str, here: Path | None) -> dict[str, Any]:
 def _known(ref: str, where: str, *, values: Mapping[str, Any], names: list[str], index: int) -> Any:
     """Return the value of a variable, or the reference to an earlier stage unchanged."""
     if ref in values:
-        require(
-            values[ref] is not None, where, f"${{{ref}}}", "have a value", "",
-            f"Give --set {ref}=...",
-        )  # fmt: skip
+        require(values[ref] is not None, where, f"${{{ref}}}", "have a value", "",
+                f"Give --set {ref}=...")  # fmt: skip
         return values[ref]
     name, _, product = ref.rpartition(".")
     if name in names and product not in PRODUCTS:
@@ -412,10 +408,8 @@ def _known(ref: str, where: str, *, values: Mapping[str, Any], names: list[str],
 
 
 def _check_spec(name: Any, spec: Any, source: str) -> None:
-    require(
-        isinstance(name, str) and NAME.match(name), f"{source}: experiment name {name!r}", ...,
-        "be letters, digits, - and _", "it becomes a folder name", "Rename it",
-    )  # fmt: skip
+    require(isinstance(name, str) and NAME.match(name), f"{source}: experiment name {name!r}", ...,
+            "be letters, digits, - and _", "it becomes a folder name", "Rename it")  # fmt: skip
     if not isinstance(spec, dict):
         rule = "be a mapping with run, env, stop, config"
         remedy = "Indent its settings below its name"

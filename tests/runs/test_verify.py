@@ -62,7 +62,7 @@ def test_what_was_sampled_agrees_and_what_cannot_be_asked_is_said(run):
     assert found.num_askable == len(found.completions) == 2 * 12 + 2 * 4
     assert found.missing == {1: 12}
     assert {each.status for each in found.completions} == {"trained", "evaluated"}
-    assert found.agrees and found.num_same == len(found.completions)
+    assert found.agrees and all(each.has_same_tokens for each in found.completions)
     assert all(each.num_unknown == 0 for each in found.completions)
     assert all(len(each.logprob_errors) == each.num_tokens for each in found.completions)
     median, worst = found.bits()

@@ -314,11 +314,10 @@ def data_rules(stage: Stage) -> Iterator[Problem]:
     keys = _keys(stage, rows)
     repeated = 1 - len(set(keys)) / len(keys)
     if repeated > MAX_REPEATED:
-        yield warning(
-            names[0], "have distinct rows", f"{repeated:.0%} of them repeat another, and each "
-            "counts as often as it stands there",
-            "Remove them, unless you weigh rows by repeating them",
-        )  # fmt: skip
+        yield warning(names[0], "have distinct rows",
+                      f"{repeated:.0%} of them repeat another, and each "
+                      "counts as often as it stands there",
+                      "Remove them, unless you weigh rows by repeating them")  # fmt: skip
     if held_out is not None:
         yield from _leak(
             names[1], _keys(stage, held_out), keys, f"are in {names[0]} as well",
@@ -369,10 +368,9 @@ def _leak(
     known = set(trained)
     shared = sum(key in known for key in held_out)
     if shared:
-        yield warning(
-            name, "share no row with training", f"{shared} of the {len(held_out)} {found}: their "
-            "results say what was learnt by heart", remedy,
-        )  # fmt: skip
+        yield warning(name, "share no row with training",
+                      f"{shared} of the {len(held_out)} {found}: their "
+                      "results say what was learnt by heart", remedy)  # fmt: skip
 
 
 def _prompts(stage: Stage, rows: Rows) -> Iterator[Problem]:
@@ -406,26 +404,23 @@ def _prompts(stage: Stage, rows: Rows) -> Iterator[Problem]:
             room = max(0, positions - config.max_new_tokens)
             remedy = f"Shorten them: the model reads {positions} tokens, and beside max_new_tokens="
             remedy += f"{config.max_new_tokens} a prompt has {room} of them"
-        yield warning(
-            "max_prompt_len", "hold the prompts", f"{encoder.num_truncated} of the first "
-            f"{looked_at} lose their beginning", remedy, env["max_prompt_len"],
-        )  # fmt: skip
+        yield warning("max_prompt_len", "hold the prompts", f"{encoder.num_truncated} of the first "
+                      f"{looked_at} lose their beginning", remedy,
+                      env["max_prompt_len"])  # fmt: skip
 
 
 def _texts(stage: Stage, rows: Rows) -> Iterator[Problem]:
     config = stage.config
     if len(rows) < config.total_train_batch_size:
-        yield warning(
-            "data", f"have at least the {config.total_train_batch_size} rows of a batch",
-            f"some of {len(rows)} are in a batch several times", f"Lower it to {len(rows)}",
-        )
+        yield warning("data", f"have at least the {config.total_train_batch_size} rows of a batch",
+                      f"some of {len(rows)} are in a batch several times",
+                      f"Lower it to {len(rows)}")  # fmt: skip
     if {"chosen", "rejected"} <= set(rows.columns):
         same = sum(row["chosen"] == row["rejected"] for row in rows)
         if same:
-            yield warning(
-                "data", "have pairs of different answers",
-                f"{same} of {len(rows)} have equal ones and are left out", "Remove or correct them",
-            )  # fmt: skip
+            yield warning("data", "have pairs of different answers",
+                          f"{same} of {len(rows)} have equal ones and are left out",
+                          "Remove or correct them")  # fmt: skip
     for column in ("text", "completion", "chosen"):
         if column in rows.columns:
             texts = [row[column] for row in rows if isinstance(row[column], str)]

@@ -112,16 +112,13 @@ def precision_rules(stage: Stage, machine: Machine) -> Iterator[Problem]:
     chosen = {"dtype": config.dtype, "mixed_precision": config.mixed_precision}
     slow = [name for name, value in chosen.items() if value in ("bfloat16", "bf16")]
     if slow and not machine.computes_bfloat16:
-        yield warning(
-            slow[0], "be left out", "without AMX and AVX512-BF16 it is emulated, several times "
-            "slower than float32", "Use a GPU for it", chosen[slow[0]],
-        )  # fmt: skip
+        yield warning(slow[0], "be left out",
+                      "without AMX and AVX512-BF16 it is emulated, several times "
+                      "slower than float32", "Use a GPU for it", chosen[slow[0]])  # fmt: skip
     if chosen["mixed_precision"] == AUTO:
         on = machine.computes_bfloat16
-        yield note(
-            f"mixed_precision='auto' is {'bf16' if on else None!r} here: this machine "
-            f"{'multiplies' if on else 'would emulate'} bfloat16"
-        )  # fmt: skip
+        yield note(f"mixed_precision='auto' is {'bf16' if on else None!r} here: this machine "
+                   f"{'multiplies' if on else 'would emulate'} bfloat16")  # fmt: skip
     of_models = {name: stage.env.get(name) for name in ("reference", "reward_model")}
     quantised = {"quantization": config.quantization} | {
         f"{name}.quantization": given.get("quantization")
@@ -177,10 +174,8 @@ def server_rules(stage: Stage) -> Iterator[Problem]:
                 raise OSError("it names no host")
             socket.create_connection((parts.hostname, port), SECONDS_TO_ANSWER).close()
         except OSError as error:
-            yield Problem(
-                where, "be a server that answers", str(error), "Start it, or correct the address",
-                url,
-            )  # fmt: skip
+            yield Problem(where, "be a server that answers", str(error),
+                          "Start it, or correct the address", url)  # fmt: skip
 
 
 def servers(stage: Stage) -> Iterator[tuple[str, str]]:
@@ -238,12 +233,10 @@ def memory_rules(stage: Stage, machine: Machine) -> Iterator[Problem]:
         held, have = sum(count * size for _, count, size in shares), machine.memory
         what = "the free memory"
     if held > TIGHT * have:
-        yield Problem(
-            said, f"fit into {what} ({have / GIB:.1f} GiB)",
-            f"{held / GIB:.1f} GiB are needed before activations", "Lower num_env_runners, use "
-            "lora, bfloat16 or a quantised reference",
-            severity="error" if held > have else "warning",
-        )  # fmt: skip
+        yield Problem(said, f"fit into {what} ({have / GIB:.1f} GiB)",
+                      f"{held / GIB:.1f} GiB are needed before activations",
+                      "Lower num_env_runners, use " "lora, bfloat16 or a quantised reference",
+                      severity="error" if held > have else "warning")  # fmt: skip
 
 
 def _learner_bytes(stage: Stage, policy: int) -> float:
@@ -341,10 +334,8 @@ def installation_rules(
                           f"pip install '{text.partition(';')[0].strip()}'")  # fmt: skip
         elif have is not None and not wanted.contains(have, prereleases=True):
             rule = f"be {wanted} for {owner} {versions.get(owner, '')}".rstrip()
-            yield Problem(
-                f"{name} {have}", rule, "", f"pip install '{name}{wanted}'",
-                severity="error" if is_ours else "warning",
-            )  # fmt: skip
+            yield Problem(f"{name} {have}", rule, "", f"pip install '{name}{wanted}'",
+                          severity="error" if is_ours else "warning")  # fmt: skip
     for name, tried in TRIED.items():
         have = versions.get(name)
         if have is not None and Version(have).release[:2] != Version(tried).release[:2]:
@@ -379,9 +370,8 @@ def ray_rules() -> Iterator[Problem]:
         of_ray = type(error) is Exception
         if not of_ray and not isinstance(error, OSError | RuntimeError | ValueError):
             raise
-        yield Problem(
-            "Ray", "start", f"{type(error).__name__}: {error}", "Stop old sessions (ray stop)",
-        )  # fmt: skip
+        yield Problem("Ray", "start", f"{type(error).__name__}: {error}",
+                      "Stop old sessions (ray stop)")  # fmt: skip
     finally:
         if started:
             ray.shutdown()

@@ -45,16 +45,12 @@ def _weights(setting: str, folder: Path) -> Iterator[Problem]:
     index = read_json(folder / "model.safetensors.index.json")
     missing = sorted(set(index.get("weight_map", {}).values()) - {file.name for file in files})
     if missing:
-        yield Problem(
-            setting, "hold every file of its index", f"{', '.join(missing[:3])} is not there",
-            "Download or copy the folder again", str(folder),
-        )  # fmt: skip
+        yield Problem(setting, "hold every file of its index", f"{', '.join(missing[:3])} is not "
+                      "there", "Download or copy the folder again", str(folder))  # fmt: skip
     adapters = (folder / "adapter_config.json").is_file()
     if not files and not any(folder.glob("*.bin")) and not adapters:
-        yield Problem(
-            setting, "hold weights", "there is no *.safetensors file",
-            "Name the folder that save_pretrained() wrote", str(folder),
-        )  # fmt: skip
+        yield Problem(setting, "hold weights", "there is no *.safetensors file",
+                      "Name the folder that save_pretrained() wrote", str(folder))  # fmt: skip
     for file in files:
         try:
             num_elements(file)
@@ -69,26 +65,22 @@ def _kind(setting: str, stage: Stage) -> Iterator[Problem]:
     maker, folder = stage.maker(setting), stage.models().get(setting)
     if maker is not None:  # the folder is that of what it starts from
         is_judge = issubclass(algorithm_class(maker.run, maker.name), RewardModel)
-        writes = not is_judge
-        given, kind = f"${{{maker.name}.model}}", f"what {maker.run} makes"
+        given, kind, writes = f"${{{maker.name}.model}}", f"what {maker.run} makes", not is_judge
     elif folder is not None:
         config = read_json(Path(folder) / "config.json")
         names = config.get("architectures") or [""]
         is_judge = any("SequenceClassification" in name for name in names)
-        writes = is_causal(config) and not is_judge
-        given, kind = folder, f"a {names[0]}"
+        given, kind, writes = folder, f"a {names[0]}", is_causal(config) and not is_judge
     else:
         return
     if setting != "reward_model" and is_judge:
-        yield Problem(
-            setting, "be a causal language model", f"it is {kind}, and a policy writes completions",
-            "Name the model that was fine-tuned on texts", given,
-        )  # fmt: skip
+        yield Problem(setting, "be a causal language model", f"it is {kind}, and a policy writes "
+                      "completions", "Name the model that was fine-tuned on texts",
+                      given)  # fmt: skip
     if setting == "reward_model" and writes:
-        yield Problem(
-            setting, "be a reward model", f"it is {kind}, and its score would come from a head "
-            "that is drawn at random", "Name what a RewardModel stage made (${name.model})", given,
-        )  # fmt: skip
+        yield Problem(setting, "be a reward model", f"it is {kind}, and its score would come from "
+                      "a head that is drawn at random", "Name what a RewardModel stage made "
+                      "(${name.model})", given)  # fmt: skip
 
 
 def is_causal(config: Mapping[str, Any]) -> bool:
@@ -104,33 +96,29 @@ def _tokenizer(stage: Stage) -> Iterator[Problem]:
     ends = eos_token_ids(tokenizer, generation)
     stops = getattr(stage.config, "stop_token_ids", None)
     if beyond := [token for token in stops or () if token >= len(tokenizer)]:
-        yield Problem(
-            "stop_token_ids", f"be among the {len(tokenizer)} tokens of the vocabulary",
-            f"it has no {beyond[0]}", "See tokenizer.convert_tokens_to_ids(text)", stops,
-        )  # fmt: skip
+        yield Problem("stop_token_ids", f"be among the {len(tokenizer)} tokens of the vocabulary",
+                      f"it has no {beyond[0]}", "See tokenizer.convert_tokens_to_ids(text)",
+                      stops)  # fmt: skip
     if stage.is_rlhf and not ends and not stops:
-        yield warning(
-            "model", "have an EOS token", "completions end at max_new_tokens alone",
-            "Set eos_token in the tokenizer's folder, or stop_token_ids", str(model),
-        )  # fmt: skip
+        yield warning("model", "have an EOS token", "completions end at max_new_tokens alone",
+                      "Set eos_token in the tokenizer's folder, or stop_token_ids",
+                      str(model))  # fmt: skip
     own = eos_token_ids(generation) if generation is not None else ()
     if own and tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in own:
-        yield warning(
-            "model", f"have one EOS: the tokenizer has {tokenizer.eos_token_id}, "
-            f"generation_config.json {list(own)}",
-            "texts are taught one end, and sampling stops at both",
-            "Make them equal in the model's folder, or set stop_token_ids", str(model),
-        )  # fmt: skip
+        yield warning("model", f"have one EOS: the tokenizer has {tokenizer.eos_token_id}, "
+                      f"generation_config.json {list(own)}",
+                      "texts are taught one end, and sampling stops at both",
+                      "Make them equal in the model's folder, or set stop_token_ids",
+                      str(model))  # fmt: skip
     # Text that the tokenizer changes though its vocabulary has all the characters; a toy's has not.
     ids = tokenizer(SAMPLE, add_special_tokens=False)["input_ids"]
     back = tokenizer.decode(ids, skip_special_tokens=False)
     has_all = tokenizer.unk_token_id is None or tokenizer.unk_token_id not in ids
     if has_all and back.strip() != SAMPLE:
-        yield warning(
-            "model", f"have a tokenizer that keeps {SAMPLE!r}",
-            f"it comes back as {back!r}, and rewards read decoded completions",
-            "Set clean_up_tokenization_spaces=False in the tokenizer", str(model),
-        )  # fmt: skip
+        yield warning("model", f"have a tokenizer that keeps {SAMPLE!r}",
+                      f"it comes back as {back!r}, and rewards read decoded completions",
+                      "Set clean_up_tokenization_spaces=False in the tokenizer",
+                      str(model))  # fmt: skip
 
 
 def turn_rules(stage: Stage, *, makes_tools: bool = True) -> Iterator[Problem]:
@@ -194,10 +182,32 @@ MUCH_PUNISHED = 0.9  # of a completion's length
 
 def plan_rules(stage: Stage) -> Iterator[Problem]:
     """Problems of a stage's settings, with those of its experiment."""
-    yield from _end(stage)
-    yield from _schedule(stage)
-    config = stage.config
-    rows, size = config.train_batch_size_per_learner, config.minibatch_size
+    config, experiment, iterations = stage.config, stage.experiment, stage.num_planned_iterations
+    stop = experiment.stop
+    if not stop and experiment.time_budget_s is None:
+        yield warning("stop", "be set", "the trial goes on until somebody stops it",
+                      "Write stop: {training_iteration: 100}")  # fmt: skip
+    elif stop and not any(is_counter(k) and not (k == "epoch" and stage.is_rlhf) for k in stop):
+        yield warning("stop", "have a counter", "the trial never ends where no result reaches its "
+                      "limit", "Add training_iteration, episode or time_total_s",
+                      dict(stop))  # fmt: skip
+    saved = experiment.checkpoint_config
+    if saved.get("checkpoint_at_end") is False and saved.get("checkpoint_frequency") == 0:
+        yield warning("checkpoint_config.checkpoint_at_end", "be on where checkpoint_frequency=0",
+                      "all learnt would be lost", "Drop one of them", False)  # fmt: skip
+    rows, size, updates = config.train_batch_size_per_learner, config.minibatch_size, None
+    if iterations is not None:
+        updates = iterations * config.num_epochs * -(-rows // (size or rows))
+    if updates is not None and config.lr_num_warmup_updates >= updates:
+        yield warning("lr_num_warmup_updates",
+                      f"be below the {updates} optimiser steps of this run",
+                      "lr never reaches its value", f"Use about {max(1, updates // 20)}",
+                      config.lr_num_warmup_updates)  # fmt: skip
+    decays = config.lr_schedule != "constant" and config.lr_num_updates
+    if updates is not None and decays and config.lr_num_updates < updates:
+        yield warning("lr_num_updates", f"be about the {updates} optimiser steps of this run",
+                      "afterwards lr is 0", f"Use {updates}, or end the run earlier",
+                      config.lr_num_updates)  # fmt: skip
     if size and rows % size:
         divisor = next(value for value in range(size, 0, -1) if rows % value == 0)
         yield warning(
@@ -206,93 +216,32 @@ def plan_rules(stage: Stage) -> Iterator[Problem]:
             "weights as far as the others", f"Use {divisor}", size,
         )
     if stage.is_rlhf:
-        yield from _sampling(stage)
+        yield from _sampling(config, stage.env)
 
 
-def _end(stage: Stage) -> Iterator[Problem]:
-    experiment = stage.experiment
-    if not experiment.stop and experiment.time_budget_s is None:
-        yield warning(
-            "stop", "be set", "the trial goes on until somebody stops it",
-            "Write stop: {training_iteration: 100}",
-        )  # fmt: skip
-    elif experiment.stop and not any(
-        is_counter(key) and not (key == "epoch" and stage.is_rlhf) for key in experiment.stop
-    ):
-        yield warning(
-            "stop", "have a counter", "the trial never ends where no result reaches its limit",
-            "Add training_iteration, episode or time_total_s", dict(experiment.stop),
-        )  # fmt: skip
-    settings = experiment.checkpoint_config
-    frequency = settings.get("checkpoint_frequency")
-    if settings.get("checkpoint_at_end") is False and frequency == 0:
-        yield warning(
-            "checkpoint_config.checkpoint_at_end", "be on where checkpoint_frequency=0",
-            "all learnt would be lost",
-            "Drop one of them", False,
-        )  # fmt: skip
-
-
-def _schedule(stage: Stage) -> Iterator[Problem]:
-    config, iterations = stage.config, stage.num_planned_iterations
-    if iterations is None:
-        return
-    rows = config.train_batch_size_per_learner
-    updates = iterations * config.num_epochs * -(-rows // (config.minibatch_size or rows))
-    if config.lr_num_warmup_updates >= updates:
-        yield warning(
-            "lr_num_warmup_updates", f"be below the {updates} optimiser steps of this run",
-            "lr never reaches its value", f"Use about {max(1, updates // 20)}",
-            config.lr_num_warmup_updates,
-        )
-    decays = config.lr_schedule != "constant" and config.lr_num_updates
-    if decays and config.lr_num_updates < updates:
-        yield warning(
-            "lr_num_updates", f"be about the {updates} optimiser steps of this run",
-            "afterwards lr is 0", f"Use {updates}, or end the run earlier", config.lr_num_updates,
-        )
-
-
-def _sampling(stage: Stage) -> Iterator[Problem]:
-    config = stage.config
-    if config.num_completions > 1 and config.temperature < NEARLY_GREEDY:
-        yield warning(
-            "temperature", f"let the {config.num_completions} completions of a prompt differ",
-            "equal ones teach nothing", "Use 0.7 to 1", config.temperature,
-        )
-    if config.top_k == 1:
-        yield warning(
-            "top_k", "not be 1", "completions are greedy, and nothing is explored",
-            "Use 0 to switch it off", 1,
-        )  # fmt: skip
-    if config.min_new_tokens == config.max_new_tokens and config.max_new_tokens > 1:
-        yield warning(
-            "min_new_tokens", "be below max_new_tokens", "no completion ends by itself", "Lower it",
-            config.min_new_tokens,
-        )  # fmt: skip
-    if stage.env.get("kl_coeff") and config.ref_kl_coeff:
-        yield warning(
-            "env_config.kl_coeff", f"be left out beside ref_kl_coeff={config.ref_kl_coeff}",
-            "the KL would be paid twice", "Leave it out", stage.env["kl_coeff"],
-        )  # fmt: skip
-    if config.overlong_buffer > MUCH_PUNISHED * config.max_new_tokens:
-        yield warning(
-            "overlong_buffer", f"be a small part of max_new_tokens={config.max_new_tokens}",
-            "nearly all are punished", f"Use {max(1, config.max_new_tokens // 5)}",
-            config.overlong_buffer,
-        )
-    env = stage.env
+def _sampling(config: Any, env: Mapping[str, Any]) -> Iterator[Problem]:
+    longest, interval = config.max_new_tokens, config.evaluation_interval
     held_out = config.env_config.get("eval_fraction")
-    if held_out and not config.evaluation_interval:
-        yield warning(
-            "eval_fraction", "come with an evaluation_interval",
-            "these prompts are not used", "Set evaluation_interval: 10, or leave it out", held_out,
-        )  # fmt: skip
-    if not config.evaluation_interval or "eval_prompts" not in env:
-        return
-    if not env["eval_prompts"] and not env.get("eval_fraction"):
-        yield Problem(
-            "evaluation_interval", "have held-out prompts",
-            "neither eval_prompts nor eval_fraction is set", "Write prompts: {eval_fraction: 0.1}",
-            config.evaluation_interval,
-        )  # fmt: skip
+    rules = (  # whether it applies, name, rule, reason, remedy, value
+        (config.num_completions > 1 and config.temperature < NEARLY_GREEDY, "temperature",
+         f"let the {config.num_completions} completions of a prompt differ",
+         "equal ones teach nothing", "Use 0.7 to 1", config.temperature),
+        (config.top_k == 1, "top_k", "not be 1", "completions are greedy, and nothing is explored",
+         "Use 0 to switch it off", 1),
+        (config.min_new_tokens == longest > 1, "min_new_tokens", "be below max_new_tokens",
+         "no completion ends by itself", "Lower it", longest),
+        (env.get("kl_coeff") and config.ref_kl_coeff, "env_config.kl_coeff",
+         f"be left out beside ref_kl_coeff={config.ref_kl_coeff}", "the KL would be paid twice",
+         "Leave it out", env.get("kl_coeff")),
+        (config.overlong_buffer > MUCH_PUNISHED * longest, "overlong_buffer",
+         f"be a small part of max_new_tokens={longest}", "nearly all are punished",
+         f"Use {max(1, longest // 5)}", config.overlong_buffer),
+        (held_out and not interval, "eval_fraction", "come with an evaluation_interval",
+         "these prompts are not used", "Set evaluation_interval: 10, or leave it out", held_out),
+    )  # fmt: skip
+    yield from (warning(*row) for applies, *row in rules if applies)
+    sources = [env.get(name) for name in ("eval_prompts", "eval_fraction")]
+    if interval and "eval_prompts" in env and not any(sources):
+        yield Problem("evaluation_interval", "have held-out prompts", "neither eval_prompts nor "
+                      "eval_fraction is set", "Write prompts: {eval_fraction: 0.1}",
+                      interval)  # fmt: skip

@@ -56,10 +56,9 @@ def reward_rules(stage: Stage) -> Iterator[Problem]:
                 warnings.simplefilter("ignore")
                 answer = term.call(batch)
         except (Exception, SystemExit) as error:  # noqa: BLE001  (the user's code; told in its place)
-            yield Problem(
-                f"reward {term.name!r}", "judge any completion, the empty one too", raised(error),
-                "Look at the function, and at the columns of the prompts",
-            )  # fmt: skip
+            yield Problem(f"reward {term.name!r}", "judge any completion, the empty one too",
+                          raised(error),
+                          "Look at the function, and at the columns of the prompts")  # fmt: skip
             continue
         seconds += time.perf_counter() - start
         try:
@@ -114,20 +113,18 @@ def _look(term: RewardTerm, result: RewardResult, batch: RewardBatch) -> Iterato
         if not unfit:
             told = [f"{texts[i]!r} is not judged: {result.reasons[i]}" for i in invalid[:1]]
             found = told[0] if told else f"that of each of {texts} is None"
-        yield warning(
-            f"reward {term.name!r}", "be a finite number",
-            f"{found}, and such a completion is not learnt from", "Return one",
-        )  # fmt: skip
+        yield warning(f"reward {term.name!r}", "be a finite number",
+                      f"{found}, and such a completion is not learnt from",
+                      "Return one")  # fmt: skip
         return
     # Equal zeros may mean that a keyword is in none of the texts, unless the row's own answer is
     # among them.
     has_answer = bool(_answer({name: column[0] for name, column in batch.columns.items()}))
     is_constant = max(known) == min(known) and (known[0] != 0 or has_answer)
     if is_constant and not term.wants_tokens:
-        yield warning(
-            f"reward {term.name!r}", "differ", f"it is {known[0]:g} for each of {texts}, and equal "
-            "rewards teach nothing", "Try it on texts as your model writes them",
-        )  # fmt: skip
+        yield warning(f"reward {term.name!r}", "differ",
+                      f"it is {known[0]:g} for each of {texts}, and equal " "rewards teach nothing",
+                      "Try it on texts as your model writes them")  # fmt: skip
 
 
 NUM_ANSWERS = 32
