@@ -116,13 +116,11 @@ class RestartHungTrials(Callback):
     def __init__(self, timeout_s: float | str | None = "auto"):
         """`timeout_s`: seconds without a result. "auto": ten times the longest time between two
         results of this trial and at least 120 s, six hours for the first. None: for ever."""
-        self._limits: dict[str, TimeLimit] = defaultdict(
-            lambda: TimeLimit(timeout_s, first=FIRST_SECONDS)
-        )
         saving = "auto" if isinstance(timeout_s, float | int) else timeout_s
-        self._save_limits: dict[str, TimeLimit] = defaultdict(
-            lambda: TimeLimit(saving, first=FIRST_SAVE_SECONDS)
-        )
+        # By trial id: of results, and of checkpoints.
+        self._limits: dict[str, tuple[TimeLimit, TimeLimit]] = defaultdict(lambda: (
+            TimeLimit(timeout_s, first=FIRST_SECONDS), TimeLimit(saving, first=FIRST_SAVE_SECONDS),
+        ))  # fmt: skip
         self._heard: dict[str, float] = {}  # monotonic seconds, by trial id
         self._stepped: float | None = None  # the last look
         self._starved: dict[str, StarvedProcesses] = {}  # of trials that are silent for long
@@ -134,18 +132,17 @@ class RestartHungTrials(Callback):
     def on_trial_result(
         self, iteration: int, trials: list[Any], trial: Any, result: dict, **info: Any
     ) -> None:
-        self._hear(trial, self._limits)
+        self._hear(trial, 0)
 
     def on_trial_save(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        self._hear(trial, self._save_limits)
+        self._hear(trial, 1)
 
-    def _hear(self, trial: Any, limits: dict[str, TimeLimit]) -> None:
+    def _hear(self, trial: Any, is_saved: int) -> None:
         """Notes that a result or a checkpoint has come, and after what time."""
-        now = time.monotonic()
-        heard = self._heard.get(trial.trial_id)
-        if heard is not None:
-            limits[trial.trial_id].record(now - heard)
-        self._heard[trial.trial_id] = now
+        now, name = time.monotonic(), trial.trial_id
+        if name in self._heard:
+            self._limits[name][is_saved].record(now - self._heard[name])
+        self._heard[name] = now
 
     def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
         now = time.monotonic()
@@ -159,14 +156,14 @@ class RestartHungTrials(Callback):
             if trial.status != Trial.RUNNING or actor is None:
                 self._heard.pop(name, None)
                 continue
-            limits = self._save_limits if trial.is_saving else self._limits
-            limit = limits[name].seconds()
+            of_trial = self._limits[name][bool(trial.is_saving)]
+            limit = of_trial.seconds()
             if limit is None or self._silent(trial, now, limit) <= limit:
                 continue
             logger.error(
                 "Trial %s is killed: it has %s for %.0f s, though it had cores (slowest: %.0f s).",
                 trial, "been saving" if trial.is_saving else "reported nothing",
-                now - self._heard[name], limits[name].slowest,
+                now - self._heard[name], of_trial.slowest,
             )  # fmt: skip
             self._heard[name] = now
             ray.kill(actor)
@@ -433,19 +430,15 @@ class NewTerms(Callback):
                 trial.max_failures = self._max_failures
                 if self._settings:
                     trial.set_config({**trial.config, **self._settings})
-                self._keep(trial)
-
-    def _keep(self, trial: Any) -> None:
-        manager = trial.run_metadata.checkpoint_manager
-        before = list(manager.best_checkpoint_results)
-        for field in dataclasses.fields(self._checkpoint_config):
-            value = getattr(self._checkpoint_config, field.name)
-            setattr(manager.checkpoint_config, field.name, value)
-        kept = [*manager.best_checkpoint_results, manager.latest_checkpoint_result]
-        paths = {result.checkpoint.path for result in kept if result is not None}
-        own = Path(trial.storage.trial_fs_path)
-        for result in before:
-            path = Path(result.checkpoint.path)
-            if result.checkpoint.path not in paths and path.parent == own and path.is_dir():
-                # Tune deletes the folder itself with the next checkpoint.
-                LocalFileSystem().delete_dir_contents(str(path))
+                manager = trial.run_metadata.checkpoint_manager
+                before = list(manager.best_checkpoint_results)
+                for field in dataclasses.fields(self._checkpoint_config):
+                    value = getattr(self._checkpoint_config, field.name)
+                    setattr(manager.checkpoint_config, field.name, value)
+                kept = [*manager.best_checkpoint_results, manager.latest_checkpoint_result]
+                paths = {result.checkpoint.path for result in kept if result is not None}
+                for path in {Path(result.checkpoint.path) for result in before}:
+                    is_own = str(path.parent) == trial.storage.trial_fs_path
+                    if str(path) not in paths and is_own and path.is_dir():
+                        # Tune deletes the folder itself with the next checkpoint.
+                        LocalFileSystem().delete_dir_contents(str(path))

@@ -207,13 +207,34 @@ def _result_problems(experiment: Experiment) -> Iterator[Problem]:
     may_evaluate = bool(space.get("evaluation_interval", usual))
     own_code = any(str(key).startswith(OWN_CODE) for key in space)
     is_certain = run in ALGORITHMS and not own_code
-    for where, key, use in _named_results(experiment):
-        known, others = is_reported(key), reporters(key)
-        hint = _meant_counter(key, known or not is_certain) if where == "stop" else ""
-        if hint:
-            yield Problem(f"stop.{key}", "be a result that ends trials",
-                          "no trial reports it", hint)  # fmt: skip
+    score = "checkpoint_score_attribute"
+    compared = [("metric", experiment.metric)] + [
+        (f"{where}.metric", getattr(experiment, where).get("metric"))
+        for where in ("scheduler_config", "search_config")
+    ]
+    named = [  # settings that name results, each with the name of one and its use
+        *(("stop", key, "no trial would end by it") for key in experiment.stop),
+        *((where, key, "trials are compared by it") for where, key in compared),
+        (f"checkpoint_config.{score}", experiment.checkpoint_config.get(score),
+         "checkpoints are kept by it"),
+        *(("pass_criteria", key, "it could never be met") for key in experiment.pass_criteria),
+    ]  # fmt: skip
+    for where, key, use in named:
+        if not isinstance(key, str):
             continue
+        known, others = is_reported(key), reporters(key)
+        if where == "stop" and key not in COUNTERS:  # what may have been meant
+            may_be = known or not is_certain
+            counters = USUAL_COUNTERS if may_be else COUNTERS
+            near = difflib.get_close_matches(key, counters, 1, cutoff=0.85)
+            hint = "The mean reward is 'objective/scores'."
+            if "reward" not in key:
+                usual = f"Count by {' or '.join(COUNTERS[:2])}."
+                hint = f"Did you mean {near[0]!r}?" if near else usual
+            if near or not may_be:
+                yield Problem(f"stop.{key}", "be a result that ends trials", "no trial reports it",
+                              hint)  # fmt: skip
+                continue
         rule, typical = f"be a result of {run}", TYPICAL.get(run, "training_iteration")
         remedy = f"Name one that {run} reports, such as {typical!r}"
         if not known:
@@ -233,33 +254,6 @@ def _result_problems(experiment: Experiment) -> Iterator[Problem]:
         else:
             why = "unless code of yours reports it, nothing ever happens by it, or, by a metric, "
             yield warning(where, rule, f"{why}the trials end after an iteration", remedy, key)
-
-
-def _meant_counter(key: str, is_known: bool) -> str:
-    """Returns what to write in place of a limit that no trial reports; "" for one that trials
-    may."""
-    near = difflib.get_close_matches(key, USUAL_COUNTERS if is_known else COUNTERS, 1, cutoff=0.85)
-    if key in COUNTERS or is_known and not near:
-        return ""
-    if "reward" in key:
-        return "The mean reward is 'objective/scores'."
-    return f"Did you mean {near[0]!r}?" if near else f"Count by {' or '.join(COUNTERS[:2])}."
-
-
-def _named_results(experiment: Experiment) -> Iterator[tuple[str, str, str]]:
-    """Settings that name results, each with the name of one and its use."""
-    for key in experiment.stop:
-        yield "stop", key, "no trial would end by it"
-    if experiment.metric is not None:
-        yield "metric", experiment.metric, "trials are compared by it"
-    for where in ("scheduler_config", "search_config"):
-        if isinstance(metric := getattr(experiment, where).get("metric"), str):
-            yield f"{where}.metric", metric, "trials are compared by it"
-    attribute = "checkpoint_score_attribute"
-    if isinstance(score := experiment.checkpoint_config.get(attribute), str):
-        yield f"checkpoint_config.{attribute}", score, "checkpoints are kept by it"
-    for key in experiment.pass_criteria:
-        yield "pass_criteria", key, "it could never be met"
 
 
 def checkpoint_settings(experiment: Experiment) -> Any:

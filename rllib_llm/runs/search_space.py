@@ -246,7 +246,17 @@ def search_space(experiment: Experiment, found: list[Problem] | None = None) -> 
     planned = planned_iterations(experiment.stop, defaults, config)
     if planned is not None and hasattr(defaults, "planned_iterations"):
         config.setdefault("planned_iterations", planned)
-    return {**_mutated(experiment), **_entries(config, f"{experiment.name}.config")}
+    # Trials draw first values of settings that population-based training changes from their search
+    # spaces; Tune would do so later and without checks.
+    mutations = experiment.scheduler_config.get("hyperparam_mutations")
+    where, spaces = f"{experiment.name}.scheduler_config.hyperparam_mutations", {}
+    for key, space in mutations.items() if isinstance(mutations, dict) else ():
+        is_grid = isinstance(space, dict) and "grid_search" in space
+        require(not is_grid, f"{where}.{key}", space, "be a list or a range to draw from",
+                "trials draw new values from it",
+                f"Write {space['grid_search']}" if is_grid else "")  # fmt: skip
+        spaces[key] = {"choice": space} if isinstance(space, list) else space
+    return {**_entries(spaces, where), **_entries(config, f"{experiment.name}.config")}
 
 
 def planned_iterations(
@@ -265,22 +275,3 @@ def planned_iterations(
     if episodes > 0 and size and learners is not None:
         ends.append(episodes / (size * max(1, learners)))
     return math.ceil(min(ends)) if ends else None
-
-
-def _mutated(experiment: Experiment) -> dict[str, Any]:
-    """Return the search spaces of settings that population-based training changes. Trials draw
-    their first values from them; Tune would do so later and without checks."""
-    mutations = experiment.scheduler_config.get("hyperparam_mutations")
-    if not isinstance(mutations, dict):
-        return {}
-    where = f"{experiment.name}.scheduler_config.hyperparam_mutations"
-    for key, space in mutations.items():
-        if isinstance(space, dict) and "grid_search" in space:
-            raise Problems(f"{where}.{key}", "be a list or a range to draw from",
-                           "trials draw new values from it", f"Write {space['grid_search']}",
-                           space)  # fmt: skip
-    spaces = {
-        key: {"choice": space} if isinstance(space, list) else space
-        for key, space in mutations.items()
-    }
-    return _entries(spaces, where)

@@ -339,7 +339,19 @@ def sound_experiments(
     for index, (name, spec) in enumerate(data.items()):
         lookup = functools.partial(_known, values=values, names=names, index=index)
         try:
-            _check_spec(name, spec, source)
+            require(
+                isinstance(name, str) and NAME.match(name), f"{source}: experiment name {name!r}",
+                ..., "be letters, digits, - and _", "it becomes a folder name", "Rename it",
+            )  # fmt: skip
+            require(isinstance(spec, dict), f"{source}: {name}", spec, "be a mapping with run, "
+                    "env, stop, config", "it is an experiment",
+                    "Indent its settings below its name")  # fmt: skip
+            for key in spec:
+                require(isinstance(key, str), f"{name}: the name {key!r}", ..., "be text", "YAML "
+                        f"reads it as {type(key).__name__}", "Put it in quotes")  # fmt: skip
+            if "name" in spec:
+                why = "An experiment is called by the key that it is below"
+                raise Problems([unknown_key(name, "name", (), why)])
             experiment = Experiment(**{**substitute(spec, lookup, name), "name": name})
         except Problems as error:
             errors += error.found
@@ -405,21 +417,3 @@ def _known(ref: str, where: str, *, values: Mapping[str, Any], names: list[str],
     require(names.index(name) < index, where, f"${{{ref}}}", "refer to an experiment above it",
             f"experiments run in the order of the file ({', '.join(names)})", remedy)  # fmt: skip
     return f"${{{ref}}}"
-
-
-def _check_spec(name: Any, spec: Any, source: str) -> None:
-    require(isinstance(name, str) and NAME.match(name), f"{source}: experiment name {name!r}", ...,
-            "be letters, digits, - and _", "it becomes a folder name", "Rename it")  # fmt: skip
-    if not isinstance(spec, dict):
-        rule = "be a mapping with run, env, stop, config"
-        remedy = "Indent its settings below its name"
-        raise Problems(name, rule, "it is an experiment", remedy, spec).within(source)
-    for key in spec:
-        if not isinstance(key, str):
-            raise Problems(
-                f"the name {key!r}", "be text", f"YAML reads it as {type(key).__name__}",
-                "Put it in quotes",
-            ).within(name)  # fmt: skip
-    if "name" in spec:
-        why = "An experiment is called by the key that it is below"
-        raise Problems([unknown_key(name, "name", (), why)])

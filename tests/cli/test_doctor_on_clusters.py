@@ -149,7 +149,8 @@ for node in nodes_of(sys.argv[1]):
 ray.init(address=cluster.address)
 declared = [{k: n["Resources"].get(k, 0) for k in ("CPU", "GPU", "memory")} for n in ray.nodes()]
 ray.shutdown()
-found = [[str(p) for p in fits_cluster(map(examined, experiments(*a)), cluster.address)] for a in ASKED]
+asked = [map(examined, experiments(*each)) for each in ASKED]
+found = [[str(p) for p in fits_cluster(each, cluster.address)] for each in asked]
 print(json.dumps([declared, found]))
 cluster.shutdown()
 """

@@ -24,6 +24,7 @@ from packaging.version import Version
 from rllib_llm.algorithms.language_model_config import AUTO
 from rllib_llm.modules.model_source import TruncatedWeightsError, num_parameters
 from rllib_llm.runs.doctor.stage import Stage
+from rllib_llm.shared.dotted import as_list
 from rllib_llm.shared.errors import Problem, note, warning
 from rllib_llm.shared.process import (
     free_memory,
@@ -166,7 +167,18 @@ def store_rules(stage: Stage, machine: Machine) -> Iterator[Problem]:
 
 def server_rules(stage: Stage) -> Iterator[Problem]:
     """Servers that judge or generate, and do not answer."""
-    for where, url in servers(stage):
+    named = [
+        (f"reward_functions.kwargs.{key}", function["kwargs"].get(key))
+        for function in as_list(stage.env.get("reward_functions"))
+        if isinstance(function, Mapping) and isinstance(function.get("kwargs"), Mapping)
+        for key in ("base_url", "url")
+    ]
+    settings = getattr(stage.config, "engine_settings", None) or {}
+    named.append(("env_config.base_url", stage.env.get("base_url")))  # of a player, in Chat-v0
+    named.append(("engine_settings.base_url", settings.get("base_url")))
+    for where, url in named:
+        if not isinstance(url, str):
+            continue
         parts = urlsplit(url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
         try:
@@ -176,24 +188,6 @@ def server_rules(stage: Stage) -> Iterator[Problem]:
         except OSError as error:
             yield Problem(where, "be a server that answers", str(error),
                           "Start it, or correct the address", url)  # fmt: skip
-
-
-def servers(stage: Stage) -> Iterator[tuple[str, str]]:
-    """(setting, address) of every server that a stage asks."""
-    functions = stage.env.get("reward_functions") or []
-    for function in functions if isinstance(functions, list) else [functions]:
-        kwargs = function.get("kwargs") if isinstance(function, Mapping) else None
-        if isinstance(kwargs, Mapping):
-            for key in ("base_url", "url"):
-                if isinstance(kwargs.get(key), str):
-                    yield f"reward_functions.kwargs.{key}", kwargs[key]
-    others = {
-        "env_config": stage.env,  # of a player, in Chat-v0
-        "engine_settings": getattr(stage.config, "engine_settings", None) or {},
-    }
-    for name, settings in others.items():
-        if isinstance(settings.get("base_url"), str):
-            yield f"{name}.base_url", settings["base_url"]
 
 
 PROCESS_BYTES = int(0.5 * GIB)  # Python with torch, transformers and Ray
