@@ -104,10 +104,15 @@ def show_config(
     """List an algorithm's settings: what each may be, its default, and when it has an effect."""
     prepare()  # a user's algorithm is in this folder
     with user_errors():
+        from rllib_llm.algorithms.registry import ALGORITHMS
         from rllib_llm.config.sections import settings_of
+        from rllib_llm.runs.experiments import algorithm_class
 
+        config_class = type(algorithm_class(algo, "algo").get_default_config())
+        require(hasattr(config_class, "sections"), "algo", algo, "be an algorithm of this package",
+                "RLlib documents its own", suggestion(algo, ALGORITHMS))  # fmt: skip
         rows = [
-            row for row in settings_of(_config_class(algo))
+            row for row in settings_of(config_class)
             if search.lower() in " ".join(map(str, row.values())).lower()
         ]  # fmt: skip
         require(rows, "--filter", search, "be in a setting", f"it is in none of {algo}'s", "")
@@ -122,16 +127,6 @@ def show_config(
         "rllib train FILE --set NAME=VALUE   [dim]# one setting of it[/dim]",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
-
-
-def _config_class(algo: str) -> type:
-    from rllib_llm.algorithms.registry import ALGORITHMS
-    from rllib_llm.runs.experiments import algorithm_class
-
-    config_class = type(algorithm_class(algo, "algo").get_default_config())
-    require(hasattr(config_class, "sections"), "algo", algo, "be an algorithm of this package",
-            "RLlib documents its own", suggestion(algo, ALGORITHMS))  # fmt: skip
-    return config_class
 
 
 def _table(section: str, rows: list[dict[str, Any]]) -> Table:

@@ -156,9 +156,15 @@ class CheckpointCompleter:
 
     def shortened(self, chat: Messages) -> Messages:
         """The chat without its oldest exchanges, where it is too long; a system message stays."""
+        from rllib_llm.data.encoding import render_chat
+
         head = [message for message in chat[:1] if message["role"] == "system"]
         turns = chat[len(head) :]
-        while len(turns) > 2 and self._num_tokens([*head, *turns]) > self.sampling.max_prompt_len:
+        while len(turns) > 2:
+            text = render_chat(self.tokenizer, [*head, *turns], generation_prompt=True)
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            if len(ids) <= self.sampling.max_prompt_len:
+                break
             turns = turns[2:]
         return [*head, *turns]
 
@@ -170,12 +176,6 @@ class CheckpointCompleter:
         if self.sampling.system is not None and chat[0]["role"] != "system":
             chat.insert(0, {"role": "system", "content": self.sampling.system})
         return chat
-
-    def _num_tokens(self, chat: Messages) -> int:
-        from rllib_llm.data.encoding import render_chat
-
-        text = render_chat(self.tokenizer, chat, generation_prompt=True)
-        return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _encode(self, prompts: list[Any]) -> list[list[int]]:
         from rllib_llm.envs.prompts import PromptRow

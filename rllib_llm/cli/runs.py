@@ -231,7 +231,11 @@ def view(found: dict[str, Any]) -> Group:
                 _add(table, part, f"  {_short(part, several)}")
         diagnosis = found["diagnoses"].get(trial["part"], {})
         lines.append(Text(diagnosis.get("text", ""), style="bold"))
-        lines.append(_shares(trial))
+        # Where the time of the last iterations went, the most first.
+        found_shares = shares(trial.get("recent_seconds") or {}).items()
+        most = sorted(found_shares, key=lambda item: -item[1])
+        text = ", ".join(f"{name} {x:.0%}" for name, x in most if x >= 0.005)
+        lines.append(Text(text, style="dim"))
     if not trials:
         return Group(Text("No trial has reported yet."))
     return Group(table, Text(""), *lines)
@@ -256,13 +260,6 @@ def _add(table: Table, part: dict[str, Any], name: str) -> None:
     version = part.get("version", part.get("iteration"))
     shown = "" if version is None else str(version)
     table.add_row(name, part["node"], str(part["pid"]), shown, text)
-
-
-def _shares(trial: dict[str, Any]) -> Text:
-    """Where the time of the last iterations went, the most first."""
-    found = shares(trial.get("recent_seconds") or {})
-    most = sorted(found.items(), key=lambda item: -item[1])
-    return Text(", ".join(f"{name} {x:.0%}" for name, x in most if x >= 0.005), style="dim")
 
 
 DEFAULT_WAIT_S = 60.0

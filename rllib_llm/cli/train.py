@@ -9,7 +9,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -283,22 +283,15 @@ def resume_command(folder: Place, options: RunOptions) -> str:
     from the environment or its login."""
     from rllib_llm.runs.report import rllib_command
 
-    words = without_option(sys.argv[1:], "--wandb-key")
-    words = [word for word in words if word != "--resume"]
+    words: list[str] = []
+    for word in sys.argv[1:]:
+        if words and words[-1] == "--wandb-key":
+            words.pop()
+        elif word != "--resume" and not word.startswith("--wandb-key="):
+            words.append(word)
     if options.experiment_name is None:
         words += ["--experiment-name", folder.name]
     return f"{rllib_command()} {shlex.join([*words, '--resume'])}"
-
-
-def without_option(words: Sequence[str], option: str) -> list[str]:
-    """Return the words of a command line without an option and its value."""
-    kept: list[str] = []
-    for word in words:
-        if kept and kept[-1] == option:
-            kept.pop()
-        elif not word.startswith(f"{option}="):
-            kept.append(word)
-    return kept
 
 
 def _loggers(options: RunOptions, num_stages: int) -> Callable[[str, str], list[Any]]:

@@ -106,15 +106,18 @@ def resumed_folder(root: Place, name: str, chosen: str | None, source: str) -> P
         require(folder.is_dir(), "--resume", str(folder), "name a run that is there", "",
                 "Check --storage-path and --experiment-name")  # fmt: skip
         return folder
-    sources = {path: read_json(path / RUN_RECORD).get("source") for path in root.glob("*")}
+
+    def source_of(run: Place) -> Any:
+        return read_json(run / RUN_RECORD).get("source")
+
     # Of `name` alone: a run of name_2 begins with name_ as well.
     of_this_name = re.compile(re.escape(name) + STAMP)
-    found = sorted((path for path in sources if of_this_name.fullmatch(path.name)), key=str)
-    ours = [path for path in found if sources[path] == source]
+    found = sorted((path for path in root.glob("*") if of_this_name.fullmatch(path.name)), key=str)
+    ours = [path for path in found if source_of(path) == source]
     if not ours:
-        others = [f"{each.name} (of {sources[each]})" for each in found[-1:]]
+        others = [f"{each.name} (of {source_of(each)})" for each in found[-1:]]
         if source != COMMAND_LINE:  # runs of it with names of the user's
-            others = [each.name for each in sources if sources[each] == source] or others
+            others = [each.name for each in root.glob("*") if source_of(each) == source] or others
         raise Problems(f"--resume: a run {name!r} of {source}", f"lie in {str(root)!r}",
                        f"other runs there: {', '.join(sorted(others))}" if others else "",
                        "Check --experiment-name and --storage-path")  # fmt: skip

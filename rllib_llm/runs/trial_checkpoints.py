@@ -221,12 +221,12 @@ CUT_SHORT = (ValueError, EOFError, pickle.UnpicklingError)
 def note_saved(stage: Place) -> None:
     """Brings Tune's record of a stage up to what lies in the folders of its trials.
 
-    Tune has no setting for it: it writes the record every ten seconds or more, so a run that was
-    killed has perhaps saved checkpoints since, and deleted those that the record names: it could
-    not be resumed, or would write under names that are taken, of which the older entry is deleted
-    with the newer folder. And it begins anew, without an error, where its newest files are cut
-    short, as by a full disk: those of later starts than the newest whole one are removed, and
-    pickled errors, which error.txt tells as well.
+    Tune has no setting for it: its record is some seconds old (TUNE_GLOBAL_CHECKPOINT_S), so a run
+    that was killed has perhaps saved checkpoints since, and deleted those that the record names: it
+    could not be resumed, or would write under names that are taken, of which the older entry is
+    deleted with the newer folder. And Tune begins anew, without an error, where its newest files
+    are cut short, as by a full disk: those of later starts than the newest whole one are removed,
+    and pickled errors, which error.txt tells as well.
 
     Raises:
         ValueError, EOFError, UnpicklingError: the record of the only start is cut short.
