@@ -195,7 +195,7 @@ def is_reported(name: str) -> bool:
     return describes(name) or name in TUNES_OWN or name.partition("/")[0] in OPEN_GROUPS
 
 
-SAMPLING = frozenset({"GRPO", "RLOO", "ReinforcePP", "PPOPtx"})
+SAMPLING = frozenset({"GRPO", "RLOO", "ReinforcePP", "PPOPtx", "Distillation"})
 SUPERVISED = frozenset({"SFT", "RewardModel", "DPO"})
 # Patterns of results that only some of our algorithms report. The first match counts.
 REPORTED_BY: tuple[tuple[str, frozenset[str]], ...] = (

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
 from rllib_llm.algorithms.places import Reservation, check_nodes, total_of
 from rllib_llm.algorithms.registry import ALGORITHMS
 from rllib_llm.checkpoints.algorithm import restore_source
@@ -150,7 +151,7 @@ def _experiment_problems(experiment: Experiment) -> Iterator[Problem]:
         if (limit := experiment.stop.get(key, 1)) <= 0:
             yield Problem(f"stop.{key}", "be above 0", "a trial ends when its count reaches it",
                           "Raise it, or drop the experiment", limit)  # fmt: skip
-    if _is_ours(experiment.run, algo_class):
+    if issubclass(algo_class, LanguageModelAlgorithm):  # what its settings and results mean we know
         yield from _result_problems(experiment)
 
 
@@ -159,7 +160,7 @@ def _config_problems(result: Examined) -> Iterator[Problem]:
     and the stage of the first."""
     experiment = result.experiment
     algo_class: Any = algorithm_class(experiment.run, experiment.name)
-    ours = _is_ours(experiment.run, algo_class)
+    ours = issubclass(algo_class, LanguageModelAlgorithm)
     # A stand-in that is wrong is reported for the experiment that names it.
     is_foreign = isinstance(model_of(experiment.config), StandIn)
     read: set[str] = set()
@@ -181,13 +182,6 @@ def _config_problems(result: Examined) -> Iterator[Problem]:
             if not (is_foreign and problem.name == "model"):
                 yield _placed(problem, experiment, config)
         found = []
-
-
-def _is_ours(run: str, algo_class: type) -> bool:
-    """True for an algorithm of this package, or one built on it: its settings mean what we know."""
-    from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
-
-    return run in ALGORITHMS or issubclass(algo_class, LanguageModelAlgorithm)
 
 
 # Settings that name code which may report results of any name.
@@ -282,7 +276,6 @@ def check_env(config: Any, algo_class: type) -> None:
     import gymnasium
     from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 
-    from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
     from rllib_llm.envs import registry
     from rllib_llm.envs.rlhf import with_defaults
     from rllib_llm.shared.dotted import looks_dotted

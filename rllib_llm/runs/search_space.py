@@ -32,7 +32,7 @@ def to_tune(value: Any, where: str) -> Any:
         return [to_tune(item, f"{where}.{index}") for index, item in enumerate(value)]
     if not isinstance(value, dict):
         return value
-    name, arguments = next(iter(value.items())) if len(value) == 1 else ("", None)
+    name, arguments = next(iter(value.items())) if len(value) == 1 else ("", [])
     if name in LISTS:
         require(isinstance(arguments, list) and arguments, f"{where}.{name}", arguments,
                 "be a list of at least one value", "these are tried",

@@ -60,7 +60,8 @@ MAX_SHARE = 0.02  # of the time, that saving may take
 
 
 class TimedCheckpoints(Callback):
-    """Asks for a checkpoint with the first result after the interval has passed."""
+    """Asks for a checkpoint with the first result after the interval has passed. Tune counts
+    iterations alone."""
 
     def __init__(self, interval_s: float | str = "auto"):
         """`interval_s`: seconds between checkpoints of a trial. "auto": five minutes, or more where
@@ -252,7 +253,8 @@ def note_saved(stage: Place) -> None:
             _read_state(file)
         except CUT_SHORT:
             file.unlink()  # callbacks can do without
-    newest = max(stage.glob("experiment_state-*.json"), key=lambda file: file.name)
+    records: list[Place] = [*stage.glob("experiment_state-*.json")]
+    newest = max(records, key=lambda file: file.name)
     record = json.loads(newest.read_text(encoding="utf-8"))
     before = record["trial_data"]
     record["trial_data"] = [_up_to_date(stage, states) for states in before]

@@ -326,10 +326,10 @@ def data_rules(stage: Stage) -> Iterator[Problem]:
     elif stage.is_rlhf and stage.env.get("eval_fraction") and len(rows) < MAX_ROWS:
         source = source_of(stage, rows, split="eval", eval_fraction=stage.env["eval_fraction"])
         chosen = set(source.indices(0, len(source)).tolist())
-        split = ([key for i, key in enumerate(keys) if (i in chosen) is out]
-                 for out in (True, False))  # fmt: skip
+        left, learnt = ([key for i, key in enumerate(keys) if (i in chosen) is out]
+                        for out in (True, False))  # fmt: skip
         yield from _leak(
-            "eval_fraction", *split, "that it holds out are in prompts as well",
+            "eval_fraction", left, learnt, "that it holds out are in prompts as well",
             "Remove repeated rows, or write prompts: {eval_data: ...}",
         )  # fmt: skip
     if stage.is_rlhf:
