@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from rllib_llm.runs.experiments import KEYS, Experiment
-from rllib_llm.runs.results import StageResult, read_results
+from rllib_llm.runs.results import StageResult, flatten, read_results
 from rllib_llm.shared.errors import Problem, Problems, report, require
 from rllib_llm.shared.run_layout import CHECKPOINTS, REPLACED, RESULTS, RUN_RECORD, RunFolder
 from rllib_llm.shared.storage import Place, UrlPath, place, read_json, remove, replace_text
@@ -211,10 +211,15 @@ def check_continues(folder: Place, experiments: Sequence[Experiment]) -> None:
     why = "a resumed experiment keeps the settings with which it began"
     anew = "Start a new run, with --restore from a checkpoint of this one if you like"
     for name in filter(now.__contains__, begun):
+        was, given = (
+            flatten({key: value for key, value in spec.items() if key not in CHANGEABLE})
+            for spec in (before[name], now[name])
+        )
         problems += [
-            Problem(f"{name}.{key}", f"be {was!r}", why, anew, given)
-            for key, was, given in _differences(before[name], now[name])
-        ]
+            Problem(f"{name}.{key.replace('/', '.')}", f"be {was.get(key)!r}", why, anew,
+                    given.get(key))
+            for key in {**was, **given} if was.get(key) != given.get(key)
+        ]  # fmt: skip
     for index, experiment in enumerate(experiments):
         later = [one.name for one in experiments[index + 1 :] if (folder / one.name).exists()]
         result = StageResult.load(folder / experiment.name) if later else None
@@ -222,18 +227,6 @@ def check_continues(folder: Place, experiments: Sequence[Experiment]) -> None:
             name, why = f"{experiment.name}.stop", f"{later[0]} has begun from its result"
             problems.append(Problem(name, f"be {result.stop!r}", why, anew, experiment.stop))
     report(problems)
-
-
-def _differences(before: Any, now: Any, key: str = "") -> list[tuple[str, Any, Any]]:
-    """(key, old value, new value) of all differences, nested mappings included."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        names = [name for name in {**before, **now} if key or name not in CHANGEABLE]
-        found = []
-        for name in names:
-            path = f"{key}.{name}" if key else name
-            found += _differences(before.get(name), now.get(name), path)
-        return found
-    return [] if before == now else [(key, before, now)]
 
 
 def as_json(experiments: Iterable[Experiment]) -> list[dict[str, Any]]:

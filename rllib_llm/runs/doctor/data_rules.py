@@ -19,13 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rllib_llm.data.encoding import encode_ended, encode_text
 from rllib_llm.data.rows import Rows
 from rllib_llm.modules.model_source import num_positions
-from rllib_llm.runs.doctor.stage import (
-    MAX_ROWS,
-    Stage,
-    can_be_read,
-    env_settings,
-    first_rows,
-)
+from rllib_llm.runs.doctor.stage import MAX_ROWS, Stage, can_be_read, env_settings, first_rows
 from rllib_llm.runs.experiments import StandIn
 from rllib_llm.shared.dotted import as_list, import_dotted
 from rllib_llm.shared.errors import (

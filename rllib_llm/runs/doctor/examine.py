@@ -17,11 +17,7 @@ from rllib_llm.algorithms.language_model_config import decided
 from rllib_llm.data.encoding import render_chat
 from rllib_llm.runs import plan
 from rllib_llm.runs.doctor.data_rules import data_rules
-from rllib_llm.runs.doctor.machine_rules import (
-    Machine,
-    installation_rules,
-    machine_rules,
-)
+from rllib_llm.runs.doctor.machine_rules import Machine, installation_rules, machine_rules
 from rllib_llm.runs.doctor.model_rules import model_rules, plan_rules, turn_rules
 from rllib_llm.runs.doctor.reward_rules import answer_scores, reward_rules
 from rllib_llm.runs.doctor.stage import Stage
