@@ -65,7 +65,7 @@ class Phases:
         start, phase = self._clock(), _Phase(name, activity or name)
         with self._counting():
             self._open.append(phase)
-        self._say(at_once=self._open[0] is phase)
+        self._say(at_once=self._current is phase)
         try:
             yield
         finally:
@@ -82,8 +82,8 @@ class Phases:
 
     def progress(self, text: str) -> None:
         """Says how far the innermost phase is."""
-        if self._open:
-            self._open[-1].progress = text
+        for innermost in self._open[-1:]:
+            innermost.progress = text
             self._say()
 
     def steps(self, of: str) -> Callable[[], None]:
@@ -103,7 +103,7 @@ class Phases:
 
     @property
     def _current(self) -> _Phase:
-        return self._open[0] if self._open else self._outside
+        return next(iter(self._open), self._outside)
 
     def _say(self, at_once: bool = False) -> None:
         now = self._clock()
