@@ -78,28 +78,21 @@ def _from_range(name: str, arguments: Any, where: str) -> Any:
     given = arguments
     if isinstance(arguments, list) and len(arguments) == len(names):
         given = dict(zip(names, arguments, strict=True))
-    place, value, usage = f"{where}.{name}", arguments, f"Write {{{name}: [{', '.join(names)}]}}"
-    rule = reason = ""
-    if not isinstance(given, dict) or set(given) != set(names):
-        rule = f"give {len(names)} numbers ({', '.join(names)})"
-        reason = "these are its arguments"
-    elif wrong := {
-        key: bound
-        for key, bound in given.items()
-        if isinstance(bound, bool) or not isinstance(bound, int | float)
-    }:
-        (key, value), *_ = wrong.items()
-        place, rule, reason = f"{place}.{key}", "be a number", "it bounds a range"
-    elif "lower" in given and given["lower"] > given["upper"]:
-        rule = "give a lower bound that is not above the upper one"
-        reason = "values are drawn from between them"
-    require(not rule, place, value, rule, reason, usage)
+    place, usage = f"{where}.{name}", f"Write {{{name}: [{', '.join(names)}]}}"
+    require(isinstance(given, dict) and set(given) == set(names), place, arguments,
+            f"give {len(names)} numbers ({', '.join(names)})", "these are its arguments",
+            usage)  # fmt: skip
+    for key, bound in given.items():
+        is_number = isinstance(bound, int | float) and not isinstance(bound, bool)
+        require(is_number, f"{place}.{key}", bound, "be a number", "it bounds a range", usage)
+    require("lower" not in given or given["lower"] <= given["upper"], place, arguments,
+            "give a lower bound that is not above the upper one",
+            "values are drawn from between them", usage)  # fmt: skip
     try:
         return sampler(**given)
     except ValueError as error:
-        raise Problems(
-            f"{where}.{name}={arguments!r} cannot be sampled: {str(error).rstrip('.')}. {usage}.",
-        ) from error  # fmt: skip
+        why = f"{place}={arguments!r} cannot be sampled: {str(error).rstrip('.')}. {usage}."
+        raise Problems(why) from error
 
 
 SHORT_NAMES = {"asha": "async_hyperband"}
