@@ -3,7 +3,9 @@ that holds it, created by the first trial that needs it; and its client, what `r
 pause` ... use. HTTP on loopback only, authenticated by the run's token.
 
 It observes and relays: processes report to it and ask it for commands, and none waits for it.
-After a restart it is empty, and knows everything again once each has reported.
+After a restart it is empty, and knows everything again once each has reported. Where processes are,
+and whether they live, stands in their reports too: Ray's State API, which has it, needs the
+dashboard, without which `rllib train` starts Ray.
 
 GET  /health /status /topology /metrics      GET /commands?id=1&id=2
 POST /commands  {"name": "scale", "arguments": {"samplers": 4}}   →  {"commands": [{"id", ...}]}

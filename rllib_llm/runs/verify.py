@@ -216,7 +216,7 @@ def pieces(rows: Sequence[dict[str, Any]], *, keeps_cache: bool) -> Iterator[_Pi
 
 
 class _Trial:
-    """The checkpoints of one trial."""
+    """The checkpoints of one trial, with whose weights its completions are sampled again."""
 
     def __init__(self, folder: Place) -> None:
         self.folder = folder
@@ -241,6 +241,12 @@ class _Trial:
                     "policy samples with this package's noise can be sampled again",
                     "Look at `rllib rollouts`")  # fmt: skip
         self.held_out = self.config.get_evaluation_config_object() or self.config
+        spaces: Any = (Discrete(2), Discrete(2))  # nothing here depends on them
+        spec = self.config.get_multi_rl_module_spec(
+            spaces={DEFAULT_MODULE_ID: spaces}, inference_only=True
+        ).rl_module_specs[DEFAULT_MODULE_ID]
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._policy = ModulePolicy(lambda: spec.build().to(device), alias=False)
 
     def verify(self, rollouts: ds.Dataset, num_samples: int, seed: int) -> Verification:
         kept = {INITIAL_VERSION, *self.checkpoints}
@@ -252,51 +258,30 @@ class _Trial:
         askable = sorted(key for key, those in versions.items() if those & kept)
         missing = Counter(v for those in versions.values() for v in those - kept)
         drawn = random.Random(seed).sample(askable, min(num_samples, len(askable)))
-        rows = []
+        completions = []
         for key in sorted(drawn):
             conditions = (pc.field(n) == value for n, value in zip(_KEY, key, strict=True))
-            rows.append(query(rollouts.filter(functools.reduce(operator.and_, conditions))))
-        sampled = _Sampling(self, kept, [found.to_pylist() for found in rows])
+            rows = query(rollouts.filter(functools.reduce(operator.and_, conditions)))
+            completions.append(rows.to_pylist())
         return Verification(
             trial=self.folder.name,
             versions=sorted(kept & {v for those in versions.values() for v in those}),
             num_stored=len(versions), num_askable=len(askable),
-            missing=dict(sorted(missing.items())), completions=sampled.compared(),
+            missing=dict(sorted(missing.items())), completions=self._compared(completions, kept),
         )  # fmt: skip
-
-    def sampling(self, status: str) -> tuple[Any, bool, int, int]:
-        """For completions of this status: config, whether they were sampled (not greedy),
-        completions per prompt, and the offset of the seed."""
-        if status != "evaluated":
-            return self.config, True, self.config.num_completions, 0
-        explores = bool(self.held_out.explore)
-        of_prompt = self.held_out.num_completions if explores else 1
-        return self.held_out, explores, of_prompt, EVALUATION_SEED
-
-
-class _Sampling:
-    """Completions to be sampled again, version by version."""
-
-    def __init__(self, trial: _Trial, kept: set[int], rows: list[list[dict[str, Any]]]) -> None:
-        self._trial, self._kept, self._rows = trial, kept, rows
-        spaces: Any = (Discrete(2), Discrete(2))  # nothing here depends on them
-        spec = trial.config.get_multi_rl_module_spec(
-            spaces={DEFAULT_MODULE_ID: spaces}, inference_only=True
-        ).rl_module_specs[DEFAULT_MODULE_ID]
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._policy = ModulePolicy(lambda: spec.build().to(device), alias=False)
-        dtypes = {parameter.dtype for parameter in self._model.parameters()}
-        self._round_off = max(ROUND_OFF.get(dtype, 0.0) for dtype in dtypes)
 
     @property
     def _model(self) -> Any:
         return self._policy.build().computing_model
 
-    def compared(self) -> list[Checked]:
-        keeps_cache = self._trial.config.streams and self._trial.config.in_flight == "keep"
-        found = [list(pieces(rows, keeps_cache=keeps_cache)) for rows in self._rows]
+    def _compared(self, completions: list[list[dict[str, Any]]], kept: set[int]) -> list[Checked]:
+        """The comparison of each completion, sampled version by version."""
+        dtypes = {parameter.dtype for parameter in self._model.parameters()}
+        self._round_off = max(ROUND_OFF.get(dtype, 0.0) for dtype in dtypes)
+        keeps_cache = self.config.streams and self.config.in_flight == "keep"
+        found = [list(pieces(rows, keeps_cache=keeps_cache)) for rows in completions]
         wanted = [(piece, i) for i, own in enumerate(found) for piece in own
-                  if piece.version in self._kept]  # fmt: skip
+                  if piece.version in kept]  # fmt: skip
         checked = [
             Checked(
                 **{name: rows[0][name] for name in _KEY},
@@ -304,7 +289,7 @@ class _Sampling:
                 completion=rows[0]["completion"] or str(rows[0]["completion_ids"]),
                 num_unknown=sum(row["tokens"] for row in rows),
             )
-            for rows in self._rows
+            for rows in completions
         ]
         wanted.sort(key=lambda each: each[0].version)
         for version, part in groupby(wanted, key=lambda each: each[0].version):
@@ -316,8 +301,8 @@ class _Sampling:
 
     def _sample(self, version: int, alike: list[_Piece]) -> list[Ended]:
         """Samples these pieces with the weights of a version."""
-        if version in self._trial.checkpoints:
-            folder = local_copy(self._trial.checkpoints[version])
+        if version in self.checkpoints:
+            folder = local_copy(self.checkpoints[version])
             check(folder)
             self._policy.build().load_pretrained(folder / MODEL_IN_CHECKPOINT)
         engine = self._policy.open_engine(version)
@@ -336,7 +321,10 @@ class _Sampling:
 
     def _asked(self, piece: _Piece) -> tuple[Noise, SamplingParams]:
         row = piece.row
-        config, explores, of_prompt, more = self._trial.sampling(row["status"])
+        config, explores, of_prompt, more = self.config, True, self.config.num_completions, 0
+        if row["status"] == "evaluated":
+            config, explores, more = self.held_out, bool(self.held_out.explore), EVALUATION_SEED
+            of_prompt = config.num_completions if explores else 1
         ids = self._policy.pad_token_id, self._policy.stop_token_ids
         params = SamplingParams.of(config, *ids, greedy=not explores)
         if not params.min_new_tokens:  # as long as what is stored, whatever ended it
