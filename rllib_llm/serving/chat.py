@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import secrets
-import string
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -153,9 +151,3 @@ def assistant_message(
         if finish_reason == "stop":
             return message, "tool_calls"
     return message, finish_reason
-
-
-def new_call_id() -> str:
-    """Returns a random id for a tool call: nine letters and digits, as Mistral's templates want
-    them. Not made from the request's id, which a client may repeat throughout a conversation."""
-    return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(9))

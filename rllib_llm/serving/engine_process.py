@@ -42,8 +42,7 @@ import torch
 
 from rllib_llm.engines.engine_loop import settle
 from rllib_llm.engines.protocol import Ended, EngineEndedError, Row, Tokens
-from rllib_llm.engines.torch_engine import TextScores
-from rllib_llm.serving.engine_host import Counts, ModelFacts, ThreadHost
+from rllib_llm.serving.engine_host import ModelFacts, ThreadHost
 from rllib_llm.serving.settings import ENVIRONMENT_PREFIX, ServeSettings
 from rllib_llm.shared.process import forget_startup
 
@@ -158,6 +157,9 @@ class EngineProcess:
                 pass_fds=[theirs.fileno()], env=_without_keys() | {"PYTHONPATH": path},
             )  # fmt: skip
         self._channel = AsyncChannel(ours, self._take, self._end)
+        self.listen, self.ready = self._channel.open, self._channel.ready
+        self.compile, self.score = partial(self._call, "compile"), partial(self._call, "score")
+        self.count = partial(self._call, "count")
         keyless = settings.model_copy(update={"api_keys": None, "admin_key": None})
         try:
             with Connection(os.dup(ours.fileno())) as waiting:  # until the model is loaded
@@ -169,12 +171,6 @@ class EngineProcess:
             self._process.wait()
             raise facts
         self.facts: ModelFacts = facts
-
-    async def listen(self) -> None:
-        await self._channel.open()
-
-    async def ready(self) -> None:
-        await self._channel.ready()
 
     # --- completions -------------------------------------------------------------------------
 
@@ -214,24 +210,20 @@ class EngineProcess:
 
     # --- calls -------------------------------------------------------------------------------
 
-    def compile(self, grammar: str, pin: int) -> Future[None]:
-        return self._call("compile", grammar, pin)
-
     def release(self, pin: int) -> None:
         with contextlib.suppress(EngineEndedError):  # it has ended, and holds nothing
             self._send("call", 0, "release", pin)
 
-    def score(
-        self, texts: Sequence[Sequence[int]], top: int, version: int | None
-    ) -> Future[list[TextScores]]:
-        return self._call("score", texts, top, version)
-
-    def count(self) -> Future[Counts]:
-        return self._call("count")
-
     def swap(self, weights: Mapping[str, torch.Tensor], serial: int) -> list[int]:
-        """The weights are handed over in a file."""
-        with tempfile.TemporaryDirectory(prefix="weights-", dir=_room_for(weights)) as folder:
+        """The weights are handed over in a file, in memory where there is room for them."""
+        memory = None
+        if _MEMORY.is_dir():
+            held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+                    for tensor in weights.values()}  # fmt: skip
+            free = os.statvfs(_MEMORY)
+            has_room = free.f_bavail * free.f_frsize > _SPARE * sum(held.values())
+            memory = _MEMORY if has_room else None
+        with tempfile.TemporaryDirectory(prefix="weights-", dir=memory) as folder:
             file = str(Path(folder) / "weights")
             torch.save(dict(weights), file)
             return self._call("swap", file, serial).result()
@@ -302,16 +294,6 @@ class EngineProcess:
 def _without_keys() -> dict[str, str]:
     """The engine's environment, without the server's keys."""
     return {k: v for k, v in os.environ.items() if not k.upper().startswith(ENVIRONMENT_PREFIX)}
-
-
-def _room_for(weights: Mapping[str, torch.Tensor]) -> str | None:
-    """A folder in memory with room for the weights; None: none of them has."""
-    if not _MEMORY.is_dir():
-        return None
-    held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for tensor in weights.values()}  # fmt: skip
-    free = os.statvfs(_MEMORY)
-    return str(_MEMORY) if free.f_bavail * free.f_frsize > _SPARE * sum(held.values()) else None
 
 
 EngineHost = ThreadHost | EngineProcess

@@ -55,9 +55,14 @@ class Job:
         return sampled + (0 if self.prompt_logprobs is None else len(self.prompts))
 
     @property
+    def prompt_tokens(self) -> int:
+        """Tokens of its prompts."""
+        return sum(map(len, self.prompts))
+
+    @property
     def most_tokens(self) -> int:
         """Tokens that it takes at most: of its prompts, and of its completions."""
-        return sum(map(len, self.prompts)) + sum(self.max_tokens) * self.n * self.samples
+        return self.prompt_tokens + sum(self.max_tokens) * self.n * self.samples
 
     def rows(self) -> list[Row]:
         """Its completions as rows of the engine."""

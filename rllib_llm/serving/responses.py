@@ -38,6 +38,7 @@ class ResponseView(ChatView):
         "response_format": "text.format",
         "response_format.json_schema.schema": "text.format.schema",
     }  # fmt: skip
+    framing = {"names": True, "ends": b""}
 
     def __init__(self, context: RequestContext, body: ResponseRequest) -> None:
         super().__init__(context, body)
@@ -110,7 +111,7 @@ class ResponseView(ChatView):
                 event("response.output_item.done", **place, item=item),
             ]
             output.append(item)
-        self.context.has_large_answer = len(self._logprobs) > LARGE_TOKENS
+        self.has_large_answer = len(self._logprobs) > LARGE_TOKENS
         ended = self._response(status, output, incomplete, self.usage)
         return [*found, event(f"response.{status}", response=ended)]
 

@@ -24,7 +24,6 @@ from fastapi.responses import HTMLResponse, PlainTextResponse
 from rllib_llm.data.encoding import encode_spans
 from rllib_llm.serving import chat
 from rllib_llm.serving.completions import ChatView, SessionView, TextView, TokenView
-from rllib_llm.serving.metrics import set_gauges
 from rllib_llm.serving.responses import ResponseView
 from rllib_llm.serving.schemas import (
     AbortRequest,
@@ -80,7 +79,7 @@ openai = APIRouter(prefix="/v1", **_OF_CLIENTS)
 
 @openai.get("/models")
 async def models(service: Served) -> dict[str, Any]:
-    """The newest weights under the model's name, and each live version under its own."""
+    # The newest weights under the model's name, and each live version under its own.
     weights = service.weights
 
     def card(id: str, of: ServedWeights, **further: Any) -> dict[str, Any]:
@@ -95,7 +94,6 @@ async def models(service: Served) -> dict[str, Any]:
 
 @openai.get("/models/{model:path}", responses=documented(404))
 async def model(model: str, service: Served) -> dict[str, Any]:
-    """The model of this name."""
     service.weights.named(model)
     cards = (await models(service))["data"]
     return next(card for card in cards if card["id"] == model)
@@ -103,24 +101,17 @@ async def model(model: str, service: Served) -> dict[str, Any]:
 
 @openai.post("/chat/completions", **_STREAMED)
 async def chat_completions(body: ChatRequest, context: Context) -> Response:
-    """The assistant's next turn of a chat."""
-    await context.begin(body.model)
-    return await context.answer(ChatView(context, body).events(), body.stream)
+    return await ChatView(context, body).answer()
 
 
 @openai.post("/completions", **_STREAMED)
 async def completions(body: CompletionRequest, context: Context) -> Response:
-    """Continues texts."""
-    await context.begin(body.model)
-    return await context.answer(TextView(context, body).events(), body.stream)
+    return await TextView(context, body).answer()
 
 
 @openai.post("/responses", **_STREAMED)
 async def responses(body: ResponseRequest, context: Context) -> Response:
-    """A response; it is not stored."""
-    await context.begin(body.model)
-    events = ResponseView(context, body).events()
-    return await context.answer(events, body.stream, names=True, ends=b"")
+    return await ResponseView(context, body).answer()
 
 
 # --- tokens in, tokens out, in vLLM's shape ------------------------------------------------------
@@ -130,14 +121,11 @@ tokens = APIRouter(**_OF_CLIENTS)
 
 @tokens.post("/inference/v1/generate", **_STREAMED)
 async def generate(body: GenerateRequest, context: Context) -> Response:
-    """Continues tokens."""
-    await context.begin(body.model)
-    return await context.answer(TokenView(context, body).events(), body.stream)
+    return await TokenView(context, body).answer()
 
 
 @tokens.post("/tokenize", **_OF_MODELS)
 async def tokenize(body: TokenizeRequest, context: Context) -> Response:
-    """The tokens of a text, or of a chat."""
     service = context.service
 
     def tokenized() -> bytes:
@@ -162,7 +150,6 @@ async def tokenize(body: TokenizeRequest, context: Context) -> Response:
 
 @tokens.post("/detokenize", **_OF_MODELS)
 async def detokenize(body: DetokenizeRequest, context: Context) -> Response:
-    """The text of tokens."""
     service = context.service
 
     def detokenized() -> bytes:
@@ -191,7 +178,6 @@ sessions = APIRouter(
 
 @sessions.post("")
 async def begin(context: Context) -> dict[str, Any]:
-    """Begins a session."""
     held = context.service.sessions
     refuse(not held.begin_by_themselves, "Sessions of this server are begun by its run: "
            "use the address that the agent was given.", None, "session_not_found", 404)
@@ -210,21 +196,18 @@ async def _shown(service: Service, session_id: str, session: Session) -> Respons
 
 @sessions.get("/{session_id}")
 async def show(session_id: str, context: Context) -> Response:
-    """A session's training rows and messages."""
     session = context.service.sessions.get(session_id, context.owner)
     return await _shown(context.service, session_id, session)
 
 
 @sessions.delete("/{session_id}")
 async def end(session_id: str, context: Context) -> Response:
-    """Ends a session, and shows it."""
     session = context.service.sessions.end(session_id, context.owner)
     return await _shown(context.service, session_id, session)
 
 
 @sessions.post("/{session_id}/reward")
 async def reward(session_id: str, body: SessionRewardRequest, context: Context) -> dict[str, Any]:
-    """Rewards the turn that was sampled last."""
     session = context.service.sessions.get(session_id, context.owner)
     session.add_reward(body.reward)
     return {"session_id": session_id, "reward": session.reward}
@@ -232,19 +215,15 @@ async def reward(session_id: str, body: SessionRewardRequest, context: Context) 
 
 @sessions.get("/{session_id}/v1/models", name="models")
 async def session_models(session_id: str, service: Served) -> dict[str, Any]:
-    """As /v1/models."""
     return await models(service)
 
 
 @sessions.post("/{session_id}/v1/chat/completions", name="chat_completions", **_STREAMED)
 async def session_turn(session_id: str, body: ChatRequest, context: Context) -> Response:
-    """The assistant's next turn, which the session keeps."""
     refuse((body.n or 1) != 1, f"n={body.n} must be 1 in a session.", "n", "unsupported_value")
     held = context.service.sessions
     session = (held.begin if held.begin_by_themselves else held.get)(session_id, context.owner)
-    # An agent that is trained asks for whatever model it was written for.
-    await context.begin(None if session.rules else body.model)
-    return await context.answer(SessionView(context, body, session).events(), body.stream)
+    return await SessionView(context, body, session).answer()
 
 
 # --- administration ------------------------------------------------------------------------------
@@ -257,28 +236,24 @@ administration = APIRouter(
 
 @administration.post("/pause")
 async def pause(service: Served) -> dict[str, Any]:
-    """Pauses sampling; requests wait."""
     service.host.pause()
     return {"is_paused": True}
 
 
 @administration.post("/resume")
 async def resume(service: Served) -> dict[str, Any]:
-    """Resumes sampling."""
     service.host.resume()
     return {"is_paused": False}
 
 
 @administration.get("/is_paused")
 async def is_paused(service: Served) -> dict[str, Any]:
-    """Whether sampling is paused."""
     return {"is_paused": service.host.is_paused}
 
 
 @administration.post("/abort_requests")
 @administration.post("/inference/v1/abort_requests")
 async def abort_requests(service: Served, body: AbortRequest | None = None) -> dict[str, Any]:
-    """Ends requests, all by default, with their partial output."""
     return {"aborted": service.abort(None if body is None else body.request_ids)}
 
 
@@ -288,14 +263,12 @@ def _described(weights: ServedWeights) -> dict[str, Any]:
 
 @administration.get("/weight_info")
 async def weight_info(service: Served) -> dict[str, Any]:
-    """The weights that can be asked for, the newest first."""
     live = [*map(_described, service.weights.live)]
     return {"newest": live[0], "live": live, "in_flight": service.settings.in_flight}
 
 
 @administration.post("/update_weights", responses=documented(409))
 async def update_weights(body: UpdateRequest, service: Served) -> dict[str, Any]:
-    """Loads the weights of a folder; one after the other."""
     async with service.updating:  # each takes the version behind the newest
         await service.check_takes_weights()
         newest = service.weights.newest
@@ -311,7 +284,6 @@ async def update_weights(body: UpdateRequest, service: Served) -> dict[str, Any]
 
 @administration.post("/drain")
 async def drain(service: Served) -> dict[str, Any]:
-    """Takes no more requests, and waits for those under way."""
     is_done = await service.drain(service.settings.drain_s)
     return {"drained": is_done, "under_way": len(service.jobs)}
 
@@ -323,20 +295,17 @@ health = APIRouter()
 
 @health.get("/", response_class=HTMLResponse, include_in_schema=False)
 async def page() -> str:
-    """A page to chat with the model."""
     return _PAGE.read_text(encoding="utf-8")
 
 
 @health.get("/health")  # of vLLM's clients
 @health.get("/healthz")
 async def healthz() -> dict[str, str]:
-    """Whether the server runs."""
     return {"status": "ok"}
 
 
 @health.get("/readyz", responses=documented(503))
 async def readyz(service: Served) -> dict[str, str]:
-    """Whether it takes requests, and its engine answers."""
     service.check_open()
     await service.counts()
     return {"status": "ready"}
@@ -344,11 +313,12 @@ async def readyz(service: Served) -> dict[str, str]:
 
 @health.get("/metrics", response_class=PlainTextResponse)
 async def metrics(service: Served) -> PlainTextResponse:
-    """Prometheus' metrics."""
+    counts = None
     if service.is_ready:
         with contextlib.suppress(ApiError):  # the engine has ended, which /readyz says
-            set_gauges(service.metrics, await service.counts(), service.weights)
-    return PlainTextResponse(service.metrics.text(), media_type="text/plain; version=0.0.4")
+            counts = await service.counts()
+    text = service.metrics.text(service.weights, counts)
+    return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
 
 ROUTERS = (openai, tokens, sessions, administration, health)

@@ -18,7 +18,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -44,17 +44,7 @@ from rllib_llm.serving.schemas import ApiError, refuse
 from rllib_llm.serving.security import Client
 from rllib_llm.serving.sessions import Sessions
 from rllib_llm.serving.settings import ServeSettings
-from rllib_llm.serving.streams import (
-    GONE,
-    Choice,
-    ClientGoneError,
-    Event,
-    EventStream,
-    Piece,
-    encoded,
-    encoded_in_parts,
-    while_there,
-)
+from rllib_llm.serving.streams import Choice, Event, Piece, encoded, encoded_in_parts
 from rllib_llm.serving.weights import LiveWeights, ServedWeights, fingerprint
 
 logger = logging.getLogger(__name__)
@@ -77,7 +67,7 @@ class JsonResponse(Response):
 
 class RequestContext:
     """A request, apart from its body. version: serial number of the weights that it asks for, None:
-    the newest; has_large_answer: whether its JSON is made beside the event loop."""
+    the newest."""
 
     def __init__(self, request: Request) -> None:
         self.request, state = request, request.scope["state"]
@@ -86,7 +76,6 @@ class RequestContext:
         self.client: Client = state["client"]
         self._size: int = state["size"]  # of its body, bytes
         self.version: int | None = None
-        self.has_large_answer = False
 
     @property
     def owner(self) -> bytes:
@@ -102,26 +91,6 @@ class RequestContext:
         await service.weights.wait_for(wanted, service.settings.weights_wait_s)
         weights = service.weights.named(model)
         self.version = None if weights is None else weights.serial
-
-    async def answer(
-        self, events: AsyncGenerator[Event, None], stream: bool | None, **of_stream: Any
-    ) -> Response:
-        """The events as a stream, or the only one; what makes them ends when the client goes.
-        of_stream: see `EventStream`."""
-        if stream:
-            return EventStream(events, self.service.settings.slow_reader_s, **of_stream)
-
-        async def body() -> bytes:
-            try:
-                event = await anext(events)
-            finally:
-                await events.aclose()
-            return await self.service.encoded(self.has_large_answer, event)
-
-        try:
-            return JsonResponse(await while_there(self.request.receive, body))
-        except ClientGoneError:
-            return Response(status_code=GONE)
 
     async def beside_loop(self, work: Callable[..., Result], *arguments: Any) -> Result:
         """Returns the result of `work`, run in a thread if the request is large."""
@@ -173,7 +142,7 @@ class RunningJob:
     def __init__(self, service: Service, request_id: str, job: Job) -> None:
         self.request_id, self.job = request_id, job
         self._service, self._settings = service, service.settings
-        self._watch = JobWatch(service.metrics, sum(map(len, job.prompts)))
+        self._watch = JobWatch(service.metrics, job.prompt_tokens)
         rows, least = job.rows(), job.params.min_new_tokens
         self.num_left = job.num_rows
         befores = [prompt[-8:] if job.continues_text else () for prompt in job.prompts]
@@ -528,7 +497,7 @@ class Service:
                 running.close()
                 del self.jobs[key]
                 self._count_ended(job.num_rows)
-                used = sum(map(len, job.prompts)) + running.num_completion_tokens
+                used = job.prompt_tokens + running.num_completion_tokens
                 client.tokens.use(used - job.most_tokens)
         finally:
             if job.grammar is not None:
