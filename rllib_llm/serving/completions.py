@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Hashable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 from fastapi import Response
@@ -110,8 +111,7 @@ class View:
 
     async def _answered(self) -> AsyncGenerator[Event, None]:
         running, is_large = self.running, False
-        finish = None if running.job.samples else "length"
-        self.whole = [Piece(finish_reason=finish) for _ in running.choices]
+        self.whole = running.whole
         if running.job.prompt_logprobs is not None:
             self.scores = await running.scores()
             is_large = running.job.prompt_tokens > LARGE_TOKENS
@@ -120,7 +120,6 @@ class View:
                 for event in self.chunk(choice):
                     yield await self.service.encoded(is_large, event)
         async for i, piece in running:
-            self.whole[i].add(piece)
             if self.body.stream:
                 for event in self.chunks(i, piece):
                     yield event
@@ -586,10 +585,12 @@ class TokenView(View):
             "logprobs": None if top is None else {"content": entries(piece, top, entry)},
         }
         if piece.finish_reason is not None:
-            choice["weight_versions"] = [
-                {"version": self.service.weights.of(serial).label, "start": start, "end": end}
-                for serial, start, end in self.running.choices[i].spans
-            ]
+            spans: list[dict[str, Any]] = []
+            for serial, sampled in groupby(self.whole[i].versions):
+                start = spans[-1]["end"] if spans else 0
+                told = {"version": self.service.weights.of(serial).label, "start": start}
+                spans.append({**told, "end": start + len([*sampled])})
+            choice["weight_versions"] = spans
         if self.body.output_mode == "text":
             choice["text"] = piece.text
         return choice

@@ -72,24 +72,19 @@ class JobWatch:
         self._metrics = metrics
         self._start = time.perf_counter()
         self._first: dict[int, float] = {}
-        self._counts: dict[int, int] = {}
         self._last_token: float | None = None
 
-    def tokens(self, row: int, count: int) -> None:
+    def tokens(self, row: int) -> None:
         """Tokens of a row have come."""
-        if not count:
-            return
         now = self._last_token = time.perf_counter()
         if row not in self._first:
             self._first[row] = now
             if len(self._first) == 1:
                 self._metrics.first_token.observe(now - self._start)
-        self._counts[row] = self._counts.get(row, 0) + count
 
-    def finished(self, row: int, reason: str) -> None:
-        """A row has ended."""
+    def finished(self, row: int, count: int, reason: str) -> None:
+        """A row has ended, with so many tokens."""
         now = time.perf_counter()
-        count = self._counts.get(row, 0)
         self._metrics.generation_tokens.inc(count)
         self._metrics.success.labels(reason).inc()
         self._metrics.end_to_end.observe(now - self._start)

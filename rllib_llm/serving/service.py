@@ -146,13 +146,14 @@ class RunningJob:
         rows, least = job.rows(), job.params.min_new_tokens
         self.num_left = job.num_rows
         befores = [prompt[-8:] if job.continues_text else () for prompt in job.prompts]
-        self.choices = [
+        self._choices = [
             Choice(TextStream(service.tokenizer, before, job.stops, job.keeps_stop, least),
                    job.params.stop_token_ids, job.eos_token_ids)
             for before in befores for _ in range(job.n)
         ]  # fmt: skip
+        finish = None if job.samples else "length"
+        self.whole = [Piece(finish_reason=finish) for _ in self._choices]
         self._serials: dict[int, None] = {}  # of the weights that have sampled, in their order
-        self._texts: dict[int, str] = {}  # for the log, if it is to have them
         self._events: deque[tuple[int, Tokens | Ended | BaseException]] = deque()
         self._arrived = asyncio.Event()
         self._rows_left = len(rows)
@@ -192,7 +193,7 @@ class RunningJob:
             if isinstance(event, BaseException):
                 raise event if isinstance(event, ApiError) else self._refusal(event)
             self._rows_left -= isinstance(event, Ended)
-            choice = self.choices[i]
+            choice, whole = self._choices[i], self.whole[i]
             if choice.is_done:
                 continue
             piece = choice.end(event) if isinstance(event, Ended) else choice.tokens(event)
@@ -202,14 +203,14 @@ class RunningJob:
                     break
                 events.popleft()
                 piece.add(choice.tokens(more))
-            self._watch.tokens(i, len(piece.token_ids))
+            whole.add(piece)
+            if piece.token_ids:
+                self._watch.tokens(i)
             self._serials |= dict.fromkeys(piece.versions)
-            if self._settings.log_prompts:
-                self._texts[i] = self._texts.get(i, "") + piece.text
             if choice.is_done:
                 self._rows_left -= self._futures[i].cancel()
                 self.num_left -= 1
-                self._watch.finished(i, piece.finish_reason or "")
+                self._watch.finished(i, len(whole.token_ids), whole.finish_reason or "")
             yield i, piece
 
     async def scores(self) -> list[TextScores]:
@@ -245,7 +246,7 @@ class RunningJob:
     @property
     def num_completion_tokens(self) -> int:
         """Tokens that were sampled and belong to the answer."""
-        return sum(choice.num_tokens for choice in self.choices)
+        return sum(len(each.token_ids) for each in self.whole)
 
     def abort(self) -> None:
         """Ends the job with the partial output; without scores of its prompts it has no answer."""
@@ -264,7 +265,8 @@ class RunningJob:
             self._scoring.cancel()
         if self._settings.log_prompts:
             decode = self._service.tokenizer.decode
-            told = {"prompts": [decode(ids) for ids in self.job.prompts], "texts": self._texts}
+            texts = {i: each.text for i, each in enumerate(self.whole) if each.token_ids}
+            told = {"prompts": [decode(ids) for ids in self.job.prompts], "texts": texts}
             logger.info(json.dumps({"request_id": self.request_id, **told}))
         self._watch.close()
         self.num_left = 0
