@@ -6,6 +6,7 @@ body ─▶ View.job ─▶ Job ─▶ engine ─▶ pieces ─▶ View.choice �
 
 from __future__ import annotations
 
+import json
 import math
 import secrets
 import time
@@ -26,17 +27,10 @@ from rllib_llm.engines.torch_engine import TextScores
 from rllib_llm.serving import chat
 from rllib_llm.serving.guides import check_length, grammar_of
 from rllib_llm.serving.jobs import Job
-from rllib_llm.serving.schemas import ApiError, GenerateParams, StreamOptions, fields_named, refuse
+from rllib_llm.serving.schemas import ApiError, GenerateParams, StreamOptions, refuse
 from rllib_llm.serving.service import LARGE_TOKENS, JsonResponse, RequestContext, RunningJob
 from rllib_llm.serving.sessions import Session
-from rllib_llm.serving.streams import (
-    GONE,
-    ClientGoneError,
-    Event,
-    EventStream,
-    Piece,
-    while_there,
-)
+from rllib_llm.serving.streams import GONE, ClientGoneError, Event, EventStream, Piece, while_there
 from rllib_llm.serving.tool_grammars import behind_thoughts, call_grammar, forced_syntax
 from rllib_llm.serving.weights import MODEL_GONE
 
@@ -93,10 +87,9 @@ class View:
         of the weights does that and samples; a request that names none begins again if that version
         goes before it has begun."""
         has_begun = False
-        with fields_named(self.fields):
-            job = await self.job()
+        try:
+            job = pinned = await self.job()
             while True:
-                pinned = job
                 if job.prompt_logprobs is not None and job.version is None:
                     pinned = replace(job, version=self.service.weights.newest.serial)
                 try:
@@ -108,6 +101,8 @@ class View:
                 except ApiError as error:
                     if has_begun or pinned is job or error.code != MODEL_GONE:
                         raise
+        except ApiError as error:
+            raise error.named(self.fields) from None
 
     async def _answered(self) -> AsyncGenerator[Event, None]:
         running, is_large = self.running, False
@@ -357,15 +352,32 @@ class ChatView(View):
         return {"index": i, "delta": message, **end}
 
     def message(self, i: int, piece: Piece) -> tuple[dict[str, Any], str | None]:
-        """The message of choice `i`, and why it ended."""
+        """The message of choice `i`, and why it ended: a call that is cut off, or that cannot be
+        read, is text and not a call."""
+        finish = piece.finish_reason
+        message: dict[str, Any] = {"role": "assistant", "content": piece.text}
         if not self.has_tools or isinstance(piece.stop_reason, str):
-            return {"role": "assistant", "content": piece.text}, piece.finish_reason
-        return chat.assistant_message(
-            self.format, piece.token_ids, self.prompt, piece.finish_reason,
-            lambda call: self._call_ids[i, call],
-            forced_syntax(self.format) if self.is_forced else None,
-            1 if self.body.parallel_tool_calls is False else None,
-        )  # fmt: skip
+            return message, finish
+        syntax = forced_syntax(self.format) if self.is_forced else None
+        reply = self.format.parse(
+            piece.token_ids, finish=finish or "length", prompt_ids=self.prompt, syntax=syntax
+        )
+        most = 1 if self.body.parallel_tool_calls is False else None
+        whole = [c for c in reply.tool_calls if c.status in ("ok", "unknown_tool")][:most]
+        broken = [c.raw for c in reply.tool_calls if c.status not in ("ok", "unknown_tool")]
+        content = "\n".join(filter(None, [reply.content, *broken]))
+        message["content"] = content if content or not whole else None
+        if reply.reasoning:
+            message["reasoning_content"] = reply.reasoning
+        if not whole:
+            return message, finish
+        message["tool_calls"] = []
+        for k, call in enumerate(whole):
+            arguments = json.dumps(call.arguments, ensure_ascii=False)
+            function = {"name": call.name, "arguments": arguments}
+            told = {"id": self._call_ids[i, k], "type": "function", "function": function}
+            message["tool_calls"].append(told)
+        return message, "tool_calls" if finish == "stop" else finish
 
     def chunks(self, i: int, piece: Piece) -> list[Event]:
         if not self.has_tools:

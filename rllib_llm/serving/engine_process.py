@@ -42,7 +42,7 @@ import torch
 
 from rllib_llm.engines.engine_loop import settle
 from rllib_llm.engines.protocol import Ended, EngineEndedError, Row, Tokens
-from rllib_llm.serving.engine_host import ModelFacts, ThreadHost
+from rllib_llm.serving.engine_host import ThreadHost
 from rllib_llm.serving.settings import ENVIRONMENT_PREFIX, ServeSettings
 from rllib_llm.shared.process import forget_startup
 
@@ -144,7 +144,7 @@ class EngineProcess:
     raises is raised here."""
 
     def __init__(self, settings: ServeSettings, source: str) -> None:
-        self._ids = itertools.count(1)  # 0: nobody waits for the result
+        self._ids = itertools.count()
         self._futures: dict[int, Future] = {}
         self._on_tokens: dict[int, Callable[[Tokens], None]] = {}
         self._lock = threading.Lock()  # of what is waited for
@@ -164,25 +164,24 @@ class EngineProcess:
         try:
             with Connection(os.dup(ours.fileno())) as waiting:  # until the model is loaded
                 waiting.send_bytes(pickled((keyless, source)))
-                facts = pickle.loads(waiting.recv_bytes())
+                answer = pickle.loads(waiting.recv_bytes())
         except (EOFError, OSError):
             raise EngineEndedError(_ENDED) from None
-        if isinstance(facts, Exception):
+        if isinstance(answer, Exception):
             self._process.wait()
-            raise facts
-        self.facts: ModelFacts = facts
+            raise answer
+        self.limits, self.fingerprint = answer
 
     # --- completions -------------------------------------------------------------------------
 
     def submit_all(self, rows: Sequence[Row], grammar: str | None = None) -> list[Future[Ended]]:
         futures: list[Future[Ended]] = [Future() for _ in rows]
-        sent = []
-        for each, future in zip(rows, futures, strict=True):
-            number = self._expect(future)
+        numbers, sent = [*map(self._expect, futures)], []
+        for number, each in zip(numbers, rows, strict=True):
             if each.on_tokens is not None:
                 self._on_tokens[number] = each.on_tokens
             sent.append((number, each.on_tokens is not None, replace(each, on_tokens=None)))
-        self._send("add", sent, grammar)
+        self._send(numbers, "add", sent, grammar)
         return futures
 
     def _expect(self, future: Future) -> int:
@@ -200,19 +199,19 @@ class EngineProcess:
         self._on_tokens.pop(number, None)
         if is_wanted:  # it was cancelled, or settled on this side, as of a scoring that is aborted
             with contextlib.suppress(EngineEndedError):  # its row has ended with the process
-                self._send("cancel", number)
+                self._send((), "cancel", number)
 
     def abort(self, future: Future[Ended]) -> None:
         with self._lock:
             found = [number for number, each in self._futures.items() if each is future]
         for number in found:
-            self._send("end", number)
+            self._send((), "end", number)
 
     # --- calls -------------------------------------------------------------------------------
 
     def release(self, pin: int) -> None:
         with contextlib.suppress(EngineEndedError):  # it has ended, and holds nothing
-            self._send("call", 0, "release", pin)
+            self._send((), "release", pin)
 
     def swap(self, weights: Mapping[str, torch.Tensor], serial: int) -> list[int]:
         """The weights are handed over in a file, in memory where there is room for them."""
@@ -229,16 +228,16 @@ class EngineProcess:
             return self._call("swap", file, serial).result()
 
     def pause(self) -> None:
-        self._send("call", 0, "pause")
+        self._send((), "pause")
         self.is_paused = True
 
     def resume(self) -> None:
-        self._send("call", 0, "resume")
+        self._send((), "resume")
         self.is_paused = False
 
     def _call(self, name: str, *arguments: Any) -> Future[Any]:
         future: Future[Any] = Future()
-        self._send("call", self._expect(future), name, *arguments)
+        self._send((self._expect(future),), name, *arguments)
         return future
 
     def check_open(self) -> None:
@@ -258,10 +257,11 @@ class EngineProcess:
 
     # --- the socket --------------------------------------------------------------------------
 
-    def _send(self, *message: Any) -> None:
+    def _send(self, numbers: Sequence[int], name: str, *arguments: Any) -> None:
+        """Has a method of the worker called; its result is that of the numbers."""
         self.check_open()
         try:
-            self._channel.send(message)
+            self._channel.send((numbers, name, *arguments))
         except OSError as error:
             raise EngineEndedError(_ENDED) from error
 
@@ -302,8 +302,8 @@ EngineHost = ThreadHost | EngineProcess
 
 
 class EngineWorker(ThreadHost):
-    """The engine of a server in another process, to which the connection is. Methods without an
-    underscore are carried out by name when the server asks for them, in `run`."""
+    """The engine of a server in another process, to which the connection is. What comes of it are
+    numbers, under which the server waits for a result, a method's name and its arguments."""
 
     def __init__(self, *model: Any, connection: Connection) -> None:
         self._connection, self._sends = connection, threading.RLock()
@@ -317,33 +317,15 @@ class EngineWorker(ThreadHost):
             self._connection.send_bytes(data)
 
     def run(self) -> None:
-        """Sends the facts about the model, then carries out requests until the connection ends."""
-        self._send(self.facts)
+        """Sends facts about the model, then carries out requests until the connection ends."""
+        self._send((self.limits, self.fingerprint))
         with contextlib.suppress(EOFError, OSError):
             while True:
-                name, *arguments = pickle.loads(self._connection.recv_bytes())
-                getattr(self, name)(*arguments)
+                self.call(*pickle.loads(self._connection.recv_bytes()))
         self.close()
 
-    def add(self, sent: Sequence[tuple[int, bool, Row]], grammar: str | None) -> None:
-        """Adds rows: the number of each, and whether its tokens are streamed."""
-        rows = [replace(each, on_tokens=partial(self._note, number)) if streams else each
-                for number, streams, each in sent]  # fmt: skip
-        try:
-            futures = self.submit_all(rows, grammar)
-        except Exception as error:  # noqa: BLE001  (the border of the process: the server has it)
-            self._send([(number, _portable(error)) for number, *_ in sent])
-            return
-        for (number, *_), future in zip(sent, futures, strict=True):
-            self._expect(number, future)
-        self._flush()  # what had ended before it was looked after
-
-    def _expect(self, number: int, future: Future[Any]) -> None:
-        self._futures[number] = future
-        future.add_done_callback(partial(self._note_end, number))
-
-    def call(self, number: int, name: str, *arguments: Any) -> None:
-        """Calls a method and sends its result, or that of its future, if it returns one."""
+    def call(self, numbers: Sequence[int], name: str, *arguments: Any) -> None:
+        """Calls a method and sends its result, or that of the future that it returns."""
 
         def work() -> None:
             try:
@@ -351,15 +333,28 @@ class EngineWorker(ThreadHost):
             except Exception as error:  # noqa: BLE001  (the border of the process)
                 result = _portable(error)
             if isinstance(result, Future):
-                self._expect(number, result)
+                for number in numbers:
+                    self._expect(number, result)
                 result.add_done_callback(lambda _: self._flush())  # in whichever thread it comes
             elif result is not None:
-                self._send([(number, result)])
+                self._send([(number, result) for number in numbers])
 
         if name == "swap":  # takes a while
             threading.Thread(target=work).start()
         else:
             work()
+
+    def add(self, sent: Sequence[tuple[int, bool, Row]], grammar: str | None) -> None:
+        """Adds rows: the number of each, and whether its tokens are streamed."""
+        rows = [replace(each, on_tokens=partial(self._note, number)) if streams else each
+                for number, streams, each in sent]  # fmt: skip
+        for (number, *_), future in zip(sent, self.submit_all(rows, grammar), strict=True):
+            self._expect(number, future)
+        self._flush()  # what had ended before it was looked after
+
+    def _expect(self, number: int, future: Future[Any]) -> None:
+        self._futures[number] = future
+        future.add_done_callback(partial(self._note_end, number))
 
     def swap(self, file: Any, serial: int) -> list[int]:
         """As `ThreadHost.swap`; the weights are in a file."""

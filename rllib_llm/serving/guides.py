@@ -26,7 +26,6 @@ _MAX_WAITING = 64  # to be compiled
 # llguidance's limit on the size of regular expressions; with its own, 1,000,000, the first token of
 # 6,000 characters of them took 66 s, and with this one 0.1 s. Schemas of 64 KiB stay below.
 _LEXER_FUEL = 150_000
-_ANY_OBJECT = {"type": "object"}
 
 
 class GrammarError(ValueError):
@@ -166,10 +165,13 @@ def grammar_of(wanted: ResponseFormat | None) -> tuple[str, str] | None:
         return None
     from llguidance import LLMatcher
 
+    def as_schema(schema: Any) -> str:
+        return LLMatcher.grammar_from_json_schema(json.dumps(with_single_spaces(schema)))
+
     schema = wanted.json_schema.schema_ if wanted.json_schema else None
     known: dict[str, tuple[str, Any, Callable[[Any], str]]] = {
-        "json_object": ("json_schema", _ANY_OBJECT, _as_schema),
-        "json_schema": ("json_schema.schema", schema, _as_schema),
+        "json_object": ("json_schema", {"type": "object"}, as_schema),
+        "json_schema": ("json_schema.schema", schema, as_schema),
         "regex": ("regex", wanted.regex, LLMatcher.grammar_from_regex),
         "grammar": ("grammar", wanted.grammar, LLMatcher.grammar_from_lark),
     }
@@ -195,12 +197,6 @@ def with_single_spaces(schema: Any) -> Any:
     """A schema of JSON as models write it: else a weak one writes white space for ever."""
     spaces = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     return {**schema, "x-guidance": spaces} if isinstance(schema, dict) else schema
-
-
-def _as_schema(schema: Any) -> str:
-    from llguidance import LLMatcher
-
-    return LLMatcher.grammar_from_json_schema(json.dumps(with_single_spaces(schema)))
 
 
 def no_good(field: str, problem: str) -> ApiError:

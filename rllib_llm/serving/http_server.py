@@ -255,17 +255,12 @@ def timed_protocol(seconds: float) -> type:
             return self.cycle is not None and not self.cycle.response_complete
 
         def _wait_for_head(self) -> None:
-            self._timer = self.loop.call_later(seconds, self._too_slow)
+            self._timer = self.loop.call_later(seconds, self.transport.close)
 
         def _stop_waiting(self) -> None:
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
-
-        def _too_slow(self) -> None:
-            self._timer = None
-            if not self._has_request():
-                self.transport.close()
 
     return TimedProtocol
 

@@ -155,35 +155,23 @@ class Limits:
         stop_token_ids = (*(() if fields.ignore_eos else ends), *(fields.stop_token_ids or ()))
         try:
             params = SamplingParams(
-                pad_token_id=self.pad_token_id,
-                stop_token_ids=tuple(dict.fromkeys(stop_token_ids)),
-                max_new_tokens=max(1, at_least),
-                min_new_tokens=at_least,
-                temperature=1.0 if greedy else temperature,
-                top_k=max(0, fields.top_k or 0),
-                top_p=1.0 if fields.top_p is None else fields.top_p,
-                greedy=greedy,
-                top_logprobs=top_logprobs,
-                min_p=fields.min_p or 0.0,
+                pad_token_id=self.pad_token_id, max_new_tokens=max(1, at_least),
+                min_new_tokens=at_least, stop_token_ids=tuple(dict.fromkeys(stop_token_ids)),
+                temperature=1.0 if greedy else temperature, greedy=greedy,
+                top_k=max(0, fields.top_k or 0), top_logprobs=top_logprobs,
+                top_p=1.0 if fields.top_p is None else fields.top_p, min_p=fields.min_p or 0.0,
                 frequency_penalty=fields.frequency_penalty or 0.0,
                 presence_penalty=fields.presence_penalty or 0.0,
                 repetition_penalty=fields.repetition_penalty or 1.0,
                 logit_bias=tuple(bias.items()),
-            )
+            )  # fmt: skip
         except ValueError as error:
             raise ApiError(400, str(error)) from error
         stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
         return Job(
-            prompts=prompts,
-            params=params,
-            max_tokens=lengths,
-            n=fields.n or 1,
+            prompts, params, lengths, n=fields.n or 1,
             seed=secrets.randbits(63) if fields.seed is None else fields.seed % 2**64,
-            noise_row=fields.noise_row or 0,
-            noise_turn=fields.noise_turn or 0,
-            stops=tuple(filter(None, stops)),
-            keeps_stop=bool(fields.include_stop_str_in_output),
-            eos_token_ids=ends,
-            prompt_logprobs=prompt_logprobs,
-            **further,
-        )
+            noise_row=fields.noise_row or 0, noise_turn=fields.noise_turn or 0,
+            stops=tuple(filter(None, stops)), keeps_stop=bool(fields.include_stop_str_in_output),
+            eos_token_ids=ends, prompt_logprobs=prompt_logprobs, **further,
+        )  # fmt: skip

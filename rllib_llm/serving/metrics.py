@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from typing import Any
 
@@ -22,8 +21,9 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         shared: dict[str, Any] = {"namespace": "rllib_llm", "registry": self.registry}
-        histogram = partial(Histogram, buckets=_SECONDS, **shared)
-        counter, gauge = partial(Counter, **shared), partial(Gauge, **shared)
+        histogram: Any = partial(Histogram, buckets=_SECONDS, **shared)
+        counter: Any = partial(Counter, **shared)
+        gauge: Any = partial(Gauge, **shared)
         self.first_token = histogram("time_to_first_token_seconds", "From request to first token.")
         self.per_token = histogram("time_per_output_token_seconds", "Between two tokens of a row.")
         self.end_to_end = histogram("e2e_request_latency_seconds", "From request to last token.")
@@ -62,36 +62,3 @@ class Metrics:
             self.version.set(weights.newest.version)
             self.epoch.set(weights.newest.epoch)
         return generate_latest(self.registry)
-
-
-class JobWatch:
-    """Times one request, whose prompts have so many tokens."""
-
-    def __init__(self, metrics: Metrics, prompt_tokens: int) -> None:
-        metrics.prompt_tokens.inc(prompt_tokens)
-        self._metrics = metrics
-        self._start = time.perf_counter()
-        self._first: dict[int, float] = {}
-        self._last_token: float | None = None
-
-    def tokens(self, row: int) -> None:
-        """Tokens of a row have come."""
-        now = self._last_token = time.perf_counter()
-        if row not in self._first:
-            self._first[row] = now
-            if len(self._first) == 1:
-                self._metrics.first_token.observe(now - self._start)
-
-    def finished(self, row: int, count: int, reason: str) -> None:
-        """A row has ended, with so many tokens."""
-        now = time.perf_counter()
-        self._metrics.generation_tokens.inc(count)
-        self._metrics.success.labels(reason).inc()
-        self._metrics.end_to_end.observe(now - self._start)
-        if count > 1:
-            self._metrics.per_token.observe((now - self._first[row]) / (count - 1))
-
-    def close(self) -> None:
-        """The answer is with the network, or nobody waits for it any more."""
-        if self._last_token is not None:
-            self._metrics.framework.observe(time.perf_counter() - self._last_token)
