@@ -1,12 +1,12 @@
-"""The routes: plain functions with FastAPI's dependencies; `http_server` puts them behind the gate.
+"""The routes: plain functions with FastAPI's dependencies, behind the gate of `security.py`.
 
-From a request to a sampled token there are at most eight hops:
+From a request to a sampled token there are at most eight hops (`docs/explanations/house.md`):
 
     Gate ─▶ route ─▶ View ─▶ RunningJob ─▶ EngineProcess ═▶ EngineWorker ─▶ HotSwapEngine
-         (a function here)                     (a socket; without: ThreadHost)    │
-    Decoder ◀───────────────────────── TorchEngine ◀──────────────────────────────┘
+                                      (a socket; without a process: ThreadHost)   │
+    Decoder.step ◀────────────────────── TorchEngine ◀────────────────────────────┘
 
-`View` (`completions.py`) makes the job of a body and shows what comes of it, for all routes alike.
+A `View` (`completions.py`) makes the job of a body and shows what comes of it, for all routes.
 """
 
 from __future__ import annotations
