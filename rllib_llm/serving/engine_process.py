@@ -346,8 +346,9 @@ class EngineWorker(ThreadHost):
 
     def add(self, sent: Sequence[tuple[int, bool, Row]], grammar: str | None) -> None:
         """Adds rows: the number of each, and whether its tokens are streamed."""
-        rows = [replace(each, on_tokens=partial(self._note, number)) if streams else each
-                for number, streams, each in sent]  # fmt: skip
+        note = self._events.append
+        rows = [replace(each, on_tokens=lambda new, number=number: note((number, new)))
+                if streams else each for number, streams, each in sent]  # fmt: skip
         for (number, *_), future in zip(sent, self.submit_all(rows, grammar), strict=True):
             self._expect(number, future)
         self._flush()  # what had ended before it was looked after
@@ -359,9 +360,6 @@ class EngineWorker(ThreadHost):
     def swap(self, file: Any, serial: int) -> list[int]:
         """As `ThreadHost.swap`; the weights are in a file."""
         return super().swap(torch.load(file, mmap=True), serial)
-
-    def _note(self, number: int, tokens: Tokens) -> None:
-        self._events.append((number, tokens))
 
     def _note_end(self, number: int, future: Future[Any]) -> None:
         self._futures.pop(number, None)
