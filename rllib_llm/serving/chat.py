@@ -1,13 +1,11 @@
-"""Chats as the model's template writes them, and the model's turns read back."""
+"""Chats as the model's template writes them."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import secrets
-import string
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -118,44 +116,3 @@ def refused_by_template(field: str = "messages") -> Iterator[None]:
         if isinstance(error, ChatFormatError):
             message = str(error)
         raise ApiError(400, message, field) from error
-
-
-def assistant_message(
-    chat_format: ChatFormat, token_ids: Sequence[int], prompt: Sequence[int],
-    finish_reason: str | None, call_ids: Callable[[int], str], syntax: str | None = None,
-    max_calls: int | None = None,
-) -> tuple[dict[str, Any], str | None]:  # fmt: skip
-    """A sampled turn as OpenAI's message, and why it ended: a call that is cut off, or that cannot
-    be read, is text and not a call.
-
-    Args:
-        call_ids: the id of each call by its number.
-        syntax: of its calls, where it is another than the format's.
-        max_calls: that are shown; None: all.
-    """
-    reply = chat_format.parse(
-        token_ids, finish=finish_reason or "length", prompt_ids=prompt, syntax=syntax
-    )
-    whole = [c for c in reply.tool_calls if c.status in ("ok", "unknown_tool")][:max_calls]
-    broken = [c.raw for c in reply.tool_calls if c.status not in ("ok", "unknown_tool")]
-    content = "\n".join(filter(None, [reply.content, *broken]))
-    message: dict[str, Any] = {"role": "assistant", "content": content}
-    if reply.reasoning:
-        message["reasoning_content"] = reply.reasoning
-    if whole:
-        message["content"] = content or None
-        message["tool_calls"] = []
-        for i, call in enumerate(whole):
-            arguments = json.dumps(call.arguments, ensure_ascii=False)
-            function = {"name": call.name, "arguments": arguments}
-            told = {"id": call_ids(i), "type": "function", "function": function}
-            message["tool_calls"].append(told)
-        if finish_reason == "stop":
-            return message, "tool_calls"
-    return message, finish_reason
-
-
-def new_call_id() -> str:
-    """Returns a random id for a tool call: nine letters and digits, as Mistral's templates want
-    them. Not made from the request's id, which a client may repeat throughout a conversation."""
-    return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(9))

@@ -6,13 +6,18 @@ body ─▶ View.job ─▶ Job ─▶ engine ─▶ pieces ─▶ View.choice �
 
 from __future__ import annotations
 
+import json
 import math
+import secrets
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Hashable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
+
+from fastapi import Response
 
 from rllib_llm.conversations.chat_format import ChatFormat
 from rllib_llm.conversations.conversation import Conversation
@@ -22,10 +27,10 @@ from rllib_llm.engines.torch_engine import TextScores
 from rllib_llm.serving import chat
 from rllib_llm.serving.guides import check_length, grammar_of
 from rllib_llm.serving.jobs import Job
-from rllib_llm.serving.schemas import ApiError, GenerateParams, StreamOptions, fields_named, refuse
-from rllib_llm.serving.service import LARGE_TOKENS, RequestContext, RunningJob
+from rllib_llm.serving.schemas import ApiError, GenerateParams, StreamOptions, refuse
+from rllib_llm.serving.service import LARGE_TOKENS, JsonResponse, RequestContext, RunningJob
 from rllib_llm.serving.sessions import Session
-from rllib_llm.serving.streams import Event, Piece
+from rllib_llm.serving.streams import GONE, ClientGoneError, Event, EventStream, Piece, while_there
 from rllib_llm.serving.tool_grammars import behind_thoughts, call_grammar, forced_syntax
 from rllib_llm.serving.weights import MODEL_GONE
 
@@ -41,30 +46,50 @@ def finite(logprob: float) -> float | None:
 class View:
     """A request for completions as one route reads and shows it.
 
-    `fields`: names of our fields as the client's request calls them. `names`: of the answer, such
-    as its id. Of the request in the engine are `running`, the pieces of each completion that have
+    `fields`: names of our fields as the client's request calls them. `framing`: see `EventStream`.
+    `names`: of the answer, such as its id. `has_large_answer`: whether its JSON is made beside the
+    event loop. Of the request in the engine are `running`, the pieces of each completion that have
     come so far, put together, in `whole`, and, where they are asked for, the `scores` of its
     prompts.
     """
 
     fields: Mapping[str, str] = {}
+    framing: Mapping[str, Any] = {}
     running: RunningJob
     scores: Sequence[TextScores] = ()
 
     def __init__(self, context: RequestContext, body: Any, **names: Any) -> None:
         self.context, self.service, self.body, self.names = context, context.service, body, names
         self.options = getattr(body, "stream_options", None) or StreamOptions()
+        self.model: str | None = getattr(body, "model", None)
         self.whole: list[Piece] = []
+        self.has_large_answer = False
+
+    async def answer(self) -> Response:
+        """The events as a stream, or the only one; what makes them ends when the client goes."""
+        await self.context.begin(self.model)
+        events = self.events()
+        if self.body.stream:
+            return EventStream(events, self.service.settings.slow_reader_s, **self.framing)
+
+        async def body() -> bytes:
+            async with aclosing(events):
+                event = await anext(events)
+            return await self.service.encoded(self.has_large_answer, event)
+
+        try:
+            return JsonResponse(await while_there(self.context.request.receive, body))
+        except ClientGoneError:
+            return Response(status_code=GONE)
 
     async def events(self) -> AsyncGenerator[Event, None]:
         """Yields the chunks of a stream, or the whole answer. Where prompts are scored, one version
         of the weights does that and samples; a request that names none begins again if that version
         goes before it has begun."""
         has_begun = False
-        with fields_named(self.fields):
-            job = await self.job()
+        try:
+            job = pinned = await self.job()
             while True:
-                pinned = job
                 if job.prompt_logprobs is not None and job.version is None:
                     pinned = replace(job, version=self.service.weights.newest.serial)
                 try:
@@ -76,20 +101,20 @@ class View:
                 except ApiError as error:
                     if has_begun or pinned is job or error.code != MODEL_GONE:
                         raise
+        except ApiError as error:
+            raise error.named(self.fields) from None
 
     async def _answered(self) -> AsyncGenerator[Event, None]:
-        running, context, is_large = self.running, self.context, False
-        finish = None if running.job.samples else "length"
-        self.whole = [Piece(finish_reason=finish) for _ in running.choices]
+        running, is_large = self.running, False
+        self.whole = running.whole
         if running.job.prompt_logprobs is not None:
             self.scores = await running.scores()
-            is_large = sum(map(len, running.job.prompts)) > LARGE_TOKENS
+            is_large = running.job.prompt_tokens > LARGE_TOKENS
         if self.body.stream:
             for choice in await self.service.beside_loop(is_large, self.before):
                 for event in self.chunk(choice):
                     yield await self.service.encoded(is_large, event)
         async for i, piece in running:
-            self.whole[i].add(piece)
             if self.body.stream:
                 for event in self.chunks(i, piece):
                     yield event
@@ -98,7 +123,7 @@ class View:
                 yield event
         else:
             is_large = is_large or running.num_completion_tokens > LARGE_TOKENS
-            context.has_large_answer = is_large
+            self.has_large_answer = is_large
             choices, further = await self.service.beside_loop(
                 is_large, lambda: (self.choices(), self.further())
             )
@@ -144,7 +169,7 @@ class View:
     @property
     def usage(self) -> dict[str, int]:
         """The tokens of the request."""
-        prompt_tokens = sum(map(len, self.running.job.prompts))
+        prompt_tokens = self.running.job.prompt_tokens
         completion_tokens = self.running.num_completion_tokens
         return {
             "prompt_tokens": prompt_tokens,
@@ -246,7 +271,11 @@ class ChatView(View):
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         name = f"chatcmpl-{context.request_id}"
         super().__init__(context, body, id=name, object=kind, created=int(time.time()))
-        self._call_ids: defaultdict[tuple[int, int], str] = defaultdict(chat.new_call_id)
+        # Nine letters and digits, as Mistral's templates want them, and not made from the request's
+        # id, which a client may repeat throughout a conversation.
+        self._call_ids: defaultdict[tuple[int, int], str] = defaultdict(
+            lambda: secrets.token_hex(5)[:9]
+        )
         self._begun: set[int] = set()
 
     async def job(self) -> Job:
@@ -323,15 +352,32 @@ class ChatView(View):
         return {"index": i, "delta": message, **end}
 
     def message(self, i: int, piece: Piece) -> tuple[dict[str, Any], str | None]:
-        """The message of choice `i`, and why it ended."""
+        """The message of choice `i`, and why it ended: a call that is cut off, or that cannot be
+        read, is text and not a call."""
+        finish = piece.finish_reason
+        message: dict[str, Any] = {"role": "assistant", "content": piece.text}
         if not self.has_tools or isinstance(piece.stop_reason, str):
-            return {"role": "assistant", "content": piece.text}, piece.finish_reason
-        return chat.assistant_message(
-            self.format, piece.token_ids, self.prompt, piece.finish_reason,
-            lambda call: self._call_ids[i, call],
-            forced_syntax(self.format) if self.is_forced else None,
-            1 if self.body.parallel_tool_calls is False else None,
-        )  # fmt: skip
+            return message, finish
+        syntax = forced_syntax(self.format) if self.is_forced else None
+        reply = self.format.parse(
+            piece.token_ids, finish=finish or "length", prompt_ids=self.prompt, syntax=syntax
+        )
+        most = 1 if self.body.parallel_tool_calls is False else None
+        whole = [c for c in reply.tool_calls if c.status in ("ok", "unknown_tool")][:most]
+        broken = [c.raw for c in reply.tool_calls if c.status not in ("ok", "unknown_tool")]
+        content = "\n".join(filter(None, [reply.content, *broken]))
+        message["content"] = content if content or not whole else None
+        if reply.reasoning:
+            message["reasoning_content"] = reply.reasoning
+        if not whole:
+            return message, finish
+        message["tool_calls"] = []
+        for k, call in enumerate(whole):
+            arguments = json.dumps(call.arguments, ensure_ascii=False)
+            function = {"name": call.name, "arguments": arguments}
+            told = {"id": self._call_ids[i, k], "type": "function", "function": function}
+            message["tool_calls"].append(told)
+        return message, "tool_calls" if finish == "stop" else finish
 
     def chunks(self, i: int, piece: Piece) -> list[Event]:
         if not self.has_tools:
@@ -343,10 +389,13 @@ class SessionView(ChatView):
     """A turn of a session, which keeps what was sampled."""
 
     def __init__(self, context: RequestContext, body: Any, session: Session) -> None:
-        settings = session.template_settings(body.chat_template_kwargs)
+        settings = session.rules.template_settings if session.rules else {}
+        settings = {**settings, **(body.chat_template_kwargs or {})}
         body = body.model_copy(update={"chat_template_kwargs": settings or None})
         super().__init__(context, body)
         self._session = session
+        if session.rules:  # an agent that is trained asks for whatever model it was written for
+            self.model = None
         self._turn: Conversation | None = None  # once it has begun
 
     async def events(self) -> AsyncGenerator[Event, None]:
@@ -548,10 +597,12 @@ class TokenView(View):
             "logprobs": None if top is None else {"content": entries(piece, top, entry)},
         }
         if piece.finish_reason is not None:
-            choice["weight_versions"] = [
-                {"version": self.service.weights.of(serial).label, "start": start, "end": end}
-                for serial, start, end in self.running.choices[i].spans
-            ]
+            spans: list[dict[str, Any]] = []
+            for serial, sampled in groupby(self.whole[i].versions):
+                start = spans[-1]["end"] if spans else 0
+                told = {"version": self.service.weights.of(serial).label, "start": start}
+                spans.append({**told, "end": start + len([*sampled])})
+            choice["weight_versions"] = spans
         if self.body.output_mode == "text":
             choice["text"] = piece.text
         return choice

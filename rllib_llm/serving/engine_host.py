@@ -22,6 +22,7 @@ from rllib_llm.modules.precision import faster_library, use_onednn
 from rllib_llm.modules.pretrained import load_causal_lm
 from rllib_llm.modules.tokenizer import eos_token_ids, load_tokenizer
 from rllib_llm.serving.guides import Grammars
+from rllib_llm.serving.jobs import Limits
 from rllib_llm.serving.settings import ServeSettings
 from rllib_llm.serving.weights import fingerprint
 from rllib_llm.shared.errors import SettingWarning
@@ -33,16 +34,6 @@ _PREFILL_TOKENS, _PREFILL_TOKENS_OF_CPU = 2**13, 2**10
 # Python's 5 ms whatever else its process does, such as taking a request in, would wait so long
 # behind each of its own waits.
 SWITCH_SECONDS = 0.0005
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """Facts about the model that the server needs."""
-
-    max_positions: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    fingerprint: str
 
 
 @dataclass(frozen=True)
@@ -61,22 +52,24 @@ class ThreadHost(EngineLoop):
     Args:
         model: causal LM of transformers, which this owns.
         eos_token_ids: all ids that end a completion.
-        tokenizer: of the model, for guided answers; None: there are none.
         engine: of the model, which this owns then; None: one is made.
         after_step: see `EngineLoop`.
     """
 
     def __init__(
         self, model: Any, settings: ServeSettings, eos_token_ids: tuple[int, ...],
-        tokenizer: Any = None, *, engine: TorchEngine | None = None,
+        tokenizer: Any, *, engine: TorchEngine | None = None,
         after_step: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
-        self.facts = ModelFacts(
-            getattr(text_config(model), "max_position_embeddings", None) or _MANY_POSITIONS,
-            model.get_input_embeddings().weight.shape[0],
-            eos_token_ids,
-            fingerprint(model.state_dict()),
-        )
+        most = getattr(text_config(model), "max_position_embeddings", None) or _MANY_POSITIONS
+        self.limits = Limits(
+            max_model_len=min(most, settings.max_model_len or most),
+            vocab_size=model.get_input_embeddings().weight.shape[0],
+            pad_token_id=tokenizer.pad_token_id, eos_token_ids=eos_token_ids,
+            default_max_tokens=settings.default_max_tokens,
+            max_prompt_chars=settings.max_prompt_chars,
+        )  # fmt: skip
+        self.fingerprint = fingerprint(model.state_dict())
         self._in_flight = settings.in_flight
         other = copy.deepcopy(model) if self._in_flight == "finish" else None
         newest = engine or _engine(model, 0, settings)

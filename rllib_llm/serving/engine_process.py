@@ -42,8 +42,7 @@ import torch
 
 from rllib_llm.engines.engine_loop import settle
 from rllib_llm.engines.protocol import Ended, EngineEndedError, Row, Tokens
-from rllib_llm.engines.torch_engine import TextScores
-from rllib_llm.serving.engine_host import Counts, ModelFacts, ThreadHost
+from rllib_llm.serving.engine_host import ThreadHost
 from rllib_llm.serving.settings import ENVIRONMENT_PREFIX, ServeSettings
 from rllib_llm.shared.process import forget_startup
 
@@ -145,7 +144,7 @@ class EngineProcess:
     raises is raised here."""
 
     def __init__(self, settings: ServeSettings, source: str) -> None:
-        self._ids = itertools.count(1)  # 0: nobody waits for the result
+        self._ids = itertools.count()
         self._futures: dict[int, Future] = {}
         self._on_tokens: dict[int, Callable[[Tokens], None]] = {}
         self._lock = threading.Lock()  # of what is waited for
@@ -158,35 +157,31 @@ class EngineProcess:
                 pass_fds=[theirs.fileno()], env=_without_keys() | {"PYTHONPATH": path},
             )  # fmt: skip
         self._channel = AsyncChannel(ours, self._take, self._end)
+        self.listen, self.ready = self._channel.open, self._channel.ready
+        self.compile, self.score = partial(self._call, "compile"), partial(self._call, "score")
+        self.count = partial(self._call, "count")
         keyless = settings.model_copy(update={"api_keys": None, "admin_key": None})
         try:
             with Connection(os.dup(ours.fileno())) as waiting:  # until the model is loaded
                 waiting.send_bytes(pickled((keyless, source)))
-                facts = pickle.loads(waiting.recv_bytes())
+                answer = pickle.loads(waiting.recv_bytes())
         except (EOFError, OSError):
             raise EngineEndedError(_ENDED) from None
-        if isinstance(facts, Exception):
+        if isinstance(answer, Exception):
             self._process.wait()
-            raise facts
-        self.facts: ModelFacts = facts
-
-    async def listen(self) -> None:
-        await self._channel.open()
-
-    async def ready(self) -> None:
-        await self._channel.ready()
+            raise answer
+        self.limits, self.fingerprint = answer
 
     # --- completions -------------------------------------------------------------------------
 
     def submit_all(self, rows: Sequence[Row], grammar: str | None = None) -> list[Future[Ended]]:
         futures: list[Future[Ended]] = [Future() for _ in rows]
-        sent = []
-        for each, future in zip(rows, futures, strict=True):
-            number = self._expect(future)
+        numbers, sent = [*map(self._expect, futures)], []
+        for number, each in zip(numbers, rows, strict=True):
             if each.on_tokens is not None:
                 self._on_tokens[number] = each.on_tokens
             sent.append((number, each.on_tokens is not None, replace(each, on_tokens=None)))
-        self._send("add", sent, grammar)
+        self._send(numbers, "add", sent, grammar)
         return futures
 
     def _expect(self, future: Future) -> int:
@@ -204,49 +199,45 @@ class EngineProcess:
         self._on_tokens.pop(number, None)
         if is_wanted:  # it was cancelled, or settled on this side, as of a scoring that is aborted
             with contextlib.suppress(EngineEndedError):  # its row has ended with the process
-                self._send("cancel", number)
+                self._send((), "cancel", number)
 
     def abort(self, future: Future[Ended]) -> None:
         with self._lock:
             found = [number for number, each in self._futures.items() if each is future]
         for number in found:
-            self._send("end", number)
+            self._send((), "end", number)
 
     # --- calls -------------------------------------------------------------------------------
 
-    def compile(self, grammar: str, pin: int) -> Future[None]:
-        return self._call("compile", grammar, pin)
-
     def release(self, pin: int) -> None:
         with contextlib.suppress(EngineEndedError):  # it has ended, and holds nothing
-            self._send("call", 0, "release", pin)
-
-    def score(
-        self, texts: Sequence[Sequence[int]], top: int, version: int | None
-    ) -> Future[list[TextScores]]:
-        return self._call("score", texts, top, version)
-
-    def count(self) -> Future[Counts]:
-        return self._call("count")
+            self._send((), "release", pin)
 
     def swap(self, weights: Mapping[str, torch.Tensor], serial: int) -> list[int]:
-        """The weights are handed over in a file."""
-        with tempfile.TemporaryDirectory(prefix="weights-", dir=_room_for(weights)) as folder:
+        """The weights are handed over in a file, in memory where there is room for them."""
+        memory = None
+        if _MEMORY.is_dir():
+            held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+                    for tensor in weights.values()}  # fmt: skip
+            free = os.statvfs(_MEMORY)
+            has_room = free.f_bavail * free.f_frsize > _SPARE * sum(held.values())
+            memory = _MEMORY if has_room else None
+        with tempfile.TemporaryDirectory(prefix="weights-", dir=memory) as folder:
             file = str(Path(folder) / "weights")
             torch.save(dict(weights), file)
             return self._call("swap", file, serial).result()
 
     def pause(self) -> None:
-        self._send("call", 0, "pause")
+        self._send((), "pause")
         self.is_paused = True
 
     def resume(self) -> None:
-        self._send("call", 0, "resume")
+        self._send((), "resume")
         self.is_paused = False
 
     def _call(self, name: str, *arguments: Any) -> Future[Any]:
         future: Future[Any] = Future()
-        self._send("call", self._expect(future), name, *arguments)
+        self._send((self._expect(future),), name, *arguments)
         return future
 
     def check_open(self) -> None:
@@ -266,10 +257,11 @@ class EngineProcess:
 
     # --- the socket --------------------------------------------------------------------------
 
-    def _send(self, *message: Any) -> None:
+    def _send(self, numbers: Sequence[int], name: str, *arguments: Any) -> None:
+        """Has a method of the worker called; its result is that of the numbers."""
         self.check_open()
         try:
-            self._channel.send(message)
+            self._channel.send((numbers, name, *arguments))
         except OSError as error:
             raise EngineEndedError(_ENDED) from error
 
@@ -304,24 +296,14 @@ def _without_keys() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if not k.upper().startswith(ENVIRONMENT_PREFIX)}
 
 
-def _room_for(weights: Mapping[str, torch.Tensor]) -> str | None:
-    """A folder in memory with room for the weights; None: none of them has."""
-    if not _MEMORY.is_dir():
-        return None
-    held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for tensor in weights.values()}  # fmt: skip
-    free = os.statvfs(_MEMORY)
-    return str(_MEMORY) if free.f_bavail * free.f_frsize > _SPARE * sum(held.values()) else None
-
-
 EngineHost = ThreadHost | EngineProcess
 
 # --- the engine's side ---------------------------------------------------------------------------
 
 
 class EngineWorker(ThreadHost):
-    """The engine of a server in another process, to which the connection is. Methods without an
-    underscore are carried out by name when the server asks for them, in `run`."""
+    """The engine of a server in another process, to which the connection is. What comes of it are
+    numbers, under which the server waits for a result, a method's name and its arguments."""
 
     def __init__(self, *model: Any, connection: Connection) -> None:
         self._connection, self._sends = connection, threading.RLock()
@@ -335,33 +317,15 @@ class EngineWorker(ThreadHost):
             self._connection.send_bytes(data)
 
     def run(self) -> None:
-        """Sends the facts about the model, then carries out requests until the connection ends."""
-        self._send(self.facts)
+        """Sends facts about the model, then carries out requests until the connection ends."""
+        self._send((self.limits, self.fingerprint))
         with contextlib.suppress(EOFError, OSError):
             while True:
-                name, *arguments = pickle.loads(self._connection.recv_bytes())
-                getattr(self, name)(*arguments)
+                self.call(*pickle.loads(self._connection.recv_bytes()))
         self.close()
 
-    def add(self, sent: Sequence[tuple[int, bool, Row]], grammar: str | None) -> None:
-        """Adds rows: the number of each, and whether its tokens are streamed."""
-        rows = [replace(each, on_tokens=partial(self._note, number)) if streams else each
-                for number, streams, each in sent]  # fmt: skip
-        try:
-            futures = self.submit_all(rows, grammar)
-        except Exception as error:  # noqa: BLE001  (the border of the process: the server has it)
-            self._send([(number, _portable(error)) for number, *_ in sent])
-            return
-        for (number, *_), future in zip(sent, futures, strict=True):
-            self._expect(number, future)
-        self._flush()  # what had ended before it was looked after
-
-    def _expect(self, number: int, future: Future[Any]) -> None:
-        self._futures[number] = future
-        future.add_done_callback(partial(self._note_end, number))
-
-    def call(self, number: int, name: str, *arguments: Any) -> None:
-        """Calls a method and sends its result, or that of its future, if it returns one."""
+    def call(self, numbers: Sequence[int], name: str, *arguments: Any) -> None:
+        """Calls a method and sends its result, or that of the future that it returns."""
 
         def work() -> None:
             try:
@@ -369,22 +333,33 @@ class EngineWorker(ThreadHost):
             except Exception as error:  # noqa: BLE001  (the border of the process)
                 result = _portable(error)
             if isinstance(result, Future):
-                self._expect(number, result)
+                for number in numbers:
+                    self._expect(number, result)
                 result.add_done_callback(lambda _: self._flush())  # in whichever thread it comes
             elif result is not None:
-                self._send([(number, result)])
+                self._send([(number, result) for number in numbers])
 
         if name == "swap":  # takes a while
             threading.Thread(target=work).start()
         else:
             work()
 
+    def add(self, sent: Sequence[tuple[int, bool, Row]], grammar: str | None) -> None:
+        """Adds rows: the number of each, and whether its tokens are streamed."""
+        note = self._events.append
+        rows = [replace(each, on_tokens=lambda new, number=number: note((number, new)))
+                if streams else each for number, streams, each in sent]  # fmt: skip
+        for (number, *_), future in zip(sent, self.submit_all(rows, grammar), strict=True):
+            self._expect(number, future)
+        self._flush()  # what had ended before it was looked after
+
+    def _expect(self, number: int, future: Future[Any]) -> None:
+        self._futures[number] = future
+        future.add_done_callback(partial(self._note_end, number))
+
     def swap(self, file: Any, serial: int) -> list[int]:
         """As `ThreadHost.swap`; the weights are in a file."""
         return super().swap(torch.load(file, mmap=True), serial)
-
-    def _note(self, number: int, tokens: Tokens) -> None:
-        self._events.append((number, tokens))
 
     def _note_end(self, number: int, future: Future[Any]) -> None:
         self._futures.pop(number, None)

@@ -26,7 +26,6 @@ _MAX_WAITING = 64  # to be compiled
 # llguidance's limit on the size of regular expressions; with its own, 1,000,000, the first token of
 # 6,000 characters of them took 66 s, and with this one 0.1 s. Schemas of 64 KiB stay below.
 _LEXER_FUEL = 150_000
-_ANY_OBJECT = {"type": "object"}
 
 
 class GrammarError(ValueError):
@@ -39,10 +38,9 @@ class BusyError(RuntimeError):
 
 @dataclass
 class _CompiledGrammar:
-    """A grammar that is or will be compiled; how many requests wait for it, or may still use it."""
+    """A grammar that is or will be compiled; how many requests wait for it or use it."""
 
     guide: Future[LlGuide]
-    waiting: int = 0
     pins: int = 0
 
 
@@ -64,11 +62,11 @@ class Grammars:
 
     def compile(self, grammar: str, pin: int) -> Future[None]:
         """Done when guides can be made by this grammar, or with the GrammarError of one that
-        llguidance does not take; the same grammar is compiled once. What nobody waits for any more,
-        since all have cancelled, is not compiled. BusyError where too many wait.
+        llguidance does not take; the same grammar is compiled once. BusyError where too many wait.
 
         Args:
-            pin: a number of the caller's; the grammar is kept until `release` is called with it.
+            pin: a number of the caller's; the grammar is kept until `release` is called with it,
+                and not compiled where all have done so.
         """
         done: Future[None] = Future()
         with self._lock:
@@ -80,30 +78,13 @@ class Grammars:
                 entry = self._entries[grammar] = _CompiledGrammar(
                     self._thread.submit(self._compile, grammar)
                 )
-            entry.waiting += 1
             entry.pins += 1
             self._pins[pin] = entry
             self._entries.move_to_end(grammar)
-        done.add_done_callback(lambda _: self._gone(grammar, entry))
         entry.guide.add_done_callback(
             lambda guide: done.cancel() if guide.cancelled() else settle(done, guide.exception())
         )
         return done
-
-    def _gone(self, grammar: str, entry: _CompiledGrammar) -> None:
-        """Somebody waits no more."""
-        with self._lock:
-            entry.waiting -= 1
-            is_unwanted = not entry.waiting and not entry.guide.done() and entry.guide.cancel()
-            if is_unwanted and self._entries.get(grammar) is entry:
-                del self._entries[grammar]
-            self._evict()
-
-    def _evict(self) -> None:
-        """Forgets the oldest of those that are done and that nobody has pinned."""
-        free = [g for g, each in self._entries.items() if each.guide.done() and not each.pins]
-        for grammar in free[: max(0, len(self._entries) - _MAX_KEPT)]:
-            del self._entries[grammar]
 
     def _compile(self, grammar: str) -> LlGuide:
         import llguidance.hf
@@ -127,12 +108,21 @@ class Grammars:
         return entry.guide.result().copy()
 
     def release(self, pin: int) -> None:
-        """Releases a grammar that its requester no longer needs."""
+        """Releases a grammar that its requester no longer needs; the oldest of those that nobody
+        needs are forgotten."""
         with self._lock:
             entry = self._pins.pop(pin, None)
             if entry is not None:
                 entry.pins -= 1
-            self._evict()
+                if not entry.pins:
+                    entry.guide.cancel()  # where it has not begun
+            free = [
+                text for text, each in self._entries.items()
+                if not each.pins and each.guide.done()
+            ]  # fmt: skip
+            unwanted = [text for text in free if self._entries[text].guide.cancelled()]
+            for text in {*unwanted, *free[: max(0, len(self._entries) - _MAX_KEPT)]}:
+                del self._entries[text]
 
     def close(self) -> None:
         """Ends the thread after its current grammar."""
@@ -175,10 +165,13 @@ def grammar_of(wanted: ResponseFormat | None) -> tuple[str, str] | None:
         return None
     from llguidance import LLMatcher
 
+    def as_schema(schema: Any) -> str:
+        return LLMatcher.grammar_from_json_schema(json.dumps(with_single_spaces(schema)))
+
     schema = wanted.json_schema.schema_ if wanted.json_schema else None
     known: dict[str, tuple[str, Any, Callable[[Any], str]]] = {
-        "json_object": ("json_schema", _ANY_OBJECT, _as_schema),
-        "json_schema": ("json_schema.schema", schema, _as_schema),
+        "json_object": ("json_schema", {"type": "object"}, as_schema),
+        "json_schema": ("json_schema.schema", schema, as_schema),
         "regex": ("regex", wanted.regex, LLMatcher.grammar_from_regex),
         "grammar": ("grammar", wanted.grammar, LLMatcher.grammar_from_lark),
     }
@@ -204,12 +197,6 @@ def with_single_spaces(schema: Any) -> Any:
     """A schema of JSON as models write it: else a weak one writes white space for ever."""
     spaces = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     return {**schema, "x-guidance": spaces} if isinstance(schema, dict) else schema
-
-
-def _as_schema(schema: Any) -> str:
-    from llguidance import LLMatcher
-
-    return LLMatcher.grammar_from_json_schema(json.dumps(with_single_spaces(schema)))
 
 
 def no_good(field: str, problem: str) -> ApiError:

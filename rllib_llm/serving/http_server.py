@@ -9,6 +9,7 @@ CORS ─▶ Gate (limits) ─▶ FastAPI ─▶ routes, each with the key that i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import sys
@@ -91,11 +92,14 @@ def make_app(
         await service.drain(settings.drain_s)
         service.close()
 
-    app = _App(title="rllib_llm", docs_url=None, redoc_url=None, lifespan=lifespan)
+    failures = ApiError, EngineEndedError, RequestValidationError, HTTPException, Exception
+    app = _App(
+        title="rllib_llm", docs_url=None, redoc_url=None, lifespan=lifespan,
+        exception_handlers=dict.fromkeys(failures, error_response),
+    )  # fmt: skip
     app.state.service, app.state.clients = service, clients
     for router in ROUTERS:
         app.include_router(router)
-    _add_errors(app)
     gate = Gate(app, settings, clients, names_requests)
     if not settings.cors_origins:
         return gate
@@ -105,43 +109,33 @@ def make_app(
     )  # fmt: skip
 
 
-def _add_errors(app: FastAPI) -> None:
-    @app.exception_handler(ApiError)
-    async def of_ours(request: Request, error: ApiError) -> JSONResponse:
+async def error_response(request: Request, error: Exception) -> JSONResponse:
+    """The answer to a request that has failed."""
+    if isinstance(error, ApiError):
         return error.response()
-
-    @app.exception_handler(EngineEndedError)
-    async def of_the_engine(request: Request, error: EngineEndedError) -> JSONResponse:
+    if isinstance(error, EngineEndedError):
         return engine_ended().response()
-
-    @app.exception_handler(RequestValidationError)
-    async def of_fields(request: Request, error: RequestValidationError) -> JSONResponse:
+    path = request.url.path
+    if isinstance(error, RequestValidationError):
         kind = request.headers.get("content-type", "")
-        return field_error(error.errors(), kind, request.url.path).response()
-
-    @app.exception_handler(HTTPException)
-    async def of_http(request: Request, error: HTTPException) -> JSONResponse:
-        path = request.url.path
-        message = f"{request.method} {path}: {error.detail}."
-        if error.status_code == 404:
-            asked = path.removeprefix(request.scope.get("root_path", ""))
-            near = nearest(asked, app.openapi()["paths"], 1, 0.8)
-            message += "".join(f" Did you mean {one}?" for one in near)
-        code = "invalid_json" if error.status_code == 400 else None
-        headers = dict(error.headers or {})
-        if error.status_code == 405:  # Starlette names those of the first route of this path
-            scopes = {each: {**request.scope, "method": each} for each in ("DELETE", "GET", "POST")}
-            known = [method for method, scope in scopes.items()
-                     if any(each.matches(scope)[0] is Match.FULL for each in app.routes)]
-            if "GET" in known:  # the gate turns HEAD into it
-                known.append("HEAD")
-            headers["Allow"] = ", ".join(known)
-        return ApiError(error.status_code, message, None, code, headers).response()
-
-    @app.exception_handler(Exception)
-    async def of_the_server(request: Request, error: Exception) -> JSONResponse:
-        logger.exception("%s %s failed", request.method, request.url.path)
+        return field_error(error.errors(), kind, path).response()
+    if not isinstance(error, HTTPException):
+        logger.exception("%s %s failed", request.method, path)
         return ApiError(500, FAILED).response()
+    message, headers = f"{request.method} {path}: {error.detail}.", dict(error.headers or {})
+    if error.status_code == 404:
+        asked = path.removeprefix(request.scope.get("root_path", ""))
+        near = nearest(asked, request.app.openapi()["paths"], 1, 0.8)
+        message += "".join(f" Did you mean {one}?" for one in near)
+    if error.status_code == 405:  # Starlette names those of the first route of this path
+        scopes = {each: {**request.scope, "method": each} for each in ("DELETE", "GET", "POST")}
+        known = [method for method, scope in scopes.items()
+                 if any(each.matches(scope)[0] is Match.FULL for each in request.app.routes)]
+        if "GET" in known:  # the gate turns HEAD into it
+            known.append("HEAD")
+        headers["Allow"] = ", ".join(known)
+    code = "invalid_json" if error.status_code == 400 else None
+    return ApiError(error.status_code, message, None, code, headers).response()
 
 
 class HttpServer(uvicorn.Server):
@@ -261,17 +255,12 @@ def timed_protocol(seconds: float) -> type:
             return self.cycle is not None and not self.cycle.response_complete
 
         def _wait_for_head(self) -> None:
-            self._timer = self.loop.call_later(seconds, self._too_slow)
+            self._timer = self.loop.call_later(seconds, self.transport.close)
 
         def _stop_waiting(self) -> None:
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
-
-        def _too_slow(self) -> None:
-            self._timer = None
-            if not self._has_request():
-                self.transport.close()
 
     return TimedProtocol
 
@@ -342,7 +331,8 @@ class AgentServer:
         try:
             yield f"{self._address}/sessions/{session_id}/v1", session
         finally:
-            self.service.sessions.forget(session_id)
+            with contextlib.suppress(ApiError):  # it has been ended
+                self.service.sessions.end(session_id)
 
     def check_open(self) -> None:
         """Raises RuntimeError where the engine has ended."""

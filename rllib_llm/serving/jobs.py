@@ -55,9 +55,14 @@ class Job:
         return sampled + (0 if self.prompt_logprobs is None else len(self.prompts))
 
     @property
+    def prompt_tokens(self) -> int:
+        """Tokens of its prompts."""
+        return sum(map(len, self.prompts))
+
+    @property
     def most_tokens(self) -> int:
         """Tokens that it takes at most: of its prompts, and of its completions."""
-        return sum(map(len, self.prompts)) + sum(self.max_tokens) * self.n * self.samples
+        return self.prompt_tokens + sum(self.max_tokens) * self.n * self.samples
 
     def rows(self) -> list[Row]:
         """Its completions as rows of the engine."""
@@ -150,35 +155,23 @@ class Limits:
         stop_token_ids = (*(() if fields.ignore_eos else ends), *(fields.stop_token_ids or ()))
         try:
             params = SamplingParams(
-                pad_token_id=self.pad_token_id,
-                stop_token_ids=tuple(dict.fromkeys(stop_token_ids)),
-                max_new_tokens=max(1, at_least),
-                min_new_tokens=at_least,
-                temperature=1.0 if greedy else temperature,
-                top_k=max(0, fields.top_k or 0),
-                top_p=1.0 if fields.top_p is None else fields.top_p,
-                greedy=greedy,
-                top_logprobs=top_logprobs,
-                min_p=fields.min_p or 0.0,
+                pad_token_id=self.pad_token_id, max_new_tokens=max(1, at_least),
+                min_new_tokens=at_least, stop_token_ids=tuple(dict.fromkeys(stop_token_ids)),
+                temperature=1.0 if greedy else temperature, greedy=greedy,
+                top_k=max(0, fields.top_k or 0), top_logprobs=top_logprobs,
+                top_p=1.0 if fields.top_p is None else fields.top_p, min_p=fields.min_p or 0.0,
                 frequency_penalty=fields.frequency_penalty or 0.0,
                 presence_penalty=fields.presence_penalty or 0.0,
                 repetition_penalty=fields.repetition_penalty or 1.0,
                 logit_bias=tuple(bias.items()),
-            )
+            )  # fmt: skip
         except ValueError as error:
             raise ApiError(400, str(error)) from error
         stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
         return Job(
-            prompts=prompts,
-            params=params,
-            max_tokens=lengths,
-            n=fields.n or 1,
+            prompts, params, lengths, n=fields.n or 1,
             seed=secrets.randbits(63) if fields.seed is None else fields.seed % 2**64,
-            noise_row=fields.noise_row or 0,
-            noise_turn=fields.noise_turn or 0,
-            stops=tuple(filter(None, stops)),
-            keeps_stop=bool(fields.include_stop_str_in_output),
-            eos_token_ids=ends,
-            prompt_logprobs=prompt_logprobs,
-            **further,
-        )
+            noise_row=fields.noise_row or 0, noise_turn=fields.noise_turn or 0,
+            stops=tuple(filter(None, stops)), keeps_stop=bool(fields.include_stop_str_in_output),
+            eos_token_ids=ends, prompt_logprobs=prompt_logprobs, **further,
+        )  # fmt: skip

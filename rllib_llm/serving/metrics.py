@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
+from functools import partial
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from rllib_llm.serving.engine_host import Counts
 from rllib_llm.serving.weights import LiveWeights, ServedWeights
 
-PREFIX = "rllib_llm_"
 _SECONDS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0,
 )  # fmt: skip
@@ -20,16 +20,10 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-
-        def histogram(name: str, help: str) -> Histogram:
-            return Histogram(PREFIX + name, help, buckets=_SECONDS, registry=self.registry)
-
-        def counter(name: str, help: str, *labels: str) -> Counter:
-            return Counter(PREFIX + name, help, labels, registry=self.registry)
-
-        def gauge(name: str, help: str, *labels: str) -> Gauge:
-            return Gauge(PREFIX + name, help, labels, registry=self.registry)
-
+        shared: dict[str, Any] = {"namespace": "rllib_llm", "registry": self.registry}
+        histogram: Any = partial(Histogram, buckets=_SECONDS, **shared)
+        counter: Any = partial(Counter, **shared)
+        gauge: Any = partial(Gauge, **shared)
         self.first_token = histogram("time_to_first_token_seconds", "From request to first token.")
         self.per_token = histogram("time_per_output_token_seconds", "Between two tokens of a row.")
         self.end_to_end = histogram("e2e_request_latency_seconds", "From request to last token.")
@@ -39,14 +33,15 @@ class Metrics:
         self.swap = histogram("weights_load_seconds", "Of a swap of weights; rows go on meanwhile.")
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
         self.generation_tokens = counter("generation_tokens", "Tokens that were sampled.")
-        self.success = counter("request_success", "Completions that ended.", "finished_reason")
-        self.refusals = counter("requests_refused", "Requests that were not taken.", "reason")
+        self.success = counter("request_success", "Completions that ended.", ["finished_reason"])
+        self.refusals = counter("requests_refused", "Requests that were not taken.", ["reason"])
         self.swaps = counter("weights_swaps", "Versions that were loaded.")
         self.running = gauge("num_requests_running", "Completions in the engine's batch.")
         self.waiting = gauge("num_requests_waiting", "Completions that wait for a place in it.")
         self.version = gauge("weights_version", "Of the newest weights.")
         self.epoch = gauge("weights_epoch", "Of the newest weights.")
-        self.lane_rows = gauge("lane_rows", "Completions by the version that samples.", "version")
+        by_version = "Completions by the version that samples."
+        self.lane_rows = gauge("lane_rows", by_version, ["version"])
         self.lag = gauge("event_loop_lag_seconds", "By how much the last timer was late.")
 
     def swapped(self, weights: ServedWeights) -> None:
@@ -56,55 +51,14 @@ class Metrics:
         self.version.set(weights.version)
         self.epoch.set(weights.epoch)
 
-    def text(self) -> bytes:
-        """All of it, in Prometheus' format."""
+    def text(self, weights: LiveWeights, counts: Counts | None) -> bytes:
+        """All of it, in Prometheus' format. counts: None where the engine does not tell them."""
+        if counts is not None:
+            self.running.set(counts.sampling)
+            self.waiting.set(counts.waiting)
+            self.lane_rows.clear()
+            for serial, rows in counts.by_version.items():
+                self.lane_rows.labels(weights.of(serial).label).set(rows)
+            self.version.set(weights.newest.version)
+            self.epoch.set(weights.newest.epoch)
         return generate_latest(self.registry)
-
-
-class JobWatch:
-    """Times one request, whose prompts have so many tokens."""
-
-    def __init__(self, metrics: Metrics, prompt_tokens: int) -> None:
-        metrics.prompt_tokens.inc(prompt_tokens)
-        self._metrics = metrics
-        self._start = time.perf_counter()
-        self._first: dict[int, float] = {}
-        self._counts: dict[int, int] = {}
-        self._last_token: float | None = None
-
-    def tokens(self, row: int, count: int) -> None:
-        """Tokens of a row have come."""
-        if not count:
-            return
-        now = self._last_token = time.perf_counter()
-        if row not in self._first:
-            self._first[row] = now
-            if len(self._first) == 1:
-                self._metrics.first_token.observe(now - self._start)
-        self._counts[row] = self._counts.get(row, 0) + count
-
-    def finished(self, row: int, reason: str) -> None:
-        """A row has ended."""
-        now = time.perf_counter()
-        count = self._counts.get(row, 0)
-        self._metrics.generation_tokens.inc(count)
-        self._metrics.success.labels(reason).inc()
-        self._metrics.end_to_end.observe(now - self._start)
-        if count > 1:
-            self._metrics.per_token.observe((now - self._first[row]) / (count - 1))
-
-    def close(self) -> None:
-        """The answer is with the network, or nobody waits for it any more."""
-        if self._last_token is not None:
-            self._metrics.framework.observe(time.perf_counter() - self._last_token)
-
-
-def set_gauges(metrics: Metrics, counts: Counts, weights: LiveWeights) -> None:
-    """Sets the gauges that are computed only when scraped."""
-    metrics.running.set(counts.sampling)
-    metrics.waiting.set(counts.waiting)
-    metrics.lane_rows.clear()
-    for serial, rows in counts.by_version.items():
-        metrics.lane_rows.labels(weights.of(serial).label).set(rows)
-    metrics.version.set(weights.newest.version)
-    metrics.epoch.set(weights.newest.epoch)

@@ -9,19 +9,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from rllib_llm.serving import schemas
 from rllib_llm.serving.completions import ChatView
 from rllib_llm.serving.jobs import Job
-from rllib_llm.serving.schemas import (
-    CallItem,
-    CallOutputItem,
-    ChatRequest,
-    DecodingFields,
-    MessageItem,
-    ResponsePart,
-    ResponseRequest,
-    ResponseToolName,
-    field_error,
-)
+from rllib_llm.serving.schemas import field_error
 from rllib_llm.serving.service import LARGE_TOKENS, RequestContext
 from rllib_llm.serving.streams import Event
 
@@ -38,8 +29,9 @@ class ResponseView(ChatView):
         "response_format": "text.format",
         "response_format.json_schema.schema": "text.format.schema",
     }  # fmt: skip
+    framing = {"names": True, "ends": b""}
 
-    def __init__(self, context: RequestContext, body: ResponseRequest) -> None:
+    def __init__(self, context: RequestContext, body: schemas.ResponseRequest) -> None:
         super().__init__(context, body)
         self._asked, self._num_events, self._num_told = body, 0, 0
         self._text, self._finish = "", ""
@@ -110,7 +102,7 @@ class ResponseView(ChatView):
                 event("response.output_item.done", **place, item=item),
             ]
             output.append(item)
-        self.context.has_large_answer = len(self._logprobs) > LARGE_TOKENS
+        self.has_large_answer = len(self._logprobs) > LARGE_TOKENS
         ended = self._response(status, output, incomplete, self.usage)
         return [*found, event(f"response.{status}", response=ended)]
 
@@ -142,7 +134,7 @@ class ResponseView(ChatView):
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
             "temperature": asked.temperature, "top_p": asked.top_p,
             "top_logprobs": asked.top_logprobs or 0,
-            "tool_choice": choice.model_dump() if isinstance(choice, ResponseToolName)
+            "tool_choice": choice.model_dump() if isinstance(choice, schemas.ResponseToolName)
             else choice or "auto",
             "tools": [tool.model_dump() for tool in asked.tools or ()],
             "text": {"format": {"type": "text"}, **text},
@@ -161,10 +153,10 @@ def _part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def chat_request(body: ResponseRequest) -> ChatRequest:
+def chat_request(body: schemas.ResponseRequest) -> schemas.ChatRequest:
     """Returns the chat completion, streamed, that answers a response's request; 400: none does."""
     asked: dict[str, Any] = {
-        **body.model_dump(include={*DecodingFields.model_fields}),
+        **body.model_dump(include={*schemas.DecodingFields.model_fields}),
         "messages": _messages(body), "model": body.model, "stream": True,
         "max_completion_tokens": body.max_output_tokens,
         "parallel_tool_calls": body.parallel_tool_calls,
@@ -176,7 +168,7 @@ def chat_request(body: ResponseRequest) -> ChatRequest:
                  for tool in body.tools]  # fmt: skip
         asked["tools"] = [{"type": "function", "function": each} for each in named]
     choice = body.tool_choice
-    if isinstance(choice, ResponseToolName):
+    if isinstance(choice, schemas.ResponseToolName):
         asked["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
     elif choice is not None:
         asked["tool_choice"] = choice
@@ -187,32 +179,32 @@ def chat_request(body: ResponseRequest) -> ChatRequest:
             schema = {"name": told.name or "answer", "schema": told.schema_}
             asked["response_format"]["json_schema"] = schema
     try:
-        return ChatRequest.model_validate(asked)
+        return schemas.ChatRequest.model_validate(asked)
     except ValidationError as error:  # such as an input that says nothing
         errors = [each | {"loc": ("body", *each["loc"])} for each in error.errors()]
         raise field_error(errors, "json", "") from error
 
 
-def _messages(body: ResponseRequest) -> list[dict[str, Any]]:
+def _messages(body: schemas.ResponseRequest) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     if body.instructions:
         found.append({"role": "system", "content": body.instructions})
     if isinstance(body.input, str):
         return [*found, {"role": "user", "content": body.input}]
     for item in body.input:
-        if isinstance(item, MessageItem):
+        if isinstance(item, schemas.MessageItem):
             found.append({"role": item.role, "content": _text(item.content)})
-        elif isinstance(item, CallItem):
+        elif isinstance(item, schemas.CallItem):
             if not found or found[-1]["role"] != "assistant":
                 found.append({"role": "assistant", "content": ""})
             function = {"name": item.name, "arguments": item.arguments}
             call = {"id": item.call_id, "type": "function", "function": function}
             found[-1].setdefault("tool_calls", []).append(call)
-        elif isinstance(item, CallOutputItem):
+        elif isinstance(item, schemas.CallOutputItem):
             content = _text(item.output)
             found.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
     return found
 
 
-def _text(content: str | list[ResponsePart]) -> str:
+def _text(content: str | list[schemas.ResponsePart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)

@@ -1,12 +1,12 @@
-"""The routes: plain functions with FastAPI's dependencies; `http_server` puts them behind the gate.
+"""The routes: plain functions with FastAPI's dependencies, behind the gate of `security.py`.
 
-From a request to a sampled token there are at most eight hops:
+From a request to a sampled token there are at most eight hops (`docs/explanations/house.md`):
 
     Gate ─▶ route ─▶ View ─▶ RunningJob ─▶ EngineProcess ═▶ EngineWorker ─▶ HotSwapEngine
-         (a function here)                     (a socket; without: ThreadHost)    │
-    Decoder ◀───────────────────────── TorchEngine ◀──────────────────────────────┘
+                                      (a socket; without a process: ThreadHost)   │
+    Decoder.step ◀────────────────────── TorchEngine ◀────────────────────────────┘
 
-`View` (`completions.py`) makes the job of a body and shows what comes of it, for all routes alike.
+A `View` (`completions.py`) makes the job of a body and shows what comes of it, for all routes.
 """
 
 from __future__ import annotations
@@ -22,24 +22,10 @@ from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import HTMLResponse, PlainTextResponse
 
 from rllib_llm.data.encoding import encode_spans
-from rllib_llm.serving import chat
+from rllib_llm.serving import chat, schemas
 from rllib_llm.serving.completions import ChatView, SessionView, TextView, TokenView
-from rllib_llm.serving.metrics import set_gauges
 from rllib_llm.serving.responses import ResponseView
-from rllib_llm.serving.schemas import (
-    AbortRequest,
-    ApiError,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    GenerateRequest,
-    ResponseRequest,
-    SessionRewardRequest,
-    TokenizeRequest,
-    UpdateRequest,
-    documented,
-    refuse,
-)
+from rllib_llm.serving.schemas import ApiError, documented, refuse
 from rllib_llm.serving.security import JsonRoute, admin_key, client_key
 from rllib_llm.serving.service import JsonResponse, RequestContext, Service
 from rllib_llm.serving.sessions import Session
@@ -48,6 +34,7 @@ from rllib_llm.serving.weight_sources import load_folder
 from rllib_llm.serving.weights import ServedWeights
 
 _PAGE = Path(__file__).with_name("page.html")
+Json = dict[str, Any]
 _SMALL_SESSION = 2**13  # tokens of one that is shown by the event loop itself
 
 
@@ -79,11 +66,11 @@ openai = APIRouter(prefix="/v1", **_OF_CLIENTS)
 
 
 @openai.get("/models")
-async def models(service: Served) -> dict[str, Any]:
-    """The newest weights under the model's name, and each live version under its own."""
+async def models(service: Served) -> Json:
+    # The newest weights under the model's name, and each live version under its own.
     weights = service.weights
 
-    def card(id: str, of: ServedWeights, **further: Any) -> dict[str, Any]:
+    def card(id: str, of: ServedWeights, **further: Any) -> Json:
         return {
             "id": id, "object": "model", "owned_by": "rllib_llm", "created": int(of.loaded_at),
             "max_model_len": service.limits.max_model_len, "root": of.source, **further,
@@ -94,33 +81,25 @@ async def models(service: Served) -> dict[str, Any]:
 
 
 @openai.get("/models/{model:path}", responses=documented(404))
-async def model(model: str, service: Served) -> dict[str, Any]:
-    """The model of this name."""
+async def model(model: str, service: Served) -> Json:
     service.weights.named(model)
     cards = (await models(service))["data"]
     return next(card for card in cards if card["id"] == model)
 
 
 @openai.post("/chat/completions", **_STREAMED)
-async def chat_completions(body: ChatRequest, context: Context) -> Response:
-    """The assistant's next turn of a chat."""
-    await context.begin(body.model)
-    return await context.answer(ChatView(context, body).events(), body.stream)
+async def chat_completions(body: schemas.ChatRequest, context: Context) -> Response:
+    return await ChatView(context, body).answer()
 
 
 @openai.post("/completions", **_STREAMED)
-async def completions(body: CompletionRequest, context: Context) -> Response:
-    """Continues texts."""
-    await context.begin(body.model)
-    return await context.answer(TextView(context, body).events(), body.stream)
+async def completions(body: schemas.CompletionRequest, context: Context) -> Response:
+    return await TextView(context, body).answer()
 
 
 @openai.post("/responses", **_STREAMED)
-async def responses(body: ResponseRequest, context: Context) -> Response:
-    """A response; it is not stored."""
-    await context.begin(body.model)
-    events = ResponseView(context, body).events()
-    return await context.answer(events, body.stream, names=True, ends=b"")
+async def responses(body: schemas.ResponseRequest, context: Context) -> Response:
+    return await ResponseView(context, body).answer()
 
 
 # --- tokens in, tokens out, in vLLM's shape ------------------------------------------------------
@@ -129,15 +108,12 @@ tokens = APIRouter(**_OF_CLIENTS)
 
 
 @tokens.post("/inference/v1/generate", **_STREAMED)
-async def generate(body: GenerateRequest, context: Context) -> Response:
-    """Continues tokens."""
-    await context.begin(body.model)
-    return await context.answer(TokenView(context, body).events(), body.stream)
+async def generate(body: schemas.GenerateRequest, context: Context) -> Response:
+    return await TokenView(context, body).answer()
 
 
 @tokens.post("/tokenize", **_OF_MODELS)
-async def tokenize(body: TokenizeRequest, context: Context) -> Response:
-    """The tokens of a text, or of a chat."""
+async def tokenize(body: schemas.TokenizeRequest, context: Context) -> Response:
     service = context.service
 
     def tokenized() -> bytes:
@@ -161,8 +137,7 @@ async def tokenize(body: TokenizeRequest, context: Context) -> Response:
 
 
 @tokens.post("/detokenize", **_OF_MODELS)
-async def detokenize(body: DetokenizeRequest, context: Context) -> Response:
-    """The text of tokens."""
+async def detokenize(body: schemas.DetokenizeRequest, context: Context) -> Response:
     service = context.service
 
     def detokenized() -> bytes:
@@ -190,13 +165,12 @@ sessions = APIRouter(
 
 
 @sessions.post("")
-async def begin(context: Context) -> dict[str, Any]:
-    """Begins a session."""
+async def begin(context: Context) -> Json:
     held = context.service.sessions
     refuse(not held.begin_by_themselves, "Sessions of this server are begun by its run: "
            "use the address that the agent was given.", None, "session_not_found", 404)
     session_id = uuid.uuid4().hex
-    held.begin(session_id, context.owner)
+    held.begin(session_id, context.client.key)
     return {"session_id": session_id, "base_url": f"/sessions/{session_id}/v1"}
 
 
@@ -210,41 +184,34 @@ async def _shown(service: Service, session_id: str, session: Session) -> Respons
 
 @sessions.get("/{session_id}")
 async def show(session_id: str, context: Context) -> Response:
-    """A session's training rows and messages."""
-    session = context.service.sessions.get(session_id, context.owner)
+    session = context.service.sessions.get(session_id, context.client.key)
     return await _shown(context.service, session_id, session)
 
 
 @sessions.delete("/{session_id}")
 async def end(session_id: str, context: Context) -> Response:
-    """Ends a session, and shows it."""
-    session = context.service.sessions.end(session_id, context.owner)
+    session = context.service.sessions.end(session_id, context.client.key)
     return await _shown(context.service, session_id, session)
 
 
 @sessions.post("/{session_id}/reward")
-async def reward(session_id: str, body: SessionRewardRequest, context: Context) -> dict[str, Any]:
-    """Rewards the turn that was sampled last."""
-    session = context.service.sessions.get(session_id, context.owner)
+async def reward(session_id: str, body: schemas.SessionRewardRequest, context: Context) -> Json:
+    session = context.service.sessions.get(session_id, context.client.key)
     session.add_reward(body.reward)
     return {"session_id": session_id, "reward": session.reward}
 
 
 @sessions.get("/{session_id}/v1/models", name="models")
-async def session_models(session_id: str, service: Served) -> dict[str, Any]:
-    """As /v1/models."""
+async def session_models(session_id: str, service: Served) -> Json:
     return await models(service)
 
 
 @sessions.post("/{session_id}/v1/chat/completions", name="chat_completions", **_STREAMED)
-async def session_turn(session_id: str, body: ChatRequest, context: Context) -> Response:
-    """The assistant's next turn, which the session keeps."""
+async def session_turn(session_id: str, body: schemas.ChatRequest, context: Context) -> Response:
     refuse((body.n or 1) != 1, f"n={body.n} must be 1 in a session.", "n", "unsupported_value")
     held = context.service.sessions
-    session = (held.begin if held.begin_by_themselves else held.get)(session_id, context.owner)
-    # An agent that is trained asks for whatever model it was written for.
-    await context.begin(None if session.rules else body.model)
-    return await context.answer(SessionView(context, body, session).events(), body.stream)
+    session = (held.begin if held.begin_by_themselves else held.get)(session_id, context.client.key)
+    return await SessionView(context, body, session).answer()
 
 
 # --- administration ------------------------------------------------------------------------------
@@ -256,46 +223,40 @@ administration = APIRouter(
 
 
 @administration.post("/pause")
-async def pause(service: Served) -> dict[str, Any]:
-    """Pauses sampling; requests wait."""
+async def pause(service: Served) -> Json:
     service.host.pause()
     return {"is_paused": True}
 
 
 @administration.post("/resume")
-async def resume(service: Served) -> dict[str, Any]:
-    """Resumes sampling."""
+async def resume(service: Served) -> Json:
     service.host.resume()
     return {"is_paused": False}
 
 
 @administration.get("/is_paused")
-async def is_paused(service: Served) -> dict[str, Any]:
-    """Whether sampling is paused."""
+async def is_paused(service: Served) -> Json:
     return {"is_paused": service.host.is_paused}
 
 
 @administration.post("/abort_requests")
 @administration.post("/inference/v1/abort_requests")
-async def abort_requests(service: Served, body: AbortRequest | None = None) -> dict[str, Any]:
-    """Ends requests, all by default, with their partial output."""
+async def abort_requests(service: Served, body: schemas.AbortRequest | None = None) -> Json:
     return {"aborted": service.abort(None if body is None else body.request_ids)}
 
 
-def _described(weights: ServedWeights) -> dict[str, Any]:
+def _described(weights: ServedWeights) -> Json:
     return {name: value for name, value in asdict(weights).items() if name != "serial"}
 
 
 @administration.get("/weight_info")
-async def weight_info(service: Served) -> dict[str, Any]:
-    """The weights that can be asked for, the newest first."""
+async def weight_info(service: Served) -> Json:
     live = [*map(_described, service.weights.live)]
     return {"newest": live[0], "live": live, "in_flight": service.settings.in_flight}
 
 
 @administration.post("/update_weights", responses=documented(409))
-async def update_weights(body: UpdateRequest, service: Served) -> dict[str, Any]:
-    """Loads the weights of a folder; one after the other."""
+async def update_weights(body: schemas.UpdateRequest, service: Served) -> Json:
     async with service.updating:  # each takes the version behind the newest
         await service.check_takes_weights()
         newest = service.weights.newest
@@ -310,8 +271,7 @@ async def update_weights(body: UpdateRequest, service: Served) -> dict[str, Any]
 
 
 @administration.post("/drain")
-async def drain(service: Served) -> dict[str, Any]:
-    """Takes no more requests, and waits for those under way."""
+async def drain(service: Served) -> Json:
     is_done = await service.drain(service.settings.drain_s)
     return {"drained": is_done, "under_way": len(service.jobs)}
 
@@ -323,20 +283,17 @@ health = APIRouter()
 
 @health.get("/", response_class=HTMLResponse, include_in_schema=False)
 async def page() -> str:
-    """A page to chat with the model."""
     return _PAGE.read_text(encoding="utf-8")
 
 
 @health.get("/health")  # of vLLM's clients
 @health.get("/healthz")
 async def healthz() -> dict[str, str]:
-    """Whether the server runs."""
     return {"status": "ok"}
 
 
 @health.get("/readyz", responses=documented(503))
 async def readyz(service: Served) -> dict[str, str]:
-    """Whether it takes requests, and its engine answers."""
     service.check_open()
     await service.counts()
     return {"status": "ready"}
@@ -344,11 +301,12 @@ async def readyz(service: Served) -> dict[str, str]:
 
 @health.get("/metrics", response_class=PlainTextResponse)
 async def metrics(service: Served) -> PlainTextResponse:
-    """Prometheus' metrics."""
+    counts = None
     if service.is_ready:
         with contextlib.suppress(ApiError):  # the engine has ended, which /readyz says
-            set_gauges(service.metrics, await service.counts(), service.weights)
-    return PlainTextResponse(service.metrics.text(), media_type="text/plain; version=0.0.4")
+            counts = await service.counts()
+    text = service.metrics.text(service.weights, counts)
+    return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
 
 ROUTERS = (openai, tokens, sessions, administration, health)

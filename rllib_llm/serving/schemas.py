@@ -3,8 +3,7 @@ of requests in OpenAI's format: whatever answers a request raises `ApiError`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import takewhile
 from typing import Annotated, Any, Literal
@@ -483,13 +482,21 @@ MAX_TOLD = 100  # characters of a value or a name that came
 _MAX_MESSAGE = 2**12
 # Of pydantic's error locations: branches of a union, beside our classes.
 _BRANCHES = {"str", "int", "float", "bool"}
-_KINDS = {
-    401: "authentication_error", 403: "permission_error", 404: "not_found_error",
-    408: "timeout_error", 429: "rate_limit_error", 503: "unavailable_error", 504: "timeout_error",
-}  # fmt: skip
-_HEADERS = {  # by status; uvicorn closes the connection where they say so
-    401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "1"},
-    408: {"Connection": "close"}, 500: {"Connection": "close"},
+_AGAIN, _CLOSE = {"Retry-After": "1"}, {"Connection": "close"}  # at which uvicorn closes it
+# By status: OpenAI's type of the error, headers, and what it means, for the description.
+_STATUSES: dict[int, tuple[str, dict[str, str], str]] = {
+    400: ("invalid_request_error", {}, "A field is wrong, and named."),
+    401: ("authentication_error", {"WWW-Authenticate": "Bearer"}, "The key is missing or wrong."),
+    403: ("permission_error", {}, "The administration is off."),
+    404: ("not_found_error", {}, "There is no such model or session."),
+    408: ("timeout_error", _CLOSE, "The request was sent too slowly."),
+    409: ("invalid_request_error", {},
+          "The weights did not come in time, or cannot be loaded now."),
+    413: ("invalid_request_error", {}, "The request is too large."),
+    429: ("rate_limit_error", _AGAIN, "Too many requests or tokens, or the queue is full."),
+    500: ("server_error", _CLOSE, ""),
+    503: ("unavailable_error", _AGAIN, "The server starts or stops, or its engine has ended."),
+    504: ("timeout_error", {}, "The answer took too long."),
 }  # fmt: skip
 
 
@@ -530,13 +537,22 @@ class ApiError(Exception):
             code = "invalid_value"
         self.status, self.param, self.code = status, param, code
         self.message = message if len(message) <= _MAX_MESSAGE else f"{message[:_MAX_MESSAGE]} ..."
-        self.headers = {**_HEADERS.get(status, {}), **(headers or {})}
+        self.type, known, _ = _STATUSES.get(status, _STATUSES[400])
+        self.headers = {**known, **(headers or {})}
 
     def body(self) -> dict[str, Any]:
         """The body of the response."""
-        default = "server_error" if self.status >= 500 else "invalid_request_error"
-        told = {"message": self.message, "type": _KINDS.get(self.status, default)}
+        told = {"message": self.message, "type": self.type}
         return {"error": {**told, "param": self.param, "code": self.code}}
+
+    def named(self, names: Mapping[str, str]) -> ApiError:
+        """The same, its field as the client's request calls it. names: by our own."""
+        param = str(self.param)
+        told = names.get(param) or names.get(param.partition(".")[0])
+        if told is None:
+            return self
+        message = self.message.replace(param, told, 1)
+        return ApiError(self.status, message, told, self.code, self.headers)
 
     def response(self) -> JSONResponse:
         """The response."""
@@ -552,33 +568,10 @@ def refuse(
         raise ApiError(status, message, param, code)
 
 
-@contextmanager
-def fields_named(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors of the block name fields as the client's request calls them. names: by our own."""
-    try:
-        yield
-    except ApiError as error:
-        param = str(error.param)
-        told = names.get(param) or names.get(param.partition(".")[0])
-        if told is None:
-            raise
-        message = error.message.replace(param, told, 1)
-        raise ApiError(error.status, message, told, error.code, error.headers) from error
-
-
 def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """The errors of a route, for its description; 400 is among them."""
-    told = {
-        400: "A field is wrong, and named.", 401: "The key is missing or wrong.",
-        403: "The administration is off.", 404: "There is no such model or session.",
-        408: "The request was sent too slowly.",
-        409: "The weights did not come in time, or cannot be loaded now.",
-        413: "The request is too large.", 429: "Too many requests or tokens, or the queue is full.",
-        503: "The server starts or stops, or its engine has ended.",
-        504: "The answer took too long.",
-    }  # fmt: skip
     wanted = sorted({400, 408, 413, *statuses})
-    return {status: {"description": told[status], "model": ErrorBody} for status in wanted}
+    return {each: {"description": _STATUSES[each][2], "model": ErrorBody} for each in wanted}
 
 
 _REQUESTS: dict[str, type[BaseModel]] = {

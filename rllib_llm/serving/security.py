@@ -155,7 +155,20 @@ def read_clients(settings: ServeSettings) -> Clients:
             )
         entries += [_KeyEntry(key=key) for key in keys]
     if settings.api_keys_file is not None:
-        entries += _read_entries(settings.api_keys_file.read_text(encoding="utf-8"))
+        text = settings.api_keys_file.read_text(encoding="utf-8")
+        try:
+            entries += _ENTRIES.validate_python(read_text(text))
+        except (yaml.YAMLError, ValidationError) as error:
+            problem = "it is not YAML"  # PyYAML's words would show the keys
+            if isinstance(error, ValidationError):
+                first = error.errors(include_url=False, include_input=False)[0]
+                at = [f"entry {k + 1}" if isinstance(k, int) else k for k in first["loc"]]
+                problem = ": ".join([*at, first["msg"]])
+            raise Problems(
+                "api_keys_file must hold a YAML list of {name, key, requests_per_minute, "
+                f"tokens_per_minute}}, of which each has at least a key: {problem}. Correct the "
+                "file.",
+            ) from None  # fmt: skip
     if settings.has_replicas:
         for name in RATES:
             if any(name in entry.model_fields_set for entry in entries):
@@ -171,21 +184,6 @@ def read_clients(settings: ServeSettings) -> Clients:
     if settings.admin_key_file is not None:
         admin = settings.admin_key_file.read_text(encoding="utf-8")
     return Clients(clients, None if admin is None else admin.strip().encode())
-
-
-def _read_entries(text: str) -> list[_KeyEntry]:
-    try:
-        return _ENTRIES.validate_python(read_text(text))
-    except yaml.YAMLError:  # which would show the keys
-        problem = "it is not YAML"
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = [f"entry {part + 1}" if isinstance(part, int) else part for part in first["loc"]]
-        problem = ": ".join([*where, first["msg"]])
-    raise Problems(
-        "api_keys_file must hold a YAML list of {name, key, requests_per_minute, "
-        f"tokens_per_minute}}, of which each has at least a key: {problem}. Correct the file.",
-    )  # fmt: skip
 
 
 # --- in front of the routes ----------------------------------------------------------------------
@@ -262,7 +260,12 @@ class Gate:
             known = client is not None or self._clients.is_admin(key)
             body = await self._body(headers, receive) if known else b""
             state["size"] = len(body)
-            await self._app(scope, _replayed(body, receive), answer)
+            unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+            async def replay() -> Message:  # the body, then the client's further messages
+                return unread.pop() if unread else await receive()
+
+            await self._app(scope, replay, answer)
         except ApiError as error:
             if not status:  # else it has begun: the client sees that it is cut off
                 await error.response()(scope, receive, answer)
@@ -298,20 +301,6 @@ class Gate:
             text = f"The request took longer than {seconds:g} s to arrive."
             raise ApiError(408, text, None, "slow_request") from None
         return bytes(body)
-
-
-def _replayed(body: bytes, receive: Receive) -> Receive:
-    """Replays the body once, then passes on the client's further messages."""
-    is_given = False
-
-    async def again() -> Message:
-        nonlocal is_given
-        if is_given:
-            return await receive()
-        is_given = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return again
 
 
 MAX_PARTS = 2**15

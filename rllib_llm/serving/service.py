@@ -18,7 +18,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -38,23 +38,13 @@ from rllib_llm.serving.chat import Chats
 from rllib_llm.serving.engine_host import Counts
 from rllib_llm.serving.engine_process import EngineHost
 from rllib_llm.serving.guides import BusyError, no_good
-from rllib_llm.serving.jobs import Job, Limits
-from rllib_llm.serving.metrics import JobWatch, Metrics
+from rllib_llm.serving.jobs import Job
+from rllib_llm.serving.metrics import Metrics
 from rllib_llm.serving.schemas import ApiError, refuse
 from rllib_llm.serving.security import Client
 from rllib_llm.serving.sessions import Sessions
 from rllib_llm.serving.settings import ServeSettings
-from rllib_llm.serving.streams import (
-    GONE,
-    Choice,
-    ClientGoneError,
-    Event,
-    EventStream,
-    Piece,
-    encoded,
-    encoded_in_parts,
-    while_there,
-)
+from rllib_llm.serving.streams import Choice, Event, Piece, encoded, encoded_in_parts
 from rllib_llm.serving.weights import LiveWeights, ServedWeights, fingerprint
 
 logger = logging.getLogger(__name__)
@@ -66,18 +56,13 @@ _SMALL_BYTES = 2**14  # of a request that is read in the event loop
 _ALIVE_SECONDS = 10.0  # a step with long prompts may take some
 _GRAMMAR_SECONDS = 10.0
 _MOST_RETRY_SECONDS = 30
+JsonResponse = partial(Response, media_type="application/json")  # of JSON that is made already
 SHUTTING_DOWN = "The server is about to stop and takes no more requests."
-
-
-class JsonResponse(Response):
-    """JSON that is made already."""
-
-    media_type = "application/json"
 
 
 class RequestContext:
     """A request, apart from its body. version: serial number of the weights that it asks for, None:
-    the newest; has_large_answer: whether its JSON is made beside the event loop."""
+    the newest."""
 
     def __init__(self, request: Request) -> None:
         self.request, state = request, request.scope["state"]
@@ -86,12 +71,6 @@ class RequestContext:
         self.client: Client = state["client"]
         self._size: int = state["size"]  # of its body, bytes
         self.version: int | None = None
-        self.has_large_answer = False
-
-    @property
-    def owner(self) -> bytes:
-        """The key that it came with; empty where there are none."""
-        return self.client.key
 
     async def begin(self, model: str | None) -> None:
         """Waits for the weights that it asks for, `model` by name, among others; see
@@ -102,26 +81,6 @@ class RequestContext:
         await service.weights.wait_for(wanted, service.settings.weights_wait_s)
         weights = service.weights.named(model)
         self.version = None if weights is None else weights.serial
-
-    async def answer(
-        self, events: AsyncGenerator[Event, None], stream: bool | None, **of_stream: Any
-    ) -> Response:
-        """The events as a stream, or the only one; what makes them ends when the client goes.
-        of_stream: see `EventStream`."""
-        if stream:
-            return EventStream(events, self.service.settings.slow_reader_s, **of_stream)
-
-        async def body() -> bytes:
-            try:
-                event = await anext(events)
-            finally:
-                await events.aclose()
-            return await self.service.encoded(self.has_large_answer, event)
-
-        try:
-            return JsonResponse(await while_there(self.request.receive, body))
-        except ClientGoneError:
-            return Response(status_code=GONE)
 
     async def beside_loop(self, work: Callable[..., Result], *arguments: Any) -> Result:
         """Returns the result of `work`, run in a thread if the request is large."""
@@ -173,17 +132,20 @@ class RunningJob:
     def __init__(self, service: Service, request_id: str, job: Job) -> None:
         self.request_id, self.job = request_id, job
         self._service, self._settings = service, service.settings
-        self._watch = JobWatch(service.metrics, sum(map(len, job.prompts)))
+        self._start, self._last_token = time.perf_counter(), 0.0
+        self._first_tokens: dict[int, float] = {}  # when each completion's first has come
+        service.metrics.prompt_tokens.inc(job.prompt_tokens)
         rows, least = job.rows(), job.params.min_new_tokens
         self.num_left = job.num_rows
         befores = [prompt[-8:] if job.continues_text else () for prompt in job.prompts]
-        self.choices = [
+        self._choices = [
             Choice(TextStream(service.tokenizer, before, job.stops, job.keeps_stop, least),
                    job.params.stop_token_ids, job.eos_token_ids)
             for before in befores for _ in range(job.n)
         ]  # fmt: skip
+        finish = None if job.samples else "length"
+        self.whole = [Piece(finish_reason=finish) for _ in self._choices]
         self._serials: dict[int, None] = {}  # of the weights that have sampled, in their order
-        self._texts: dict[int, str] = {}  # for the log, if it is to have them
         self._events: deque[tuple[int, Tokens | Ended | BaseException]] = deque()
         self._arrived = asyncio.Event()
         self._rows_left = len(rows)
@@ -223,7 +185,7 @@ class RunningJob:
             if isinstance(event, BaseException):
                 raise event if isinstance(event, ApiError) else self._refusal(event)
             self._rows_left -= isinstance(event, Ended)
-            choice = self.choices[i]
+            choice, whole = self._choices[i], self.whole[i]
             if choice.is_done:
                 continue
             piece = choice.end(event) if isinstance(event, Ended) else choice.tokens(event)
@@ -233,14 +195,22 @@ class RunningJob:
                     break
                 events.popleft()
                 piece.add(choice.tokens(more))
-            self._watch.tokens(i, len(piece.token_ids))
+            whole.add(piece)
             self._serials |= dict.fromkeys(piece.versions)
-            if self._settings.log_prompts:
-                self._texts[i] = self._texts.get(i, "") + piece.text
+            now, metrics, count = time.perf_counter(), self._service.metrics, len(whole.token_ids)
+            if piece.token_ids:
+                self._last_token = now
+                if not self._first_tokens:
+                    metrics.first_token.observe(now - self._start)
+                self._first_tokens.setdefault(i, now)
             if choice.is_done:
                 self._rows_left -= self._futures[i].cancel()
                 self.num_left -= 1
-                self._watch.finished(i, piece.finish_reason or "")
+                metrics.generation_tokens.inc(count)
+                metrics.success.labels(whole.finish_reason or "").inc()
+                metrics.end_to_end.observe(now - self._start)
+                if count > 1:
+                    metrics.per_token.observe((now - self._first_tokens[i]) / (count - 1))
             yield i, piece
 
     async def scores(self) -> list[TextScores]:
@@ -276,7 +246,7 @@ class RunningJob:
     @property
     def num_completion_tokens(self) -> int:
         """Tokens that were sampled and belong to the answer."""
-        return sum(choice.num_tokens for choice in self.choices)
+        return sum(len(each.token_ids) for each in self.whole)
 
     def abort(self) -> None:
         """Ends the job with the partial output; without scores of its prompts it has no answer."""
@@ -295,9 +265,11 @@ class RunningJob:
             self._scoring.cancel()
         if self._settings.log_prompts:
             decode = self._service.tokenizer.decode
-            told = {"prompts": [decode(ids) for ids in self.job.prompts], "texts": self._texts}
+            texts = {i: each.text for i, each in enumerate(self.whole) if each.token_ids}
+            told = {"prompts": [decode(ids) for ids in self.job.prompts], "texts": texts}
             logger.info(json.dumps({"request_id": self.request_id, **told}))
-        self._watch.close()
+        if self._last_token:  # the answer is with the network, or nobody waits for it any more
+            self._service.metrics.framework.observe(time.perf_counter() - self._last_token)
         self.num_left = 0
 
 
@@ -319,16 +291,8 @@ class Service:
         self.host, self.tokenizer, self.settings = host, tokenizer, settings
         self.texts = TokenTexts(tokenizer)
         self.metrics = Metrics()
-        facts = host.facts
-        self.limits = Limits(
-            max_model_len=min(facts.max_positions, settings.max_model_len or facts.max_positions),
-            vocab_size=facts.vocab_size,
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_ids=facts.eos_token_ids,
-            default_max_tokens=settings.default_max_tokens,
-            max_prompt_chars=settings.max_prompt_chars,
-        )
-        first = ServedWeights(serial, 0, serial, facts.fingerprint, source)
+        self.limits = host.limits
+        first = ServedWeights(serial, 0, serial, host.fingerprint, source)
         self.weights = LiveWeights(settings.served_name, first)
         self._serials = itertools.count(serial + 1)
         self._load_lock = threading.Lock()
@@ -457,21 +421,18 @@ class Service:
                f"at most {most} together, the server's places.", "n", "too_many_completions")
         if self.num_rows + job.num_rows > most:
             self.metrics.refusals.labels("queue").inc()
+            # Until half of the queue has begun, at the rate at which completions have ended since
+            # the engine is full. Clients that all come back each second take a third of the
+            # server's time.
+            seconds = 1
+            if self._full_since is not None and self._num_ended:
+                interval = (self._clock() - self._full_since) / self._num_ended
+                seconds = max(1, math.ceil(interval * self.settings.max_waiting / 2))
             raise ApiError(
                 429, f"The server is full: {self.num_rows} completions are under way or wait, and "
                 f"{job.num_rows} more would be above {most}.", None, "server_overloaded",
-                {"Retry-After": str(self._retry_seconds())},
+                {"Retry-After": str(min(seconds, _MOST_RETRY_SECONDS))},
             )  # fmt: skip
-
-    def _retry_seconds(self) -> int:
-        """Seconds until half of the queue has begun, at the rate at which completions have ended
-        since the engine is full. Clients that all come back each second take a third of the
-        server's time."""
-        if self._full_since is None or not self._num_ended:
-            return 1
-        interval = (self._clock() - self._full_since) / self._num_ended
-        seconds = math.ceil(interval * self.settings.max_waiting / 2)
-        return min(max(1, seconds), _MOST_RETRY_SECONDS)
 
     def _count_ended(self, num_rows: int) -> None:
         """Counts completions that have ended while others wait for their places: without a queue
@@ -528,7 +489,7 @@ class Service:
                 running.close()
                 del self.jobs[key]
                 self._count_ended(job.num_rows)
-                used = sum(map(len, job.prompts)) + running.num_completion_tokens
+                used = job.prompt_tokens + running.num_completion_tokens
                 client.tokens.use(used - job.most_tokens)
         finally:
             if job.grammar is not None:

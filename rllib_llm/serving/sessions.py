@@ -86,10 +86,6 @@ class Session:
         """Turns that were sampled."""
         return sum(conversation.num_turns for conversation in self.conversations)
 
-    def template_settings(self, asked: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Variables of the chat template."""
-        return {**(self.rules.template_settings if self.rules else {}), **(asked or {})}
-
     def governed(self, body: ChatRequest, prompt_len: int) -> ChatRequest:
         """The request as the session's rules have it; 400 where a limit is reached, or where the
         answer is not to be sampled freely."""
@@ -127,7 +123,12 @@ class Session:
                 if node is not None:
                     conversation.branch(node)
                     said = sum(len(each.messages) for each in conversation.path(node))
-                    conversation.append_messages([*map(self._with_own_id, messages[said:])])
+                    own = self._own_ids  # that calls have here, by those that the client was told
+                    conversation.append_messages([
+                        {**each, "tool_call_id": own[told]}
+                        if (told := str(each.get("tool_call_id"))) in own else each
+                        for each in messages[said:]
+                    ])  # fmt: skip
                     self.conversations.remove(conversation)
                     self.conversations.append(conversation)
                     return conversation
@@ -143,27 +144,18 @@ class Session:
         messages follow. A turn is compared as its client saw it, without text after a stop
         sequence."""
         given = [_essence(message) for message in messages]
+        places = {id(node): i for i, node in enumerate(conversation.nodes)}
         found, longest = None, 0
         for i, node in enumerate(conversation.nodes):
             if not node.sampled:
                 continue
-            until = self._essences_until(conversation, i)
+            until: list[tuple[str, str, str]] = []
+            for each in conversation.path(i):
+                told = self._told.get((conversation, places[id(each)]))
+                until += [told] if told else map(_essence, each.messages)
             if longest < len(until) < len(given) and given[: len(until)] == until:
                 found, longest = i, len(until)
         return found
-
-    def _essences_until(self, conversation: Conversation, node: int) -> list[tuple[str, str, str]]:
-        known = {id(each): i for i, each in enumerate(conversation.nodes)}
-        found = []
-        for each in conversation.path(node):
-            told = self._told.get((conversation, known[id(each)]))
-            found += [_essence(message) for message in each.messages] if told is None else [told]
-        return found
-
-    def _with_own_id(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A tool's answer, which names the call by the id that the client was told."""
-        own = self._own_ids.get(str(message.get("tool_call_id")))
-        return message if own is None else {**message, "tool_call_id": own}
 
     def end_turn(
         self, conversation: Conversation, piece: Piece | None, versions: Sequence[int],
@@ -308,11 +300,6 @@ class Sessions:
         session = self.get(session_id, owner)
         self._remove(session_id)
         return session
-
-    def forget(self, session_id: str) -> None:
-        """Ends a session, if it is there."""
-        if session_id in self._held:
-            self._remove(session_id)
 
 
 def _essence(message: Mapping[str, Any]) -> tuple[str, str, str]:

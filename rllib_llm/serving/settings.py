@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +19,7 @@ from pydantic import (
 )
 
 from rllib_llm.shared.errors import Problems, require, unknown_key
+from rllib_llm.shared.setting import Setting, choices_of
 from rllib_llm.shared.strict_yaml import read_text
 
 ENVIRONMENT_PREFIX = "RLLIB_SERVE_"
@@ -229,41 +229,26 @@ def read_settings(
         name = ".".join(map(str, first["loc"]))
         if first["type"] == "extra_forbidden":
             raise Problems([unknown_key("", name, ServeSettings.model_fields)]) from error
-        is_secret = "key" in name and not name.endswith("_file")
-        is_shown = not is_secret and first["type"] != "missing"
-        field = ServeSettings.model_fields[str(first["loc"][0])]
+        field, rule = ServeSettings.model_fields[str(first["loc"][0])], "be given"
         default = None if field.is_required() else field.get_default(call_default_factory=True)
+        is_missing, is_secret = first["type"] == "missing", "key" in name and "_file" not in name
+        if not is_missing:
+            bounds = {ours: getattr(each, theirs) for each in field.metadata
+                      for ours, theirs in _BOUNDS.items() if hasattr(each, theirs)}  # fmt: skip
+            kind = field.annotation
+            row = Setting(name=name, type=kind, default=default, meaning="",
+                          choices=choices_of(kind), **bounds)  # fmt: skip
+            words = row.rule.replace("SecretStr", "text").replace("Path", "a path")
+            is_told = first["type"] == "value_error" or len(first["loc"]) > 1
+            rule = f"be corrected, {problem}" if is_told else f"be {words}"
         raise Problems(
-            name, _rule(problem), str(field.description).rstrip("."),
+            name, rule, str(field.description).rstrip("."),
             "Leave it out" if default is None else f"Write {default!r}, its default",
-            first["input"] if is_shown else ...,
+            ... if is_secret or is_missing else first["input"],
         ) from error  # fmt: skip
 
 
-_WORDS = {
-    "valid integer": "whole number",
-    "valid number": "number",
-    "a valid string": "text",
-    "a valid boolean": "true or false",
-    "valid dictionary": "mapping",
-    "valid list": "list",
-    "greater than or equal to": "at least",
-    "less than or equal to": "at most",
-    "greater than": "above",
-    "less than": "below",
-}
-
-
-def _rule(problem: str) -> str:
-    """A setting's rule in plain words, from the message of pydantic."""
-    if problem == "Field required":
-        return "be given"
-    if not problem.startswith("Input should be "):
-        return f"be corrected, {problem[:1].lower()}{problem[1:]}"
-    wanted = re.sub(r", (unable|got|but) .*", "", problem.removeprefix("Input should be "))
-    for words, plain in _WORDS.items():
-        wanted = wanted.replace(words, plain)
-    return f"be {wanted}"
+_BOUNDS = {"least": "ge", "above": "gt", "most": "le"}
 
 
 def _from_file(file: Path) -> dict[str, Any]:

@@ -54,9 +54,6 @@ class Choice:
         self._text = text
         self._stops, self._eos = frozenset(stop_token_ids), frozenset(eos_token_ids)
         self.is_done = False
-        self.num_tokens = 0
-        self.spans: list[list[int]] = []
-        """[serial number of weights, first token, behind the last that they sampled]."""
 
     def tokens(self, new: Tokens) -> Piece:
         """The piece that sampled tokens add; tokens after a stop sequence add nothing."""
@@ -70,10 +67,6 @@ class Choice:
             if new.likeliest:
                 piece.likeliest.append(new.likeliest[i])
             piece.versions.append(new.versions[i])
-            if not self.spans or self.spans[-1][0] != new.versions[i]:
-                self.spans.append([new.versions[i], self.num_tokens, self.num_tokens])
-            self.num_tokens += 1
-            self.spans[-1][2] = self.num_tokens
             if token not in self._stops:  # else it is the last
                 piece.text += self._text.push(token)
             if self._text.stopped_by is not None:

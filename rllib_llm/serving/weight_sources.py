@@ -126,19 +126,14 @@ class RunSource:
                 # Where nothing came of a follower that works, what is in use is the newest.
                 self.error, self._service.is_ready = None, True
             except Exception as error:  # noqa: BLE001  (the border of the thread)
-                self._lose(error)
+                told = f"The weights of {self._client.name!r} cannot be followed"
+                if repr(error) != repr(self.error):  # once, however often it is tried
+                    logger.error(told, exc_info=error)
+                self.error = error
+                self._service.why_not_ready = f"{told}: {type(error).__name__}."
+                self._service.is_ready = False
                 self._stop.wait(self._retry_seconds)
                 self._follower.start()
-
-    def _lose(self, error: Exception) -> None:
-        """Stops the server from answering with weights that are no longer the newest."""
-        if repr(error) != repr(self.error):  # once, however often it is tried
-            logger.error("Weights of %r cannot be followed", self._client.name, exc_info=error)
-        self.error = error
-        self._service.why_not_ready = (
-            f"The weights of {self._client.name!r} cannot be followed: {type(error).__name__}."
-        )
-        self._service.is_ready = False
 
     def _take(self, seconds: float) -> bool:
         """Loads weights that come in so many seconds, or could not be loaded before; whether there
@@ -148,14 +143,9 @@ class RunSource:
             self._follower.swap()
         if not self._arrived or self._stop.is_set():
             return False
-        self._load(self._arrived[-1])
-        self._arrived.clear()
-        return True
-
-    def _load(self, flat: FlatBuffer) -> None:
         published = self._follower.in_use
         assert published is not None, "it was just swapped in"
-        tensors: Mapping[str, torch.Tensor] = unpack(flat)
+        tensors: Mapping[str, torch.Tensor] = unpack(self._arrived[-1])
         if self._merger is not None:
             tensors = self._merger.merged(tensors)
         elif any(map(is_adapter, tensors)):
@@ -166,6 +156,8 @@ class RunSource:
             tensors, epoch=published.epoch, version=published.version,
             source=f"run {self._client.name}",
         )  # fmt: skip
+        self._arrived.clear()
+        return True
 
     def stop(self) -> None:
         """Ends the threads."""
@@ -179,9 +171,8 @@ def follow(service: Service) -> RunSource | None:
     settings = service.settings
     if settings.weights_name is None:
         return None
-    merger = None
-    if settings.lora is not None:
-        merger = AdapterMerger(find_model(settings.model), settings)
+    merges = settings.lora is not None
+    merger = AdapterMerger(find_model(settings.model), settings) if merges else None
     source = RunSource(service, CoordinatorClient(settings.weights_name), merger)
     source.start()
     return source

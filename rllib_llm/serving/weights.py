@@ -40,8 +40,8 @@ class ServedWeights:
 
 
 class LiveWeights:
-    """The versions that can be asked for, the newest first. Of the event loop alone, but for
-    `remember` and `of`.
+    """The versions that can be asked for, in `live`: the newest, and the one before it as long as
+    requests may ask for it. Of the event loop alone, but for `remember` and `of`.
 
     Args:
         first: that it is served with until others come.
@@ -49,18 +49,13 @@ class LiveWeights:
 
     def __init__(self, name: str, first: ServedWeights) -> None:
         self.name = name
-        self._known, self._live = {first.serial: first}, [first]
+        self._known, self.live = {first.serial: first}, [first]
         self._changed = asyncio.Event()
 
     @property
     def newest(self) -> ServedWeights:
         """The version used by requests that name none."""
-        return self._live[0]
-
-    @property
-    def live(self) -> list[ServedWeights]:
-        """The newest, and the one before it as long as requests may ask for it."""
-        return list(self._live)
+        return self.live[0]
 
     def remember(self, weights: ServedWeights) -> None:
         """Registers weights that may sample from now on. Thread-safe."""
@@ -70,7 +65,7 @@ class LiveWeights:
 
     def set_live(self, live: list[ServedWeights]) -> None:
         """Sets the versions that the engine holds now."""
-        self._live = live
+        self.live = live
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -87,21 +82,21 @@ class LiveWeights:
         live."""
         if model is None or model == self.name:
             return None
-        for weights in self._live:
+        for weights in self.live:
             if model == self.id_of(weights):
                 return weights
         raise self.gone(model)
 
     def check_new(self, epoch: int, version: int) -> None:
         """Refuses numbers of a live version, 409: two would have one name."""
-        for weights in self._live:
+        for weights in self.live:
             refuse((weights.epoch, weights.version) == (epoch, version), f"version={version} must "
                    f"be one that is not in use: {self.id_of(weights)} came from {weights.source}.",
                    "version", "weight_version_in_use", 409)  # fmt: skip
 
     def gone(self, model: str) -> ApiError:
         """The answer where a model's weights are not here."""
-        live = [self.name, *(self.id_of(weights) for weights in self._live)]
+        live = [self.name, *(self.id_of(weights) for weights in self.live)]
         message = f"model={model[:MAX_TOLD]!r} must be one of {live}; the first is the newest."
         return ApiError(404, message, "model", MODEL_GONE)
 

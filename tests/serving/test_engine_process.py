@@ -162,7 +162,7 @@ def test_a_row_that_nobody_waits_for_leaves_and_an_aborted_one_says_what_there_i
 def test_what_it_refuses_is_raised_here(process):
     other = torch.nn.Linear(2, 2).state_dict()
     with pytest.raises(ValueError, match="must name the model's parameters"):
-        process.load(other, 1)
+        process.swap(other, 1)
     (refused,) = process.submit_all([Row(None, [1, 2], PARAMS, version=99)])
     with pytest.raises(VersionGoneError, match="row.version=99 must be one of"):
         refused.result(DEADLINE_S)
@@ -185,7 +185,7 @@ def test_weights_are_handed_over_and_its_end_is_noticed(process, thread, events,
             weights = model(1).state_dict()
             loading = asyncio.to_thread(made.load, weights, epoch=0, version=1, source="test")
             assert (await loading).label == "0.1"
-            thread.load(weights, 1)
+            thread.swap(weights, 1)
             expected = sampled(thread, [Row(None, [1, 40, 41], PARAMS, noise=Noise(1), version=1)])
             same = [Row(None, [1, 40, 41], PARAMS, noise=Noise(1))]
             assert await asyncio.to_thread(sampled, made.host, same) == expected

@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 import rllib_llm.serving
@@ -22,7 +23,7 @@ def labels_by_name() -> dict[str, set[str]]:
     metrics.refusals.labels("queue")
     metrics.lane_rows.labels("0.0")
     found = {}
-    for family in text_string_to_metric_families(metrics.text().decode()):
+    for family in text_string_to_metric_families(generate_latest(metrics.registry).decode()):
         labels = {label for sample in family.samples for label in sample.labels}
         found |= {family.name + suffix: labels for suffix in SUFFIXES[family.type]}
     return found

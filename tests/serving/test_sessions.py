@@ -174,8 +174,7 @@ def test_a_key_s_many_sessions_cost_nobody_else_his_own(monkeypatch):
     assert sum(name.startswith("bob") for name in sessions._held) <= 3
     with pytest.raises(ApiError, match="is not here"):
         sessions.get("bob 0", b"bob")
-    sessions.forget("mine")
-    sessions.forget("mine")
+    sessions.end("mine", b"ann")
     assert b"ann" not in sessions._of
 
 

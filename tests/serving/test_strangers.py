@@ -16,6 +16,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.routing import Mount
 
+from rllib_llm.serving.completions import View
 from rllib_llm.serving.guides import BusyError, Grammars, LlGuide
 from rllib_llm.serving.http_server import make_app
 from rllib_llm.serving.schemas import ChatRequest, CompletionRequest, ResponseRequest, TokenIds
@@ -320,16 +321,18 @@ def test_long_prompts_are_told_again_beside_the_event_loop(stream):
 
 @pytest.mark.parametrize("is_large", [False, True])
 def test_the_json_of_a_large_answer_is_made_beside_the_event_loop(is_large):
-    async def answer():
-        yield {"thread": (threading.get_ident() for _ in range(1))}  # asked when it is written
+    class Told(View):
+        async def events(self):
+            yield {"thread": (threading.get_ident() for _ in range(1))}  # asked when it is written
 
     async def ask(http, made) -> None:
         app = SimpleNamespace(state=SimpleNamespace(service=made))
         state = {"request_id": "r", "client": None, "size": 0}
-        scope = {"type": "http", "app": app, "state": state}
+        scope = {"type": "http", "app": app, "state": state, "headers": []}
         context = RequestContext(Request(scope, receive=asyncio.Event().wait))
-        context.has_large_answer = is_large
-        response = await context.answer(answer(), stream=False)
+        view = Told(context, SimpleNamespace(stream=False))
+        view.has_large_answer = is_large
+        response = await view.answer()
         (thread,) = json.loads(response.body)["thread"]
         assert (thread != threading.get_ident()) == is_large
 
@@ -587,6 +590,10 @@ def test_echo_and_completion_are_of_one_version_under_swaps():
 # --- grammars ------------------------------------------------------------------------------------
 
 
+def guide_by(host, grammars: Grammars) -> None:
+    host._grammars, host.compile, host.release = grammars, grammars.compile, grammars.release
+
+
 def test_a_grammar_is_compiled_once_however_many_rows_keep_to_it():
     class Counted(Grammars):
         count = 0
@@ -598,7 +605,7 @@ def test_a_grammar_is_compiled_once_however_many_rows_keep_to_it():
     grammars = Counted(tokenizer(), EOS)
 
     async def ask(http, made) -> None:
-        made.host._grammars = grammars
+        guide_by(made.host, grammars)
         body = {**ASKED, "n": 8, "max_tokens": 9,
                 "response_format": {"type": "regex", "regex": "[0-9]{3}"}}  # fmt: skip
         for _ in range(2):
@@ -631,8 +638,9 @@ def test_many_grammars_cost_nobody_his_own_and_the_queue_has_an_end():
     with pytest.raises(BusyError):
         grammars.compile(lark(99), 99)
     shared = grammars.compile(lark(1), 101)
-    for future in gone:  # nobody waits for them any more, but for one
+    for i, future in enumerate(gone, start=1):  # nobody waits for them any more, but for one
         future.cancel()
+        grammars.release(i)
     gate.set()
     mine.result(DEADLINE_S)
     shared.result(DEADLINE_S)
@@ -642,7 +650,7 @@ def test_many_grammars_cost_nobody_his_own_and_the_queue_has_an_end():
     assert grammars.guide(lark(0)) and grammars.guide(lark(1))  # pinned
     assert seen[:2] == [lark(0), lark(1)] and len(seen) == 102
     assert len(grammars._entries) == 64
-    for pin in (0, 1, 101):
+    for pin in (0, 101):
         grammars.release(pin)
     for i in range(300, 370):
         grammars.compile(lark(i), i).result(DEADLINE_S)
@@ -661,7 +669,8 @@ def test_a_grammar_that_has_to_wait_is_no_mistake_of_the_client(monkeypatch):
             return super()._compile(grammar)
 
     async def ask(http, made) -> None:
-        grammars = made.host._grammars = Held(tokenizer(), EOS)
+        grammars = Held(tokenizer(), EOS)
+        guide_by(made.host, grammars)
         body = {**ASKED, "response_format": {"type": "regex", "regex": "[0-9]{3}"}}
         answers = [await http.post("/v1/completions", json=body) for _ in range(2)]
         assert [each.status_code for each in answers] == [503, 503]
@@ -838,7 +847,7 @@ def test_an_answer_whose_matcher_broke_is_an_error_and_no_answer():
             return Breaking(super().guide(grammar)._matcher)
 
     async def ask(http, made) -> None:
-        made.host._grammars = BreakingGrammars(tokenizer(), EOS)
+        guide_by(made.host, BreakingGrammars(tokenizer(), EOS))
         body = {**ASKED, "max_tokens": 9, "response_format": {"type": "regex", "regex": "[0-9]{3}"}}
         answer = await http.post("/v1/completions", json=body)
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "grammar_failed")
