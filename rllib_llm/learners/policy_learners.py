@@ -12,6 +12,7 @@ import torch
 from ray.rllib.core import DEFAULT_MODULE_ID
 
 from rllib_llm.data.texts import TextSource
+from rllib_llm.learners.batching import take_rows
 from rllib_llm.learners.language_model_learner import zero_loss
 from rllib_llm.learners.rlhf_learner import RLHFLearner
 from rllib_llm.learners.shared_passes import Batch
@@ -164,6 +165,29 @@ class ReinforcePPLearner(RLHFLearner):
 
 class DistillationLearner(RLHFLearner):
     """On-policy distillation (Agarwal et al. 2024, "GKD"): scores are measured, not learnt from."""
+
+    def prepare(self, batch: Batch) -> Batch:
+        """Rows of a data set get the policy's log-probs, as if it had written them: ratios and the
+        distance from the policy before the update are then what they are of the others."""
+        if columns.FROM_DATA in batch:
+            rows = columns.fetched([batch[columns.FROM_DATA]])[0].nonzero().squeeze(1)
+            scored = self.evaluate_rows(take_rows(batch, rows), [columns.LOGPROBS])
+            logprobs, rows = batch[columns.SAMPLER_LOGPROBS], rows.to(self._device)
+            logprobs = logprobs.index_copy(0, rows, scored[columns.LOGPROBS])
+            batch = {**batch, columns.SAMPLER_LOGPROBS: logprobs}
+        return super().prepare(batch)
+
+    def _log_objective(
+        self, batch: Batch, processed: torch.Tensor, kl: torch.Tensor | None
+    ) -> None:
+        """Of what the policy wrote."""
+        if columns.FROM_DATA in batch:
+            rows = (~columns.fetched([batch[columns.FROM_DATA]])[0]).nonzero().squeeze(1)
+            if not len(rows):
+                return
+            batch, rows = take_rows(batch, rows), rows.to(processed.device, non_blocking=True)
+            processed, kl = processed[rows], None if kl is None else kl[rows]
+        super()._log_objective(batch, processed, kl)
 
     def compute_advantages(self, batch: Batch, scores: torch.Tensor, kl: torch.Tensor) -> Batch:
         return {columns.ADVANTAGES: torch.zeros_like(batch[columns.OLD_LOGPROBS])}
