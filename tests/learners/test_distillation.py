@@ -18,9 +18,9 @@ TEACHER = f"{tiny_runs.HERE}.build_teacher"
 ONE_STEP = {"num_epochs": 1, "minibatch_size": None}
 
 
-def distill(**training):
-    config = tiny_runs._rlhf(DistillationConfig(), **{**ONE_STEP, "grad_clip": None, **training})
-    return config.distillation(teacher=training.get("teacher", TEACHER))
+def distill(temperature=1.0, **training):
+    settings = {**ONE_STEP, "grad_clip": None, "teacher": TEACHER, **training}
+    return tiny_runs._rlhf(DistillationConfig(), **settings).sampling(temperature=temperature)
 
 
 def judged(learner):
