@@ -42,6 +42,9 @@ GROUPS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("policy/entropy_avg", "nats per token", "next-token entropy"),
         ("loss/policy_avg, loss/value_avg", "1", "policy loss, critic loss"),
         ("loss/ref_kl_avg", "nats per token", "KL to the reference, if in the loss"),
+        ("loss/distill_avg", "nats per token", "divergence from the teacher"),
+        ("train/teacher_kl", "nats per token", "KL from the teacher"),
+        ("train/teacher_agreement", "share", "tokens that policy and teacher both like best"),
         ("loss/ptx_avg, eval/ptx_loss", "nats per token", "pretraining text, held-out text"),
         ("val/ratio, val/ratio_var", "1", "new over old token probability: mean, variance"),
         ("val/num_eos_tokens, eval/finished", "share", "completions ended by a stop token"),
@@ -56,6 +59,7 @@ GROUPS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("train/num_invalid", "completions", "without a score, not trained on"),
         ("train/truncated_share, env/truncated", "share", "cut prompts; cut conversations"),
         ("train/zero_variance_groups", "share", "groups with equal scores"),
+        ("train/masked_truncated", "share", "rows cut off, out of the loss"),
         ("train/padding_share", "share", "padding among computed tokens"),
         ("train/staleness", "updates", "age of the sampling weights"),
         ("env/distinct, eval/distinct", "share", "completions; if greedy, one of each prompt"),
@@ -188,15 +192,15 @@ def is_reported(name: str) -> bool:
     return describes(name) or name in TUNES_OWN or name.partition("/")[0] in OPEN_GROUPS
 
 
-SAMPLING = frozenset({"GRPO", "RLOO", "ReinforcePP", "PPOPtx"})
+SAMPLING = frozenset({"GRPO", "RLOO", "ReinforcePP", "PPOPtx", "Distillation"})
 SUPERVISED = frozenset({"SFT", "RewardModel", "DPO"})
 # Patterns of results that only some of our algorithms report. The first match counts.
 REPORTED_BY: tuple[tuple[str, frozenset[str]], ...] = (
     ("loss/ptx_avg", frozenset({"PPOPtx"})),
-    (r"loss/(policy|value|ref_kl)_avg", SAMPLING),
+    (r"loss/(policy|value|ref_kl|distill)_avg|train/teacher_.+", SAMPLING),
     (r"reward|kl|length|entropy|(objective|policy|val|sampler|env)/.+", SAMPLING),
     (r"(weights|rollouts|replay|rollout_store|off_policy)/.+", SAMPLING),
-    (r"train/(.+_)?rewards|train/(num_invalid|zero_variance_groups|staleness)", SAMPLING),
+    (r"train/(.+_)?rewards|train/(num_invalid|zero_variance_groups|masked_truncated|staleness)", SAMPLING),
     ("train/output_length", SAMPLING | {"Generate"}),
     ("epoch", SUPERVISED),
     ("sft_loss|loss/sft", frozenset({"SFT"})),

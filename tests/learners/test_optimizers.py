@@ -82,23 +82,27 @@ def test_muon_has_the_matrices_between_hidden_states_and_adamw_the_rest():
 
 def test_muon_steps_are_those_of_the_formula():
     """One step from rest: W - lr · 0.2 √max(m, n) · NS5(g), g's five Newton-Schulz iterations
-    (Jordan 2024), here in float64; the library's are in bfloat16."""
+    (Jordan 2024), in bfloat16 as the library's: in more digits, directions in which the gradient
+    has next to nothing would come out otherwise."""
     learner = tiny.build(sft(optimizer="muon", lr=1e-2, grad_clip=None))
     before = tiny.parameters(learner)
     tiny.update(learner, texts(learner))
     muon = learner._named_optimizers[f"default_policy_{MUON}"]
     for name, param in tiny.module_of(learner).named_parameters():
         if "o_proj" in name or "down_proj" in name:
-            gradient = muon.state[param]["momentum_buffer"].double()
-            x = gradient / gradient.norm()
+            # The first Nesterov momentum is a multiple of the gradient, and so is this.
+            x = muon.state[param]["momentum_buffer"].bfloat16()
             x = x.T if x.shape[0] > x.shape[1] else x
+            x = x / x.norm()
             for _ in range(5):
                 square = x @ x.T
-                x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+                mixed = torch.addmm(square, square, square, beta=-4.7750, alpha=2.0315)
+                x = torch.addmm(x, mixed, x, beta=3.4445)
             x = x.T if x.shape != param.shape else x
             step = (before[name] - param.detach()) / (1e-2 * 0.2 * max(param.shape) ** 0.5)
-            # bfloat16 has 8 bits: each of five products rounds by 2^-8 of numbers up to 1.
-            torch.testing.assert_close(step.double(), x, rtol=0, atol=5 * 2**-7)
+            alike = torch.cosine_similarity(step.flatten(), x.float().flatten(), dim=0)
+            assert float(alike) > 0.99
+            assert float(step.norm()) == pytest.approx(float(x.float().norm()), rel=0.02)
 
 
 def test_an_offloaded_step_is_the_step():
