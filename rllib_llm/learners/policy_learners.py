@@ -69,17 +69,17 @@ class GroupLearner(RLHFLearner):
 
     def _turn_advantages(self, batch: Batch, rewards: torch.Tensor) -> torch.Tensor:
         """Advantage [B, T] of each turn among its peers, from token rewards [B, T]."""
-        names = (columns.PROMPT_IDS, columns.PROMPT_MASK, columns.COMPLETION_IDS, columns.GROUP,
-                 columns.ROW_ID)  # fmt: skip
-        found = columns.fetched([batch[name] for name in names] + [columns.sampled_mask(batch)])
-        *texts, groups, row_ids, mask = found
+        names = (columns.GROUP, columns.ROW_ID, columns.PROMPT_IDS, columns.PROMPT_MASK,
+                 columns.COMPLETION_IDS)  # fmt: skip
+        given = [*(batch[name] for name in names), columns.sampled_mask(batch)]
+        groups, row_ids, prompt_ids, prompt_mask, ids, mask = columns.fetched(given)
         owners = torch.arange(len(mask))
         if columns.ROW_WEIGHT in batch:  # conversations that fork
             owners = RolloutRows.of(row_ids).owners
         turns = Turns.of(mask, owners)
         peers = turns.numbers
         if self.config.turn_advantages == "state":
-            peers = _states(*texts, mask)
+            peers = _states(prompt_ids, prompt_mask, ids, mask)
         keys = torch.stack([groups[turns.owners], peers], dim=1)
         keys = keys.unique(dim=0, return_inverse=True)[1]
         returns = turns.returns(rewards, self.effective.use("gamma", self.config.gamma))

@@ -91,7 +91,11 @@ def test_a_teacher_in_the_environment_names_its_likeliest_tokens():
     top, ids = goal.topk(4)
     given = {
         columns.TEACHER_TOP_IDS: ids.int(), columns.TEACHER_TOP_LOGPROBS: top.float(),
+        columns.TEACHER_LOGPROBS: top[..., 0].float(),
     }  # fmt: skip
+    with pytest.raises(Problems) as error:  # an environment that has no teacher
+        learner.prepare(dict(batch))
+    assert error.value.found[0].name == "teacher_in"
     found = tiny.update(learner, {**batch, **given})
     where = batch[columns.COMPLETION_MASK]
     expected = likeliest_stats(student, ids, top, 1.0)[0][where].mean()

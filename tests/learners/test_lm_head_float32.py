@@ -15,7 +15,8 @@ from tests.learners import tiny_learners as tiny
 
 def build(**language_model):
     config = tiny_runs.grpo(num_epochs=1, minibatch_size=None, ref_kl_coeff=0.0)
-    return tiny.build(config.language_model(mixed_precision="bf16", **language_model))
+    settings = {"model": f"{__name__}.build_untied", "mixed_precision": "bf16"}
+    return tiny.build(config.language_model(**settings, **language_model))
 
 
 def test_logits_are_float32_products_of_the_trained_weights():
@@ -61,7 +62,9 @@ def test_samplers_log_probs_are_nearer_to_the_learner_s():
     gaps = {}
     for exact in (True, False):
         config = tiny_runs.grpo(num_epochs=1, minibatch_size=None, ref_kl_coeff=0.0, lr=0.0)
-        config.language_model(mixed_precision="bf16", lm_head_float32=exact)
+        config.language_model(
+            model=f"{__name__}.build_untied", mixed_precision="bf16", lm_head_float32=exact
+        )
         with tiny_runs.built(config) as algorithm:
             gaps[exact] = algorithm.train()["sampler"]["logprob_gap"]
     assert gaps[True] <= gaps[False]
@@ -69,18 +72,15 @@ def test_samplers_log_probs_are_nearer_to_the_learner_s():
 
 def test_a_head_that_is_the_embedding_is_refused():
     with pytest.raises(Problems) as error:
-        tied = tiny_runs.grpo().language_model(
-            model=f"{__name__}.build_tied", mixed_precision="bf16", lm_head_float32=True
-        )
-        tiny.build(tied)
+        tiny.build(tiny_runs.grpo().language_model(mixed_precision="bf16", lm_head_float32=True))
     assert error.value.found[0].name == "lm_head_float32"
 
 
-def build_tied():
+def build_untied():
     from rllib_llm.examples import arithmetic
 
     return arithmetic.build_model(
-        3, hidden_size=16, num_layers=1, num_heads=2, max_len=32, tie_word_embeddings=True
+        3, hidden_size=16, num_layers=1, num_heads=2, max_len=32, tie_word_embeddings=False
     )
 
 

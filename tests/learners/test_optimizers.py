@@ -90,8 +90,8 @@ def test_muon_steps_are_those_of_the_formula():
     muon = learner._named_optimizers[f"default_policy_{MUON}"]
     for name, param in tiny.module_of(learner).named_parameters():
         if "o_proj" in name or "down_proj" in name:
-            # The first Nesterov momentum is a multiple of the gradient, and so is this.
-            x = muon.state[param]["momentum_buffer"].bfloat16()
+            # The buffer is 0.05 g, the first Nesterov momentum 0.05 g + 0.95 of the buffer.
+            x = (1.95 * muon.state[param]["momentum_buffer"]).bfloat16()
             x = x.T if x.shape[0] > x.shape[1] else x
             x = x / x.norm()
             for _ in range(5):
