@@ -77,18 +77,20 @@ class GroupLearner(RLHFLearner):
         if columns.ROW_WEIGHT in batch:  # conversations that fork
             owners = RolloutRows.of(row_ids).owners
         turns = Turns.of(mask, owners)
+        if not len(turns.owners):  # nothing could be judged
+            return torch.zeros_like(rewards)
         peers = turns.numbers
         if self.config.turn_advantages == "state":
             peers = _states(prompt_ids, prompt_mask, ids, mask)
         keys = torch.stack([groups[turns.owners], peers], dim=1)
         keys = keys.unique(dim=0, return_inverse=True)[1]
         returns = turns.returns(rewards, self.effective.use("gamma", self.config.gamma))
-        # A turn without peers teaches nothing, which a group of one would refuse.
-        keys = torch.cat([keys, keys[:1]]).to(returns.device, non_blocking=True)
-        valid = torch.ones(len(keys), dtype=torch.bool, device=returns.device)
-        valid[-1:] = False
-        return turns.spread(self.row_advantages(torch.nn.functional.pad(returns, (0, 1)), keys,
-                                                valid)[:-1])  # fmt: skip
+        # All turns may be alone, which a group of one would refuse: one stands twice.
+        keys = torch.cat([keys, keys[:1]])
+        there = columns.remember(keys.to(returns.device, non_blocking=True), keys)
+        valid = torch.arange(len(keys), device=returns.device) < len(keys) - 1
+        padded = torch.nn.functional.pad(returns, (0, 1))
+        return turns.spread(self.row_advantages(padded, there, valid)[:-1])
 
 
 def _states(
