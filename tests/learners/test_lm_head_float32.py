@@ -58,7 +58,7 @@ def test_its_gradient_reaches_the_head_and_samplers_get_it_as_it_is():
     assert is_llama_shaped(sampler.model)
 
 
-def test_samplers_log_probs_are_nearer_to_the_learner_s():
+def test_samplers_log_probs_are_nearer_to_the_learner_s(ray_session):
     gaps = {}
     for exact in (True, False):
         config = tiny_runs.grpo(num_epochs=1, minibatch_size=None, ref_kl_coeff=0.0, lr=0.0)
