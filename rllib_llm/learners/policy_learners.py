@@ -182,7 +182,7 @@ class DistillationLearner(RLHFLearner):
     def _log_objective(
         self, batch: Batch, processed: torch.Tensor, kl: torch.Tensor | None
     ) -> None:
-        """Of what the policy wrote."""
+        """Leaves out rows of a data set."""
         if columns.FROM_DATA in batch:
             rows = (~columns.fetched([batch[columns.FROM_DATA]])[0]).nonzero().squeeze(1)
             if not len(rows):
