@@ -24,6 +24,7 @@ _PUBLIC = {
     "GRPOConfig": "rllib_llm.algorithms.grpo",
     "RLOOConfig": "rllib_llm.algorithms.rloo",
     "ReinforcePPConfig": "rllib_llm.algorithms.reinforce_pp",
+    "DistillationConfig": "rllib_llm.algorithms.distillation",
     "SFTConfig": "rllib_llm.algorithms.sft",
     "RewardModelConfig": "rllib_llm.algorithms.reward_model",
     "GenerateConfig": "rllib_llm.algorithms.generate",

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from rllib_llm.algorithms.supervised import Supervised, SupervisedConfig
 from rllib_llm.config.checks import wrong
 from rllib_llm.data.preferences import PromptedPairSource
+from rllib_llm.data.texts import BatchSource
 from rllib_llm.numerics.losses import PREFERENCE_LOSSES
-from rllib_llm.shared.errors import Problem
-from rllib_llm.shared.setting import Section, Settings, setting
+from rllib_llm.shared.errors import Problem, require
+from rllib_llm.shared.setting import Section, Settings, setting, when
+
+KTO = when("loss_type", "is 'kto'", lambda kind: kind == "kto", "Set loss_type: kto")
 
 
 class Preferences(Settings):
@@ -19,7 +23,8 @@ class Preferences(Settings):
         "sigmoid", "the loss of a pair",
         note='"sigmoid": DPO. "ipo": drives the margin to 1/(2β) instead of ever upwards (Azar '
         'et al. 2023). "kto": scores each completion by itself, against the policy\'s KL to '
-        "the reference, which takes two more forward passes (Ethayarajh et al. 2024). "
+        "the reference, which takes two more forward passes (Ethayarajh et al. 2024); its data may "
+        "be {prompt, completion, label} rows as well. "
         '"sigmoid_norm": DPO on log-probs per token, so that long completions weigh no '
         "more; with `reference_free` it is SimPO (Meng et al. 2024).", choices=PREFERENCE_LOSSES,
     )  # fmt: skip
@@ -28,6 +33,14 @@ class Preferences(Settings):
         note="Lower values let the policy move farther away; τ of IPO. 0.1 to 0.5 for sums over "
         "tokens; about 2 to 10 per token.", above=0, trl="beta", remedy="DPO's 0.1 is a start",
     )  # fmt: skip
+    desirable_weight: float = setting(
+        1.0, "λ_D, KTO's weight of chosen completions", note="Where one label is rarer, its weight "
+        "times its count should be 1 to 4/3 of the other's (Ethayarajh et al. 2024, eq. 9).",
+        least=0, acts=(KTO,),
+    )  # fmt: skip
+    undesirable_weight: float = setting(
+        1.0, "λ_U, KTO's weight of rejected completions", least=0, acts=(KTO,)
+    )
     label_smoothing: float = setting(
         0.0, "the assumed share of wrongly labelled pairs",
         note="Below 0.5 (conservative DPO); 0: none. For the sigmoid losses.", least=0,
@@ -46,7 +59,8 @@ PREFERENCES = Section.of("training", Preferences)
 
 class DPOConfig(SupervisedConfig):
     """The policy itself is trained on {"prompt", "chosen", "rejected"} rows, those of
-    `RewardModel`; the reference is the model that training starts from, usually the SFT model."""
+    `RewardModel`, for KTO also on {"prompt", "completion", "label"}; the reference is the model
+    that training starts from, usually the SFT model."""
 
     sections: tuple[Section, ...] = (*SupervisedConfig.sections, PREFERENCES)
     source_class = PromptedPairSource
@@ -56,6 +70,15 @@ class DPOConfig(SupervisedConfig):
     def __init__(self, algo_class=None):
         super().__init__(algo_class=algo_class or DPO)
         self.lr = 1e-6  # a policy that has learnt to write is only turned (TRL's default as well)
+
+    def make_source(self, data: Any, **settings: Any) -> BatchSource:
+        source = super().make_source(data, **settings)
+        require(
+            self.loss_type == "kto" or not getattr(source, "is_unpaired", False), "loss_type",
+            self.loss_type, "be 'kto' with rows of one completion and a label",
+            "the others compare two completions", "Set loss_type='kto', or give pairs",
+        )  # fmt: skip
+        return source
 
     def preference_rules(self) -> Iterator[Problem]:
         """The loss has a use for the settings."""

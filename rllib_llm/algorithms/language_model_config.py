@@ -198,6 +198,7 @@ class LanguageModelConfig(TabledConfig):
             "chat_template": self.chat_template,
             "dtype": self.dtype,
             "mixed_precision": self.mixed_precision,
+            "lm_head_float32": self.lm_head_float32,
             "float32_products": self.float32_products,
             "attn_implementation": self.attn_implementation,
             "gradient_checkpointing": self.gradient_checkpointing,

@@ -26,7 +26,7 @@ ELSEWHERE = when(
 MOVES = when("teacher_update_every", "is set", is_set, "Set it", ": the teacher is frozen")
 
 
-class Distillation(Settings):
+class DistillationSettings(Settings):
     """A frozen teacher that says of the policy's own tokens what it would have written."""
 
     teacher: Any = setting(
@@ -78,7 +78,7 @@ class Distillation(Settings):
     )  # fmt: skip
 
 
-DISTILLATION = Section.of("distillation", Distillation)
+DISTILLATION = Section.of("distillation", DistillationSettings)
 
 
 def teacher_of(config: Any) -> dict[str, Any]:

@@ -156,7 +156,7 @@ class Loss(Settings):
     )  # fmt: skip
 
 
-LOSS = Section.of("training", Loss, also=("reference", "rewards"))
+LOSS = Section.of("training", Loss, also=("reference", "rewards", "distillation"))
 
 
 class Reference(Settings):

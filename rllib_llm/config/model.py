@@ -11,8 +11,9 @@ from rllib_llm.config.checks import wrong
 from rllib_llm.modules.precision import LIBRARIES
 from rllib_llm.numerics.learning_rate import learning_rate_factor
 from rllib_llm.shared.errors import Problem
-from rllib_llm.shared.setting import Condition, Section, Settings, setting, when
+from rllib_llm.shared.setting import Condition, Section, Settings, is_set, setting, when
 
+IN_BF16 = when("mixed_precision", "is set", is_set, "Set mixed_precision: bf16")
 SEVERAL_LEARNERS = when("num_learners", "is 2 or more", lambda n: n >= 2, "Use 2 or more")
 COMPUTES_FLOAT32 = Condition(
     "dtype is 'float32' and mixed_precision is None",
@@ -58,6 +59,12 @@ class LanguageModel(StartingPoint):
         also="autocast_dtype bf16 fp16 precision",
         reason="no other is built in (float16 would need scaled losses)",
         remedy="Use 'bf16' or 'auto'",
+    )  # fmt: skip
+    lm_head_float32: bool = setting(
+        False, "whether the output layer computes in float32 under mixed_precision",
+        note="Logits of 16 bits are most of the difference between log-probs of learners and "
+        "samplers (MiniMax-M1). For models whose output layer does not share the embedding's "
+        "weights.", acts=(IN_BF16,), trl="cast_lm_head_to_fp32",
     )  # fmt: skip
     float32_products: str = setting(
         "mkl", "the library for float32 matrix products on a CPU, in learners and samplers",
@@ -304,6 +311,10 @@ def precision_rules(config: Any) -> Iterator[Problem]:
         yield wrong(config, "mixed_precision", f"None with dtype={config.dtype!r}",
                     "a copy of float32 weights computes; these compute themselves",
                     "Use dtype='float32', or leave mixed_precision out")  # fmt: skip
+    if config.lm_head_float32 and config.learner_strategy == "fsdp":
+        yield wrong(config, "lm_head_float32", "False with learner_strategy='fsdp'",
+                    "gathered weights of the root compute in bfloat16",
+                    "Use strategy='ddp', or leave it out")  # fmt: skip
     if config.attn_implementation != "sdpa" and not config.num_gpus_per_learner:
         yield wrong(config, "attn_implementation", "'sdpa' without a GPU for each learner",
                     "on processors the other kernels have no gradient",

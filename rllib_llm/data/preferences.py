@@ -51,12 +51,14 @@ class PreferenceSource(BatchSource):
 
     _lost = "beginning"
     _texts_of_row = 2
+    _takes_labels = False  # whether rows may be a completion with a label
 
     def __init__(
         self, data: Source, *, tokenizer: Any, max_length: int, seed: int = 0, shuffle: bool = True
     ):
         rows = pairs_of_rollouts(load_rows(data))
-        self._members = _telling_pairs(rows)
+        self.is_unpaired = self._takes_labels and {*LABELLED} <= {*rows.columns} - {"chosen"}
+        self._members = _labelled(rows) if self.is_unpaired else _telling_pairs(rows)
         super().__init__(rows, len(self._members), tokenizer, max_length, seed, shuffle)
 
     def _of_index(self, index: int) -> tuple[Any, ...]:
@@ -110,11 +112,23 @@ class PromptedPairSource(PreferenceSource):
     The prompt is what both texts have in common up to the answers, so that a model reads it once.
     A pair longer than `max_length` first loses the beginning of its prompt, of which at least half
     of `max_length` stays, then the ends of its answers.
+
+    Rows {"prompt", "completion", "label"} (TRL's, for KTO) have one answer, chosen where the label
+    is true; the other is empty.
     """
 
     _lost = "prompt's beginning, then their end"
+    _takes_labels = True
 
     def _encode(self, row: dict[str, Any], part: Part | None = None) -> tuple[Any, ...]:
+        if self.is_unpaired:
+            answer = row["completion"]
+            pair = self._encode_pair({**row, "chosen": answer, "rejected": answer})
+            absent = (2, 4) if row["label"] else (1, 3)
+            return tuple([] if at in absent else ids for at, ids in enumerate(pair))
+        return self._encode_pair(row)
+
+    def _encode_pair(self, row: dict[str, Any]) -> tuple[Any, ...]:
         if self._is_stored(row, "chosen_"):
             prompt = list(row["prompt_ids"])
             chosen, rejected = (_sampled(row, prompt, name) for name in ("chosen", "rejected"))
@@ -190,6 +204,17 @@ def _sampled(row: dict[str, Any], prompt: list[int], name: str) -> TokenizedText
 
 def _is_chat(prompt: Any, answer: Any) -> bool:
     return isinstance(answer, list) or isinstance(prompt, list)
+
+
+LABELLED = ("prompt", "completion", "label")
+
+
+def _labelled(rows: Rows) -> np.ndarray:
+    """Indices [rows] int64 of rows with a completion and a label, which is true or false."""
+    for index, label in enumerate(rows.column("label")):
+        require(label in (True, False), f"row {index} of {rows.description}: label", label,
+                "be true or false", "it says whether the completion is wanted")  # fmt: skip
+    return np.arange(len(rows), dtype=np.int64)
 
 
 def _telling_pairs(rows: Rows) -> np.ndarray:

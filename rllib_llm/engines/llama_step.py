@@ -297,6 +297,7 @@ class LlamaStep:
         self.norm = _norm(trunk.norm)
         heads = [lm_head] if value_head is None else [lm_head, value_head.linear]
         self.head = _Projection(heads, steps)
+        self.head_dtype = model.lm_head.weight.dtype  # float32 beside a trunk in 16 bits, if asked
 
     def __call__(
         self, tokens: torch.Tensor, positions: torch.Tensor, blocks: Blocks,
@@ -317,7 +318,7 @@ class LlamaStep:
             return self.logits(tokens, positions, seen)
         there, back = order
         hidden = self._states(tokens[there], positions[there], seen)
-        return self.head.apply(self.norm(hidden[back]))
+        return self.head.apply(self.norm(hidden[back]).to(self.head_dtype))
 
     def _added(self, padding_mask: torch.Tensor | None) -> torch.Tensor | None:
         return None if padding_mask is None else additive(padding_mask, self.embedding.dtype)
@@ -327,7 +328,8 @@ class LlamaStep:
     ) -> torch.Tensor:
         """As `__call__`, given what each layer's rows attend to; rows of several blocks are
         concatenated."""
-        return self.head.apply(self.norm(self._states(tokens, positions, seen)))
+        states = self._states(tokens, positions, seen)
+        return self.head.apply(self.norm(states).to(self.head_dtype))
 
     def _states(
         self, tokens: torch.Tensor, positions: torch.Tensor, seen: Sequence[Sequence[_Seen]]

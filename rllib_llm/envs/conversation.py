@@ -160,6 +160,9 @@ class ConversationEnv:
         terms = reward_terms(self.settings, self.tokenizer)
         self.rewards = RewardSum(terms) if terms else None
         self.reference = frozen_reference(self.settings, self.tokenizer)
+        require(self.settings["teacher_prompt"] is None, "teacher_prompt",
+                self.settings["teacher_prompt"], "be None in conversations",
+                "their rows have several prompts", "Leave it out")  # fmt: skip
         self.teacher = frozen_teacher(self.settings, self.tokenizer)
         self.num_envs = int(self.settings["num_envs"])
         # Updates of the policy so far, and in all, 0: not known; for reward functions that ask.

@@ -32,7 +32,7 @@ class Environment(Settings):
         None, "{model, quantization, dtype, device}; without a model, the policy's"
     )
     teacher: dict | str | None = setting(
-        None, "{model, quantization, dtype, device} or {model, url}; its likeliest tokens are in infos"
+        None, "{model, quantization, dtype, device} or {model, url}, which judges every token"
     )
     teacher_top_k: int = setting(16, "how many of the teacher's likeliest tokens", least=1)
     teacher_prompt: str | None = setting(

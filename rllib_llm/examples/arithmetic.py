@@ -146,6 +146,11 @@ def build_model(
     return small_llama(build_tokenizer(), seed, max_len=max_len, **size)
 
 
+def build_large_model(seed: int = 1) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    """A Llama of 1.3 million parameters with the tokenizer of `build_model`: a teacher."""
+    return build_model(seed, hidden_size=160, num_layers=4, num_heads=4)
+
+
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """One token for each character of the problems, pad, EOS and unknown apart."""
     return character_tokenizer(_CHARACTERS, special=_SPECIAL)

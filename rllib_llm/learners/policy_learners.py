@@ -13,6 +13,7 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 
 from rllib_llm.data.mixture import Mixture, batches_of
 from rllib_llm.data.texts import BatchSource, TextSource
+from rllib_llm.learners.batching import take_rows
 from rllib_llm.learners.language_model_learner import zero_loss
 from rllib_llm.learners.rlhf_learner import RLHFLearner
 from rllib_llm.learners.shared_passes import Batch
@@ -69,26 +70,28 @@ class GroupLearner(RLHFLearner):
 
     def _turn_advantages(self, batch: Batch, rewards: torch.Tensor) -> torch.Tensor:
         """Advantage [B, T] of each turn among its peers, from token rewards [B, T]."""
-        names = (columns.PROMPT_IDS, columns.PROMPT_MASK, columns.COMPLETION_IDS, columns.GROUP,
-                 columns.ROW_ID)  # fmt: skip
-        found = columns.fetched([batch[name] for name in names] + [columns.sampled_mask(batch)])
-        *texts, groups, row_ids, mask = found
+        names = (columns.GROUP, columns.ROW_ID, columns.PROMPT_IDS, columns.PROMPT_MASK,
+                 columns.COMPLETION_IDS)  # fmt: skip
+        given = [*(batch[name] for name in names), columns.sampled_mask(batch)]
+        groups, row_ids, prompt_ids, prompt_mask, ids, mask = columns.fetched(given)
         owners = torch.arange(len(mask))
         if columns.ROW_WEIGHT in batch:  # conversations that fork
             owners = RolloutRows.of(row_ids).owners
         turns = Turns.of(mask, owners)
+        if not len(turns.owners):  # nothing could be judged
+            return torch.zeros_like(rewards)
         peers = turns.numbers
         if self.config.turn_advantages == "state":
-            peers = _states(*texts, mask)
+            peers = _states(prompt_ids, prompt_mask, ids, mask)
         keys = torch.stack([groups[turns.owners], peers], dim=1)
         keys = keys.unique(dim=0, return_inverse=True)[1]
         returns = turns.returns(rewards, self.effective.use("gamma", self.config.gamma))
-        # A turn without peers teaches nothing, which a group of one would refuse.
-        keys = torch.cat([keys, keys[:1]]).to(returns.device, non_blocking=True)
-        valid = torch.ones(len(keys), dtype=torch.bool, device=returns.device)
-        valid[-1:] = False
-        return turns.spread(self.row_advantages(torch.nn.functional.pad(returns, (0, 1)), keys,
-                                                valid)[:-1])  # fmt: skip
+        # All turns may be alone, which a group of one would refuse: one stands twice.
+        keys = torch.cat([keys, keys[:1]])
+        there = columns.remember(keys.to(returns.device, non_blocking=True), keys)
+        valid = torch.arange(len(keys), device=returns.device) < len(keys) - 1
+        padded = torch.nn.functional.pad(returns, (0, 1))
+        return turns.spread(self.row_advantages(padded, there, valid)[:-1])
 
 
 def _states(
@@ -167,6 +170,29 @@ class ReinforcePPLearner(RLHFLearner):
 
 class DistillationLearner(RLHFLearner):
     """On-policy distillation (Agarwal et al. 2024, "GKD"): scores are measured, not learnt from."""
+
+    def prepare(self, batch: Batch) -> Batch:
+        """Rows of a data set get the policy's log-probs, as if it had written them: ratios and the
+        distance from the policy before the update are then what they are of the others."""
+        if columns.FROM_DATA in batch:
+            rows = columns.fetched([batch[columns.FROM_DATA]])[0].nonzero().squeeze(1)
+            scored = self.evaluate_rows(take_rows(batch, rows), [columns.LOGPROBS])
+            logprobs, rows = batch[columns.SAMPLER_LOGPROBS], rows.to(self._device)
+            logprobs = logprobs.index_copy(0, rows, scored[columns.LOGPROBS])
+            batch = {**batch, columns.SAMPLER_LOGPROBS: logprobs}
+        return super().prepare(batch)
+
+    def _log_objective(
+        self, batch: Batch, processed: torch.Tensor, kl: torch.Tensor | None
+    ) -> None:
+        """Leaves out rows of a data set."""
+        if columns.FROM_DATA in batch:
+            rows = (~columns.fetched([batch[columns.FROM_DATA]])[0]).nonzero().squeeze(1)
+            if not len(rows):
+                return
+            batch, rows = take_rows(batch, rows), rows.to(processed.device, non_blocking=True)
+            processed, kl = processed[rows], None if kl is None else kl[rows]
+        super()._log_objective(batch, processed, kl)
 
     def compute_advantages(self, batch: Batch, scores: torch.Tensor, kl: torch.Tensor) -> Batch:
         return {columns.ADVANTAGES: torch.zeros_like(batch[columns.OLD_LOGPROBS])}

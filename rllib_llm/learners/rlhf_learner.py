@@ -103,6 +103,10 @@ class RLHFLearner(LanguageModelLearner):
         # Before advantages: groups that these drop from the loss were sampled all the same.
         self._log_objective(batch, processed, measured)
         batch.update(self.compute_advantages(batch, processed, kl))
+        if self.config.distill_coeff and self.teacher is None:
+            require(columns.TEACHER_LOGPROBS in batch, "teacher_in", self.config.teacher_in,
+                    "be 'learner' with this environment", "it says nothing of a teacher",
+                    "Set teacher_in='learner'")  # fmt: skip
         if self.config.distill_coeff and not self._distills:
             self._add_teacher(batch)
         if self.config.mask_truncated:
@@ -131,11 +135,9 @@ class RLHFLearner(LanguageModelLearner):
 
     def _keep_high_entropy(self, batch: Batch) -> None:
         """Leaves the tokens of highest entropy an advantage."""
-        if columns.ENTROPY not in batch:
-            batch.update(self.evaluate_rows(batch, [columns.ENTROPY]))
-        mask = columns.sampled_mask(batch)
+        entropies = self.evaluate_rows(batch, [columns.ENTROPY])[columns.ENTROPY]
         share = self.effective.use("top_entropy_share", self.config.top_entropy_share)
-        kept = high_entropy_tokens(batch.pop(columns.ENTROPY), mask, share)
+        kept = high_entropy_tokens(entropies, columns.sampled_mask(batch), share)
         batch[columns.ADVANTAGES] = batch[columns.ADVANTAGES].where(kept, 0.0)
 
     def _steer_entropy(
@@ -231,7 +233,9 @@ class RLHFLearner(LanguageModelLearner):
 
     def forward_options(self) -> dict[str, Any]:
         full = self.config.ref_kl_in == "loss" and self.config.ref_kl_estimator == "full"
-        options = {"full_kl_to": self.reference} if full and self.ref_kl.value > 0 else {}
+        options: dict[str, Any] = {}
+        if full and self.ref_kl.value > 0:
+            options["full_kl_to"] = self.reference
         if self._distills:
             options["distill_to"] = Teacher(self.config.distill_beta, self.teacher)
         return options

@@ -130,9 +130,10 @@ class DPOLearner(LanguageModelLearner):
         return {**batch, **self._reference_logprobs(batch)}
 
     def start_minibatch(self, minibatch: Batch) -> None:
-        self._num_pairs = len(minibatch[columns.CHOSEN_IDS])
+        counts = self._counts(minibatch)
+        self._num_items = counts["loss/dpo"].sum()
         for name in MEANS:
-            self.means.add_count(name, self._num_pairs)
+            self.means.add_count(name, counts[name].sum())
         self._kl = self._reference_point(minibatch)
         if self._kl is not None:
             self.means.add("train/kto_kl", self._kl / self.world_size, 1)
@@ -143,7 +144,7 @@ class DPOLearner(LanguageModelLearner):
         per_pair = self._per_pair(batch, fwd_out, self._kl)
         for name in MEANS:
             self.means.add_total(name, per_pair[name].sum())
-        return per_pair["loss/dpo"].sum() / self._num_pairs
+        return per_pair["loss/dpo"].sum() / self._num_items
 
     def evaluate_batch(self, batch: Batch) -> dict[str, float]:
         """Sums over this learner's pairs, by name, and their count."""
@@ -152,10 +153,22 @@ class DPOLearner(LanguageModelLearner):
         kl = self._reference_point(batch)
         sums: defaultdict[str, float] = defaultdict(float)
         for micro_batch, outputs in self.evaluated(batch):
+            counts = self._counts(micro_batch)
             for name, values in self._per_pair(micro_batch, outputs, kl).items():
                 sums[f"{MEANS[name]}_sum"] += float(values.sum())
-                sums[f"{MEANS[name]}_count"] += len(values)
+                sums[f"{MEANS[name]}_count"] += float(counts[name].sum())
         return dict(sums)
+
+    def _counts(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """The weight [pairs] of each row in each mean: rows may have one completion alone."""
+        chosen, rejected = (
+            batch[name].any(dim=1).float() for name in (columns.CHOSEN_MASK, columns.REJECTED_MASK)
+        )
+        of_row = 0.5 * (chosen + rejected) if self.config.loss_type == "kto" else chosen
+        sides = {"chosen": chosen, "rejected": rejected}
+        return {n: sides.get(n.partition("/")[2], chosen * rejected) for n in MEANS} | {
+            "loss/dpo": of_row
+        }
 
     def _per_pair(
         self, batch: Batch, outputs: Batch, kl: torch.Tensor | None
@@ -174,10 +187,11 @@ class DPOLearner(LanguageModelLearner):
         losses = preference_losses(
             self.config.loss_type, chosen, rejected, kl_coeff=beta, kl=kl, **lengths,
             label_smoothing=self.config.label_smoothing, target_margin=self.config.target_margin,
+            kto_weights=(self.config.desirable_weight, self.config.undesirable_weight),
         )  # fmt: skip
         rewards = beta * chosen.detach(), beta * rejected.detach()
-        return {
-            "loss/dpo": losses,
+        counts = self._counts(batch)
+        found = {
             "train/accuracy": (rewards[0] > rewards[1]).float(),
             "rewards/chosen": rewards[0],
             "rewards/rejected": rewards[1],
@@ -185,6 +199,7 @@ class DPOLearner(LanguageModelLearner):
             "logps/chosen": chosen_logprobs.detach(),
             "logps/rejected": rejected_logprobs.detach(),
         }
+        return {"loss/dpo": losses} | {name: x * counts[name] for name, x in found.items()}
 
     def _reference_logprobs(self, batch: Batch) -> Batch:
         """The reference's log-probs [pairs] of all pairs, each computed by one learner; {} without
@@ -210,14 +225,13 @@ class DPOLearner(LanguageModelLearner):
         if self.config.loss_type != "kto":
             return None
         total = torch.zeros((), device=self._device)
-        num_pairs = len(batch[columns.CHOSEN_IDS])
-        if num_pairs > 1:
+        if len(batch[columns.CHOSEN_IDS]) > 1:
             mismatched = _with_others_prompts(batch)
             mismatched |= self._reference_logprobs(mismatched)
             for micro_batch, outputs in self.evaluated(mismatched):
                 total += torch.cat(_log_ratios(micro_batch, outputs)).sum()
             self.all_reduce(total)
-        return kto_reference_point(total, 2 * num_pairs)
+        return kto_reference_point(total, 2 * self._counts(batch)["loss/dpo"].sum())
 
 
 def _log_ratios(batch: Batch, outputs: Batch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -67,7 +67,7 @@ class HuggingFaceModule(TorchRLModule):
             use_onednn(self)
         use_kernel(self, self.model_config.get("attn_implementation", "sdpa"))
         if self.inference_only and self.computing_dtype is not None:
-            cast_parameters_(self.model, self.computing_dtype)
+            cast_parameters_(self.model, self.computing_dtype, self.float32_parts())
 
     # --- precision ---------------------------------------------------------------------------
 

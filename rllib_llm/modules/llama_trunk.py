@@ -35,7 +35,7 @@ from rllib_llm.modules.packed_attention import (
     reads_half,
 )
 from rllib_llm.modules.packing import WantedTokens
-from rllib_llm.modules.precision import TORCH, OneDNNLinear, Products, products_of
+from rllib_llm.modules.precision import TORCH, Float32Linear, OneDNNLinear, Products, products_of
 
 # Classes of tensors that are neither quantised nor sharded, which have their own. Tests add one.
 PLAIN_TENSORS: set[type] = {nn.Parameter, torch.Tensor}
@@ -73,7 +73,7 @@ def is_plain(module: nn.Module) -> bool:
     if hasattr(module, "base_layer"):  # peft's layers, which are no subclasses of nn.Linear
         return False
     if isinstance(module, nn.Linear | nn.Embedding):
-        plain = type(module) in (nn.Linear, OneDNNLinear, nn.Embedding)
+        plain = type(module) in (nn.Linear, OneDNNLinear, Float32Linear, nn.Embedding)
         return plain and is_plain_tensor(module.weight)
     return True
 

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from rllib_llm.shared.errors import SettingWarning, warning
+from rllib_llm.shared.errors import SettingWarning, require, warning
 from rllib_llm.shared.process import multiplies_bfloat16, processor_features
 
 LIBRARIES = ("mkl", "onednn")
@@ -118,6 +118,28 @@ class OneDNNLinear(nn.Linear):
         return _Linear.apply(inputs, self.weight, self.bias)
 
 
+class Float32Linear(nn.Linear):
+    """A linear layer that computes in its weights' float32, whatever it is given."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs.to(self.weight.dtype))
+
+
+def use_float32_head(model: Any) -> None:
+    """Makes the head of a causal language model compute in float32.
+
+    Raises:
+        Problems: its weights are the embedding's, which computes in 16 bits, or it is no plain
+            linear layer.
+    """
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    is_own = type(head) is nn.Linear and head.weight is not embedding.weight
+    require(is_own, "lm_head_float32", True, "be False for this model",
+            "its head is not a linear layer of its own, but shares the embedding's weights",
+            "Leave it out")  # fmt: skip
+    head.__class__ = Float32Linear
+
+
 def leave_out_cudnn_attention() -> None:
     """Makes torch's attention, in this process, choose among its own kernels.
 
@@ -190,11 +212,14 @@ def warn_of_emulation(
     warnings.warn(SettingWarning(problem), stacklevel=2)
 
 
-def cast_parameters_(model: nn.Module, dtype: torch.dtype) -> None:
-    """Casts the float32 parameters of `model`, in place; quantised ones and buffers (the
-    frequencies of rotary embeddings) stay as they are."""
+def cast_parameters_(
+    model: nn.Module, dtype: torch.dtype, keep: Collection[nn.Module] = ()
+) -> None:
+    """Casts the float32 parameters of `model`, in place; quantised ones, buffers (the frequencies
+    of rotary embeddings) and the parts in `keep` stay as they are."""
+    kept = {id(parameter) for part in keep for parameter in part.parameters()}
     for parameter in model.parameters():
-        if parameter.dtype == torch.float32:
+        if parameter.dtype == torch.float32 and id(parameter) not in kept:
             parameter.data = parameter.data.to(dtype)
 
 

@@ -28,6 +28,7 @@ from rllib_llm.modules.logprobs import (
 from rllib_llm.modules.lora import add_adapters
 from rllib_llm.modules.model_source import text_config
 from rllib_llm.modules.multimodal import text_decoder
+from rllib_llm.modules.precision import Float32Linear, use_float32_head
 from rllib_llm.modules.pretrained import (
     load_causal_lm,
     load_quantized,
@@ -76,7 +77,7 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
     quantization: of the frozen trunk under adapters: "none", "int8" or "nf4".
     train_vision: whether the towers of a multimodal model are trained, too.
     mixed_precision: "bf16": the models compute in bfloat16, the value head in float32; None: all
-        in `dtype`.
+        in `dtype`. lm_head_float32: the head then computes in float32 as well.
     off_policy: the correction of older tokens; without one the sampler's values are the old ones.
     gradient_checkpointing: keep only the layers' inputs for the backward pass.
     """
@@ -89,6 +90,8 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
         )
         self.model = _load_policy(config)
         self.freeze_towers()
+        if config.get("lm_head_float32") and self.computing_dtype is not None:
+            use_float32_head(self.model)
         self.save_memory(self.model)
         self.has_critic = config["critic"] != "none" and not self.inference_only
         if not self.has_critic:
@@ -110,6 +113,10 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
         if self.computing_dtype is not None or take_apart(self.model) is None:
             return None
         return self.value_head
+
+    def float32_parts(self) -> list[nn.Module]:
+        head = self.model.get_output_embeddings()
+        return [head] if isinstance(head, Float32Linear) else []
 
     def get_non_inference_attributes(self) -> list[str]:
         return ["value_head", "critic"]

@@ -254,25 +254,34 @@ def ipo_loss(chosen: Tensor, rejected: Tensor, kl_coeff: float) -> Tensor:
     return (chosen - rejected - 1 / (2 * kl_coeff)).square()
 
 
-def kto_loss(chosen: Tensor, rejected: Tensor, kl: Tensor, kl_coeff: float) -> Tensor:
-    """½ [1 − σ(β (h_w − z)) + 1 − σ(β (z − h_l))] of each pair [pairs]: each completion is judged
-    for itself, better or worse than the reference point z.
+def kto_loss(
+    chosen: Tensor,
+    rejected: Tensor,
+    kl: Tensor,
+    kl_coeff: float,
+    *,
+    weights: tuple[float, float] = (1.0, 1.0),
+    present: tuple[Tensor | float, Tensor | float] = (1.0, 1.0),
+) -> Tensor:
+    """½ [λ_D (1 − σ(β (h_w − z))) + λ_U (1 − σ(β (z − h_l)))] of each pair [pairs]: each completion
+    is judged for itself, better or worse than the reference point z.
 
-    Ethayarajh et al. 2024, eq. 8, with λ_D = λ_U = 1, as there are as many chosen as rejected ones.
-    `kl`: z, a scalar without gradient, see `kto_reference_point`.
+    Ethayarajh et al. 2024, eq. 8. `weights`: λ_D and λ_U; 1 where there are as many chosen as
+    rejected ones. `present`: 0 where a row has no such completion. `kl`: z, a scalar without
+    gradient, see `kto_reference_point`.
     """
-    desirable = 1 - torch.sigmoid(kl_coeff * (chosen - kl))
-    undesirable = 1 - torch.sigmoid(kl_coeff * (kl - rejected))
+    desirable = (1 - torch.sigmoid(kl_coeff * (chosen - kl))) * weights[0] * present[0]
+    undesirable = (1 - torch.sigmoid(kl_coeff * (kl - rejected))) * weights[1] * present[1]
     return 0.5 * (desirable + undesirable)
 
 
-def kto_reference_point(total: Tensor, num_rows: int) -> Tensor:
+def kto_reference_point(total: Tensor, num_rows: int | Tensor) -> Tensor:
     """z, a scalar: the mean log-ratio of completions after prompts that are not theirs, at least 0.
 
     An estimate of the KL of the policy from the reference (Ethayarajh et al. 2024, section 4.1).
     `total`: sum of the log-ratios of `num_rows` such rows.
     """
-    return (total / max(num_rows, 1)).clamp(min=0.0).detach()
+    return (total / _at_least_one(num_rows)).clamp(min=0.0).detach()
 
 
 def preference_losses(
@@ -286,11 +295,13 @@ def preference_losses(
     label_smoothing: float = 0.0,
     target_margin: float = 0.0,
     kl: Tensor | None = None,
+    kto_weights: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
     """Loss of each pair [pairs] by the name of the loss, from its log-ratios [pairs].
 
     "sigmoid" is DPO, "sigmoid_norm" DPO on log-ratios per token (SimPO without a reference), "ipo"
-    and "kto" are as above. Lengths [pairs] in tokens; `kl` is KTO's reference point.
+    and "kto" are as above. Lengths [pairs] in tokens, 0 where there is no such completion, which
+    KTO allows; `kl` is its reference point.
 
     Raises ValueError for an unknown name.
     """
@@ -309,5 +320,6 @@ def preference_losses(
         return ipo_loss(chosen, rejected, kl_coeff)
     if loss_type == "kto":
         assert kl is not None, "KTO is measured from a reference point"
-        return kto_loss(chosen, rejected, kl, kl_coeff)
+        present = chosen_lengths > 0, rejected_lengths > 0
+        return kto_loss(chosen, rejected, kl, kl_coeff, weights=kto_weights, present=present)
     raise ValueError(f"loss_type={loss_type!r} must be one of {', '.join(PREFERENCE_LOSSES)}")

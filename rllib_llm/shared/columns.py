@@ -38,6 +38,7 @@ FINISHED = "finished"  # [B] bool, True where a stop token ended the completion
 PROMPT_INDEX = "prompt_index"  # [B] int64, the prompt's row in its data set
 ROW_ID = "row_id"  # [B] int64, prompt position * completions per prompt + place in the group
 GROUP = "group"  # [B] int64, the prompt's position: rows alike in it are completions of one prompt
+FROM_DATA = "from_data"  # [B] bool, True where a data set has the completion, not the policy
 REPLICA = "replica"  # [B] int32, of the environment that judged the row: its sampler's number
 ROW_WEIGHT = "row_weight"  # [B] float32, share of its rollout: rows alike in ROW_ID sum to 1
 WEIGHTS_VERSION = "weights_version"  # [B, T] int32, of the weights that sampled it; -1: none did

@@ -34,6 +34,11 @@ def build_model(seed: int = 3):
     return arithmetic.build_model(seed, hidden_size=16, num_layers=1, num_heads=2, max_len=32)
 
 
+def build_teacher():
+    """A policy of the same vocabulary, twice as wide, its weights others."""
+    return arithmetic.build_model(11, hidden_size=32, num_layers=1, num_heads=2, max_len=32)
+
+
 def build_classifier():
     """A reward model of the policy's shape, its head drawn anew."""
     from transformers import LlamaForSequenceClassification

@@ -9,8 +9,10 @@ import torch
 
 from rllib_llm.algorithms.dpo import DPOConfig
 from rllib_llm.data.preferences import PromptedPairSource
+from rllib_llm.learners.metrics import MEANS, REPORT
 from rllib_llm.modules.logprobs import ReferencePolicy
 from rllib_llm.shared import columns
+from rllib_llm.shared.errors import Problems
 from tests import tiny_models
 from tests.algorithms.tiny_runs import PAIRS, assert_same_weights, build_model, dpo
 from tests.learners import tiny_learners as tiny
@@ -133,3 +135,82 @@ def test_evaluation_is_the_same_loss_and_changes_nothing():
                               ("rewards/margins", "rewards/margins")):  # fmt: skip
         assert sums[f"{name}_sum"] / 5 == pytest.approx(metrics[in_training], rel=1e-5)
         assert sums[f"{name}_count"] == 5
+
+
+LABELLED = [
+    {"prompt": "ab", "completion": "cde", "label": True},
+    {"prompt": "a", "completion": "bc", "label": False},
+    {"prompt": "xyz", "completion": "x", "label": True},
+    {"prompt": "b", "completion": "yaz", "label": False},
+    {"prompt": "c", "completion": "zz", "label": True},
+]
+
+
+def labelled(**training):
+    config = DPOConfig().language_model(model="tests.tiny_models.build_llama")
+    config.training(data=LABELLED, grad_clip=None, loss_type="kto", **training)
+    learner = tiny.build(config)
+    learner.reference = ReferencePolicy(tiny_models.llama(4))
+    source = config.make_source(
+        LABELLED, tokenizer=tiny_models.byte_tokenizer(), max_length=32, shuffle=False
+    )
+    return learner, source.batch(0, 5)
+
+
+def kto_of_rows(learner, batch, weights):
+    """KTOTrainer's loss of TRL 1.16 (`_compute_loss`, one process) in float64, its z and rewards:
+    completions one by one, z from those of the row before."""
+    texts = []
+    for i, row in enumerate(LABELLED):
+        side = "chosen" if row["label"] else "rejected"
+        ids, mask = batch[f"{side}_ids"][i], batch[f"{side}_mask"][i]
+        other = batch["rejected_mask" if row["label"] else "chosen_mask"][i]
+        assert mask.any() and not other.any()
+        prompt = batch[columns.PROMPT_IDS][i][batch[columns.PROMPT_MASK][i]]
+        texts.append((prompt, ids[mask]))
+
+    def log_ratio(prompt, completion):
+        text = torch.cat([prompt, completion]).unsqueeze(0)
+        found = [
+            model(text).logits[0, len(prompt) - 1 : -1].double().log_softmax(-1)
+            .gather(-1, completion.unsqueeze(-1)).sum()
+            for model in (tiny.module_of(learner).model, learner.reference.model)
+        ]  # fmt: skip
+        return found[0] - found[1].detach()
+
+    ratios = torch.stack([log_ratio(*text) for text in texts])
+    others = [log_ratio(texts[i][0], texts[i - 1][1]) for i in range(len(texts))]
+    z = torch.stack(others).mean().clamp(min=0).detach()
+    sign = torch.tensor([1.0 if row["label"] else -1.0 for row in LABELLED])
+    weight = torch.tensor([weights[0] if row["label"] else weights[1] for row in LABELLED])
+    losses = weight * (1 - torch.sigmoid(0.1 * sign * (ratios - z)))
+    return losses.mean(), z, 0.1 * ratios.detach()
+
+
+@pytest.mark.parametrize("cut", [{}, {"micro_batch_size": 2}])
+def test_kto_of_rows_with_a_label_is_trl_s(cut):
+    learner, batch = labelled(desirable_weight=0.5, undesirable_weight=1.5, **cut)
+    loss, z, rewards = kto_of_rows(learner, batch, (0.5, 1.5))
+    model = tiny.module_of(learner).model
+    gradients = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    metrics = learner.forward_backward(batch, 0)[REPORT][MEANS]  # in the order of the rows
+    for param, gradient in zip(model.parameters(), gradients, strict=True):
+        if gradient is not None:
+            torch.testing.assert_close(param.grad, gradient.float(), rtol=1e-3, atol=1e-5)
+    assert metrics["loss/dpo"] == pytest.approx(float(loss), rel=1e-4)
+    assert metrics["train/kto_kl"] == pytest.approx(float(z), rel=1e-3)
+    wanted = torch.tensor([row["label"] for row in LABELLED])
+    assert metrics["rewards/chosen"] == pytest.approx(float(rewards[wanted].mean()), rel=1e-3)
+    assert metrics["rewards/rejected"] == pytest.approx(float(rewards[~wanted].mean()), rel=1e-3)
+    assert "train/accuracy" not in metrics  # no row has two completions
+    totals = learner.evaluate_batch(batch)
+    assert totals["loss_count"] == pytest.approx(2.5) and totals["accuracy_count"] == 0
+
+
+def test_rows_with_a_label_are_for_kto_alone():
+    with pytest.raises(Problems) as error:
+        labelled_config = dpo(data=LABELLED)
+        labelled_config.make_source(
+            LABELLED, tokenizer=tiny_models.byte_tokenizer(), max_length=32, shuffle=False
+        )
+    assert error.value.found[0].name == "loss_type"

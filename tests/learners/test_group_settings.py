@@ -106,7 +106,6 @@ def test_gdpo_in_a_run_of_two_rewards(ray_session):
     with tiny_runs.built(config) as algorithm:
         result = algorithm.train()
     assert {"num_digits_rewards", "lengths_of_rewards"} <= result["train"].keys()
-    assert result["grad_norm"] > 0
 
 
 def lengths_of(completions):

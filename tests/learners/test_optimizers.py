@@ -81,16 +81,28 @@ def test_muon_has_the_matrices_between_hidden_states_and_adamw_the_rest():
 
 
 def test_muon_steps_are_those_of_the_formula():
-    """One step from rest: W - lr · 0.2 √max(m, n) · NS5(g + 0.95 g̃), which is near U Vᵀ of g."""
+    """One step from rest: W - lr · 0.2 √max(m, n) · NS5(g), g's five Newton-Schulz iterations
+    (Jordan 2024), in bfloat16 as the library's: in more digits, directions in which the gradient
+    has next to nothing would come out otherwise."""
     learner = tiny.build(sft(optimizer="muon", lr=1e-2, grad_clip=None))
     before = tiny.parameters(learner)
     tiny.update(learner, texts(learner))
-    moved = {n: before[n] - t for n, t in tiny.parameters(learner).items() if "o_proj" in n}
-    ((_, step),) = moved.items()
-    singular = torch.linalg.svdvals(step / (1e-2 * 0.2 * max(step.shape) ** 0.5))
-    # Five iterations of the quintic leave singular values in about [0.7, 1.2] (Jordan 2024), but
-    # for directions in which the gradient of so few tokens has nearly none.
-    assert float(singular.max()) < 1.3 and float(singular.median()) > 0.5
+    muon = learner._named_optimizers[f"default_policy_{MUON}"]
+    for name, param in tiny.module_of(learner).named_parameters():
+        if "o_proj" in name or "down_proj" in name:
+            # The buffer is 0.05 g, the first Nesterov momentum 0.05 g + 0.95 of the buffer.
+            x = (1.95 * muon.state[param]["momentum_buffer"]).bfloat16()
+            x = x.T if x.shape[0] > x.shape[1] else x
+            x = x / x.norm()
+            for _ in range(5):
+                square = x @ x.T
+                mixed = torch.addmm(square, square, square, beta=-4.7750, alpha=2.0315)
+                x = torch.addmm(x, mixed, x, beta=3.4445)
+            x = x.T if x.shape != param.shape else x
+            step = (before[name] - param.detach()) / (1e-2 * 0.2 * max(param.shape) ** 0.5)
+            alike = torch.cosine_similarity(step.flatten(), x.float().flatten(), dim=0)
+            assert float(alike) > 0.99
+            assert float(step.norm()) == pytest.approx(float(x.float().norm()), rel=0.02)
 
 
 def test_an_offloaded_step_is_the_step():
@@ -108,23 +120,6 @@ def test_an_offloaded_step_is_the_step():
     for one, other in zip(*(m.parameters() for m in models), strict=True):
         assert torch.equal(one, other)
     assert [len(g["params"]) for g in offloaded.param_groups] == [4]
-
-
-@pytest.mark.gpu
-def test_an_offloaded_state_is_in_host_memory_between_steps():
-    torch.manual_seed(0)
-    models = [nn.Linear(512, 512, device="cuda") for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    usual, offloaded = (torch.optim.AdamW(m.parameters(), lr=0.1, fused=True) for m in models)
-    for _ in range(3):
-        for model in models:
-            model.zero_grad()
-            model(torch.ones(4, 512, device="cuda")).square().sum().backward()
-        usual.step()
-        offloaded_step(offloaded)
-    for one, other in zip(*(m.parameters() for m in models), strict=True):
-        assert torch.equal(one, other)
-        assert offloaded.state[other]["exp_avg"].is_pinned()
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,12 @@ def test_learner_group_of_shards_learns_publishes_and_saves(group, one_and_batch
         (two.grpo(ref_kl_estimator="full").language_model(lora=LORA), "fsdp"),
         (two.grpo(ref_kl_estimator="full", reference_in="learner"), "ddp"),
         (two.grpo(ref_kl_estimator="full", reference_in="learner"), "fsdp"),
+        (two.grpo(ref_kl_estimator="full", reference_in="learner", reference_update_every=2,
+                  reference_update_mix=0.3, teacher="policy", distill_coeff=0.5,
+                  teacher_update_every=1), "fsdp"),
+        (two.grpo(teacher="tests.algorithms.tiny_runs.build_teacher", distill_coeff=0.5,
+                  distill_beta=0.5, top_entropy_share=0.5, mask_truncated=True,
+                  entropy_target=50.0), "fsdp"),
     ],
     ids=[
         "ppo-ddp",
@@ -95,8 +101,10 @@ def test_learner_group_of_shards_learns_publishes_and_saves(group, one_and_batch
         "lora-fsdp",
         "full-kl-ddp",
         "full-kl-fsdp",
+        "moving-averages-fsdp",
+        "teacher-fsdp",
     ],
-)
+)  # fmt: skip
 def test_two_learners_come_to_the_same_state(group, config, strategy):
     learner = tiny.build(two.alone(config))
     # Groups of three completions for GRPO: the last mini-batch has one group for two learners.

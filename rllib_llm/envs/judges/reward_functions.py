@@ -374,3 +374,11 @@ def _parameters(
         rule = "take 'completions' (and may take 'prompts', columns of the data set, **columns)"
         raise RewardError(f"reward function {name!r}", rule, f"it takes {sorted(named)}")
     return named - bound, required - bound, lambda n: n not in bound and (takes_any or n in named)
+
+
+UNREWARDED = "rllib_llm.envs.judges.reward_functions.no_reward"
+
+
+def no_reward(completions: Sequence[str]) -> list[float]:
+    """0 for each completion: of stages that need no rewards."""
+    return [0.0] * len(completions)
