@@ -81,8 +81,9 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
         config = self.model_config
         self.temperature = float(config["temperature"])
         self.tokenizer = load_tokenizer(
-            config["pretrained_model"], chat_template=config.get("chat_template")
-        )
+            config["pretrained_model"], chat_template=config.get("chat_template"),
+            template_settings=config.get("template_settings"),
+        )  # fmt: skip
         self.model = _load_policy(config)
         self.save_memory(self.model)
         self.has_critic = config["critic"] != "none" and not self.inference_only
@@ -260,8 +261,9 @@ class RewardModelModule(HuggingFaceModule):
     def load(self) -> None:
         config = self.model_config
         self.tokenizer = load_tokenizer(
-            config["pretrained_model"], chat_template=config.get("chat_template")
-        )
+            config["pretrained_model"], chat_template=config.get("chat_template"),
+            template_settings=config.get("template_settings"),
+        )  # fmt: skip
         self.model = load_sequence_classifier(
             config["pretrained_model"], dtype=config["dtype"], new_head=True, seed=config["seed"]
         )

@@ -106,7 +106,7 @@ class RequestCompleter:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._chats = chat.Chats(service.tokenizer)
+        self._chats = chat.Chats(service.tokenizer, service.settings.template_settings or {})
 
     async def run(
         self, job: Job, context: RequestContext, view: View, stream: bool | None,
