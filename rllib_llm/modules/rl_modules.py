@@ -328,11 +328,8 @@ class PreferenceModule(CausalLMModule):
         prompts = columns.fetched([batch[columns.PROMPT_IDS], batch[columns.PROMPT_MASK]])
         ids, mask = (torch.cat([prompt, prompt]) for prompt in prompts)
         scored = score_completions(model, ids, mask, *stack_pairs(batch))
-        logprobs = scored.logprobs
-        if columns.CHOSEN_LOSS_MASK in batch:
-            names = (columns.CHOSEN_IDS, columns.REJECTED_IDS), (
-                columns.CHOSEN_LOSS_MASK, columns.REJECTED_LOSS_MASK
-            )  # fmt: skip
-            scored_mask = stack_pairs(batch, names)[1]
-            logprobs = logprobs * scored_mask.to(logprobs.device, non_blocking=True)
-        return logprobs.sum(dim=1).chunk(2)
+        names = (columns.CHOSEN_IDS, columns.REJECTED_IDS), (
+            columns.CHOSEN_LOSS_MASK, columns.REJECTED_LOSS_MASK
+        )  # fmt: skip
+        wanted = stack_pairs(batch, names)[1].to(scored.logprobs.device, non_blocking=True)
+        return (scored.logprobs * wanted).sum(dim=1).chunk(2)
