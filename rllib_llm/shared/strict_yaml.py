@@ -127,8 +127,9 @@ def yaml_error(error: yaml.YAMLError, text: str, where: str) -> Problems:
         mark = opened if key in _OPENED and opened is not None else mark
         # A name without a colon goes on in the next line, whose colon is then one too many.
         above = [n for n in range(mark.line) if lines[n].strip() and lines[n].lstrip()[0] != "#"]
-        is_first = key == "mapping values" and len(_COLON.findall(lines[mark.line])) == 1
-        if is_first and above and not _COLON.search(lines[above[-1]]):
+        is_one_more = key == "mapping values" or "found '<block mapping start>'" in said
+        is_alone = is_one_more and len(_COLON.findall(lines[mark.line])) == 1
+        if is_alone and above and not _COLON.search(lines[above[-1]]):
             key, indent = "expected ':'", len(lines[above[-1]]) - len(lines[above[-1]].lstrip())
             mark = yaml.Mark(mark.name, 0, above[-1], indent, None, 0)
     rule, remedy = _RULES.get(
