@@ -19,6 +19,7 @@ from rllib_llm.config.sections import SectionMethod
 from rllib_llm.config.tabled_config import TabledConfig
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import uniform_noise
+from rllib_llm.envs.actions import decode_completions
 from rllib_llm.shared.errors import Problem, require
 from rllib_llm.shared.setting import Section
 
@@ -124,10 +125,7 @@ class Generate(Trainable):
 
     def _row(self, ids: list[int]) -> dict[str, str]:
         def decode(ids: list[int]) -> str:
-            decoded = self.tokenizer.decode(
-                ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-            return str(decoded)
+            return decode_completions(self.tokenizer, [self.tokenizer.bos_token_id], [ids])[0]
 
         text, num = decode(ids), self.settings.opening_tokens
         return {"text": text} | (

@@ -99,6 +99,7 @@ class LanguageModelConfig(TabledConfig):
     sections: tuple[Section, ...] = (LANGUAGE_MODEL, OPTIMISER, LEARNERS, FAULT_TOLERANCE)
     minibatch_size: int | None
     chat_template: str | None
+    template_settings: dict[str, Any] | None
     trains_adapters = True  # whether `lora` can be set
     # The classes of RLModule and Learner, or their dotted paths.
     module_path: str | type | None = None
@@ -196,6 +197,7 @@ class LanguageModelConfig(TabledConfig):
         return super()._model_config_auto_includes | {
             "pretrained_model": self.pretrained_model,
             "chat_template": self.chat_template,
+            "template_settings": self.template_settings,
             "dtype": self.dtype,
             "mixed_precision": self.mixed_precision,
             "lm_head_float32": self.lm_head_float32,
@@ -239,7 +241,10 @@ class LanguageModelConfig(TabledConfig):
         AlgorithmConfig.validate(self)
 
     def load_tokenizer(self) -> Any:
-        """The model's tokenizer, with `chat_template` where one is set."""
+        """The model's tokenizer, with the chat template and its variables that are set."""
         from rllib_llm.modules.tokenizer import load_tokenizer
 
-        return load_tokenizer(self.given_model(), chat_template=self.chat_template)
+        return load_tokenizer(
+            self.given_model(), chat_template=self.chat_template,
+            template_settings=self.template_settings,
+        )  # fmt: skip

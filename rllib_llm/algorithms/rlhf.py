@@ -297,7 +297,7 @@ class RLHF(LanguageModelAlgorithm):
                 "a server finds the run's weights by it", "Set weights_name")  # fmt: skip
         given = {
             "name": config.weights_name, "weights_name": config.weights_name,
-            "chat_template": config.chat_template,
+            "chat_template": config.chat_template, "template_settings": config.template_settings,
         }  # fmt: skip
         if config.lora is not None:
             given |= {"lora": config.lora, "quantization": config.quantization}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
@@ -20,7 +21,7 @@ from rllib_llm.config.loss import (
     loss_rules,
     reference_rules,
 )
-from rllib_llm.config.model import SAMPLER_FAULTS
+from rllib_llm.config.model import LANGUAGE_MODEL, SAMPLER_FAULTS
 from rllib_llm.config.rllib import COMMON, ONLINE
 from rllib_llm.config.sampling import (
     ROLLOUTS,
@@ -47,6 +48,11 @@ from rllib_llm.rollouts.schedule import ServingSettings, StreamRules
 from rllib_llm.shared.errors import Problem, errors_of
 from rllib_llm.shared.setting import Section
 
+_ALSO_OF_CONVERSATIONS = replace(
+    CONVERSATION,
+    settings=tuple(row for row in LANGUAGE_MODEL.settings if row.name == "template_settings"),
+)
+
 
 class RLHFConfig(LanguageModelConfig):
     """Settings shared by PPO-ptx, GRPO, RLOO and REINFORCE++."""
@@ -60,6 +66,7 @@ class RLHFConfig(LanguageModelConfig):
         PROMPTS,
         REWARDS,
         CONVERSATION,
+        _ALSO_OF_CONVERSATIONS,
         REFERENCE,
         LOSS,
         DISTILLATION,

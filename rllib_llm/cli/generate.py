@@ -50,6 +50,8 @@ class GenerateOptions:
         "--chat/--no-chat", help="Make each prompt a user turn in the model's chat template. "
         "Default: if the model has one.")] = None
     system: Annotated[str | None, Option(help="System message of the chats.")] = None
+    template_settings: Annotated[str | None, Option(
+        help="Variables of the chat template, as {enable_thinking: false}.")] = None
     stop: Annotated[list[str] | None, Option(
         "--stop", help="A text that ends a completion; \\n is a line break. May be repeated."
     )] = None
@@ -77,11 +79,15 @@ class CheckpointCompleter:
         from rllib_llm.envs.prompts import PromptEncoder
         from rllib_llm.modules.pretrained import load_causal_lm
         from rllib_llm.modules.tokenizer import eos_token_ids, load_tokenizer
+        from rllib_llm.runs.yaml_loader import parse
 
         model = find_model(checkpoint)
         self.sampling = sampling
         self._stops = [unescaped(text) for text in sampling.stop or ()]
-        self.tokenizer = load_tokenizer(model)
+        given = parse(sampling.template_settings or "{}", "--template-settings")
+        require(isinstance(given, dict), "--template-settings", sampling.template_settings,
+                "be a mapping of variables", remedy="Write '{enable_thinking: false}'")  # fmt: skip
+        self.tokenizer = load_tokenizer(model, template_settings=given)
         has_template = bool(self.tokenizer.chat_template)
         self.chats = has_template if sampling.chat is None else sampling.chat
         why = "--no-chat leaves it out" if has_template else "there is no chat template"

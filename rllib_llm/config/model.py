@@ -43,6 +43,11 @@ class LanguageModel(StartingPoint):
         None, "a Jinja chat template, or its file", note="For tokenizers without one, or to "
         "replace theirs. Saved with the model.", trl="chat_template_path",
     )  # fmt: skip
+    template_settings: dict[str, Any] | None = setting(
+        None, "variables of the chat template, such as {enable_thinking: false}",
+        note="For every chat whose row says nothing else. Saved with the model.",
+        trl="chat_template_kwargs",
+    )  # fmt: skip
     dtype: Literal["float32", "bfloat16"] = setting(
         "float32", "the dtype of the trained weights", note="In bfloat16, optimiser steps below "
         "about 1e-3 of a weight are lost.", also="torch_dtype model_dtype",

@@ -123,7 +123,7 @@ def other_names(config_class: ConfigClass) -> Mapping[str, Setting]:
 @cached
 def sections_of(config_class: ConfigClass) -> Mapping[str, str]:
     """The name of every setting -> the method that sets it."""
-    sections = (*config_class.rllib_sections, *config_class.sections)
+    sections = (*config_class.rllib_sections, *reversed(config_class.sections))
     return {row.name: section.name for section in sections for row in section.settings}
 
 

@@ -37,7 +37,7 @@ ENVIRONMENTS: dict[str, str] = {
 # What the sampler adds to env_config where the user did not set it.
 SAMPLER_SETTINGS = (
     "model", "split", "seed", "device", "temperature", "max_completion_len", "reference",
-    "chat_template", "frozen_quantization", "frozen_products",
+    "chat_template", "template_settings", "frozen_quantization", "frozen_products",
 )  # fmt: skip
 
 _CONFIG_PARAMETERS = ("env_config", "config")

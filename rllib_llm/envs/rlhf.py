@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 from collections.abc import Collection, Mapping, Sequence
@@ -24,7 +23,7 @@ from rllib_llm.modules.model_source import (
     vocabulary_difference,
 )
 from rllib_llm.modules.quantization import check_quantization
-from rllib_llm.modules.tokenizer import load_tokenizer, read_chat_template
+from rllib_llm.modules.tokenizer import load_tokenizer, with_chat_template
 from rllib_llm.shared.dotted import as_list
 from rllib_llm.shared.errors import Problem, Problems, problems_in, report, require, unknown_key
 from rllib_llm.shared.setting import Setting
@@ -203,13 +202,11 @@ def policy_tokenizer(settings: Mapping[str, Any]) -> PreTrainedTokenizerBase:
         "prompts are handed out as the policy's token ids",
         "Set it to the policy's folder, hub id or dotted path (rllib env check: --model)",
     )  # fmt: skip
-    if not isinstance(chosen, PreTrainedTokenizerBase):
-        tokenizer = load_tokenizer(chosen, chat_template=settings["chat_template"])
-    elif settings["chat_template"] is None:
-        tokenizer = chosen
+    chats = {name: settings[name] for name in ("chat_template", "template_settings")}
+    if isinstance(chosen, PreTrainedTokenizerBase):
+        tokenizer = with_chat_template(chosen, **chats)
     else:
-        tokenizer = copy.copy(chosen)
-        tokenizer.chat_template = read_chat_template(settings["chat_template"])
+        tokenizer = load_tokenizer(chosen, **chats)
     if settings["tokenizer"] is not None and settings["model"] is not None:
         difference = vocabulary_difference(settings["model"], tokenizer, "the model's")
         require(

@@ -21,6 +21,9 @@ class Environment(Settings):
     chat_template: str | Path | None = setting(
         None, "a file or text in place of the tokenizer's chat template"
     )
+    template_settings: dict | None = setting(
+        None, "variables of the chat template, such as {enable_thinking: false}"
+    )
     split: Literal["train", "eval"] = setting("train", "the part of the prompts in use")
     split_seed: int = setting(0, "the seed of held-out prompts and their order", least=0)
     shuffle: bool = setting(True, "whether prompts are handed out in a random order")
@@ -174,9 +177,6 @@ class ConversationSettings(Settings):
         "auto", "the renderer of turns from the package `renderers`, by hub id or family",
         note="None: the chat template.",
     )  # fmt: skip
-    template_settings: dict | None = setting(
-        None, "variables of the chat template, such as {enable_thinking: false}"
-    )
 
 
 CONVERSATION = Section.of("conversation", ConversationSettings, place=IN_ENV, env=CONVERSATION_ENV)

@@ -86,8 +86,9 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
         config = self.model_config
         self.temperature = float(config["temperature"])
         self.tokenizer = load_tokenizer(
-            config["pretrained_model"], chat_template=config.get("chat_template")
-        )
+            config["pretrained_model"], chat_template=config.get("chat_template"),
+            template_settings=config.get("template_settings"),
+        )  # fmt: skip
         self.model = _load_policy(config)
         self.freeze_towers()
         if config.get("lm_head_float32") and self.computing_dtype is not None:
@@ -294,8 +295,9 @@ class RewardModelModule(HuggingFaceModule):
     def load(self) -> None:
         config = self.model_config
         self.tokenizer = load_tokenizer(
-            config["pretrained_model"], chat_template=config.get("chat_template")
-        )
+            config["pretrained_model"], chat_template=config.get("chat_template"),
+            template_settings=config.get("template_settings"),
+        )  # fmt: skip
         self.model = load_sequence_classifier(
             config["pretrained_model"], dtype=config["dtype"], new_head=True, seed=config["seed"]
         )
@@ -361,11 +363,8 @@ class PreferenceModule(CausalLMModule):
         prompts = columns.fetched([batch[columns.PROMPT_IDS], batch[columns.PROMPT_MASK]])
         ids, mask = (torch.cat([prompt, prompt]) for prompt in prompts)
         scored = score_completions(model, ids, mask, *stack_pairs(batch))
-        logprobs = scored.logprobs
-        if columns.CHOSEN_LOSS_MASK in batch:
-            names = (columns.CHOSEN_IDS, columns.REJECTED_IDS), (
-                columns.CHOSEN_LOSS_MASK, columns.REJECTED_LOSS_MASK
-            )  # fmt: skip
-            scored_mask = stack_pairs(batch, names)[1]
-            logprobs = logprobs * scored_mask.to(logprobs.device, non_blocking=True)
-        return logprobs.sum(dim=1).chunk(2)
+        names = (columns.CHOSEN_IDS, columns.REJECTED_IDS), (
+            columns.CHOSEN_LOSS_MASK, columns.REJECTED_LOSS_MASK
+        )  # fmt: skip
+        wanted = stack_pairs(batch, names)[1].to(scored.logprobs.device, non_blocking=True)
+        return (scored.logprobs * wanted).sum(dim=1).chunk(2)

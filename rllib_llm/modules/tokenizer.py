@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from transformers import (
 )
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from rllib_llm.data.encoding import not_variables
 from rllib_llm.modules.model_source import (
     DOTTED,
     FOLDER,
@@ -26,16 +29,17 @@ from rllib_llm.modules.model_source import (
     text_config,
 )
 from rllib_llm.modules.multimodal import processor_template
-from rllib_llm.shared.errors import require
+from rllib_llm.shared.errors import report, require, warning
 
 
 def load_tokenizer(
-    model: str | os.PathLike, *, chat_template: str | None = None
-) -> PreTrainedTokenizerBase:
+    model: str | os.PathLike, *, chat_template: str | None = None,
+    template_settings: Mapping[str, Any] | None = None,
+) -> PreTrainedTokenizerBase:  # fmt: skip
     """Returns the tokenizer of `model` (folder, hub id or dotted path), with a pad token.
 
     See `ensure_pad_token` for a missing pad token and one that is EOS too, and
-    `read_chat_template` for a template that takes the place of the tokenizer's own.
+    `with_chat_template` for its chat template.
 
     Raises:
         Problems: nothing can be loaded from `model`.
@@ -58,8 +62,42 @@ def load_tokenizer(
         num_embeddings = text_config(config).vocab_size
     _check_vocabulary(tokenizer, num_embeddings)
     ensure_pad_token(tokenizer, eos_token_ids(*sources))
+    return with_chat_template(tokenizer, chat_template, template_settings)
+
+
+def with_chat_template(
+    tokenizer: PreTrainedTokenizerBase, chat_template: str | None,
+    template_settings: Mapping[str, Any] | None,
+) -> PreTrainedTokenizerBase:  # fmt: skip
+    """The tokenizer, or a copy of it with the chat template that `chat_template` is or names, and
+    with `template_settings` as values of the template's variables, where nobody gives others. They
+    are written into the template, so that all who render it find them, and they are saved with it.
+
+    Raises:
+        Problems: no template, or a setting that is no variable of templates.
+    """
+    if chat_template is None and not template_settings:
+        return tokenizer
+    tokenizer = copy.copy(tokenizer)
     if chat_template is not None:
         tokenizer.chat_template = read_chat_template(chat_template)
+    given = tokenizer.chat_template or ""
+    templates = given if isinstance(given, dict) else {"": given}
+    settings = dict(template_settings or {})
+    name, everything = "template_settings", "".join(templates.values())
+    rule = "hold variables of the chat template alone"
+    taken = sorted(not_variables().intersection(settings))
+    require(not taken, name, settings, rule, f"{taken} are set by its caller")
+    if idle := [each for each in settings if each not in everything]:
+        report([warning(name, rule, f"it does not name {idle}", "Leave them out", settings)])
+    values = "".join(
+        f"{{% if {each} is not defined %}}{{% set {each} = {value!r} %}}{{% endif %}}"
+        for each, value in settings.items()
+    )
+    if values and everything:
+        # The line break is not rendered: the template begins a line as before.
+        made = {each: f"{values}\n{text}" for each, text in templates.items()}
+        tokenizer.chat_template = made if isinstance(given, dict) else made[""]
     return tokenizer
 
 

@@ -122,8 +122,9 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         """This sampler's replica of the environment, with its own frozen models."""
         config = self.config
         given = dict(config.env_config)
-        if config.chat_template is not None:
-            given.setdefault("chat_template", config.chat_template)
+        for name in ("chat_template", "template_settings"):
+            if getattr(config, name) is not None:
+                given.setdefault(name, getattr(config, name))
         defaults: dict[str, Any] = {
             "model": config.pretrained_model,
             "max_completion_len": config.max_new_tokens,

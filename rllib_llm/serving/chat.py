@@ -6,6 +6,7 @@ import contextlib
 import json
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -23,8 +24,8 @@ class Chats:
     is never evicted.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, settings: Mapping[str, Any] = MappingProxyType({})) -> None:
+        self._tokenizer, self._settings = tokenizer, settings
         self._formats: WeakValueDictionary[str, ChatFormat] = WeakValueDictionary()
         self._latest: deque[ChatFormat] = deque(maxlen=_MAX_FORMATS)
         with contextlib.suppress(ApiError):  # a model without a template serves completions
@@ -49,7 +50,8 @@ class Chats:
             found = self._formats.get(key)
             if found is None:
                 try:
-                    made = ChatFormat(self._tokenizer, tools=specs, template_settings=settings)
+                    every = {**self._settings, **(settings or {})}
+                    made = ChatFormat(self._tokenizer, tools=specs, template_settings=every)
                 except ChatFormatError as error:
                     message = f"{error} It is the server's chat_template."
                     raise ApiError(400, message, "messages", "no_chat_template") from error

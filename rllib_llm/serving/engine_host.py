@@ -142,11 +142,11 @@ class ThreadHost(EngineLoop):
         super().close()
 
 
-def served_tokenizer(source: str, chat_template: str | None = None) -> Any:
+def served_tokenizer(source: str, **chats: Any) -> Any:
     """As `load_tokenizer`, without its warning about padding, which is of batches to learn from."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SettingWarning)
-        return load_tokenizer(source, chat_template=chat_template)
+        return load_tokenizer(source, **chats)
 
 
 def _engine(model: Any, version: int | None, settings: ServeSettings) -> TorchEngine:

@@ -279,7 +279,8 @@ def open_service(settings: ServeSettings) -> Service:
     or the dotted path of a function. A folder without a model is a mistake of the user."""
     sys.setswitchinterval(SWITCH_SECONDS)
     source = find_model(settings.model)
-    tokenizer = served_tokenizer(source, settings.chat_template)
+    chats = {"template_settings": settings.template_settings}
+    tokenizer = served_tokenizer(source, chat_template=settings.chat_template, **chats)
     start: Callable[..., Any] = EngineProcess if settings.engine_process else ThreadHost.open
     return Service(start(settings, source), tokenizer, settings, source=source)
 

@@ -297,7 +297,7 @@ class Service:
         self._serials = itertools.count(serial + 1)
         self._load_lock = threading.Lock()
         self.jobs: dict[object, RunningJob] = {}
-        self.chats, self.sessions = Chats(tokenizer), Sessions()
+        self.chats, self.sessions = Chats(tokenizer, settings.template_settings or {}), Sessions()
         self.updating = asyncio.Lock()
         self._pins = itertools.count()  # of grammars
         self._clock = clock

@@ -42,6 +42,9 @@ class ServeSettings(BaseModel):
     chat_template: str | None = Field(
         None, description="In place of the tokenizer's: file or text."
     )
+    template_settings: dict[str, Any] | None = Field(
+        None, description="Variables of the chat template, where a request gives no others."
+    )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="Of weights and arithmetic."
     )

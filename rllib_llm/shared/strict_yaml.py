@@ -108,7 +108,8 @@ _RULES = {
     "flow ": ("close its bracket and have commas between entries",
               "Write the missing bracket, comma or space after a colon"),
 }  # fmt: skip
-_OPENED = ("quoted scalar", "flow ")  # it is shown where it was opened
+_OPENED = ("quoted scalar", "flow ", "expected ':'")  # it is shown where it was opened
+_COLON = re.compile(r":(?=\s|$)")
 
 
 def yaml_error(error: yaml.YAMLError, text: str, where: str) -> Problems:
@@ -124,6 +125,13 @@ def yaml_error(error: yaml.YAMLError, text: str, where: str) -> Problems:
         key = next((key for key in _RULES if key in said), "")
         opened = getattr(error, "context_mark", None)
         mark = opened if key in _OPENED and opened is not None else mark
+        # A name without a colon goes on in the next line, whose colon is then one too many.
+        above = [n for n in range(mark.line) if lines[n].strip() and lines[n].lstrip()[0] != "#"]
+        is_one_more = key == "mapping values" or "found '<block mapping start>'" in said
+        is_alone = is_one_more and len(_COLON.findall(lines[mark.line])) == 1
+        if is_alone and above and not _COLON.search(lines[above[-1]]):
+            key, indent = "expected ':'", len(lines[above[-1]]) - len(lines[above[-1]].lstrip())
+            mark = yaml.Mark(mark.name, 0, above[-1], indent, None, 0)
     rule, remedy = _RULES.get(
         key, ("be valid YAML", "Look at indentation, quotes, brackets and colons up to here")
     )

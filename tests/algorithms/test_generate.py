@@ -41,6 +41,12 @@ def test_texts_and_their_openings_are_written(tmp_path):
     assert all(row["text"].startswith(row["prompt"]) for row in texts)
 
 
+def test_special_tokens_inside_a_text_stay():
+    row = Generate(SETTINGS)._row([80, 81, 0, 82, 83, 2])  # <unk> in the middle, </s> at the end
+    assert row["text"].count("<unk>") == 1 and "</s>" not in row["text"]
+    assert "<unk>" in row["prompt"] and row["text"].startswith(row["prompt"])
+
+
 def test_held_out_openings_are_not_in_training(tmp_path):
     run(tmp_path / "a", 4)
     train, held_out = (

@@ -16,7 +16,12 @@ from tests.conversations.templates import family_tokenizer
 
 pytest.importorskip("verifiers", reason="verifiers pins openai below 3: see the guide")
 
-from rllib_llm.envs.adapters.verifiers import VerifiersEnv  # noqa: E402
+from rllib_llm.conversations.conversation import Conversation  # noqa: E402
+from rllib_llm.envs.adapters.verifiers import (  # noqa: E402
+    VerifiersEnv,
+    new_trace,
+    write_nodes,
+)
 from rllib_llm.shared.errors import Problems
 from tests.serving import tiny_server  # noqa: E402
 
@@ -75,6 +80,24 @@ def test_the_record_has_the_sampled_tokens(make):
         "system", "user", "assistant", "tool", "assistant"
     ]  # fmt: skip
     assert trace.num_turns == 2 and not trace.is_truncated and trace.last_reply == "2"
+
+
+def test_turns_before_a_fork_are_in_the_record(make):
+    """The template drops old thoughts, and so each further turn begins a row of its own."""
+    env = make(tokenizer=family_tokenizer("qwen3"))
+    conversation, trace = Conversation(env.chat_format), new_trace(env.vf_tasks[0])
+    for turn in range(3):
+        conversation.append_messages([{"role": "user", "content": f"Question {turn}"}])
+        ids = env.chat_format.encode("<think>\nOne.\n</think>\n\nYes." + env.chat_format.turn_end)
+        conversation.append_sampled(ids, [-0.5] * len(ids))
+    assert conversation.suffixes["fork"] == 2
+    for _ in range(2):  # it is written anew for each stop
+        write_nodes(trace, conversation)
+    assert trace.num_turns == 3 and trace.num_branches == 1
+    assert [node.message.role for node in trace.nodes] == ["user", "assistant"] * 3
+    assert [len(node.token_ids) for node in trace.nodes if node.sampled] == [len(ids)] * 3
+    read = [len(node.token_ids) for node in conversation.nodes if not node.sampled]
+    assert [call.usage.prompt_tokens for call in trace.calls] == read
 
 
 def plain_call(name, **arguments):

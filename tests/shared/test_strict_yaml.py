@@ -12,8 +12,10 @@ from rllib_llm.shared.strict_yaml import yaml_error
     ("text", "place", "line", "rule"),
     [
         ("a:\n\trun: GRPO\n", (2, 1), "\trun: GRPO", "be indented with spaces"),
-        ("a:\n  config\n    lr: 1\n", (3, 7), "    lr: 1", "have one value"),
-        ("a:\n  seed: 2\n  lr:1\n", (3, 1), "  lr:1", "a colon and a space"),
+        ("a:\n  config\n    lr: 1\n", (2, 3), "  config", "a colon and a space"),
+        ("a:\n  lr 1e-3\n  # c\n\n  seed: 2\n", (2, 3), "  lr 1e-3", "a colon and a space"),
+        ("a:\n  seed: 2\n  lr:1\n", (3, 3), "  lr:1", "a colon and a space"),
+        ("a:\n  seed: 2\n  lr 1\n  x: 3\n", (3, 3), "  lr 1", "a colon and a space"),
         ("a:\n  lr: 1\n    seed: 2\n", (3, 9), "    seed: 2", "have one value"),
         ("a:\n  x: of: b\n", (2, 8), "  x: of: b", "quotes around it"),
         ("a:\n  x: 'GRPO\n  y: 1\n", (2, 6), "  x: 'GRPO", "close its quote"),

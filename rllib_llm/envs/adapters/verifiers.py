@@ -72,28 +72,58 @@ def new_trace(task: Any) -> Any:
 
 
 def write_nodes(trace: Any, conversation: Conversation) -> None:
-    """Replaces the nodes of a trace by those of the conversation."""
+    """Replaces the nodes of a trace by those of the conversation, forks among them: as in verifiers
+    a branch begins where what was said before differs.
+
+        asked ── said a ── told ── said b                what the policy read for b had "said a"
+          └───── a without its thoughts ── told ── said c
+    """
     import verifiers.v1 as vf
     from verifiers.v1.types import Usage
 
-    trace.nodes, trace.calls, num_read = [], [], 0
-    for node in conversation.path():
+    trace.nodes, trace.calls = [], []
+    ends: dict[int | None, tuple[int | None, int]] = {None: (None, 0)}  # of nodes: place and tokens
+    for number, node in enumerate(conversation.nodes):
+        parent, num_read = ends[node.parent]
         for message in node.messages:
-            written = write_message(trace, message)
+            same = None if node.sampled else _place_of(trace, parent, message)
+            if same is not None:
+                parent = same
+                continue
+            written = write_message(trace, message, parent)
+            parent = len(trace.nodes) - 1
             if node.sampled:
                 written.sampled, written.mask = True, [True] * len(node.token_ids)
                 written.token_ids, written.logprobs = list(node.token_ids), list(node.logprobs)
                 finish = "tool_calls" if message.get("tool_calls") else "stop"
                 usage = Usage(prompt_tokens=num_read, completion_tokens=len(node.token_ids))
                 why = finish if node.finish == "stop" else "length"
-                place = len(trace.nodes) - 1
-                trace.calls.append(vf.ModelCall(node=place, finish_reason=why, usage=usage))
-        num_read += len(node.token_ids)
+                trace.calls.append(vf.ModelCall(node=parent, finish_reason=why, usage=usage))
+        ends[number] = parent, num_read + len(node.token_ids)
 
 
-def write_message(trace: Any, message: Message) -> Any:
-    """Appends a message to the record; its node."""
+def _place_of(trace: Any, parent: int | None, message: Message) -> int | None:
+    """The node of this message after `parent`, if the record has it; a sampled one is the same only
+    where the policy reads it again as it said it."""
+    from verifiers.v1.dialects.chat import message_to_wire
+
+    read = message_to_wire(_parsed(message))
+    for place, node in enumerate(trace.nodes):
+        if node.parent == parent and message_to_wire(node.message) == read:
+            return place
+    return None
+
+
+def write_message(trace: Any, message: Message, parent: int | None) -> Any:
+    """Appends a message to the record after the node `parent`; its node."""
     import verifiers.v1 as vf
+
+    trace.nodes.append(vf.MessageNode(parent=parent, message=_parsed(message)))
+    return trace.nodes[-1]
+
+
+def _parsed(message: Message) -> Any:
+    """The message as verifiers' own type."""
     from verifiers.v1.dialects.chat import parse_message
 
     calls = []
@@ -101,10 +131,7 @@ def write_message(trace: Any, message: Message) -> Any:
         arguments = asked["function"]["arguments"]
         text = arguments if isinstance(arguments, str) else json.dumps(arguments)
         calls.append({**asked, "function": {**asked["function"], "arguments": text}})
-    parent = len(trace.nodes) - 1 if trace.nodes else None
-    written = parse_message({**message, "tool_calls": calls})
-    trace.nodes.append(vf.MessageNode(parent=parent, message=written))
-    return trace.nodes[-1]
+    return parse_message({**message, "tool_calls": calls})
 
 
 _TRACE = "trace"  # under which a conversation's state holds verifiers' record of it
@@ -233,7 +260,7 @@ class VerifiersEnv(ConversationEnv):
         trace = conversation.state[_TRACE]
         write_nodes(trace, conversation)
         for message in results:
-            write_message(trace, message)
+            write_message(trace, message, len(trace.nodes) - 1)
         return self.vf_tasks[conversation.task["position"]], trace
 
 

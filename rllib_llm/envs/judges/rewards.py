@@ -64,8 +64,6 @@ class Rewards:
     reasons: tuple[str, ...] = ()
 
 
-_ENOUGH_ROWS, _ENOUGH_PROMPTS = 32, 8  # to tell that no function ever judges
-
 
 class RewardSum:
     """The weighted sum of several reward functions, each one's failures costing only its rows.
@@ -73,9 +71,8 @@ class RewardSum:
     A function that raises on the batch is called again row by row; rows on which it still raises,
     and rows it gives NaN, infinity or `Invalid`, are not valid: they are counted in `num_failed`,
     and the first of each function is shown in a warning. A row to which it gives None is not judged
-    by it: the others decide, and a row that none judges is not valid; where none judges any of the
-    first rows of several prompts, that is an error. Coroutine functions run concurrently. Several
-    threads may call at once: other functions are called by one at a time.
+    by it: the others decide, and a row that none judges is not valid. Coroutine functions run
+    concurrently. Several threads may call at once: other functions are called by one at a time.
 
     Raises:
         RewardError: at construction for a wrong setting; when called for an answer of the wrong
@@ -91,8 +88,6 @@ class RewardSum:
         self.num_failed = dict.fromkeys((term.name for term in self.terms), 0)
         self._warned: set[str] = set()
         self._lock = threading.Lock()
-        self._has_judged, self._num_unjudged = False, 0
-        self._unjudged_prompts: set[tuple[int, ...]] = set()
 
     @property
     def wants_texts(self) -> bool:
@@ -147,8 +142,6 @@ class RewardSum:
                 metrics[name] = values
             for name, value in term.metrics().items():
                 metrics[name] = torch.full_like(scores, value)
-        with self._lock:
-            self._require_judged(judged, batch)
         overflows = judged & ~scores.isfinite()
         valid = valid & judged & ~overflows
         scores = torch.where(valid, scores, torch.zeros_like(scores))
@@ -158,22 +151,6 @@ class RewardSum:
             for ok, is_over, reason in flags
         )
         return Rewards(scores, valid, components, metrics, failed, why)
-
-    def _require_judged(self, judged: torch.Tensor, batch: RewardBatch) -> None:
-        """Raises `RewardError` where no row was judged so far, and those were enough to tell: one
-        prompt's rows are not, since functions may leave out prompts."""
-        if self._has_judged or bool(judged.any()):
-            self._has_judged = True
-            return
-        self._num_unjudged += len(batch)
-        self._unjudged_prompts.update(map(tuple, batch.prompt_ids.tolist()))
-        is_varied = len(self._unjudged_prompts) >= _ENOUGH_PROMPTS
-        if self._num_unjudged >= (_ENOUGH_ROWS if is_varied else 4 * _ENOUGH_ROWS):
-            raise RewardError(
-                f"reward functions {list(self.num_failed)!r}", "judge some completion",
-                f"they returned None for all {self._num_unjudged} so far, the last one "
-                f"{shown_row(batch, -1)}", "Return a number, as 0.0 for a wrong answer",
-            )  # fmt: skip
 
     def _report(self, term: RewardTerm, result: RewardResult, batch: RewardBatch) -> None:
         failed = (~result.valid).nonzero().flatten().tolist()

@@ -39,7 +39,7 @@ PROMPT_COLUMNS = {"prompt", "messages"}  # which become the prompt itself
 NUM_ROWS = 32  # of which tokens are made, from the first on
 # What `row_problems` depends on: points of a grid that differ in other settings are checked once.
 SETTINGS = (
-    "model", "chat_template", "data", "eval_data", "max_length", "loss_on",
+    "model", "chat_template", "template_settings", "data", "eval_data", "max_length", "loss_on",
     "env", "env_config", "max_new_tokens", "evaluation_interval", "evaluation_config", "eval_envs",
 )  # fmt: skip
 

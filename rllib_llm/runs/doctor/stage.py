@@ -122,6 +122,7 @@ def env_settings(config: Any) -> dict[str, Any]:
     env["model"] = env.get("model") or config.pretrained_model
     saved = getattr(config.pretrained_model, "chat_template", None)
     env["chat_template"] = env.get("chat_template") or config.chat_template or saved
+    env["template_settings"] = env.get("template_settings") or config.template_settings
     return env
 
 

@@ -430,6 +430,7 @@ def test_a_coroutine_function_that_blocks_its_loop_holds_up_nobody(monkeypatch):
         ([{"function": length, "timeout_s": True}], "timeout_s of .*=True must be"),
         ([{"function": length, "timeout_s": float("inf")}], "timeout_s of .*=inf must be"),
         ([{"function": length, "timeout_s": 0}], "timeout_s of reward function 'length'=0 must be"),
+        ([{"function": length, "timeout_s": 1}], "timeout_s of .*=1 must be of a coroutine func"),
         ([], "be one or more functions"),
         (None, "be one or more functions"),
         ([length, length], r"named \['length', 'length'\]"),
