@@ -182,26 +182,22 @@ class CompletionBuffers:
     Each completion is written to its own column, wherever its row stands in the batch.
 
     Args:
-        pad_token_id: fills the places after the end of a completion.
         with_values: whether the logits' last column is a value.
-        noise: [batch, >= steps] in [0, 1), which decides the tokens; None when all are greedy.
         with_versions: whether the weights' version is kept of each token.
     """
 
     def __init__(
-        self, steps: int, batch: int, pad_token_id: int, device: torch.device,
-        with_values: bool = False, noise: torch.Tensor | None = None, with_versions: bool = False,
-    ) -> None:  # fmt: skip
+        self, device: torch.device, *, with_values: bool = False, with_versions: bool = False
+    ) -> None:
+        self.steps, self.batch = 0, 0
+        self.version = 0  # is written to every token
         # One line more than is read: rows that have ended, on a device that is not asked which,
         # write there.
-        lines = (steps + 1, batch)
-        self.steps, self.batch = steps, batch
-        self.version = 0  # is written to every token
-        self._tokens = torch.full(lines, pad_token_id, device=device)
-        self._mask = torch.zeros(lines, dtype=torch.bool, device=device)
-        self._logprobs = torch.zeros(lines, dtype=torch.float32, device=device)
+        self._tokens = torch.zeros(1, 0, dtype=torch.int64, device=device)
+        self._mask = torch.zeros_like(self._tokens, dtype=torch.bool)
+        self._logprobs = torch.zeros_like(self._tokens, dtype=torch.float32)
         self._values = torch.zeros_like(self._logprobs) if with_values else None
-        self._noise = None if noise is None else noise[:, :steps].float().t().contiguous()
+        self._noise: torch.Tensor | None = None  # [steps, batch], of all that are not greedy
         self._versions = (
             torch.zeros_like(self._tokens, dtype=torch.int32) if with_versions else None
         )
@@ -283,14 +279,21 @@ class CompletionBuffers:
             setattr(self, name, None if lines is None else F.pad(lines, (0, 0, *grown)))
         self.steps, self.batch = steps, batch
 
-    def begin(self, row: int, noise: torch.Tensor | None) -> None:
-        """Makes a column ready for another completion, with noise [steps of it] unless greedy."""
-        self._mask[:, row] = False
+    def begin(self, columns: Sequence[int], noise: torch.Tensor | None) -> None:
+        """Makes columns ready for other completions.
+
+        Args:
+            noise: [columns, longest of them] in [0, 1), which decides the tokens; None where all
+                are greedy.
+        """
+        at = torch.tensor(columns, dtype=torch.int64, device=self._mask.device)
+        self._mask[:, at] = False
         if noise is None:
             return
         if self._noise is None:
             self._noise = torch.zeros_like(self._logprobs[: self.steps])
-        self._noise[: len(noise), row] = noise.to(self._noise.device)
+        noise = noise[:, : self.steps].to(self._noise).t()
+        self._noise[: len(noise), at] = noise
 
     def read(
         self, rows: list[int], starts: list[int], ends: list[int] | None = None,
@@ -339,11 +342,8 @@ class CompletionBuffers:
         values = self._top_logprobs[start : start + count, row, :k].tolist()
         return [list(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)]
 
-    def completions(self, stop_token_ids: torch.Tensor) -> Completions:
-        """All completions, cut to the longest row, as new tensors.
-
-        Args:
-            stop_token_ids: [k] int64.
+    def completions(self, params: SamplingParams) -> Completions:
+        """All completions, which have these settings, cut to the longest row, as new tensors.
 
         Raises:
             FloatingPointError: a log-prob is not finite.
@@ -358,7 +358,9 @@ class CompletionBuffers:
         if not bool(logprobs.isfinite().all()):
             raise FloatingPointError(NOT_FINITE)
         last = tokens.gather(1, mask.sum(dim=1, keepdim=True) - 1)
-        finished = (last == stop_token_ids).any(dim=1)
+        stops = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=last.device)
+        finished = (last == stops).any(dim=1)
+        tokens = tokens.where(mask, params.pad_token_id)
         return Completions(tokens, mask, logprobs, finished, values)
 
 
@@ -382,6 +384,15 @@ class PromptGroup:
     def length(self) -> int:
         """Tokens of the prompt."""
         return len(self.token_ids)
+
+    def continued(self, columns: list[int], sampled: Sequence[int]) -> PromptGroup:
+        """Some of the rows, which have all sampled these tokens since."""
+        at = [self.columns.index(column) for column in columns]
+        more = torch.tensor(sampled, dtype=torch.int64, device=self.token_ids.device)
+        return PromptGroup(
+            torch.cat([self.token_ids, more]), columns, [self.params[i] for i in at],
+            [self.num_sampled[i] + len(sampled) for i in at],
+        )  # fmt: skip
 
 
 class PromptQueue:

@@ -17,12 +17,12 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from rllib_llm.engines.batch_rows import CompletionBuffers, PromptGroup
+from rllib_llm.engines.batch_rows import PromptGroup
 from rllib_llm.engines.decode_step import DecodePlan, open_decode_step, prefill
 from rllib_llm.engines.decoder import Decoder
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Completions
-from rllib_llm.engines.row_blocks import row_budget, with_fewer_rows
+from rllib_llm.engines.row_blocks import row_budget
 from rllib_llm.modules.model_source import longrope_border, text_config
 from rllib_llm.shared.errors import Problems, report, require, warning
 from rllib_llm.shared.messages import blamed_on
@@ -75,38 +75,42 @@ def generate(
     plan = plan or DecodePlan.of(model)
     device = next(model.parameters()).device
     steps_between_looks = steps_between_looks or plan.steps_between_looks
-    groups = groups_of(prompt_ids.to(device), prompt_mask, params, num_completions)
     num_rows = len(prompt_ids) * num_completions
     rows_at_once, positions = _places(
         plan, prompt_mask, params, num_completions, steps_between_looks, max_rows
     )
+    decoder = Decoder(
+        plan, steps=params.max_new_tokens, steps_between_looks=steps_between_looks,
+        max_rows=rows_at_once, free_share=_FREE_SHARE,
+        room=(min(rows_at_once, num_rows), positions),
+        open_step=functools.partial(open_decode_step, cuda_graphs=cuda_graphs),
+        value_head=value_head, block_cost=None if row_blocks else float("inf"),
+        on_fewer_rows=on_fewer_rows,
+    )  # fmt: skip
+    put_batch(decoder, prompt_ids.to(device), prompt_mask, params, num_completions, noise)
+    # Inference mode spares each operation its autograd bookkeeping: up to a tenth of the time.
+    with torch.inference_mode(), contextlib.closing(decoder):
+        while decoder.num_rows:
+            decoder.step()
+            if on_step is not None:
+                on_step()
+    # Outside, since tensors of inference mode could not enter a loss.
+    return decoder.buffers.completions(params)
 
-    def completions(rows_at_once: int) -> Completions:
-        buffers = CompletionBuffers(
-            params.max_new_tokens, num_rows, params.pad_token_id, device,
-            with_values=value_head is not None,
-            noise=None if noise is None or params.greedy else noise.to(device),
-        )  # fmt: skip
-        decoder = Decoder(
-            plan, buffers, steps=params.max_new_tokens, steps_between_looks=steps_between_looks,
-            max_rows=rows_at_once, free_share=_FREE_SHARE,
-            room=(min(rows_at_once, num_rows), positions),
-            open_step=functools.partial(open_decode_step, cuda_graphs=cuda_graphs),
-            value_head=value_head, block_cost=None if row_blocks else float("inf"),
-        )  # fmt: skip
-        decoder.queue.put(groups)
-        # Inference mode spares each operation its autograd bookkeeping: up to a tenth of the time.
-        with torch.inference_mode(), contextlib.closing(decoder):
-            while decoder.num_rows:
-                decoder.step()
-                if on_step is not None:
-                    on_step()
-        # Outside, since tensors of inference mode could not enter a loss.
-        return buffers.completions(
-            torch.tensor(params.stop_token_ids, dtype=torch.int64, device=device)
-        )
 
-    return with_fewer_rows(completions, rows_at_once, num_completions, on_fewer_rows)
+def put_batch(
+    decoder: Decoder, ids: torch.Tensor, mask: torch.Tensor, params: SamplingParams,
+    num_completions: int, noise: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """Puts a batch of left-padded prompts into a decoder that is empty; the rows of group g are
+    `num_completions` columns from g times that on."""
+    n = num_completions
+    columns = decoder.reserve(len(ids) * n, params.max_new_tokens)
+    decoder.buffers.begin(columns, None if params.greedy else noise)
+    decoder.put([
+        PromptGroup(prompt[-length:], columns[g * n : (g + 1) * n], [params] * n, [0] * n)
+        for g, (prompt, length) in enumerate(zip(ids, mask.sum(dim=1).tolist(), strict=True))
+    ])  # fmt: skip
 
 
 def _places(
@@ -137,18 +141,6 @@ def capacity(prompt_len: int, params: SamplingParams, steps_between_looks: int) 
     """Positions of the cache in which prompts are prefilled: enough for the longest row and for
     padding, so that the cache is rarely shifted."""
     return prompt_len + 2 * params.max_new_tokens + steps_between_looks
-
-
-def groups_of(
-    ids: torch.Tensor, mask: torch.Tensor, params: SamplingParams, num_completions: int
-) -> list[PromptGroup]:
-    """The groups of a batch of left-padded prompts; the rows of group g are `num_completions` from
-    g times that on."""
-    n = num_completions
-    return [
-        PromptGroup(prompt[-length:], list(range(g * n, (g + 1) * n)), [params] * n, [0] * n)
-        for g, (prompt, length) in enumerate(zip(ids, mask.sum(dim=1).tolist(), strict=True))
-    ]
 
 
 # --- What a generation is given, checked before compute is spent

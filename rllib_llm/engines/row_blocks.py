@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -13,7 +12,6 @@ from transformers import PretrainedConfig
 from rllib_llm.engines.batch_rows import Moves, fill_gaps
 from rllib_llm.engines.kv_cache import Layers, PromptCache
 from rllib_llm.modules.model_source import text_config
-from rllib_llm.shared.process import until_it_fits
 
 # Keys and values that attention reads on a CPU while one more call of it, and what goes with it, is
 # made. That takes some 100 us, in which it reads 1.6 MB in float32 and 2 MB in bfloat16 (one core
@@ -309,8 +307,6 @@ class RowBlocks:
 
 # --- Rows that fit into a GPU's free memory
 
-Result = TypeVar("Result")
-
 # Share of the free memory that is planned with; the rest is for activations and fragmentation.
 _PLANNED_SHARE = 0.8
 FEWER_ROWS = (
@@ -354,33 +350,6 @@ def bytes_to_plan(*, free: int, total: int, reserved: int, allocated: int, share
     """
     # What torch's allocator holds and does not use is free to us, too.
     return _PLANNED_SHARE * max(0.0, min(free + reserved, share * total) - allocated)
-
-
-def with_fewer_rows(
-    run: Callable[[int], Result], rows: int, num_completions: int,
-    on_fewer_rows: Callable[[int], None] | None = None,
-) -> Result:  # fmt: skip
-    """Returns `run(rows)`, called again with half as many rows whenever a GPU runs out of memory.
-
-    Args:
-        run: does its work from the beginning, with so many rows at once.
-        rows: whole groups of `num_completions`, which stay together.
-        on_fewer_rows: is given the smaller number, for the next time.
-
-    Raises:
-        torch.OutOfMemoryError: one group is too much.
-    """
-
-    def make_smaller() -> str | None:
-        nonlocal rows
-        rows = rows // num_completions // 2 * num_completions
-        if not rows:
-            return None
-        if on_fewer_rows is not None:
-            on_fewer_rows(rows)
-        return FEWER_ROWS.format(rows)
-
-    return until_it_fits(lambda: run(rows), make_smaller)
 
 
 def bytes_of_row(config: PretrainedConfig, positions: int, itemsize: int) -> int:

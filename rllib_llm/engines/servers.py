@@ -13,8 +13,16 @@ from typing import Any, ClassVar
 
 import torch
 
-from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import Ended, Engine, Finish, InFlight, Noise, Row, Tokens, check_rows
+from rllib_llm.engines.protocol import (
+    Ended,
+    Engine,
+    Finish,
+    InFlight,
+    Noise,
+    Row,
+    Tokens,
+    check_rows,
+)
 from rllib_llm.shared.errors import Problem, Problems, require
 from rllib_llm.shared.openai_client import OpenAIClient, server_root
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from rllib_llm.engines.batch_rows import CompletionBuffers, PromptGroup
+from rllib_llm.engines.batch_rows import PromptGroup
 from rllib_llm.engines.decode_step import DecodePlan, open_decode_step
 from rllib_llm.engines.decoder import Decoder
 from rllib_llm.engines.engine import check_decoding, check_positions, check_tokens
@@ -30,7 +29,7 @@ from rllib_llm.engines.protocol import (
     check_rows,
     uniform_noise,
 )
-from rllib_llm.engines.row_blocks import FEWER_ROWS, row_budget
+from rllib_llm.engines.row_blocks import row_budget
 from rllib_llm.modules.model_source import text_config
 from rllib_llm.modules.multimodal import other_tensors
 from rllib_llm.modules.packing import recurring_size
@@ -178,17 +177,16 @@ class TorchEngine(Engine):
         plan = plan or DecodePlan.of(model)
         check_decoding(model)
         self._load_weights = load_weights or (lambda weights: copy_weights(model, weights))
-        self._buffers = CompletionBuffers(0, 0, 0, self.device, with_versions=True)
-        self._buffers.version = version or 0
         self._decoder = Decoder(
-            plan, self._buffers, steps=_MANY_STEPS,
+            plan, steps=_MANY_STEPS, with_versions=True,
             steps_between_looks=steps_between_looks or plan.steps_between_looks,
             max_rows=max_rows or row_budget(model, max_positions), max_prefill=max_prefill,
             open_step=functools.partial(open_decode_step, cuda_graphs=cuda_graphs),
         )  # fmt: skip
+        self._buffers = self._decoder.buffers
+        self._buffers.version = version or 0
         self._rows: dict[Hashable, _RunningRow] = {}
         self._ids: dict[int, Hashable] = {}  # by column
-        self._free: list[int] = []
         self._left: list[Ended] = []  # rows that ended while others were taken out
         self._kept = KeptPrefixes(_KEPT_BYTES)
         self._pending: tuple[dict[str, torch.Tensor], int] | None = None
@@ -218,101 +216,40 @@ class TorchEngine(Engine):
             check_positions(self.model.config, longest, params)
             ends = [end for row in group for end in (min(row.token_ids), max(row.token_ids))]
             check_tokens(self.model.config, ends, params)
-        noises = {
-            row.id: uniform_noise(
-                row.noise.seed, [row.noise.row], row.params.max_new_tokens, row.noise.turn
-            )[0]
-            for row in rows
-            if not row.params.greedy
-        }
-        self._reserve(rows)
-        with torch.inference_mode():
-            self._queue([
-                (self._begin(row, noises.get(row.id)), row.token_ids, row.num_sampled)
-                for row in rows
-            ])  # fmt: skip
-
-    def _reserve(self, rows: Sequence[Row]) -> None:
-        """Reserves columns of the buffers for rows."""
+        drawn = _drawn(rows)  # raises for a seed out of range: nothing has been reserved yet
         longest = max((row.params.max_new_tokens for row in rows), default=0)
-        batch = self._buffers.batch
-        missing = len(rows) - len(self._free)
-        # At least twice as many: what is written moves seldom.
-        wanted = batch + max(missing, batch) if missing > 0 else batch
-        self._free += range(batch, wanted)
-        self._buffers.reserve(longest, wanted)
+        columns = self._decoder.reserve(len(rows), longest)
+        groups: dict[object, list[_RunningRow]] = {}
+        for row, column in zip(rows, columns, strict=True):
+            self._rows[row.id], self._ids[column] = _RunningRow(row, column), row.id
+            if row.guide is not None:
+                self._decoder.guides[column] = row.guide
+            key = column if row.group is None else (row.group, tuple(row.token_ids))
+            groups.setdefault(key, []).append(self._rows[row.id])
+        with torch.inference_mode():
+            for some, noise in drawn:
+                self._buffers.begin([columns[i] for i in some], noise)
+            self._decoder.put([self._group(part) for part in groups.values()])
 
-    def _begin(self, row: Row, noise: torch.Tensor | None) -> _RunningRow:
-        """Assigns a row a column; `noise` unless it is greedy."""
-        held = _RunningRow(row, self._free.pop())
-        self._rows[row.id], self._ids[held.column] = held, row.id
-        if row.guide is not None:
-            self._decoder.guides[held.column] = row.guide
-        self._buffers.begin(held.column, noise)
-        return held
-
-    def _queue(
-        self, rows: Iterable[tuple[_RunningRow, Sequence[int], int]], first: bool = False
-    ) -> None:
-        """Queues rows to be prefilled, each with its tokens so far and how many of them were
-        sampled: those of a group together where their tokens are the same; before all that wait,
-        if `first`."""
-        parts: dict[object, list[tuple[_RunningRow, Sequence[int], int]]] = {}
-        for held, token_ids, num_sampled in rows:
-            group = held.row.group
-            key = held.column if group is None else (group, tuple(token_ids))
-            parts.setdefault(key, []).append((held, token_ids, num_sampled))
-        self._decoder.queue.put([self._group(part) for part in parts.values()], first)
-
-    def _group(self, part: Sequence[tuple[_RunningRow, Sequence[int], int]]) -> PromptGroup:
+    def _group(self, part: Sequence[_RunningRow]) -> PromptGroup:
         """Rows of the same tokens, as they wait for a place."""
-        held, (token_ids, *_), num_sampled = zip(*part, strict=True)
-        ids = torch.tensor(list(token_ids), dtype=torch.int64, device=self.device)
-        columns, params = [each.column for each in held], [each.row.params for each in held]
-        conversation, prefix = held[0].row.conversation, None
-        if len(held) == 1 and conversation is not None and self._decoder.plan.shares_prompts:
+        row, columns = part[0].row, [each.column for each in part]
+        ids = torch.tensor(list(row.token_ids), dtype=torch.int64, device=self.device)
+        prefix = None
+        if len(part) == 1 and row.conversation is not None and self._decoder.plan.shares_prompts:
             self._decoder.wanted.add(columns[0])
-            prefix = self._kept.take(conversation, token_ids)
-        return PromptGroup(ids, columns, params, list(num_sampled), prefix)
+            prefix = self._kept.take(row.conversation, row.token_ids)
+        return PromptGroup(
+            ids, columns, [each.row.params for each in part],
+            [each.row.num_sampled for each in part], prefix,
+        )  # fmt: skip
 
     def step(self) -> list[Ended]:
         ended, self._left = self._left, []
         with torch.inference_mode():
             if self._pending is not None and not len(self._decoder.rows):
                 self._put(*self._pending)
-            try:
-                columns = self._decoder.step(admits=self._pending is None)
-                return ended + self._let_go(columns)
-            except torch.OutOfMemoryError:
-                # Half of the rows that had, or were to get, a place in the batch.
-                fewer = (len(self._rows) - self._decoder.queue.num_rows) // 2
-                if not fewer:
-                    raise
-            # Out of the handler, since what was raised holds on to the tensors.
-            return ended + self._begin_again(fewer)
-
-    def _begin_again(self, max_rows: int) -> list[Ended]:
-        """Limits the batch to so many rows. All rows are prefilled again with their sampled tokens;
-        finished rows are returned."""
-        warnings.warn(FEWER_ROWS.format(max_rows), stacklevel=2)
-        ended = self._let_go(self._decoder.drop_ended())
-        self._decoder.forget_all()
-        self._decoder.max_rows = max_rows
-        torch.cuda.empty_cache()
-        self._requeue(list(self._rows.values()))
-        return ended
-
-    def _requeue(self, held: Sequence[_RunningRow], first: bool = False) -> None:
-        """Queues rows that are not in the batch, to be prefilled again with their sampled tokens;
-        see `_queue`."""
-        self._queue(
-            [
-                (each, (*each.row.token_ids, *tokens.token_ids),
-                 each.row.num_sampled + len(tokens.token_ids))
-                for each, tokens in zip(held, self._read(held), strict=True)
-            ],
-            first,
-        )  # fmt: skip
+            return ended + self._let_go(self._decoder.step(admits=self._pending is None))
 
     def sampled(self, ids: Sequence[Hashable], starts: Sequence[int]) -> list[Tokens]:
         first = dict(zip(ids, starts, strict=True))
@@ -358,18 +295,15 @@ class TorchEngine(Engine):
             ended = self._let_go(self._decoder.drop_ended())
             wanted = set(ids)
             columns = [self._rows[i].column for i in wanted if i in self._rows]
-            self._decoder.remove(set(columns))
+            self._decoder.remove(columns)
             aborted = self._let_go(columns, "aborted")
         ended = self._left + ended
         self._left = [each for each in ended if each.id not in wanted]
         return [each for each in ended if each.id in wanted] + aborted
 
     def _let_go(self, columns: list[int], finish: Finish | None = None) -> list[Ended]:
-        """The tokens of rows that have left the decoder; frees their columns."""
+        """The tokens of rows that have left the decoder."""
         held = [self._rows.pop(self._ids.pop(column)) for column in columns]
-        self._free += columns
-        for column in columns:
-            self._decoder.guides.pop(column, None)
         ended = []
         for each, tokens in zip(held, self._read(held), strict=True):
             why = finish or finish_of(each.row, tokens) or "length"
@@ -403,9 +337,7 @@ class TorchEngine(Engine):
         with torch.inference_mode():
             self._left += self._let_go(self._decoder.drop_ended())
             if in_flight == "recompute":
-                columns = self._decoder.rows.columns.tolist()
-                self._decoder.remove(set(columns))
-                self._requeue([self._rows[self._ids[column]] for column in columns], first=True)
+                self._decoder.recompute()
         self._put(weights, version)
 
     def _put(self, weights: dict[str, torch.Tensor], version: int) -> None:
@@ -441,6 +373,20 @@ class TorchEngine(Engine):
         self._decoder.close()
         self._kept.clear()
         self._rows.clear()
+
+
+def _drawn(rows: Sequence[Row]) -> list[tuple[list[int], torch.Tensor | None]]:
+    """The noise that decides the tokens of rows, [some rows, their longest], None of greedy ones;
+    with the rows' places."""
+    parts: dict[tuple[int, int, int] | None, list[int]] = {}
+    for i, row in enumerate(rows):
+        noise = row.noise
+        key = None if row.params.greedy else (noise.seed, noise.turn, row.params.max_new_tokens)
+        parts.setdefault(key, []).append(i)
+    return [
+        (some, key and uniform_noise(key[0], [rows[i].noise.row for i in some], key[2], key[1]))
+        for key, some in parts.items()
+    ]
 
 
 def finish_of(row: Row, tokens: Tokens, num_sampled: int = 0) -> Finish | None:
