@@ -17,6 +17,7 @@ further one saves more than it costs (`like_lengths`), and the step can take sev
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
 
@@ -137,26 +138,22 @@ class Decoder:
     def put(self, groups: Sequence[PromptGroup]) -> None:
         """Queues rows, whose columns are reserved and begun."""
         self._prompts |= {column: group for group in groups for column in group.columns}
-        self.queue.put(groups)
+        self.queue.extend(groups)
 
     def put_again(self, columns: list[int]) -> None:
         """Queues rows that have left the batch before all that wait, to be prefilled again with
         what they have sampled; those of a group together where that is the same."""
         before = [self._prompts[column] for column in columns]
-        starts = [
-            group.num_sampled[group.columns.index(column)]
-            for group, column in zip(before, columns, strict=True)
-        ]
-        parts: dict[tuple[int, tuple[int, ...]], list[int]] = {}
-        for column, group, read in zip(
-            columns, before, self.buffers.read(columns, starts), strict=True
-        ):
-            parts.setdefault((id(group), tuple(read.token_ids)), []).append(column)
-        groups = [
-            self._prompts[part[0]].continued(part, sampled) for (_, sampled), part in parts.items()
-        ]
+        places = [g.columns.index(column) for g, column in zip(before, columns, strict=True)]
+        starts = [group.num_sampled[i] for group, i in zip(before, places, strict=True)]
+        found = self.buffers.read(columns, starts)
+        parts: dict[tuple[int, tuple[int, ...]], tuple[PromptGroup, list[int]]] = {}
+        for group, place, read in zip(before, places, found, strict=True):
+            key = id(group), tuple(read.token_ids)
+            parts.setdefault(key, (group, []))[1].append(place)
+        groups = [group.of(some, sampled) for (_, sampled), (group, some) in parts.items()]
         self._prompts |= {column: group for group in groups for column in group.columns}
-        self.queue.put(groups, first=True)
+        self.queue.extendleft(reversed(groups))
 
     # --- one step ----------------------------------------------------------------------------
 
@@ -201,7 +198,11 @@ class Decoder:
         if self._on_fewer_rows is not None:
             self._on_fewer_rows(max_rows)
         self._left += self.drop_ended()
-        self.forget_all()
+        self.close()
+        self.queue.clear()
+        self.rows = BatchRows(self.device, self._vocab_size)
+        self.counts.clear()
+        self.blocks.clear()
         self.max_rows, self.room = max_rows, (min(self.room[0], max_rows), self.room[1])
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -279,7 +280,7 @@ class Decoder:
 
     def remove(self, columns: list[int]) -> None:
         """Removes rows from the batch and the queue; their columns may be reserved again."""
-        self.queue.remove(set(columns))
+        self.queue.drop(columns)
         self._keep(torch.from_numpy(~np.isin(self.rows.columns, columns)))
         self._free_columns(columns)
 
@@ -295,14 +296,6 @@ class Decoder:
             self.guides.pop(column, None)
         self._free += columns
         return columns
-
-    def forget_all(self) -> None:
-        """Removes all rows and frees the cache's memory."""
-        self.close()
-        self.queue = PromptQueue()
-        self.rows = BatchRows(self.device, self._vocab_size)
-        self.counts.clear()
-        self.blocks.clear()
 
     def _keep(self, stays: torch.Tensor) -> list[int]:
         """Fills the places of rows that do not stay [rows] with rows from the back."""
@@ -328,14 +321,17 @@ class Decoder:
         count = self.queue.fitting(free, self.max_prefill, whatever=not running)
         is_rest = count == len(self.queue)
         wanted = self.free_share * (self.max_rows or 0)
-        if running and not is_rest and self.queue.rows_of(count) < wanted:
+        groups = list(itertools.islice(self.queue, count))
+        if running and not is_rest and sum(len(each.columns) for each in groups) < wanted:
             return []
-        if running and self.queue.are_turns():
+        if running and all(each.prefix is not None for each in self.queue):  # turns
             self._num_waited += self.queue.num_rows
             if self._num_waited < _GATHERED_SHARE * running:
                 return []
         self._num_waited = 0
-        return self.queue.take(count)
+        for _ in groups:
+            self.queue.popleft()
+        return groups
 
     def _let_in(self, groups: Sequence[PromptGroup]) -> None:
         """Prefills prompts and samples the first tokens of their rows, those of like length
@@ -417,20 +413,14 @@ class Decoder:
         num_sampled = [num for group in groups for num in group.num_sampled]
         block.admit(prompts, [len(group.columns) for group in groups], longest, room)
         self.rows.add(columns, params, lengths, num_sampled, self.clock)
-        self._count_tokens(groups)
+        for group in groups:  # counts the tokens of rows with penalties
+            text = group.token_ids
+            rows_of = zip(group.columns, group.params, group.num_sampled, strict=True)
+            for column, own, num in rows_of:
+                if own.has_penalties:
+                    self.counts.begin(column, text[: len(text) - num], text[len(text) - num :])
         block.add(columns, lengths)
         self.blocks.find_order(self.rows.columns)
-
-    def _count_tokens(self, groups: Sequence[PromptGroup]) -> None:
-        """Counts the tokens of rows with penalties, including those sampled earlier."""
-        for group in groups:
-            for column, params, num in zip(
-                group.columns, group.params, group.num_sampled, strict=True
-            ):
-                if params.has_penalties:
-                    prompt_len = group.length - num
-                    text = group.token_ids
-                    self.counts.begin(column, text[:prompt_len], text[prompt_len:])
 
     def _room_for(
         self, block: RowBlock, groups: Sequence[PromptGroup], longest: int

@@ -70,7 +70,22 @@ def generate(
         FloatingPointError: the model's logits are not finite.
     """
     assert num_completions >= 1 and steps_between_looks != 0 and max_rows != 0
-    _check_inputs(model, prompt_ids, prompt_mask, params, num_completions, noise)
+    # Environments of users give the prompts.
+    require(prompt_ids.ndim == 2 and prompt_ids.shape == prompt_mask.shape and prompt_ids.numel()
+            and prompt_mask.dtype == torch.bool, "prompt_ids", tuple(prompt_ids.shape),
+            f"be [groups, prompt_len], as the bool prompt_mask={tuple(prompt_mask.shape)}"
+            )  # fmt: skip
+    require(
+        prompt_mask[:, -1].all() and (prompt_mask.long().diff(dim=1) >= 0).all(), "prompt_mask",
+        ..., "be left-padded, with a token in its last column",
+    )  # fmt: skip
+    assert not any(part.training for part in model.modules()), "dropout would change the log-probs"
+    if not params.greedy:
+        rows, most = len(prompt_ids) * num_completions, params.max_new_tokens
+        assert noise is not None and noise.ndim == 2, "noise: a uniform per completion and token"
+        assert len(noise) == rows and noise.shape[1] >= most, (noise.shape, rows, most)
+    check_positions(model.config, int(prompt_mask.sum(dim=1).max()), params)
+    check_tokens(model.config, (), params)
     check_decoding(model)
     plan = plan or DecodePlan.of(model)
     device = next(model.parameters()).device
@@ -144,27 +159,6 @@ def capacity(prompt_len: int, params: SamplingParams, steps_between_looks: int) 
 
 
 # --- What a generation is given, checked before compute is spent
-
-
-def _check_inputs(
-    model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, params: SamplingParams,
-    num_completions: int, noise: torch.Tensor | None,
-) -> None:  # fmt: skip
-    """Raises ValueError for prompts, which environments of users give, that do not fit."""
-    require(ids.ndim == 2 and ids.shape == mask.shape and ids.numel() and mask.dtype == torch.bool,
-            "prompt_ids", tuple(ids.shape),
-            f"be [groups, prompt_len], as the bool prompt_mask={tuple(mask.shape)}")  # fmt: skip
-    require(
-        mask[:, -1].all() and (mask.long().diff(dim=1) >= 0).all(), "prompt_mask", ...,
-        "be left-padded, with a token in its last column",
-    )  # fmt: skip
-    assert not any(part.training for part in model.modules()), "dropout would change the log-probs"
-    if not params.greedy:
-        needed = (len(ids) * num_completions, params.max_new_tokens)
-        assert noise is not None and noise.ndim == 2, "noise: a uniform per completion and token"
-        assert len(noise) == needed[0] and noise.shape[1] >= needed[1], (noise.shape, needed)
-    check_positions(model.config, int(mask.sum(dim=1).max()), params)
-    check_tokens(model.config, (), params)
 
 
 def check_positions(config: PretrainedConfig, longest_prompt: int, params: SamplingParams) -> None:

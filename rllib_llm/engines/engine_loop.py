@@ -135,13 +135,9 @@ class EngineLoop:
     ) -> Ended:  # fmt: skip
         """As `complete`, for an event loop, in which `on_tokens` is called, too. Cancelled, it
         takes the completion out of the engine."""
-        events = asyncio.get_running_loop()
-
-        def in_events(tokens: Tokens) -> None:
-            assert on_tokens is not None
-            events.call_soon_threadsafe(on_tokens, tokens)
-
-        called = None if on_tokens is None else in_events
+        events, called = asyncio.get_running_loop(), None
+        if on_tokens is not None:
+            called = functools.partial(events.call_soon_threadsafe, on_tokens)
         return await asyncio.wrap_future(self.submit(token_ids, params, on_tokens=called, **asked))
 
     def abort(self, future: Future[Ended]) -> None:
@@ -285,8 +281,7 @@ class EngineLoop:
 
     def _stream(self) -> None:
         """Hands on tokens that were just sampled."""
-        streams = [r for r in self._requests.values() if r.streams]
-        running = [r for r in streams if not r.future.done()]
+        running = [r for r in self._requests.values() if r.streams and not r.future.done()]
         if not running:
             return
         ids, starts = [r.row.id for r in running], [r.num_streamed for r in running]

@@ -150,12 +150,6 @@ class RowBlock:
         self.starts = np.concatenate([self.starts, starts])
         self._skip_padding()
 
-    def take_in(self, other: RowBlock) -> None:
-        """Moves the rows of another block here, none of which is longer than the longest."""
-        rows = len(self) + len(other)
-        self.cache.admit(other.cache, [1] * len(other), (rows, self.cache.capacity))
-        self.add(other.columns.tolist(), other.lengths.tolist())
-
     def keep(self, moves: Moves) -> None:
         """Removes finished rows."""
         targets, sources = moves.on_host
@@ -274,24 +268,23 @@ class RowBlocks:
         self.find_order(columns)
 
     def _join(self) -> None:
-        """Moves the rows of blocks to longer ones where their own length saves too little."""
-        longer: list[RowBlock] = []
+        """Moves the rows of blocks to longer ones where their own length saves too little: less
+        than half of what a new block has to save, so that rows do not move to and fro. The longer
+        block must not already have more short rows."""
+        joined: list[RowBlock] = []
         for block in sorted(self._blocks, key=lambda block: -block.span):
             if not len(block):
                 continue
-            if longer and self._may_join(block, longer[-1]):
-                longer[-1].take_in(block)
-            else:
-                longer.append(block)
-        self._blocks = longer or [self._new_block()]
-
-    def _may_join(self, block: RowBlock, longer: RowBlock) -> bool:
-        """Whether a block saves too little to stay separate. The threshold is half of a new
-        block's, so that rows do not move to and fro, and the longer block must not already have
-        more short rows."""
-        lengths = np.concatenate([longer.lengths, block.lengths])
-        saved = len(block) * (longer.span - block.span)
-        return 2 * saved <= self.cost and is_alike(lengths, np.ones_like(lengths), self.cost)
+            longer = joined[-1] if joined else block
+            lengths = np.concatenate([longer.lengths, block.lengths])
+            saves = 2 * len(block) * (longer.span - block.span) > self.cost
+            if not joined or saves or not is_alike(lengths, np.ones_like(lengths), self.cost):
+                joined.append(block)
+                continue
+            room = len(lengths), longer.cache.capacity
+            longer.cache.admit(block.cache, [1] * len(block), room)
+            longer.add(block.columns.tolist(), block.lengths.tolist())
+        self._blocks = joined or [self._new_block()]
 
     def find_order(self, columns: np.ndarray) -> None:
         """Finds where the rows of the batch, which has these columns, stand in the blocks."""
