@@ -75,7 +75,7 @@ class ServerEngine(Engine):
         yield from super().rules(config)
 
     @classmethod
-    def open(cls, config: Any) -> Engine:
+    def of(cls, config: Any) -> Engine:
         """The client of the endpoint that `engine_settings` name; one of tokens follows the run
         whose weights it is given."""
         # Here, since transformers would make importing the package slow.

@@ -142,7 +142,7 @@ class VLLMEngine(Engine):
         yield from super().rules(config)
 
     @classmethod
-    def open(cls, config: Any) -> Engine:
+    def of(cls, config: Any) -> Engine:
         settings = {"dtype": "bfloat16" if config.mixed_precision else config.dtype}
         if config.sampling_batch_size is not None:
             settings["max_num_seqs"] = config.sampling_batch_size

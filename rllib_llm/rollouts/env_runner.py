@@ -157,7 +157,7 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
             kind = engine_class(config.engine)
             # The driver's own sampler may share the learner's module, and wants no second policy.
             if self.worker_index or not kind.takes_weights:
-                return EnginePolicy(kind.open(config), config.pretrained_model)
+                return EnginePolicy(kind.of(config), config.pretrained_model)
         function = None
         if config.generate_function is not None:
             named = import_dotted(config.generate_function, name="generate_function")
