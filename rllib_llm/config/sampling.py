@@ -137,8 +137,8 @@ class Sampling(Drawn):
     )  # fmt: skip
     engine_settings: dict[str, Any] | None = setting(
         None, "arguments of `VLLMEngine`, `OpenAICompletions` or, with `endpoint: tokens`, "
-        "`TokenCompletions`, or of your own class", acts=(ENGINE_OF_ITS_OWN,), also="vllm_kwargs engine_kwargs",
-        remedy="Write it as {name: value}",
+        "`TokenCompletions`, or of your own class", acts=(ENGINE_OF_ITS_OWN,),
+        also="vllm_kwargs engine_kwargs", remedy="Write it as {name: value}",
     )  # fmt: skip
     generate_function: str | None = setting(
         None, "the dotted path of a function that generates a prompt's completions, instead of "

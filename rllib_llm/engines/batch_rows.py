@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rllib_llm.engines.kv_cache import Prefix
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import NOT_FINITE, Completions, Likeliest, Tokens
+from rllib_llm.engines.protocol import NOT_FINITE, Completions, Tokens
 
 
 @dataclass(frozen=True)
@@ -182,26 +182,22 @@ class CompletionBuffers:
     Each completion is written to its own column, wherever its row stands in the batch.
 
     Args:
-        pad_token_id: fills the places after the end of a completion.
         with_values: whether the logits' last column is a value.
-        noise: [batch, >= steps] in [0, 1), which decides the tokens; None when all are greedy.
         with_versions: whether the weights' version is kept of each token.
     """
 
     def __init__(
-        self, steps: int, batch: int, pad_token_id: int, device: torch.device,
-        with_values: bool = False, noise: torch.Tensor | None = None, with_versions: bool = False,
-    ) -> None:  # fmt: skip
+        self, device: torch.device, *, with_values: bool = False, with_versions: bool = False
+    ) -> None:
+        self.steps, self.batch = 0, 0
+        self.version = 0  # is written to every token
         # One line more than is read: rows that have ended, on a device that is not asked which,
         # write there.
-        lines = (steps + 1, batch)
-        self.steps, self.batch = steps, batch
-        self.version = 0  # is written to every token
-        self._tokens = torch.full(lines, pad_token_id, device=device)
-        self._mask = torch.zeros(lines, dtype=torch.bool, device=device)
-        self._logprobs = torch.zeros(lines, dtype=torch.float32, device=device)
+        self._tokens = torch.zeros(1, 0, dtype=torch.int64, device=device)
+        self._mask = torch.zeros_like(self._tokens, dtype=torch.bool)
+        self._logprobs = torch.zeros_like(self._tokens, dtype=torch.float32)
         self._values = torch.zeros_like(self._logprobs) if with_values else None
-        self._noise = None if noise is None else noise[:, :steps].float().t().contiguous()
+        self._noise: torch.Tensor | None = None  # [steps, batch], of all that are not greedy
         self._versions = (
             torch.zeros_like(self._tokens, dtype=torch.int32) if with_versions else None
         )
@@ -283,14 +279,21 @@ class CompletionBuffers:
             setattr(self, name, None if lines is None else F.pad(lines, (0, 0, *grown)))
         self.steps, self.batch = steps, batch
 
-    def begin(self, row: int, noise: torch.Tensor | None) -> None:
-        """Makes a column ready for another completion, with noise [steps of it] unless greedy."""
-        self._mask[:, row] = False
+    def begin(self, columns: Sequence[int], noise: torch.Tensor | None) -> None:
+        """Makes columns ready for other completions.
+
+        Args:
+            noise: [columns, longest of them] in [0, 1), which decides the tokens; None where all
+                are greedy.
+        """
+        at = torch.tensor(columns, dtype=torch.int64, device=self._mask.device)
+        self._mask[:, at] = False
         if noise is None:
             return
         if self._noise is None:
             self._noise = torch.zeros_like(self._logprobs[: self.steps])
-        self._noise[: len(noise), row] = noise.to(self._noise.device)
+        noise = noise[:, : self.steps].to(self._noise).t()
+        self._noise[: len(noise), at] = noise
 
     def read(
         self, rows: list[int], starts: list[int], ends: list[int] | None = None,
@@ -322,28 +325,21 @@ class CompletionBuffers:
         read, at = [], 0
         for i, length in enumerate(lengths):
             part = slice(at, at + sum(written[at : at + length]))
+            own = versions[0][part] if versions else []
+            read.append(Tokens(tokens[part], logprobs[part], own))
             k = num_likeliest[i] if num_likeliest else 0
-            read.append(
-                Tokens(
-                    tokens[part], logprobs[part], versions[0][part] if versions else [],
-                    self._likeliest(rows[i], starts[i], part.stop - part.start, k),
+            if k and self._top_ids is not None and self._top_logprobs is not None:
+                there = slice(starts[i], starts[i] + part.stop - at), rows[i], slice(k)
+                pairs = zip(
+                    self._top_ids[there].tolist(), self._top_logprobs[there].tolist(), strict=True
                 )
-            )  # fmt: skip
+                found = [list(zip(*pair, strict=True)) for pair in pairs]
+                read[-1] = read[-1]._replace(likeliest=found)
             at += length
         return read
 
-    def _likeliest(self, row: int, start: int, count: int, k: int) -> list[Likeliest]:
-        if not k or not count or self._top_ids is None or self._top_logprobs is None:
-            return []
-        ids = self._top_ids[start : start + count, row, :k].tolist()
-        values = self._top_logprobs[start : start + count, row, :k].tolist()
-        return [list(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)]
-
-    def completions(self, stop_token_ids: torch.Tensor) -> Completions:
-        """All completions, cut to the longest row, as new tensors.
-
-        Args:
-            stop_token_ids: [k] int64.
+    def completions(self, params: SamplingParams) -> Completions:
+        """All completions, which have these settings, cut to the longest row, as new tensors.
 
         Raises:
             FloatingPointError: a log-prob is not finite.
@@ -358,7 +354,9 @@ class CompletionBuffers:
         if not bool(logprobs.isfinite().all()):
             raise FloatingPointError(NOT_FINITE)
         last = tokens.gather(1, mask.sum(dim=1, keepdim=True) - 1)
-        finished = (last == stop_token_ids).any(dim=1)
+        stops = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=last.device)
+        finished = (last == stops).any(dim=1)
+        tokens = tokens.where(mask, params.pad_token_id)
         return Completions(tokens, mask, logprobs, finished, values)
 
 
@@ -383,59 +381,45 @@ class PromptGroup:
         """Tokens of the prompt."""
         return len(self.token_ids)
 
+    def of(self, places: list[int], sampled: Sequence[int]) -> PromptGroup:
+        """Some of the rows, which have all sampled these tokens since."""
+        more = torch.tensor(sampled, dtype=torch.int64, device=self.token_ids.device)
+        return PromptGroup(
+            torch.cat([self.token_ids, more]), [self.columns[i] for i in places],
+            [self.params[i] for i in places],
+            [self.num_sampled[i] + len(sampled) for i in places],
+        )  # fmt: skip
 
-class PromptQueue:
+
+class PromptQueue(deque[PromptGroup]):
     """Groups in the order in which they will be let in."""
-
-    def __init__(self) -> None:
-        self._groups: deque[PromptGroup] = deque()
-
-    def __len__(self) -> int:
-        return len(self._groups)
 
     @property
     def num_rows(self) -> int:
         """Rows that wait."""
-        return sum(len(group.columns) for group in self._groups)
+        return sum(len(group.columns) for group in self)
 
-    def put(self, groups: Sequence[PromptGroup], first: bool = False) -> None:
-        """Appends groups, or puts them `first`."""
-        if first:
-            self._groups.extendleft(reversed(groups))
-        else:
-            self._groups.extend(groups)
-
-    def remove(self, columns: set[int]) -> None:
+    def drop(self, columns: list[int]) -> None:
         """Removes rows, given by their columns of the buffers."""
-        kept: deque[PromptGroup] = deque()
-        for group in self._groups:
-            stays = [i for i, column in enumerate(group.columns) if column not in columns]
+        groups, gone = list(self), set(columns)
+        self.clear()
+        for group in groups:
+            stays = [i for i, column in enumerate(group.columns) if column not in gone]
             if len(stays) == len(group.columns):
-                kept.append(group)
+                self.append(group)
             elif stays:
-                kept.append(
-                    replace(
-                        group,
-                        columns=[group.columns[i] for i in stays],
-                        params=[group.params[i] for i in stays],
-                        num_sampled=[group.num_sampled[i] for i in stays],
-                    )
-                )
-        self._groups = kept
+                self.append(group.of(stays, []))
 
     def forget_prefixes(self) -> None:
         """Invalidates all cached prefixes after a change of weights."""
-        self._groups = deque(replace(group, prefix=None) for group in self._groups)
-
-    def are_turns(self) -> bool:
-        """Whether all rows are later turns of conversations with cached prefixes."""
-        return all(group.prefix is not None for group in self._groups)
+        for i, group in enumerate(self):
+            self[i] = replace(group, prefix=None)
 
     def fitting(self, free: float, max_tokens: int | None, whatever: bool) -> int:
         """The number of first groups that have together at most `free` rows, and at most
         `max_tokens` of prompts to read if there are several; one at least if `whatever`."""
         count, longest = 0, 0
-        for group in self._groups:
+        for group in self:
             free -= len(group.columns)
             if free < 0 and not (whatever and not count):
                 break
@@ -445,14 +429,6 @@ class PromptQueue:
                 break
             count += 1
         return count
-
-    def rows_of(self, count: int) -> int:
-        """Rows of the first `count` groups."""
-        return sum(len(self._groups[i].columns) for i in range(count))
-
-    def take(self, count: int) -> list[PromptGroup]:
-        """Removes and returns the first groups."""
-        return [self._groups.popleft() for _ in range(count)]
 
 
 def padded(groups: Sequence[PromptGroup]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,5 +1,10 @@
 """The decode loop: rows that enter and leave the batch at any step, a token each per step.
 
+    engine.generate    a batch: put all, step until empty ─┐
+    TorchEngine.step   rows as they come                  ─┴─ Decoder.step ─▶ columns of ended rows
+                                                                │
+                              CompletionBuffers ◀── a token for each row; waiting prompts come in
+
     rows of like length   block [ . k k k k k ] ─┐
     longer ones           block [ k k k ... k ] ─┴─ attention by block, all else of all rows at once
 
@@ -12,7 +17,9 @@ further one saves more than it costs (`like_lengths`), and the step can take sev
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import itertools
+import warnings
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -37,7 +44,7 @@ from rllib_llm.engines.decode_step import (
 )
 from rllib_llm.engines.kv_cache import Layers, PromptCache, fill
 from rllib_llm.engines.protocol import Guide
-from rllib_llm.engines.row_blocks import RowBlock, RowBlocks, alike
+from rllib_llm.engines.row_blocks import FEWER_ROWS, RowBlock, RowBlocks, alike
 from rllib_llm.engines.sampling import TokenCounts, choose_for_rows
 from rllib_llm.modules.model_source import text_config
 
@@ -50,9 +57,11 @@ _GATHERED_SHARE = 0.25
 class Decoder:
     """State of a generation that never needs to end.
 
+    Where a GPU's memory does not suffice, half of the rows are decoded at once from then on; all
+    are prefilled again with what they have sampled.
+
     Args:
         plan: of a causal LM of transformers in eval mode.
-        buffers: what is sampled is written to.
         steps: how many tokens will be decoded at most: whether weights are laid out for it.
         steps_between_looks: steps between two looks at which rows were ended by a stop token.
         max_rows: rows in the batch at once, at least those of one prompt; None for no bound.
@@ -63,26 +72,37 @@ class Decoder:
         room: rows and positions that the cache has from the start; of several blocks each has as
             many rows as it needs and no more positions.
         open_step: makes the decode step.
+        value_head: of the trunk's last state, its layer as `linear`; then values are recorded.
+        with_versions: whether the weights' version is recorded of each token.
         block_cost: row positions that one more block has to save; None is what it costs.
+        on_fewer_rows: is given the smaller `max_rows`, where memory does not suffice.
 
     Called within `torch.inference_mode`, which spares each operation its autograd bookkeeping: up
-    to a tenth of the time.
+    to a tenth of the time; but for `reserve`.
     """
 
     def __init__(
-        self, plan: DecodePlan, buffers: CompletionBuffers, *, steps: int,
-        steps_between_looks: int = 1, max_rows: int | None = None, free_share: float = 0.0,
-        max_prefill: int | None = None, room: tuple[int, int] = (0, 0),
-        open_step: OpenStep = open_decode_step, value_head: nn.Module | None = None,
-        block_cost: float | None = None,
+        self, plan: DecodePlan, *, steps: int, steps_between_looks: int = 1,
+        max_rows: int | None = None, free_share: float = 0.0, max_prefill: int | None = None,
+        room: tuple[int, int] = (0, 0), open_step: OpenStep = open_decode_step,
+        value_head: nn.Module | None = None, with_versions: bool = False,
+        block_cost: float | None = None, on_fewer_rows: Callable[[int], None] | None = None,
     ) -> None:  # fmt: skip
-        self.plan, self.buffers, self.steps = plan, buffers, steps
+        self.plan, self.steps = plan, steps
         self.model = model = plan.model
         self.steps_between_looks, self.free_share = steps_between_looks, free_share
         self.max_rows, self.max_prefill, self.room = max_rows, max_prefill, room
         self.open_step, self.value_head = open_step, value_head
         self.device = next(model.parameters()).device
+        self.buffers = CompletionBuffers(
+            self.device, with_values=value_head is not None, with_versions=with_versions
+        )
         self.queue = PromptQueue()
+        # By column of the buffers: the prompts of rows in the batch or the queue. And free ones.
+        self._prompts: dict[int, PromptGroup] = {}
+        self._free: list[int] = []
+        self._left: list[int] = []  # columns of rows that have left in this step
+        self._on_fewer_rows = on_fewer_rows
         self._vocab_size = text_config(model).vocab_size
         self.rows = BatchRows(self.device, self._vocab_size)
         self.counts = TokenCounts(self._vocab_size, self.device)
@@ -103,23 +123,90 @@ class Decoder:
         """Rows in the batch, and those that wait."""
         return len(self.rows) + self.queue.num_rows
 
+    # --- rows come ---------------------------------------------------------------------------
+
+    def reserve(self, num_rows: int, max_new_tokens: int) -> list[int]:
+        """Columns of the buffers for so many rows, each of which may become so long."""
+        batch, missing = self.buffers.batch, num_rows - len(self._free)
+        # At least twice as many: what is written moves seldom.
+        wanted = batch + max(missing, batch) if missing > 0 else batch
+        self._free += range(batch, wanted)
+        self.buffers.reserve(max_new_tokens, wanted)
+        columns, self._free = self._free[:num_rows], self._free[num_rows:]
+        return columns
+
+    def put(self, groups: Sequence[PromptGroup]) -> None:
+        """Queues rows, whose columns are reserved and begun."""
+        self._prompts |= {column: group for group in groups for column in group.columns}
+        self.queue.extend(groups)
+
+    def put_again(self, columns: list[int]) -> None:
+        """Queues rows that have left the batch before all that wait, to be prefilled again with
+        what they have sampled; those of a group together where that is the same."""
+        before = [self._prompts[column] for column in columns]
+        places = [g.columns.index(column) for g, column in zip(before, columns, strict=True)]
+        starts = [group.num_sampled[i] for group, i in zip(before, places, strict=True)]
+        found = self.buffers.read(columns, starts)
+        parts: dict[tuple[int, tuple[int, ...]], tuple[PromptGroup, list[int]]] = {}
+        for group, place, read in zip(before, places, found, strict=True):
+            key = id(group), tuple(read.token_ids)
+            parts.setdefault(key, (group, []))[1].append(place)
+        groups = [group.of(some, sampled) for (_, sampled), (group, some) in parts.items()]
+        self._prompts |= {column: group for group in groups for column in group.columns}
+        self.queue.extendleft(reversed(groups))
+
+    # --- one step ----------------------------------------------------------------------------
+
     def step(self, admits: bool = True) -> list[int]:
         """Samples a token for each row in the batch. If `admits`, then prefills waiting prompts
         where there is room and samples their first tokens. Returns the columns of rows that have
-        left."""
+        left, which may be reserved again.
+
+        Raises:
+            torch.OutOfMemoryError: the rows of one prompt are too many.
+        """
+        try:
+            self._sample(admits)
+        except torch.OutOfMemoryError:
+            # Half of the rows that had, or were to get, a place in the batch.
+            fewer = (len(self._prompts) - self.queue.num_rows) // 2
+            if not fewer or fewer == self.max_rows:
+                raise
+        else:
+            fewer = 0
+        if fewer:  # out of the handler, since what was raised holds on to the tensors
+            self._begin_again(fewer)
+        left, self._left = self._left, []
+        return left
+
+    def _sample(self, admits: bool) -> None:
         self.clock += 1
-        left: list[int] = []
         if len(self.rows):
             self._take(self._forward(), 0)
-            left += self._drop_ended()
+            self._drop_ended()
         groups = self._next_groups() if admits else []
         if groups:
             for is_turn in (False, True):  # those that begin with a kept prefix come second
                 alike_ones = [group for group in groups if (group.prefix is not None) == is_turn]
                 if alike_ones:
                     self._let_in(alike_ones)
-            left += self._drop_ended()
-        return left
+            self._drop_ended()
+
+    def _begin_again(self, max_rows: int) -> None:
+        """Bounds the batch and prefills all rows again."""
+        warnings.warn(FEWER_ROWS.format(max_rows), stacklevel=3)
+        if self._on_fewer_rows is not None:
+            self._on_fewer_rows(max_rows)
+        self._left += self.drop_ended()
+        self.close()
+        self.queue.clear()
+        self.rows = BatchRows(self.device, self._vocab_size)
+        self.counts.clear()
+        self.blocks.clear()
+        self.max_rows, self.room = max_rows, (min(self.room[0], max_rows), self.room[1])
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.put_again(list(self._prompts))
 
     def open(self) -> None:
         """Makes the decode step, which may copy the weights, before it is needed."""
@@ -133,8 +220,6 @@ class Decoder:
     @functools.cached_property
     def _step(self) -> DecodeStep:
         return self.open_step(self.plan, self.steps, self.value_head)
-
-    # --- one step ----------------------------------------------------------------------------
 
     def _forward(self) -> torch.Tensor:
         """Logits [rows, vocab] after the rows' newest tokens."""
@@ -178,32 +263,39 @@ class Decoder:
 
     # --- rows of the batch -------------------------------------------------------------------
 
-    def _drop_ended(self) -> list[int]:
-        """Removes finished rows, if it is time to look; returns their columns of the buffers."""
+    def _drop_ended(self) -> None:
+        """Removes finished rows, if it is time to look."""
         last = self.rows.last
         if self.clock < last.max():
             if self.clock % self.steps_between_looks:
-                return []
+                return
             if self.clock < last.min() and not self.rows.has_stops():
-                return []
-        return self.drop_ended()
+                return
+        self._left += self.drop_ended()
 
     def drop_ended(self) -> list[int]:
-        """Removes finished rows and returns their columns of the buffers. Waits for the device."""
-        return self._keep(self.rows.alive.cpu())
+        """Removes finished rows and returns their columns of the buffers, which may be reserved
+        again. Waits for the device."""
+        return self._free_columns(self._keep(self.rows.alive.cpu()))
 
-    def remove(self, columns: set[int]) -> None:
-        """Removes rows from the batch and the queue."""
-        self.queue.remove(columns)
-        self._keep(torch.from_numpy(~np.isin(self.rows.columns, list(columns))))
+    def remove(self, columns: list[int]) -> None:
+        """Removes rows from the batch and the queue; their columns may be reserved again."""
+        self.queue.drop(columns)
+        self._keep(torch.from_numpy(~np.isin(self.rows.columns, columns)))
+        self._free_columns(columns)
 
-    def forget_all(self) -> None:
-        """Removes all rows and frees the cache's memory."""
-        self.close()
-        self.queue = PromptQueue()
-        self.rows = BatchRows(self.device, self._vocab_size)
-        self.counts.clear()
-        self.blocks.clear()
+    def recompute(self) -> None:
+        """Queues the rows of the batch again, before all that wait: other weights have come."""
+        columns = self.rows.columns.tolist()
+        self._keep(torch.zeros(len(columns), dtype=torch.bool))
+        self.put_again(columns)
+
+    def _free_columns(self, columns: list[int]) -> list[int]:
+        for column in columns:
+            del self._prompts[column]
+            self.guides.pop(column, None)
+        self._free += columns
+        return columns
 
     def _keep(self, stays: torch.Tensor) -> list[int]:
         """Fills the places of rows that do not stay [rows] with rows from the back."""
@@ -229,14 +321,17 @@ class Decoder:
         count = self.queue.fitting(free, self.max_prefill, whatever=not running)
         is_rest = count == len(self.queue)
         wanted = self.free_share * (self.max_rows or 0)
-        if running and not is_rest and self.queue.rows_of(count) < wanted:
+        groups = list(itertools.islice(self.queue, count))
+        if running and not is_rest and sum(len(each.columns) for each in groups) < wanted:
             return []
-        if running and self.queue.are_turns():
+        if running and all(each.prefix is not None for each in self.queue):  # turns
             self._num_waited += self.queue.num_rows
             if self._num_waited < _GATHERED_SHARE * running:
                 return []
         self._num_waited = 0
-        return self.queue.take(count)
+        for _ in groups:
+            self.queue.popleft()
+        return groups
 
     def _let_in(self, groups: Sequence[PromptGroup]) -> None:
         """Prefills prompts and samples the first tokens of their rows, those of like length
@@ -318,20 +413,14 @@ class Decoder:
         num_sampled = [num for group in groups for num in group.num_sampled]
         block.admit(prompts, [len(group.columns) for group in groups], longest, room)
         self.rows.add(columns, params, lengths, num_sampled, self.clock)
-        self._count_tokens(groups)
+        for group in groups:  # counts the tokens of rows with penalties
+            text = group.token_ids
+            rows_of = zip(group.columns, group.params, group.num_sampled, strict=True)
+            for column, own, num in rows_of:
+                if own.has_penalties:
+                    self.counts.begin(column, text[: len(text) - num], text[len(text) - num :])
         block.add(columns, lengths)
         self.blocks.find_order(self.rows.columns)
-
-    def _count_tokens(self, groups: Sequence[PromptGroup]) -> None:
-        """Counts the tokens of rows with penalties, including those sampled earlier."""
-        for group in groups:
-            for column, params, num in zip(
-                group.columns, group.params, group.num_sampled, strict=True
-            ):
-                if params.has_penalties:
-                    prompt_len = group.length - num
-                    text = group.token_ids
-                    self.counts.begin(column, text[:prompt_len], text[prompt_len:])
 
     def _room_for(
         self, block: RowBlock, groups: Sequence[PromptGroup], longest: int

@@ -17,12 +17,12 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from rllib_llm.engines.batch_rows import CompletionBuffers, PromptGroup
+from rllib_llm.engines.batch_rows import PromptGroup
 from rllib_llm.engines.decode_step import DecodePlan, open_decode_step, prefill
 from rllib_llm.engines.decoder import Decoder
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Completions
-from rllib_llm.engines.row_blocks import row_budget, with_fewer_rows
+from rllib_llm.engines.row_blocks import row_budget
 from rllib_llm.modules.model_source import longrope_border, text_config
 from rllib_llm.shared.errors import Problems, report, require, warning
 from rllib_llm.shared.messages import blamed_on
@@ -70,43 +70,62 @@ def generate(
         FloatingPointError: the model's logits are not finite.
     """
     assert num_completions >= 1 and steps_between_looks != 0 and max_rows != 0
-    _check_inputs(model, prompt_ids, prompt_mask, params, num_completions, noise)
+    # Environments of users give the prompts.
+    require(prompt_ids.ndim == 2 and prompt_ids.shape == prompt_mask.shape and prompt_ids.numel()
+            and prompt_mask.dtype == torch.bool, "prompt_ids", tuple(prompt_ids.shape),
+            f"be [groups, prompt_len], as the bool prompt_mask={tuple(prompt_mask.shape)}"
+            )  # fmt: skip
+    require(
+        prompt_mask[:, -1].all() and (prompt_mask.long().diff(dim=1) >= 0).all(), "prompt_mask",
+        ..., "be left-padded, with a token in its last column",
+    )  # fmt: skip
+    assert not any(part.training for part in model.modules()), "dropout would change the log-probs"
+    if not params.greedy:
+        rows, most = len(prompt_ids) * num_completions, params.max_new_tokens
+        assert noise is not None and noise.ndim == 2, "noise: a uniform per completion and token"
+        assert len(noise) == rows and noise.shape[1] >= most, (noise.shape, rows, most)
+    check_positions(model.config, int(prompt_mask.sum(dim=1).max()), params)
+    check_tokens(model.config, (), params)
     check_decoding(model)
     plan = plan or DecodePlan.of(model)
     device = next(model.parameters()).device
     steps_between_looks = steps_between_looks or plan.steps_between_looks
-    groups = groups_of(prompt_ids.to(device), prompt_mask, params, num_completions)
     num_rows = len(prompt_ids) * num_completions
     rows_at_once, positions = _places(
         plan, prompt_mask, params, num_completions, steps_between_looks, max_rows
     )
+    decoder = Decoder(
+        plan, steps=params.max_new_tokens, steps_between_looks=steps_between_looks,
+        max_rows=rows_at_once, free_share=_FREE_SHARE,
+        room=(min(rows_at_once, num_rows), positions),
+        open_step=functools.partial(open_decode_step, cuda_graphs=cuda_graphs),
+        value_head=value_head, block_cost=None if row_blocks else float("inf"),
+        on_fewer_rows=on_fewer_rows,
+    )  # fmt: skip
+    put_batch(decoder, prompt_ids.to(device), prompt_mask, params, num_completions, noise)
+    # Inference mode spares each operation its autograd bookkeeping: up to a tenth of the time.
+    with torch.inference_mode(), contextlib.closing(decoder):
+        while decoder.num_rows:
+            decoder.step()
+            if on_step is not None:
+                on_step()
+    # Outside, since tensors of inference mode could not enter a loss.
+    return decoder.buffers.completions(params)
 
-    def completions(rows_at_once: int) -> Completions:
-        buffers = CompletionBuffers(
-            params.max_new_tokens, num_rows, params.pad_token_id, device,
-            with_values=value_head is not None,
-            noise=None if noise is None or params.greedy else noise.to(device),
-        )  # fmt: skip
-        decoder = Decoder(
-            plan, buffers, steps=params.max_new_tokens, steps_between_looks=steps_between_looks,
-            max_rows=rows_at_once, free_share=_FREE_SHARE,
-            room=(min(rows_at_once, num_rows), positions),
-            open_step=functools.partial(open_decode_step, cuda_graphs=cuda_graphs),
-            value_head=value_head, block_cost=None if row_blocks else float("inf"),
-        )  # fmt: skip
-        decoder.queue.put(groups)
-        # Inference mode spares each operation its autograd bookkeeping: up to a tenth of the time.
-        with torch.inference_mode(), contextlib.closing(decoder):
-            while decoder.num_rows:
-                decoder.step()
-                if on_step is not None:
-                    on_step()
-        # Outside, since tensors of inference mode could not enter a loss.
-        return buffers.completions(
-            torch.tensor(params.stop_token_ids, dtype=torch.int64, device=device)
-        )
 
-    return with_fewer_rows(completions, rows_at_once, num_completions, on_fewer_rows)
+def put_batch(
+    decoder: Decoder, ids: torch.Tensor, mask: torch.Tensor, params: SamplingParams,
+    num_completions: int, noise: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """Puts a batch of left-padded prompts into a decoder that is empty; the rows of group g are
+    `num_completions` columns from g times that on."""
+    n = num_completions
+    columns = decoder.reserve(len(ids) * n, params.max_new_tokens)
+    decoder.buffers.begin(columns, None if params.greedy else noise)
+    decoder.put([
+        PromptGroup(prompt[-length:], columns[g * n : (g + 1) * n], [params] * n, [0] * n)
+        for g, (prompt, length) in enumerate(zip(ids, mask.sum(dim=1).tolist(), strict=True))
+    ])  # fmt: skip
 
 
 def _places(
@@ -139,40 +158,7 @@ def capacity(prompt_len: int, params: SamplingParams, steps_between_looks: int) 
     return prompt_len + 2 * params.max_new_tokens + steps_between_looks
 
 
-def groups_of(
-    ids: torch.Tensor, mask: torch.Tensor, params: SamplingParams, num_completions: int
-) -> list[PromptGroup]:
-    """The groups of a batch of left-padded prompts; the rows of group g are `num_completions` from
-    g times that on."""
-    n = num_completions
-    return [
-        PromptGroup(prompt[-length:], list(range(g * n, (g + 1) * n)), [params] * n, [0] * n)
-        for g, (prompt, length) in enumerate(zip(ids, mask.sum(dim=1).tolist(), strict=True))
-    ]
-
-
 # --- What a generation is given, checked before compute is spent
-
-
-def _check_inputs(
-    model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, params: SamplingParams,
-    num_completions: int, noise: torch.Tensor | None,
-) -> None:  # fmt: skip
-    """Raises ValueError for prompts, which environments of users give, that do not fit."""
-    require(ids.ndim == 2 and ids.shape == mask.shape and ids.numel() and mask.dtype == torch.bool,
-            "prompt_ids", tuple(ids.shape),
-            f"be [groups, prompt_len], as the bool prompt_mask={tuple(mask.shape)}")  # fmt: skip
-    require(
-        mask[:, -1].all() and (mask.long().diff(dim=1) >= 0).all(), "prompt_mask", ...,
-        "be left-padded, with a token in its last column",
-    )  # fmt: skip
-    assert not any(part.training for part in model.modules()), "dropout would change the log-probs"
-    if not params.greedy:
-        needed = (len(ids) * num_completions, params.max_new_tokens)
-        assert noise is not None and noise.ndim == 2, "noise: a uniform per completion and token"
-        assert len(noise) == needed[0] and noise.shape[1] >= needed[1], (noise.shape, needed)
-    check_positions(model.config, int(mask.sum(dim=1).max()), params)
-    check_tokens(model.config, (), params)
 
 
 def check_positions(config: PretrainedConfig, longest_prompt: int, params: SamplingParams) -> None:

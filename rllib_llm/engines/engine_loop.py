@@ -285,8 +285,7 @@ class EngineLoop:
 
     def _stream(self) -> None:
         """Hands on tokens that were just sampled."""
-        streams = [r for r in self._requests.values() if r.streams]
-        running = [r for r in streams if not r.future.done()]
+        running = [r for r in self._requests.values() if r.streams and not r.future.done()]
         if not running:
             return
         ids, starts = [r.row.id for r in running], [r.num_streamed for r in running]

@@ -20,7 +20,8 @@ import torch
 
 from rllib_llm.engines.engine_loop import EngineLoop, settle
 from rllib_llm.engines.protocol import Ended, Engine, EngineEndedError, InFlight, Row, Tokens
-from rllib_llm.engines.torch_engine import TextScores, TorchEngine
+from rllib_llm.engines.torch_engine import TorchEngine
+from rllib_llm.modules.text_scores import TextScores
 
 
 class VersionGoneError(ValueError):

@@ -44,7 +44,7 @@ class SharedPromptLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Writes the prompts' keys and values, [rows, heads, P, head_dim], to new buffers."""
-        self._grow((key_states, value_states), len(key_states), self.capacity)
+        self.grow((key_states, value_states), len(key_states), self.capacity)
         self.num_rows, self.length = len(key_states), key_states.shape[2]
         self.keys[:, :, : self.length] = key_states
         self.values[:, :, : self.length] = value_states
@@ -60,7 +60,7 @@ class SharedPromptLayer(CacheLayerMixin):
             room: rows and positions to have room for.
         """
         self.num_rows = 0
-        self._grow((like[0].unsqueeze(0), like[1].unsqueeze(0)), *room)
+        self.grow((like[0].unsqueeze(0), like[1].unsqueeze(0)), *room)
         self.num_rows, self.length, self.first = num_rows, length, 0
 
     def update(
@@ -101,7 +101,7 @@ class SharedPromptLayer(CacheLayerMixin):
         prompt_len, start = prompts.length - prompts.first, self.num_rows
         if not start:
             self.length, self.first = prompt_len, 0
-        self._grow((prompts.keys, prompts.values), *room)
+        self.grow((prompts.keys, prompts.values), *room)
         end = start + sum(copies)
         before = self.length - prompt_len
         used = (slice(prompts.num_rows), slice(None), slice(prompts.first, prompts.length))
@@ -119,7 +119,7 @@ class SharedPromptLayer(CacheLayerMixin):
                 rows.copy_(states.repeat_interleave(index, dim=0))
         self.num_rows = end
 
-    def _grow(self, like: KeysValues, rows: int, positions: int) -> None:
+    def grow(self, like: KeysValues, rows: int, positions: int) -> None:
         """Grows the buffers to at least so many rows and positions, keeping their contents."""
         held = len(self.keys) if self.is_initialized else 0
         if rows <= held and positions <= self.capacity:
@@ -137,10 +137,6 @@ class SharedPromptLayer(CacheLayerMixin):
                 buffer[part] = getattr(self, name)[part]
             setattr(self, name, buffer)
         self.is_initialized = True
-
-    def grow(self, positions: int) -> None:
-        """Grows to so many positions."""
-        self._grow((self.keys, self.values), 0, positions)
 
     def shift(self, positions: int) -> None:
         """Drops so many positions at the front, at most `first`, to have room at the end; a
@@ -223,11 +219,6 @@ class SharedPromptCache(Cache):
         """Positions that fit."""
         return self.layers[0].capacity
 
-    @property
-    def num_rows(self) -> int:
-        """Rows in use."""
-        return self.layers[0].num_rows
-
     def advance(self) -> None:
         """Counts one more position, written by `StaticLayer`s."""
         for layer in self.layers:
@@ -241,7 +232,7 @@ class SharedPromptCache(Cache):
     def grow(self, positions: int) -> None:
         """See `SharedPromptLayer.grow`."""
         for layer in self.layers:
-            layer.grow(positions)
+            layer.grow((layer.keys, layer.values), 0, positions)
 
     def shift(self, positions: int) -> None:
         """See `SharedPromptLayer.shift`."""

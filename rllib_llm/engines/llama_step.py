@@ -288,11 +288,15 @@ class LlamaStep:
 
     def __init__(self, model: nn.Module, steps: int, value_head: nn.Module | None = None) -> None:
         trunk, lm_head = model.get_decoder(), model.get_output_embeddings()
-        config = trunk.config
+        # Positions a layer looks back, itself among them; None without a limit.
+        window = getattr(trunk.config, "sliding_window", None)
+        kinds = getattr(trunk.config, "layer_types", None)
+        slides = [kinds is None or kind == "sliding_attention" for kind in kinds or trunk.layers]
         self.embedding = trunk.embed_tokens.weight
         self.rotary = trunk.rotary_emb
         self.layers = [
-            _Layer(layer, _window(config, i), steps) for i, layer in enumerate(trunk.layers)
+            _Layer(layer, window if slides[i] else None, steps)
+            for i, layer in enumerate(trunk.layers)
         ]
         self.norm = _norm(trunk.norm)
         heads = [lm_head] if value_head is None else [lm_head, value_head.linear]
@@ -311,7 +315,8 @@ class LlamaStep:
             blocks: the caches that hold everything before them.
             order: of several caches; None: as the rows are given.
         """
-        masks = [self._added(padding_mask) for _, padding_mask in blocks]
+        dtype = self.embedding.dtype
+        masks = [None if mask is None else additive(mask, dtype) for _, mask in blocks]
         layers = zip(*(cache.layers for cache, _ in blocks), strict=True)
         seen = [list(zip(caches, masks, strict=True)) for caches in layers]
         if order is None:
@@ -319,9 +324,6 @@ class LlamaStep:
         there, back = order
         hidden = self._states(tokens[there], positions[there], seen)
         return self.head.apply(self.norm(hidden[back]).to(self.head_dtype))
-
-    def _added(self, padding_mask: torch.Tensor | None) -> torch.Tensor | None:
-        return None if padding_mask is None else additive(padding_mask, self.embedding.dtype)
 
     def logits(
         self, tokens: torch.Tensor, positions: torch.Tensor, seen: Sequence[Sequence[_Seen]]
@@ -347,12 +349,3 @@ class LlamaStep:
 def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """0 where the mask [rows, positions] is True, else -inf; [rows, 1, 1, positions]."""
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)[:, None, None]
-
-
-def _window(config, layer_index: int) -> int | None:
-    """Positions a layer looks back, itself among them; None without a limit."""
-    window = getattr(config, "sliding_window", None)
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is not None and layer_types[layer_index] != "sliding_attention":
-        return None
-    return window

@@ -119,10 +119,6 @@ class Row:
     cache."""
     version: int | None = None
     """Of the weights that sample it, one of those that the engine has; None: the newest."""
-    published: tuple[int, int] | None = None
-    """(epoch, version) that the run has published last, for a server that follows it."""
-    is_read_whole: bool = False
-    """Whether nobody asks for its tokens before it has ended."""
     guide: Guide | None = None
     """Says what its tokens may be."""
     conversation: Hashable | None = None
@@ -131,6 +127,10 @@ class Row:
     on_tokens: OnTokens | None = None
     """Called with the tokens that are new, in the thread of `EngineLoop`: it must be quick. What it
     raises ends the completion."""
+    published: tuple[int, int] | None = None
+    """(epoch, version) that the run has published last, for a server that follows it."""
+    is_read_whole: bool = False
+    """Whether nobody asks for its tokens before it has ended."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.num_sampled < len(self.token_ids), "a prompt has a token"
@@ -208,7 +208,7 @@ class Engine(ABC):
                           "Use engine='torch'", config.engine)  # fmt: skip
 
     @classmethod
-    def open(cls, config: Any) -> Engine:
+    def of(cls, config: Any) -> Engine:
         """The engine of a sampler with this config."""
         return cls(**(config.engine_settings or {}))
 

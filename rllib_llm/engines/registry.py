@@ -4,7 +4,7 @@
        │ engine_class
        ▼
     class of `Engine`:  takes_weights, takes_rows, knows_versions, has_logprobs;  rules(config)
-       │ open(config), in the sampler
+       │ of(config), in the sampler
        ▼
     add(rows), step() -> ended, load(weights, version) ...
 """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -13,7 +12,6 @@ from transformers import PretrainedConfig
 from rllib_llm.engines.batch_rows import Moves, fill_gaps
 from rllib_llm.engines.kv_cache import Layers, PromptCache
 from rllib_llm.modules.model_source import text_config
-from rllib_llm.shared.process import until_it_fits
 
 # Keys and values that attention reads on a CPU while one more call of it, and what goes with it, is
 # made. That takes some 100 us, in which it reads 1.6 MB in float32 and 2 MB in bfloat16 (one core
@@ -152,12 +150,6 @@ class RowBlock:
         self.starts = np.concatenate([self.starts, starts])
         self._skip_padding()
 
-    def take_in(self, other: RowBlock) -> None:
-        """Moves the rows of another block here, none of which is longer than the longest."""
-        rows = len(self) + len(other)
-        self.cache.admit(other.cache, [1] * len(other), (rows, self.cache.capacity))
-        self.add(other.columns.tolist(), other.lengths.tolist())
-
     def keep(self, moves: Moves) -> None:
         """Removes finished rows."""
         targets, sources = moves.on_host
@@ -276,24 +268,23 @@ class RowBlocks:
         self.find_order(columns)
 
     def _join(self) -> None:
-        """Moves the rows of blocks to longer ones where their own length saves too little."""
-        longer: list[RowBlock] = []
+        """Moves the rows of blocks to longer ones where their own length saves too little: less
+        than half of what a new block has to save, so that rows do not move to and fro. The longer
+        block must not already have more short rows."""
+        joined: list[RowBlock] = []
         for block in sorted(self._blocks, key=lambda block: -block.span):
             if not len(block):
                 continue
-            if longer and self._may_join(block, longer[-1]):
-                longer[-1].take_in(block)
-            else:
-                longer.append(block)
-        self._blocks = longer or [self._new_block()]
-
-    def _may_join(self, block: RowBlock, longer: RowBlock) -> bool:
-        """Whether a block saves too little to stay separate. The threshold is half of a new
-        block's, so that rows do not move to and fro, and the longer block must not already have
-        more short rows."""
-        lengths = np.concatenate([longer.lengths, block.lengths])
-        saved = len(block) * (longer.span - block.span)
-        return 2 * saved <= self.cost and is_alike(lengths, np.ones_like(lengths), self.cost)
+            longer = joined[-1] if joined else block
+            lengths = np.concatenate([longer.lengths, block.lengths])
+            saves = 2 * len(block) * (longer.span - block.span) > self.cost
+            if not joined or saves or not is_alike(lengths, np.ones_like(lengths), self.cost):
+                joined.append(block)
+                continue
+            room = len(lengths), longer.cache.capacity
+            longer.cache.admit(block.cache, [1] * len(block), room)
+            longer.add(block.columns.tolist(), block.lengths.tolist())
+        self._blocks = joined or [self._new_block()]
 
     def find_order(self, columns: np.ndarray) -> None:
         """Finds where the rows of the batch, which has these columns, stand in the blocks."""
@@ -308,8 +299,6 @@ class RowBlocks:
 
 
 # --- Rows that fit into a GPU's free memory
-
-Result = TypeVar("Result")
 
 # Share of the free memory that is planned with; the rest is for activations and fragmentation.
 _PLANNED_SHARE = 0.8
@@ -354,33 +343,6 @@ def bytes_to_plan(*, free: int, total: int, reserved: int, allocated: int, share
     """
     # What torch's allocator holds and does not use is free to us, too.
     return _PLANNED_SHARE * max(0.0, min(free + reserved, share * total) - allocated)
-
-
-def with_fewer_rows(
-    run: Callable[[int], Result], rows: int, num_completions: int,
-    on_fewer_rows: Callable[[int], None] | None = None,
-) -> Result:  # fmt: skip
-    """Returns `run(rows)`, called again with half as many rows whenever a GPU runs out of memory.
-
-    Args:
-        run: does its work from the beginning, with so many rows at once.
-        rows: whole groups of `num_completions`, which stay together.
-        on_fewer_rows: is given the smaller number, for the next time.
-
-    Raises:
-        torch.OutOfMemoryError: one group is too much.
-    """
-
-    def make_smaller() -> str | None:
-        nonlocal rows
-        rows = rows // num_completions // 2 * num_completions
-        if not rows:
-            return None
-        if on_fewer_rows is not None:
-            on_fewer_rows(rows)
-        return FEWER_ROWS.format(rows)
-
-    return until_it_fits(lambda: run(rows), make_smaller)
 
 
 def bytes_of_row(config: PretrainedConfig, positions: int, itemsize: int) -> int:

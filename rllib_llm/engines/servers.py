@@ -13,8 +13,15 @@ from typing import Any, ClassVar
 
 import torch
 
-from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import Ended, Engine, Finish, InFlight, Noise, Row, Tokens, check_rows
+from rllib_llm.engines.protocol import (
+    Ended,
+    Engine,
+    Finish,
+    InFlight,
+    Row,
+    Tokens,
+    check_rows,
+)
 from rllib_llm.shared.errors import Problem, Problems, require
 from rllib_llm.shared.openai_client import OpenAIClient, server_root
 
@@ -32,8 +39,8 @@ class ServerEngine(Engine):
 
     def __init__(self, client: OpenAIClient) -> None:
         self._client = client
-        self._running: dict[Hashable, Future[Ended]] = {}
-        self._answered: SimpleQueue[Hashable] = SimpleQueue()
+        self._running: dict[Future[Ended], Hashable] = {}
+        self._answered: SimpleQueue[Future[Ended]] = SimpleQueue()
 
     @classmethod
     def rules(cls, config: Any) -> Iterator[Problem]:
@@ -68,7 +75,7 @@ class ServerEngine(Engine):
         yield from super().rules(config)
 
     @classmethod
-    def open(cls, config: Any) -> Engine:
+    def of(cls, config: Any) -> Engine:
         """The client of the endpoint that `engine_settings` name; one of tokens follows the run
         whose weights it is given."""
         # Here, since transformers would make importing the package slow.
@@ -89,14 +96,11 @@ class ServerEngine(Engine):
         no answer."""
 
     def add(self, rows: Sequence[Row]) -> None:
-        check_rows(rows, self._running, self.version)
-        started = {row.id: self.submit(row) for row in rows}
+        check_rows(rows, self._running.values(), self.version)
+        started = {self.submit(row): row.id for row in rows}
         self._running |= started
-        for row_id, future in started.items():
-            future.add_done_callback(partial(self._note, row_id))
-
-    def _note(self, row_id: Hashable, _: Future[Ended]) -> None:
-        self._answered.put(row_id)
+        for future in started:
+            future.add_done_callback(self._answered.put)
 
     def step(self) -> list[Ended]:
         """Waits for an answer; hands back all that are there.
@@ -104,13 +108,13 @@ class ServerEngine(Engine):
         Raises:
             RequestRefusedError, ServerError: there is none for a row; all rows are dropped.
         """
-        ids = [self._answered.get()]
+        answered = [self._answered.get()]
         while not self._answered.empty():
-            ids.append(self._answered.get())
+            answered.append(self._answered.get())
         try:
-            return [self._running.pop(i).result() for i in ids if i in self._running]
+            return [each.result() for each in answered if self._running.pop(each, None) is not None]
         except BaseException:
-            self.abort(list(self._running))
+            self.abort(list(self._running.values()))
             raise
 
     def sampled(self, ids: Sequence[Hashable], starts: Sequence[int]) -> list[Tokens]:
@@ -118,10 +122,11 @@ class ServerEngine(Engine):
         return [Tokens([], [], []) for _ in ids]
 
     def abort(self, ids: Sequence[Hashable]) -> list[Ended]:
-        out = [row_id for row_id in ids if row_id in self._running]
-        for row_id in out:
-            self._running.pop(row_id).cancel()
-        return [Ended(row_id, [], [], [], "aborted") for row_id in out]
+        out = {future: row_id for future, row_id in self._running.items() if row_id in set(ids)}
+        for future in out:
+            del self._running[future]
+            future.cancel()
+        return [Ended(row_id, [], [], [], "aborted") for row_id in out.values()]
 
     def load(
         self, weights: dict[str, torch.Tensor], version: int, in_flight: InFlight = "finish"
@@ -256,6 +261,10 @@ class TokenCompletions(ServerEngine):
 
     def submit(self, row: Row) -> Future[Ended]:
         params, asked = row.params, row.published if self._follows_run else None
+        noise = {"seed": row.noise.one_seed}
+        if self._exact_noise:
+            own = row.noise
+            noise = {"seed": own.seed, "noise_row": own.row, "noise_turn": own.turn}
         sampling: dict[str, Any] = {
             "max_tokens": params.max_new_tokens,
             "min_tokens": params.min_new_tokens,
@@ -263,7 +272,7 @@ class TokenCompletions(ServerEngine):
             "stop_token_ids": list(params.stop_token_ids),
             "ignore_eos": True,  # the policy's own are among the stop tokens
             "logprobs": 0,
-            **self._noise(row.noise),
+            **noise,
             **self._extra,
         }
         body: dict[str, Any] = {"token_ids": list(row.token_ids), "sampling_params": sampling}
@@ -271,11 +280,6 @@ class TokenCompletions(ServerEngine):
             body["model"] = self._served_model
         headers = None if asked is None else {"X-Min-Weight-Version": f"{asked[0]}.{asked[1]}"}
         return self._client.submit(PATH, body, partial(_read, row, asked), headers)
-
-    def _noise(self, noise: Noise) -> dict[str, int]:
-        if not self._exact_noise:
-            return {"seed": noise.one_seed}
-        return {"seed": noise.seed, "noise_row": noise.row, "noise_turn": noise.turn}
 
 
 def _read(row: Row, asked: tuple[int, int] | None, answer: Any) -> Ended:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 import torch
 from torch import nn
-from torch.nn import functional as F
 
-from rllib_llm.engines.batch_rows import CompletionBuffers, PromptGroup
+from rllib_llm.engines.batch_rows import PromptGroup
 from rllib_llm.engines.decode_step import DecodePlan, open_decode_step
 from rllib_llm.engines.decoder import Decoder
 from rllib_llm.engines.engine import check_decoding, check_positions, check_tokens
@@ -24,82 +21,15 @@ from rllib_llm.engines.protocol import (
     Engine,
     Finish,
     InFlight,
-    Likeliest,
     Row,
     Tokens,
     check_rows,
     uniform_noise,
 )
-from rllib_llm.engines.row_blocks import FEWER_ROWS, row_budget
-from rllib_llm.modules.model_source import text_config
+from rllib_llm.engines.row_blocks import row_budget
 from rllib_llm.modules.multimodal import other_tensors
-from rllib_llm.modules.packing import recurring_size
-from rllib_llm.modules.trunk import padded_hidden, take_apart, wants_recurring_sizes
+from rllib_llm.modules.text_scores import TextScores, score_text
 from rllib_llm.shared.errors import Problems
-
-# --- Log-probs of given texts: what `echo` of a server returns of a prompt
-
-# Logits of so many positions at once: of a long text they need more memory than the model.
-_BLOCK = 512
-
-
-@dataclass(frozen=True)
-class TextScores:
-    """Log-probs of a text's tokens from the second on."""
-
-    logprobs: list[float]
-    """log_softmax(logits) of each token."""
-    ranks: list[int]
-    """Of each token among all at its place, 1 the likeliest."""
-    top_ids: np.ndarray
-    """[tokens, top] int64, the likeliest tokens at the place of each."""
-    top_logprobs: np.ndarray
-    """[tokens, top] float32, of the likeliest."""
-
-    @property
-    def likeliest(self) -> list[Likeliest]:
-        """The likeliest tokens at the place of each: lists, which would be slow to pickle."""
-        pairs = zip(self.top_ids.tolist(), self.top_logprobs.tolist(), strict=True)
-        return [list(zip(*pair, strict=True)) for pair in pairs]
-
-
-@torch.inference_mode()
-def score_text(model: nn.Module, token_ids: Sequence[int], top: int) -> TextScores:
-    """One forward pass over a text.
-
-    Args:
-        token_ids: at least one.
-    """
-    device = next(model.parameters()).device
-    num = len(token_ids)
-    ids = torch.tensor([list(token_ids)], dtype=torch.int64, device=device)
-    if wants_recurring_sizes(model):  # attention is causal: what follows changes nothing
-        config = text_config(model)
-        most = getattr(config, "max_position_embeddings", None) or num
-        ids = F.pad(ids, (0, max(0, min(recurring_size(num), most) - num)))
-    halves = take_apart(model)  # None: the model computes all logits at once
-    if halves is None:
-        outputs = model(input_ids=ids, use_cache=False).logits[0, : num - 1]
-    else:
-        outputs = padded_hidden(halves.trunk, ids)[0, : num - 1]
-    logprobs: list[float] = []
-    ranks: list[int] = []
-    top_ids, top_logprobs = [], []
-    for start in range(0, len(outputs), _BLOCK):
-        part = outputs[start : start + _BLOCK]
-        logits = part if halves is None else halves.logits(part)
-        scores = torch.log_softmax(logits.float(), dim=-1)
-        targets = ids[0, start + 1 : start + 1 + len(scores), None]
-        own = scores.gather(1, targets)
-        logprobs += own.squeeze(1).tolist()
-        ranks += (1 + (scores > own).sum(dim=1)).tolist()
-        values, tokens = scores.topk(min(top, scores.shape[1]), dim=-1)
-        top_ids.append(tokens.cpu())
-        top_logprobs.append(values.cpu())
-    none = torch.empty(0, 0)
-    ids_found, values_found = torch.cat(top_ids or [none]), torch.cat(top_logprobs or [none])
-    return TextScores(logprobs, ranks, ids_found.numpy(), values_found.numpy())
-
 
 # --- Published weights put into a model that an engine owns
 
@@ -142,14 +72,6 @@ _KEPT_BYTES = 2 * 2**30
 _ONE_TOKEN = SamplingParams(pad_token_id=0, max_new_tokens=1)
 
 
-@dataclass
-class _RunningRow:
-    """A row in the engine."""
-
-    row: Row
-    column: int  # of the buffers
-
-
 class TorchEngine(Engine):
     """Samples by our own decode loop, with a module's model.
 
@@ -178,17 +100,16 @@ class TorchEngine(Engine):
         plan = plan or DecodePlan.of(model)
         check_decoding(model)
         self._load_weights = load_weights or (lambda weights: copy_weights(model, weights))
-        self._buffers = CompletionBuffers(0, 0, 0, self.device, with_versions=True)
-        self._buffers.version = version or 0
         self._decoder = Decoder(
-            plan, self._buffers, steps=_MANY_STEPS,
+            plan, steps=_MANY_STEPS, with_versions=True,
             steps_between_looks=steps_between_looks or plan.steps_between_looks,
             max_rows=max_rows or row_budget(model, max_positions), max_prefill=max_prefill,
             open_step=functools.partial(open_decode_step, cuda_graphs=cuda_graphs),
         )  # fmt: skip
-        self._rows: dict[Hashable, _RunningRow] = {}
-        self._ids: dict[int, Hashable] = {}  # by column
-        self._free: list[int] = []
+        self._buffers = self._decoder.buffers
+        self._buffers.version = version or 0
+        self._rows: dict[int, Row] = {}  # by column of the buffers
+        self._columns: dict[Hashable, int] = {}
         self._left: list[Ended] = []  # rows that ended while others were taken out
         self._kept = KeptPrefixes(_KEPT_BYTES)
         self._pending: tuple[dict[str, torch.Tensor], int] | None = None
@@ -209,7 +130,7 @@ class TorchEngine(Engine):
     # --- rows --------------------------------------------------------------------------------
 
     def add(self, rows: Sequence[Row]) -> None:
-        check_rows(rows, [*self._rows, *(each.id for each in self._left)], self.version)
+        check_rows(rows, [*self._columns, *(each.id for each in self._left)], self.version)
         alike: dict[SamplingParams, list[Row]] = {}  # the config is read once for each
         for row in rows:
             alike.setdefault(row.params, []).append(row)
@@ -218,179 +139,104 @@ class TorchEngine(Engine):
             check_positions(self.model.config, longest, params)
             ends = [end for row in group for end in (min(row.token_ids), max(row.token_ids))]
             check_tokens(self.model.config, ends, params)
-        noises = {
-            row.id: uniform_noise(
-                row.noise.seed, [row.noise.row], row.params.max_new_tokens, row.noise.turn
-            )[0]
-            for row in rows
-            if not row.params.greedy
-        }
-        self._reserve(rows)
-        with torch.inference_mode():
-            self._queue([
-                (self._begin(row, noises.get(row.id)), row.token_ids, row.num_sampled)
-                for row in rows
-            ])  # fmt: skip
-
-    def _reserve(self, rows: Sequence[Row]) -> None:
-        """Reserves columns of the buffers for rows."""
+        drawn = _drawn(rows)  # raises for a seed out of range: nothing has been reserved yet
         longest = max((row.params.max_new_tokens for row in rows), default=0)
-        batch = self._buffers.batch
-        missing = len(rows) - len(self._free)
-        # At least twice as many: what is written moves seldom.
-        wanted = batch + max(missing, batch) if missing > 0 else batch
-        self._free += range(batch, wanted)
-        self._buffers.reserve(longest, wanted)
+        columns = self._decoder.reserve(len(rows), longest)
+        groups: dict[object, list[int]] = {}
+        for row, column in zip(rows, columns, strict=True):
+            self._rows[column], self._columns[row.id] = row, column
+            if row.guide is not None:
+                self._decoder.guides[column] = row.guide
+            key = column if row.group is None else (row.group, tuple(row.token_ids))
+            groups.setdefault(key, []).append(column)
+        with torch.inference_mode():
+            for some, noise in drawn:
+                self._buffers.begin([columns[i] for i in some], noise)
+            self._decoder.put([self._group(part) for part in groups.values()])
 
-    def _begin(self, row: Row, noise: torch.Tensor | None) -> _RunningRow:
-        """Assigns a row a column; `noise` unless it is greedy."""
-        held = _RunningRow(row, self._free.pop())
-        self._rows[row.id], self._ids[held.column] = held, row.id
-        if row.guide is not None:
-            self._decoder.guides[held.column] = row.guide
-        self._buffers.begin(held.column, noise)
-        return held
-
-    def _queue(
-        self, rows: Iterable[tuple[_RunningRow, Sequence[int], int]], first: bool = False
-    ) -> None:
-        """Queues rows to be prefilled, each with its tokens so far and how many of them were
-        sampled: those of a group together where their tokens are the same; before all that wait,
-        if `first`."""
-        parts: dict[object, list[tuple[_RunningRow, Sequence[int], int]]] = {}
-        for held, token_ids, num_sampled in rows:
-            group = held.row.group
-            key = held.column if group is None else (group, tuple(token_ids))
-            parts.setdefault(key, []).append((held, token_ids, num_sampled))
-        self._decoder.queue.put([self._group(part) for part in parts.values()], first)
-
-    def _group(self, part: Sequence[tuple[_RunningRow, Sequence[int], int]]) -> PromptGroup:
+    def _group(self, columns: list[int]) -> PromptGroup:
         """Rows of the same tokens, as they wait for a place."""
-        held, (token_ids, *_), num_sampled = zip(*part, strict=True)
-        ids = torch.tensor(list(token_ids), dtype=torch.int64, device=self.device)
-        columns, params = [each.column for each in held], [each.row.params for each in held]
-        conversation, prefix = held[0].row.conversation, None
-        if len(held) == 1 and conversation is not None and self._decoder.plan.shares_prompts:
+        rows = [self._rows[column] for column in columns]
+        (row, *others), prefix = rows, None
+        ids = torch.tensor(list(row.token_ids), dtype=torch.int64, device=self.device)
+        shares = self._decoder.plan.shares_prompts
+        if not others and row.conversation is not None and shares:
             self._decoder.wanted.add(columns[0])
-            prefix = self._kept.take(conversation, token_ids)
-        return PromptGroup(ids, columns, params, list(num_sampled), prefix)
+            prefix = self._kept.take(row.conversation, row.token_ids)
+        params, num_sampled = [each.params for each in rows], [each.num_sampled for each in rows]
+        return PromptGroup(ids, columns, params, num_sampled, prefix)
 
     def step(self) -> list[Ended]:
         ended, self._left = self._left, []
         with torch.inference_mode():
             if self._pending is not None and not len(self._decoder.rows):
                 self._put(*self._pending)
-            try:
-                columns = self._decoder.step(admits=self._pending is None)
-                return ended + self._let_go(columns)
-            except torch.OutOfMemoryError:
-                # Half of the rows that had, or were to get, a place in the batch.
-                fewer = (len(self._rows) - self._decoder.queue.num_rows) // 2
-                if not fewer:
-                    raise
-            # Out of the handler, since what was raised holds on to the tensors.
-            return ended + self._begin_again(fewer)
-
-    def _begin_again(self, max_rows: int) -> list[Ended]:
-        """Limits the batch to so many rows. All rows are prefilled again with their sampled tokens;
-        finished rows are returned."""
-        warnings.warn(FEWER_ROWS.format(max_rows), stacklevel=2)
-        ended = self._let_go(self._decoder.drop_ended())
-        self._decoder.forget_all()
-        self._decoder.max_rows = max_rows
-        torch.cuda.empty_cache()
-        self._requeue(list(self._rows.values()))
-        return ended
-
-    def _requeue(self, held: Sequence[_RunningRow], first: bool = False) -> None:
-        """Queues rows that are not in the batch, to be prefilled again with their sampled tokens;
-        see `_queue`."""
-        self._queue(
-            [
-                (each, (*each.row.token_ids, *tokens.token_ids),
-                 each.row.num_sampled + len(tokens.token_ids))
-                for each, tokens in zip(held, self._read(held), strict=True)
-            ],
-            first,
-        )  # fmt: skip
+            return ended + self._let_go(self._decoder.step(admits=self._pending is None))
 
     def sampled(self, ids: Sequence[Hashable], starts: Sequence[int]) -> list[Tokens]:
         first = dict(zip(ids, starts, strict=True))
         found = {
             each.id: each.tokens.since(first[each.id]) for each in self._left if each.id in first
         }
-        held = [self._rows[i] for i in ids if i not in found]
+        columns = [self._columns[i] for i in ids if i not in found]
+        held = [self._rows[column] for column in columns]
         # The clock says how far the rows of the batch are; the others have no new token yet.
         rows, clock = self._decoder.rows, self._decoder.clock
         ends = (np.minimum(clock, rows.last) - rows.born + 1).tolist()
         reached = dict(zip(rows.columns.tolist(), ends, strict=True))
-        ends = [reached.get(each.column, each.row.num_sampled) for each in held]
-        wanted = [each.row.num_sampled + first[each.row.id] for each in held]
+        ends = [
+            reached.get(column, row.num_sampled) for column, row in zip(columns, held, strict=True)
+        ]
+        wanted = [row.num_sampled + first[row.id] for row in held]
         # One more is read, which says whether the row has ended.
         begins = [
-            max(each.row.num_sampled, min(start, end) - 1)
-            for each, start, end in zip(held, wanted, ends, strict=True)
+            max(row.num_sampled, min(start, end) - 1)
+            for row, start, end in zip(held, wanted, ends, strict=True)
         ]
-        for each, tokens, start, begin, end in zip(
-            held, self._read(held, begins, ends), wanted, begins, ends, strict=True
+        for row, tokens, start, begin, end in zip(
+            held, self._read(columns, begins, ends), wanted, begins, ends, strict=True
         ):
             finish: Finish | None = "stop"  # only a stop token ends a row before the clock says so
             if begin + len(tokens.token_ids) == end:
-                finish = finish_of(each.row, tokens, end) if tokens.token_ids else None
-            found[each.row.id] = tokens._replace(finish=finish).since(start - begin)
+                finish = finish_of(row, tokens, end) if tokens.token_ids else None
+            found[row.id] = tokens._replace(finish=finish).since(start - begin)
         return [found[i] for i in ids]
 
     def _read(
-        self, held: Sequence[_RunningRow], starts: list[int] | None = None,
-        ends: list[int] | None = None,
-    ) -> list[Tokens]:  # fmt: skip
+        self, columns: list[int], starts: list[int] | None = None, ends: list[int] | None = None
+    ) -> list[Tokens]:
         """The tokens of rows since they were added, or between two indices of each."""
-        return self._buffers.read(
-            [each.column for each in held],
-            starts or [each.row.num_sampled for each in held],
-            ends,
-            [each.row.params.top_logprobs for each in held],
-        )
+        rows = [self._rows[column] for column in columns]
+        starts = starts or [row.num_sampled for row in rows]
+        return self._buffers.read(columns, starts, ends, [row.params.top_logprobs for row in rows])
 
     def abort(self, ids: Sequence[Hashable]) -> list[Ended]:
         with torch.inference_mode():
             # Some may have ended already, unseen.
             ended = self._let_go(self._decoder.drop_ended())
             wanted = set(ids)
-            columns = [self._rows[i].column for i in wanted if i in self._rows]
-            self._decoder.remove(set(columns))
+            columns = [self._columns[i] for i in wanted if i in self._columns]
+            self._decoder.remove(columns)
             aborted = self._let_go(columns, "aborted")
         ended = self._left + ended
         self._left = [each for each in ended if each.id not in wanted]
         return [each for each in ended if each.id in wanted] + aborted
 
     def _let_go(self, columns: list[int], finish: Finish | None = None) -> list[Ended]:
-        """The tokens of rows that have left the decoder; frees their columns."""
-        held = [self._rows.pop(self._ids.pop(column)) for column in columns]
-        self._free += columns
-        for column in columns:
-            self._decoder.guides.pop(column, None)
+        """The tokens of rows that have left the decoder; of turns the cache is kept."""
         ended = []
-        for each, tokens in zip(held, self._read(held), strict=True):
-            why = finish or finish_of(each.row, tokens) or "length"
-            self._keep(each, tokens.token_ids)
-            ended.append(
-                Ended(
-                    each.row.id, tokens.token_ids, tokens.logprobs, tokens.versions, why,
-                    tokens.likeliest,
-                )
-            )  # fmt: skip
+        for column, tokens in zip(columns, self._read(columns), strict=True):
+            row = self._rows.pop(column)
+            del self._columns[row.id]
+            self._decoder.wanted.discard(column)
+            layers = self._decoder.taken_along.pop(column, None)
+            if layers is not None and row.conversation is not None:
+                token_ids = [*row.token_ids, *tokens.token_ids][:-1]  # the last was never fed to it
+                prefix = Prefix(token_ids[: layers[0][0].shape[1]], layers)
+                self._kept.put(row.conversation, prefix)
+            why = finish or finish_of(row, tokens) or "length"
+            ended.append(Ended(row.id, *tokens[:3], why, tokens.likeliest))
         return ended
-
-    def _keep(self, held: _RunningRow, sampled: list[int]) -> None:
-        """Keeps the cache of a turn that is over. The last token was never fed to the model."""
-        self._decoder.wanted.discard(held.column)
-        layers = self._decoder.taken_along.pop(held.column, None)
-        if layers is None or held.row.conversation is None:
-            return
-        token_ids = [*held.row.token_ids, *sampled][:-1]
-        positions = layers[0][0].shape[1]
-        self._kept.put(held.row.conversation, Prefix(token_ids[:positions], layers))
 
     # --- weights -----------------------------------------------------------------------------
 
@@ -403,9 +249,7 @@ class TorchEngine(Engine):
         with torch.inference_mode():
             self._left += self._let_go(self._decoder.drop_ended())
             if in_flight == "recompute":
-                columns = self._decoder.rows.columns.tolist()
-                self._decoder.remove(set(columns))
-                self._requeue([self._rows[self._ids[column]] for column in columns], first=True)
+                self._decoder.recompute()
         self._put(weights, version)
 
     def _put(self, weights: dict[str, torch.Tensor], version: int) -> None:
@@ -422,7 +266,7 @@ class TorchEngine(Engine):
 
     def holds(self, row_id: Hashable) -> bool:
         """Whether a row of this id is in it."""
-        return row_id in self._rows or any(each.id == row_id for each in self._left)
+        return row_id in self._columns or any(each.id == row_id for each in self._left)
 
     def score(self, token_ids: Sequence[int], top: int) -> TextScores:
         """Log-probs of a text's tokens, and the `top` likeliest at the place of each.
@@ -441,6 +285,21 @@ class TorchEngine(Engine):
         self._decoder.close()
         self._kept.clear()
         self._rows.clear()
+        self._columns.clear()
+
+
+def _drawn(rows: Sequence[Row]) -> list[tuple[list[int], torch.Tensor | None]]:
+    """The noise that decides the tokens of rows, [some rows, their longest], None of greedy ones;
+    with the rows' places."""
+    parts: dict[tuple[int, int, int] | None, list[int]] = {}
+    for i, row in enumerate(rows):
+        noise = row.noise
+        key = None if row.params.greedy else (noise.seed, noise.turn, row.params.max_new_tokens)
+        parts.setdefault(key, []).append(i)
+    return [
+        (some, key and uniform_noise(key[0], [rows[i].noise.row for i in some], key[2], key[1]))
+        for key, some in parts.items()
+    ]
 
 
 def finish_of(row: Row, tokens: Tokens, num_sampled: int = 0) -> Finish | None:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import (
     Ended,
     Engine,
@@ -89,6 +88,7 @@ class VLLMEngine(Engine):
             os.environ.setdefault(name, value)
         try:
             import vllm
+            from vllm.platforms import current_platform
         except ImportError as error:
             raise ImportError(f"{_MISSING} ({error})") from error
         self._vllm = vllm
@@ -101,9 +101,15 @@ class VLLMEngine(Engine):
         self._pending: dict[str, torch.Tensor] | None = None
         self._stamp = 0  # of the weights that sample
         self._folder = tempfile.TemporaryDirectory(prefix="vllm-config-")
-        folder = self._describe(model)
-        if _is_on_cpu():
+        kind, folder = source_kind(model)  # a folder or hub id with the model's config
+        if kind == DOTTED:
+            network, _ = build_from_dotted(folder)
+            network.config.architectures = [type(network).__name__]
+            network.config.save_pretrained(folder := self._folder.name)
+        on_cpu = current_platform.is_cpu()
+        if on_cpu:
             check_heads(text_config(AutoConfig.from_pretrained(folder)), model)
+        is_bounded = on_cpu and "VLLM_CPU_KVCACHE_SPACE" not in os.environ
         self._llm = vllm.LLM(
             **{
                 "model": folder,
@@ -115,7 +121,7 @@ class VLLMEngine(Engine):
                 "logprobs_mode": "raw_logprobs" if temperature == 1 else "processed_logprobs",
                 "disable_log_stats": True,
                 "async_scheduling": False,  # a step returns the token that it samples
-                **_cache_memory(),
+                **({"kv_cache_memory_bytes": _CPU_CACHE_BYTES} if is_bounded else {}),
                 **settings,
             }
         )
@@ -136,22 +142,12 @@ class VLLMEngine(Engine):
         yield from super().rules(config)
 
     @classmethod
-    def open(cls, config: Any) -> Engine:
+    def of(cls, config: Any) -> Engine:
         settings = {"dtype": "bfloat16" if config.mixed_precision else config.dtype}
         if config.sampling_batch_size is not None:
             settings["max_num_seqs"] = config.sampling_batch_size
         settings |= config.engine_settings or {}
         return cls(config.pretrained_model, temperature=config.temperature, **settings)
-
-    def _describe(self, model: str) -> str:
-        """A folder or hub id with the model's config."""
-        kind, value = source_kind(model)
-        if kind != DOTTED:
-            return value
-        network, _ = build_from_dotted(value)
-        network.config.architectures = [type(network).__name__]
-        network.config.save_pretrained(self._folder.name)
-        return self._folder.name
 
     # --- rows --------------------------------------------------------------------------------
 
@@ -174,9 +170,20 @@ class VLLMEngine(Engine):
             min_new_tokens=max(0, row.params.min_new_tokens - num),
         )
         # Another stream than the one that drew what was sampled before.
-        asked = sampling_params(self._vllm, params, (row.noise.one_seed + num) % 2**63)
+        seed = (row.noise.one_seed + num) % 2**63
         kinds = self._vllm.sampling_params.RequestOutputKind
-        asked.output_kind = kinds.FINAL_ONLY if row.is_read_whole else kinds.DELTA
+        asked = self._vllm.SamplingParams(
+            **params.drawn_by,
+            min_tokens=params.min_new_tokens,
+            max_tokens=params.max_new_tokens,
+            stop_token_ids=list(params.stop_token_ids),
+            ignore_eos=True,  # those of the model are among the stop tokens, or are not wanted
+            seed=None if params.greedy else seed,
+            logprobs=0,  # the sampled token's alone
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=kinds.FINAL_ONLY if row.is_read_whole else kinds.DELTA,
+        )
         # Keys and values that other weights have left in the cache are not for it.
         salt = f"weights {self._num_loads}"
         prompt = {"prompt_token_ids": list(row.token_ids), "cache_salt": salt}
@@ -249,21 +256,6 @@ class VLLMEngine(Engine):
         self._llm.llm_engine.engine_core.shutdown()
 
 
-def sampling_params(vllm: Any, params: SamplingParams, seed: int) -> Any:
-    """The settings of one completion in vLLM's terms."""
-    return vllm.SamplingParams(
-        **params.drawn_by,
-        min_tokens=params.min_new_tokens,
-        max_tokens=params.max_new_tokens,
-        stop_token_ids=list(params.stop_token_ids),
-        ignore_eos=True,  # those of the model are among the stop tokens, or are not wanted
-        seed=None if params.greedy else seed,
-        logprobs=0,  # the sampled token's alone
-        flat_logprobs=True,
-        detokenize=False,
-    )
-
-
 def check_row(row: Row, temperature: float) -> None:
     """Raises ValueError where a vLLM that was started for a temperature cannot sample the row, or
     give the log-probs that `SamplingParams` documents: of the distribution before truncation."""
@@ -292,19 +284,6 @@ def truncated(temperature: float, **given: Any) -> Iterator[Problem]:
         if temperature != 1 and value != off[name]:
             yield Problem(name, f"be {off[name]!r} {rule}", reason,
                           "Use temperature=1, or engine='torch'", value)  # fmt: skip
-
-
-def _is_on_cpu() -> bool:
-    from vllm.platforms import current_platform
-
-    return current_platform.is_cpu()
-
-
-def _cache_memory() -> dict[str, int]:
-    """The setting of vLLM that bounds keys and values on a CPU, unless it is set."""
-    if not _is_on_cpu() or "VLLM_CPU_KVCACHE_SPACE" in os.environ:
-        return {}
-    return {"kv_cache_memory_bytes": _CPU_CACHE_BYTES}
 
 
 def check_heads(config: Any, model: str) -> None:

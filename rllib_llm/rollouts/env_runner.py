@@ -7,9 +7,7 @@ completions for the same request and weights.
 
 from __future__ import annotations
 
-import functools
 import threading
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -42,7 +40,7 @@ from rllib_llm.overseer.oversight import Link
 from rllib_llm.overseer.phases import IDLE, STARTING, Phases
 from rllib_llm.rollouts.conversation_sampler import AgentSampler, ConversationSampler
 from rllib_llm.rollouts.errors import SampleFailure
-from rllib_llm.rollouts.generate_function import FunctionPolicy
+from rllib_llm.rollouts.generate_function import FunctionGenerator
 from rllib_llm.rollouts.judged_batch import JudgedBatch, SampleRequest
 from rllib_llm.rollouts.policy import EVALUATION_SEED, EnginePolicy, ModulePolicy, SamplingPolicy
 from rllib_llm.rollouts.sampler import Sampler, SamplingEnvironment
@@ -160,15 +158,15 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
             kind = engine_class(config.engine)
             # The driver's own sampler may share the learner's module, and wants no second policy.
             if self.worker_index or not kind.takes_weights:
-                return EnginePolicy(kind.open(config), config.pretrained_model)
-        make_policy: Callable[..., ModulePolicy] = ModulePolicy
+                return EnginePolicy(kind.of(config), config.pretrained_model)
+        function = None
         if config.generate_function is not None:
-            function = import_dotted(config.generate_function, name="generate_function")
-            make_policy = functools.partial(FunctionPolicy, function)
-        policy = make_policy(
+            named = import_dotted(config.generate_function, name="generate_function")
+            function = FunctionGenerator(named)
+        policy = ModulePolicy(
             self._make_module, max_rows=config.sampling_batch_size, cuda_graphs=config.cuda_graphs,
             alias=bool(self.worker_index),  # the learner's own may be written to
-            is_pretrained=not self.worker_index,
+            is_pretrained=not self.worker_index, function=function,
         )  # fmt: skip
         if self.worker_index:
             policy.build()

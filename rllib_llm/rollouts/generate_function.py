@@ -1,4 +1,4 @@
-"""A policy whose completions come from a user's function (`generate_function`).
+"""Completions by a user's function (`generate_function`).
 
 The function is asked for the completions of one prompt:
 
@@ -25,9 +25,7 @@ import torch
 
 from rllib_llm.engines.engine_loop import EngineLoop
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import Ended, Finish, pad_completions
-from rllib_llm.modules.model_source import text_config
-from rllib_llm.rollouts.policy import Generation, ModulePolicy
+from rllib_llm.engines.protocol import Ended, Engine, Finish, pad_completions
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import pad_right
 from rllib_llm.shared.errors import require
@@ -102,33 +100,34 @@ GenerateFunction: TypeAlias = Callable[
 ]
 
 
-class FunctionPolicy(ModulePolicy):
-    """An RLModule whose completions come from a user's function.
+class FunctionGenerator:
+    """Completions by a user's function, which may ask a policy for its own.
 
     Args:
         function: is called for each prompt, for many at once.
     """
 
-    def __init__(
-        self, function: GenerateFunction, make_module: Callable[[], Any], **settings: Any
-    ) -> None:
-        super().__init__(make_module, **settings)
+    def __init__(self, function: GenerateFunction) -> None:
         self._function = function
         self._events = EventLoop("generation")
 
-    def generate(
-        self, prompts: Mapping[str, torch.Tensor], asked: Generation
+    def __call__(
+        self, engine: Engine, vocab_size: int, prompts: Mapping[str, torch.Tensor], asked: Any
     ) -> dict[str, torch.Tensor]:
+        """The columns of the completions that a policy was asked for (`policy.Generation`).
+
+        Args:
+            engine: of the policy; it is closed.
+        """
         n = asked.num_completions
         ids, mask = prompts[columns.PROMPT_IDS], prompts[columns.PROMPT_MASK]
-        with contextlib.closing(EngineLoop(self.open_engine(0))) as loop:
+        with contextlib.closing(EngineLoop(engine)) as loop:
             wanted = [
                 Asked(loop, ids[g][mask[g]].tolist(), asked.params, asked.seed,
                       asked.row_ids[g * n : (g + 1) * n].tolist())
                 for g in range(len(ids))
             ]  # fmt: skip
             made = self._events.run(self._all(wanted))
-        vocab_size = text_config(self.build().model).vocab_size
         rows = []
         for group in made:
             given = len(group) if isinstance(group, Sequence) else type(group).__name__
@@ -136,15 +135,19 @@ class FunctionPolicy(ModulePolicy):
                     "so many were asked for (asked.num_completions)",
                     "Return a list of as many Generated")  # fmt: skip
             rows += [_checked(row, asked.params, vocab_size) for row in group]
-        return {name: column.to(ids.device) for name, column in _columns(rows, asked).items()}
+        found = pad_completions(rows, asked.params.pad_token_id).columns()
+        if not all(all(row.sampled or ()) for row in rows):
+            sampled = [row.sampled or () for row in rows]
+            found[columns.LOSS_MASK], _ = pad_right(sampled, False, torch.bool)
+        return {name: column.to(ids.device) for name, column in found.items()}
 
     async def _all(self, wanted: list[Asked]) -> list[Any]:
         """Calls the function for each prompt; the engine samples for all calls together."""
         return await asyncio.gather(*[call(self._function, each) for each in wanted])
 
     def close(self) -> None:
+        """Ends its event loop."""
         self._events.close()
-        super().close()
 
 
 def _checked(row: Any, params: SamplingParams, vocab_size: int) -> Generated:
@@ -166,10 +169,3 @@ def _checked(row: Any, params: SamplingParams, vocab_size: int) -> Generated:
     finished = ids[-1] in params.stop_token_ids if row.finished is None else row.finished
     return Generated(ids, logprobs, finished, sampled)
 
-
-def _columns(rows: list[Generated], asked: Generation) -> dict[str, torch.Tensor]:
-    made = pad_completions(rows, asked.params.pad_token_id).columns()
-    if not all(all(row.sampled or ()) for row in rows):
-        sampled = [row.sampled or () for row in rows]
-        made[columns.LOSS_MASK], _ = pad_right(sampled, False, torch.bool)
-    return made

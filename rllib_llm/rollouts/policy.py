@@ -29,6 +29,8 @@ from rllib_llm.engines.protocol import (
     uniform_noise,
 )
 from rllib_llm.engines.torch_engine import TorchEngine
+from rllib_llm.modules.model_source import text_config
+from rllib_llm.rollouts.generate_function import FunctionGenerator
 from rllib_llm.shared import columns
 from rllib_llm.shared.errors import require
 from rllib_llm.weights.flat_buffer import FlatBuffer, unpack
@@ -66,6 +68,7 @@ class ModulePolicy:
         max_rows: completions decoded at once; None: all that fit.
         cuda_graphs: whether decode steps are recorded on a CUDA device.
         is_pretrained: whether what `make_module` gives may be sampled from as it is.
+        function: generates in the place of plain sampling; closed with this.
     """
 
     takes_weights = True
@@ -73,12 +76,13 @@ class ModulePolicy:
     def __init__(
         self, make_module: Callable[[], RLModule], *, alias: bool, max_rows: int | None = None,
         cuda_graphs: bool = True, is_pretrained: bool = True,
+        function: FunctionGenerator | None = None,
     ) -> None:  # fmt: skip
         self.module: Any = None
         self.loader = ModuleLoader(alias=alias)
         self._alias = alias
         self.has_weights = is_pretrained
-        self._make_module = make_module
+        self._make_module, self._function = make_module, function
         self._max_rows = max_rows
         self._plan: DecodePlan | None = None
         self._cuda_graphs = cuda_graphs
@@ -134,6 +138,9 @@ class ModulePolicy:
     ) -> dict[str, torch.Tensor]:
         """The columns of the completions, B rows, on the prompts' device."""
         params, module = asked.params, self.build()
+        if self._function is not None:
+            vocab_size = text_config(module.model).vocab_size
+            return self._function(self.open_engine(0), vocab_size, prompts, asked)
         noise = None
         if not params.greedy:
             noise = uniform_noise(asked.seed, asked.row_ids, params.max_new_tokens)
@@ -204,7 +211,9 @@ class ModulePolicy:
             self.module.set_state(state)
 
     def close(self) -> None:
-        """Does nothing."""
+        """Closes the function."""
+        if self._function is not None:
+            self._function.close()
 
 
 class EnginePolicy:

@@ -23,7 +23,7 @@ from rllib_llm.conversations.chat_format import ChatFormat
 from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.data.decoding import TextStream
 from rllib_llm.data.encoding import encode_text
-from rllib_llm.engines.torch_engine import TextScores
+from rllib_llm.modules.text_scores import TextScores
 from rllib_llm.serving import chat
 from rllib_llm.serving.guides import check_length, grammar_of
 from rllib_llm.serving.jobs import Job

@@ -16,10 +16,11 @@ import torch
 from rllib_llm.engines.engine_loop import EngineLoop, settle
 from rllib_llm.engines.hot_swap import HotSwapEngine, HotSwapLoader
 from rllib_llm.engines.protocol import Ended, Row
-from rllib_llm.engines.torch_engine import TextScores, TorchEngine
+from rllib_llm.engines.torch_engine import TorchEngine
 from rllib_llm.modules.model_source import text_config
 from rllib_llm.modules.precision import faster_library, use_onednn
 from rllib_llm.modules.pretrained import load_causal_lm
+from rllib_llm.modules.text_scores import TextScores
 from rllib_llm.modules.tokenizer import eos_token_ids, load_tokenizer
 from rllib_llm.serving.guides import Grammars
 from rllib_llm.serving.jobs import Limits

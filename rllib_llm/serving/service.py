@@ -33,7 +33,7 @@ from rllib_llm.data.decoding import TextStream, TokenTexts
 from rllib_llm.engines.engine_loop import settle
 from rllib_llm.engines.hot_swap import VersionGoneError
 from rllib_llm.engines.protocol import Ended, EngineEndedError, GuideError, Tokens
-from rllib_llm.engines.torch_engine import TextScores
+from rllib_llm.modules.text_scores import TextScores
 from rllib_llm.serving.chat import Chats
 from rllib_llm.serving.engine_host import Counts
 from rllib_llm.serving.engine_process import EngineHost

@@ -52,7 +52,7 @@ def test_training_with_a_server_wants_tokens_and_the_run_s_weights():
     with pytest.raises(ValueError, match="come with weights_name or weights_push"):
         config.validate()
     config.weights(name="run").validate()
-    engine = ServerEngine.open(config)
+    engine = ServerEngine.of(config)
     engine.close()
     assert engine._follows_run is True
     config.sampling(engine_settings={**server, "follows_run": False})

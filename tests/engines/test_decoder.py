@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rllib_llm.engines.batch_rows import CompletionBuffers
 from rllib_llm.engines.decode_step import DecodePlan
 from rllib_llm.engines.decoder import Decoder
-from rllib_llm.engines.engine import capacity, generate, groups_of
+from rllib_llm.engines.engine import capacity, generate, put_batch
 from rllib_llm.engines.kv_cache import SharedPromptCache
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import uniform_noise
@@ -104,12 +103,11 @@ def test_places_are_filled_again_and_the_cache_stays_small():
     ids, mask = prompts()
     params = SamplingParams(PAD, stop_token_ids=STOPS, max_new_tokens=STEPS)
     noise = uniform_noise(1, range(NUM_GROUPS * N), STEPS)
-    buffers = CompletionBuffers(STEPS, NUM_GROUPS * N, PAD, ids.device, noise=noise)
     decoder = Decoder(
-        DecodePlan.of(model), buffers, steps=STEPS, max_rows=3 * N,
+        DecodePlan.of(model), steps=STEPS, max_rows=3 * N,
         room=(3 * N, capacity(9, params, 1)),
     )  # fmt: skip
-    decoder.queue.put(groups_of(ids, mask, params, N))
+    put_batch(decoder, ids, mask, params, N, noise)
     most, addresses = 0, set()
     with torch.inference_mode():
         while decoder.num_rows:

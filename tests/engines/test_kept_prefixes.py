@@ -218,5 +218,5 @@ def test_the_bound_on_prompts_counts_the_tokens_that_are_read():
     for prefix, fit in ((Prefix([0] * 3950, []), 32), (None, 2)):
         queue = PromptQueue()
         text = torch.zeros(4000)
-        queue.put([PromptGroup(text, [i], [None], [0], prefix) for i in range(32)])
+        queue.extend([PromptGroup(text, [i], [None], [0], prefix) for i in range(32)])
         assert queue.fitting(64, 8192, True) == fit

@@ -13,10 +13,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig
 
-from rllib_llm.engines.batch_rows import CompletionBuffers
 from rllib_llm.engines.decode_step import DecodePlan
 from rllib_llm.engines.decoder import Decoder
-from rllib_llm.engines.engine import groups_of
+from rllib_llm.engines.engine import put_batch
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Noise, Row, uniform_noise
 from rllib_llm.engines.row_blocks import alike, cost_of_block, is_alike
@@ -111,12 +110,11 @@ def decoder(cost: float, lengths=LENGTHS, steps=STEPS) -> Decoder:
     ids = torch.randint(3, VOCAB, mask.shape, generator=torch.Generator().manual_seed(0))
     rows = len(lengths)
     noise = uniform_noise(0, range(rows), steps)
-    buffers = CompletionBuffers(steps, rows, PAD, ids.device, noise=noise)
     room = rows, max(lengths) + steps
     plan = DecodePlan.of(tiny_model("llama"))
-    made = Decoder(plan, buffers, steps=steps, room=room, block_cost=cost)
+    made = Decoder(plan, steps=steps, room=room, block_cost=cost)
     params = SamplingParams(PAD, max_new_tokens=steps)
-    made.queue.put(groups_of(ids.masked_fill(~mask, PAD), mask, params, 1))
+    put_batch(made, ids.masked_fill(~mask, PAD), mask, params, 1, noise)
     return made
 
 
@@ -167,7 +165,7 @@ def test_rows_do_not_pay_for_one_that_has_left():
     rows = decoder(1e9)
     with torch.inference_mode():
         rows.step()
-        rows.remove({1})
+        rows.remove([1])
         with Attended() as attended:
             rows.step()
     assert attended.positions == 2 * 3 * (2 + 1)
@@ -181,7 +179,7 @@ def test_rows_of_one_length_are_in_one_block_bit_for_bit():
             while rows.num_rows:
                 rows.step()
                 assert len(rows.blocks) == 1
-        logits.append(rows.buffers.completions(torch.tensor([])).logprobs)
+        logits.append(rows.buffers.completions(SamplingParams(PAD)).logprobs)
     assert torch.equal(*logits)
 
 
@@ -192,9 +190,9 @@ def test_a_block_of_few_rows_moves_in_with_a_longer_one():
     with torch.inference_mode():
         rows.step()
         assert [len(block) for block in rows.blocks] == [3, 1]
-        rows.remove({0})
+        rows.remove([0])
         assert len(rows.blocks) == 2
-        rows.remove({2})
+        rows.remove([2])
         (block,) = rows.blocks
         assert block.lengths.tolist() == [20, 2]
         while rows.num_rows:

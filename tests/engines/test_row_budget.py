@@ -11,13 +11,7 @@ from transformers import AutoConfig, LlamaForCausalLM
 from rllib_llm.engines.engine import generate
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import uniform_noise
-from rllib_llm.engines.row_blocks import (
-    FEWER_ROWS,
-    bytes_of_row,
-    bytes_to_plan,
-    row_budget,
-    with_fewer_rows,
-)
+from rllib_llm.engines.row_blocks import FEWER_ROWS, bytes_of_row, bytes_to_plan, row_budget
 from tests.modules.tiny_models import tiny_model
 
 
@@ -67,45 +61,13 @@ def test_a_process_plans_with_its_own_share_of_a_gpu(free, reserved, allocated, 
     assert planned == pytest.approx(expected * GIB)
 
 
-class Memory:
-    """A run that needs the memory of its rows."""
-
-    def __init__(self, rows: int) -> None:
-        self.fits, self.asked = rows, []
-
-    def __call__(self, rows: int) -> int:
-        self.asked.append(rows)
-        if rows > self.fits:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return rows
-
-
-@pytest.mark.parametrize(
-    ("rows", "fits", "asked"),
-    [(64, 64, [64]), (64, 20, [64, 32, 16]), (24, 8, [24, 8]), (24, 12, [24, 8])],
-)
-def test_rows_are_halved_in_whole_groups_until_they_fit(rows, fits, asked):
-    memory, told = Memory(fits), []
-
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        assert with_fewer_rows(memory, rows, 8, told.append) == asked[-1]
-
-    assert memory.asked == asked
-    assert told == asked[1:]
-    assert [str(each.message) for each in said] == [FEWER_ROWS.format(n) for n in asked[1:]]
-
-
-def test_a_group_that_does_not_fit_ends_the_run():
-    with pytest.raises(torch.OutOfMemoryError), pytest.warns(UserWarning, match="8 completions"):
-        with_fewer_rows(Memory(4), 16, 8)
-
-
 class ShortOfMemory(LlamaForCausalLM):
-    """A model on a device that holds the logits of three prompts."""
+    """A model on a device that holds the logits of `most` prompts."""
+
+    most = 3
 
     def forward(self, input_ids=None, **inputs):
-        if input_ids.shape[1] > 1 and len(input_ids) > 3:
+        if input_ids.shape[1] == 5 and len(input_ids) > self.most:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return super().forward(input_ids=input_ids, **inputs)
 
@@ -119,10 +81,23 @@ def test_completions_are_the_same_when_memory_runs_out():
     settings = {"num_completions": 2, "noise": uniform_noise(0, range(16), 4)}
     mask, told = torch.ones_like(ids, dtype=torch.bool), []
 
-    with pytest.warns(UserWarning, match="4 completions are decoded at once"):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         less = generate(short, ids, mask, params, on_fewer_rows=told.append, **settings)
 
     assert told == [8, 4]
+    assert [str(each.message) for each in said] == [FEWER_ROWS.format(n) for n in told]
     assert torch.equal(
         less.completion_ids, generate(model, ids, mask, params, **settings).completion_ids
     )
+
+
+def test_rows_of_one_prompt_that_do_not_fit_end_the_run():
+    short = ShortOfMemory(tiny_model("llama").config).eval()
+    short.most = 0
+    ids = torch.full((2, 5), 7)
+    params = SamplingParams(pad_token_id=0, max_new_tokens=4, greedy=True)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    with pytest.raises(torch.OutOfMemoryError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        generate(short, ids, mask, params, num_completions=8)

@@ -7,7 +7,6 @@ import copy
 import pytest
 import torch
 
-from rllib_llm.engines.batch_rows import CompletionBuffers
 from rllib_llm.engines.decode_step import (
     CudaGraph,
     DecodePlan,
@@ -18,7 +17,7 @@ from rllib_llm.engines.decode_step import (
     visible,
 )
 from rllib_llm.engines.decoder import Decoder
-from rllib_llm.engines.engine import generate, groups_of
+from rllib_llm.engines.engine import generate, put_batch
 from rllib_llm.engines.kv_cache import SharedPromptCache
 from rllib_llm.engines.llama_step import LlamaStep
 from rllib_llm.engines.params import SamplingParams
@@ -68,19 +67,16 @@ def completions(model, params, n, open_step, lengths=SHORT, device="cpu") -> Com
     ids, mask = prompts(lengths, device)
     steps = params.max_new_tokens
     noise = uniform_noise(1, range(len(ids) * n), steps).to(device)
-    buffers = CompletionBuffers(
-        steps, len(ids) * n, PAD, torch.device(device), noise=None if params.greedy else noise
-    )
     room = (len(ids) * n, ids.shape[1] + steps)
     decoder = Decoder(
-        DecodePlan.of(model), buffers, steps=steps, steps_between_looks=2, room=room,
+        DecodePlan.of(model), steps=steps, steps_between_looks=2, room=room,
         open_step=open_step, block_cost=float("inf"),
     )  # fmt: skip
-    decoder.queue.put(groups_of(ids, mask, params, n))
+    put_batch(decoder, ids, mask, params, n, noise)
     with torch.inference_mode():
         while decoder.num_rows:
             decoder.step()
-    return buffers.completions(torch.tensor(params.stop_token_ids, device=device))
+    return decoder.buffers.completions(params)
 
 
 @pytest.mark.parametrize("case", CASES)

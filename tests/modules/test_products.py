@@ -11,7 +11,6 @@ from rllib_llm.engines.decode_step import DecodePlan
 from rllib_llm.engines.engine import generate
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import uniform_noise
-from rllib_llm.engines.torch_engine import score_text
 from rllib_llm.learners.shared_passes import own_reference
 from rllib_llm.modules.llama_trunk import is_fusible
 from rllib_llm.modules.logprobs import score_completions
@@ -25,6 +24,7 @@ from rllib_llm.modules.precision import (
     use_onednn,
 )
 from rllib_llm.modules.quantization import quantize
+from rllib_llm.modules.text_scores import score_text
 from rllib_llm.shared import columns
 from tests.algorithms import tiny_runs
 from tests.learners import tiny_learners as tiny
