@@ -255,7 +255,8 @@ def test_adapters_are_put_into_the_decoder_alone(family, targets, tmp_path):
 
 
 def test_adapters_are_put_into_a_tower_that_is_named(tmp_path):
-    lora = {"r": 2, "target_modules": r".*(visual\.blocks.*qkv|q_proj)", "exclude_modules": ["v_proj"]}
+    targets = r".*(visual\.blocks.*qkv|q_proj)"
+    lora = {"r": 2, "target_modules": targets, "exclude_modules": ["layers.0.self_attn.q_proj"]}
     policy = module(checkpoint(tmp_path, "qwen2_5_vl"), lora=lora)
     adapted = {n for n, _ in policy.model.named_parameters() if is_adapter(n)}
     assert any("visual" in name for name in adapted) and any("q_proj" in name for name in adapted)
