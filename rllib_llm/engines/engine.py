@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -35,7 +36,7 @@ def generate(
     steps_between_looks: int | None = None, max_rows: int | None = None, cuda_graphs: bool = True,
     row_blocks: bool = True, value_head: nn.Module | None = None,
     on_step: Callable[[], None] | None = None, on_fewer_rows: Callable[[int], None] | None = None,
-    plan: DecodePlan | None = None,
+    plan: DecodePlan | None = None, images: Sequence[Mapping[str, torch.Tensor]] = (),
 ) -> Completions:  # fmt: skip
     """Completions of each prompt; those of prompt g are rows g * num_completions and following.
 
@@ -61,6 +62,7 @@ def generate(
         on_fewer_rows: called with the rows that are decoded at once, where a GPU's memory does not
             suffice for as many as were meant; the same completions are made of them.
         plan: of the model, for callers that generate with it repeatedly.
+        images: of each prompt, as the model takes them; {} of one without.
 
     Raises:
         ValueError: inputs that do not fit each other, a prompt without tokens, more positions than
@@ -74,6 +76,10 @@ def generate(
     device = next(model.parameters()).device
     steps_between_looks = steps_between_looks or plan.steps_between_looks
     groups = groups_of(prompt_ids.to(device), prompt_mask, params, num_completions)
+    if images:
+        require(plan.shares_prompts, "images", ..., "be left out for this model",
+                "the cache of its layers holds no prompt for several rows")  # fmt: skip
+        groups = [replace(g, images=seen) for g, seen in zip(groups, images, strict=True)]
     num_rows = len(prompt_ids) * num_completions
     rows_at_once, positions = _places(
         plan, prompt_mask, params, num_completions, steps_between_looks, max_rows
