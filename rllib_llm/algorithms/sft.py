@@ -36,7 +36,8 @@ class SFTConfig(SupervisedConfig):
         super().__init__(algo_class=algo_class or SFT)
 
     def make_source(self, data: Any, **settings: Any) -> BatchSource | Mixture:
-        return super().make_source(data, loss_on=self.loss_on, **settings)
+        reads = {"model": self.given_model(), "chat_template": self.chat_template}
+        return super().make_source(data, loss_on=self.loss_on, **reads, **settings)
 
 
 class SFT(Supervised):

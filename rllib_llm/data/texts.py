@@ -12,7 +12,7 @@ import functools
 import warnings
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,14 +25,23 @@ from rllib_llm.data.encoding import (
     row_settings,
     vocabulary_hash,
 )
+from rllib_llm.data.image_prompts import ImagePrompts, images_of_row
 from rllib_llm.data.rows import EpochOrder, Rows
 from rllib_llm.data.sources import Source, load_rows
+from rllib_llm.modules.images import image_columns
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import pad_right
 from rllib_llm.shared.errors import Problems, require
 
 LOSS_ON = ("completion", "all")
-TokenizedText = tuple[list[int], list[bool]]  # ids and loss mask
+
+
+class TokenizedText(NamedTuple):
+    """A text's ids and loss mask, and what the model's processor made of its images."""
+
+    ids: list[int]
+    targets: list[bool]
+    seen: Mapping[str, torch.Tensor] = {}
 
 
 class BatchSource:
@@ -118,36 +127,60 @@ class TextSource(BatchSource):
     def __init__(
         self, data: Source, *, tokenizer: Any, max_length: int, seed: int = 0,
         loss_on: str = "completion", shuffle: bool = True, keep_end: bool = False,
+        model: str | None = None, chat_template: str | None = None,
     ) -> None:  # fmt: skip
         """`max_length`: tokens kept of each text, from its beginning. `loss_on`: "completion"
         (the prompt's tokens are no targets; a plain text is all target) or "all". `keep_end`:
-        a text that is cut keeps its last token, EOS, for judges that read their score there."""
+        a text that is cut keeps its last token, EOS, for judges that read their score there.
+        `model`: whose processor reads images, with `chat_template`."""
         require(loss_on in LOSS_ON, "loss_on", loss_on, f"be one of {LOSS_ON}", "", "")
         require(tokenizer.eos_token_id is not None, "tokenizer.eos_token", None, "be a token",
                 "the model would never learn to stop", "Set it and save the tokenizer")  # fmt: skip
         rows = load_rows(data)
-        # A rollout is learnt from as it was sampled: it is one row already.
-        is_rollouts = "completion_ids" in rows.columns
-        self._parts = None if is_rollouts else parts_of_rows(rows, tokenizer)
+        # A rollout is learnt from as it was sampled: it is one row already; so are rows of images.
+        is_whole = "completion_ids" in rows.columns or bool(len(rows) and images_of_row(rows[0]))
+        self._parts = None if is_whole else parts_of_rows(rows, tokenizer)
         size = len(rows if self._parts is None else self._parts)
         super().__init__(rows, size, tokenizer, max_length, seed, shuffle)
         self._loss_on, self._keep_end = loss_on, keep_end
+        self._model, self._chat_template = model, chat_template
         self._tokenized: dict[int, TokenizedText] = {}
 
+    @functools.cached_property
+    def _image_prompts(self) -> ImagePrompts:
+        require(self._model is not None, "image", ..., "be left out here", "texts alone are read")
+        return ImagePrompts(str(self._model), self._tokenizer, self._chat_template)
+
     def _of_index(self, index: int) -> TokenizedText:
+        if self._parts is None and images_of_row(self._rows[index]):
+            return self._of_row(index)  # pixels are too large to be kept
         if index not in self._tokenized:
             part = None if self._parts is None else self._parts[index]
-            ids, targets = self._of_row(index if part is None else part.row, part)
+            ids, targets, _ = self._of_row(index if part is None else part.row, part)
             self.num_cut += len(ids) > self._max_length
             targets = [True] * len(ids) if self._loss_on == "all" else targets
-            self._tokenized[index] = self._cut(ids), self._cut(targets)
+            self._tokenized[index] = TokenizedText(self._cut(ids), self._cut(targets))
         return self._tokenized[index]
 
     def columns(self, encoded: list[TokenizedText]) -> dict[str, torch.Tensor]:
-        ids, mask = pad_right([ids for ids, _ in encoded], self._tokenizer.pad_token_id)
-        loss_mask, _ = pad_right([targets for _, targets in encoded], False, torch.bool)
+        ids, mask = pad_right([text.ids for text in encoded], self._tokenizer.pad_token_id)
+        loss_mask, _ = pad_right([text.targets for text in encoded], False, torch.bool)
         loss_mask[:, 0] = False  # nothing predicts a first token
-        return {columns.INPUT_IDS: ids, columns.ATTENTION_MASK: mask, columns.LOSS_MASK: loss_mask}
+        seen = image_columns([text.seen for text in encoded])
+        texts = {columns.INPUT_IDS: ids, columns.ATTENTION_MASK: mask, columns.LOSS_MASK: loss_mask}
+        return {**texts, **seen}
+
+    def _with_images(self, row: dict[str, Any]) -> TokenizedText:
+        prompts = self._image_prompts
+        ids, targets, seen = prompts.example(row)
+        num_read = len(ids) if True not in targets else targets.index(True)
+        require(num_read < self._max_length, "prompt", f"of {num_read} tokens",
+                f"have fewer than max_length={self._max_length}", "its images count, too",
+                "Raise max_length, or make the images smaller")  # fmt: skip
+        self.num_cut += len(ids) > self._max_length
+        if self._loss_on == "all":
+            targets = [token != prompts.image_token_id for token in ids]
+        return TokenizedText(self._cut(ids), self._cut(targets), seen)
 
     def _cut(self, items: list[Any]) -> list[Any]:
         if len(items) > self._max_length and self._keep_end:
@@ -155,6 +188,13 @@ class TextSource(BatchSource):
         return items[: self._max_length]
 
     def _encode(self, row: dict[str, Any], part: Part | None = None) -> TokenizedText:
+        if images_of_row(row):
+            return self._with_images(row)
+        return TokenizedText(*self._encode_text(row, part))
+
+    def _encode_text(
+        self, row: dict[str, Any], part: Part | None
+    ) -> tuple[list[int], list[bool]]:
         if part is not None and row["messages"] is not None:
             messages = list(row["messages"])[: part.end]
             return encode_chat(self._tokenizer, messages, part.start, **row_settings(row))

@@ -4,8 +4,8 @@ are written to, and the prompts that wait."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -375,6 +375,8 @@ class PromptGroup:
     num_sampled: list[int]
     prefix: Prefix | None = None
     """What is computed already of the prompt of a single row."""
+    images: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """What the prompt shows, as the model takes it."""
 
     @property
     def length(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from rllib_llm.engines.kv_cache import (
 )
 from rllib_llm.engines.llama_step import Blocks, LlamaStep, Order, additive, is_llama_shaped
 from rllib_llm.engines.row_blocks import cost_of_block
+from rllib_llm.modules.images import image_inputs
 from rllib_llm.modules.multimodal import is_multimodal
 from rllib_llm.modules.precision import leave_out_cudnn_attention
 from rllib_llm.modules.trunk import take_apart, wants_recurring_sizes
@@ -121,11 +122,33 @@ def last_logits(model: nn.Module, value_head: nn.Module | None, **inputs: Any) -
     if halves is None:
         return model(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
     state = halves.trunk(**inputs, use_cache=True).last_hidden_state[:, -1]
-    logits = halves.logits(state)
+    return _with_value(halves.logits(state), state, value_head)
+
+
+def _with_value(
+    logits: torch.Tensor, state: torch.Tensor, value_head: nn.Module | None
+) -> torch.Tensor:
     if value_head is None:
         return logits
-    values = value_head(state)
-    return torch.cat([logits, values.to(logits.dtype).unsqueeze(1)], dim=1)
+    return torch.cat([logits, value_head(state).to(logits.dtype).unsqueeze(1)], dim=1)
+
+
+def prefill_seen(
+    model: Any, value_head: nn.Module | None, ids: torch.Tensor,
+    images: Mapping[str, torch.Tensor], cache: PromptCache,
+) -> tuple[torch.Tensor, int]:  # fmt: skip
+    """As `prefill`, of one prompt with images [1, P] by the model around the decoder; and by how
+    much the position of the next token is ahead of P: the patches of an image may share theirs."""
+    halves, around = take_apart(model), model.base_model
+    assert halves is not None, "a model that sees is taken apart, or refused"
+    if hasattr(around, "rope_deltas"):
+        around.rope_deltas = None  # of the call before
+    state = around(
+        input_ids=ids, past_key_values=cache, use_cache=True, **image_inputs(model, ids, images)
+    ).last_hidden_state[:, -1]
+    ahead = getattr(around, "rope_deltas", None)
+    logits = _with_value(halves.logits(state), state, value_head)
+    return logits, 0 if ahead is None else int(ahead)
 
 
 # Tokens of all prompts in a piece: enough for a GPU to be busy with.

@@ -40,6 +40,7 @@ from rllib_llm.engines.decode_step import (
     OpenStep,
     open_decode_step,
     prefill,
+    prefill_seen,
     recurring_length,
 )
 from rllib_llm.engines.kv_cache import Layers, PromptCache, fill
@@ -340,11 +341,13 @@ class Decoder:
         if len(parts) > 1 and not len(self.rows):
             self.blocks.clear()  # a part would hold on to what was made for rows that have left
         for part in parts:
-            alike_groups = [groups[i] for i in part]
-            if alike_groups[0].prefix is None:
+            alike_groups = [groups[i] for i in part if not groups[i].images]
+            if alike_groups and alike_groups[0].prefix is None:
                 self._prefill(alike_groups)
-            else:
+            elif alike_groups:
                 self._prefill_rest(alike_groups)
+            for group in (groups[i] for i in part if groups[i].images):
+                self._prefill([group])
 
     def _length_to_read(self, num_prompts: int, length: int) -> int:
         """The positions of so many prompts that are read where `length` would do."""
@@ -357,7 +360,8 @@ class Decoder:
         longest = ids.shape[1]
         block = self.blocks.block_for(*_sizes(groups))
         shares = self.plan.shares_prompts
-        more = self._length_to_read(len(groups), longest) - longest if shares else 0
+        images = groups[0].images  # of a single group, where there are any
+        more = self._length_to_read(len(groups), longest) - longest if shares and not images else 0
         if more:
             ids, mask = (F.pad(each, (more, 0)) for each in (ids, mask))
         prompts = self.plan.make_cache(longest + more)
@@ -366,12 +370,17 @@ class Decoder:
             block.cache = prompts
             ids, mask = (each.repeat_interleave(repeats, dim=0) for each in (ids, mask))
         self.num_prefilled += sum(group.length for group in groups)
-        logits = prefill(self.model, self.value_head, ids, mask, prompts)
+        ahead = 0
+        if images:
+            logits, ahead = prefill_seen(self.model, self.value_head, ids, images, prompts)
+        else:
+            logits = prefill(self.model, self.value_head, ids, mask, prompts)
         if more:
             prompts.look_from(more)
         before = len(self.rows)
         room = self._room_for(block, groups, longest) if shares else (0, 0)
         self._admit(block, prompts, groups, longest, room)
+        self.rows.positions[before:] += ahead
         if shares:
             logits = logits.repeat_interleave(repeats, dim=0)
         self._take(logits, before)

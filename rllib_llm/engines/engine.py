@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -37,7 +37,7 @@ def generate(
     steps_between_looks: int | None = None, max_rows: int | None = None, cuda_graphs: bool = True,
     row_blocks: bool = True, value_head: nn.Module | None = None,
     on_step: Callable[[], None] | None = None, on_fewer_rows: Callable[[int], None] | None = None,
-    plan: DecodePlan | None = None,
+    plan: DecodePlan | None = None, images: Sequence[Mapping[str, torch.Tensor]] = (),
 ) -> Completions:  # fmt: skip
     """Completions of each prompt; those of prompt g are rows g * num_completions and following.
 
@@ -63,6 +63,7 @@ def generate(
         on_fewer_rows: called with the rows that are decoded at once, where a GPU's memory does not
             suffice for as many as were meant; the same completions are made of them.
         plan: of the model, for callers that generate with it repeatedly.
+        images: of each prompt, as the model takes them; {} of one without.
 
     Raises:
         ValueError: inputs that do not fit each other, a prompt without tokens, more positions than
@@ -90,6 +91,8 @@ def generate(
     plan = plan or DecodePlan.of(model)
     device = next(model.parameters()).device
     steps_between_looks = steps_between_looks or plan.steps_between_looks
+    require(not images or plan.shares_prompts, "images", ..., "be left out for this model",
+            "the cache of its layers holds no prompt for several rows")  # fmt: skip
     num_rows = len(prompt_ids) * num_completions
     rows_at_once, positions = _places(
         plan, prompt_mask, params, num_completions, steps_between_looks, max_rows
@@ -102,7 +105,9 @@ def generate(
         value_head=value_head, block_cost=None if row_blocks else float("inf"),
         on_fewer_rows=on_fewer_rows,
     )  # fmt: skip
-    put_batch(decoder, prompt_ids.to(device), prompt_mask, params, num_completions, noise)
+    put_batch(
+        decoder, prompt_ids.to(device), prompt_mask, params, num_completions, noise, images
+    )
     # Inference mode spares each operation its autograd bookkeeping: up to a tenth of the time.
     with torch.inference_mode(), contextlib.closing(decoder):
         while decoder.num_rows:
@@ -116,6 +121,7 @@ def generate(
 def put_batch(
     decoder: Decoder, ids: torch.Tensor, mask: torch.Tensor, params: SamplingParams,
     num_completions: int, noise: torch.Tensor | None,
+    images: Sequence[Mapping[str, torch.Tensor]] = (),
 ) -> None:  # fmt: skip
     """Puts a batch of left-padded prompts into a decoder that is empty; the rows of group g are
     `num_completions` columns from g times that on."""
@@ -123,7 +129,8 @@ def put_batch(
     columns = decoder.reserve(len(ids) * n, params.max_new_tokens)
     decoder.buffers.begin(columns, None if params.greedy else noise)
     decoder.put([
-        PromptGroup(prompt[-length:], columns[g * n : (g + 1) * n], [params] * n, [0] * n)
+        PromptGroup(prompt[-length:], columns[g * n : (g + 1) * n], [params] * n, [0] * n,
+                    images=images[g] if images else {})
         for g, (prompt, length) in enumerate(zip(ids, mask.sum(dim=1).tolist(), strict=True))
     ])  # fmt: skip
 

@@ -53,6 +53,7 @@ logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CLASSIFIER = "ForSequenceClassification"
+_DECODER = "Name a model whose decoder reads text alone, in one order"
 _NO_GENERATOR = (_CLASSIFIER, "ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM")
 
 
@@ -85,6 +86,8 @@ def load_causal_lm(
             )
         config = model_config(value)
         architectures = config.architectures or []
+        if _sees(config) and config.is_encoder_decoder:
+            raise no_model(model, f"it holds a {config.model_type}, an encoder-decoder", _DECODER)
     if any(name.endswith(_NO_GENERATOR) for name in architectures):
         reason = f"it holds a {architectures[0]}, and a causal language model is wanted here"
         raise no_model(model, reason, "A classifier can be a reward_model")
@@ -93,7 +96,7 @@ def load_causal_lm(
         network = _from_pretrained(generator_class(config), value, kind, dtype=dtype, **placement)
     network = _finish(network, dtype, device)
     if _sees(network.config) and (reason := _why_no_policy(network)):
-        raise no_model(model, reason, "Name a model whose decoder reads text alone, in one order")
+        raise no_model(model, reason, _DECODER)
     return network
 
 
@@ -104,12 +107,11 @@ def _sees(config: Any) -> bool:
 def _why_no_policy(network: PreTrainedModel) -> str:
     """Why a multimodal model cannot continue text alone, tried on it; "" if it can."""
     kind = type(network).__name__
-    if network.config.is_encoder_decoder:
-        return f"it holds a {kind}, an encoder-decoder"
     if getattr(text_config(network), "use_bidirectional_attention", None) is True:
         return f"it holds a {kind}, whose tokens see later ones"
     try:
-        take_apart(network)
+        if take_apart(network) is None:
+            network(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=network.device))
     except (TypeError, ValueError) as error:
         return f"it holds a {kind}, which does not run without an image ({error})"
     return ""

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from rllib_llm.modules.hugging_face_module import HuggingFaceModule
+from rllib_llm.modules.images import image_rows, images_of
 from rllib_llm.modules.logprobs import (
     ReferencePolicy,
     Teacher,
@@ -139,6 +140,8 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
         )  # fmt: skip
         prompts = batch[columns.PROMPT_IDS], batch[columns.PROMPT_MASK]
         head = self._sampling_value_head()
+        if images := image_rows(batch):
+            options["images"] = images
         return generate(self.computing_model, *prompts, value_head=head, **options).columns()
 
     _forward_inference = _forward_exploration
@@ -175,7 +178,7 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
                 self.computing_model, *_completion_columns(batch), temperature=self.temperature,
                 entropy=names is None or columns.ENTROPY in names,
                 hidden=values and self.model_config["critic"] == "shared", full_kl_to=full_kl_to,
-                distill_to=distill_to,
+                distill_to=distill_to, images=images_of(batch),
             )  # fmt: skip
             outputs[columns.LOGPROBS] = scored.logprobs
             counts = scored.num_computed, scored.num_padding
@@ -191,7 +194,10 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
         if columns.INPUT_IDS in batch:
             names_of_text = (columns.INPUT_IDS, columns.ATTENTION_MASK, columns.LOSS_MASK)
             texts = (batch[name] for name in names_of_text)
-            outputs[columns.TEXT_LOGPROBS] = text_logprobs(self.computing_model, *texts)
+            seen = images_of(batch) if columns.COMPLETION_IDS not in batch else {}
+            outputs[columns.TEXT_LOGPROBS] = text_logprobs(
+                self.computing_model, *texts, images=seen
+            )
         return outputs
 
     def compute_values(self, batch: dict[str, Any], embeddings: Any = None) -> torch.Tensor:
@@ -200,7 +206,14 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
         `embeddings` [B, T, hidden]: the policy trunk's hidden states, where they are known.
         """
         if self.model_config["critic"] == "separate":
+            require(not images_of(batch), "critic", "separate", "be 'shared' or 'none' with images",
+                    "a critic of its own reads text alone")  # fmt: skip
             embeddings = completion_hidden(self.computing("critic"), *_completion_columns(batch))
+        elif embeddings is None and images_of(batch):
+            model, rows = self.computing_model, _completion_columns(batch)
+            embeddings = score_completions(
+                model, *rows, hidden=True, images=images_of(batch)
+            ).hidden
         elif embeddings is None:
             model, rows = self.computing_model, _completion_columns(batch)
             halves = take_apart(model)
@@ -214,8 +227,9 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
     def _reference_logprobs(self, batch: dict[str, Any], reference: ReferencePolicy):
         with reference.context():
             return score_completions(
-                reference.model, *_completion_columns(batch), temperature=self.temperature
-            ).logprobs
+                reference.model, *_completion_columns(batch), temperature=self.temperature,
+                images=images_of(batch),
+            ).logprobs  # fmt: skip
 
 
 _DISTILLATION = (columns.DIVERGENCE, columns.TEACHER_KL, columns.TEACHER_AGREES)
@@ -362,7 +376,8 @@ class PreferenceModule(CausalLMModule):
         # Rows with the same prompt share it: it is read once for both completions.
         prompts = columns.fetched([batch[columns.PROMPT_IDS], batch[columns.PROMPT_MASK]])
         ids, mask = (torch.cat([prompt, prompt]) for prompt in prompts)
-        scored = score_completions(model, ids, mask, *stack_pairs(batch))
+        seen = {name: torch.cat([image, image]) for name, image in images_of(batch).items()}
+        scored = score_completions(model, ids, mask, *stack_pairs(batch), images=seen)
         names = (columns.CHOSEN_IDS, columns.REJECTED_IDS), (
             columns.CHOSEN_LOSS_MASK, columns.REJECTED_LOSS_MASK
         )  # fmt: skip

@@ -271,7 +271,7 @@ def _matching_halves(model: PreTrainedModel, head: nn.Module | None) -> TrunkAnd
         # Most models call their base_model, OPT its inner decoder; ModernBERT's is its head. The
         # decoder of a multimodal model may be a whole causal LM.
         text = text_decoder(model)
-        of_text = (text.base_model, text.get_decoder()) if text is not model else ()
+        of_text = (text.base_model, getattr(text, "model", None)) if text is not model else ()
         for trunk in dict.fromkeys((*of_text, model.base_model, model.get_decoder())):
             if transform is None or trunk is None or any(part is head for part in trunk.modules()):
                 continue

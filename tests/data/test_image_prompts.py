@@ -1,0 +1,159 @@
+"""Rows that show images, as the processor of a tiny Gemma 3 reads them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoProcessor, Gemma3ImageProcessor, Gemma3Processor
+
+from rllib_llm import SFTConfig
+from rllib_llm.data.image_prompts import ImagePrompts
+from rllib_llm.data.texts import TextSource
+from rllib_llm.examples.characters import character_tokenizer
+from rllib_llm.modules.images import image_rows
+from rllib_llm.modules.tokenizer import load_tokenizer
+from rllib_llm.shared import columns
+from rllib_llm.shared.errors import Problems
+from tests import tiny_models
+from tests.learners.tiny_learners import build, module_of, update
+from tests.modules.test_multimodal import tiny
+
+SPECIAL = ("<pad>", "</s>", "<unk>", "<image>", "<boi>", "<eoi>", "[u]", "[a]")
+TEMPLATE = (
+    "{% for m in messages %}{{ '[u]' if m.role == 'user' else '[a]' }}{% for part in m.content %}"
+    "{{ '<boi>' if part.type == 'image' else part.text }}{% endfor %}"
+    "{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}[a]{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny Gemma 3 whose images are four tokens."""
+    folder = tmp_path_factory.mktemp("gemma3")
+    tokenizer = character_tokenizer(
+        "0123abc? \n", special=SPECIAL, extra_special_tokens={
+            "image_token": "<image>", "boi_token": "<boi>", "eoi_token": "<eoi>",
+        },
+    )  # fmt: skip
+    model = tiny("gemma3")
+    model.config.image_token_id = model.config.image_token_index = SPECIAL.index("<image>")
+    model.save_pretrained(folder)
+    size = {"height": 28, "width": 28}
+    Gemma3Processor(
+        Gemma3ImageProcessor(size=size), tokenizer, TEMPLATE, image_seq_length=4
+    ).save_pretrained(folder)
+    return folder
+
+
+def image(shade: int) -> Image.Image:
+    return Image.new("RGB", (28, 28), (shade, 0, 255 - shade))
+
+
+def source(folder, rows, **settings) -> TextSource:
+    return TextSource(
+        rows, tokenizer=load_tokenizer(folder), max_length=64, shuffle=False, model=str(folder),
+        **settings,
+    )  # fmt: skip
+
+
+def asked(question: str, *shown):
+    parts = [{"type": "image", **each} for each in shown]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": question}]}
+
+
+ANSWER = {"role": "assistant", "content": "ab"}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"image": image(9), "messages": [{"role": "user", "content": "c?"}, ANSWER]},
+        {"images": [image(9)], "messages": [asked("c?", {}), ANSWER]},
+        {"messages": [asked("c?", {"image": image(9)}), ANSWER]},
+        {"image": image(9), "prompt": [{"role": "user", "content": "c?"}], "completion": [ANSWER]},
+    ],
+    ids=["column", "column and place", "part", "prompt and completion"],
+)
+def test_a_chat_is_read_as_the_processor_reads_it(row, folder):
+    processor, tokenizer = AutoProcessor.from_pretrained(folder), load_tokenizer(folder)
+    whole = processor(
+        text=["[u]<boi>c?[a]ab</s>"], images=[[image(9)]], return_tensors="pt",
+        add_special_tokens=False,
+    )  # fmt: skip
+    batch = source(folder, [row]).batch(0, 1)
+    assert torch.equal(batch[columns.INPUT_IDS], whole["input_ids"])
+    assert torch.equal(image_rows(batch)[0]["pixel_values"], whole["pixel_values"])
+    learnt = batch[columns.INPUT_IDS][batch[columns.LOSS_MASK]]
+    assert tokenizer.convert_ids_to_tokens(learnt) == ["a", "b", "</s>"]
+
+
+def test_a_text_shows_its_image_before_its_words_unless_it_says_where(folder):
+    rows = [
+        {"image": image(9), "prompt": "c?", "completion": "a"},
+        {"images": [image(9), image(8)], "prompt": "c<boi>a<boi>?", "completion": "a"},
+        {"image": None, "prompt": "c?", "completion": "a"},
+    ]
+    batch = source(folder, rows).batch(0, 3)
+    tokens = load_tokenizer(folder).convert_ids_to_tokens
+    first, second, third = (tokens(ids[m]) for ids, m in zip(
+        batch[columns.INPUT_IDS], batch[columns.ATTENTION_MASK], strict=True
+    ))  # fmt: skip
+    # The processor puts empty lines around an image, which this tokenizer does not know.
+    one = ["<unk>", "<boi>", *["<image>"] * 4, "<eoi>", "<unk>"]
+    assert first == [*one, "c", "?", "a", "</s>"]
+    assert second == ["c", *one, "a", *one, "?", "a", "</s>"]
+    assert third == ["c", "?", "a", "</s>"]
+    assert [len(row.get("pixel_values", ())) for row in image_rows(batch)] == [1, 2, 0]
+
+
+def test_image_tokens_are_never_learnt(folder):
+    row = {"image": image(9), "prompt": "c?", "completion": "a"}
+    batch = source(folder, [row], loss_on="all").batch(0, 1)
+    learnt = batch[columns.INPUT_IDS][batch[columns.LOSS_MASK]]
+    tokens = load_tokenizer(folder).convert_ids_to_tokens(learnt)
+    assert tokens == ["<boi>", "<eoi>", "<unk>", "c", "?", "a", "</s>"]  # nothing predicts the first
+
+
+@pytest.mark.parametrize("settings", [{"max_length": 8}])
+def test_a_prompt_that_leaves_no_room_is_refused(folder, settings):
+    rows = [{"image": image(9), "prompt": "c?", "completion": "a"}]
+    short = TextSource(
+        rows, tokenizer=load_tokenizer(folder), shuffle=False, model=str(folder), **settings
+    )
+    with pytest.raises(Problems) as error:
+        short.batch(0, 1)
+    assert "prompt" in error.value.problem.name
+
+
+def test_a_model_of_text_refuses_images(tmp_path):
+    tiny_models.save(tmp_path, tiny_models.llama(), tiny_models.byte_tokenizer())
+    with pytest.raises(Problems) as error:
+        ImagePrompts(str(tmp_path), load_tokenizer(tmp_path))
+    assert error.value.problem.name == "image"
+
+
+@pytest.mark.parametrize("train_vision", [False, True])
+def test_sft_learns_what_is_seen(train_vision, folder):
+    """Two colours are told apart, which text alone cannot."""
+    rows = [
+        {"image": image(shade), "messages": [{"role": "user", "content": "c?"},
+                                             {"role": "assistant", "content": word}]}
+        for shade, word in ((0, "a"), (255, "b"))
+    ]  # fmt: skip
+    config = (
+        SFTConfig()
+        .language_model(model=str(folder), train_vision=train_vision)
+        .training(data=rows, lr=1e-2, train_batch_size_per_learner=2, minibatch_size=2)
+    )
+    learner = build(config)
+    tower = {n: t.clone() for n, t in module_of(learner).state_dict().items() if "vision" in n}
+    batch = config.make_source(
+        rows, tokenizer=config.load_tokenizer(), max_length=64, shuffle=False
+    ).batch(0, 2)
+    losses = [update(learner, batch)["loss/sft"] for _ in range(30)]
+    # Of three tokens the first has one bit, which only the image tells.
+    assert losses[-1] < 0.1 < losses[0]
+    after = module_of(learner).state_dict()
+    assert train_vision != all(torch.equal(t, after[name]) for name, t in tower.items())

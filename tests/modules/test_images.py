@@ -1,0 +1,213 @@
+"""Images in prompts: log-probs, gradients and sampled tokens against transformers' full passes."""
+
+from __future__ import annotations
+
+import base64
+
+import pytest
+import torch
+from PIL import Image
+
+from rllib_llm.engines.engine import generate
+from rllib_llm.engines.params import SamplingParams
+from rllib_llm.engines.protocol import uniform_noise
+from rllib_llm.modules.images import image_columns, image_rows, images_of, read_image
+from rllib_llm.modules.logprobs import score_completions
+from rllib_llm.modules.rl_modules import CausalLMModule, PreferenceModule
+from rllib_llm.shared import columns
+from rllib_llm.shared.errors import Problems
+from tests.modules.test_multimodal import FAMILIES, checkpoint, tiny
+
+SEEN = 90  # the image token of all families
+
+
+def one_image(family: str, seed: int = 0) -> dict[str, torch.Tensor]:
+    """An image of 2 x 2 tokens as the family's processor would give it."""
+    generator = torch.Generator().manual_seed(seed)
+    if family.startswith("qwen"):
+        pixels = torch.randn(16, 3 * 2 * 14 * 14, generator=generator)
+        return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    pixels = torch.randn(1, 3, 28, 28, generator=generator)
+    return {"pixel_values": pixels.unsqueeze(0) if family == "smolvlm" else pixels}
+
+
+def two_images(family: str) -> dict[str, torch.Tensor]:
+    one, other = one_image(family, 1), one_image(family, 2)
+    dim = 1 if family == "smolvlm" else 0
+    return {name: torch.cat([one[name], other[name]], dim=dim) for name in one}
+
+
+def prompts(family: str):
+    """Left-padded prompts with one image, with two, and without; what they show."""
+    ids = [[5, 92, *[SEEN] * 4, 93, 6], [7, 92, *[SEEN] * 4, 93, 8, 92, *[SEEN] * 4, 93, 9], [5, 6]]
+    longest = max(map(len, ids))
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in ids]).bool()
+    padded = torch.tensor([[0] * (longest - len(row)) + row for row in ids])
+    return padded, mask, [one_image(family), two_images(family), {}]
+
+
+def own_logits(model, family: str, token_ids: torch.Tensor, images) -> torch.Tensor:
+    """Logits [length, vocab] of a whole text by transformers' own pass."""
+    kinds = (token_ids == SEEN).long().unsqueeze(0)
+    types = {"gemma3": "token_type_ids", "smolvlm": None}.get(family, "mm_token_type_ids")
+    extra = {types: kinds} if types and images else {}
+    floats = {n: t.to(model.dtype) if t.is_floating_point() else t for n, t in images.items()}
+    return model(input_ids=token_ids.unsqueeze(0), use_cache=False, **floats, **extra).logits[0]
+
+
+def own_logprobs(model, family, ids, mask, shown, completion_ids) -> torch.Tensor:
+    """Log-probs [rows, completion_len], a row at a time."""
+    rows = []
+    for prompt, real, images, completion in zip(ids, mask, shown, completion_ids, strict=True):
+        text = torch.cat([prompt[real], completion])
+        logits = own_logits(model, family, text, images)[-len(completion) - 1 : -1]
+        rows.append(logits.log_softmax(-1).gather(-1, completion.unsqueeze(-1)).squeeze(-1))
+    return torch.stack(rows)
+
+
+def test_columns_keep_what_each_row_shows():
+    rows = [one_image("smolvlm"), {}, two_images("smolvlm")]
+    batch = image_columns(rows)
+    assert {len(column) for column in batch.values()} == {3}
+    for row, again in zip(rows, image_rows(batch), strict=True):
+        assert row.keys() == again.keys()
+        assert all(torch.equal(row[name], again[name]) for name in row)
+    assert images_of(batch)["pixel_values"].shape == (2, 2, 3, 28, 28)
+    assert image_rows({}) == [] and images_of(image_columns([{}, {}])) == {}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probs_and_gradients_are_those_of_transformers(family):
+    model = tiny(family).double()
+    ids, mask, shown = prompts(family)
+    completion = torch.randint(3, 60, (3, 5), generator=torch.Generator().manual_seed(3))
+    weights = torch.randn(3, 5, dtype=torch.float64)
+
+    def ours() -> torch.Tensor:
+        seen = images_of(image_columns(shown))
+        all_true = torch.ones_like(completion, dtype=torch.bool)
+        return score_completions(model, ids, mask, completion, all_true, images=seen).logprobs
+
+    found = []
+    for logprobs in (own_logprobs(model, family, ids, mask, shown, completion), ours()):
+        model.zero_grad()
+        (logprobs * weights).sum().backward()
+        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        found.append((logprobs.detach(), grads))
+    (plain, expected), (scored, gradients) = found
+    torch.testing.assert_close(scored, plain, rtol=1e-5, atol=1e-5)
+    assert gradients.keys() == expected.keys()
+    assert any("vision" in name or "visual" in name for name in gradients)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_image_changes_what_is_said(family):
+    model = tiny(family)
+    ids, mask, shown = prompts(family)
+    one, other = (own_logits(model, family, ids[0][mask[0]], one_image(family, s)) for s in (0, 1))
+    assert (one[-1] - other[-1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_sampled_with_transformers_log_probs(family):
+    model = tiny(family)
+    ids, mask, shown = prompts(family)
+    params = SamplingParams(pad_token_id=0, max_new_tokens=6)
+    out = generate(
+        model, ids, mask, params, num_completions=2, images=shown,
+        noise=uniform_noise(4, range(6), 6),
+    )  # fmt: skip
+    rows = (each.repeat_interleave(2, 0) for each in (ids, mask))
+    shown = [images for images in shown for _ in range(2)]
+    # transformers' own pass would take these for further images.
+    whole = ~(out.completion_ids == SEEN).any(dim=1)
+    assert out.completion_mask.all() and whole.sum() >= 4
+    parts = ([row for row, kept in zip(each, whole, strict=True) if kept]
+             for each in (*rows, shown, out.completion_ids))  # fmt: skip
+    with torch.no_grad():
+        expected = own_logprobs(model, family, *parts)
+    torch.testing.assert_close(out.logprobs[whole], expected, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_image_token_that_is_said_is_text(family):
+    model = tiny(family)
+    ids, mask, shown = prompts(family)
+    params = SamplingParams(pad_token_id=0, max_new_tokens=6)
+    out = generate(
+        model, ids, mask, params, num_completions=40, images=shown,
+        noise=uniform_noise(1, range(120), 6),
+    )  # fmt: skip
+    assert (out.completion_ids[:, :-1] == SEEN).any()  # others are read after it
+    rows = [each.repeat_interleave(40, 0) for each in (ids, mask)]
+    seen = images_of(image_columns([images for images in shown for _ in range(40)]))
+    with torch.no_grad():
+        scored = score_completions(
+            model, *rows, out.completion_ids, out.completion_mask, images=seen
+        )
+    # The decode loop reads them as text; a rounding or two apart.
+    torch.testing.assert_close(scored.logprobs, out.logprobs, rtol=1e-5, atol=2e-5)
+
+
+def module(folder, kind=CausalLMModule, **settings):
+    return kind(model_config={
+        "pretrained_model": str(folder), "dtype": "float32", "temperature": 1.0, "critic": "none",
+        **settings,
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_policy_samples_and_scores_prompts_with_images(family, tmp_path):
+    policy = module(checkpoint(tmp_path, family), critic="shared")
+    ids, mask, shown = prompts(family)
+    batch = {columns.PROMPT_IDS: ids, columns.PROMPT_MASK: mask, **image_columns(shown)}
+    out = policy.forward_exploration(
+        batch, generate=generate, params=SamplingParams(pad_token_id=0, max_new_tokens=4),
+        noise=uniform_noise(1, range(3), 4),
+    )  # fmt: skip
+    scored = policy.forward_train({**batch, **out})
+    torch.testing.assert_close(
+        scored[columns.LOGPROBS].detach(), out[columns.SAMPLER_LOGPROBS], rtol=1e-5, atol=2e-5
+    )
+    torch.testing.assert_close(
+        policy.compute_values({**batch, **out}), scored[columns.VALUES], rtol=1e-5, atol=1e-5
+    )
+
+
+def test_pairs_share_the_images_of_their_prompt(tmp_path):
+    policy = module(checkpoint(tmp_path, "gemma3"), PreferenceModule)
+    ids, mask, shown = prompts("gemma3")
+    chosen = torch.tensor([[10, 11], [12, 13], [14, 15]])
+    rejected = torch.tensor([[16], [17], [18]])
+    batch = {
+        columns.PROMPT_IDS: ids, columns.PROMPT_MASK: mask, **image_columns(shown),
+        columns.CHOSEN_IDS: chosen, columns.CHOSEN_MASK: torch.ones_like(chosen).bool(),
+        columns.REJECTED_IDS: rejected, columns.REJECTED_MASK: torch.ones_like(rejected).bool(),
+    }  # fmt: skip
+    found = policy.forward_train(batch)
+    for name, completion in (
+        (columns.CHOSEN_LOGPROBS, chosen), (columns.REJECTED_LOGPROBS, rejected)
+    ):  # fmt: skip
+        expected = own_logprobs(policy.model, "gemma3", ids, mask, shown, completion).sum(dim=1)
+        torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_images_are_read_from_files_bytes_data_urls_and_pil(tmp_path):
+    image = Image.new("RGB", (4, 3), (10, 20, 30))
+    image.save(tmp_path / "image.png")
+    content = (tmp_path / "image.png").read_bytes()
+    url = f"data:image/png;base64,{base64.b64encode(content).decode()}"
+    undecoded = {"bytes": content, "path": None}
+    for given in (image, tmp_path / "image.png", content, url, undecoded):
+        assert read_image(given).tobytes() == image.tobytes()
+
+
+@pytest.mark.parametrize(
+    "given", [None, 3, b"no image", "data:image/png;base64,####", "https://example.com/x.png"]
+)
+def test_what_is_no_image_is_refused(given):
+    with pytest.raises(Problems) as error:
+        read_image(given)
+    assert error.value.problem.name == "image"
