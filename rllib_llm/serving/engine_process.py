@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
 import os
@@ -346,9 +347,11 @@ class EngineWorker(ThreadHost):
 
     def add(self, sent: Sequence[tuple[int, bool, Row]], grammar: str | None) -> None:
         """Adds rows: the number of each, and whether its tokens are streamed."""
-        note = self._events.append
-        rows = [replace(each, on_tokens=lambda new, number=number: note((number, new)))
-                if streams else each for number, streams, each in sent]  # fmt: skip
+        def noted(number: int, new: Tokens) -> None:
+            self._events.append((number, new))
+
+        rows = [replace(each, on_tokens=functools.partial(noted, number)) if streams else each
+                for number, streams, each in sent]  # fmt: skip
         for (number, *_), future in zip(sent, self.submit_all(rows, grammar), strict=True):
             self._expect(number, future)
         self._flush()  # what had ended before it was looked after

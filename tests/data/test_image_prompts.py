@@ -113,7 +113,8 @@ def test_image_tokens_are_never_learnt(folder):
     batch = source(folder, [row], loss_on="all").batch(0, 1)
     learnt = batch[columns.INPUT_IDS][batch[columns.LOSS_MASK]]
     tokens = load_tokenizer(folder).convert_ids_to_tokens(learnt)
-    assert tokens == ["<boi>", "<eoi>", "<unk>", "c", "?", "a", "</s>"]  # nothing predicts the first
+    # Nothing predicts the first.
+    assert tokens == ["<boi>", "<eoi>", "<unk>", "c", "?", "a", "</s>"]
 
 
 @pytest.mark.parametrize("settings", [{"max_length": 8}])
