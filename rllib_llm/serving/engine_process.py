@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import itertools
 import logging
 import os
@@ -350,7 +349,7 @@ class EngineWorker(ThreadHost):
         def noted(number: int, new: Tokens) -> None:
             self._events.append((number, new))
 
-        rows = [replace(each, on_tokens=functools.partial(noted, number)) if streams else each
+        rows = [replace(each, on_tokens=partial(noted, number)) if streams else each
                 for number, streams, each in sent]  # fmt: skip
         for (number, *_), future in zip(sent, self.submit_all(rows, grammar), strict=True):
             self._expect(number, future)
