@@ -112,7 +112,7 @@ def test_it_knows_no_key_of_the_server_s(monkeypatch):
 
 
 def test_it_samples_what_a_thread_does(process, thread):
-    assert process.facts == thread.facts
+    assert (process.limits, process.fingerprint) == (thread.limits, thread.fingerprint)
     assert sampled(process, several()) == sampled(thread, several())
     found = grammar_of(ResponseFormat(type="regex", regex="[0-9]{3}"))
     assert found is not None
