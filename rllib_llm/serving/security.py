@@ -155,20 +155,21 @@ def read_clients(settings: ServeSettings) -> Clients:
             )
         entries += [_KeyEntry(key=key) for key in keys]
     if settings.api_keys_file is not None:
-        text = settings.api_keys_file.read_text(encoding="utf-8")
+        text, problem = settings.api_keys_file.read_text(encoding="utf-8"), ""
         try:
             entries += _ENTRIES.validate_python(read_text(text))
-        except (yaml.YAMLError, ValidationError) as error:
-            problem = "it is not YAML"  # PyYAML's words would show the keys
-            if isinstance(error, ValidationError):
-                first = error.errors(include_url=False, include_input=False)[0]
-                at = [f"entry {k + 1}" if isinstance(k, int) else k for k in first["loc"]]
-                problem = ": ".join([*at, first["msg"]])
+        except yaml.YAMLError:
+            problem = "it is not YAML"
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            at = [f"entry {k + 1}" if isinstance(k, int) else k for k in first["loc"]]
+            problem = ": ".join([*at, first["msg"]])
+        if problem:  # raised here, since the errors above would show the keys
             raise Problems(
                 "api_keys_file must hold a YAML list of {name, key, requests_per_minute, "
                 f"tokens_per_minute}}, of which each has at least a key: {problem}. Correct the "
                 "file.",
-            ) from None  # fmt: skip
+            )  # fmt: skip
     if settings.has_replicas:
         for name in RATES:
             if any(name in entry.model_fields_set for entry in entries):
