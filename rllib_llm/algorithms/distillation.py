@@ -102,6 +102,9 @@ class DistillationConfig(CriticFreeConfig):
         if self.teacher_in == "environment":
             yield wrong(self, "teacher_in", f"'learner' {share}",
                         "no environment sees the data", "Use teacher_in='learner'")  # fmt: skip
+        if self.ref_kl_coeff and self.reference_place == "environment":
+            yield wrong(self, "reference_in", f"'learner' {share}",
+                        "no environment sees the data", "Use reference_in='learner'")  # fmt: skip
         if self.distill_loss != "divergence":
             yield wrong(self, "distill_loss", f"'divergence' {share}",
                         "the policy gradient is of tokens that the policy sampled",

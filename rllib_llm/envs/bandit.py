@@ -249,7 +249,7 @@ class BanditEnv(VectorEnv):
 
 
     def _teacher_columns(self, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What the teacher reads instead of the prompts, and what it says of completions."""
+        """The teacher's prompts, where it has its own, and what it says of completions."""
         prompts = dict(self._observation)
         found: dict[str, torch.Tensor] = {}
         if self.teacher_prompt is not None:

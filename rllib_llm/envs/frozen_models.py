@@ -50,7 +50,6 @@ from rllib_llm.shared.columns import (
     widen,
 )
 from rllib_llm.shared.errors import require
-from rllib_llm.shared.openai_client import OpenAIClient
 
 logger = logging.getLogger(__name__)
 
@@ -191,6 +190,8 @@ class ServedTeacher:
     """
 
     def __init__(self, model: str, *, url: str, **client: Any) -> None:
+        from rllib_llm.shared.openai_client import OpenAIClient
+
         self._client, self._model = OpenAIClient(url, **client), model
 
     def judge(

@@ -199,7 +199,7 @@ class RLHFLearner(LanguageModelLearner):
         return bool(self.config.distill_coeff) and self.config.distill_loss == "divergence"
 
     def _follow(self, frozen: ReferencePolicy | None, every: int | None, mix: float) -> None:
-        """Has the weights of a frozen copy follow the policy's."""
+        """Makes the weights of a frozen copy follow the policy's."""
         if frozen is not None and every is not None:
             policy = self.module[DEFAULT_MODULE_ID].unwrapped().model
             self._averages.append(MovingAverage(frozen.model, policy, every, mix))

@@ -69,7 +69,7 @@ class ReferencePolicy:
 
 @dataclass(frozen=True)
 class Teacher:
-    """What a student is compared with, token by token.
+    """A teacher, with which a student is compared token by token.
 
     beta: of `generalized_jsd`. policy: the teacher, or None where its likeliest tokens are known,
     `top_ids` and `top_logprobs` [batch, completion_len, k]. prompts: ids and mask [batch, length],

@@ -418,7 +418,8 @@ def test_callbacks_are_functions_or_several_of_them():
     (GRPOConfig, "learning_rate", "It is called 'lr' here."),
     (GRPOConfig, "bulid_algo", "Did you mean 'build_algo'?"),
     (GRPOConfig, "num_workers", "It is 'num_env_runners' now."),
-    (SFTConfig, "sampling", "It is for PPOPtx, GRPO, RLOO, ReinforcePP and Generate: leave"),
+    (SFTConfig, "sampling",
+     "It is for PPOPtx, GRPO, RLOO, ReinforcePP, Distillation and Generate: leave"),
     (SFTConfig, "wandb",
      "Its sections are language_model, training, learners, fault_tolerance, framework, "),
 ])  # fmt: skip

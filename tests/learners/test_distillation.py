@@ -162,8 +162,10 @@ def test_a_teacher_of_another_vocabulary_is_refused_by_name():
         ({"teacher": "policy", "teacher_in": "environment"}, "teacher_in"),
         ({"on_policy_share": 0.5}, "distill_data"),
         ({"distill_beta": 1.5}, "distill_beta"),
+        ({"on_policy_share": 0.5, "distill_data": tiny_runs.TEXTS, "teacher_in": "environment"},
+         "teacher_in"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_teach_is_refused(settings, name):
     config = tiny_runs._rlhf(DistillationConfig()).distillation(**{"teacher": TEACHER, **settings})
     assert name in [p.name for p in config.problems() if p.severity == "error"]

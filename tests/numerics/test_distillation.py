@@ -50,6 +50,51 @@ def test_the_divergence_and_its_gradient_are_the_formula_s(beta):
     torch.testing.assert_close(own.grad.double(), exact.grad, rtol=1e-4, atol=1e-6)
 
 
+# TRL 1.16.0 on the tensors of `models`, temperature 1.3: mean over tokens and norm of its gradient
+# with respect to the student's states. `ChunkedDivergenceFunction`, and ServerDistillationTrainer's
+# `_add_tail_bucket` and `_jsd_divergence` of the teacher's three likeliest tokens.
+TRL = {
+    0.0: (1.4597835540771484, 0.4046841263771057),
+    0.1: (0.11410156637430191, 0.023796742781996727),
+    0.5: (0.2898596227169037, 0.04905923455953598),
+    0.9: (0.12397825717926025, 0.020576292648911476),
+    1.0: (1.6604903936386108, 0.29635611176490784),
+}
+TRL_TOP_3 = {
+    0.0: (0.9776413440704346, 0.31280046701431274),
+    0.5: (0.18570363521575928, 0.04407823085784912),
+    1.0: (0.8103671669960022, 0.1983380913734436),
+}
+
+
+def models():
+    """The student's states, with gradient, and both models' logits / 1.3 of six tokens."""
+    shapes = (6, 4), (6, 8), (11, 4), (11, 8)
+    hidden, teacher_hidden, weight, teacher_weight = (
+        torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        for seed, shape in enumerate(shapes, start=1)
+    )
+    hidden.requires_grad_()
+    return hidden, hidden @ weight.T / 1.3, teacher_hidden @ teacher_weight.T / 1.3
+
+
+@pytest.mark.parametrize("beta", TRL)
+def test_divergence_and_gradient_equal_trl(beta):
+    hidden, student, teacher = models()
+    found = divergence_stats(student, teacher, beta)[0].mean()
+    found.backward()
+    assert (found.item(), hidden.grad.norm().item()) == pytest.approx(TRL[beta], rel=1e-5)
+
+
+@pytest.mark.parametrize("beta", TRL_TOP_3)
+def test_divergence_over_the_likeliest_tokens_equals_trl(beta):
+    hidden, student, teacher = models()
+    top, ids = teacher.log_softmax(-1).topk(3)
+    found = likeliest_stats(student, ids, top, beta)[0].mean()
+    found.backward()
+    assert (found.item(), hidden.grad.norm().item()) == pytest.approx(TRL_TOP_3[beta], rel=1e-5)
+
+
 def test_closed_forms_of_two_coins():
     # Student (1/2, 1/2), teacher (3/4, 1/4).
     student, teacher = (torch.tensor([p]).log() for p in ([0.5, 0.5], [0.75, 0.25]))
