@@ -84,7 +84,7 @@ def slow_to_judge(completions):
 
 def test_a_time_limit_that_acts_on_nothing_is_told_once():
     rewards = RewardSum([{"function": length, "timeout_s": 1}])
-    with pytest.warns(SettingWarning, match="timeout_s of reward function 'length'=1 has no effect"):
+    with pytest.warns(SettingWarning, match="timeout_s of .*=1 has no effect"):
         rewards(batch_of("a"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
