@@ -160,11 +160,6 @@ class RewardTerm:
         self.is_async = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(
             getattr(inner, "__call__", None)  # noqa: B004 (an object with an async __call__)
         )
-        require(
-            timeout_s is None or self.is_async, f"timeout_s of reward function {name!r}", timeout_s,
-            "be of a coroutine function", "nothing ends a plain function that is under way",
-            "Write it as `async def`, or leave timeout_s out", kind=RewardError,
-        )  # fmt: skip
         if timeout_s is None and self.is_async:
             timeout_s = _attribute(function, "timeout_s", TIMEOUT_S)
         self.timeout_s: float | None = timeout_s

@@ -27,7 +27,7 @@ from rllib_llm.envs.judges.reward_functions import (
 )
 from rllib_llm.shared.columns import REWARD_PART, REWARD_WEIGHT
 from rllib_llm.shared.dotted import as_list
-from rllib_llm.shared.errors import Problem, ended
+from rllib_llm.shared.errors import Problem, ended, report, warning
 from rllib_llm.shared.remote import EventLoop, ExitedError, Late, no_answer, within
 
 __all__ = [
@@ -193,8 +193,15 @@ class _Pending:
         """
         if self._awaited is None:
             answer = self.term.call(self.batch)
-            is_late = inspect.isawaitable(answer)
-            return _loop().run(_in_time(self.term, lambda: answer)) if is_late else answer
+            if inspect.isawaitable(answer):
+                return _loop().run(_in_time(self.term, lambda: answer))
+            if self.term.timeout_s is not None:
+                name = f"timeout_s of reward function {self.term.name!r}"
+                effect = "has no effect: nothing ends a plain function that is under way"
+                remedy = "Write it as `async def`, or leave timeout_s out"
+                report([warning(name, "", effect, remedy, self.term.timeout_s)])
+                self.term.timeout_s = None
+            return answer
         left = None if self.until == math.inf else max(0.0, self.until - time.monotonic())
         done, _ = concurrent.futures.wait([self._awaited], left)
         if done:

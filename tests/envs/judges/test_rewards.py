@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import threading
 import time
+import warnings
 from decimal import Decimal
 
 import numpy as np
@@ -20,7 +21,7 @@ from rllib_llm.envs.judges.rewards import (
     UnjudgedError,
 )
 from rllib_llm.shared.dotted import as_list
-from rllib_llm.shared.errors import Problems
+from rllib_llm.shared.errors import Problems, SettingWarning
 from rllib_llm.shared.openai_client import ServerError
 from rllib_llm.shared.remote import ExitedError, Late
 
@@ -79,6 +80,15 @@ async def raises_on_bad(completions):
 def slow_to_judge(completions):
     time.sleep(0.6)
     return [0.0 for _ in completions]
+
+
+def test_a_time_limit_that_acts_on_nothing_is_told_once():
+    rewards = RewardSum([{"function": length, "timeout_s": 1}])
+    with pytest.warns(SettingWarning, match="timeout_s of .*=1 has no effect"):
+        rewards(batch_of("a"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rewards(batch_of("a"))
 
 
 def test_rows_that_are_asked_again_have_a_time_limit_of_their_own(monkeypatch):
@@ -430,7 +440,6 @@ def test_a_coroutine_function_that_blocks_its_loop_holds_up_nobody(monkeypatch):
         ([{"function": length, "timeout_s": True}], "timeout_s of .*=True must be"),
         ([{"function": length, "timeout_s": float("inf")}], "timeout_s of .*=inf must be"),
         ([{"function": length, "timeout_s": 0}], "timeout_s of reward function 'length'=0 must be"),
-        ([{"function": length, "timeout_s": 1}], "timeout_s of .*=1 must be of a coroutine func"),
         ([], "be one or more functions"),
         (None, "be one or more functions"),
         ([length, length], r"named \['length', 'length'\]"),
