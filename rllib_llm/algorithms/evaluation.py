@@ -35,7 +35,6 @@ from ray.rllib.utils.metrics import (
 from ray.rllib.utils.metrics.metrics_logger import MetricsLogger
 
 from rllib_llm.config.tabled_config import flattened
-from rllib_llm.numerics.pass_at_k import majority_rates, rates
 from rllib_llm.rollouts.errors import NoSamplersError, NoServerError
 from rllib_llm.rollouts.judged_batch import JudgedBatch
 from rllib_llm.rollouts.schedule import ServingSettings
@@ -63,6 +62,8 @@ def pass_metrics(
         names = ", ".join(sorted(batch.components)) or "none"
         raise Problems("pass_on", "be a component of the reward that is 0 or 1", found,
                        f"Components: {names}. None is the score", on)  # fmt: skip
+    from rllib_llm.numerics.pass_at_k import majority_rates, rates  # few runs need it
+
     right, counts = column == 1, valid & ~column.isnan()
     # A prompt that comes again, since there are fewer than an evaluation judges, is the same one.
     groups = batch.columns.get(columns.PROMPT_INDEX, batch.columns[columns.GROUP])

@@ -22,7 +22,6 @@ from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from ray.util.debug import log_once
 
-from rllib_llm.algorithms.registry import ALGORITHMS, get_algorithm_class
 from rllib_llm.config.checks import Rule, given
 from rllib_llm.config.model import (
     FAULT_TOLERANCE,
@@ -127,6 +126,9 @@ class LanguageModelConfig(TabledConfig):
 
     @classmethod
     def algorithms_with(cls, name: str) -> list[str]:
+        # Here, since it is asked for a name that is wrong.
+        from rllib_llm.algorithms.registry import ALGORITHMS, get_algorithm_class
+
         configs = {each: get_algorithm_class(each).get_default_config() for each in ALGORITHMS}
         names = {
             each: {*known_names(type(c)), *section_names(type(c))} for each, c in configs.items()

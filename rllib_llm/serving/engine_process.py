@@ -42,7 +42,6 @@ import torch
 
 from rllib_llm.engines.engine_loop import settle
 from rllib_llm.engines.protocol import Ended, EngineEndedError, Row, Tokens
-from rllib_llm.modules.text_scores import TextScores
 from rllib_llm.serving.engine_host import ThreadHost
 from rllib_llm.serving.settings import ENVIRONMENT_PREFIX, ServeSettings
 from rllib_llm.shared.process import forget_startup
