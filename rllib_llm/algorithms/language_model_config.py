@@ -22,7 +22,6 @@ from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from ray.util.debug import log_once
 
-from rllib_llm.config.checks import Rule, given
 from rllib_llm.config.model import (
     FAULT_TOLERANCE,
     LANGUAGE_MODEL,
@@ -33,7 +32,14 @@ from rllib_llm.config.model import (
     optimiser_rules,
     precision_rules,
 )
-from rllib_llm.config.sections import SectionMethod, defaults, known_names, section_names
+from rllib_llm.config.sections import (
+    Rule,
+    SectionMethod,
+    defaults,
+    given,
+    known_names,
+    section_names,
+)
 from rllib_llm.config.tabled_config import TabledConfig
 from rllib_llm.modules.precision import cuda_multiplies_bfloat16, faster_library
 from rllib_llm.shared.dotted import import_dotted

@@ -12,7 +12,6 @@ from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 
 from rllib_llm.algorithms.evaluation import eval_env_config, eval_env_rules, evaluate_held_out
 from rllib_llm.algorithms.language_model_config import LanguageModelConfig
-from rllib_llm.config.checks import idle_overlay, wrong
 from rllib_llm.config.distillation import DISTILLATION, distillation_rules, teacher_of
 from rllib_llm.config.loss import (
     LOSS,
@@ -32,7 +31,7 @@ from rllib_llm.config.sampling import (
     sampling_rules,
     takes_rows,
 )
-from rllib_llm.config.sections import SectionMethod, defaults
+from rllib_llm.config.sections import SectionMethod, defaults, idle_overlay, wrong
 from rllib_llm.config.streaming import (
     OFF_POLICY,
     REPLAY,

@@ -19,14 +19,16 @@ from ray.rllib.callbacks.callbacks import RLlibCallback
 from ray.rllib.utils import force_list
 from ray.tune.result import TRIAL_INFO
 
-from rllib_llm.config.checks import Rule, given, no_effect
 from rllib_llm.config.rllib import COMMON, INSTEAD, ONLINE, READ_ONLY, RENAMED, RETIRED
 from rllib_llm.config.sections import (
     ConfigClass,
+    Rule,
     SectionMethod,
     defaults,
     first_setting,
+    given,
     known_names,
+    no_effect,
     other_names,
     positional,
     rllib_parameters,

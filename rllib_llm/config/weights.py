@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from rllib_llm.config.checks import wrong
+from rllib_llm.config.sections import wrong
 from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.errors import Problem, refusals
 from rllib_llm.shared.setting import Section, Settings, setting, when

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from rllib_llm.modules.model_source import text_config
 from rllib_llm.modules.packing import TokenRows, WantedTokens, completion_rows, text_rows
 from rllib_llm.modules.trunk import take_apart, wanted_hidden, wanted_tokens
-from rllib_llm.numerics.distillation import divergence_stats, likeliest_stats
 from rllib_llm.numerics.kl import full_kl
 from rllib_llm.numerics.token_stats import in_chunks, token_stats
 
@@ -223,6 +222,8 @@ def _distillation(
     logits_chunk_tokens: int | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """`divergence_stats` [tokens] of what `run` computed, or `likeliest_stats`."""
+    from rllib_llm.numerics.distillation import divergence_stats, likeliest_stats  # few need it
+
     if teacher.policy is not None:
         compare = functools.partial(divergence_stats, beta=teacher.beta)
         return _beside(run, teacher.policy, rows, temperature, logits_chunk_tokens, compare)
