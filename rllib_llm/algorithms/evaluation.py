@@ -82,18 +82,17 @@ def answers_of(batch: JudgedBatch, pattern: str | None) -> list[str | None]:
     None without one; without a pattern all that it says, in a conversation in its last message."""
     texts = batch.texts["completion"]
     if "messages" in batch.texts:
-        said = [_last_words(json.loads(messages)) for messages in batch.texts["messages"]]
-        texts = [said[last] for last in batch.rollouts.lasts.tolist()]
+        said = [
+            [message.get("content") for message in json.loads(messages)
+             if message["role"] == "assistant"] for messages in batch.texts["messages"]
+        ]  # fmt: skip
+        lasts = [said[last] for last in batch.rollouts.lasts.tolist()]
+        texts = [str(turns[-1] or "") if turns else "" for turns in lasts]
     if pattern is None:
         return [text.strip() for text in texts]
     matches = [list(re.finditer(pattern, text, re.DOTALL)) for text in texts]
     return [found[-1].group(1 if found[-1].re.groups else 0).strip() if found else None
             for found in matches]  # fmt: skip
-
-
-def _last_words(messages: list[dict]) -> str:
-    said = [message for message in messages if message["role"] == "assistant"]
-    return str(said[-1].get("content") or "") if said else ""
 
 
 _NAME = re.compile(r"[A-Za-z][\w.-]*")
@@ -195,7 +194,13 @@ def evaluate_held_out(algorithm, group: EnvRunnerGroup) -> tuple[dict[str, Any],
         batch = _judged(algorithm, algorithm.evaluation_config, group)
         further = {name: _judged(algorithm, *of) for name, of in named.items()}
     except (NoSamplersError, NoServerError) as error:
-        _skip(algorithm, error)
+        algorithm.eval_metrics = None
+        algorithm.faults.evaluations_skipped += 1
+        algorithm.num_evaluations_skipped += 1
+        limit = algorithm.config.evaluation_error_after_n_consecutive_skips
+        if limit is not None and algorithm.num_evaluations_skipped >= limit:
+            raise
+        logger.error("This evaluation is skipped: %s", error)
         return {}, 0, 0
     algorithm.num_evaluations_skipped = 0
     results = {**_results(batch, algorithm.evaluation_config), **algorithm.held_out_losses()}
@@ -235,16 +240,6 @@ def _results(batch: JudgedBatch, config) -> dict[str, float]:
     if not config.pass_at:
         return results
     return results | pass_metrics(batch, config.pass_at, config.pass_on, config.answer_pattern)
-
-
-def _skip(algorithm, error: RuntimeError) -> None:
-    algorithm.eval_metrics = None
-    algorithm.faults.evaluations_skipped += 1
-    algorithm.num_evaluations_skipped += 1
-    limit = algorithm.config.evaluation_error_after_n_consecutive_skips
-    if limit is not None and algorithm.num_evaluations_skipped >= limit:
-        raise error
-    logger.error("This evaluation is skipped: %s", error)
 
 
 def held_out_metrics(batch: JudgedBatch, is_greedy: bool = False) -> dict[str, float]:

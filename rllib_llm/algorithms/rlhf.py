@@ -106,7 +106,10 @@ class RLHF(LanguageModelAlgorithm):
                 if self.learner_group.is_local:
                     module = local_learner(self.learner_group).module[DEFAULT_MODULE_ID]
                     runner.share_module(module.unwrapped())
-        self.recorder = self.make_recorder()
+        self.recorder = RolloutRecorder()  # records nothing
+        if self.config.store_rollouts:
+            storage = getattr(self, "_storage", None)
+            self.recorder = stored_rollouts(self.config, storage, self.trial_folder)
         self.rollouts = self.make_rollouts()
         self._publish()
         self.learner_group.publish = self._publish
@@ -148,13 +151,6 @@ class RLHF(LanguageModelAlgorithm):
             tell=lambda prompts: self.phase.progress(f"{prompts * num} are there"),
             replay=replay,
         )  # fmt: skip
-
-    def make_recorder(self) -> RolloutRecorder:
-        """The recorder of rollouts, or one that records nothing."""
-        if not self.config.store_rollouts:
-            return RolloutRecorder()
-        storage = getattr(self, "_storage", None)
-        return stored_rollouts(self.config, storage, self.trial_folder)
 
     def training_step(self) -> None:
         if self.position == 0 and self.config.evaluation_interval and self.eval_metrics is None:

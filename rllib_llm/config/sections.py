@@ -11,7 +11,7 @@ import functools
 import inspect
 import textwrap
 import types
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeVar, cast
 
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
@@ -93,15 +93,10 @@ def row_called(config_class: ConfigClass, section: str, name: str) -> Setting | 
 
 
 @cached
-def _rllib_attributes() -> frozenset[str]:
-    return frozenset(vars(AlgorithmConfig()))
-
-
-@cached
 def plain_fields(config_class: ConfigClass) -> frozenset[str]:
     """Attributes that a subclass has added without a row."""
     rows = table(config_class).values()
-    known = {row.attribute or row.name for row in rows} | _rllib_attributes()
+    known = {row.attribute or row.name for row in rows} | vars(AlgorithmConfig()).keys()
     own = (name for name in vars(defaults(config_class)) if not name.startswith("_"))
     return frozenset(name for name in own if name not in known)
 
@@ -304,7 +299,7 @@ def given(value: Value | None, name: str, rule: str, reason: str, remedy: str) -
 def no_effect(config: Any) -> Iterator[Problem]:
     """A warning for every setting that was changed from its default and is not used, and for every
     range that does not suit the loss that was chosen."""
-    yield from _idle(config, defaults(type(config)))
+    yield from idle(config, defaults(type(config)))
     loss, low = getattr(config, "policy_loss", None), getattr(config, "clip_param", 0.0)
     if loss == "gspo" and low >= 0.1:
         yield warning("clip_param", "be smaller with policy_loss='gspo'", "it hardly ever clips: "
@@ -318,15 +313,7 @@ def no_effect(config: Any) -> Iterator[Problem]:
                       "Bound them from above with clip_param_high", low)  # fmt: skip
 
 
-def idle_overlay(config: Any, training: Any, names: Container[str]) -> Iterator[Problem]:
-    """A warning for every setting in `names`, those of `evaluation_config`, that is not used in the
-    evaluation, whose whole config `config` is, and differs from `training`'s."""
-    for problem in _idle(config, training):
-        if problem.name in names:
-            yield problem.within("evaluation_config")
-
-
-def _idle(config: Any, other: Any) -> Iterator[Problem]:
+def idle(config: Any, other: Any) -> Iterator[Problem]:
     """Warnings of settings that `config` does not use, where they differ from `other`'s."""
     why = f"in {config.algo_class.__name__}"
     unused: dict[str, tuple[str, str]] = dict.fromkeys(config.ignored_settings, (why, "Remove it"))

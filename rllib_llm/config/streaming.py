@@ -220,7 +220,8 @@ def streaming_rules(config: Any) -> Iterator[Problem]:
     if config.on_stale != "train" and is_lockstep:
         yield wrong(config, "on_stale", "'train' with schedule='lockstep'", "no group overtakes "
                     "another, so none gets too old", "Set schedule='free'")  # fmt: skip
-    if config.makes_stale and config.weights_transport != "store":
+    is_ahead = config.max_staleness or config.oversample > 1
+    if is_ahead and config.weights_transport != "store":
         yield wrong(config, "weights_transport", "'store' where samplers are ahead of the learner",
                     "older weights have to stay where they are")  # fmt: skip
 

@@ -35,7 +35,11 @@ class RLHFLearner(LanguageModelLearner):
     """Policy-gradient learner for whole completions; see the module docstring."""
 
     def build(self) -> None:
-        self.ref_kl = _kl_coefficient(self.config)
+        target, coeff = self.config.ref_kl_target, self.config.ref_kl_coeff
+        self.ref_kl: FixedKLCoefficient | AdaptiveKLCoefficient = (
+            FixedKLCoefficient(coeff) if target is None
+            else AdaptiveKLCoefficient(coeff, target, self.config.ref_kl_horizon)
+        )  # fmt: skip
         self.entropy_coeff: AdaptiveEntropyCoefficient | None = None  # where there is a target
         if (target := self.config.entropy_target) is not None:
             from rllib_llm.numerics.entropy import AdaptiveEntropyCoefficient  # few runs need it
@@ -547,9 +551,3 @@ _TEACHER_MEANS = {
     columns.DIVERGENCE: "loss/distill_avg", columns.TEACHER_KL: "train/teacher_kl",
     columns.TEACHER_AGREES: "train/teacher_agreement",
 }  # fmt: skip
-
-
-def _kl_coefficient(config) -> FixedKLCoefficient | AdaptiveKLCoefficient:
-    if config.ref_kl_target is None:
-        return FixedKLCoefficient(config.ref_kl_coeff)
-    return AdaptiveKLCoefficient(config.ref_kl_coeff, config.ref_kl_target, config.ref_kl_horizon)
