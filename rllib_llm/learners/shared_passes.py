@@ -229,7 +229,7 @@ def frozen_policy(
     dtype: None: that in which the policy computes.
     """
     module = learner.module[DEFAULT_MODULE_ID].unwrapped()
-    from rllib_llm.modules.frozen import load_quantized  # few runs need it
+    from rllib_llm.modules.frozen import load_quantized  # samplers do without
 
     model = module.computing_model
     policy_device = torch.device(device or next(model.parameters()).device)
