@@ -20,7 +20,8 @@ from pathlib import Path
 import psutil
 import ray
 
-from rllib_llm.overseer.oversight import Link, Oversight
+from rllib_llm.overseer.link import Link
+from rllib_llm.overseer.oversight import Oversight
 from rllib_llm.overseer.phases import LEARNING, STARTING, WAITING, Phases
 from rllib_llm.overseer.service import open_overseer
 

@@ -56,7 +56,7 @@ import torch
 from ray.exceptions import RayError
 
 from rllib_llm.data.rollout_store import RolloutStore
-from rllib_llm.overseer.oversight import INTERVAL_S
+from rllib_llm.overseer.link import INTERVAL_S
 from rllib_llm.overseer.phases import IDLE, Phases
 from rllib_llm.overseer.service import Overseer
 from rllib_llm.rollouts import workers

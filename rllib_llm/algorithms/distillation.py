@@ -15,7 +15,7 @@ import torch
 
 from rllib_llm.algorithms.rlhf import RLHF
 from rllib_llm.algorithms.rlhf_config import CriticFreeConfig
-from rllib_llm.config.checks import wrong
+from rllib_llm.config.sections import wrong
 from rllib_llm.data.texts import TextSource
 from rllib_llm.envs.judges.reward_functions import UNREWARDED
 from rllib_llm.envs.settings import CONVERSATION_ENV

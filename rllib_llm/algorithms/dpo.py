@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rllib_llm.algorithms.supervised import Supervised, SupervisedConfig
-from rllib_llm.config.checks import wrong
+from rllib_llm.config.sections import wrong
 from rllib_llm.data.mixture import Mixture
 from rllib_llm.data.preferences import PromptedPairSource
 from rllib_llm.data.texts import BatchSource

@@ -35,7 +35,6 @@ from ray.rllib.utils.metrics import (
 from ray.rllib.utils.metrics.metrics_logger import MetricsLogger
 
 from rllib_llm.config.tabled_config import flattened
-from rllib_llm.numerics.pass_at_k import majority_rates, rates
 from rllib_llm.rollouts.errors import NoSamplersError, NoServerError
 from rllib_llm.rollouts.judged_batch import JudgedBatch
 from rllib_llm.rollouts.schedule import ServingSettings
@@ -63,6 +62,8 @@ def pass_metrics(
         names = ", ".join(sorted(batch.components)) or "none"
         raise Problems("pass_on", "be a component of the reward that is 0 or 1", found,
                        f"Components: {names}. None is the score", on)  # fmt: skip
+    from rllib_llm.numerics.pass_at_k import majority_rates, rates  # few runs need it
+
     right, counts = column == 1, valid & ~column.isnan()
     # A prompt that comes again, since there are fewer than an evaluation judges, is the same one.
     groups = batch.columns.get(columns.PROMPT_INDEX, batch.columns[columns.GROUP])
@@ -81,18 +82,17 @@ def answers_of(batch: JudgedBatch, pattern: str | None) -> list[str | None]:
     None without one; without a pattern all that it says, in a conversation in its last message."""
     texts = batch.texts["completion"]
     if "messages" in batch.texts:
-        said = [_last_words(json.loads(messages)) for messages in batch.texts["messages"]]
-        texts = [said[last] for last in batch.rollouts.lasts.tolist()]
+        said = [
+            [message.get("content") for message in json.loads(messages)
+             if message["role"] == "assistant"] for messages in batch.texts["messages"]
+        ]  # fmt: skip
+        lasts = [said[last] for last in batch.rollouts.lasts.tolist()]
+        texts = [str(turns[-1] or "") if turns else "" for turns in lasts]
     if pattern is None:
         return [text.strip() for text in texts]
     matches = [list(re.finditer(pattern, text, re.DOTALL)) for text in texts]
     return [found[-1].group(1 if found[-1].re.groups else 0).strip() if found else None
             for found in matches]  # fmt: skip
-
-
-def _last_words(messages: list[dict]) -> str:
-    said = [message for message in messages if message["role"] == "assistant"]
-    return str(said[-1].get("content") or "") if said else ""
 
 
 _NAME = re.compile(r"[A-Za-z][\w.-]*")
@@ -194,7 +194,13 @@ def evaluate_held_out(algorithm, group: EnvRunnerGroup) -> tuple[dict[str, Any],
         batch = _judged(algorithm, algorithm.evaluation_config, group)
         further = {name: _judged(algorithm, *of) for name, of in named.items()}
     except (NoSamplersError, NoServerError) as error:
-        _skip(algorithm, error)
+        algorithm.eval_metrics = None
+        algorithm.faults.evaluations_skipped += 1
+        algorithm.num_evaluations_skipped += 1
+        limit = algorithm.config.evaluation_error_after_n_consecutive_skips
+        if limit is not None and algorithm.num_evaluations_skipped >= limit:
+            raise
+        logger.error("This evaluation is skipped: %s", error)
         return {}, 0, 0
     algorithm.num_evaluations_skipped = 0
     results = {**_results(batch, algorithm.evaluation_config), **algorithm.held_out_losses()}
@@ -234,16 +240,6 @@ def _results(batch: JudgedBatch, config) -> dict[str, float]:
     if not config.pass_at:
         return results
     return results | pass_metrics(batch, config.pass_at, config.pass_on, config.answer_pattern)
-
-
-def _skip(algorithm, error: RuntimeError) -> None:
-    algorithm.eval_metrics = None
-    algorithm.faults.evaluations_skipped += 1
-    algorithm.num_evaluations_skipped += 1
-    limit = algorithm.config.evaluation_error_after_n_consecutive_skips
-    if limit is not None and algorithm.num_evaluations_skipped >= limit:
-        raise error
-    logger.error("This evaluation is skipped: %s", error)
 
 
 def held_out_metrics(batch: JudgedBatch, is_greedy: bool = False) -> dict[str, float]:

@@ -13,9 +13,8 @@ import torch
 from ray.tune import PlacementGroupFactory, Trainable
 
 from rllib_llm.checkpoints.folder import check, write_manifest
-from rllib_llm.config.checks import wrong
 from rllib_llm.config.sampling import GENERATE, GENERATE_MODEL, GENERATE_SEED
-from rllib_llm.config.sections import SectionMethod
+from rllib_llm.config.sections import SectionMethod, wrong
 from rllib_llm.config.tabled_config import TabledConfig
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import uniform_noise

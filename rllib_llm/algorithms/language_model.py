@@ -85,11 +85,6 @@ def killed_after(seconds: float | None) -> Iterator[None]:
         watcher.wait()
 
 
-def is_trial() -> bool:
-    """Whether this process is an actor, which others can restart: not a script or a notebook."""
-    return ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
-
-
 TRIAL_ID = re.compile(r"[0-9a-f]{5,8}_\d{5}")  # Tune's, in the name of a trial's folder
 
 
@@ -130,7 +125,8 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         self._message_log: MessageLog | None = None
         self.phase = Phases(STARTING, self._show)
         self.oversight = Oversight(self.phase, self.scale_samplers)
-        if is_trial():
+        # An actor can be restarted by others; a script or a notebook cannot.
+        if ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None:
             self._listener = Listener("trial")
             default = self.get_default_config().setup_timeout_s
             seconds = settings.get("setup_timeout_s", default)
@@ -165,13 +161,6 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         if self._message_log is not None:
             self._message_log.write(messages, self.iteration + 1)
 
-    def _tell_of_learners(self) -> None:
-        """Writes the messages of remote learners to the trial's log."""
-        if not self.learner_group.is_local:
-            answers = self.learner_group.foreach_learner(lambda learner: learner.take_messages())
-            for messages in (answer.get() for answer in answers if answer.ok):
-                self.tell(messages)
-
     def _show(self, activity: str) -> None:
         """Publishes the trial's current activity in its folder; "": none."""
         if self._listener is not None and self._message_log is not None:
@@ -197,7 +186,10 @@ class LanguageModelAlgorithm(WholeCheckpoints):
         wait_for_places(self.config)
         self.read_data()
         super().setup(config)
-        self._tell_of_learners()
+        if not self.learner_group.is_local:
+            answers = self.learner_group.foreach_learner(lambda learner: learner.take_messages())
+            for messages in (answer.get() for answer in answers if answer.ok):
+                self.tell(messages)
 
     def get_module(self, module_id: str = DEFAULT_MODULE_ID) -> Any:
         """As RLlib's; without samplers the first learner's module, a copy of it where that is a

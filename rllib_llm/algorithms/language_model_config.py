@@ -22,8 +22,6 @@ from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from ray.util.debug import log_once
 
-from rllib_llm.algorithms.registry import ALGORITHMS, get_algorithm_class
-from rllib_llm.config.checks import Rule, given
 from rllib_llm.config.model import (
     FAULT_TOLERANCE,
     LANGUAGE_MODEL,
@@ -34,7 +32,14 @@ from rllib_llm.config.model import (
     optimiser_rules,
     precision_rules,
 )
-from rllib_llm.config.sections import SectionMethod, defaults, known_names, section_names
+from rllib_llm.config.sections import (
+    Rule,
+    SectionMethod,
+    defaults,
+    given,
+    known_names,
+    section_names,
+)
 from rllib_llm.config.tabled_config import TabledConfig
 from rllib_llm.modules.precision import cuda_multiplies_bfloat16, faster_library
 from rllib_llm.shared.dotted import import_dotted
@@ -127,6 +132,9 @@ class LanguageModelConfig(TabledConfig):
 
     @classmethod
     def algorithms_with(cls, name: str) -> list[str]:
+        # Here, since it is asked for a name that is wrong.
+        from rllib_llm.algorithms.registry import ALGORITHMS, get_algorithm_class
+
         configs = {each: get_algorithm_class(each).get_default_config() for each in ALGORITHMS}
         names = {
             each: {*known_names(type(c)), *section_names(type(c))} for each, c in configs.items()

@@ -198,8 +198,7 @@ def _ask(bundles: Sequence[Mapping[str, float]]) -> str:
 def _totals(parts: Sequence[Mapping[str, float]]) -> str:
     """Totals as text, such as "3 CPU, 1 GPU"."""
     totals = sorted(total_of(parts).items())
-    return ", ".join(f"{n:g} {name}" for name, n in totals if n and _is_counted(name)) or "nothing"
-
-
-def _is_counted(name: str) -> bool:
-    return name not in ("memory", "object_store_memory") and not name.startswith("node:")
+    uncounted = {name for name, _ in totals if name.startswith("node:")}
+    uncounted |= {"memory", "object_store_memory"}
+    shown = [f"{n:g} {name}" for name, n in totals if n and name not in uncounted]
+    return ", ".join(shown) or "nothing"

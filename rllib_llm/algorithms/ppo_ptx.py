@@ -7,7 +7,7 @@ from typing import Any
 
 from rllib_llm.algorithms.rlhf import RLHF
 from rllib_llm.algorithms.rlhf_config import RLHFConfig
-from rllib_llm.config.checks import wrong
+from rllib_llm.config.sections import wrong
 from rllib_llm.shared.errors import Problem
 from rllib_llm.shared.setting import Section, Settings, setting
 

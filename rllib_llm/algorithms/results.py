@@ -21,7 +21,6 @@ from ray.rllib.utils.metrics.metrics_logger import MetricsLogger
 
 from rllib_llm.data.encoding import vocabulary_hash
 from rllib_llm.data.rollout_store import ROLLOUTS, RolloutStore
-from rllib_llm.learners.off_policy import with_effective_sample_size
 from rllib_llm.rollouts.judged_batch import JudgedBatch
 from rllib_llm.rollouts.recorder import AboutRun, RolloutRecorder
 from rllib_llm.shared import columns
@@ -45,7 +44,10 @@ def with_sampling(
     # Updates between the weights that sampled a token and those that learnt from it.
     groups["train"]["staleness"] = learnt_version - sampled.mean_version()
     if ages:
-        groups["off_policy"] = ages | with_effective_sample_size(groups.get("off_policy", {}))
+        group = groups["off_policy"] = {**groups.get("off_policy", {}), **ages}
+        # (Σw)²/(n Σw²): the share of the tokens that would say as much, weighted alike.
+        if (square := group.pop("weight_square", None)) is not None:
+            group["ess_share"] = group["weight"] ** 2 / square if square else 0.0
     groups["env"] = sampled.env_metrics()
     return groups
 

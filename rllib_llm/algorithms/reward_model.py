@@ -37,7 +37,7 @@ class RewardModelConfig(SupervisedConfig):
     sections: tuple[Section, ...] = (*SupervisedConfig.sections, REWARD_MODEL)
     trains_adapters = False
     source_class = PairSource
-    module_path = "rllib_llm.modules.rl_modules:RewardModelModule"
+    module_path = "rllib_llm.modules.reward_model_module:RewardModelModule"
     learner_path = "rllib_llm.learners.supervised_learners:RewardModelLearner"
 
     def __init__(self, algo_class=None):

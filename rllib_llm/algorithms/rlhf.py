@@ -21,7 +21,6 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.env.env_runner_group import EnvRunnerGroup
 from ray.rllib.utils.metrics import ENV_RUNNER_RESULTS, EVALUATION_RESULTS
 
-from rllib_llm.algorithms.custom_loop import CustomLoop, Metrics, PendingCall
 from rllib_llm.algorithms.evaluation import evaluate_by_request, open_eval_envs
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
 from rllib_llm.algorithms.language_model_config import frozen_with
@@ -39,7 +38,6 @@ from rllib_llm.overseer.phases import EVALUATING, LEARNING, PUBLISHING, WAITING
 from rllib_llm.rollouts.errors import BrokenSamplerError, Faults
 from rllib_llm.rollouts.judged_batch import JudgedBatch
 from rllib_llm.rollouts.recorder import RolloutRecorder, SampleLog
-from rllib_llm.rollouts.replay import open_replay
 from rllib_llm.rollouts.sampler_pool import SamplerActors, SamplerPool
 from rllib_llm.rollouts.schedule import ServingSettings, StreamRules, texts_are_due
 from rllib_llm.shared import columns
@@ -47,9 +45,9 @@ from rllib_llm.shared.errors import require
 from rllib_llm.shared.ray_compat import local_learner
 from rllib_llm.weights.coordinator import CoordinatorClient, PublishedWeights
 from rllib_llm.weights.publisher import BackgroundPublisher, WeightsPublisher
-from rllib_llm.weights.push import WeightsPush, open_servers
 
 if TYPE_CHECKING:
+    from rllib_llm.algorithms.custom_loop import CustomLoop, Metrics, PendingCall
     from rllib_llm.rollouts.source import RolloutSource
 
 SECONDS_FOR_METRICS = 1.0  # that samplers have to give what callbacks have logged
@@ -70,7 +68,6 @@ class RLHF(LanguageModelAlgorithm):
     def setup(self, config) -> None:
         self.weights_version = 0  # learner updates so far
         self._server: Any = None  # beside the run
-        self.custom_loop = CustomLoop(self)
         self.faults = Faults()
         self.num_evaluations_skipped = 0  # in a row
         self._pools: dict[EnvRunnerGroup, SamplerPool] = {}
@@ -109,7 +106,10 @@ class RLHF(LanguageModelAlgorithm):
                 if self.learner_group.is_local:
                     module = local_learner(self.learner_group).module[DEFAULT_MODULE_ID]
                     runner.share_module(module.unwrapped())
-        self.recorder = self.make_recorder()
+        self.recorder = RolloutRecorder()  # records nothing
+        if self.config.store_rollouts:
+            storage = getattr(self, "_storage", None)
+            self.recorder = stored_rollouts(self.config, storage, self.trial_folder)
         self.rollouts = self.make_rollouts()
         self._publish()
         self.learner_group.publish = self._publish
@@ -124,6 +124,8 @@ class RLHF(LanguageModelAlgorithm):
             background = BackgroundPublisher(client, checksum=config.weights_checksum)
         if config.weights_push:
             folder = Path(config.weights_push_folder or self.trial_folder / "pushed")
+            from rllib_llm.weights.push import WeightsPush, open_servers  # few runs need it
+
             push = WeightsPush(open_servers(config.weights_push), folder, self.export_model)
         return WeightsPublisher(
             self.learner_group, checksum=config.weights_checksum, background=background, push=push,
@@ -136,21 +138,19 @@ class RLHF(LanguageModelAlgorithm):
         """Where batches come from; algorithms that sample otherwise override it."""
         from rllib_llm.rollouts.source import open_rollouts
 
+        replay = None
+        if self.config.replay_groups:
+            from rllib_llm.rollouts.replay import open_replay  # few runs need it
+
+            replay = open_replay(self.config)
         num = self.config.num_completions
         return open_rollouts(
             self._pools[self.env_runner_group], self.env_runner, self.config.stream_rules(),
             self.config.serving_settings(), folder=self.trial_folder / "ledger",
             recorder=self.recorder, publish_again=self._publish_again,
             tell=lambda prompts: self.phase.progress(f"{prompts * num} are there"),
-            replay=open_replay(self.config),
+            replay=replay,
         )  # fmt: skip
-
-    def make_recorder(self) -> RolloutRecorder:
-        """The recorder of rollouts, or one that records nothing."""
-        if not self.config.store_rollouts:
-            return RolloutRecorder()
-        storage = getattr(self, "_storage", None)
-        return stored_rollouts(self.config, storage, self.trial_folder)
 
     def training_step(self) -> None:
         if self.position == 0 and self.config.evaluation_interval and self.eval_metrics is None:
@@ -185,6 +185,13 @@ class RLHF(LanguageModelAlgorithm):
         self._record_trained(sampled, self.foreach_learner(call))
 
     # --- its steps in a custom loop, see `custom_loop.py` ---------------------------------
+
+    @functools.cached_property
+    def custom_loop(self) -> CustomLoop:
+        """Its calls."""
+        from rllib_llm.algorithms.custom_loop import CustomLoop  # few programs need it
+
+        return CustomLoop(self)
 
     def next_batch(self) -> PendingCall[JudgedBatch]:
         """The batch to be learnt from next."""
@@ -367,7 +374,8 @@ class RLHF(LanguageModelAlgorithm):
         return self._pools[env_runner_group].pop_revived()
 
     def cleanup(self) -> None:
-        self.custom_loop.stop()
+        if "custom_loop" in vars(self):
+            self.custom_loop.stop()
         if self._server is not None:
             self._server.close()
         self.rollouts.stop()

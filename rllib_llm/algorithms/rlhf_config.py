@@ -12,7 +12,6 @@ from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 
 from rllib_llm.algorithms.evaluation import eval_env_config, eval_env_rules, evaluate_held_out
 from rllib_llm.algorithms.language_model_config import LanguageModelConfig
-from rllib_llm.config.checks import idle_overlay, wrong
 from rllib_llm.config.distillation import DISTILLATION, distillation_rules, teacher_of
 from rllib_llm.config.loss import (
     LOSS,
@@ -32,7 +31,7 @@ from rllib_llm.config.sampling import (
     sampling_rules,
     takes_rows,
 )
-from rllib_llm.config.sections import SectionMethod, defaults
+from rllib_llm.config.sections import SectionMethod, defaults, idle, wrong
 from rllib_llm.config.streaming import (
     OFF_POLICY,
     REPLAY,
@@ -157,14 +156,10 @@ class RLHFConfig(LanguageModelConfig):
         """Whether groups stream: a batch is more than consecutive prompts sampled on demand."""
         return bool(self.max_staleness or self.filters or self.oversample > 1)
 
-    @property
-    def makes_stale(self) -> bool:
-        """Whether groups may be learnt from with newer weights than sampled them."""
-        return bool(self.max_staleness or self.oversample > 1)
-
     def stream_rules(self) -> StreamRules:
         """How far samplers may be ahead, and in which order groups are learnt from."""
-        num_groups, num_extra = self.num_prompts_per_iteration, self.num_extra_groups
+        num_groups = self.num_prompts_per_iteration
+        num_extra = math.ceil(round((self.oversample - 1) * num_groups, 6))
         # The first that are finished of all that are begun for an iteration.
         any_begun = num_groups + num_extra if num_extra and self.schedule == "free" else 1
         return StreamRules(
@@ -181,11 +176,6 @@ class RLHFConfig(LanguageModelConfig):
             bounds_age=not asks_a_server(self),
             timeout_s=self.sampler_timeout_s,
         )
-
-    @property
-    def num_extra_groups(self) -> int:
-        """Groups begun beyond those that are needed."""
-        return math.ceil(round((self.oversample - 1) * self.num_prompts_per_iteration, 6))
 
     def serving_settings(self) -> ServingSettings:
         """Settings common to all samplers."""
@@ -225,9 +215,10 @@ class RLHFConfig(LanguageModelConfig):
             return found
         overlay, held_out = self.evaluation_config, {}
         if isinstance(overlay, Mapping) and overlay:
-            held_out["evaluation_config"] = self.get_evaluation_config_object()
+            held_out["evaluation_config"] = own = self.get_evaluation_config_object()
             names = flattened(type(self), overlay)
-            found += idle_overlay(held_out["evaluation_config"], self, names)
+            unused = (problem for problem in idle(own, self) if problem.name in names)
+            found += [problem.within("evaluation_config") for problem in unused]
         if self.evaluation_interval:
             for name in self.eval_envs or ():
                 held_out[f"eval_envs.{name}"] = eval_env_config(self, name)

@@ -17,7 +17,7 @@ from ray.rllib.utils.spaces.repeated import Repeated
 
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
 from rllib_llm.algorithms.language_model_config import LanguageModelConfig
-from rllib_llm.config.checks import given, wrong
+from rllib_llm.config.sections import given, wrong
 from rllib_llm.data.mixture import Mixture, batches_of
 from rllib_llm.data.texts import BatchSource
 from rllib_llm.overseer.phases import EVALUATING, LEARNING

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from rllib_llm.config.checks import wrong
+from rllib_llm.config.sections import wrong
 from rllib_llm.shared.errors import Problem
 from rllib_llm.shared.setting import IN_ENV, Condition, Section, Settings, is_set, setting, when
 

@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from rllib_llm.config.checks import wrong
+from rllib_llm.config.sections import wrong
 from rllib_llm.modules.precision import LIBRARIES
 from rllib_llm.numerics.learning_rate import learning_rate_factor
 from rllib_llm.shared.errors import Problem

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from rllib_llm.config.checks import wrong
 from rllib_llm.config.model import StartingPoint
+from rllib_llm.config.sections import wrong
 from rllib_llm.config.tabled_config import flattened
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Engine

@@ -154,7 +154,9 @@ def key_problems(
         why, unknown = "RLlib's own algorithm trains no language model", []
         yield Problem(", ".join(language), KNOWN_KEY, why, f"Write {LANGUAGE}")
     for key in unknown:
-        remedy = hint(type(config), str(key)) if is_tabled else _hint(str(key), allowed)
+        remedy = hint(type(config), str(key)) if is_tabled else suggestion(str(key), allowed)
+        if not is_tabled and RETIRED.get(key) in allowed:
+            remedy = f"It is {RETIRED[key]!r} now."
         yield unknown_key("", key, allowed, _moved_out(config, key) if key in beside else remedy)
     overrides = settings.get("evaluation_config")
     if isinstance(overrides, Mapping) and not is_tabled:  # those check their own
@@ -169,12 +171,6 @@ def _moved_out(config: AlgorithmConfig, key: str) -> str:
     others = other_names(type(config)) if isinstance(config, TabledConfig) else {}
     or_else = f" Or did you mean {others[key].name!r}?" if key in others else ""
     return f"{key} stands beside config:, not in it.{or_else}"
-
-
-def _hint(key: str, allowed: set[str]) -> str:
-    if key in RETIRED and RETIRED[key] in allowed:
-        return f"It is {RETIRED[key]!r} now."
-    return suggestion(key, allowed)
 
 
 def _value_problems(

@@ -1,5 +1,9 @@
 """The sections of a config class: rows, defaults, known names; the methods made from them, such as
-`.training(...)`; and all of it as plain data, for the command line and documentation."""
+`.training(...)`; all of it as plain data, for the command line and documentation.
+
+Also problems of rules between settings, and warnings of settings that do nothing under the others:
+a typo in a plan costs a night.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,18 @@ import functools
 import inspect
 import textwrap
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeVar, cast
 
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 
+from rllib_llm.shared.errors import Problem, Problems, warning
 from rllib_llm.shared.setting import IN_CONFIG, Section, Setting
 
 ConfigClass = Any  # a subclass of TabledConfig, which imports this module
 Function = TypeVar("Function", bound=Callable[..., Any])
+Value = TypeVar("Value")
+Rule = Callable[[Any], Iterable[Problem]]  # of a config: what of it breaks the rule
 
 
 def cached(function: Function) -> Function:
@@ -86,15 +93,10 @@ def row_called(config_class: ConfigClass, section: str, name: str) -> Setting | 
 
 
 @cached
-def _rllib_attributes() -> frozenset[str]:
-    return frozenset(vars(AlgorithmConfig()))
-
-
-@cached
 def plain_fields(config_class: ConfigClass) -> frozenset[str]:
     """Attributes that a subclass has added without a row."""
     rows = table(config_class).values()
-    known = {row.attribute or row.name for row in rows} | _rllib_attributes()
+    known = {row.attribute or row.name for row in rows} | vars(AlgorithmConfig()).keys()
     own = (name for name in vars(defaults(config_class)) if not name.startswith("_"))
     return frozenset(name for name in own if name not in known)
 
@@ -274,3 +276,55 @@ def _described(config_class: ConfigClass, section: str, name: str, row: Setting)
 def _shown(value: Any) -> str:
     """A default as Python writes it; of a class or function its name."""
     return value.__name__ if isinstance(value, type) or callable(value) else repr(value)
+
+
+# --- what is wrong, or does nothing ---------------------------------------------------------------
+
+
+def wrong(
+    config: Any, name: str, rule: str, reason: str, remedy: str = "Leave it out"
+) -> Problem:
+    """The problem of a setting of `config`, which must "be `rule`"."""
+    return Problem(name, f"be {rule}", reason, remedy, getattr(config, name))
+
+
+def given(value: Value | None, name: str, rule: str, reason: str, remedy: str) -> Value:
+    """Returns `value`; where it is None, raises Problems, without the None, which mostly nobody has
+    written."""
+    if value is None:
+        raise Problems(name, f"be {rule}", reason, remedy)
+    return value
+
+
+def no_effect(config: Any) -> Iterator[Problem]:
+    """A warning for every setting that was changed from its default and is not used, and for every
+    range that does not suit the loss that was chosen."""
+    yield from idle(config, defaults(type(config)))
+    loss, low = getattr(config, "policy_loss", None), getattr(config, "clip_param", 0.0)
+    if loss == "gspo" and low >= 0.1:
+        yield warning("clip_param", "be smaller with policy_loss='gspo'", "it hardly ever clips: "
+                      "the ratio of a whole completion is its tokens' geometric mean, near 1",
+                      "Zheng et al. 2025 use clip_param=3e-4 and clip_param_high=4e-4 for "
+                      "completions of thousands of tokens; about 0.03 suits short ones", low
+                      )  # fmt: skip
+    if loss == "cispo" and low < 1:
+        yield warning("clip_param", "be 1 with policy_loss='cispo'", "it holds weights from below, "
+                      "which its paper does not (MiniMax-M1 2025)",
+                      "Bound them from above with clip_param_high", low)  # fmt: skip
+
+
+def idle(config: Any, other: Any) -> Iterator[Problem]:
+    """Warnings of settings that `config` does not use, where they differ from `other`'s."""
+    why = f"in {config.algo_class.__name__}"
+    unused: dict[str, tuple[str, str]] = dict.fromkeys(config.ignored_settings, (why, "Remove it"))
+    rows = {**table(type(config)), **rllib_table(type(config))}
+    for row in rows.values():
+        if row.place == IN_CONFIG and row.name not in unused and (idle := row.unused(config)):
+            unused[row.name] = idle
+    for name, (reason, remedy) in unused.items():
+        value, usual = (
+            rows[name].value(each) if name in rows else getattr(each, name)
+            for each in (config, other)
+        )
+        if not same(value, usual):
+            yield warning(name, "", f"has no effect {reason}", remedy, value)

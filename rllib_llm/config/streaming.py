@@ -6,11 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from rllib_llm.config.checks import wrong
 from rllib_llm.config.sampling import takes_rows
+from rllib_llm.config.sections import wrong
 from rllib_llm.numerics.kl import KL_ESTIMATORS
 from rllib_llm.numerics.off_policy import WEIGHT_LEVELS, WEIGHT_MODES
-from rllib_llm.rollouts.filters import Filters
 from rllib_llm.shared.errors import Problem
 from rllib_llm.shared.setting import Condition, Section, Settings, is_set, setting, when
 
@@ -207,10 +206,13 @@ REPLAY = Section.of("replay", Replay)
 
 def streaming_rules(config: Any) -> Iterator[Problem]:
     """Samplers can be ahead of the learner in this way."""
-    if "reward_spread" in Filters(config.filters or ()).names and config.num_completions == 1:
-        yield wrong(config, "num_completions", "at least 2 with the filter 'reward_spread'",
-                    "one score has no spread, so every group would be rejected",
-                    "Set num_completions: 8, say, or leave the filter out")  # fmt: skip
+    if config.filters:
+        from rllib_llm.rollouts.filters import Filters  # few runs need it
+
+        if "reward_spread" in Filters(config.filters).names and config.num_completions == 1:
+            yield wrong(config, "num_completions", "at least 2 with the filter 'reward_spread'",
+                        "one score has no spread, so every group would be rejected",
+                        "Set num_completions: 8, say, or leave the filter out")  # fmt: skip
     is_lockstep = config.schedule != "free" and config.streams
     if config.window != 1 and is_lockstep:
         yield wrong(config, "window", "1 with schedule='lockstep'", "which group overtakes another "
@@ -218,7 +220,8 @@ def streaming_rules(config: Any) -> Iterator[Problem]:
     if config.on_stale != "train" and is_lockstep:
         yield wrong(config, "on_stale", "'train' with schedule='lockstep'", "no group overtakes "
                     "another, so none gets too old", "Set schedule='free'")  # fmt: skip
-    if config.makes_stale and config.weights_transport != "store":
+    is_ahead = config.max_staleness or config.oversample > 1
+    if is_ahead and config.weights_transport != "store":
         yield wrong(config, "weights_transport", "'store' where samplers are ahead of the learner",
                     "older weights have to stay where they are")  # fmt: skip
 

@@ -19,14 +19,16 @@ from ray.rllib.callbacks.callbacks import RLlibCallback
 from ray.rllib.utils import force_list
 from ray.tune.result import TRIAL_INFO
 
-from rllib_llm.config.checks import Rule, given, no_effect
 from rllib_llm.config.rllib import COMMON, INSTEAD, ONLINE, READ_ONLY, RENAMED, RETIRED
 from rllib_llm.config.sections import (
     ConfigClass,
+    Rule,
     SectionMethod,
     defaults,
     first_setting,
+    given,
     known_names,
+    no_effect,
     other_names,
     positional,
     rllib_parameters,
@@ -208,12 +210,14 @@ class TabledConfig(AlgorithmConfig):
                 )
             given = {first: args[0], **given}
         for name, value in given.items():
+            # A language model's name; RLlib's `training(model={...})` describes a network.
+            is_model = name == "model" and not isinstance(value, Mapping)
             row = row_called(type(self), section, name)
             if value is NotProvided:
                 continue
             if row is not None and table(type(self)).get(row.name) is row:
                 ours[row.name] = value
-            elif name in of_rllib and name not in RETIRED and not _names_a_network(name, value):
+            elif name in of_rllib and name not in RETIRED and not is_model:
                 theirs[name] = value
             else:
                 unknown.append(name)
@@ -223,7 +227,13 @@ class TabledConfig(AlgorithmConfig):
         if theirs:
             getattr(AlgorithmConfig, section)(self, **theirs)
         for name, value in {**self.implied(ours), **ours}.items():
-            self._set(table(type(self))[name], value)
+            row = table(type(self))[name]
+            if row.place == IN_CONFIG:
+                setattr(self, row.attribute or row.name, value)
+                continue
+            self.env_config = {**self.env_config, row.name: value}
+            if self.env is None:
+                self.env = row.env
         return self
 
     @classmethod
@@ -234,14 +244,6 @@ class TabledConfig(AlgorithmConfig):
     def implied(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Settings that follow from `given` where they are not in it themselves."""
         return {}
-
-    def _set(self, row: Setting, value: Any) -> None:
-        if row.place == IN_CONFIG:
-            setattr(self, row.attribute or row.name, value)
-            return
-        self.env_config = {**self.env_config, row.name: value}
-        if self.env is None:
-            self.env = row.env
 
     def update_from_dict(self, config_dict: dict[str, Any]):
         """As RLlib's; sections may be mappings of their own, and unknown keys are refused.
@@ -392,11 +394,6 @@ def _env_problems(env_config: Any, env: Any, place: str = "") -> Iterator[Proble
         for name in filter(ENV_SETTINGS.__contains__, env_config):
             if (found := ENV_SETTINGS[name].problem(env_config[name], place=place)) is not None:
                 yield found
-
-
-def _names_a_network(name: str, value: Any) -> bool:
-    """Whether it is a language model's name, for which RLlib's `training(model={...})` is not."""
-    return name == "model" and not isinstance(value, Mapping)
 
 
 def flattened(

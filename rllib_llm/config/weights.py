@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from rllib_llm.config.checks import wrong
+from rllib_llm.config.sections import wrong
 from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.errors import Problem, refusals
 from rllib_llm.shared.setting import Section, Settings, setting, when
-from rllib_llm.weights.push import open_servers
 from rllib_llm.weights.transport import is_own
 
 PUSHES = when("weights_push", "is set", bool, "Set weights_push")
@@ -106,8 +105,11 @@ def follower_rules(config: Any) -> Iterator[Problem]:
     """Others than the samplers can be given the weights."""
     if config.in_evaluation:
         return
-    for server in open_servers(config.weights_push or ()):
-        server.close()
+    if config.weights_push:
+        from rllib_llm.weights.push import open_servers  # few runs need it
+
+        for server in open_servers(config.weights_push):
+            server.close()
     if config.serve is None:
         return
     if config.weights_name is None:

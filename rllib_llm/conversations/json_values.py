@@ -1,4 +1,4 @@
-"""JSON values in conversations: what can be written, copies, what a tool's schema objects to."""
+"""JSON values in conversations: what can be written, what a tool's schema objects to."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
-import numpy as np
 from jsonschema import Draft202012Validator, ValidationError
 from jsonschema.validators import extend
 from pydantic_core import SchemaError, SchemaValidator, core_schema
 
 _HALVES = re.compile("[\ud800-\udfff]")  # of characters, which JSON can name
 _MOST_LEVELS = 64  # of objects and lists in arguments, which templates and tools walk by recursion
-_FLAT = (int, str, float)  # most parts of lists, as of token ids
 _LARGEST = 10**4300  # of integers: Python reads and writes no more digits
 
 
@@ -92,17 +90,6 @@ def broken_up(value: Any, special: Sequence[str] = ()) -> Any:
     if isinstance(value, (list, tuple)):
         return [broken_up(part, special) for part in value]
     return value
-
-
-def copied(value: Any, levels: int = _MOST_LEVELS) -> Any:
-    """A deep copy of containers and arrays, for a user's function that may change what it is given;
-    other objects, and parts deeper than `levels`, are shared."""
-    if isinstance(value, dict) and levels:
-        return {key: copied(part, levels - 1) for key, part in value.items()}
-    if (isinstance(value, list) or type(value) is tuple) and levels:
-        parts = [part if type(part) in _FLAT else copied(part, levels - 1) for part in value]
-        return parts if isinstance(value, list) else tuple(parts)
-    return value.copy() if isinstance(value, (set, bytearray, np.ndarray)) else value
 
 
 def as_json(value: Any) -> Any:

@@ -40,6 +40,7 @@ import pyarrow.fs
 import pyarrow.parquet as pq
 
 from rllib_llm.shared.errors import Problem, Problems, require
+from rllib_llm.shared.storage import Place, place
 
 STORE_FILE = ".store.json"  # hidden: readers take a folder's other files for data
 PIECES_KEY = b"rllib_llm_pieces"  # in each file's metadata: (rows, iteration) of what it is made of
@@ -105,6 +106,11 @@ SCHEMA = pa.schema(
 
 class RolloutSchemaError(Problems):
     """Files of another schema version."""
+
+
+def is_rollout_folder(folder: str | Place) -> bool:
+    """Whether `folder` is the `rollouts` folder of a trial."""
+    return (place(folder) / STORE_FILE).is_file()
 
 
 def check_version(schema: pa.Schema, where: str) -> None:

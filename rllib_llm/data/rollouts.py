@@ -16,7 +16,14 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 from pyarrow.fs import LocalFileSystem
 
-from rllib_llm.data.rollout_store import ROLLOUTS, SCHEMA, STORE_FILE, check_version, not_contained
+from rllib_llm.data.rollout_store import (
+    ROLLOUTS,
+    SCHEMA,
+    STORE_FILE,
+    check_version,
+    is_rollout_folder,
+    not_contained,
+)
 from rllib_llm.data.rows import Rows
 from rllib_llm.shared.errors import Problems, did_you_mean, require
 from rllib_llm.shared.run_layout import RunFolder, name_one
@@ -36,11 +43,6 @@ _LEARNT_COLUMNS = (
 
 class NoRolloutsError(Problems):
     """A folder without rollouts."""
-
-
-def is_rollout_folder(folder: str | Place) -> bool:
-    """Whether `folder` is the `rollouts` folder of a trial."""
-    return (place(folder) / STORE_FILE).is_file()
 
 
 def rollout_folders(run: str | Path | UrlPath) -> list[Place]:

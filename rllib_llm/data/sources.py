@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from rllib_llm.data.files import SUFFIXES, missing_file, read_file, rows_of
-from rllib_llm.data.rollouts import is_rollout_folder, load_rollouts
+from rllib_llm.data.rollout_store import is_rollout_folder
 from rllib_llm.data.rows import Rows, concatenated
 from rllib_llm.shared.dotted import import_dotted, looks_dotted
 from rllib_llm.shared.errors import Problem, Problems, report, require, unknown_key
@@ -183,6 +183,8 @@ def _read(source: Any, options: dict[str, Any], name: str) -> Rows:
         if not isinstance(found, str):
             return rows_of(found(), text, name)
         if own == _OF_ROLLOUTS:
+            from rllib_llm.data.rollouts import load_rollouts  # few runs learn from another's
+
             return load_rollouts(found, options.get("where"), options.get("best_of_group"), name)
         return _read_hugging_face(found, options, name)
     what = f"a {type(source).__name__}"

@@ -19,7 +19,6 @@ import torch
 
 from rllib_llm.conversations.chat_format import Message
 from rllib_llm.conversations.conversation import Conversation, Rollout, training_columns
-from rllib_llm.conversations.json_values import copied
 from rllib_llm.conversations.tool_calls import ToolCall
 from rllib_llm.engines.protocol import Ended
 from rllib_llm.envs.actions import Judgement
@@ -27,6 +26,7 @@ from rllib_llm.envs.conversation import ConversationEnv, Response, no_room
 from rllib_llm.envs.judges.reward_functions import (
     RewardBatch,
     as_number,
+    copied,
     question,
     shown_message,
     transcripts,

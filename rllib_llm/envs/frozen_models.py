@@ -25,12 +25,12 @@ from rllib_llm.data.encoding import (
 )
 from rllib_llm.data.rows import OF_TEMPLATES
 from rllib_llm.envs.judges.reward_functions import Judge
+from rllib_llm.modules.frozen import load_quantized
 from rllib_llm.modules.logprobs import score_completions
 from rllib_llm.modules.model_source import text_config
 from rllib_llm.modules.packing import pack_right, token_batches
 from rllib_llm.modules.pretrained import (
     load_causal_lm,
-    load_quantized,
     load_sequence_classifier,
     score_head,
 )

@@ -31,9 +31,10 @@ from typing import Any, Protocol
 
 from transformers.utils import get_json_schema
 
-from rllib_llm.conversations.json_values import copied, objection
+from rllib_llm.conversations.json_values import objection
 from rllib_llm.conversations.tool_calls import ToolCall
 from rllib_llm.data.files import text_of
+from rllib_llm.envs.judges.reward_functions import copied
 from rllib_llm.envs.sandbox import Contained
 from rllib_llm.envs.sandbox_backends import Sandbox
 from rllib_llm.shared.arguments import Count, Seconds, checked

@@ -204,19 +204,16 @@ class LanguageModelLearner(SharedPasses):
             if version is not None:
                 self._weights_seq_no = version
             self._weights_seq_no += 1
-            self._take_steps(rows)
+            minibatches = list(self._minibatches(rows))
+            self.start_update(rows, minibatches)
+            with self._training(self._weights_seq_no):
+                for indices in minibatches:
+                    self._add_gradient(take_rows(rows, indices))
+                    self._step()
+                    if self.should_stop():
+                        break
             self.after_gradient_based_update(timesteps=timesteps or {})
         return {**self.metrics.reduce(), REPORT: self.report()}
-
-    def _take_steps(self, rows: Batch) -> None:
-        minibatches = list(self._minibatches(rows))
-        self.start_update(rows, minibatches)
-        with self._training(self._weights_seq_no):
-            for indices in minibatches:
-                self._add_gradient(take_rows(rows, indices))
-                self._step()
-                if self.should_stop():
-                    break
 
     def forward_backward(self, batch: dict[str, Any], version: int) -> dict[str, Any]:
         """Adds the gradient of a batch's loss, the whole batch as one mini-batch, to what
@@ -273,10 +270,6 @@ class LanguageModelLearner(SharedPasses):
         finally:
             self.module[DEFAULT_MODULE_ID].unwrapped().eval()
 
-    def _zero_gradients(self) -> None:
-        for optimizer in self._named_optimizers.values():
-            optimizer.zero_grad(set_to_none=True)
-
     def _add_gradient(self, minibatch: Batch) -> None:
         """Adds the gradient of the mini-batch's loss to those of the next step. If that fails, all
         are dropped, since partial gradients cannot be separated."""
@@ -295,7 +288,8 @@ class LanguageModelLearner(SharedPasses):
         before = self.means.copy()
 
         def passes() -> torch.Tensor:
-            self._zero_gradients()
+            for optimizer in self._named_optimizers.values():
+                optimizer.zero_grad(set_to_none=True)
             self.means.take(before)
             self.forget_passes()
             return self._passes(minibatch)

@@ -33,14 +33,14 @@ class OffPolicyCorrection:
     notes how far the sampler's policy was.
 
     Args:
-        mode: "bypass", "decoupled", "decoupled_loglinear" or None, which leaves all as it is.
+        mode: "bypass", "decoupled" or "decoupled_loglinear".
         weights: arguments of `importance_weights`; None: all weigh 1.
         rejection: arguments of `kept_tokens`; None: nothing is rejected.
         means: takes the metrics `off_policy/...`, means over the tokens before rejection.
     """
 
     def __init__(
-        self, mode: str | None, *, weights: dict[str, Any] | None,
+        self, mode: str, *, weights: dict[str, Any] | None,
         rejection: dict[str, Any] | None, means: WeightedMeans,
     ) -> None:  # fmt: skip
         self._mode = mode
@@ -52,7 +52,7 @@ class OffPolicyCorrection:
 
     @classmethod
     def from_config(cls, config: Any, means: WeightedMeans) -> OffPolicyCorrection:
-        """The correction that an RLHF config asks for."""
+        """The correction that an RLHF config with `off_policy` asks for."""
         names = ("level", "lower", "upper")
         weights = {name: getattr(config, f"off_policy_{name}") for name in names}
         rejection = {name: getattr(config, f"rejection_{name}") for name in names}
@@ -63,11 +63,6 @@ class OffPolicyCorrection:
             rejection=None if estimator is None else {"estimator": estimator, **rejection},
         )  # fmt: skip
 
-    @property
-    def recomputes(self) -> bool:
-        """Whether old log-probs are the learner's own, of the policy before the update."""
-        return self._mode == "decoupled"
-
     def start_minibatch(
         self, minibatch: Batch, mask: Tensor, version: int, *, is_first: bool
     ) -> None:
@@ -75,8 +70,6 @@ class OffPolicyCorrection:
 
         version: of the weights before the update. is_first: the policy is still that one.
         """
-        if self._mode is None:
-            return
         self._version, self._is_first = version, is_first
         names = ["rejected_share"]
         if self._weights is not None:
@@ -92,8 +85,6 @@ class OffPolicyCorrection:
     def apply(self, batch: Batch, logprobs: Tensor, mask: Tensor) -> tuple[Batch, Tensor | None]:
         """The micro-batch with `old_logprobs` of the proximal policy, and the weight of each of
         its tokens, [B, T], 0 where it is rejected; None: all weigh 1."""
-        if self._mode is None:
-            return batch, None
         behaviour = batch[columns.SAMPLER_LOGPROBS]
         if self._mode == "decoupled_loglinear":
             age = off_policy.ages(batch[columns.WEIGHTS_VERSION], self._version)
@@ -137,16 +128,6 @@ class OffPolicyCorrection:
         age = off_policy.ages(batch[columns.WEIGHTS_VERSION], self._version)
         age = age.clamp(max=NUM_LAGS - 1)
         return [(lag, mask & (age == lag)) for lag in range(NUM_LAGS)]
-
-
-def with_effective_sample_size(group: dict[str, float]) -> dict[str, float]:
-    """The metrics `off_policy/...` of an update with `ess_share`, (Σw)²/(n Σw²), in the place of
-    the mean square weight: the share of the tokens that would say as much, weighted alike."""
-    group = dict(group)
-    square = group.pop("weight_square", None)
-    if square is not None:
-        group["ess_share"] = group["weight"] ** 2 / square if square else 0.0
-    return group
 
 
 NUMBER = "number_in_update"  # column [rows] int64: which row of the update it is

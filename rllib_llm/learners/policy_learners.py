@@ -6,13 +6,11 @@ PPO-ptx (Ouyang et al. 2022, eq. 2): PPO with a critic and a KL to the reference
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from ray.rllib.core import DEFAULT_MODULE_ID
 
-from rllib_llm.data.mixture import Mixture, batches_of
-from rllib_llm.data.texts import BatchSource, TextSource
 from rllib_llm.learners.batching import take_rows
 from rllib_llm.learners.language_model_learner import zero_loss
 from rllib_llm.learners.rlhf_learner import RLHFLearner
@@ -31,6 +29,10 @@ from rllib_llm.numerics.losses import cross_entropy_tokens
 from rllib_llm.numerics.scores import RolloutRows
 from rllib_llm.shared import columns
 from rllib_llm.shared.errors import require
+
+if TYPE_CHECKING:
+    from rllib_llm.data.mixture import Mixture
+    from rllib_llm.data.texts import BatchSource
 
 
 class GroupLearner(RLHFLearner):
@@ -210,6 +212,10 @@ class PPOPtxLearner(RLHFLearner):
     def _text_source(self, name: str) -> BatchSource | Mixture | None:
         if (data := getattr(self.config, name)) is None:
             return None
+        # Here, since other algorithms read no texts.
+        from rllib_llm.data.mixture import batches_of
+        from rllib_llm.data.texts import TextSource
+
         return batches_of(
             TextSource, data, name=name,
             tokenizer=self.module[DEFAULT_MODULE_ID].unwrapped().tokenizer,

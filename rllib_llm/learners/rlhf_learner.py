@@ -8,35 +8,42 @@ An algorithm is a subclass with one method, `compute_advantages`. The arithmetic
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from ray.rllib.core import DEFAULT_MODULE_ID
 
 from rllib_llm.learners.batching import take_rows
 from rllib_llm.learners.language_model_learner import LanguageModelLearner
-from rllib_llm.learners.moving_average import MovingAverage
-from rllib_llm.learners.off_policy import OffPolicyCorrection, OldLogprobs
 from rllib_llm.learners.shared_passes import Batch, frozen_policy, own_reference
 from rllib_llm.modules.logprobs import ReferencePolicy, Teacher
 from rllib_llm.modules.model_source import check_teacher
 from rllib_llm.numerics import losses, scores
 from rllib_llm.numerics.advantages import token_rewards
-from rllib_llm.numerics.distillation import sampled_advantages
-from rllib_llm.numerics.entropy import AdaptiveEntropyCoefficient, high_entropy_tokens
 from rllib_llm.numerics.kl import AdaptiveKLCoefficient, FixedKLCoefficient, kl_estimate
 from rllib_llm.numerics.scores import RolloutRows, with_turn_rewards
 from rllib_llm.shared import columns
 from rllib_llm.shared.errors import require
+
+if TYPE_CHECKING:
+    from rllib_llm.learners.moving_average import MovingAverage
+    from rllib_llm.learners.off_policy import OffPolicyCorrection, OldLogprobs
+    from rllib_llm.numerics.entropy import AdaptiveEntropyCoefficient
 
 
 class RLHFLearner(LanguageModelLearner):
     """Policy-gradient learner for whole completions; see the module docstring."""
 
     def build(self) -> None:
-        self.ref_kl = _kl_coefficient(self.config)
+        target, coeff = self.config.ref_kl_target, self.config.ref_kl_coeff
+        self.ref_kl: FixedKLCoefficient | AdaptiveKLCoefficient = (
+            FixedKLCoefficient(coeff) if target is None
+            else AdaptiveKLCoefficient(coeff, target, self.config.ref_kl_horizon)
+        )  # fmt: skip
         self.entropy_coeff: AdaptiveEntropyCoefficient | None = None  # where there is a target
         if (target := self.config.entropy_target) is not None:
+            from rllib_llm.numerics.entropy import AdaptiveEntropyCoefficient  # few runs need it
+
             self.entropy_coeff = AdaptiveEntropyCoefficient(
                 self.config.entropy_coeff, target, self.config.entropy_coeff_delta
             )
@@ -45,7 +52,11 @@ class RLHFLearner(LanguageModelLearner):
         self._num_minibatches = 0  # of the current update, begun so far
         self._old_logprobs: OldLogprobs | None = None  # in half precision, of the current update
         super().build()
-        self.correction = OffPolicyCorrection.from_config(self.config, self.means)
+        self.correction: OffPolicyCorrection | None = None
+        if self.config.off_policy is not None:
+            from rllib_llm.learners.off_policy import OffPolicyCorrection  # few runs need it
+
+            self.correction = OffPolicyCorrection.from_config(self.config, self.means)
         self._averages: list[MovingAverage] = []  # frozen copies that follow the policy
         self.reference = self._make_reference()
         every, mix = self.config.reference_update_every, self.config.reference_update_mix
@@ -135,6 +146,8 @@ class RLHFLearner(LanguageModelLearner):
 
     def _keep_high_entropy(self, batch: Batch) -> None:
         """Leaves the tokens of highest entropy an advantage."""
+        from rllib_llm.numerics.entropy import high_entropy_tokens  # few runs need it
+
         entropies = self.evaluate_rows(batch, [columns.ENTROPY])[columns.ENTROPY]
         share = self.effective.use("top_entropy_share", self.config.top_entropy_share)
         kept = high_entropy_tokens(entropies, columns.sampled_mask(batch), share)
@@ -174,6 +187,8 @@ class RLHFLearner(LanguageModelLearner):
 
     def _add_teacher(self, batch: Batch) -> None:
         """Adds log teacher - log policy of the sampled tokens to their advantages."""
+        from rllib_llm.numerics.distillation import sampled_advantages  # few runs need it
+
         name = columns.TEACHER_LOGPROBS
         if self.teacher is not None:
             rows = dict(batch)
@@ -201,6 +216,8 @@ class RLHFLearner(LanguageModelLearner):
     def _follow(self, frozen: ReferencePolicy | None, every: int | None, mix: float) -> None:
         """Makes the weights of a frozen copy follow the policy's."""
         if frozen is not None and every is not None:
+            from rllib_llm.learners.moving_average import MovingAverage  # few runs need it
+
             policy = self.module[DEFAULT_MODULE_ID].unwrapped().model
             self._averages.append(MovingAverage(frozen.model, policy, every, mix))
 
@@ -256,7 +273,7 @@ class RLHFLearner(LanguageModelLearner):
         has_reference = self.reference is not None or columns.REF_LOGPROBS in batch
         adapts = self.config.ref_kl_target is not None
         makes_kl = has_reference and (self.config.ref_kl_in == "reward" or adapts)
-        recomputes = self.correction.recomputes and (makes_kl or shares_trunk)
+        recomputes = self.config.off_policy == "decoupled" and (makes_kl or shares_trunk)
         recomputes |= fresh and self._is_half and shares_trunk
         self._has_own_logprobs = recomputes
         old = {columns.OLD_LOGPROBS: batch[columns.SAMPLER_LOGPROBS]}
@@ -279,10 +296,13 @@ class RLHFLearner(LanguageModelLearner):
     def start_update(self, rows: Batch, minibatches: list[torch.Tensor]) -> None:
         """Old log-probs that are the learner's own, see `off_policy.py`."""
         self._old_logprobs = None
-        if not self._is_half and (self._has_own_logprobs or not self.correction.recomputes):
+        mode = self.config.off_policy
+        if not self._is_half and (self._has_own_logprobs or mode != "decoupled"):
             return
-        if self.config.off_policy not in (None, "decoupled"):
+        if mode not in (None, "decoupled"):
             return
+        from rllib_llm.learners.off_policy import OldLogprobs  # few runs need it
+
         self._old_logprobs = OldLogprobs(rows, minibatches[0], self.all_reduce)
         later = self._old_logprobs.later
         if len(later) and not self._has_own_logprobs:
@@ -337,9 +357,10 @@ class RLHFLearner(LanguageModelLearner):
             self.means.add_count("sampler/logprob_gap", self.denominators.num_tokens)
         elif self._old_logprobs is not None:
             self._old_logprobs.recall(minibatch)
-        self.correction.start_minibatch(
-            minibatch, mask, self._version, is_first=self._num_minibatches == 1
-        )
+        if self.correction is not None:
+            self.correction.start_minibatch(
+                minibatch, mask, self._version, is_first=self._num_minibatches == 1
+            )
         for name in ("loss/policy_avg", "loss/value_avg"):
             self.means.add_count(name, 1)
         if self._distills:
@@ -361,7 +382,9 @@ class RLHFLearner(LanguageModelLearner):
         logprobs = fwd_out[columns.LOGPROBS]
         weights = batch.get(columns.ROW_WEIGHT)
         use = self.effective.use
-        batch, importance = self.correction.apply(batch, logprobs, mask)
+        importance = None
+        if self.correction is not None:
+            batch, importance = self.correction.apply(batch, logprobs, mask)
         policy = losses.policy_loss(
             logprobs,
             batch[columns.OLD_LOGPROBS],
@@ -528,9 +551,3 @@ _TEACHER_MEANS = {
     columns.DIVERGENCE: "loss/distill_avg", columns.TEACHER_KL: "train/teacher_kl",
     columns.TEACHER_AGREES: "train/teacher_agreement",
 }  # fmt: skip
-
-
-def _kl_coefficient(config) -> FixedKLCoefficient | AdaptiveKLCoefficient:
-    if config.ref_kl_target is None:
-        return FixedKLCoefficient(config.ref_kl_coeff)
-    return AdaptiveKLCoefficient(config.ref_kl_coeff, config.ref_kl_target, config.ref_kl_horizon)

@@ -30,7 +30,7 @@ from rllib_llm.learners.sharding import ShardedModule, shard_module, shard_refer
 from rllib_llm.modules.logprobs import ReferencePolicy
 from rllib_llm.modules.lora import adapters_off, has_adapters
 from rllib_llm.modules.precision import multiplies_by_onednn, use_onednn, warn_of_emulation
-from rllib_llm.modules.pretrained import load_causal_lm, load_quantized
+from rllib_llm.modules.pretrained import load_causal_lm
 from rllib_llm.modules.rl_modules import CausalLMModule
 from rllib_llm.shared import columns
 from rllib_llm.shared.process import until_it_fits
@@ -229,6 +229,8 @@ def frozen_policy(
     dtype: None: that in which the policy computes.
     """
     module = learner.module[DEFAULT_MODULE_ID].unwrapped()
+    from rllib_llm.modules.frozen import load_quantized  # samplers do without
+
     model = module.computing_model
     policy_device = torch.device(device or next(model.parameters()).device)
     first = torch.device("cpu") if learner.is_sharded else policy_device

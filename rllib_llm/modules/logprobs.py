@@ -23,7 +23,6 @@ from rllib_llm.modules.model_source import text_config
 from rllib_llm.modules.multimodal import text_decoder
 from rllib_llm.modules.packing import TokenRows, WantedTokens, completion_rows, pack, text_rows
 from rllib_llm.modules.trunk import take_apart, wanted_hidden, wanted_tokens
-from rllib_llm.numerics.distillation import divergence_stats, likeliest_stats
 from rllib_llm.numerics.kl import full_kl
 from rllib_llm.numerics.token_stats import in_chunks, token_stats
 
@@ -261,6 +260,8 @@ def _distillation(
     logits_chunk_tokens: int | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """`divergence_stats` [tokens] of what `run` computed, or `likeliest_stats`."""
+    from rllib_llm.numerics.distillation import divergence_stats, likeliest_stats  # few need it
+
     if teacher.policy is not None:
         compare = functools.partial(divergence_stats, beta=teacher.beta)
         return _beside(run, teacher.policy, rows, temperature, logits_chunk_tokens, compare)

@@ -40,7 +40,6 @@ from transformers.pytorch_utils import Conv1D
 from rllib_llm.modules.llama_trunk import is_called_plainly, is_plain_tensor
 from rllib_llm.modules.model_source import text_config
 from rllib_llm.modules.multimodal import other_parts
-from rllib_llm.modules.quantization import quantize
 from rllib_llm.shared.errors import Problem, Problems, closest, report, require, unknown_key
 
 ADAPTER = "default"  # peft's own name for the only adapter of a model
@@ -477,6 +476,8 @@ def load_merged(
         raise ValueError(f"adapters {kind} cannot be merged into a causal language model")
     plain = load(base.model, dtype=dtype, device=device)
     if base.quantization != "none":
+        from rllib_llm.modules.quantization import quantize  # few adapters stand on such a model
+
         network = load(base.model, dtype=base.dtype, device=device)
         _take_quantized_weights(plain, quantize(network, base.quantization, device=device))
     wrapped = PeftModel(plain, settings)

@@ -32,14 +32,8 @@ from rllib_llm.modules.multimodal import text_decoder
 from rllib_llm.modules.precision import Float32Linear, use_float32_head
 from rllib_llm.modules.pretrained import (
     load_causal_lm,
-    load_quantized,
     load_sequence_classifier,
     score_head,
-)
-from rllib_llm.modules.sequence_scores import (
-    drop_score_normalization,
-    read_score_normalization,
-    sequence_scores,
 )
 from rllib_llm.modules.tokenizer import load_tokenizer
 from rllib_llm.modules.trunk import take_apart
@@ -266,6 +260,9 @@ def _load_policy(config: dict[str, Any]) -> nn.Module:
     lora = config.get("lora")
     if lora is None:
         return load_causal_lm(config["pretrained_model"], dtype=config["dtype"])
+    # Here, since only adapters stand on a frozen model.
+    from rllib_llm.modules.frozen import load_quantized
+
     bits, dtype = config.get("quantization", "none"), config["dtype"]
     model = load_quantized(
         load_causal_lm, config["pretrained_model"], quantization=bits, dtype=dtype
@@ -294,48 +291,14 @@ def _separate_critic(
     head = score_head(model)
     value_head = ValueHead(head.in_features)
     if head.out_features == 1:
+        from rllib_llm.modules.sequence_scores import read_score_normalization  # few critics
+
         mean, std = read_score_normalization(source) or (0.0, 1.0)
         with torch.no_grad():
             bias = 0.0 if head.bias is None else head.bias
             value_head.linear.weight.copy_(head.weight / std)
             value_head.linear.bias.copy_((bias - mean) / std)
     return text_decoder(model).base_model, value_head
-
-
-class RewardModelModule(HuggingFaceModule):
-    """`model_config` keys: pretrained_model (a classifier, or a causal LM whose trunk gets a new
-    head), dtype, seed (of the new head)."""
-
-    def load(self) -> None:
-        config = self.model_config
-        self.tokenizer = load_tokenizer(
-            config["pretrained_model"], chat_template=config.get("chat_template"),
-            template_settings=config.get("template_settings"),
-        )  # fmt: skip
-        self.model = load_sequence_classifier(
-            config["pretrained_model"], dtype=config["dtype"], new_head=True, seed=config["seed"]
-        )
-        drop_score_normalization(self.model.config)  # of the scores before this training
-        self.freeze_towers()
-        self.save_memory(self.model)
-        outputs = score_head(self.model).out_features
-        require(outputs == 1, "model", config["pretrained_model"],
-                f"have one output, not {outputs}",
-                "preference pairs train a single score")  # fmt: skip
-
-    def _forward_train(self, batch: dict[str, Any], **kwargs) -> dict[str, torch.Tensor]:
-        """`scores` [2N]: of the N chosen texts, then of the N rejected ones, from one forward; or
-        [N] of the texts `input_ids`, where these are given."""
-        if columns.INPUT_IDS in batch:
-            ids, mask = batch[columns.INPUT_IDS], batch[columns.ATTENTION_MASK]
-        else:
-            ids, mask = stack_pairs(batch)
-        return {columns.SCORES: sequence_scores(self.computing_model, ids, mask).float()}
-
-    def float32_parts(self) -> list[nn.Module]:
-        """The head, where `sequence_scores` calls it itself."""
-        head = getattr(self.model, "score", None)
-        return [head] if isinstance(head, nn.Module) else []
 
 
 _PAIR_NAMES = (

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
@@ -32,15 +32,10 @@ from ray.rllib.utils.typing import StateDict
 
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.registry import engine_class
-from rllib_llm.envs.adapters.agent import AgentEnv
 from rllib_llm.envs.bandit import check_env_lengths
-from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.registry import check_batched, make
-from rllib_llm.overseer.oversight import Link
 from rllib_llm.overseer.phases import IDLE, STARTING, Phases
-from rllib_llm.rollouts.conversation_sampler import AgentSampler, ConversationSampler
 from rllib_llm.rollouts.errors import SampleFailure
-from rllib_llm.rollouts.generate_function import FunctionGenerator
 from rllib_llm.rollouts.judged_batch import JudgedBatch, SampleRequest
 from rllib_llm.rollouts.policy import EVALUATION_SEED, EnginePolicy, ModulePolicy, SamplingPolicy
 from rllib_llm.rollouts.sampler import Sampler, SamplingEnvironment
@@ -50,6 +45,24 @@ from rllib_llm.shared.messages import Listener
 from rllib_llm.shared.process import keep_freed_memory, threads_for
 from rllib_llm.weights.coordinator import PublishedWeights
 from rllib_llm.weights.receiver import WeightsReceiver
+
+if TYPE_CHECKING:
+    from rllib_llm.overseer.link import Link
+
+# The samplers of environments derived from these classes; others have a plain `Sampler`.
+SAMPLERS = {
+    "rllib_llm.envs.adapters.agent.AgentEnv":
+        "rllib_llm.rollouts.conversation_sampler.AgentSampler",
+    "rllib_llm.envs.conversation.ConversationEnv":
+        "rllib_llm.rollouts.conversation_sampler.ConversationSampler",
+}  # fmt: skip
+
+
+def sampler_class(env: Any) -> type[Sampler]:
+    """The class of the sampler that an environment wants."""
+    names = (f"{cls.__module__}.{cls.__qualname__}" for cls in type(env).__mro__)
+    path = next((SAMPLERS[name] for name in names if name in SAMPLERS), None)
+    return Sampler if path is None else import_dotted(path)
 
 
 class RLHFEnvRunner(EnvRunner, Checkpointable):
@@ -82,6 +95,8 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         overseer = getattr(self.config, "_overseer", None)
         if overseer is None or not self.worker_index:
             return None
+        from rllib_llm.overseer.link import Link  # few runs are overseen
+
         folder, trial = overseer
         kind = "evaluation sampler" if self.config.in_evaluation else "sampler"
 
@@ -103,10 +118,7 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
             share = self.config.num_gpus_per_env_runner
             if self._device.type == "cuda" and share < 1:  # others have the rest
                 torch.cuda.set_per_process_memory_fraction(share, self._device)
-        kind = Sampler
-        if isinstance(self.env, ConversationEnv):
-            kind = AgentSampler if isinstance(self.env, AgentEnv) else ConversationSampler
-        self.sampler = kind(
+        self.sampler = sampler_class(self.env)(
             SamplingEnvironment(self.env, self.worker_index), self._make_policy(),
             params=self._sampling_params, name=str(self), phase=self._phase,
             seed=(self.config.seed or 0) + EVALUATION_SEED * bool(self.config.in_evaluation),
@@ -161,6 +173,8 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
                 return EnginePolicy(kind.of(config), config.pretrained_model)
         function = None
         if config.generate_function is not None:
+            from rllib_llm.rollouts.generate_function import FunctionGenerator  # few runs need it
+
             named = import_dotted(config.generate_function, name="generate_function")
             function = FunctionGenerator(named)
         policy = ModulePolicy(

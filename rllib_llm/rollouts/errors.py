@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ray.exceptions import RayError
 
 from rllib_llm.shared.messages import short_traceback
-from rllib_llm.shared.openai_client import ServerError
+from rllib_llm.shared.remote import ServerError
 from rllib_llm.weights.coordinator import WeightsLostError
 
 

@@ -130,10 +130,8 @@ class ReplayBuffer:
         self._counts = dict(state["buffer"]["counts"])
 
 
-def open_replay(config: Any) -> ReplayBuffer | None:
-    """The buffer that an `RLHFConfig` asks for, if it does."""
-    if not config.replay_groups:
-        return None
+def open_replay(config: Any) -> ReplayBuffer:
+    """The buffer that an `RLHFConfig` asks for."""
     return ReplayBuffer(
         num_groups=config.replay_groups,
         capacity=config.replay_capacity or 4 * config.num_prompts_per_iteration,

@@ -25,7 +25,6 @@ from rllib_llm.rollouts.judged_batch import JudgedBatch, as_bytes, batch_of, row
 from rllib_llm.rollouts.ledger import Ledger
 from rllib_llm.rollouts.ledger_actor import CALL_SECONDS, LedgerCalls, RemoteLedger
 from rllib_llm.rollouts.recorder import RolloutRecorder
-from rllib_llm.rollouts.replay import ReplayBuffer
 from rllib_llm.rollouts.sampler_pool import SamplerPool
 from rllib_llm.rollouts.schedule import ServingSettings, StreamRules
 from rllib_llm.rollouts.workers import (
@@ -40,6 +39,7 @@ from rllib_llm.weights.coordinator import PublishedWeights
 
 if TYPE_CHECKING:
     from rllib_llm.rollouts.env_runner import RLHFEnvRunner
+    from rllib_llm.rollouts.replay import ReplayBuffer
 
 logger = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from rllib_llm.rollouts.ledger_actor import STOP_SECONDS, LedgerCalls, RemoteLed
 from rllib_llm.rollouts.sampler_pool import SamplerPool
 from rllib_llm.rollouts.schedule import ServingSettings
 from rllib_llm.rollouts.streamer import JudgeThreads, be_streaming, stop_streaming
-from rllib_llm.shared.openai_client import ServerError
 from rllib_llm.shared.process import LEAST_SECONDS, StarvedProcesses
+from rllib_llm.shared.remote import ServerError
 
 if TYPE_CHECKING:
     from rllib_llm.rollouts.env_runner import RLHFEnvRunner

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from rllib_llm.shared.errors import Problems, require, suggestion
-from rllib_llm.shared.remote import Away, Outage, backoff_seconds
+from rllib_llm.shared.remote import Outage, ServerError, backoff_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -34,10 +34,6 @@ _LEAST = {
 
 Answer = TypeVar("Answer")
 JUDGE_OUTAGE_S = 600.0  # that a judge or reward service may be away
-
-
-class ServerError(Away):
-    """The server gave no usable answer, however often it was asked."""
 
 
 class RequestRefusedError(Problems):

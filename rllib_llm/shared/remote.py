@@ -47,6 +47,10 @@ class Away(RuntimeError):
     """A remote service or process is unavailable now."""
 
 
+class ServerError(Away):
+    """The server gave no usable answer, however often it was asked."""
+
+
 class Late(TimeoutError):
     """A remote service or process runs, and gave no answer by its deadline."""
 

@@ -17,7 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
@@ -25,9 +25,11 @@ import torch
 from rllib_llm.shared.ray_compat import local_learner
 from rllib_llm.weights.coordinator import Announced, CoordinatorClient, PublishedWeights
 from rllib_llm.weights.flat_buffer import FlatBuffer, StagingBuffer
-from rllib_llm.weights.push import WeightsPush
 from rllib_llm.weights.receiver import PASSING_ERRORS
 from rllib_llm.weights.transport import Ticket
+
+if TYPE_CHECKING:
+    from rllib_llm.weights.push import WeightsPush
 
 # --- Publishing beside the training loop: the learner waits for one copy of its weights, no more
 

@@ -22,7 +22,6 @@ import ray
 import torch
 
 from rllib_llm.shared.dotted import import_dotted
-from rllib_llm.weights.direct import CudaIpcTransport, DirectTransport
 from rllib_llm.weights.flat_buffer import (
     FlatBuffer,
     ScatteredBuffer,
@@ -80,6 +79,12 @@ class StoreTransport:
 
 # --- The transports by the names of `weights_transport` and of tickets: ours, or dotted paths
 
+TRANSPORTS = {
+    "store": "rllib_llm.weights.transport.StoreTransport",
+    "cuda_ipc": "rllib_llm.weights.direct.CudaIpcTransport",
+}
+_RAYS = "rllib_llm.weights.direct.DirectTransport"  # whose names are all others
+
 
 class Transports:
     """One process's end of each transport that it has used, made when it is first asked for.
@@ -94,14 +99,9 @@ class Transports:
     def _of(self, name: str) -> Transport:
         """A dotted path leads to a user's class; any other name that is not ours is Ray's."""
         if name not in self._made:
-            if name == "store":
-                self._made[name] = StoreTransport()
-            elif name == "cuda_ipc":
-                self._made[name] = CudaIpcTransport()
-            elif is_own(name):
-                self._made[name] = import_dotted(name, name="weights_transport")()
-            else:
-                self._made[name] = DirectTransport(name, get=self._get)
+            path = TRANSPORTS.get(name, name if is_own(name) else _RAYS)
+            made_by = import_dotted(path, name="weights_transport")
+            self._made[name] = made_by(name, get=self._get) if path == _RAYS else made_by()
         return self._made[name]
 
     def export(

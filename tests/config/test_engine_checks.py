@@ -8,7 +8,7 @@ import warnings
 import pytest
 from transformers import LlamaConfig
 
-from rllib_llm.config.checks import no_effect
+from rllib_llm.config.sections import no_effect
 from rllib_llm.engines.servers import ServerEngine
 from rllib_llm.engines.vllm_engine import VLLMEngine, check_heads, truncated
 from rllib_llm.shared.errors import Problems

@@ -22,6 +22,7 @@ from rllib_llm.engines.engine import generate
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import uniform_noise
 from rllib_llm.examples.characters import CHAT_SPECIAL, character_tokenizer
+from rllib_llm.modules.frozen import load_quantized
 from rllib_llm.modules.logprobs import ReferencePolicy, score_completions
 from rllib_llm.modules.lora import (
     AdapterBase,
@@ -35,7 +36,6 @@ from rllib_llm.modules.lora import (
 )
 from rllib_llm.modules.pretrained import (
     load_causal_lm,
-    load_quantized,
     load_sequence_classifier,
 )
 from rllib_llm.modules.rl_modules import CausalLMModule

@@ -15,8 +15,9 @@ from bitsandbytes.nn import Linear4bit
 from transformers import BitsAndBytesConfig
 
 from rllib_llm.envs.frozen_models import FrozenReference, RewardModelScorer
+from rllib_llm.modules.frozen import load_quantized
 from rllib_llm.modules.lora import AdapterBase, add_adapters, is_adapter, merge_into, save_adapters
-from rllib_llm.modules.pretrained import load_causal_lm, load_quantized, load_sequence_classifier
+from rllib_llm.modules.pretrained import load_causal_lm, load_sequence_classifier
 from rllib_llm.modules.quantization import model_bytes
 from rllib_llm.modules.tokenizer import load_tokenizer
 from tests import tiny_models as tiny

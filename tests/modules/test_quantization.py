@@ -5,7 +5,8 @@ import torch
 from torch import nn
 from transformers import BitsAndBytesConfig
 
-from rllib_llm.modules.pretrained import load_causal_lm, load_quantized, load_sequence_classifier
+from rllib_llm.modules.frozen import load_quantized
+from rllib_llm.modules.pretrained import load_causal_lm, load_sequence_classifier
 from rllib_llm.modules.quantization import (
     head_names,
     is_quantized,

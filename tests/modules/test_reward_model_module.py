@@ -8,7 +8,7 @@ from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from transformers import AutoModelForSequenceClassification
 
 from rllib_llm.data.preferences import PairSource
-from rllib_llm.modules.rl_modules import RewardModelModule
+from rllib_llm.modules.reward_model_module import RewardModelModule
 from rllib_llm.modules.sequence_scores import read_score_normalization, write_score_normalization
 from rllib_llm.shared import columns
 from tests.algorithms.tiny_runs import HERE, MODEL, PAIRS, build_model

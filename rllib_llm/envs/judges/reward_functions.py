@@ -15,9 +15,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
-from rllib_llm.conversations.json_values import copied
 from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.errors import Problems, require, unknown_key
 from rllib_llm.shared.messages import blamed_on, raised
@@ -29,6 +29,8 @@ _SPEC_KEYS = ("function", "weight", "name", "kwargs", "timeout_s")
 TIMEOUT_S = 600.0
 _RESERVED = ("prompts", "completions", "completion_ids")
 _STATE = "trainer_state"
+_MOST_LEVELS = 64  # of containers that are copied
+_FLAT = (int, str, float)  # most parts of lists, as of token ids
 
 
 class RewardError(Problems):
@@ -382,3 +384,14 @@ UNREWARDED = "rllib_llm.envs.judges.reward_functions.no_reward"
 def no_reward(completions: Sequence[str]) -> list[float]:
     """0 for each completion: of stages that need no rewards."""
     return [0.0] * len(completions)
+
+
+def copied(value: Any, levels: int = _MOST_LEVELS) -> Any:
+    """A deep copy of containers and arrays, for a user's function that may change what it is given;
+    other objects, and parts deeper than `levels`, are shared."""
+    if isinstance(value, dict) and levels:
+        return {key: copied(part, levels - 1) for key, part in value.items()}
+    if (isinstance(value, list) or type(value) is tuple) and levels:
+        parts = [part if type(part) in _FLAT else copied(part, levels - 1) for part in value]
+        return parts if isinstance(value, list) else tuple(parts)
+    return value.copy() if isinstance(value, (set, bytearray, np.ndarray)) else value
