@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -22,6 +23,7 @@ from rllib_llm.modules.logprobs import score_completions
 from rllib_llm.modules.multimodal import other_parts
 from rllib_llm.modules.pretrained import generator_class, load_causal_lm
 from rllib_llm.shared.errors import Problems
+from tests.engines.tiny_generations import ragged_prompts, sampled
 from tests.modules.test_logprobs import batch, own_logits
 from tests.modules.tiny_models import VOCAB
 
@@ -122,7 +124,7 @@ LEFT_OUT = {
 }
 # Types that do not decode as they compute: their states are lost or padding enters them, their
 # positions are those of the padded row, or they take no cache of ours or no tokens one by one.
-REFUSED = {
+NOT_DECODED = {
     "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "camembert", "cpmant",
     "data2vec-text", "falcon_mamba", "git", "mamba", "mamba2", "marian", "mbart", "minimax", "mvp",
     "openai-gpt", "pegasus", "plbart", "recurrent_gemma", "roberta", "roberta-prelayernorm",
@@ -149,6 +151,16 @@ def tiny_config(model_type: str) -> Any:
         if hasattr(part := getattr(default, name, None), "to_dict")
     }
     return config_class(**{"is_decoder": True, **parts, **small(default)})
+
+
+def spread_out(model_type: str, dtype: torch.dtype = torch.float32) -> Any:
+    """A tiny model in eval mode whose weights spread its logits; zero biases would not show."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(model_type)).to(dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter * 2 + 0.05 * torch.randn_like(parameter))
+    return model
 
 
 # Of those that answer about images: no text alone, or not in one order.
@@ -218,3 +230,22 @@ def test_what_does_not_continue_text_alone_is_refused_by_name(model_type, tmp_pa
     with pytest.raises(Problems) as error:
         load_causal_lm(tmp_path)
     assert error.value.problem.name == "model"
+
+
+@pytest.mark.parametrize("model_type", sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - {*LEFT_OUT}))
+def test_it_decodes_as_it_computes_or_is_refused(model_type):
+    model = spread_out(model_type)
+    try:
+        check_decoding(model)
+    except Problems as error:
+        assert [problem.name for problem in error.found] == ["model"]
+        assert model_type in NOT_DECODED
+        return
+    assert model_type not in NOT_DECODED
+    ids, mask = ragged_prompts()
+    out = sampled(model, ids, mask, n=2, max_new_tokens=12)
+    rows = [part.repeat_interleave(2, dim=0) for part in (ids, mask)]
+    with torch.no_grad():
+        exact = score_completions(model, *rows, out.completion_ids, out.completion_mask).logprobs
+    # A fifth of what the probe lets pass of the logits' spread, which is about one nat.
+    torch.testing.assert_close(out.logprobs, exact * out.completion_mask, rtol=0, atol=2e-4)
