@@ -26,6 +26,7 @@ from rllib_llm.envs.judges.reward_functions import question, shown_message
 from rllib_llm.envs.judges.rewards import RewardBatch, RewardSum
 from rllib_llm.envs.prompts import PromptEncoder, PromptRow, PromptSource
 from rllib_llm.envs.settings import check_values
+from rllib_llm.modules.images import image_rows
 from rllib_llm.modules.model_source import check_lengths, num_positions, text_config
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import pad_left
@@ -45,6 +46,7 @@ class BanditEnv(VectorEnv):
         rewards: what judges the completions.
         reference: frozen model (an object with `logprobs(prompt_ids, prompt_mask, completion_ids,
             completion_mask, temperature)` [B, T] float32, see `FrozenReference`), or None.
+        model: the policy's, whose processor reads images.
 
     The others are declared in `envs/settings.py`. `num_envs` prompts are in a batch when `reset`
     gets no options, and in those `step` returns; `rewards = scores - kl_coeff * kl`.
@@ -58,6 +60,7 @@ class BanditEnv(VectorEnv):
         reference: Any | None = None, kl_coeff: float = 0.0, temperature: float = 1.0,
         prompt_overflow: str = "truncate_left", return_texts: bool = False,
         device: str | torch.device = "cpu", vocab_size: int | None = None,
+        model: str | None = None,
     ) -> None:  # fmt: skip
         check_values(
             num_envs=num_envs, max_prompt_len=max_prompt_len, kl_coeff=kl_coeff,
@@ -79,7 +82,7 @@ class BanditEnv(VectorEnv):
         self.position = 0
         # Updates of the policy so far, and in all, 0: not known; for reward functions that ask.
         self.global_step, self.max_steps = 0, 0
-        self._encoder = PromptEncoder(tokenizer, max_prompt_len, prompt_overflow)
+        self._encoder = PromptEncoder(tokenizer, max_prompt_len, prompt_overflow, model)
         self._encoder.check(prompts.all_rows() if prompt_overflow == "error" else [first])
         self._rows: list[PromptRow] = []
         self._texts: list[str] = []
@@ -186,6 +189,10 @@ class BanditEnv(VectorEnv):
         self._observation = {
             columns.PROMPT_IDS: ids.repeat_interleave(num_completions, 0).to(self.device),
             columns.PROMPT_MASK: mask.repeat_interleave(num_completions, 0).to(self.device),
+            **{
+                name: column.repeat_interleave(num_completions, 0).to(self.device)
+                for name, column in self._encoder.images(rows).items()
+            },
         }
         self.position = position + num_prompts
         infos = {columns.PROMPT_INDEX: self._prompt_index, "position": position}
@@ -228,8 +235,10 @@ class BanditEnv(VectorEnv):
         if self.reference is None:
             return infos
         with self._reference_lock:
+            seen = image_rows(self._observation)
             ref_logprobs = self.reference.logprobs(
-                batch.prompt_ids, batch.prompt_mask, ids, mask, self.temperature
+                batch.prompt_ids, batch.prompt_mask, ids, mask, self.temperature,
+                **({"seen": seen} if seen else {}),
             ).to(self.device)
         infos[columns.REF_LOGPROBS] = ref_logprobs
         if columns.SAMPLER_LOGPROBS in actions:

@@ -106,7 +106,7 @@ def build_bandit(
         tokenizer=tokenizer, rewards=RewardSum(rewards),
         prompts=prompt_source(settings, prompts, eval_prompts, prompt_column),
         reference=frozen_reference(settings, tokenizer),
-        vocab_size=vocab_size or (model and num_embeddings(model)),
+        vocab_size=vocab_size or (model and num_embeddings(model)), model=model,
         **{name: settings[name] for name in _OF_BANDITS},
     )  # fmt: skip
 

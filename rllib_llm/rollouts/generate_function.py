@@ -26,6 +26,7 @@ import torch
 from rllib_llm.engines.engine_loop import EngineLoop
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Ended, Finish, pad_completions
+from rllib_llm.modules.images import refuse_images
 from rllib_llm.modules.model_source import text_config
 from rllib_llm.rollouts.policy import Generation, ModulePolicy
 from rllib_llm.shared import columns
@@ -120,6 +121,7 @@ class FunctionPolicy(ModulePolicy):
         self, prompts: Mapping[str, torch.Tensor], asked: Generation
     ) -> dict[str, torch.Tensor]:
         n = asked.num_completions
+        refuse_images(prompts)
         ids, mask = prompts[columns.PROMPT_IDS], prompts[columns.PROMPT_MASK]
         with contextlib.closing(EngineLoop(self.open_engine(0))) as loop:
             wanted = [

@@ -19,6 +19,7 @@ from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Engine, Noise, Row, pad_completions, uniform_noise
 from rllib_llm.engines.servers import CompletionClient
 from rllib_llm.engines.torch_engine import TorchEngine
+from rllib_llm.modules.images import refuse_images
 from rllib_llm.shared import columns
 from rllib_llm.weights.flat_buffer import FlatBuffer, unpack
 from rllib_llm.weights.loading import ModuleLoader, differing
@@ -223,6 +224,7 @@ class EnginePolicy:
     def generate(
         self, prompts: Mapping[str, torch.Tensor], asked: Generation
     ) -> dict[str, torch.Tensor]:
+        refuse_images(prompts)
         ids, mask = prompts[columns.PROMPT_IDS], prompts[columns.PROMPT_MASK]
         params, n, engine = asked.params, asked.num_completions, self._engine
         groups = [row[kept].tolist() for row, kept in zip(ids, mask, strict=True)]

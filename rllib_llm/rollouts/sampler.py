@@ -25,6 +25,7 @@ from rllib_llm.engines.params import SamplingParams
 from rllib_llm.envs.actions import Judgement, info_columns
 from rllib_llm.envs.bandit import BanditEnv
 from rllib_llm.envs.judges.rewards import UnjudgedError
+from rllib_llm.modules.images import is_image
 from rllib_llm.overseer.oversight import SamplerWatch
 from rllib_llm.rollouts.judged_batch import NO_VERSION, JudgedBatch, SampleRequest
 from rllib_llm.rollouts.policy import Generation, SamplingPolicy
@@ -246,7 +247,8 @@ class Sampler:
             params, n, self.seed, rows[columns.ROW_ID].cpu(), on_step=self.watch.on_step,
             weights=self._published,
         )  # fmt: skip
-        prompts = {name: rows[name][::n] for name in (columns.PROMPT_IDS, columns.PROMPT_MASK)}
+        of_prompts = (columns.PROMPT_IDS, columns.PROMPT_MASK, *filter(is_image, rows))
+        prompts = {name: rows[name][::n] for name in of_prompts}
         return rows, self.policy.generate(prompts, asked)
 
     def judge(self, generated: UnjudgedBatch) -> JudgedBatch:
