@@ -91,7 +91,8 @@ def join(parts: Sequence[Tensor]) -> Tensor:
     sizes = torch.tensor([part.shape[1:] for part in parts]).amax(dim=0).tolist()
     whole = parts[0].new_zeros(sum(map(len, parts)), *sizes)
     for place, part in zip(whole.split([len(part) for part in parts]), parts, strict=True):
-        place[(slice(None), *(slice(size) for size in part.shape[1:]))] = part
+        filled = (slice(None), *map(slice, part.shape[1:]))
+        place[filled] = part
     return whole
 
 

@@ -168,6 +168,8 @@ def says_shade(completions, shade, **_):
     ]
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_session")
 def test_grpo_learns_what_is_seen(folder):
     rows = [{"image": image(shade), "prompt": "c?", "shade": shade} for shade in (0, 255)]
     rows += [{"image": None, "prompt": "c?", "shade": 0}]  # one of text among them
