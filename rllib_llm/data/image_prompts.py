@@ -20,8 +20,6 @@ from torch import Tensor
 
 from rllib_llm.data.encoding import as_turns, encode_text, is_message
 from rllib_llm.modules.images import image_token_id, read_image
-from rllib_llm.modules.model_source import load_with_retries, model_config, source_kind
-from rllib_llm.modules.multimodal import is_multimodal
 from rllib_llm.shared.errors import Problems, require
 
 COLUMNS = ("image", "images")
@@ -59,7 +57,11 @@ class ImagePrompts:
     """
 
     def __init__(self, model: str, tokenizer: Any, chat_template: str | None = None) -> None:
-        from transformers import AutoProcessor  # few runs need it
+        # Here, since few runs need them, and configs load nothing heavy.
+        from transformers import AutoProcessor
+
+        from rllib_llm.modules.model_source import load_with_retries, model_config, source_kind
+        from rllib_llm.modules.multimodal import is_multimodal
 
         kind, value = source_kind(model)
         config = model_config(model)

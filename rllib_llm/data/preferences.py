@@ -29,6 +29,7 @@ from rllib_llm.data.encoding import (
     keep_end,
     row_settings,
 )
+from rllib_llm.data.image_prompts import images_of_row
 from rllib_llm.data.rollouts import pairs_of_rollouts
 from rllib_llm.data.rows import EpochOrder, Rows, require_columns
 from rllib_llm.data.sources import Source, load_rows
@@ -59,6 +60,8 @@ class PreferenceSource(BatchSource):
         self, data: Source, *, tokenizer: Any, max_length: int, seed: int = 0, shuffle: bool = True
     ):
         rows = pairs_of_rollouts(load_rows(data))
+        require(not len(rows) or not images_of_row(rows[0]), "image", ..., "be left out of pairs",
+                "the words alone would be learnt from", "Drop the column")  # fmt: skip
         self.is_unpaired = self._takes_labels and {*LABELLED} <= {*rows.columns} - {"chosen"}
         self._members = _labelled(rows) if self.is_unpaired else _telling_pairs(rows)
         super().__init__(rows, len(self._members), tokenizer, max_length, seed, shuffle)

@@ -34,9 +34,10 @@ from rllib_llm.shared.columns import pad_right
 from rllib_llm.shared.errors import Problems, require
 
 LOSS_ON = ("completion", "all")
+TokenizedText = tuple[list[int], list[bool]]  # ids and loss mask
 
 
-class TokenizedText(NamedTuple):
+class EncodedText(NamedTuple):
     """A text's ids and loss mask, and what the model's processor made of its images."""
 
     ids: list[int]
@@ -144,14 +145,14 @@ class TextSource(BatchSource):
         super().__init__(rows, size, tokenizer, max_length, seed, shuffle)
         self._loss_on, self._keep_end = loss_on, keep_end
         self._model, self._chat_template = model, chat_template
-        self._tokenized: dict[int, TokenizedText] = {}
+        self._tokenized: dict[int, EncodedText] = {}
 
     @functools.cached_property
     def _image_prompts(self) -> ImagePrompts:
         require(self._model is not None, "image", ..., "be left out here", "texts alone are read")
         return ImagePrompts(str(self._model), self._tokenizer, self._chat_template)
 
-    def _of_index(self, index: int) -> TokenizedText:
+    def _of_index(self, index: int) -> EncodedText:
         if self._parts is None and images_of_row(self._rows[index]):
             return self._of_row(index)  # pixels are too large to be kept
         if index not in self._tokenized:
@@ -159,10 +160,10 @@ class TextSource(BatchSource):
             ids, targets, _ = self._of_row(index if part is None else part.row, part)
             self.num_cut += len(ids) > self._max_length
             targets = [True] * len(ids) if self._loss_on == "all" else targets
-            self._tokenized[index] = TokenizedText(self._cut(ids), self._cut(targets))
+            self._tokenized[index] = EncodedText(self._cut(ids), self._cut(targets))
         return self._tokenized[index]
 
-    def columns(self, encoded: list[TokenizedText]) -> dict[str, torch.Tensor]:
+    def columns(self, encoded: list[EncodedText]) -> dict[str, torch.Tensor]:
         ids, mask = pad_right([text.ids for text in encoded], self._tokenizer.pad_token_id)
         loss_mask, _ = pad_right([text.targets for text in encoded], False, torch.bool)
         loss_mask[:, 0] = False  # nothing predicts a first token
@@ -170,7 +171,7 @@ class TextSource(BatchSource):
         texts = {columns.INPUT_IDS: ids, columns.ATTENTION_MASK: mask, columns.LOSS_MASK: loss_mask}
         return {**texts, **seen}
 
-    def _with_images(self, row: dict[str, Any]) -> TokenizedText:
+    def _with_images(self, row: dict[str, Any]) -> EncodedText:
         prompts = self._image_prompts
         ids, targets, seen = prompts.example(row)
         num_read = len(ids) if True not in targets else targets.index(True)
@@ -180,21 +181,19 @@ class TextSource(BatchSource):
         self.num_cut += len(ids) > self._max_length
         if self._loss_on == "all":
             targets = [token != prompts.image_token_id for token in ids]
-        return TokenizedText(self._cut(ids), self._cut(targets), seen)
+        return EncodedText(self._cut(ids), self._cut(targets), seen)
 
     def _cut(self, items: list[Any]) -> list[Any]:
         if len(items) > self._max_length and self._keep_end:
             return items[: self._max_length - 1] + items[-1:]
         return items[: self._max_length]
 
-    def _encode(self, row: dict[str, Any], part: Part | None = None) -> TokenizedText:
+    def _encode(self, row: dict[str, Any], part: Part | None = None) -> EncodedText:
         if images_of_row(row):
             return self._with_images(row)
-        return TokenizedText(*self._encode_text(row, part))
+        return EncodedText(*self._encode_text(row, part))
 
-    def _encode_text(
-        self, row: dict[str, Any], part: Part | None
-    ) -> tuple[list[int], list[bool]]:
+    def _encode_text(self, row: dict[str, Any], part: Part | None) -> TokenizedText:
         if part is not None and row["messages"] is not None:
             messages = list(row["messages"])[: part.end]
             return encode_chat(self._tokenizer, messages, part.start, **row_settings(row))

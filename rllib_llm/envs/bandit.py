@@ -26,6 +26,7 @@ from rllib_llm.envs.judges.reward_functions import question, shown_message
 from rllib_llm.envs.judges.rewards import RewardBatch, RewardSum
 from rllib_llm.envs.prompts import PromptEncoder, PromptRow, PromptSource, teacher_prompts
 from rllib_llm.envs.settings import check_values
+from rllib_llm.modules.images import image_rows
 from rllib_llm.modules.model_source import check_lengths, num_positions, text_config
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import pad_left
@@ -46,6 +47,7 @@ class BanditEnv(VectorEnv):
         reference: frozen model (an object with `logprobs(prompt_ids, prompt_mask, completion_ids,
             completion_mask, temperature)` [B, T] float32, see `FrozenReference`), or None.
         teacher: from the same tensors to a teacher's columns, see `FrozenTeacher.judge`, or None.
+        model: the policy's, whose processor reads images.
 
     The others are declared in `envs/settings.py`. `num_envs` prompts are in a batch when `reset`
     gets no options, and in those `step` returns; `rewards = scores - kl_coeff * kl`.
@@ -61,6 +63,7 @@ class BanditEnv(VectorEnv):
         device: str | torch.device = "cpu", vocab_size: int | None = None,
         teacher: Callable[..., dict[str, torch.Tensor]] | None = None,
         teacher_prompt: str | None = None,
+        model: str | None = None,
     ) -> None:  # fmt: skip
         check_values(
             num_envs=num_envs, max_prompt_len=max_prompt_len, kl_coeff=kl_coeff,
@@ -84,7 +87,7 @@ class BanditEnv(VectorEnv):
         # Updates of the policy so far, and in all, 0: not known; for reward functions that ask.
         self.global_step, self.max_steps = 0, 0
         self.keeps_parts = False  # whether infos have the rewards apart, for learners
-        self._encoder = PromptEncoder(tokenizer, max_prompt_len, prompt_overflow)
+        self._encoder = PromptEncoder(tokenizer, max_prompt_len, prompt_overflow, model)
         self._encoder.check(prompts.all_rows() if prompt_overflow == "error" else [first])
         self._rows: list[PromptRow] = []
         self._texts: list[str] = []
@@ -191,6 +194,10 @@ class BanditEnv(VectorEnv):
         self._observation = {
             columns.PROMPT_IDS: ids.repeat_interleave(num_completions, 0).to(self.device),
             columns.PROMPT_MASK: mask.repeat_interleave(num_completions, 0).to(self.device),
+            **{
+                name: column.repeat_interleave(num_completions, 0).to(self.device)
+                for name, column in self._encoder.images(rows).items()
+            },
         }
         self.position = position + num_prompts
         infos = {columns.PROMPT_INDEX: self._prompt_index, "position": position}
@@ -236,8 +243,10 @@ class BanditEnv(VectorEnv):
         if self.reference is None:
             return infos
         with self._reference_lock:
+            seen = image_rows(self._observation)
             ref_logprobs = self.reference.logprobs(
-                batch.prompt_ids, batch.prompt_mask, ids, mask, self.temperature
+                batch.prompt_ids, batch.prompt_mask, ids, mask, self.temperature,
+                **({"seen": seen} if seen else {}),
             ).to(self.device)
         infos[columns.REF_LOGPROBS] = ref_logprobs
         if columns.SAMPLER_LOGPROBS in actions:

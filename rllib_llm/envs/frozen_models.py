@@ -26,6 +26,7 @@ from rllib_llm.data.encoding import (
 from rllib_llm.data.rows import OF_TEMPLATES
 from rllib_llm.envs.judges.reward_functions import Judge
 from rllib_llm.modules.frozen import load_quantized
+from rllib_llm.modules.images import image_columns, images_of
 from rllib_llm.modules.logprobs import score_completions
 from rllib_llm.modules.model_source import text_config
 from rllib_llm.modules.packing import pack_right, token_batches
@@ -117,11 +118,13 @@ class FrozenReference(_Frozen):
     def logprobs(
         self, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor,
         completion_mask: Tensor, temperature: float = 1.0,
+        seen: Sequence[Mapping[str, Tensor]] = (),
     ) -> Tensor:  # fmt: skip
         """Log-probs [B, T] float32 of the completion tokens, 0 where the mask is False.
 
         prompt_ids [B, P] left-padded, completion_ids [B, T] right-padded, masks bool; logits are
-        divided by `temperature`. The result is on the device of `completion_ids`.
+        divided by `temperature`. The result is on the device of `completion_ids`. `seen`: what each
+        prompt shows, as `images.image_rows` gives it.
         """
         columns = (prompt_ids, prompt_mask, completion_ids, completion_mask)
         if self._drift_rows:
@@ -131,7 +134,10 @@ class FrozenReference(_Frozen):
         for rows in token_batches(lengths, self._batch_tokens):
             rows = rows.to(completion_ids.device)
             batch = [column[rows].to(self._device) for column in columns]
-            scored = score_completions(self.model, *batch, temperature=temperature)
+            shown = images_of(image_columns([seen[i] for i in rows.tolist()] if seen else []))
+            scored = score_completions(
+                self.model, *batch, temperature=temperature, images=shown
+            )
             result[rows] = scored.logprobs.to(result.device)
         return result
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -9,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -21,6 +23,7 @@ from rllib_llm.data.encoding import (
     render_chat,
     row_settings,
 )
+from rllib_llm.data.image_prompts import ImagePrompts, images_of_row
 from rllib_llm.data.rows import (
     EpochOrder,
     Rows,
@@ -30,6 +33,7 @@ from rllib_llm.data.rows import (
 )
 from rllib_llm.data.sources import SHAREGPT, Source, load_rows
 from rllib_llm.envs.settings import check_values
+from rllib_llm.modules.images import image_columns
 from rllib_llm.shared.columns import TEACHER_PROMPT_IDS, TEACHER_PROMPT_MASK, pad_left
 from rllib_llm.shared.errors import Problems, require
 
@@ -162,14 +166,16 @@ class PromptEncoder:
     Text is encoded as the tokenizer does by itself (a BOS where it adds one, but never an EOS at
     the end); chat messages go through its chat template with the generation prompt added. A prompt
     longer than `max_prompt_len` is an error, or keeps its BOS and its end; the first batch with
-    such prompts warns, and `num_truncated` counts them.
+    such prompts warns, and `num_truncated` counts them. Images are read by the processor of
+    `model`, and count: a prompt that shows some is never cut.
     """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, max_prompt_len: int,
-        overflow: str = "truncate_left",
+        overflow: str = "truncate_left", model: str | None = None,
     ) -> None:  # fmt: skip
         check_values(prompt_overflow=overflow)
+        self._model = model
         self.tokenizer, self.max_prompt_len, self.overflow = tokenizer, max_prompt_len, overflow
         self._cache: dict[int, tuple[list[int], str]] = {}
         self._lock = threading.Lock()
@@ -193,6 +199,22 @@ class PromptEncoder:
                 "prompt_overflow='error' to refuse them.", stacklevel=2,
             )  # fmt: skip
         return [ids for ids, _ in encoded], [text for _, text in encoded]
+
+    @functools.cached_property
+    def _image_prompts(self) -> ImagePrompts:
+        require(self._model is not None, "image", ..., "be left out here", "no model reads it")
+        return ImagePrompts(str(self._model), self.tokenizer, self.tokenizer.chat_template)
+
+    def images(self, rows: Sequence[PromptRow]) -> dict[str, torch.Tensor]:
+        """The columns of what prompts show, see `modules/images.py`; {} if all are text."""
+        shown = [_images_of(row) for row in rows]
+        if not any(shown):
+            return {}
+        pairs = zip(rows, shown, strict=True)
+        return image_columns([
+            self._image_prompts.prompt(row.prompt, images)[1] if images else {}
+            for row, images in pairs
+        ])  # fmt: skip
 
     @property
     def num_truncated(self) -> int:
@@ -218,7 +240,7 @@ class PromptEncoder:
         ids, text = self._tokenize(row)
         if len(ids) <= self.max_prompt_len:
             return ids, text
-        if self.overflow == "error":
+        if self.overflow == "error" or _images_of(row):
             raise Problems(
                 "prompt", f"have at most max_prompt_len={self.max_prompt_len} tokens",
                 f"it has {len(ids)} ({text[:60]!r}...)",
@@ -233,7 +255,9 @@ class PromptEncoder:
         """Token ids and text of the whole prompt."""
         tokenizer = self.tokenizer
         try:
-            if isinstance(row.prompt, str):
+            if images := _images_of(row):
+                ids, _, text = self._image_prompts.prompt(row.prompt, images)
+            elif isinstance(row.prompt, str):
                 text = row.prompt
                 ids = encode_text(tokenizer, text)
             else:
@@ -249,6 +273,10 @@ class PromptEncoder:
             empty = Problems("prompt", "have a token", "the tokenizer has no BOS", "", row.prompt)
             raise empty.within(f"row {row.index}")
         return ids, text
+
+
+def _images_of(row: PromptRow) -> list[Any]:
+    return images_of_row({**row.columns, "prompt": row.prompt})
 
 
 def _held_out(size: int, eval_fraction: float, split_seed: int) -> np.ndarray:

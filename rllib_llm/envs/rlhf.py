@@ -108,7 +108,7 @@ def build_bandit(
         prompts=prompt_source(settings, prompts, eval_prompts, prompt_column),
         reference=frozen_reference(settings, tokenizer),
         teacher=frozen_teacher(settings, tokenizer), teacher_prompt=settings["teacher_prompt"],
-        vocab_size=vocab_size or (model and num_embeddings(model)),
+        vocab_size=vocab_size or (model and num_embeddings(model)), model=model,
         **{name: settings[name] for name in _OF_BANDITS},
     )  # fmt: skip
 

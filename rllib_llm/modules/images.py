@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rllib_llm.shared.errors import Problems
+from rllib_llm.shared.errors import Problems, require
 
 PREFIX, SHAPE = "image/", "image_shape/"
 _DATA_URL = "data:image/"
@@ -72,6 +72,28 @@ def image_columns(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         none = like.new_zeros(0, *[0] * (like.ndim - 1))
         batch[PREFIX + name], batch[SHAPE + name] = pad_rows([row.get(name, none) for row in rows])
     return batch
+
+
+def is_image(column: str) -> bool:
+    """Whether a column of this name is one of `image_columns`."""
+    return column.startswith((PREFIX, SHAPE))
+
+
+def refuse_images(prompts: Mapping[str, Any]) -> None:
+    """Raises Problems for prompts with images, where only token ids are handed on."""
+    require(not any(map(is_image, prompts)), "image", ..., "be left out here",
+            "images are read by engine='torch' in batches alone",
+            "Leave out engine and streaming, or the images")  # fmt: skip
+
+
+def join(parts: Sequence[Tensor]) -> Tensor:
+    """Columns of images of several batches, one after the other."""
+    sizes = torch.tensor([part.shape[1:] for part in parts]).amax(dim=0).tolist()
+    whole = parts[0].new_zeros(sum(map(len, parts)), *sizes)
+    for place, part in zip(whole.split([len(part) for part in parts]), parts, strict=True):
+        filled = (slice(None), *map(slice, part.shape[1:]))
+        place[filled] = part
+    return whole
 
 
 def image_rows(batch: Mapping[str, Any]) -> list[dict[str, Tensor]]:

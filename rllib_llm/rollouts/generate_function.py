@@ -26,6 +26,7 @@ import torch
 from rllib_llm.engines.engine_loop import EngineLoop
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Ended, Engine, Finish, pad_completions
+from rllib_llm.modules.images import refuse_images
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import pad_right
 from rllib_llm.shared.errors import require
@@ -120,6 +121,7 @@ class FunctionGenerator:
             engine: of the policy; it is closed.
         """
         n = asked.num_completions
+        refuse_images(prompts)
         ids, mask = prompts[columns.PROMPT_IDS], prompts[columns.PROMPT_MASK]
         with contextlib.closing(EngineLoop(engine)) as loop:
             wanted = [

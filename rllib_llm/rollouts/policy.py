@@ -29,6 +29,7 @@ from rllib_llm.engines.protocol import (
     uniform_noise,
 )
 from rllib_llm.engines.torch_engine import TorchEngine
+from rllib_llm.modules.images import refuse_images
 from rllib_llm.modules.model_source import text_config
 from rllib_llm.rollouts.generate_function import FunctionGenerator
 from rllib_llm.shared import columns
@@ -245,6 +246,7 @@ class EnginePolicy:
         Raises:
             FloatingPointError: the model's logits are not finite.
         """
+        refuse_images(prompts)
         ids, mask = prompts[columns.PROMPT_IDS], prompts[columns.PROMPT_MASK]
         params, n, engine = asked.params, asked.num_completions, self.engine
         groups = [row[kept].tolist() for row, kept in zip(ids, mask, strict=True)]

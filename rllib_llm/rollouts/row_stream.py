@@ -27,6 +27,7 @@ from rllib_llm.engines.protocol import (
     pad_completions,
 )
 from rllib_llm.engines.torch_engine import TorchEngine
+from rllib_llm.modules.images import refuse_images
 from rllib_llm.rollouts.groups import Lease, PartialCompletion
 from rllib_llm.rollouts.judged_batch import SampleRequest
 from rllib_llm.rollouts.policy import ModulePolicy, SamplingPolicy
@@ -147,6 +148,7 @@ class RowStream:
     def _group(self, lease: Lease, position: int) -> _Group:
         request = SampleRequest(position, 1, self._n, return_texts=lease.return_texts)
         prompts = self._sampler.environment.prompts(request)
+        refuse_images(prompts)
         prompt = zlib.crc32(
             prompts[columns.PROMPT_IDS][0][prompts[columns.PROMPT_MASK][0]].cpu().numpy()
         )

@@ -25,6 +25,7 @@ from rllib_llm.engines.params import SamplingParams
 from rllib_llm.envs.actions import Judgement, info_columns
 from rllib_llm.envs.bandit import BanditEnv
 from rllib_llm.envs.judges.rewards import UnjudgedError
+from rllib_llm.modules.images import is_image
 from rllib_llm.overseer.phases import GENERATING, IDLE, JUDGING, LOADING, Phases
 from rllib_llm.rollouts.judged_batch import NO_VERSION, JudgedBatch, SampleRequest
 from rllib_llm.rollouts.policy import Generation, SamplingPolicy
@@ -236,7 +237,8 @@ class Sampler:
             params, n, self.seed, rows[columns.ROW_ID].cpu(), weights=self._published,
             on_step=self.phase.steps(f"of {params.max_new_tokens} tokens"),
         )  # fmt: skip
-        prompts = {name: rows[name][::n] for name in (columns.PROMPT_IDS, columns.PROMPT_MASK)}
+        of_prompts = (columns.PROMPT_IDS, columns.PROMPT_MASK, *filter(is_image, rows))
+        prompts = {name: rows[name][::n] for name in of_prompts}
         return rows, self.policy.generate(prompts, asked)
 
     def judge(self, generated: UnjudgedBatch) -> JudgedBatch:

@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor, Gemma3ImageProcessor, Gemma3Processor
 
-from rllib_llm import SFTConfig
+from rllib_llm import GRPOConfig, SFTConfig
 from rllib_llm.data.image_prompts import ImagePrompts
 from rllib_llm.data.texts import TextSource
 from rllib_llm.examples.characters import character_tokenizer
@@ -158,3 +158,30 @@ def test_sft_learns_what_is_seen(train_vision, folder):
     assert losses[-1] < 0.1 < losses[0]
     after = module_of(learner).state_dict()
     assert train_vision != all(torch.equal(t, after[name]) for name, t in tower.items())
+
+
+def says_shade(completions, shade, **_):
+    """1 where the first letter is "a" for black, "b" for white."""
+    return [
+        float(text[:1] == ("a" if dark == 0 else "b"))
+        for text, dark in zip(completions, shade, strict=True)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_session")
+def test_grpo_learns_what_is_seen(folder):
+    rows = [{"image": image(shade), "prompt": "c?", "shade": shade} for shade in (0, 255)]
+    rows += [{"image": None, "prompt": "c?", "shade": 0}]  # one of text among them
+    algorithm = (
+        GRPOConfig()
+        .language_model(model=str(folder))
+        .prompts(data=rows, max_prompt_len=32)
+        .rewards(functions=[says_shade])
+        .sampling(max_new_tokens=1, num_completions=16)
+        .training(lr=1e-2, train_batch_size_per_learner=96, minibatch_size=48, ref_kl_coeff=0.01)
+        .build_algo()
+    )
+    scores = [algorithm.train()["objective"]["scores"] for _ in range(25)]
+    algorithm.stop()
+    assert sum(scores[-3:]) / 3 > 0.8 > scores[0]
