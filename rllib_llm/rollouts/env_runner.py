@@ -41,10 +41,12 @@ from rllib_llm.overseer.phases import IDLE, STARTING, Phases
 from rllib_llm.rollouts.conversation_sampler import AgentSampler, ConversationSampler
 from rllib_llm.rollouts.errors import SampleFailure
 from rllib_llm.rollouts.generate_function import FunctionGenerator
+from rllib_llm.rollouts.groups import JudgedGroup, Lease
 from rllib_llm.rollouts.judged_batch import JudgedBatch, SampleRequest
 from rllib_llm.rollouts.policy import EVALUATION_SEED, EnginePolicy, ModulePolicy, SamplingPolicy
+from rllib_llm.rollouts.sample_loop import SamplerThread, served, stop_streaming
 from rllib_llm.rollouts.sampler import Sampler, SamplingEnvironment
-from rllib_llm.rollouts.streamer import Work, stop_streaming
+from rllib_llm.rollouts.schedule import ServingSettings
 from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.messages import Listener
 from rllib_llm.shared.process import keep_freed_memory, threads_for
@@ -63,7 +65,7 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         # nothing here draws from it.
         super().__init__(config=config, **kwargs)
         self._position = 0  # of plain `sample()` calls only
-        self.streamer: Work | None = None  # while groups stream
+        self.streamer: SamplerThread | None = None  # while groups stream
         self._calling_back = threading.Lock()
         self._params: dict[bool, SamplingParams] = {}  # by whether to explore
         classes = self.config.callbacks_class
@@ -72,9 +74,9 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         self._device = get_device(self.config, _num_gpus(self.config, self.worker_index))
         self._phase = Phases(STARTING)
         self._link = self._open_link()
-        self._listener = Listener(str(self))
+        self.listener = Listener(str(self))
         # The driver's process has another listener.
-        with self._listener if self.worker_index else nullcontext():
+        with self.listener if self.worker_index else nullcontext():
             self._make_parts()
 
     def _open_link(self) -> Link | None:
@@ -241,21 +243,15 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         rows = SampleBatch(batch.columns)
         return [MultiAgentBatch({DEFAULT_MODULE_ID: rows}, env_steps=batch.num_rows)]
 
-    def serve(
-        self, request: SampleRequest, published: PublishedWeights
-    ) -> JudgedBatch | SampleFailure:
-        """Judged completions made with the published weights, on the CPU when this is an actor.
+    def serve(self, lease: Lease, settings: ServingSettings) -> list[JudgedGroup] | SampleFailure:
+        """The judged groups of a lease.
 
         An exception is returned as text: raised in an actor it would end it, and the driver
         would see a dead sampler instead of the reason.
         """
-        if not self.worker_index:
-            return self.sampler.serve(request, published)
         try:
-            with self._listener:
-                batch = self.sampler.serve(request, published)
-            batch.messages = self._listener.take()
-            return batch
+            with self.listener:
+                return served(lease, self.sampler, settings)
         except Exception as error:  # noqa: BLE001  (the border of the process; raised by the source)
             return SampleFailure.from_exception(error)
 
@@ -265,7 +261,10 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
             batch.node = ray.get_runtime_context().get_node_id()
         with self._calling_back:
             self._call_back("on_sample_end", samples=[batch])
-        return batch.to("cpu") if self.worker_index else batch
+        if not self.worker_index:
+            return batch
+        batch.messages = self.listener.take()
+        return batch.to("cpu")
 
     def _call_back(self, name: str, **arguments: Any) -> None:
         arguments |= {"env_runner": self, "metrics_logger": self.metrics}

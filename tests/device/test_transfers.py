@@ -148,7 +148,7 @@ def test_groups_that_stream_leave_the_device_together(gpu):
     found = transfers(gpu, lambda **s: tiny.grpo(off_policy="bypass", **s).streaming(
         max_staleness=1, groups_per_lease=4
     ))  # fmt: skip
-    of_groups = ("rollouts/judged_batch.py", "rollouts/streamer.py", "rollouts/workers.py")
+    of_groups = ("rollouts/judged_batch.py", "rollouts/sample_loop.py", "rollouts/workers.py")
     assert {t.site for t in found if t.site.startswith(of_groups)} == {OF_COLUMNS}
 
 

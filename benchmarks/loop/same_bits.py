@@ -1,6 +1,6 @@
 """Whether tiny runs train to the same weights, bit for bit, as those of another commit.
 
-    python -m benchmarks.same_bits [--samplers 0 1] [--only WORD] [--repeat N] > bits.txt
+    python -m benchmarks.loop.same_bits [--samplers 0 1] [--only WORD] [--repeat N] > bits.txt
 
 A line for each run: its name, and the SHA-256 of the learner's weights after three iterations.
 Compare the lines of two commits on one machine with `diff`: processors round differently. Of a
