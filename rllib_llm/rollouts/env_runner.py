@@ -44,7 +44,12 @@ from rllib_llm.rollouts.generate_function import FunctionGenerator
 from rllib_llm.rollouts.groups import JudgedGroup, Lease
 from rllib_llm.rollouts.judged_batch import JudgedBatch, SampleRequest
 from rllib_llm.rollouts.policy import EVALUATION_SEED, EnginePolicy, ModulePolicy, SamplingPolicy
-from rllib_llm.rollouts.sample_loop import SamplerThread, served, stop_streaming
+from rllib_llm.rollouts.sample_loop import (
+    MAX_SECONDS_OF_A_TURN,
+    SamplerThread,
+    served,
+    stop_streaming,
+)  # fmt: skip
 from rllib_llm.rollouts.sampler import Sampler, SamplingEnvironment
 from rllib_llm.rollouts.schedule import ServingSettings
 from rllib_llm.shared.dotted import import_dotted
@@ -298,11 +303,12 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
 
     def differing_weights(self, published: PublishedWeights) -> tuple[int, list[str]]:
         """This sampler's index, and the names of parameters that differ from the published ones; or
-        the error if the published weights cannot be read. A streaming sampler is compared between
-        two turns, with the version that it reports: its weights may be newer."""
-        if self.streamer is not None and self.streamer.is_at_work:
-            return self.worker_index, self.streamer.between_turns(self.sampler.differing)
-        return self.worker_index, self.sampler.differing(published)
+        the error if the published weights cannot be read. A stream is stopped for it, and asked for
+        again by the driver a second later; it is compared with the version that it has, since its
+        weights may be newer."""
+        streamed = self.streamer is not None
+        stop_streaming(self, MAX_SECONDS_OF_A_TURN)
+        return self.worker_index, self.sampler.differing(None if streamed else published)
 
     def get_ctor_args_and_kwargs(self):
         names = ("config", "worker_index", "num_workers")

@@ -37,14 +37,14 @@ from rllib_llm.weights.coordinator import PublishedWeights
 
 Failed = list[tuple[Exception, Sequence[int]]]
 """What was raised, and the positions of the groups that are not sampled for it."""
+Partial = dict[int, dict[int, tuple[PartialCompletion, ...]]]
+"""By lease and position."""
 Finished = list[tuple[Lease, UnjudgedBatch | Exception]]
 """Groups of a lease that are to be judged, or what the whole lease fails with."""
 
 
 class Batches:
     """Leases, each sampled as one batch in one step, with the weights that it names."""
-
-    num_waiting = 0  # finished groups that may wait for a judge, beyond those that are judged
 
     def __init__(self, sampler: Sampler, settings: ServingSettings) -> None:
         self._sampler, self._settings = sampler, settings
@@ -89,15 +89,12 @@ class Batches:
         """Gives up the groups of a lease, which another sampler has now."""
         self._leases.pop(lease, None)
 
-    def is_news(self, weights: PublishedWeights, order: int) -> bool:
-        """Whether these weights are newer than those that it has, and of use to it."""
-        return False
-
     def load(self, weights: PublishedWeights, order: int) -> None:
         """Samples with these as soon as may be, if they are news; see `Engine.load`."""
 
-    def partial(self) -> dict[int, dict[int, tuple[PartialCompletion, ...]]]:
-        """The partial output of each group, by lease and position."""
+    def renewed(self, weights: PublishedWeights, order: int) -> Partial:
+        """Loads the newest weights. Partial output that the ledger is to keep for it, by lease and
+        position."""
         return {}
 
     def close(self) -> None:
@@ -164,7 +161,6 @@ class Rows(Batches):
 
     def __init__(self, sampler: Sampler, settings: ServingSettings) -> None:
         super().__init__(sampler, settings)
-        self.num_waiting = settings.max_groups
         self._groups: dict[int, CompletionGroup] = {}  # by position
         self._newest: PublishedWeights | None = None
         self._newest_order = 0  # of their publication
@@ -193,7 +189,8 @@ class Rows(Batches):
         return self._settings.max_groups - len(self._groups)
 
     def is_news(self, weights: PublishedWeights, order: int) -> bool:
-        # Calls to the ledger can overtake one another.
+        """Whether these weights are newer than the last. Calls to the ledger can overtake one
+        another."""
         newest = self._newest
         return newest is None or (weights.key != newest.key and order >= self._newest_order)
 
@@ -319,8 +316,16 @@ class Rows(Batches):
             masks_stale_prefix=self._settings.masks_stale_prefix,
         )  # fmt: skip
 
-    def partial(self) -> dict[int, dict[int, tuple[PartialCompletion, ...]]]:
-        found: dict[int, dict[int, tuple[PartialCompletion, ...]]] = {}
+    def renewed(self, weights: PublishedWeights, order: int) -> Partial:
+        if not self.is_news(weights, order):
+            return {}
+        partial = self.partial()
+        self.load(weights, order)
+        return partial
+
+    def partial(self) -> Partial:
+        """The partial output of each group."""
+        found: Partial = {}
         for position, group in self._groups.items():
             if group.has_begun:
                 ids = [(position, i) for i in group.running]

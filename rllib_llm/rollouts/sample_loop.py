@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any, TypeVar
+from typing import Any
 
 from ray.exceptions import RayActorError
 
@@ -37,8 +36,6 @@ WAIT_SECONDS = 2.0  # for work, before it is asked for again
 SECONDS_BETWEEN_RENEWALS = 0.2  # which bring news of weights
 MAX_SECONDS_OF_A_TURN = 600.0
 SECONDS_TO_END = 1.5  # a step of rows; not a batch
-
-Result = TypeVar("Result")
 
 
 # --- a sampler's ends of a ledger --------------------------------------------------------------
@@ -124,9 +121,8 @@ class SampleLoop:
         self._threads = ThreadPoolExecutor(MAX_JUDGING, thread_name_prefix="judging")
         self._judging: list[tuple[Lease, range, Future[list[JudgedGroup]]]] = []  # with positions
         self._asked: Future[list[Lease]] | None = None  # for leases
-        self._new: set[int] = set()  # leases that the renewal under way may not know of
         self._pending: list[tuple[int, Future[Any]]] = []  # calls that are not answered, and leases
-        self._renewing: Future[Any] | None = None
+        self._renewing: tuple[set[int], Future[Any]] | None = None  # leases, and the call
         self._renewed = 0.0
         self._was_judged = True  # something, since the last renewal
 
@@ -141,18 +137,21 @@ class SampleLoop:
         leases = self._leased()
         is_at_work = bool(leases or self._judging or self.in_flight.leases)
         self._hand_in()
-        renewal = self._renewal()
+        ended, newest, order = self._renewal()
         # What is raised from here on is the engine's: the ledger's answers were read.
         try:
             for lease in leases:
                 self._begin(lease)
             for lease, made in self.in_flight.step():
                 if isinstance(made, Exception):
-                    self._tell(lease, self._ledger.fail(lease, made, lease.positions))
+                    self._tell(lease.id, self._ledger.fail(lease, made, lease.positions))
                 else:
                     self._judge(lease, made)
-            if renewal is not None:
-                self._renew(*renewal)
+            for lost in ended:
+                self.in_flight.drop(lost)
+            if newest is not None:
+                for held, partial in self.in_flight.renewed(newest, order).items():
+                    self._tell(held, self._ledger.call("keep_partial", held, partial))
         except Exception as error:  # noqa: BLE001  (the border of the process)
             self._fail(error)
         return is_at_work
@@ -160,7 +159,7 @@ class SampleLoop:
     def _leased(self) -> list[Lease]:
         """Leases that have come; waits for them, or for a judge, where nothing is in flight."""
         in_flight, judging = self.in_flight, [call for _, _, call in self._judging]
-        may_ask = in_flight.room > 0 and len(judging) < MAX_JUDGING + in_flight.num_waiting
+        may_ask = in_flight.room > 0 and len(judging) < MAX_JUDGING + self._settings.max_groups
         if self._asked is None and may_ask:
             self._asked = self._ledger.lease(in_flight.room, self._holding(), WAIT_SECONDS)
         leases = self._answer()
@@ -187,12 +186,12 @@ class SampleLoop:
 
     def _begin(self, lease: Lease) -> None:
         """Takes a lease's groups in, once its weights are there."""
-        self._new.add(lease.id)
         self.in_flight.load(lease.weights, lease.order)
         for error, positions in self.in_flight.add(lease):
-            self._tell(lease, self._ledger.fail(lease, error, positions))
+            self._tell(lease.id, self._ledger.fail(lease, error, positions))
         if anew := self.in_flight.begun_anew(lease):
-            self._tell(lease, self._ledger.call("keep_partial", lease.id, dict.fromkeys(anew, ())))
+            kept = dict.fromkeys(anew, ())
+            self._tell(lease.id, self._ledger.call("keep_partial", lease.id, kept))
 
     def _judge(self, lease: Lease, generated: UnjudgedBatch) -> None:
         """Starts judging the groups of a lease, or one of them; or judges them now."""
@@ -225,41 +224,33 @@ class SampleLoop:
         for lease, positions, call in done:
             self._was_judged = True
             if (error := call.exception()) is None:
-                self._tell(lease, self._ledger.call("push", lease.id, call.result()))
+                self._tell(lease.id, self._ledger.call("push", lease.id, call.result()))
             else:
-                self._tell(lease, self._ledger.fail(lease, error, positions))
+                self._tell(lease.id, self._ledger.fail(lease, error, positions))
         for pending in [pending for pending in self._pending if pending[1].done()]:
             self._pending.remove(pending)
             pending[1].result()  # raises what became of the call
 
-    def _tell(self, lease: Lease, call: Future[Any]) -> None:
-        """Notes a call to the ledger; its answer is looked at in a later turn."""
-        self._pending.append((lease.id, call))
+    def _tell(self, lease: int, call: Future[Any]) -> None:
+        """Notes a call to the ledger about a lease; its answer is looked at in a later turn."""
+        self._pending.append((lease, call))
 
-    def _renewal(self) -> Any:
-        """The answer to a renewal, see `Ledger.renew`; None before it is there. Renewed are leases
-        of groups being sampled, and of those being judged while their judges make progress: a
-        judge that hangs costs its lease."""
-        now, answer = time.monotonic(), None
+    def _renewal(self) -> tuple[set[int], PublishedWeights | None, int]:
+        """What a renewal says: leases that have ended, the newest weights and their order.
+
+        Renewed are leases of groups being sampled, and of those being judged while their judges
+        make progress: a judge that hangs costs its lease.
+        """
+        now = time.monotonic()
         if self._renewing is None and now - self._renewed >= SECONDS_BETWEEN_RENEWALS:
-            leases = self.in_flight.leases
-            if self._was_judged:
-                leases |= self._judged_leases
-            self._renewing = self._ledger.call("renew", self._ledger.sampler, list(leases))
-            self._renewed, self._was_judged = now, False
-        if self._renewing is not None and self._renewing.done():
-            answer, self._renewing = self._renewing.result(), None
-        return answer
-
-    def _renew(self, held: Sequence[int], newest: PublishedWeights | None, order: int) -> None:
-        """Gives up the leases that have ended, and loads the newest weights."""
-        for ended in self.in_flight.leases - set(held) - self._new:
-            self.in_flight.drop(ended)
-        self._new.clear()
-        if newest is not None and self.in_flight.is_news(newest, order):
-            for lease, partial in self.in_flight.partial().items():
-                self._pending.append((lease, self._ledger.call("keep_partial", lease, partial)))
-            self.in_flight.load(newest, order)
+            leases = self.in_flight.leases | (self._judged_leases if self._was_judged else set())
+            call = self._ledger.call("renew", self._ledger.sampler, list(leases))
+            self._renewing, self._renewed, self._was_judged = (leases, call), now, False
+        if self._renewing is None or not self._renewing[1].done():
+            return set(), None, 0
+        (asked, call), self._renewing = self._renewing, None
+        held, newest, order = call.result()
+        return asked - set(held), newest, order
 
     def _fail(self, error: Exception) -> None:
         """Returns all groups in the engine, whose state can no longer be trusted, after an
@@ -312,7 +303,6 @@ class SamplerThread:
         self.loop, self._listener, self.key = loop, listener, key
         self.failure: SampleFailure | None = None  # that ended the thread
         self._stopped = threading.Event()
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future]] = queue.SimpleQueue()
         # A daemon: a process that ends does not wait for a lease.
         self._thread = threading.Thread(target=self._run, name="streaming", daemon=True)
         self._thread.start()
@@ -322,36 +312,16 @@ class SamplerThread:
         """Whether it takes turns."""
         return self._thread.is_alive() and not self._stopped.is_set()
 
-    def stop(self) -> None:
-        """Ends it; waits for the end of its turn, if that is near."""
+    def stop(self, seconds: float = SECONDS_TO_END) -> None:
+        """Ends it; waits so long for the end of its turn."""
         self._stopped.set()
-        self._thread.join(SECONDS_TO_END)
-
-    def between_turns(self, call: Callable[[], Result]) -> Result:
-        """The result of a call made between two turns.
-
-        Raises:
-            TimeoutError: no turn came to its end in time.
-        """
-        future: Future[Result] = Future()
-        self._calls.put((call, future))
-        return future.result(MAX_SECONDS_OF_A_TURN)
-
-    def _answer(self) -> None:
-        """Makes the calls that were asked for."""
-        while not self._calls.empty():
-            call, future = self._calls.get()
-            try:
-                future.set_result(call())
-            except BaseException as error:  # noqa: BLE001  (the border of a thread; raised by who asked)
-                future.set_exception(error)
+        self._thread.join(seconds)
 
     def _run(self) -> None:
         try:
             with self._listener:
                 while not self._stopped.is_set():
                     self.loop.turn()
-                    self._answer()
         except RayActorError:
             # The ledger has ended, and the run with it; where it has not, the driver, which asks
             # every second, starts another thread.
@@ -360,7 +330,6 @@ class SamplerThread:
             self.failure = SampleFailure.from_exception(error)
             self._stopped.set()
         finally:
-            self._answer()
             self.loop.close()
 
 
@@ -383,8 +352,8 @@ def be_streaming(
     return failure
 
 
-def stop_streaming(runner: Any) -> None:
-    """Makes a sampler stop leasing."""
+def stop_streaming(runner: Any, seconds: float = SECONDS_TO_END) -> None:
+    """Makes a sampler stop leasing; waits so long for the end of its turn."""
     if runner.streamer is not None:
-        runner.streamer.stop()
+        runner.streamer.stop(seconds)
         runner.streamer = None
