@@ -182,12 +182,11 @@ class Stopwatch:
 
         return type(cls.__name__, (cls,), {m: override(m, name) for m, name in spans.items()})
 
-    def timed_runner(self, cls: type, **spans: str) -> type:
-        """A sampler class with the spans "generate" and "judge", and those of other methods."""
+    def timed_runner(self, cls: type) -> type:
+        """A sampler class with the spans "generate" and "judge", and "sampler, rest"."""
         watch = self
-        timed = self.timed_class(cls, spans)
 
-        class TimedRunner(timed):  # type: ignore[misc, valid-type]
+        class TimedRunner(cls):  # type: ignore[misc, valid-type]
             def make_env(self) -> None:
                 super().make_env()
                 self.env.step = watch.timed(self.env.step, "judge")
@@ -196,6 +195,12 @@ class Stopwatch:
                 policy = super()._make_policy()
                 policy.generate = watch.timed(policy.generate, "generate")
                 return policy
+
+            def _make_parts(self) -> None:
+                super()._make_parts()
+                for name in ("generate", "judge"):
+                    call = watch.timed(getattr(self.sampler, name), "sampler, rest")
+                    setattr(self.sampler, name, call)
 
         return TimedRunner
 

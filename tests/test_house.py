@@ -21,28 +21,28 @@ COMPLAINTS = {"Problem", "Problems", "warning", "note", "wrong", "require", "Api
 WORDS = 4  # of a text that is read by people
 # Of each room: lines, and the share (%) of them that are texts and complaints.
 ROOMS = {
-    "": (54, 1.9),
-    "algorithms": (2917, 5.9),
+    "": (55, 1.8),
+    "algorithms": (3192, 6.3),
     "checkpoints": (729, 5.6),
-    "cli": (2331, 9.4),
-    "config": (2609, 25.6),
-    "conversations": (1580, 3.6),
-    "data": (2835, 6.8),
-    "engines": (5125, 1.7),
-    "envs": (7635, 7.8),
-    "examples": (1223, 4.1),
-    "learners": (2486, 1.4),
-    "modules": (4488, 2.9),
-    "numerics": (1295, 0.8),
-    "overseer": (978, 4.0),
-    "rollouts": (5774, 1.2),
-    "runs": (7294, 8.9),
-    "serving": (6360, 5.1),
-    "shared": (3333, 3.8),
-    "weights": (2198, 2.0),
+    "cli": (2379, 10.0),
+    "config": (2815, 26.8),
+    "conversations": (1567, 3.6),
+    "data": (3262, 6.6),
+    "engines": (5099, 2.4),
+    "envs": (7898, 7.6),
+    "examples": (1228, 4.1),
+    "learners": (2934, 1.5),
+    "modules": (5154, 3.1),
+    "numerics": (1533, 0.7),
+    "overseer": (962, 4.2),
+    "rollouts": (5840, 1.2),
+    "runs": (6742, 8.9),
+    "serving": (5894, 5.5),
+    "shared": (3345, 3.8),
+    "weights": (2200, 2.0),
 }
-SAME_NAMES = 2  # classes whose name stands in another file as well
-RAISES = 520
+SAME_NAMES = 3  # classes whose name stands in another file as well
+RAISES = 518
 
 
 @cache

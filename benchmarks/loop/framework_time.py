@@ -41,7 +41,7 @@ def make_config(args: argparse.Namespace, watch: Stopwatch) -> GRPOConfig:
         GRPOConfig(algo_class=watch.timed_class(GRPO, ALGORITHM_SPANS)), args.rows, args.tokens
     )
     config.sampling(log_samples_every=0).training(lr=1e-5).rollouts(store=not args.no_store)
-    runner = watch.timed_runner(config.get_default_env_runner_class(), serve="sampler, rest")
+    runner = watch.timed_runner(config.get_default_env_runner_class())
     config.env_runners(env_runner_cls=runner)
     learner = watch.timed_class(config.get_default_learner_class(), LEARNER_SPANS)
     return config.learners(learner_class=learner)

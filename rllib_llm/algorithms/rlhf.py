@@ -2,10 +2,37 @@
 
     prompts ─▶ samplers ─▶ judged completions ─▶ learners ─▶ new weights ─▶ samplers
 
-`RLHF.training_step` is one turn: next batch, update, publish. Who samples what and when is the
-business of the rollout source and its ledger (`rollouts/ledger.py`): with `max_staleness` above 0
-samplers make the next batches while the learners learn from this one. The settings are in
-`rlhf_config.py`; what an algorithm adds is in its learner class.
+`RLHF.training_step` is one turn: next batch, update, publish. Who waits for whom:
+
+    training_step                       ledger                        sampler: SampleLoop.turn
+    ─────────────                       ──────                        ────────────────────────
+    rollouts.next ──── waits for ─────▶ a full batch ◀──── push ───── judges, in threads
+    learn ──────────── waits for the learners                            ▲ a group's last row ended
+    publish ──────────────────────────▶ admits groups ─── leases ───▶ step of the rows in flight
+                       wakes samplers that wait for a lease; a push wakes the driver that waits
+
+A synchronous run (`max_staleness=0`) is the ledger that admits one batch, once the weights that
+sample it are published: driver and samplers wait for each other in turns. Where the sampler is in
+this process there is one thread, and nobody is woken; nine hops lead to a token:
+
+    training_step ─▶ RolloutSource.next ─▶ LocalWorker.work ─▶ SampleLoop.turn ─▶ Batches.step
+      ─▶ Sampler.generate ─▶ ModulePolicy.generate ─▶ RLModule.forward_exploration
+      ─▶ engines.engine.generate ─▶ Decoder.step
+
+Samplers in actors are dealt one lease each by the driver (`SynchronousWorkers`, a call of
+`RLHFEnvRunner.serve`), which waits for the first that answers, dies, or is too late.
+
+In a run that streams (staleness, filters or over-sampling) the ledger is an actor, and a thread of
+each sampler's actor takes the turns, whatever the driver does; five hops:
+
+    SamplerThread ─▶ SampleLoop.turn ─▶ Rows.step ─▶ HotSwapEngine.step ─▶ TorchEngine.step
+      ─▶ Decoder.step
+
+It waits where nothing is in flight: for a lease, which `publish` and `push` bring, or for a judge.
+The driver's thread "samplers" (`LeasingWorkers`) waits for nobody: it looks each second who died,
+hangs, left or came back, and ends the leases of those. What is admitted is the business of the
+ledger alone (`rollouts/ledger.py`). The settings are in `rlhf_config.py`; what an algorithm adds is
+in its learner class.
 """
 
 from __future__ import annotations

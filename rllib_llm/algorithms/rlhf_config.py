@@ -182,15 +182,18 @@ class RLHFConfig(LanguageModelConfig):
         rules = self.stream_rules()
         return ServingSettings(
             num_completions=self.num_completions,
-            groups_per_lease=rules.groups_per_lease,
+            groups_per_lease=rules.groups_per_lease if self.streams else 1,
             min_valid=min(2, self.num_completions),
             filters=tuple(self.filters or ()),
-            by_row=self.schedule == "free"
+            by_row=self.streams
+            and self.schedule == "free"
             and takes_rows(self)
-            and self.generate_function is None,
+            and self.generate_function is None
+            and bool(self.num_env_runners),
             max_groups=-(-rules.capacity // max(1, self.num_env_runners)),
             in_flight=self.in_flight,
             masks_stale_prefix=self.mask_stale_prefix,
+            judges_beside=self.streams,
         )
 
     @property

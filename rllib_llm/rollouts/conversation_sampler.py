@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from rllib_llm.rollouts.judged_batch import JudgedBatch, SampleRequest
 from rllib_llm.rollouts.sampler import Sampler, SamplingEnvironment, UnjudgedBatch, failed_metrics
 from rllib_llm.shared import columns
 from rllib_llm.shared.errors import require
+from rllib_llm.weights.coordinator import PublishedWeights
 
 
 class ConversationSampler(Sampler):
@@ -42,19 +43,24 @@ class ConversationSampler(Sampler):
         self._judging = threading.Lock()
         self._judging_env = SamplingEnvironment(copy.copy(self.environment.env))
 
-    def _complete(self, request: SampleRequest) -> tuple[dict[str, torch.Tensor], list[Rollout]]:
+    def generate(
+        self, request: SampleRequest, published: PublishedWeights | None = None
+    ) -> UnjudgedBatch:
         """Finished conversations: token i of a turn depends on seed, rollout, turn, i and the
         conversation before it."""
-        env: ConversationEnv = self.environment.env
-        params = self.params(request.explore)
-        ends = (*params.stop_token_ids, *env.chat_format.stop_token_ids)
-        params = dataclasses.replace(params, stop_token_ids=tuple(dict.fromkeys(ends)))
-        return {}, self._attempts(env, request, params)
+        with self._generating(request, published) as generated:
+            env: ConversationEnv = self.environment.env
+            params = self.params(request.explore)
+            ends = (*params.stop_token_ids, *env.chat_format.stop_token_ids)
+            params = dataclasses.replace(params, stop_token_ids=tuple(dict.fromkeys(ends)))
+            generated.completions = self._attempts(env, request, params)
+        return generated
 
-    def judge(self, generated: UnjudgedBatch) -> JudgedBatch:
-        """One batch after the other."""
+    @contextlib.contextmanager
+    def _environment_beside(self, request: SampleRequest) -> Iterator[SamplingEnvironment]:
+        """Judges one batch after the other."""
         with self._judging:
-            return self._judged_by(self._judging_env, generated)
+            yield self._judging_env
 
     def _unjudged(self, generated: UnjudgedBatch, error: UnjudgedError) -> JudgedBatch:
         rows = training_columns(generated.completions, self.policy.pad_token_id)

@@ -36,10 +36,17 @@ from rllib_llm.envs.bandit import check_env_lengths
 from rllib_llm.envs.registry import check_batched, make
 from rllib_llm.overseer.phases import IDLE, STARTING, Phases
 from rllib_llm.rollouts.errors import SampleFailure
+from rllib_llm.rollouts.groups import JudgedGroup, Lease
 from rllib_llm.rollouts.judged_batch import JudgedBatch, SampleRequest
 from rllib_llm.rollouts.policy import EVALUATION_SEED, EnginePolicy, ModulePolicy, SamplingPolicy
+from rllib_llm.rollouts.sample_loop import (
+    MAX_SECONDS_OF_A_TURN,
+    SamplerThread,
+    served,
+    stop_streaming,
+)  # fmt: skip
 from rllib_llm.rollouts.sampler import Sampler, SamplingEnvironment
-from rllib_llm.rollouts.streamer import Work, stop_streaming
+from rllib_llm.rollouts.schedule import ServingSettings
 from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.messages import Listener
 from rllib_llm.shared.process import keep_freed_memory, threads_for
@@ -76,7 +83,7 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         # nothing here draws from it.
         super().__init__(config=config, **kwargs)
         self._position = 0  # of plain `sample()` calls only
-        self.streamer: Work | None = None  # while groups stream
+        self.streamer: SamplerThread | None = None  # while groups stream
         self._calling_back = threading.Lock()
         self._params: dict[bool, SamplingParams] = {}  # by whether to explore
         classes = self.config.callbacks_class
@@ -85,9 +92,9 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         self._device = get_device(self.config, _num_gpus(self.config, self.worker_index))
         self._phase = Phases(STARTING)
         self._link = self._open_link()
-        self._listener = Listener(str(self))
+        self.listener = Listener(str(self))
         # The driver's process has another listener.
-        with self._listener if self.worker_index else nullcontext():
+        with self.listener if self.worker_index else nullcontext():
             self._make_parts()
 
     def _open_link(self) -> Link | None:
@@ -255,21 +262,15 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         rows = SampleBatch(batch.columns)
         return [MultiAgentBatch({DEFAULT_MODULE_ID: rows}, env_steps=batch.num_rows)]
 
-    def serve(
-        self, request: SampleRequest, published: PublishedWeights
-    ) -> JudgedBatch | SampleFailure:
-        """Judged completions made with the published weights, on the CPU when this is an actor.
+    def serve(self, lease: Lease, settings: ServingSettings) -> list[JudgedGroup] | SampleFailure:
+        """The judged groups of a lease.
 
         An exception is returned as text: raised in an actor it would end it, and the driver
         would see a dead sampler instead of the reason.
         """
-        if not self.worker_index:
-            return self.sampler.serve(request, published)
         try:
-            with self._listener:
-                batch = self.sampler.serve(request, published)
-            batch.messages = self._listener.take()
-            return batch
+            with self.listener:
+                return served(lease, self.sampler, settings)
         except Exception as error:  # noqa: BLE001  (the border of the process; raised by the source)
             return SampleFailure.from_exception(error)
 
@@ -279,7 +280,10 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
             batch.node = ray.get_runtime_context().get_node_id()
         with self._calling_back:
             self._call_back("on_sample_end", samples=[batch])
-        return batch.to("cpu") if self.worker_index else batch
+        if not self.worker_index:
+            return batch
+        batch.messages = self.listener.take()
+        return batch.to("cpu")
 
     def _call_back(self, name: str, **arguments: Any) -> None:
         arguments |= {"env_runner": self, "metrics_logger": self.metrics}
@@ -313,11 +317,12 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
 
     def differing_weights(self, published: PublishedWeights) -> tuple[int, list[str]]:
         """This sampler's index, and the names of parameters that differ from the published ones; or
-        the error if the published weights cannot be read. A streaming sampler is compared between
-        two turns, with the version that it reports: its weights may be newer."""
-        if self.streamer is not None and self.streamer.is_at_work:
-            return self.worker_index, self.streamer.between_turns(self.sampler.differing)
-        return self.worker_index, self.sampler.differing(published)
+        the error if the published weights cannot be read. A stream is stopped for it, and asked for
+        again by the driver a second later; it is compared with the version that it has, since its
+        weights may be newer."""
+        streamed = self.streamer is not None
+        stop_streaming(self, MAX_SECONDS_OF_A_TURN)
+        return self.worker_index, self.sampler.differing(None if streamed else published)
 
     def get_ctor_args_and_kwargs(self):
         names = ("config", "worker_index", "num_workers")

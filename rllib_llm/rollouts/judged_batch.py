@@ -16,8 +16,7 @@ import torch
 
 from rllib_llm.modules.images import SHAPE, is_image, join
 from rllib_llm.numerics.scores import RolloutRows
-from rllib_llm.rollouts.groups import UNJUDGED, Closed, JudgedGroup, Lease
-from rllib_llm.rollouts.schedule import ServingSettings
+from rllib_llm.rollouts.groups import UNJUDGED, Closed, JudgedGroup
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import NO_VERSION, widen
 from rllib_llm.shared.messages import TrialMessage
@@ -42,18 +41,6 @@ class SampleRequest:
     num_completions: int = 1
     explore: bool = True
     return_texts: bool = False
-
-
-def request_of(lease: Lease, settings: ServingSettings) -> SampleRequest:
-    """All groups of a lease as one request, so that the batch, and with it the round-off, is the
-    same on any sampler."""
-    return SampleRequest(
-        position=lease.position,
-        num_prompts=lease.num_groups,
-        num_completions=settings.num_completions,
-        explore=settings.explore,
-        return_texts=lease.return_texts,
-    )
 
 
 @dataclass
@@ -329,7 +316,7 @@ class Places:
 
 def pack(batch: JudgedBatch) -> bytes:
     """The batch as bytes, its tensors as arrays, which are quicker to pickle."""
-    return pickle.dumps(_mapped(vars(batch), torch.Tensor.numpy), protocol=5)
+    return pickle.dumps(_mapped(vars(batch), lambda column: column.cpu().numpy()), protocol=5)
 
 
 def unpack(payload: bytes) -> JudgedBatch:

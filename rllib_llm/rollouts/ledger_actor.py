@@ -10,8 +10,7 @@ import pickle
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -280,24 +279,3 @@ class RemoteLedger:
 
 LedgerCalls: TypeAlias = Ledger | RemoteLedger
 """The driver's interface to a ledger."""
-
-
-class SamplerLedger:
-    """A sampler's end of a ledger in an actor.
-
-    Its calls wait for the actor as long as that is being started again; they fail only once it has
-    ended for good, and so has the run. To look whether one is answered costs nothing, as a sampler
-    does after every token.
-    """
-
-    def __init__(self, actor: Any, sampler: str) -> None:
-        self._actor, self.sampler = actor, sampler
-
-    def lease(self, num_groups: int, holding: Iterable[int], wait_s: float) -> Future[Any]:
-        """See `LedgerActor.lease`."""
-        call = self._actor.lease.remote(self.sampler, num_groups, list(holding), wait_s)
-        return call.future()
-
-    def call(self, name: str, *args: Any) -> Future[Any]:
-        """One of `CALLS`."""
-        return self._actor.call.remote(name, *args).future()

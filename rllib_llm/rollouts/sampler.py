@@ -144,7 +144,8 @@ class UnjudgedBatch:
 
     version: of the weights that made them. prompts: columns of the prompts. completions: columns,
     or conversations that are over. step: updates done when the weights were published.
-    timings, weights: see `JudgedBatch`. masks_stale_prefix: see `RowStream`.
+    timings, weights: see `JudgedBatch`. continues: see `JudgedGroup`. masks_stale_prefix: see
+    `ServingSettings`.
     """
 
     request: SampleRequest
@@ -154,6 +155,7 @@ class UnjudgedBatch:
     step: int
     timings: dict[str, float] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)
+    continues: bool = False
     masks_stale_prefix: bool = False
 
 
@@ -185,33 +187,6 @@ class Sampler:
         self._step = 0  # updates done when those were published
         self.params, self.seed, self.name, self._on_judged = params, seed, name, on_judged
 
-    def serve(self, request: SampleRequest, published: PublishedWeights) -> JudgedBatch:
-        """Judged completions made with the published weights; where no row could be judged, rows
-        that are not valid, and the cause.
-
-        Raises:
-            WeightsLostError: these are not to be had.
-        """
-        generated = self.generate(request, published)
-        with self.phase(JUDGING):
-            return self._judged_by(self.environment, generated)
-
-    def generate(self, request: SampleRequest, published: PublishedWeights) -> UnjudgedBatch:
-        """Completions made with the published weights, to be judged.
-
-        Raises:
-            WeightsLostError: these are not to be had.
-        """
-        cores = CpuClock()
-        if self.policy.takes_weights:
-            with self.phase(LOADING):
-                self.weights.receive(published, self.policy.load)
-        self._published, self._step = published.order, published.version
-        generated = self._begin(request)
-        generated.weights = self.weights.metrics()
-        generated.timings["starved_seconds"] = cores.starved_seconds
-        return generated
-
     def sample(self, request: SampleRequest) -> JudgedBatch:
         """Judged completions made with the weights that the policy has.
 
@@ -219,40 +194,72 @@ class Sampler:
             RuntimeError: it was never given any.
             UnjudgedError: no row could be judged.
         """
-        return self._score(self.environment, self._begin(request))
+        return self._score(self.environment, self.generate(request))
 
-    def _begin(self, request: SampleRequest) -> UnjudgedBatch:
-        self.require_weights()
+    def generate(
+        self, request: SampleRequest, published: PublishedWeights | None = None
+    ) -> UnjudgedBatch:
+        """Completions made with the published weights, or those that the policy has, to be judged.
+
+        Raises:
+            WeightsLostError: the weights are not to be had.
+            RuntimeError: the policy was never given any.
+        """
+        with self._generating(request, published) as generated:
+            rows, n = self.environment.prompts(request), request.num_completions
+            params = self.params(request.explore)
+            asked = Generation(
+                params, n, self.seed, rows[columns.ROW_ID].cpu(), weights=self._published,
+                on_step=self.phase.steps(f"of {params.max_new_tokens} tokens"),
+            )  # fmt: skip
+            of_prompts = (columns.PROMPT_IDS, columns.PROMPT_MASK, *filter(is_image, rows))
+            prompts = {name: rows[name][::n] for name in of_prompts}
+            generated.prompts = rows
+            generated.completions = self.policy.generate(prompts, asked)
+        return generated
+
+    @contextlib.contextmanager
+    def _generating(
+        self, request: SampleRequest, published: PublishedWeights | None
+    ) -> Iterator[UnjudgedBatch]:
+        """A batch whose prompts and completions are to be set, with the weights in their place."""
+        cores = CpuClock()
+        if published is not None:
+            if self.policy.takes_weights:
+                with self.phase(LOADING):
+                    self.weights.receive(published, self.policy.load)
+            self._published, self._step = published.order, published.version
+        if not self.policy.has_weights:
+            raise RuntimeError(f"{self.name} has no weights yet: publish them, or set_state()")
+        generated = UnjudgedBatch(request, self.weights.version, {}, {}, self._step)
         last = request.position + request.num_prompts - 1
         with self.phase(GENERATING, f"{GENERATING} for prompts {request.position}-{last}"):
-            prompts, made = self._complete(request)
-        seconds = {"generate_seconds": self.phase.took[GENERATING]}
-        return UnjudgedBatch(request, self.weights.version, prompts, made, self._step, seconds)
+            yield generated
+        generated.timings["generate_seconds"] = self.phase.took[GENERATING]
+        generated.timings["starved_seconds"] = cores.starved_seconds
+        generated.weights = self.weights.metrics()
 
-    def _complete(self, request: SampleRequest) -> tuple[dict[str, torch.Tensor], Any]:
-        """Prompts and completions of a request, as `UnjudgedBatch` has them."""
-        rows, n = self.environment.prompts(request), request.num_completions
-        params = self.params(request.explore)
-        asked = Generation(
-            params, n, self.seed, rows[columns.ROW_ID].cpu(), weights=self._published,
-            on_step=self.phase.steps(f"of {params.max_new_tokens} tokens"),
-        )  # fmt: skip
-        of_prompts = (columns.PROMPT_IDS, columns.PROMPT_MASK, *filter(is_image, rows))
-        prompts = {name: rows[name][::n] for name in of_prompts}
-        return rows, self.policy.generate(prompts, asked)
+    def judge(self, generated: UnjudgedBatch, *, beside: bool = False) -> JudgedBatch:
+        """The completions with their scores; where no row could be judged, rows that are not valid,
+        and the cause.
 
-    def judge(self, generated: UnjudgedBatch) -> JudgedBatch:
-        """As `serve`, for scores only; callable from any thread during sampling."""
-        with self.environment.judging(generated.request) as environment:
-            return self._judged_by(environment, generated)
-
-    def _judged_by(self, environment: SamplingEnvironment, generated: UnjudgedBatch) -> JudgedBatch:
-        """Completions of the last prompts of an environment, judged if any can be."""
-        try:
-            batch = self._score(environment, generated)
-        except UnjudgedError as error:
-            batch = self._unjudged(generated, error)
+        Args:
+            beside: whether the environment may hand out other prompts meanwhile: callable from any
+                thread during sampling. Else the completions are of the prompts handed out last.
+        """
+        here = contextlib.nullcontext(self.environment)
+        beside_it = self._environment_beside(generated.request) if beside else here
+        with beside_it as environment, contextlib.nullcontext() if beside else self.phase(JUDGING):
+            try:
+                batch = self._score(environment, generated)
+            except UnjudgedError as error:
+                batch = self._unjudged(generated, error)
         return self._on_judged(batch)
+
+    def _environment_beside(
+        self, request: SampleRequest
+    ) -> contextlib.AbstractContextManager[SamplingEnvironment]:
+        return self.environment.judging(request)
 
     def _score(self, environment: SamplingEnvironment, generated: UnjudgedBatch) -> JudgedBatch:
         start = time.perf_counter()
@@ -286,11 +293,6 @@ class Sampler:
             timings={**generated.timings, "judge_seconds": seconds}, weights=generated.weights,
             pad_token_id=self.policy.pad_token_id,
         )  # fmt: skip
-
-    def require_weights(self) -> None:
-        """Raises RuntimeError where the policy was never given weights."""
-        if not self.policy.has_weights:
-            raise RuntimeError(f"{self.name} has no weights yet: call serve() or set_state() first")
 
     def differing(self, published: PublishedWeights | None = None) -> list[str]:
         """Names of the parameters that are not as published, after these were loaded; None: not as

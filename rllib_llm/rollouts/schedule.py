@@ -113,7 +113,10 @@ class ServingSettings:
         steps, where the sampler can.
     max_groups: that a sampler is at work on at once, row by row.
     in_flight: see `Engine.load`.
-    masks_stale_prefix: see `RowStream`.
+    masks_stale_prefix: whether of a completion only the tokens of its newest weights are learnt
+        from.
+    judges_beside: whether groups are judged in threads, while others are sampled; else by the
+        environment that has just handed out their prompts.
     explore: whether completions are drawn, or greedy.
     """
 
@@ -125,6 +128,7 @@ class ServingSettings:
     max_groups: int = 1
     in_flight: InFlight = "finish"
     masks_stale_prefix: bool = False
+    judges_beside: bool = False
     explore: bool = True
 
 

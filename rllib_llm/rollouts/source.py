@@ -30,7 +30,6 @@ from rllib_llm.rollouts.schedule import ServingSettings, StreamRules
 from rllib_llm.rollouts.workers import (
     LeasingWorkers,
     LocalWorker,
-    PlainWorker,
     SynchronousWorkers,
     Workers,
 )  # fmt: skip
@@ -106,43 +105,38 @@ class RolloutSource:
         Raises:
             RuntimeError: no sampler can sample, or all groups are rejected.
         """
-        before = None
-        if self._rules.num_parts is not None and not self._handed_out:
+        is_ahead, before = self._rules.num_parts is None, None
+        if not is_ahead and not self._handed_out:
             before = self._saved() | {"weights_version": self._step}, self._kept[self._step]
+        start = said = time.monotonic()
+        num_judged = self._num_lost = 0
+        self._workers.note_progress()
         try:
-            fresh = self._next()
+            while True:
+                self._workers.work()
+                answer = self._take()
+                if answer.groups is not None:
+                    fresh = batch_of(answer.groups)
+                    break
+                if answer.num_judged != num_judged:
+                    num_judged = answer.num_judged
+                    self._workers.note_progress()
+                    self._tell(num_judged)
+                if is_ahead and time.monotonic() - said > SECONDS_BETWEEN_WORDS:  # else no news
+                    said = time.monotonic()
+                    waits_for = self.look()["waits_for"]
+                    logger.warning("Update %d waits for a batch: %s", self._step, waits_for)
         except Exception:
             if before is not None:
                 self.set_state(before[0])
                 self.publish(before[1])
             raise
-        return fresh if self._replay is None else self._replay.extend(fresh)
-
-    def _next(self) -> JudgedBatch:
-        start = said = time.monotonic()
-        num_judged = self._num_lost = 0
-        self._workers.note_progress()
-        while True:
-            self._workers.work()
-            answer = self._take()
-            if answer.groups is not None:
-                break
-            if answer.num_judged != num_judged:
-                num_judged = answer.num_judged
-                self._workers.note_progress()
-                self._tell(num_judged)
-            now = time.monotonic()
-            is_ahead = self._rules.num_parts is None  # else a wait is no news
-            if is_ahead and now - said > SECONDS_BETWEEN_WORDS:
-                said = now
-                waits_for = self.look()["waits_for"]
-                logger.warning("Update %d waits for a batch: %s", self._step, waits_for)
         self._wait_seconds = time.monotonic() - start
         self._ages = [float(self._step - group.oldest_version) for group in answer.groups]
         self._num_failures.clear()
         self._handed_out.append(len(answer.groups))
         self._position += len(answer.groups)
-        return batch_of(answer.groups)
+        return fresh if self._replay is None else self._replay.extend(fresh)
 
     def next_from(self, position: int, weights: PublishedWeights) -> JudgedBatch:
         """The batch that begins at a position, sampled with these weights, whatever was sampled
@@ -313,8 +307,7 @@ def open_rollouts(
         assert local is not None, "a group without remote samplers has a local one"
         rules = dataclasses.replace(rules, timeout_s=None)
         ledger = Ledger(rules, keeps_rejected=recorder.keeps)
-        worker = PlainWorker if is_synchronous else LocalWorker
-        workers = worker(local, ledger, settings)
+        workers = LocalWorker(local.sampler, ledger, settings)
     elif is_synchronous:
         ledger = Ledger(rules, keeps_rejected=recorder.keeps)
         workers = SynchronousWorkers(pool, ledger, settings)

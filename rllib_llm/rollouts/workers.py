@@ -9,25 +9,26 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ray.exceptions import RayError, RayTaskError
 
 from rllib_llm.rollouts.errors import NoSamplersError, NoServerError, SampleFailure
-from rllib_llm.rollouts.groups import Lease
-from rllib_llm.rollouts.judged_batch import JudgedBatch, judged_groups, request_of
+from rllib_llm.rollouts.groups import JudgedGroup, Lease
 from rllib_llm.rollouts.ledger import Ledger
 from rllib_llm.rollouts.ledger_actor import STOP_SECONDS, LedgerCalls, RemoteLedger
+from rllib_llm.rollouts.sample_loop import (
+    LocalLedger,
+    SampleLoop,
+    be_streaming,
+    stop_streaming,
+)  # fmt: skip
+from rllib_llm.rollouts.sampler import Sampler
 from rllib_llm.rollouts.sampler_pool import SamplerPool
 from rllib_llm.rollouts.schedule import ServingSettings
-from rllib_llm.rollouts.streamer import JudgeThreads, be_streaming, stop_streaming
 from rllib_llm.shared.process import LEAST_SECONDS, StarvedProcesses
 from rllib_llm.shared.remote import ServerError
-
-if TYPE_CHECKING:
-    from rllib_llm.rollouts.env_runner import RLHFEnvRunner
 
 logger = logging.getLogger(__name__)
 
@@ -62,61 +63,27 @@ class Workers:
         """Ends their work."""
 
 
-class PlainWorker(Workers):
-    """The sampler of this process, asked for one batch after the other."""
-
-    def __init__(self, runner: RLHFEnvRunner, ledger: Ledger, settings: ServingSettings) -> None:
-        self._runner, self._ledger, self._settings = runner, ledger, settings
-
-    def work(self) -> None:
-        """Does some work; exceptions propagate."""
-        try:
-            self._work()
-        except ServerError as error:
-            raise NoServerError(str(error)) from error
-
-    def _work(self) -> None:
-        for lease in self._ledger.call("lease", "0", 1, []):
-            batch = self._runner.serve(request_of(lease, self._settings), lease.weights)
-            assert isinstance(batch, JudgedBatch), "the local sampler raises its errors"
-            groups = judged_groups(batch, min_valid=self._settings.min_valid)
-            self._ledger.call("push", lease.id, groups)
-
-
-class LocalWorker(PlainWorker):
-    """The sampler in this process. It works while the driver waits, and judges in parallel.
+class LocalWorker(Workers):
+    """The sampler of this process, which takes turns while a batch is awaited; its exceptions
+    propagate.
 
     In lockstep it works off all there is before the learner continues: a module shared with the
     learner has older weights no more.
     """
 
-    def __init__(self, runner: RLHFEnvRunner, ledger: Ledger, settings: ServingSettings) -> None:
-        super().__init__(runner, ledger, settings)
-        self._is_eager, self._sampler = ledger.rules.schedule == "lockstep", runner.sampler
-        self._judges = JudgeThreads(self._sampler.judge, settings)
+    def __init__(self, sampler: Sampler, ledger: Ledger, settings: ServingSettings) -> None:
+        self._loop = SampleLoop(LocalLedger(ledger), sampler, settings)
+        self._is_eager = ledger.rules.schedule == "lockstep"
 
-    def _work(self) -> None:
-        while self._serve_one() and self._is_eager:
-            pass
-
-    def _serve_one(self) -> bool:
-        """Samples, or waits for judges; returns whether there was anything to do."""
-        leases: list[Lease] = []
-        if not self._judges.is_full:
-            size, holding = self._settings.groups_per_lease, self._judges.leases
-            leases = self._ledger.call("lease", "0", size, holding)
-        for lease in leases:
-            request = request_of(lease, self._settings)
-            self._judges.begin(lease, self._sampler.generate(request, lease.weights))
-        is_judging = bool(self._judges.calls)
-        if not leases:
-            wait(self._judges.calls, return_when=FIRST_COMPLETED)
-        for each in self._judges.finished():
-            self._ledger.call("push", each.lease.id, each.call.result())
-        return bool(leases) or is_judging
+    def work(self) -> None:
+        try:
+            while self._loop.turn() and self._is_eager:
+                pass
+        except ServerError as error:
+            raise NoServerError(str(error)) from error
 
     def stop(self) -> None:
-        self._judges.close()
+        self._loop.close()
 
 
 @dataclass(eq=False)
@@ -190,8 +157,10 @@ class RemoteWorkers(Workers):
         self._starved.pop(worker, None)
         self._ledger.call("give_back", str(worker))
         if asked is None or asked.is_wanted:
-            self._num_losses += 1
+            began = time.monotonic() if asked is None else asked.began
+            self._pool.faults.seconds_lost += time.monotonic() - began
             self._pool.faults.requests_retried += 1
+            self._num_losses += 1
 
     def _give_back_of_gone(self) -> None:
         """Requeues the leases of samplers that have left."""
@@ -278,27 +247,20 @@ class SynchronousWorkers(RemoteWorkers):
         nodes = dict.fromkeys(self._nodes.get(worker, "") for worker in (*self._asked, *dealt))
         for worker, lease in dealt.items():
             weights = dataclasses.replace(lease.weights, nodes=tuple(filter(None, nodes)))
-            request = request_of(lease, self._settings)
-            call = self._actors.call(worker, "serve", request, weights)
+            lease = dataclasses.replace(lease, weights=weights)
+            call = self._actors.call(worker, "serve", lease, self._settings)
             self._asked[worker] = _Call(call, began, lease.id)
 
-    def _take(self, worker: int, asked: _Call, answer: JudgedBatch | SampleFailure) -> None:
+    def _take(self, worker: int, asked: _Call, answer: list[JudgedGroup] | SampleFailure) -> None:
         if isinstance(answer, SampleFailure):
             if asked.is_wanted:
                 self._pool.faults.requests_retried += answer.may_pass
                 self._pool.faults.seconds_lost += time.monotonic() - asked.began
             self._ledger.call("fail", asked.lease, answer)
             return
-        self._nodes[worker] = answer.node
+        self._nodes[worker] = answer[0].payload.batch.node
         self._num_losses = 0
-        groups = judged_groups(answer, min_valid=self._settings.min_valid)
-        self._ledger.call("push", asked.lease, groups)
-
-    def _lose(self, worker: int) -> None:
-        asked = self._asked.get(worker)
-        if asked is not None and asked.is_wanted:
-            self._pool.faults.seconds_lost += time.monotonic() - asked.began
-        super()._lose(worker)
+        self._ledger.call("push", asked.lease, answer)
 
 
 class LeasingWorkers(RemoteWorkers):

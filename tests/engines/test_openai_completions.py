@@ -16,7 +16,7 @@ from rllib_llm.shared.errors import Problems
 from tests.algorithms import tiny_runs as tiny
 from tests.engines.tiny_generations import sampled_by
 from tests.envs.tiny_tokenizers import word_tokenizer
-from tests.rollouts.tiny_samplers import build_sampler, publication
+from tests.rollouts.tiny_samplers import build_sampler, judged, publication
 from tests.scripted_server import serving
 
 EOS, PAD = 1, 0  # ids of the character tokenizer
@@ -160,7 +160,7 @@ def test_an_evaluation_sampler_asks_the_server_and_needs_no_weights():
         settings = {"base_url": server.base_url, "served_model": "m", **QUICK}
         config.sampling(engine="openai", engine_settings=settings)
         sampler = build_sampler(config, worker_index=1)
-        batch = sampler.serve(SampleRequest(0, 2, 2, return_texts=True), publication())
+        batch = judged(sampler, SampleRequest(0, 2, 2, return_texts=True), publication())
         sampler.stop()
     assert sampler.module is None
     assert set(batch.versions.tolist()) == {-1}

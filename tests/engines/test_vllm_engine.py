@@ -282,9 +282,9 @@ def test_a_run_streams_with_it(ray_session, stream):
             assert told["tokens_generated"] == sum(told[name] for name in accounted)
             assert told["tokens_trained"] > 0
         works = algorithm.env_runner_group.foreach_env_runner(
-            lambda runner: type(runner.streamer).__name__, local_env_runner=False
+            lambda runner: type(runner.streamer.loop.in_flight).__name__, local_env_runner=False
         )
-    assert works == ["RowWork" if stream["schedule"] == "free" else "LeaseWork"]
+    assert works == ["Rows" if stream["schedule"] == "free" else "Batches"]
     assert num_versions == {1} if not has_several else 2 in num_versions
 
 

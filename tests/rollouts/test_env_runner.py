@@ -16,7 +16,13 @@ from rllib_llm.weights.coordinator import PublishedWeights
 from rllib_llm.weights.flat_buffer import pack, unpack
 from rllib_llm.weights.loading import can_map_read_only
 from tests.algorithms import tiny_runs as tiny
-from tests.rollouts.tiny_samplers import assert_same_batch, build_sampler, publication
+from tests.rollouts.tiny_samplers import (
+    assert_same_batch,
+    build_sampler,
+    dealt,
+    judged,
+    publication,
+)
 
 REQUEST = SampleRequest(position=4, num_prompts=5, num_completions=3)
 EOS, PAD = 1, 0  # ids of the character tokenizer
@@ -29,7 +35,7 @@ def sampler():
 
 @pytest.fixture(scope="module")
 def batch(sampler):
-    return sampler.serve(REQUEST, publication())
+    return judged(sampler, REQUEST, publication())
 
 
 def test_the_columns_of_a_batch(batch):
@@ -64,7 +70,7 @@ def test_the_columns_of_a_batch(batch):
 def test_eos_is_inside_the_mask_and_ends_it():
     # Any token ends a completion with probability 1/18 here; 60 completions of up to 12 tokens.
     sampler = build_sampler(tiny.grpo().sampling(max_new_tokens=12))
-    batch = sampler.serve(SampleRequest(0, 20, 3), publication())
+    batch = judged(sampler, SampleRequest(0, 20, 3), publication())
     ids, mask = (batch.columns[n] for n in (columns.COMPLETION_IDS, columns.COMPLETION_MASK))
     finished = batch.columns[columns.FINISHED]
     assert 0 < int(finished.sum()) < 60
@@ -83,7 +89,7 @@ def test_stop_tokens_end_a_completion_too():
     sampler = build_sampler(
         tiny.grpo().sampling(max_new_tokens=12, stop_token_ids=[EOS, digit], min_new_tokens=3)
     )
-    batch = sampler.serve(SampleRequest(0, 20, 3), publication())
+    batch = judged(sampler, SampleRequest(0, 20, 3), publication())
     ids, mask = (batch.columns[n] for n in (columns.COMPLETION_IDS, columns.COMPLETION_MASK))
     lasts = [row[keep].tolist()[-1] for row, keep in zip(ids, mask, strict=True)]
     finished = batch.columns[columns.FINISHED].tolist()
@@ -93,9 +99,9 @@ def test_stop_tokens_end_a_completion_too():
 
 
 def test_another_sampler_and_other_batches_give_the_same(batch):
-    assert_same_batch(build_sampler(tiny.grpo(), 2).serve(REQUEST, publication()), batch)
+    assert_same_batch(judged(build_sampler(tiny.grpo(), 2), REQUEST, publication()), batch)
     in_parts = build_sampler(tiny.grpo().sampling(sampling_batch_size=4))  # one prompt at a time
-    again = in_parts.serve(REQUEST, publication())
+    again = judged(in_parts, REQUEST, publication())
     for name in (columns.COMPLETION_IDS, columns.SCORES, columns.ROW_ID, columns.PROMPT_INDEX):
         assert torch.equal(again.columns[name], batch.columns[name]), name
 
@@ -105,10 +111,10 @@ def test_seeds_and_positions_give_other_noise(sampler, batch):
     other.debugging(seed=1)
     ids = batch.columns[columns.COMPLETION_IDS]
     assert not torch.equal(
-        build_sampler(other).serve(REQUEST, publication()).columns[columns.COMPLETION_IDS], ids
+        judged(build_sampler(other), REQUEST, publication()).columns[columns.COMPLETION_IDS], ids
     )
     # Positions 4 and 10 are the same prompt of 6 only by chance; their completions differ.
-    later = sampler.serve(SampleRequest(10, 5, 3), publication())
+    later = judged(sampler, SampleRequest(10, 5, 3), publication())
     assert not torch.equal(later.columns[columns.COMPLETION_IDS], ids)
 
 
@@ -116,13 +122,13 @@ def test_sampling_leaves_the_global_random_state_alone(sampler):
     torch.manual_seed(11)
     expected = torch.rand(3)
     torch.manual_seed(11)
-    sampler.serve(REQUEST, publication())
+    judged(sampler, REQUEST, publication())
     assert torch.equal(torch.rand(3), expected)
 
 
 def test_without_exploration_the_likeliest_tokens_are_taken(sampler):
     request = SampleRequest(0, 3, 2, explore=False)
-    batch = sampler.serve(request, publication())
+    batch = judged(sampler, request, publication())
     ids, mask = (batch.columns[n] for n in (columns.COMPLETION_IDS, columns.COMPLETION_MASK))
     assert torch.equal(ids[0::2], ids[1::2])
     for row in (0, 2, 4):
@@ -134,8 +140,8 @@ def test_without_exploration_the_likeliest_tokens_are_taken(sampler):
 
 
 def test_texts_come_on_request_or_where_a_reward_function_has_them_decoded(sampler):
-    texts = sampler.serve(SampleRequest(0, 2, 2, return_texts=True), publication()).texts
-    assert sampler.serve(SampleRequest(0, 2, 2), publication()).texts == texts
+    texts = judged(sampler, SampleRequest(0, 2, 2, return_texts=True), publication()).texts
+    assert judged(sampler, SampleRequest(0, 2, 2), publication()).texts == texts
     assert texts["prompt"][0] == texts["prompt"][1] != texts["prompt"][2]
     assert len(texts["completion"]) == 4
 
@@ -145,7 +151,7 @@ def test_new_weights_are_loaded_before_sampling(ray_session, sampler, batch):
     state = remote.module.get_state(inference_only=True)
     doubled = {name: tensor * 2 for name, tensor in state.items()}
     published = PublishedWeights(7, "doubled", (ray.put(pack(doubled)),))
-    other = remote.serve(REQUEST, published)
+    other = judged(remote, REQUEST, published)
     assert set(other.versions.tolist()) == {7}
     tiny.assert_same_weights(remote.module.get_state(inference_only=True), doubled)
     assert not torch.equal(
@@ -153,7 +159,7 @@ def test_new_weights_are_loaded_before_sampling(ray_session, sampler, batch):
     )
     # Back to a lower version, as after a restore.
     original = {name: tensor / 2 for name, tensor in doubled.items()}
-    back = remote.serve(REQUEST, PublishedWeights(0, "first", (ray.put(pack(original)),)))
+    back = judged(remote, REQUEST, PublishedWeights(0, "first", (ray.put(pack(original)),)))
     assert_same_batch(back, batch)
 
 
@@ -161,7 +167,7 @@ def test_an_actors_weights_are_shared_memory_until_rllib_sets_others(ray_session
     remote = build_sampler(tiny.grpo(), worker_index=1)
     flat = pack(remote.module.get_state(inference_only=True))
     published = PublishedWeights(1, "shared", (ray.put(flat),))
-    remote.serve(REQUEST, published)
+    judged(remote, REQUEST, published)
     assert remote.policy.loader.is_aliased == can_map_read_only()
     # A state that is sent away holds its own tensors, not the whole buffer once for each.
     state = remote.get_state()[COMPONENT_RL_MODULE][DEFAULT_MODULE_ID]
@@ -176,7 +182,7 @@ def test_an_actors_weights_are_shared_memory_until_rllib_sets_others(ray_session
 def test_a_sampler_that_cannot_get_the_weights_does_not_sample(ray_session):
     remote = build_sampler(tiny.grpo(), worker_index=1)
     flat = pack({"model.lm_head.weight": torch.zeros(2, 2)})
-    answer = remote.serve(REQUEST, PublishedWeights(3, "broken", (ray.put(flat),)))
+    answer = dealt(remote, REQUEST, PublishedWeights(3, "broken", (ray.put(flat),)))
     assert isinstance(answer, SampleFailure)
     assert "saved from another architecture" in answer.error
     assert remote.weights.version == -1
@@ -200,10 +206,10 @@ def test_a_sampler_that_was_never_given_weights_does_not_generate(ray_session):
     with pytest.raises(RuntimeError, match=said):
         remote.sample(num_episodes=3)
     # Nor on request, where the weights that the request names were not sent.
-    answer = remote.serve(REQUEST, publication())
+    answer = dealt(remote, REQUEST, publication())
     assert isinstance(answer, SampleFailure) and said in answer.error
     flat = pack(remote.module.get_state(inference_only=True))
-    remote.serve(REQUEST, PublishedWeights(1, "first", (ray.put(flat),)))
+    judged(remote, REQUEST, PublishedWeights(1, "first", (ray.put(flat),)))
     assert len(remote.sample(num_episodes=3)) == 1
     restored = build_sampler(tiny.grpo(), worker_index=2, has_weights=False)
     restored.set_state(remote.get_state())
@@ -224,10 +230,10 @@ def test_an_environment_without_scores_is_learnt_from_by_its_rewards(sampler):
             observation, rewards, ends, cuts, _ = sampler.env.step(completions)
             return observation, rewards + 0.5, ends, cuts, {}
 
-    expected = sampler.serve(REQUEST, publication())
+    expected = judged(sampler, REQUEST, publication())
     other = build_sampler(tiny.grpo())
     other.sampler.environment = SamplingEnvironment(Plain())
-    found = other.serve(SampleRequest(4, 5, 3, return_texts=True), publication())
+    found = judged(other, SampleRequest(4, 5, 3, return_texts=True), publication())
     torch.testing.assert_close(found.columns[columns.SCORES], expected.rewards + 0.5)
     assert found.columns[columns.VALID].all()
     assert found.texts == found.components == found.metrics == {}
@@ -249,7 +255,7 @@ def test_evaluation_samplers_see_held_out_prompts_with_noise_of_their_own():
         config.in_evaluation = in_evaluation
         config.env_config["eval_prompts"] = tiny.PROMPTS
         config.env_config["shuffle"] = False
-        return build_sampler(config).serve(SampleRequest(0, 6, 3), publication())
+        return judged(build_sampler(config), SampleRequest(0, 6, 3), publication())
 
     train, evaluation = serve(False), serve(True)
     assert torch.equal(train.columns[columns.PROMPT_IDS], evaluation.columns[columns.PROMPT_IDS])

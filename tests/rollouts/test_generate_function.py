@@ -13,7 +13,7 @@ from rllib_llm.rollouts.judged_batch import SampleRequest
 from rllib_llm.shared import columns
 from rllib_llm.shared.errors import Problems
 from tests.algorithms import tiny_runs as tiny
-from tests.rollouts.tiny_samplers import build_sampler, publication
+from tests.rollouts.tiny_samplers import build_sampler, dealt, judged, publication
 
 REQUEST = SampleRequest(position=2, num_prompts=3, num_completions=2)
 
@@ -44,7 +44,7 @@ def sampler(function):
 
 
 def serve(function):
-    answer = sampler(function).serve(REQUEST, publication())
+    answer = dealt(sampler(function), REQUEST, publication())
     if not hasattr(answer, "columns"):
         raise Problems(answer.error)
     return answer
@@ -52,7 +52,7 @@ def serve(function):
 
 @pytest.mark.parametrize("function", ["as_the_policy", "as_the_policy_in_threads"])
 def test_a_function_that_asks_the_policy_gives_what_the_policy_gives(function):
-    expected = build_sampler(tiny.grpo(), worker_index=1).serve(REQUEST, publication())
+    expected = judged(build_sampler(tiny.grpo(), worker_index=1), REQUEST, publication())
     found = serve(function)
     for name, column in expected.columns.items():
         same = torch.allclose if column.is_floating_point() else torch.equal

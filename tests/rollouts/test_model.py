@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rllib_llm.rollouts import source, streamer, workers
+from rllib_llm.rollouts import sample_loop, source, workers
 from rllib_llm.rollouts.schedule import StreamRules
 from tests.rollouts.world import LIMIT, SECONDS_OF_AN_EVENT, World, WorldTime
 
@@ -47,9 +47,9 @@ IN_FLIGHT = st.sampled_from(["finish", "finish", "keep", "recompute"])
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
     """Nobody waits for time that passes outside of the world."""
-    monkeypatch.setattr(streamer, "wait", lambda calls, seconds, when: None)
-    monkeypatch.setattr(streamer, "SECONDS_BETWEEN_RENEWALS", 5 * SECONDS_OF_AN_EVENT)
-    for module in (source, streamer, workers):
+    monkeypatch.setattr(sample_loop, "wait", lambda calls, seconds, when: None)
+    monkeypatch.setattr(sample_loop, "SECONDS_BETWEEN_RENEWALS", 5 * SECONDS_OF_AN_EVENT)
+    for module in (sample_loop, source, workers):
         monkeypatch.setattr(module, "time", WorldTime)
 
 

@@ -15,7 +15,7 @@ from rllib_llm.shared import columns
 from tests.algorithms import tiny_runs as tiny
 from tests.learners import tiny_learners
 from tests.rollouts.interrupting_env import VERSION, sampled_tokens
-from tests.rollouts.tiny_samplers import build_sampler, publication
+from tests.rollouts.tiny_samplers import build_sampler, judged, publication
 
 ENV = "tests.rollouts.interrupting_env:Interrupting"
 
@@ -28,7 +28,7 @@ def config():
 
 @pytest.fixture(scope="module")
 def batch(config):
-    return build_sampler(config).serve(SampleRequest(0, 4, 3), publication(2))
+    return judged(build_sampler(config), SampleRequest(0, 4, 3), publication(2))
 
 
 def test_the_batch_has_what_the_environment_said(batch):
@@ -127,13 +127,13 @@ def test_a_judge_knows_the_step_of_its_completions_while_others_are_sampled():
     sampler = Sampler(environment, OnesPolicy(), params=lambda explore: params, seed=0)
     generated = sampler.generate(SampleRequest(0, 1, 2), publication(3))
     found = []
-    judging = threading.Thread(target=lambda: found.append(sampler.judge(generated)))
+    judging = threading.Thread(target=lambda: found.append(sampler.judge(generated, beside=True)))
     judging.start()
     assert environment.env.is_judging.wait(10.0)
     sampler.generate(SampleRequest(1, 1, 2), publication(4))
     judging.join(10.0)
     assert found[0].rewards.tolist() == [3.0, 3.0]
-    assert sampler.serve(SampleRequest(2, 1, 2), publication(5)).rewards.tolist() == [5.0, 5.0]
+    assert judged(sampler, SampleRequest(2, 1, 2), publication(5)).rewards.tolist() == [5.0, 5.0]
 
 
 def fails_on_the_first(prompts, completions):
@@ -147,7 +147,7 @@ def test_groups_that_could_not_be_judged_count_as_failed():
                "reward_functions": f"{__name__}.fails_on_the_first"}  # fmt: skip
     config = tiny.grpo().environment("rllib_llm/RLHF-v0", env_config=rewards)
     sampler = build_sampler(config)
-    parts = [sampler.serve(SampleRequest(position, 1, 2), publication()) for position in range(3)]
+    parts = [judged(sampler, SampleRequest(position, 1, 2), publication()) for position in range(3)]
     # In the seeded order of prompts one of three is the first; each has two rows.
     whole = concatenate(parts)
     assert whole.columns[columns.VALID].tolist().count(False) == 2

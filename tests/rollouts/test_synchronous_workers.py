@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from types import SimpleNamespace
 
@@ -16,6 +15,7 @@ from rllib_llm.rollouts.errors import (
     NoServerError,
     SampleFailure,
 )
+from rllib_llm.rollouts.groups import Lease
 from rllib_llm.rollouts.judged_batch import SampleRequest, concatenate
 from rllib_llm.rollouts.ledger import Ledger
 from rllib_llm.rollouts.recorder import RolloutRecorder
@@ -31,10 +31,12 @@ from tests.rollouts.tiny_samplers import (
     ScriptedActors,
     assert_same_batch,
     build_sampler,
+    judged,
     publication,
 )
 
 REQUEST = SampleRequest(position=5, num_prompts=7, num_completions=2)
+LEASE = Lease(1, REQUEST.position, REQUEST.num_prompts, publication())
 DIES, HANGS, SERVES = "dies", "hangs", "serves"
 
 
@@ -59,7 +61,7 @@ def expected(samplers):
         for size in StreamRules(7, num_parts=num_parts).sizes(7):
             parts.append(SampleRequest(position, size, 2))
             position += size
-        return concatenate([samplers[0].serve(part, publication()) for part in parts])
+        return concatenate([judged(samplers[0], part, publication()) for part in parts])
 
     return batch
 
@@ -160,7 +162,7 @@ def test_without_a_limit_or_a_core_a_silent_sampler_is_waited_for(samplers, time
         clock.now += 4.0
         if len(looks) == 50:
             for call in calls:
-                group.ends[call] = samplers[0].serve(REQUEST, publication())
+                group.ends[call] = samplers[0].serve(LEASE, ServingSettings(2))
             group.hung.clear()
         return ready(calls, timeout_s)
 
@@ -264,10 +266,10 @@ class Unreachable:
         self.sampler = sampler
         self.num_failures = num_failures
 
-    def serve(self, request, published):
+    def serve(self, lease, settings):
         self.num_failures -= 1
         if self.num_failures < 0:
-            return self.sampler.serve(request, published)
+            return self.sampler.serve(lease, settings)
         try:
             raise ConnectionError(f"no prompts, {self.num_failures} more")
         except ConnectionError as error:
@@ -283,7 +285,7 @@ def test_what_may_pass_by_itself_is_asked_again(samplers, expected):
 class Serverless:
     """A sampler whose server is gone."""
 
-    def serve(self, request, published):
+    def serve(self, lease, settings):
         return SampleFailure.from_exception(ServerError("http://h/v1 must answer"))
 
 
@@ -304,7 +306,7 @@ def test_but_not_more_than_three_times(samplers):
 class Broken:
     """A sampler whose reward function has a bug."""
 
-    def serve(self, request, published):
+    def serve(self, lease, settings):
         return SampleFailure.from_exception(KeyError("no such judge"))
 
 
@@ -322,7 +324,7 @@ def test_a_failed_request_leaves_nobody_in_the_way_of_the_next(samplers, expecte
     assert group.served == [(1, 0), (1, 3)] and not group.killed
     group.hung.clear()
     for call, end in group.ends.items():
-        group.ends[call] = end or samplers[1].serve(REQUEST, publication())
+        group.ends[call] = end or samplers[1].serve(LEASE, ServingSettings(2))
     assert_same_batch(used.sample(), expected(2))
     group.served.clear()
     assert_same_batch(used.sample(), expected(2))
@@ -335,11 +337,11 @@ class WithoutWeights:
     def __init__(self, sampler, num_failures):
         self.sampler, self.num_failures = sampler, num_failures
 
-    def serve(self, request, published):
+    def serve(self, lease, settings):
         self.num_failures -= 1
         if self.num_failures < 0:
-            return self.sampler.serve(request, published)
-        error = WeightsLostError("gone with its owner", published.key)
+            return self.sampler.serve(lease, settings)
+        error = WeightsLostError("gone with its owner", lease.weights.key)
         return SampleFailure.from_exception(error)
 
 
@@ -392,9 +394,10 @@ class Timed:
     def __init__(self, sampler):
         self._sampler = sampler
 
-    def serve(self, request, published):
-        batch = self._sampler.serve(request, published)
-        return dataclasses.replace(batch, timings={"judge_seconds": 1.0})
+    def serve(self, lease, settings):
+        groups = self._sampler.serve(lease, settings)
+        groups[0].payload.batch.timings = {"judge_seconds": 1.0}
+        return groups
 
 
 def test_what_a_sampler_spent_on_all_its_parts_was_waited_for(samplers):

@@ -7,6 +7,9 @@ import torch
 from ray.exceptions import ActorUnavailableError
 
 from rllib_llm.rollouts.env_runner import RLHFEnvRunner
+from rllib_llm.rollouts.groups import Lease
+from rllib_llm.rollouts.judged_batch import JudgedBatch, SampleRequest
+from rllib_llm.rollouts.schedule import ServingSettings
 from rllib_llm.shared import columns
 from rllib_llm.weights.coordinator import PublishedWeights
 
@@ -25,6 +28,20 @@ def build_sampler(config, worker_index: int = 0, *, has_weights: bool = True) ->
 def publication(version: int = 0, key: str | None = None) -> PublishedWeights:
     """Weights that the samplers have already."""
     return PublishedWeights(version, key or f"weights {version}")
+
+
+def judged(sampler, request: SampleRequest, published: PublishedWeights) -> JudgedBatch:
+    """What a sampler, or its runner, makes of a request."""
+    sampler = getattr(sampler, "sampler", sampler)
+    return sampler.judge(sampler.generate(request, published))
+
+
+def dealt(runner: RLHFEnvRunner, request: SampleRequest, published: PublishedWeights):
+    """The answer of a runner that is dealt a request as a lease: its batch, or why there is none.
+    """
+    lease = Lease(1, request.position, request.num_prompts, published)
+    answer = runner.serve(lease, ServingSettings(request.num_completions))
+    return answer[0].payload.batch if isinstance(answer, list) else answer
 
 
 class Counted(RLHFEnvRunner):
@@ -92,15 +109,15 @@ class ScriptedActors:
         assert method == "serve" and worker not in self.dead and worker not in self.hung
         assert worker not in [made.worker for made in self.ends]
         happens = self.does.pop(0) if self.does else "serves"
-        request, published = args
+        lease, settings = args
         if happens == "dies":
             self.ends[call] = ActorUnavailableError("no memory", None)
         elif happens == "hangs":
             self.hung.add(worker)
             self.ends[call] = None
         else:
-            self.served.append((worker, request.position - self.first))
-            self.ends[call] = self.samplers[worker].serve(request, published)
+            self.served.append((worker, lease.position - self.first))
+            self.ends[call] = self.samplers[worker].serve(lease, settings)
         return call
 
     def ready(self, calls, timeout_s):

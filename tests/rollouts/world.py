@@ -21,10 +21,10 @@ from rllib_llm.envs.judges.rewards import UnjudgedError
 from rllib_llm.rollouts.errors import Faults
 from rllib_llm.rollouts.ledger import Ledger
 from rllib_llm.rollouts.policy import ModulePolicy
+from rllib_llm.rollouts.sample_loop import SampleLoop, SamplerLedger
 from rllib_llm.rollouts.sampler import Sampler
 from rllib_llm.rollouts.schedule import ServingSettings, StreamRules
 from rllib_llm.rollouts.source import RolloutSource
-from rllib_llm.rollouts.streamer import JudgeThreads, LeaseWork, RowWork
 from rllib_llm.rollouts.workers import LeasingWorkers
 from rllib_llm.shared import columns
 from rllib_llm.weights.coordinator import PublishedWeights
@@ -216,8 +216,8 @@ class ScriptedSampler(Sampler):
         self.older_policy, self.weights = ScriptedPolicy(), Receiver()
 
 
-class LateJudges(JudgeThreads):
-    """Judges whose calls end when the world says so, and which may raise what passes by itself.
+class LateLoop(SampleLoop):
+    """A loop whose judges end when the world says so, and may raise what passes by itself.
 
     What becomes of completions follows from them alone: those that came before, in any world, are
     not judged, filtered and packed again, since that costs more than all else in a schedule.
@@ -225,22 +225,22 @@ class LateJudges(JudgeThreads):
 
     judged: dict = {}  # groups by all that they follow from, the last of them
 
-    def __init__(self, world, judge, settings):
-        super().__init__(judge, settings)
+    def __init__(self, world, end, sampler, settings):
+        super().__init__(end, sampler, settings)
         self._world, self._threads = world, LateCalls(world.judged_at)
 
-    def _groups(self, generated, continues):
+    def _judged(self, generated):
         request, columns_of = generated.request, generated.completions
         self._world.judge(request)
         versions = columns_of.get(columns.WEIGHTS_VERSION)
         key = (
-            request, continues, columns_of[columns.COMPLETION_MASK].numpy().tobytes(),
+            request, generated.continues, columns_of[columns.COMPLETION_MASK].numpy().tobytes(),
             generated.version if versions is None else versions.numpy().tobytes(),
         )  # fmt: skip
         if key not in self.judged:
             if len(self.judged) == MOST_JUDGED:
                 self.judged.clear()
-            self.judged[key] = super()._groups(generated, continues)
+            self.judged[key] = super()._judged(generated)
         return list(self.judged[key])
 
 
@@ -299,7 +299,7 @@ class LateCalls:
         self.waiting.clear()
 
 
-class SamplerEnd:
+class SamplerEnd(SamplerLedger):
     """`SamplerLedger` whose calls come to the ledger at once, or when the world says so."""
 
     def __init__(self, world, name):
@@ -483,15 +483,12 @@ class World:
     def _start(self, name):
         settings = ServingSettings(
             N, self.rules.groups_per_lease, 1, (f"{__name__}.is_not_dull",), max_groups=3,
-            in_flight=self.in_flight,
+            in_flight=self.in_flight, by_row=self.by_row, judges_beside=True,
         )  # fmt: skip
-        end, sampler = SamplerEnd(self, name), ScriptedSampler()
-        work = (RowWork if self.by_row else LeaseWork)(end, sampler, settings)
-        work._judges = LateJudges(self, work._judged, settings)
-        self.ends[name] = end
-        return work
+        self.ends[name] = SamplerEnd(self, name)
+        return LateLoop(self, self.ends[name], ScriptedSampler(), settings)
 
-    def judged_at(self, generated, continues):
+    def judged_at(self, generated):
         """The second before which a judge does not end."""
         request = generated.request
         positions = range(request.position, request.position + request.num_prompts)
@@ -534,7 +531,7 @@ class World:
 
     def _turn(self, name):
         calls = self.ends[name].late
-        judges = self.works[name]._judges._threads
+        judges = self.works[name]._threads
         for late in (calls, judges):
             while late.waiting and self.random.random() < 0.7:
                 # A sampler's calls are made in their order; judges end in any.

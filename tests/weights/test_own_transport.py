@@ -15,7 +15,7 @@ from rllib_llm.weights.publisher import export_module
 from tests.algorithms import tiny_runs as tiny
 from tests.docs.code_blocks import blocks_of
 from tests.learners import tiny_learners
-from tests.rollouts.tiny_samplers import build_sampler
+from tests.rollouts.tiny_samplers import build_sampler, dealt, judged
 
 PAGE = Path(__file__).resolve().parents[2] / "CONTRIBUTING.md"
 PATH = "file_transport:make"
@@ -42,7 +42,7 @@ def test_a_sampler_has_the_learners_weights(ray_session, config, tmp_path):
     assert (ticket.transport, ticket.num_bytes) == (PATH, num_bytes)
     sampler = build_sampler(config, worker_index=1, has_weights=False)
     published = PublishedWeights(3, ref=(ray.put(ticket),))
-    batch = sampler.serve(SampleRequest(0, 2, 3), published)
+    batch = judged(sampler, SampleRequest(0, 2, 3), published)
     assert set(batch.versions.tolist()) == {3}
     tiny.assert_same_weights(sampler.module.get_state(inference_only=True), expected)
 
@@ -53,6 +53,6 @@ def test_weights_that_are_gone_are_asked_for_again(ray_session, config, tmp_path
     (file,) = tmp_path.glob("*.weights")
     file.unlink()
     sampler = build_sampler(config, worker_index=1, has_weights=False)
-    answer = sampler.serve(SampleRequest(0, 2, 3), PublishedWeights(1, ref=(ray.put(ticket),)))
+    answer = dealt(sampler, SampleRequest(0, 2, 3), PublishedWeights(1, ref=(ray.put(ticket),)))
     assert isinstance(answer, SampleFailure) and answer.weights_lost
     assert str(file) in answer.error

@@ -14,20 +14,22 @@ from rllib_llm.rollouts.errors import SampleFailure
 from rllib_llm.rollouts.groups import PartialCompletion
 from rllib_llm.rollouts.judged_batch import SampleRequest
 from rllib_llm.rollouts.ledger import Ledger
-from rllib_llm.rollouts.schedule import ServingSettings, StreamRules
-from rllib_llm.rollouts.streamer import (
-    LeaseWork,
-    RowWork,
+from rllib_llm.rollouts.sample_loop import (
+    SampleLoop,
+    SamplerLedger,
+    SamplerThread,
     be_streaming,
-)
+)  # fmt: skip
+from rllib_llm.rollouts.schedule import ServingSettings, StreamRules
 from rllib_llm.shared import columns
+from rllib_llm.shared.messages import Listener
 from rllib_llm.weights.coordinator import PublishedWeights
 from tests.algorithms import tiny_runs as tiny
-from tests.rollouts.tiny_samplers import build_sampler, publication
+from tests.rollouts.tiny_samplers import build_sampler, judged, publication
 from tests.rollouts.world import N, ScriptedSampler
 
 
-class Calls:
+class Calls(SamplerLedger):
     """`SamplerLedger` of a ledger in this process."""
 
     sampler = "1"
@@ -64,13 +66,14 @@ def answer(work, name, make_answer):
     work._ledger.call = call
 
 
-def work_of(world, *, schedule, in_flight="keep", **rules):
+def work_of(world, *, schedule, in_flight="keep", max_groups=8, **rules):
     ledger = Ledger(StreamRules(**{"num_groups": 8, "schedule": schedule, **rules}))
     ledger.call("publish", PublishedWeights(0))
-    settings = ServingSettings(N, max_groups=8, in_flight=in_flight)
-    sampler = ScriptedSampler(world)
-    kind = RowWork if schedule == "free" else LeaseWork
-    return ledger, kind(Calls(ledger), sampler, settings)
+    settings = ServingSettings(
+        N, max_groups=max_groups, in_flight=in_flight, by_row=schedule == "free",
+        judges_beside=True,
+    )  # fmt: skip
+    return ledger, SampleLoop(Calls(ledger), ScriptedSampler(world), settings)
 
 
 def batch(ledger, work, nth=0, most_seconds=30.0):
@@ -100,8 +103,8 @@ def test_rows_are_sampled_while_judges_work():
             last.set()
         assert position or last.wait(20.0)
 
-    ledger, work = work_of(World(judge), schedule="free", max_staleness=0)
-    work._settings = ServingSettings(N, max_groups=1, in_flight="keep")  # one after the other
+    # One after the other.
+    ledger, work = work_of(World(judge), schedule="free", max_staleness=0, max_groups=1)
     assert len(batch(ledger, work)) == 8
     work.close()
 
@@ -136,8 +139,8 @@ def test_a_group_that_fails_leaves_the_others_of_its_lease_in_the_engine():
 
     ledger, work = work_of(World(judge), schedule="free", max_staleness=0, groups_per_lease=8)
     begun = []
-    add = work._rows._engine.add
-    work._rows._engine.add = lambda rows: (begun.extend(row.id[0] for row in rows), add(rows))
+    add = work.in_flight._engine.add
+    work.in_flight._engine.add = lambda rows: (begun.extend(row.id[0] for row in rows), add(rows))
     failures = []
     while (answer := ledger.take(0)).groups is None:
         failures += answer.failures
@@ -189,12 +192,12 @@ def test_a_group_that_is_leased_again_is_begun_anew():
     """Its lease before has ended, and no renewal has said so yet."""
     ledger, work = work_of(World(), schedule="free", max_staleness=0)
     (lease,) = ledger.call("lease", "1", 1, [])
-    work._begin_with(lease)
-    work._rows.step()
+    work._begin(lease)
+    work.in_flight.step()
     ledger.call("give_back", "1")
     (again,) = ledger.call("lease", "1", 1, [])
-    work._begin_with(again)
-    assert (again.position, work._rows.leases) == (lease.position, {again.id})
+    work._begin(again)
+    assert (again.position, work.in_flight.leases) == (lease.position, {again.id})
     assert not ledger.take(0).failures
     assert [group.position for group in batch(ledger, work)] == list(range(8))
     work.close()
@@ -217,15 +220,15 @@ def test_what_hangs_in_a_judge_ends_its_lease_and_nothing_else_does():
     """Leases are renewed while groups are judged, as long as any comes to its end."""
     ledger, work = work_of(World(), schedule="free", max_staleness=0)
     work._was_judged = False
-    work._judges.begin(ledger.call("lease", "1", 1, [])[0], ScriptedSampler(World()).generate(
+    work._judge(ledger.call("lease", "1", 1, [])[0], ScriptedSampler(World()).generate(
         SampleRequest(0, 1, N), PublishedWeights(0)))  # fmt: skip
     renewed = []
     answer(work, "renew", lambda _, holding: renewed.append(set(holding)) or Future())
-    work._begin_renewal()
+    work._renewal()
     assert renewed == [set()]  # nothing was judged since the last one
     work._renewing, work._renewed, work._was_judged = None, 0.0, True
-    work._begin_renewal()
-    assert renewed[1:] == [work._judges.leases] != [set()]
+    work._renewal()
+    assert renewed[1:] == [work._judged_leases] != [set()]
     work.close()
 
 
@@ -259,17 +262,17 @@ def test_an_error_of_the_ledger_is_no_fault_of_the_engine():
 def test_code_that_exits_ends_no_thread_mute(schedule):
     """A function that calls `sys.exit` was begun anew every second, for ever."""
     _, work = work_of(World(), schedule=schedule, max_staleness=0)
-    work._sample = work._take_leases = lambda *_: sys.exit("no model")
-    work.start("stream")
-    work._thread.join(30.0)
-    assert not work.is_at_work
-    assert work.failure.error == "SystemExit: no model" and not work.failure.may_pass
+    work.in_flight.step = lambda: sys.exit("no model")
+    thread = SamplerThread(work, Listener("a sampler"), "stream")
+    thread._thread.join(30.0)
+    assert not thread.is_at_work
+    assert thread.failure.error == "SystemExit: no model" and not thread.failure.may_pass
 
 
 class Runner:
     """An actor whose sampler cannot even begin its turns."""
 
-    worker_index, streamer = 1, None
+    streamer, listener = None, Listener("a sampler")
 
     class sampler:
         takes_rows, name = False, "a sampler"
@@ -327,13 +330,14 @@ def fails_for_one(prompts, completions):
 def test_a_sampler_judges_other_completions_than_its_last_in_threads():
     """The prompts that the environment handed out last are another batch's meanwhile."""
     runner = build_sampler(tiny.grpo(), worker_index=1)
-    expected = [runner.serve(SampleRequest(p, 2, 3), publication()) for p in (0, 4)]
+    expected = [judged(runner, SampleRequest(p, 2, 3), publication()) for p in (0, 4)]
     generated = [runner.sampler.generate(SampleRequest(p, 2, 3), publication()) for p in (0, 4)]
     found = {}
-    threads = [
-        threading.Thread(target=lambda i=i: found.update({i: runner.sampler.judge(generated[i])}))
-        for i in (1, 0)
-    ]
+
+    def judge(i):
+        found[i] = runner.sampler.judge(generated[i], beside=True)
+
+    threads = [threading.Thread(target=judge, args=(i,)) for i in (1, 0)]
     for thread in threads:
         thread.start()
     for thread in threads:

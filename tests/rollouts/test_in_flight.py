@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from rllib_llm.rollouts.groups import Lease, PartialCompletion
+from rllib_llm.rollouts.in_flight import Rows
 from rllib_llm.rollouts.judged_batch import SampleRequest, judged_groups, opened
-from rllib_llm.rollouts.row_stream import RowStream
+from rllib_llm.rollouts.schedule import ServingSettings
 from rllib_llm.shared import columns
 from tests.algorithms import tiny_runs as tiny
-from tests.rollouts.tiny_samplers import build_sampler, publication
+from tests.rollouts.tiny_samplers import build_sampler, judged, publication
 
 N = 3
 
@@ -21,7 +22,7 @@ def sampler():
 
 
 def stream(sampler, version=0, **settings):
-    made = RowStream(sampler, N, **{"in_flight": "keep", **settings})
+    made = Rows(sampler, ServingSettings(N, **{"in_flight": "keep", **settings}))
     made.load(publication(version), version)
     return made
 
@@ -29,9 +30,9 @@ def stream(sampler, version=0, **settings):
 def finish(made, sampler):
     """The groups, judged, until none is left, by position."""
     found = {}
-    while made.num_groups:
+    while made.leases:
         for _, generated in made.step():
-            batch = sampler.judge(generated)
+            batch = sampler.judge(generated, beside=True)
             found[int(batch.columns[columns.GROUP][0])] = batch
     return found
 
@@ -42,10 +43,10 @@ def test_rows_have_the_tokens_and_scores_of_a_batch(sampler):
     made.add(Lease(1, 4, 2, publication()))
     made.step()
     made.add(Lease(2, 9, 1, publication()))
-    assert made.leases == {1, 2} and made.num_groups == 3
+    assert made.leases == {1, 2}
     found = finish(made, sampler)
     for start, count in ((4, 2), (9, 1)):
-        expected = sampler.serve(SampleRequest(start, count, N), publication())
+        expected = judged(sampler, SampleRequest(start, count, N), publication())
         for batch in [opened(group.payload) for group in judged_groups(expected)]:
             group = found[int(batch.columns[columns.GROUP][0])]
             assert group.columns.keys() == batch.columns.keys()
@@ -70,7 +71,7 @@ def test_another_sampler_goes_on_where_one_stopped(sampler):
     lengths = [len(tokens.token_ids) for tokens in partial[4]]
     assert lease == 1 and 0 < max(lengths) <= 2
     begun.drop(1)
-    assert begun.num_groups == 0 and not begun.leases
+    assert not begun.leases
     other = stream(sampler)
     lease = Lease(2, 4, 1, publication(), partial=partial)
     other.add(lease)
@@ -107,7 +108,7 @@ def test_partial_output_that_other_settings_made_is_begun_anew(sampler, num_comp
     other = build_sampler(config, worker_index=1).sampler
     found = []
     for held in (partial, {}):
-        made = RowStream(other, num_completions, in_flight="keep")
+        made = Rows(other, ServingSettings(num_completions, in_flight="keep"))
         made.load(publication(), 0)
         lease = Lease(2, 4, 1, publication(), partial=held)
         assert made.add(lease) == [] and made.begun_anew(lease) == list(held)
@@ -184,7 +185,7 @@ def test_rows_finish_on_their_weights_while_others_begin_on_newer_ones(sampler):
 
     def turn():
         for _, generated in made.step():
-            held = sampler.judge(generated).columns
+            held = sampler.judge(generated, beside=True).columns
             sampled = held[columns.WEIGHTS_VERSION][held[columns.COMPLETION_MASK]]
             versions[int(held[columns.GROUP][0])] = set(sampled.tolist())
 
@@ -193,10 +194,10 @@ def test_rows_finish_on_their_weights_while_others_begin_on_newer_ones(sampler):
         made.add(Lease(version + 1, position, 1, publication(version), order=version))
         turn()
     made.load(publication(3), 3)
-    while made.num_groups:
+    while made.leases:
         turn()
     made.add(Lease(9, 7, 1, publication(3), order=3))
-    while made.num_groups:
+    while made.leases:
         turn()
     # Version 2 came while groups 4 and 5 were being sampled, and 3 before either had ended.
     assert versions == {4: {0}, 5: {1}, 6: {3}, 7: {3}}
