@@ -24,7 +24,8 @@ import ray
 
 from rllib_llm.rollouts.groups import JudgedGroup, Lease
 from rllib_llm.rollouts.ledger import Ledger
-from rllib_llm.rollouts.ledger_actor import RemoteLedger, SamplerLedger
+from rllib_llm.rollouts.ledger_actor import RemoteLedger
+from rllib_llm.rollouts.sample_loop import SamplerLedger
 from rllib_llm.rollouts.schedule import StreamRules
 from rllib_llm.weights.coordinator import PublishedWeights
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from rllib_llm.algorithms.supervised import Supervised, SupervisedConfig
 from rllib_llm.config.sections import wrong
-from rllib_llm.data.mixture import Mixture
+from rllib_llm.data.mixture import MixedSource
 from rllib_llm.data.preferences import PromptedPairSource
 from rllib_llm.data.texts import BatchSource
 from rllib_llm.numerics.losses import PREFERENCE_LOSSES
@@ -72,7 +72,7 @@ class DPOConfig(SupervisedConfig):
         super().__init__(algo_class=algo_class or DPO)
         self.lr = 1e-6  # a policy that has learnt to write is only turned (TRL's default as well)
 
-    def make_source(self, data: Any, **settings: Any) -> BatchSource | Mixture:
+    def make_source(self, data: Any, **settings: Any) -> BatchSource | MixedSource:
         source = super().make_source(data, **settings)
         require(
             self.loss_type == "kto" or not getattr(source, "is_unpaired", False), "loss_type",

@@ -25,7 +25,7 @@ Samplers in actors are dealt one lease each by the driver (`SynchronousWorkers`,
 In a run that streams (staleness, filters or over-sampling) the ledger is an actor, and a thread of
 each sampler's actor takes the turns, whatever the driver does; five hops:
 
-    SamplerThread ─▶ SampleLoop.turn ─▶ Rows.step ─▶ HotSwapEngine.step ─▶ TorchEngine.step
+    SamplerThread ─▶ SampleLoop.turn ─▶ SingleRows.step ─▶ HotSwapEngine.step ─▶ TorchEngine.step
       ─▶ Decoder.step
 
 It waits where nothing is in flight: for a lease, which `publish` and `push` bring, or for a judge.

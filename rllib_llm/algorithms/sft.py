@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any, Literal
 
 from rllib_llm.algorithms.supervised import Supervised, SupervisedConfig
-from rllib_llm.data.mixture import Mixture
+from rllib_llm.data.mixture import MixedSource
 from rllib_llm.data.texts import BatchSource, TextSource
 from rllib_llm.shared.setting import Section, Settings, setting
 
@@ -35,7 +35,7 @@ class SFTConfig(SupervisedConfig):
     def __init__(self, algo_class=None):
         super().__init__(algo_class=algo_class or SFT)
 
-    def make_source(self, data: Any, **settings: Any) -> BatchSource | Mixture:
+    def make_source(self, data: Any, **settings: Any) -> BatchSource | MixedSource:
         reads = {"model": self.given_model(), "chat_template": self.chat_template}
         return super().make_source(data, loss_on=self.loss_on, **reads, **settings)
 

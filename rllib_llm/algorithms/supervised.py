@@ -18,7 +18,7 @@ from ray.rllib.utils.spaces.repeated import Repeated
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
 from rllib_llm.algorithms.language_model_config import LanguageModelConfig
 from rllib_llm.config.sections import given, wrong
-from rllib_llm.data.mixture import Mixture, batches_of
+from rllib_llm.data.mixture import MixedSource, batches_of
 from rllib_llm.data.texts import BatchSource
 from rllib_llm.overseer.phases import EVALUATING, LEARNING
 from rllib_llm.shared.errors import Problem, Problems
@@ -77,7 +77,7 @@ class SupervisedConfig(LanguageModelConfig):
     def _model_config_auto_includes(self) -> dict[str, Any]:
         return super()._model_config_auto_includes | {"temperature": 1.0, "critic": "none"}
 
-    def make_source(self, data: Any, **settings: Any) -> BatchSource | Mixture:
+    def make_source(self, data: Any, **settings: Any) -> BatchSource | MixedSource:
         """The rows of `data`, tokenised; `settings`: tokenizer, max_length and shuffle."""
         source = given(
             type(self).source_class, f"{type(self).__name__}.source_class", "a class or a function",
@@ -123,7 +123,7 @@ class Supervised(LanguageModelAlgorithm):
         self.max_length = config.longest_text()
         settings = {"tokenizer": self.tokenizer, "max_length": self.max_length}
         self._source = config.make_source(config.data, shuffle=config.shuffle, **settings)
-        self._eval_source: BatchSource | Mixture | None = None
+        self._eval_source: BatchSource | MixedSource | None = None
         if config.eval_data is not None:
             self._eval_source = config.make_source(config.eval_data, shuffle=False, **settings)
             num_rows, num_read = len(self._eval_source), config.evaluation_duration
@@ -178,7 +178,8 @@ class Supervised(LanguageModelAlgorithm):
         return self.summarize(totals)
 
     def totals(
-        self, source: BatchSource | Mixture, num_rows: int, sums: Callable[..., dict[str, float]]
+        self, source: BatchSource | MixedSource, num_rows: int,
+        sums: Callable[..., dict[str, float]],
     ) -> Counter[str]:
         """The sums that learners give of the first rows of `source`, by (learner, batch=...)."""
         totals: Counter[str] = Counter()

@@ -32,8 +32,9 @@ from rllib_llm.conversations.tool_calls import (
     parse_reply,
     syntax_of,
 )
-from rllib_llm.data.encoding import not_variables, render_chat, turn_start
+from rllib_llm.data.encoding import render_chat, turn_start
 from rllib_llm.data.turn_ends import MARKER, example_calls, find_turn_ends, special_texts
+from rllib_llm.shared.chat_templates import not_variables
 from rllib_llm.shared.errors import Problems, require
 
 Message = Mapping[str, Any]

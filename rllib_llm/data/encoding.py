@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import inspect
 import itertools
 import json
 import re
@@ -26,6 +25,7 @@ from jinja2.exceptions import TemplateError
 
 from rllib_llm.data.rows import Rows
 from rllib_llm.data.turn_ends import MARKER, Render, TurnEnds, find_turn_ends, special_texts
+from rllib_llm.shared.chat_templates import not_variables
 from rllib_llm.shared.errors import Problems, require
 from rllib_llm.shared.messages import blamed_on
 
@@ -90,15 +90,6 @@ def row_settings(row: Mapping[str, Any]) -> dict[str, Any]:
     require(not taken, "chat_template_kwargs", variables, "hold variables of the chat template "
             "alone", f"{taken} are set by its caller")  # fmt: skip
     return {"tools": row.get("tools"), **variables}
-
-
-@functools.cache
-def not_variables() -> frozenset[str]:
-    """Names that no variable of a template may have: they are ours."""
-    from transformers import PreTrainedTokenizerBase
-
-    taken = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
-    return frozenset({*taken, *inspect.signature(apply_template).parameters, "generation_prompt"})
 
 
 def content_text(message: Mapping[str, Any]) -> str:

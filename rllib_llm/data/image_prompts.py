@@ -120,7 +120,7 @@ class ImagePrompts:
 
     @property
     def _mark(self) -> str:
-        """What stands for an image in a text, before the processor makes its tokens of it."""
+        """The text that stands for an image, before the processor makes its tokens of it."""
         return getattr(self._processor, "boi_token", None) or self._processor.image_token
 
     def _render(self, messages: Messages, **settings: Any) -> str:

@@ -31,7 +31,7 @@ def places_of(weights: Sequence[float], positions: np.ndarray) -> tuple[np.ndarr
     return sources, places
 
 
-class Mixture:
+class MixedSource:
     """Batches of several sources of one kind by position, each with its order, its epochs and its
     share."""
 
@@ -64,7 +64,7 @@ class Mixture:
 def batches_of(
     source_class: Callable[..., BatchSource], data: Any, *, name: str = "data", seed: int = 0,
     **settings: Any,
-) -> BatchSource | Mixture:  # fmt: skip
+) -> BatchSource | MixedSource:  # fmt: skip
     """The batches of `data`, a data set or a list of {"path": ..., "weight": ...}; `settings`: of
     `source_class`."""
     if not is_mixture(data):
@@ -74,4 +74,4 @@ def batches_of(
         source_class(entry, seed=seed + number, **settings)
         for number, (entry, _) in enumerate(entries)
     ]
-    return Mixture(sources, [weight for _, weight in entries])
+    return MixedSource(sources, [weight for _, weight in entries])

@@ -93,7 +93,8 @@ def generate(
     steps_between_looks = steps_between_looks or plan.steps_between_looks
     require(not images or plan.shares_prompts, "images", ..., "be left out for this model",
             "the cache of its layers holds no prompt for several rows")  # fmt: skip
-    num_rows = len(prompt_ids) * num_completions
+    n = num_completions
+    num_rows = len(prompt_ids) * n
     rows_at_once, positions = _places(
         plan, prompt_mask, params, num_completions, steps_between_looks, max_rows
     )
@@ -103,7 +104,7 @@ def generate(
         room=(min(rows_at_once, num_rows), positions),
         open_step=functools.partial(open_decode_step, cuda_graphs=cuda_graphs),
         value_head=value_head, block_cost=None if row_blocks else float("inf"),
-        on_fewer_rows=on_fewer_rows,
+        on_fewer_rows=on_fewer_rows and (lambda rows: on_fewer_rows(rows // n * n or n)),
     )  # fmt: skip
     put_batch(
         decoder, prompt_ids.to(device), prompt_mask, params, num_completions, noise, images

@@ -141,7 +141,7 @@ class OldLogprobs:
         old = rows[columns.OLD_LOGPROBS]
         rows[NUMBER] = torch.arange(len(old), device=old.device)
         columns.remember(rows[NUMBER], torch.arange(len(old)))
-        self._own = torch.zeros_like(old)
+        self._own, self._is_known = torch.zeros_like(old), torch.zeros_like(old[:, :1])
         self._is_first = torch.zeros(len(old), dtype=torch.bool)  # on the host, as `first` is
         self._is_first[first] = True
         self._all_reduce: Callable[[Tensor], Tensor] | None = all_reduce
@@ -155,17 +155,18 @@ class OldLogprobs:
         """A micro-batch of the first mini-batch; its old log-probs are its `logprobs` [rows, T]."""
         own = logprobs.detach()
         self._own[micro_batch[NUMBER], : own.shape[1]] = own
+        self._is_known[micro_batch[NUMBER]] = 1.0  # on the device, which so has no mask to wait for
         return {**micro_batch, columns.OLD_LOGPROBS: own}
 
     def recall(self, minibatch: Batch) -> None:
         """Puts into a later mini-batch what `of_this_pass` was given of its rows."""
         numbers = minibatch[NUMBER]
-        again = self._is_first[columns.fetched([numbers])[0]].unsqueeze(1)
-        if not bool(again.any()):
+        if not bool(self._is_first[columns.fetched([numbers])[0]].any()):
             return
         if self._all_reduce is not None:
             self._all_reduce(self._own)
+            self._all_reduce(self._is_known)
             self._all_reduce = None
         minibatch[columns.OLD_LOGPROBS] = torch.where(
-            again.to(numbers.device), self._own[numbers], minibatch[columns.OLD_LOGPROBS]
+            self._is_known[numbers] > 0, self._own[numbers], minibatch[columns.OLD_LOGPROBS]
         )

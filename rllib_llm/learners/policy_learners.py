@@ -31,7 +31,7 @@ from rllib_llm.shared import columns
 from rllib_llm.shared.errors import require
 
 if TYPE_CHECKING:
-    from rllib_llm.data.mixture import Mixture
+    from rllib_llm.data.mixture import MixedSource
     from rllib_llm.data.texts import BatchSource
 
 
@@ -209,7 +209,7 @@ class PPOPtxLearner(RLHFLearner):
         self._ptx_source = self._text_source("ptx_data")
         self._ptx_eval_source = self._text_source("ptx_eval_data")
 
-    def _text_source(self, name: str) -> BatchSource | Mixture | None:
+    def _text_source(self, name: str) -> BatchSource | MixedSource | None:
         if (data := getattr(self.config, name)) is None:
             return None
         # Here, since other algorithms read no texts.

@@ -97,7 +97,7 @@ def join(parts: Sequence[Tensor]) -> Tensor:
 
 
 def image_rows(batch: Mapping[str, Any]) -> list[dict[str, Tensor]]:
-    """What `image_columns` was given; [] where a batch has no such columns."""
+    """The rows that `image_columns` was given; [] where a batch has no such columns."""
     rows: list[dict[str, Tensor]] = []
     for column in (name for name in batch if name.startswith(PREFIX)):
         name = column.removeprefix(PREFIX)
@@ -110,7 +110,7 @@ def image_rows(batch: Mapping[str, Any]) -> list[dict[str, Tensor]]:
 
 
 def images_of(batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What the processor made of all images of a batch, in the order of its rows, as models take
+    """The processor's tensors of all images of a batch, in the order of its rows, as models take
     it; {} where it has none."""
     rows = image_rows(batch)
     found: dict[str, Tensor] = {}

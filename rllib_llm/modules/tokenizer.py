@@ -17,7 +17,6 @@ from transformers import (
 )
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from rllib_llm.data.encoding import not_variables
 from rllib_llm.modules.model_source import (
     DOTTED,
     FOLDER,
@@ -29,6 +28,7 @@ from rllib_llm.modules.model_source import (
     text_config,
 )
 from rllib_llm.modules.multimodal import processor_template
+from rllib_llm.shared.chat_templates import not_variables
 from rllib_llm.shared.errors import report, require, warning
 
 

@@ -1,4 +1,4 @@
-"""What a process does: blocks of its code are its phases.
+"""The phases of a process: blocks of its code are its phases.
 
     with self.phase(LEARNING, "learning from 512 completions"):
         ...
@@ -145,7 +145,7 @@ class Phases:
                 self._seconds[name] -= value * scale
 
     def report(self) -> dict[str, object]:
-        """What an overseer is told."""
+        """The report to an overseer."""
         return {
             "phase": self._current.name, "activity": self.activity, "seconds": self.seconds(),
             "seconds_in_phase": self._clock() - self._since,

@@ -1,11 +1,11 @@
-"""What a sampler is at work on: leases that are each sampled as one batch, or groups row by row.
+"""The work of a sampler: leases that are each sampled as one batch, or groups row by row.
 
     add(lease) ─▶ step() ─▶ groups whose last row has ended, to be judged
 
 `Batches` samples a lease in one step: what is computed together follows from the lease alone, and
-with it the round-off. `Rows` samples one token of every row in a step: rows enter and leave at any
-of them, and new weights come between two; each token carries the version that sampled it, stamped
-by the engine. Rows never begin on weights before those of their lease.
+with it the round-off. `SingleRows` samples one token of every row in a step: rows enter and leave
+at any of them, and new weights come between two; each token carries the version that sampled it,
+stamped by the engine. Rows never begin on weights before those of their lease.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class CompletionGroup:
         return PartialCompletion(ids, logprobs, versions, finish, before.prompt)
 
 
-class Rows(Batches):
+class SingleRows(Batches):
     """Leases whose groups are sampled row by row.
 
     Rows continue on new weights, or finish on those they started with: then there are two modules,
@@ -341,4 +341,4 @@ class Rows(Batches):
 
 def open_in_flight(sampler: Sampler, settings: ServingSettings) -> Batches:
     """Rows where the settings ask for them and the sampler has them; else batches."""
-    return (Rows if settings.by_row and sampler.takes_rows else Batches)(sampler, settings)
+    return (SingleRows if settings.by_row and sampler.takes_rows else Batches)(sampler, settings)

@@ -236,7 +236,7 @@ class SampleLoop:
         self._pending.append((lease, call))
 
     def _renewal(self) -> tuple[set[int], PublishedWeights | None, int]:
-        """What a renewal says: leases that have ended, the newest weights and their order.
+        """The answer to a renewal: leases that have ended, the newest weights and their order.
 
         Renewed are leases of groups being sampled, and of those being judged while their judges
         make progress: a judge that hangs costs its lease.

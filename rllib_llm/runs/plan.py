@@ -65,7 +65,7 @@ NUM_TO_KEEP = 2  # by default, beside the best one
 
 @dataclass
 class Examined:
-    """What was found in an experiment: where no problem is an error also what one trial of each
+    """The findings in an experiment: where no problem is an error also what one trial of each
     point of its grid reserves, and the stage of the first point, if its algorithm is ours."""
 
     experiment: Experiment

@@ -12,9 +12,9 @@ from weakref import WeakValueDictionary
 
 from rllib_llm.conversations.chat_format import ChatFormat, ChatFormatError
 from rllib_llm.conversations.json_values import is_json
-from rllib_llm.data.encoding import not_variables
 from rllib_llm.serving.jobs import Limits
 from rllib_llm.serving.schemas import ApiError, ChatMessage, ChatRequest, ToolSchema, refuse
+from rllib_llm.shared.chat_templates import not_variables
 
 _MAX_FORMATS = 64
 

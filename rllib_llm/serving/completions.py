@@ -130,7 +130,7 @@ class View:
             yield self.holding(choices, usage=self.usage, **further)
 
     async def job(self) -> Job:
-        """What the engine is to do."""
+        """The job of the engine."""
         raise NotImplementedError
 
     async def guided(self, job: Job) -> Job:

@@ -258,7 +258,7 @@ class EngineProcess:
     # --- the socket --------------------------------------------------------------------------
 
     def _send(self, numbers: Sequence[int], name: str, *arguments: Any) -> None:
-        """Has a method of the worker called; its result is that of the numbers."""
+        """Calls a method of the worker; its result is that of the numbers."""
         self.check_open()
         try:
             self._channel.send((numbers, name, *arguments))
@@ -302,7 +302,7 @@ EngineHost = ThreadHost | EngineProcess
 
 
 class EngineWorker(ThreadHost):
-    """The engine of a server in another process, to which the connection is. What comes of it are
+    """The engine of a server in another process, to which the connection is. The answers are
     numbers, under which the server waits for a result, a method's name and its arguments."""
 
     def __init__(self, *model: Any, connection: Connection) -> None:

@@ -6,7 +6,7 @@ From a request to a sampled token there are at most eight hops (`docs/explanatio
                                       (a socket; without a process: ThreadHost)   │
     Decoder.step ◀────────────────────── TorchEngine ◀────────────────────────────┘
 
-A `View` (`completions.py`) makes the job of a body and shows what comes of it, for all routes.
+A `View` (`completions.py`) makes the job of a body and shows its tokens, for all routes.
 """
 
 from __future__ import annotations

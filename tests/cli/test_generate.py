@@ -20,6 +20,7 @@ from rllib_llm.cli.generate import (
     unescaped,
 )
 from rllib_llm.cli.main import app
+from rllib_llm.data.encoding import render_chat
 from rllib_llm.examples import arithmetic
 from rllib_llm.shared.errors import Problems
 from tests.cli.said import said
@@ -231,7 +232,10 @@ def test_a_long_chat_loses_its_oldest_exchanges_but_not_the_system_message(chat_
         chat += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     chat.append({"role": "user", "content": "mat"})
     assert completer.shortened(chat) == chat
-    room = completer._num_tokens([chat[0], *chat[3:]])  # without the first exchange
+    without_the_first = render_chat(
+        completer.tokenizer, [chat[0], *chat[3:]], generation_prompt=True
+    )
+    room = len(completer.tokenizer(without_the_first, add_special_tokens=False)["input_ids"])
     completer.sampling = dataclasses.replace(completer.sampling, max_prompt_len=room)
     kept = completer.shortened(chat)
     assert [message["content"] for message in kept] == ["good", "dog", "ran", "mat"]

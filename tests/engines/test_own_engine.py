@@ -8,7 +8,7 @@ import torch
 from rllib_llm.rollouts.judged_batch import SampleRequest
 from rllib_llm.weights.coordinator import PublishedWeights
 from tests.algorithms import tiny_runs as tiny
-from tests.rollouts.tiny_samplers import build_sampler
+from tests.rollouts.tiny_samplers import build_sampler, judged
 
 ECHO = "tests.engines.contributed.EchoEngine"
 
@@ -38,7 +38,7 @@ def test_a_run_trains_on_what_it_samples(ray_session, settings):
 def test_it_repeats_the_prompt_for_a_sampler():
     sampler = build_sampler(config(), worker_index=1, has_weights=False)
     request = SampleRequest(0, 2, 3, return_texts=True)
-    batch = sampler.serve(request, PublishedWeights(4))
+    batch = judged(sampler, request, PublishedWeights(4))
     sampler.stop()
     for prompt, completion in zip(batch.texts["prompt"], batch.texts["completion"], strict=True):
         assert completion in prompt * 5 and len(completion) == 5

@@ -265,6 +265,7 @@ def test_a_tokenizer_of_another_model_is_itself_blamed(files, reference):
 
 def test_a_template_replaces_that_of_a_given_tokenizer():
     given = family_tokenizer("chatml")
-    own = policy_tokenizer({"tokenizer": given, "model": None, "chat_template": "{{ messages }}"})
+    own = policy_tokenizer({"tokenizer": given, "model": None, "chat_template": "{{ messages }}",
+                            "template_settings": None})
     assert own.chat_template == "{{ messages }}"
     assert given.chat_template != own.chat_template  # it may be somebody else's, too

@@ -19,10 +19,11 @@ from transformers import (
 from rllib_llm.engines.decode_step import DecodePlan
 from rllib_llm.engines.torch_engine import copy_weights
 from rllib_llm.examples.characters import CHAT_SPECIAL, CHAT_TEMPLATE, character_tokenizer
+from rllib_llm.modules.frozen import load_quantized
 from rllib_llm.modules.logprobs import score_completions
 from rllib_llm.modules.lora import is_adapter
 from rllib_llm.modules.multimodal import other_parts, other_tensors, text_decoder
-from rllib_llm.modules.pretrained import load_causal_lm, load_quantized
+from rllib_llm.modules.pretrained import load_causal_lm
 from rllib_llm.modules.quantization import is_quantized
 from rllib_llm.modules.rl_modules import CausalLMModule, RewardModelModule
 from rllib_llm.modules.tokenizer import eos_token_ids, load_tokenizer

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rllib_llm.rollouts.groups import Lease, PartialCompletion
-from rllib_llm.rollouts.in_flight import Rows
+from rllib_llm.rollouts.in_flight import SingleRows
 from rllib_llm.rollouts.judged_batch import SampleRequest, judged_groups, opened
 from rllib_llm.rollouts.schedule import ServingSettings
 from rllib_llm.shared import columns
@@ -22,7 +22,7 @@ def sampler():
 
 
 def stream(sampler, version=0, **settings):
-    made = Rows(sampler, ServingSettings(N, **{"in_flight": "keep", **settings}))
+    made = SingleRows(sampler, ServingSettings(N, **{"in_flight": "keep", **settings}))
     made.load(publication(version), version)
     return made
 
@@ -108,7 +108,7 @@ def test_partial_output_that_other_settings_made_is_begun_anew(sampler, num_comp
     other = build_sampler(config, worker_index=1).sampler
     found = []
     for held in (partial, {}):
-        made = Rows(other, ServingSettings(num_completions, in_flight="keep"))
+        made = SingleRows(other, ServingSettings(num_completions, in_flight="keep"))
         made.load(publication(), 0)
         lease = Lease(2, 4, 1, publication(), partial=held)
         assert made.add(lease) == [] and made.begun_anew(lease) == list(held)

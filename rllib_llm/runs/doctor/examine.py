@@ -37,7 +37,7 @@ from rllib_llm.shared.storage import Place
 
 @dataclass
 class Examination:
-    """What was found in the machine and a file's experiments, errors first; and those experiments
+    """The findings in the machine and a file's experiments, errors first; and those experiments
     that have no error by their settings."""
 
     found: list[Problem]

@@ -198,8 +198,8 @@ TIGHT = 0.8  # of the memory
 
 
 def memory_rules(stage: Stage, machine: Machine) -> Iterator[Problem]:
-    """What each kind of process of a stage holds, against the memory, on GPUs that of the smallest;
-    models of unknown size count as nothing."""
+    """The memory of each kind of process of a stage, against that of the machine, on GPUs of
+    the smallest; models of unknown size count as nothing."""
     config = stage.config
     try:
         sizes = {name: num_parameters(folder) or 0 for name, folder in stage.models().items()}
