@@ -22,26 +22,26 @@ WORDS = 4  # of a text that is read by people
 # Of each room: lines, and the share (%) of them that are texts and complaints.
 ROOMS = {
     "": (55, 1.8),
-    "algorithms": (3192, 6.3),
+    "algorithms": (3193, 6.3),
     "checkpoints": (729, 5.6),
     "cli": (2379, 10.0),
     "config": (2815, 26.8),
-    "conversations": (1567, 3.6),
-    "data": (3262, 6.6),
-    "engines": (5099, 2.4),
+    "conversations": (1568, 3.6),
+    "data": (3253, 6.6),
+    "engines": (5102, 2.4),
     "envs": (7898, 7.6),
     "examples": (1228, 4.1),
-    "learners": (2934, 1.5),
+    "learners": (2935, 1.5),
     "modules": (5154, 3.1),
     "numerics": (1533, 0.7),
     "overseer": (962, 4.2),
     "rollouts": (5840, 1.2),
     "runs": (6742, 8.9),
     "serving": (5894, 5.5),
-    "shared": (3345, 3.8),
+    "shared": (3363, 3.8),
     "weights": (2200, 2.0),
 }
-SAME_NAMES = 3  # classes whose name stands in another file as well
+SAME_NAMES = 2  # classes whose name stands in another file as well
 RAISES = 518
 
 

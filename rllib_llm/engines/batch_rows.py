@@ -286,7 +286,9 @@ class CompletionBuffers:
             noise: [columns, longest of them] in [0, 1), which decides the tokens; None where all
                 are greedy.
         """
-        at = torch.tensor(columns, dtype=torch.int64, device=self._mask.device)
+        at: slice | torch.Tensor = slice(columns[0], columns[-1] + 1)
+        if list(columns) != list(range(columns[0], columns[-1] + 1)):
+            at = torch.tensor(columns, dtype=torch.int64, device=self._mask.device)
         self._mask[:, at] = False
         if noise is None:
             return

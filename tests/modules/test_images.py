@@ -185,6 +185,8 @@ def test_pairs_share_the_images_of_their_prompt(tmp_path):
         columns.PROMPT_IDS: ids, columns.PROMPT_MASK: mask, **image_columns(shown),
         columns.CHOSEN_IDS: chosen, columns.CHOSEN_MASK: torch.ones_like(chosen).bool(),
         columns.REJECTED_IDS: rejected, columns.REJECTED_MASK: torch.ones_like(rejected).bool(),
+        columns.CHOSEN_LOSS_MASK: torch.ones_like(chosen).bool(),
+        columns.REJECTED_LOSS_MASK: torch.ones_like(rejected).bool(),
     }  # fmt: skip
     found = policy.forward_train(batch)
     for name, completion in (

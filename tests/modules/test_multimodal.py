@@ -25,7 +25,8 @@ from rllib_llm.modules.lora import is_adapter
 from rllib_llm.modules.multimodal import other_parts, other_tensors, text_decoder
 from rllib_llm.modules.pretrained import load_causal_lm
 from rllib_llm.modules.quantization import is_quantized
-from rllib_llm.modules.rl_modules import CausalLMModule, RewardModelModule
+from rllib_llm.modules.reward_model_module import RewardModelModule
+from rllib_llm.modules.rl_modules import CausalLMModule
 from rllib_llm.modules.tokenizer import eos_token_ids, load_tokenizer
 from rllib_llm.shared import columns
 from rllib_llm.shared.errors import Problems
