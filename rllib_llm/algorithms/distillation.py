@@ -27,7 +27,7 @@ from rllib_llm.shared.setting import DEFAULT_ENV, Section, Settings, setting, wh
 MIXED = when("on_policy_share", "is below 1", lambda share: share < 1, "Set on_policy_share")
 
 
-class MixedSource(Settings):
+class DataMixture(Settings):
     """Completions of a data set beside the policy's own."""
 
     on_policy_share: float = setting(
@@ -41,7 +41,7 @@ class MixedSource(Settings):
     )  # fmt: skip
 
 
-MIXTURE = Section.of("distillation", MixedSource)
+MIXTURE = Section.of("distillation", DataMixture)
 
 
 class DistillationConfig(CriticFreeConfig):

@@ -29,7 +29,7 @@ MOVES = when("teacher_update_every", "is set", is_set, "Set it", ": the teacher 
 class DistillationSettings(Settings):
     """A frozen teacher that says of the policy's own tokens what it would have written."""
 
-    teacher: Any = setting(
+    teacher: str | dict[str, Any] | None = setting(
         None, "the teacher: a folder, a hub id, or {model, quantization, dtype, device}",
         note="{url: ..., model: ...}: a server with OpenAI's interface that gives prompt_logprobs "
         '(vLLM, `rllib serve`), with teacher_in="environment". "policy": the policy itself, as '
