@@ -163,7 +163,8 @@ def test_population_based_training_uses_what_it_mutates(tmp_path):
     values = [{row["effective"]["lr"] for row in trial} for trial in trials]
     # Tune's own record of what it changed: one trial at 2 and at 4 iterations, save where it cannot
     # have the better trial's checkpoint at that moment (its "Skip exploit").
-    lines = read_json_lines(tmp_path / "run" / "a" / "pbt_global.txt")
+    record = (tmp_path / "run" / "a" / "pbt_global.txt").read_text(encoding="utf-8")
+    lines = [json.loads(line) for line in record.splitlines()]
     mutated = [new["lr"] for *_, new in lines]
     assert 1 <= len(mutated) <= 2, result.output
     assert set(mutated) <= set.union(*values)
