@@ -75,7 +75,7 @@ class DPOConfig(SupervisedConfig):
     def make_source(self, data: Any, **settings: Any) -> BatchSource | MixedSource:
         source = super().make_source(data, **settings)
         require(
-            self.loss_type == "kto" or not getattr(source, "is_unpaired", False), "loss_type",
+            self.loss_type == "kto" or not source.is_unpaired, "loss_type",
             self.loss_type, "be 'kto' with rows of one completion and a label",
             "the others compare two completions", "Set loss_type='kto', or give pairs",
         )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from rllib_llm.cli.session import user_errors
+from rllib_llm.cli.session import new_folder, user_errors
 from rllib_llm.shared.errors import Problems, require
 
 HUB = "hub:"
@@ -32,10 +32,7 @@ def export(
         rule = "be the folder of a run, stage, trial or checkpoint"
         require(source.is_dir(), "run", run, rule, "it is not there", "Check the path")
         if not to.startswith(HUB):
-            folder = Path(to).expanduser()
-            is_new = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
-            require(is_new, "--to", to, "be new or empty", "files of another model would mix with "
-                    "these", "Name another folder")  # fmt: skip
+            folder = new_folder("--to", to, "files of another model would mix with these")
             copy_model(source, folder)
             print(folder)
             return

@@ -18,7 +18,7 @@ from rich.text import Text
 from typer import Argument, Option
 
 from rllib_llm.cli.options import AsJson
-from rllib_llm.cli.session import prepare, user_errors
+from rllib_llm.cli.session import new_folder, prepare, user_errors
 from rllib_llm.overseer.phases import shares
 from rllib_llm.overseer.service import DONE, WAITING, find_run
 from rllib_llm.shared.errors import require
@@ -154,10 +154,9 @@ def _export(table: Any, target: str) -> str:
         return f"{table.num_rows} rows in {path}"
     is_folder = not path.suffix and not path.is_file()
     require(is_folder, "--export", target, "end in .jsonl, or be a folder", "", "")
-    is_empty = not path.is_dir() or not any(path.iterdir())
-    require(is_empty, "--export", target, "be new or empty", "a data set is all that is in it", "")
     import pyarrow.parquet as pq
 
+    path = new_folder("--export", target, "a data set is all that is in it")
     path.mkdir(parents=True, exist_ok=True)
     pq.write_table(table, path / "train-00000-of-00001.parquet", compression="zstd")
     return f"{table.num_rows} rows in {path}: datasets.load_dataset({str(path)!r})"

@@ -14,6 +14,7 @@ import tempfile
 import textwrap
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -63,6 +64,14 @@ def user_errors(verbosity: int = 0) -> Iterator[None]:
             stderr.print_exception()
         show(str(error) or type(error).__name__)
         raise typer.Exit(2) from error
+
+
+def new_folder(option: str, given: str, reason: str) -> Path:
+    """The folder that an option names; raises Problems where it holds something."""
+    folder = Path(given).expanduser()
+    is_new = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    require(is_new, option, given, "be new or empty", reason, "Name another folder")
+    return folder
 
 
 @contextlib.contextmanager

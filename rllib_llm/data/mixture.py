@@ -37,6 +37,7 @@ class MixedSource:
 
     def __init__(self, sources: Sequence[BatchSource], weights: Sequence[float]) -> None:
         self._sources, self._weights = sources, weights
+        self.is_unpaired = any(source.is_unpaired for source in sources)
 
     def __len__(self) -> int:
         """Rows of all sources."""

@@ -33,13 +33,11 @@ from rllib_llm.data.image_prompts import images_of_row
 from rllib_llm.data.rollouts import pairs_of_rollouts
 from rllib_llm.data.rows import EpochOrder, Rows, require_columns
 from rllib_llm.data.sources import Source, load_rows
-from rllib_llm.data.texts import BatchSource
+from rllib_llm.data.texts import BatchSource, TokenizedText
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import pad_left, pad_right
 from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.errors import Problems, nearest, require
-
-Masked = tuple[list[int], list[bool]]  # ids and loss mask
 
 
 class PreferenceSource(BatchSource):
@@ -151,7 +149,7 @@ class PromptedPairSource(PreferenceSource):
                  zip((chosen, rejected), answers, strict=True))  # fmt: skip
         return prompt, *answers, *masks
 
-    def _encode_texts(self, row: dict[str, Any]) -> tuple[Masked, Masked, int]:
+    def _encode_texts(self, row: dict[str, Any]) -> tuple[TokenizedText, TokenizedText, int]:
         """Ids and mask of both texts, and where their answers begin, as far as the row shows it."""
         prompt = row.get("prompt") or ""
         (chosen, border), (rejected, other_border) = (
@@ -160,7 +158,7 @@ class PromptedPairSource(PreferenceSource):
         end = min(border, other_border) if prompt else len(chosen)
         return (chosen, [True] * len(chosen)), (rejected, [True] * len(rejected)), end
 
-    def _encode_chats(self, row: dict[str, Any]) -> tuple[Masked, Masked, int]:
+    def _encode_chats(self, row: dict[str, Any]) -> tuple[TokenizedText, TokenizedText, int]:
         prompt, settings = row.get("prompt"), row_settings(row)
         one, num_prompt_turns = as_turns(prompt, row["chosen"])
         other, num_other = as_turns(prompt, row["rejected"])
@@ -200,7 +198,7 @@ class PromptedPairSource(PreferenceSource):
         return {**learnt, columns.PROMPT_IDS: prompts, columns.PROMPT_MASK: prompt_mask, **answers}
 
 
-def _sampled(row: dict[str, Any], prompt: list[int], name: str) -> Masked:
+def _sampled(row: dict[str, Any], prompt: list[int], name: str) -> TokenizedText:
     """Ids of a prompt and its stored completion, and which of the latter the policy sampled."""
     ids = list(row[f"{name}_completion_ids"])
     own = list(row[f"{name}_loss_mask"] or [True] * len(ids))

@@ -51,6 +51,7 @@ class BatchSource:
 
     _lost = "end"  # what a text loses that is too long
     _texts_of_row = 1
+    is_unpaired = False  # whether a row is one completion with a label
 
     def __init__(
         self, rows: Rows, size: int, tokenizer: Any, max_length: int, seed: int, shuffle: bool

@@ -11,6 +11,7 @@ import yaml
 
 from rllib_llm.runs.experiments import Experiment
 from rllib_llm.runs.metrics import summary_metrics
+from rllib_llm.runs.results import short_name
 
 MODEL_CARD = "README.md"
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -31,7 +32,7 @@ def model_card(experiment: Experiment, results: Mapping[str, float], source: str
     config = experiment.config
     base = str(config.get("model", ""))
     data = {name: config[name] for name in DATA_SETTINGS if config.get(name) is not None}
-    algorithm = experiment.run.rpartition(".")[2].rpartition(":")[2]
+    algorithm = short_name(experiment.run)
     hub_data = [path for each in data.values() if (path := _hub_id(each))]
     card = ModelCardData(
         base_model=_hub_id(base) or None, datasets=hub_data or None, library_name="transformers",

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from rllib_llm.algorithms.dpo import DPOConfig
 from rllib_llm.algorithms.sft import SFTConfig
 from rllib_llm.data.mixture import batches_of, places_of
 from rllib_llm.data.sources import check_source, load_rows
@@ -78,3 +79,19 @@ def test_a_config_makes_it(tmp_path):
     settings = {"tokenizer": build_tokenizer(), "max_length": 8}
     source = config.make_source(config.data, shuffle=True, **settings)
     assert source.batch(0, 4)["input_ids"].shape[0] == 4
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "kto"])
+def test_a_part_of_one_completion_a_row_is_for_kto_alone(loss_type):
+    pair = {"prompt": "1", "chosen": "2", "rejected": "3"}
+    labelled = {"prompt": "1", "completion": "2", "label": True}
+    config = DPOConfig().training(loss_type=loss_type)
+    data = [{"path": [pair], "weight": 1}, {"path": [labelled], "weight": 1}]
+    settings = {"tokenizer": build_tokenizer(), "max_length": 8, "shuffle": False}
+    if loss_type == "kto":
+        mask = config.make_source(data, **settings).batch(0, 2)["rejected_mask"]
+        assert mask.any(dim=1).tolist() == [False, True]  # the second source takes position 0
+        return
+    with pytest.raises(Problems) as refused:
+        config.make_source(data, **settings)
+    assert refused.value.problem.name == "loss_type"
