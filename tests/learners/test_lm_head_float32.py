@@ -77,11 +77,16 @@ def test_a_head_that_is_the_embedding_is_refused():
 
 
 def build_untied():
+    """A model whose logits differ, so that rounding its head to 16 bits shows above other
+    roundings."""
     from rllib_llm.examples import arithmetic
 
-    return arithmetic.build_model(
+    model, tokenizer = arithmetic.build_model(
         3, hidden_size=16, num_layers=1, num_heads=2, max_len=32, tie_word_embeddings=False
     )
+    with torch.no_grad():
+        model.lm_head.weight.mul_(20)
+    return model, tokenizer
 
 
 def test_without_bfloat16_it_warns():
