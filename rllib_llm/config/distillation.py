@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from rllib_llm.config.sections import wrong
+from rllib_llm.shared.dotted import named_model
 from rllib_llm.shared.errors import Problem
 from rllib_llm.shared.setting import IN_ENV, Condition, Section, Settings, is_set, setting, when
 
@@ -83,8 +84,7 @@ DISTILLATION = Section.of("distillation", DistillationSettings)
 
 def teacher_of(config: Any) -> dict[str, Any]:
     """The teacher's settings, {} without one."""
-    given = config.teacher
-    return dict(given) if isinstance(given, Mapping) else {"model": given} if given else {}
+    return named_model(config.teacher) if config.teacher else {}
 
 
 def distillation_rules(config: Any) -> Iterator[Problem]:

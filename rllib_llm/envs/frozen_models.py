@@ -50,6 +50,7 @@ from rllib_llm.shared.columns import (
     pad_right,
     widen,
 )
+from rllib_llm.shared.dotted import named_model
 from rllib_llm.shared.errors import require
 
 logger = logging.getLogger(__name__)
@@ -535,8 +536,7 @@ class RewardModelEnsemble(Judge):
         ):
             require(holds, f"reward_model.{key}", value, rule, "", "")
         self._combine, self._std_coeff = combine, std_coeff
-        named = [dict(m) if isinstance(m, Mapping) else {"model": m} for m in models]
-        self.scorers = [RewardModelScorer(**{**shared, **chosen}) for chosen in named]
+        self.scorers = [RewardModelScorer(**{**shared, **named_model(m)}) for m in models]
         self.wants_tokens = all(scorer.wants_tokens for scorer in self.scorers)
 
     def __call__(self, *tokens: Tensor, **texts: Any) -> tuple[Tensor, dict[str, Tensor]]:

@@ -24,7 +24,7 @@ from rllib_llm.modules.model_source import (
 )
 from rllib_llm.modules.quantization import check_quantization
 from rllib_llm.modules.tokenizer import load_tokenizer, with_chat_template
-from rllib_llm.shared.dotted import as_list
+from rllib_llm.shared.dotted import as_list, named_model
 from rllib_llm.shared.errors import Problem, Problems, problems_in, report, require, unknown_key
 from rllib_llm.shared.setting import Setting
 
@@ -216,10 +216,6 @@ def policy_tokenizer(settings: Mapping[str, Any]) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _model_of(given: Mapping[str, Any] | str) -> dict[str, Any]:
-    return {"model": given} if isinstance(given, str) else dict(given)
-
-
 def check_reference(
     settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
@@ -229,7 +225,7 @@ def check_reference(
         Problems: no model is named.
         ValueError: it has another vocabulary than the policy.
     """
-    chosen = _model_of(settings["reference"])
+    chosen = named_model(settings["reference"])
     model = chosen.pop("model", None) or settings["model"]
     require(
         model is not None, "env_config.reference", settings["reference"], "name a model",
@@ -256,7 +252,7 @@ def frozen_teacher(settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBa
         return None
     from rllib_llm.envs.frozen_models import FrozenTeacher, ServedTeacher
 
-    chosen = _model_of(settings["teacher"])
+    chosen = named_model(settings["teacher"])
     model, own = chosen.pop("model"), {**_frozen_defaults(settings), **chosen}
     if "url" in chosen:
         made: Any = ServedTeacher(model, **chosen)
@@ -280,7 +276,7 @@ def _reward_model_term(
 ) -> RewardTerm:
     from rllib_llm.envs.frozen_models import RewardModelEnsemble, RewardModelScorer
 
-    chosen = _model_of(settings["reward_model"])
+    chosen = named_model(settings["reward_model"])
     require(
         bool(chosen.get("model")) != bool(chosen.get("models")), "env_config.reward_model",
         settings["reward_model"], "have 'model', or 'models' for several of them",

@@ -113,11 +113,13 @@ def offloaded_step(
 
 def _buckets(params: list[nn.Parameter], bucket_bytes: int) -> Iterator[list[nn.Parameter]]:
     bucket: list[nn.Parameter] = []
+    num_bytes = 0
     for param in params:
         bucket.append(param)
-        if sum(each.nbytes for each in bucket) >= bucket_bytes:
+        num_bytes += param.nbytes
+        if num_bytes >= bucket_bytes:
             yield bucket
-            bucket = []
+            bucket, num_bytes = [], 0
     if bucket:
         yield bucket
 

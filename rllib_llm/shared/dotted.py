@@ -26,6 +26,11 @@ def as_list(given: Any) -> list[Any]:
     return [] if given is None or (isinstance(given, (str, Mapping)) and not given) else [given]
 
 
+def named_model(given: Any) -> dict[str, Any]:
+    """The settings of a model, `model` among them, of a mapping of these or of the model alone."""
+    return dict(given) if isinstance(given, Mapping) else {"model": given}
+
+
 def package_of(path: str) -> str:
     """The first package of a dotted path; "" for other texts."""
     is_path = _DOTTED.fullmatch(path) and re.search("[.:]", path)

@@ -123,21 +123,29 @@ def train(policy, num_steps: int = 2) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_log_probs_and_gradients_are_those_of_transformers(family):
-    model, rows = tiny(family).double(), batch()
-    weights = torch.randn(3, 7, dtype=torch.float64) * rows["completion_mask"]
+def assert_alike(model, weights, plain, ours) -> dict[str, torch.Tensor]:
+    """Log-probs of two ways, and gradients of their weighted sums; returns the second one's."""
     found = []
-    for logprobs in (own_stats(model, rows)[0], score_completions(model, **rows).logprobs):
+    for logprobs in (plain, ours):
         model.zero_grad()
         (logprobs * weights).sum().backward()
         grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         found.append((logprobs.detach(), grads))
-    (plain, expected), (ours, gradients) = found
-    torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
+    (own, expected), (scored, gradients) = found
+    torch.testing.assert_close(scored, own, rtol=1e-5, atol=1e-5)
     assert gradients.keys() == expected.keys()
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-5)
+    return gradients
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probs_and_gradients_are_those_of_transformers(family):
+    model, rows = tiny(family).double(), batch()
+    weights = torch.randn(3, 7, dtype=torch.float64) * rows["completion_mask"]
+    assert_alike(
+        model, weights, own_stats(model, rows)[0], score_completions(model, **rows).logprobs
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)

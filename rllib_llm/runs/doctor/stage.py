@@ -14,6 +14,7 @@ from rllib_llm.data.sources import is_quick_to_read, load_rows
 from rllib_llm.envs.registry import ENVIRONMENTS, default_settings
 from rllib_llm.runs.experiments import Experiment, StandIn
 from rllib_llm.runs.search_space import planned_iterations
+from rllib_llm.shared.dotted import named_model
 
 MAX_ROWS = 20_000  # of a data set that are looked at
 
@@ -89,7 +90,7 @@ class Stage:
             "reference": self.env.get("reference"),
         }
         return {
-            setting: value.get("model") if isinstance(value, Mapping) else value
+            setting: named_model(value).get("model")
             for setting, value in named.items()
         }
 
