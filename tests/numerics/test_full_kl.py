@@ -89,8 +89,8 @@ def test_a_policy_at_its_reference_has_no_kl_and_no_gradient_from_it():
     ).language_model(lora=LORA)
     learner = tiny.build(config)
     batch = without_reference(learner)
-    # `objective/kl` is of the sampler's log-probs: made by the pass that the reference's are made by,
-    # so that both are rounded alike.
+    # `objective/kl` is of the sampler's log-probs: made here as the reference's are, so that both
+    # are rounded alike.
     scored = learner.evaluate_rows(batch, [columns.LOGPROBS])
     batch[columns.SAMPLER_LOGPROBS] = scored[columns.LOGPROBS]
     batch[columns.SCORES][:] = 1.0
