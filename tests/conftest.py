@@ -34,6 +34,7 @@ import torch  # noqa: E402
 from tests import forked_workers  # noqa: E402
 from tests.shaker import SEED, shake_process  # noqa: E402
 
+ROOT = Path(__file__).resolve().parents[1]
 OBJECT_STORE_BYTES = 256 * 1024**2
 SHAKEN = {"worker_process_setup_hook": "tests.shaker.shake_worker"}
 NUM_CPUS = 4  # slots for processes, whatever the machine has
@@ -102,6 +103,16 @@ def ray_session() -> Iterator[None]:
         logging.getLogger(name).setLevel(logging.ERROR)
     ray.shutdown()  # a local algorithm of an earlier test may have started one with other bounds
     forked_workers.install()
+    with pytest.MonkeyPatch.context() as environment:  # workers import `tests`
+        environment.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+        start_ray()
+    yield
+    ray.shutdown()
+
+
+def start_ray() -> None:
+    import ray
+
     ray.init(
         address="local",
         num_cpus=NUM_CPUS,
@@ -111,8 +122,6 @@ def ray_session() -> Iterator[None]:
         logging_level=logging.ERROR,
         runtime_env=SHAKEN if SEED in os.environ else None,
     )
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture(scope="session")
