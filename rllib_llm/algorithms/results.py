@@ -24,6 +24,7 @@ from rllib_llm.data.rollout_store import ROLLOUTS, RolloutStore
 from rllib_llm.rollouts.judged_batch import JudgedBatch
 from rllib_llm.rollouts.recorder import AboutRun, RolloutRecorder
 from rllib_llm.shared import columns
+from rllib_llm.shared.storage import UrlPath, place
 from rllib_llm.weights.coordinator import PublishedWeights
 
 Groups = dict[str, dict[str, Any]]
@@ -110,7 +111,7 @@ def with_headline(result: Mapping[str, Any]) -> dict[str, Any]:
 
 def stored_rollouts(config: Any, storage: Any, trial_folder: Path) -> RolloutRecorder:
     """The recorder of rollouts, for a run that stores them: in the trial's folder on this machine,
-    or in Tune's `storage` where that is elsewhere."""
+    in Tune's `storage` where that is elsewhere, or below `rollouts_path`."""
     tokenizer = config.load_tokenizer()
     held_out = config.get_evaluation_config_object()
     samples_held_out = held_out is not None and held_out.explore
@@ -123,6 +124,11 @@ def stored_rollouts(config: Any, storage: Any, trial_folder: Path) -> RolloutRec
     folder, filesystem = str(trial_folder / ROLLOUTS), None
     if storage is not None and not isinstance(storage.storage_filesystem, LocalFileSystem):
         folder, filesystem = f"{storage.trial_fs_path}/{ROLLOUTS}", storage.storage_filesystem
+    if config.rollouts_path is not None:
+        chosen = place(config.rollouts_path) / trial_folder.name
+        folder, filesystem = str(chosen), None
+        if isinstance(chosen, UrlPath):
+            folder, filesystem = chosen.path, chosen.filesystem
     store = RolloutStore(
         folder, filesystem=filesystem, on_error=config.store_on_error,
         keep_iterations=config.store_keep_iterations,

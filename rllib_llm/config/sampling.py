@@ -234,6 +234,11 @@ class Rollouts(Settings):
         note="Includes rejected, failed and held-out ones, with tokens, log-probs, rewards and "
         "advantages; written in the background. `rllib rollouts RUN` shows them.", short="store",
     )  # fmt: skip
+    rollouts_path: str | None = setting(
+        None, "the folder or URL below which a trial's rollouts are stored, in one of its name",
+        note="None: `rollouts` in the trial's folder. Commands find them by the run as before.",
+        acts=(STORED,), short="path",
+    )  # fmt: skip
     store_on_error: Literal["go_on", "stop"] = setting(
         "go_on", "the reaction when rollouts cannot be written, for example on a full disk",
         note='"go_on": warn once and store no more; "stop": end with an error.', acts=(STORED,),

@@ -26,8 +26,8 @@ from rllib_llm.data.rollout_store import (
 )
 from rllib_llm.data.rows import Rows
 from rllib_llm.shared.errors import Problems, did_you_mean, require
-from rllib_llm.shared.run_layout import RunFolder, name_one
-from rllib_llm.shared.storage import Place, UrlPath, place
+from rllib_llm.shared.run_layout import SETTINGS_FILE, RunFolder, name_one
+from rllib_llm.shared.storage import Place, UrlPath, place, read_json
 
 _OTHERWISE = "Check the path, and that store_rollouts is on; SFT, RewardModel and DPO sample none"
 IN_ORDER = ("iteration", "position", "sample", "row")
@@ -45,9 +45,20 @@ class NoRolloutsError(Problems):
     """A folder without rollouts."""
 
 
+def rollouts_of(trial: Place) -> Place:
+    """The folder of a trial's rollouts: in its own, or below the setting `rollouts_path`."""
+    elsewhere = read_json(trial / SETTINGS_FILE).get("rollouts_path")
+    return place(elsewhere) / trial.name if elsewhere else trial / ROLLOUTS
+
+
 def rollout_folders(run: str | Path | UrlPath) -> list[Place]:
-    """The `rollouts` folders of a run, stage or trial, of a checkpoint's trial, or the one that
-    `run` is.
+    """Those of `rollouts_by_trial`."""
+    return [*rollouts_by_trial(run).values()]
+
+
+def rollouts_by_trial(run: str | Path | UrlPath) -> dict[Place, Place]:
+    """By trial the rollouts of a run, stage or trial, of a checkpoint's trial, or of the folder
+    that `run` is, or that are below it, as `rollouts_path` has them.
 
     Raises:
         NoRolloutsError: there is none.
@@ -60,13 +71,17 @@ def rollout_folders(run: str | Path | UrlPath) -> list[Place]:
         hint = did_you_mean(root.name, beside, otherwise="Check the path.")
         raise NoRolloutsError("run", "be a folder", "there is none", hint, str(run))
     if is_rollout_folder(root):
-        return [root]
-    stores = RunFolder(root).in_trials(f"{ROLLOUTS}/{STORE_FILE}")
-    found = sorted((file.parent for file in stores), key=str)
+        return {root.parent: root}
+    inside = RunFolder(root)
+    stores = [file.parent for file in inside.in_trials(f"{ROLLOUTS}/{STORE_FILE}")]
+    found = {store.parent: store for store in sorted(stores, key=str)}
+    found |= {trial: store for file in (() if found else inside.in_trials(SETTINGS_FILE))
+              if is_rollout_folder(store := rollouts_of(trial := file.parent))}  # fmt: skip
+    found = found or {file.parent: file.parent for file in root.glob(f"*/{STORE_FILE}")}
     if not found:
-        inside = name_one(RunFolder(root).holding(f"{ROLLOUTS}/{STORE_FILE}"))
+        near = name_one(inside.holding(f"{ROLLOUTS}/{STORE_FILE}"))
         rule = "be the folder of a run, stage or trial that kept its rollouts"
-        raise NoRolloutsError("run", rule, "", inside or _OTHERWISE, str(run))
+        raise NoRolloutsError("run", rule, "", near or _OTHERWISE, str(run))
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,8 @@ class ReplayBuffer:
         self._seed = seed
         self._kept: list[_Kept] = []
         self._counts = {"added": 0, "drawn": 0, "evicted": 0, "used_up": 0}
+        self._extended = time.monotonic()
+        self._rates = {"added_per_s": 0.0, "drawn_per_s": 0.0}  # since the batch before
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -51,12 +54,17 @@ class ReplayBuffer:
         """A fresh batch followed by groups of earlier ones, counted by `num_replayed`; the buffer
         has the fresh ones from now on."""
         self.iteration += 1
+        before, start = dict(self._counts), self._extended
         if columns.REF_LOGPROBS in fresh.columns:  # the environment's; else learners have them
             kept = [one for one in self._kept if columns.REF_LOGPROBS in one.rows.columns]
             self._counts["evicted"] += len(self._kept) - len(kept)
             self._kept = kept
         drawn = self.draw()
         self.add(fresh)
+        self._extended = time.monotonic()
+        for name in ("added", "drawn"):
+            rate = (self._counts[name] - before[name]) / max(self._extended - start, 1e-9)
+            self._rates[f"{name}_per_s"] = rate
         if drawn is None:
             return fresh
         drawn = dataclasses.replace(
@@ -98,7 +106,8 @@ class ReplayBuffer:
         return concatenate([kept.rows for kept in drawn])
 
     def metrics(self) -> dict[str, float]:
-        """Its size, and the groups added, drawn and dropped so far."""
+        """Its size, the groups added, drawn and dropped so far, and of the first two how many in a
+        second since the batch before the last."""
         uses = [kept.uses for kept in self._kept]
         ages = [self.iteration - kept.iteration for kept in self._kept]
         drawn = self._counts["drawn"] / max(1, self._counts["added"])
@@ -107,7 +116,7 @@ class ReplayBuffer:
             "occupancy": len(self._kept) / self._capacity,
             "mean_uses": sum(uses) / max(1, len(uses)),
             "mean_age": sum(ages) / max(1, len(ages)),
-            "reuse": drawn,
+            "reuse": drawn, **self._rates,
             **{name: float(count) for name, count in self._counts.items()},
         }
 

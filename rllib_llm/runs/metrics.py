@@ -130,6 +130,7 @@ GROUPS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("replay/mean_uses", "updates", "that used a buffered group"),
         ("replay/mean_age", "iterations", "of buffered groups"),
         ("replay/added, replay/drawn, replay/reuse", "groups, groups, 1", "so far; their ratio"),
+        ("replay/added_per_s, replay/drawn_per_s", "groups/s", "over the iteration"),
         ("replay/evicted, replay/used_up", "groups", "removed: buffer full, `replay_max_uses`"),
     ),
     "Rollouts kept, since the process began": (

@@ -13,8 +13,8 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from rllib_llm.data.rollout_store import ROLLOUTS
-from rllib_llm.data.rollouts import is_rollout_folder
+from rllib_llm.data.rollout_store import is_rollout_folder
+from rllib_llm.data.rollouts import rollouts_of
 from rllib_llm.rollouts.recorder import SAMPLES_FILE
 from rllib_llm.runs.doctor.model_rules import is_causal
 from rllib_llm.runs.experiments import Experiment
@@ -122,7 +122,7 @@ def _places(results: list[StageResult], folder: Place) -> list[Text]:
     rows: list[tuple[str, str, str]] = []
     for result in results:
         trial = result.best_trial_folder
-        samples, rollouts = trial / SAMPLES_FILE, trial / ROLLOUTS
+        samples, rollouts = trial / SAMPLES_FILE, rollouts_of(trial)
         name = result.name
         for what, path in (
             ("model (Hugging Face)", result.model),
@@ -133,7 +133,8 @@ def _places(results: list[StageResult], folder: Place) -> list[Text]:
             ("logs (TensorBoard, JSON, CSV)", trial),
         ):
             if path is not None:
-                inner = path.relative_to(folder)  # type: ignore[arg-type]  # both in one storage
+                is_elsewhere = what == "rollouts" and path.parent != trial
+                inner = path if is_elsewhere else path.relative_to(folder)  # type: ignore[arg-type]
                 rows.append((name, what, str(inner)))
                 name = ""
     widths = [max(len(row[column]) for row in rows) + 2 for column in (0, 1)]
@@ -148,7 +149,7 @@ def _next_commands(results: list[StageResult], folder: Place, console: Console) 
     models = [one.model for one in results if one.model]
     policies = [model for model in models if is_causal(read_json(model / "config.json"))]
     saved = [one for one in results if one.checkpoint]  # weights that sampled some of the rollouts
-    stored = [one.folder for one in saved if is_rollout_folder(one.best_trial_folder / ROLLOUTS)]
+    stored = [one.folder for one in saved if is_rollout_folder(rollouts_of(one.best_trial_folder))]
     held_out = any(name.startswith("eval/") for name in last.metrics)
     offline = "*/*/wandb/offline-run-*"
     has_offline = isinstance(folder, Path) and any(folder.glob(offline))

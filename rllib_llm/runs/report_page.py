@@ -16,8 +16,8 @@ from pydantic_core import to_json
 
 from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT
 from rllib_llm.data.decoding import TokenTexts
-from rllib_llm.data.rollout_store import ROLLOUTS, RolloutSchemaError
-from rllib_llm.data.rollouts import NoRolloutsError, open_rollouts
+from rllib_llm.data.rollout_store import RolloutSchemaError
+from rllib_llm.data.rollouts import NoRolloutsError, open_rollouts, rollouts_of
 from rllib_llm.rollouts.recorder import SAMPLES_FILE
 from rllib_llm.runs.metrics import Curve, curves, first_and_last, reward_parts, summary_metrics
 from rllib_llm.runs.results import (
@@ -180,7 +180,7 @@ def page_rows(trial_folder: Place, limit: int = MAX_ROWS) -> list[dict[str, Any]
     samples without tokens [].
     """
     try:
-        rollouts = open_rollouts([trial_folder / ROLLOUTS])
+        rollouts = open_rollouts([rollouts_of(trial_folder)])
     except NoRolloutsError:
         pass
     except RolloutSchemaError as error:

@@ -15,7 +15,7 @@ from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
 from rllib_llm.checkpoints.algorithm import restore_source
 from rllib_llm.checkpoints.folder import newest_usable
 from rllib_llm.config.schema import resolve_classes
-from rllib_llm.data.rollout_store import ROLLOUTS
+from rllib_llm.data.rollouts import rollouts_of
 from rllib_llm.runs import default_callbacks
 from rllib_llm.runs.callbacks import ErrorCutShort, KilledForMemory, NewTerms, fit
 from rllib_llm.runs.experiments import Experiment, algorithm_class, fill
@@ -81,7 +81,7 @@ def run_stages(
             result = run_stage(resolved, folder, console, resume, loggers(name), told)
         products[f"{name}.model"] = result.model
         products[f"{name}.checkpoint"] = result.checkpoint
-        products[f"{name}.rollouts"] = result.best_trial_folder / ROLLOUTS
+        products[f"{name}.rollouts"] = rollouts_of(result.best_trial_folder)
         results.append(result)
     return results
 

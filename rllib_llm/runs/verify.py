@@ -28,7 +28,7 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 
 from rllib_llm.checkpoints.algorithm import saved_config
 from rllib_llm.checkpoints.folder import MANIFEST, MODEL_IN_CHECKPOINT, check
-from rllib_llm.data.rollouts import open_rollouts, query, rollout_folders
+from rllib_llm.data.rollouts import open_rollouts, query, rollouts_by_trial
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Ended, Noise, Row, uniform_noise
 from rllib_llm.engines.sampling import truncate
@@ -175,8 +175,8 @@ def verify(run: str | Path, num_samples: int = 16, seed: int = 0) -> list[Verifi
             sample by their seeds.
     """
     return [
-        _Trial(folder.parent).verify(open_rollouts([folder]), num_samples, seed)
-        for folder in rollout_folders(run)
+        _Trial(trial).verify(open_rollouts([folder]), num_samples, seed)
+        for trial, folder in rollouts_by_trial(run).items()
     ]
 
 

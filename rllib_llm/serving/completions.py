@@ -264,12 +264,13 @@ class ChatView(View):
 
     format: ChatFormat
     prompt: list[int]
+    """Of the choice that is shown."""
     conversation: Hashable | None = None
     """Whose KV cache is kept for its next turn."""
 
     def __init__(self, context: RequestContext, body: Any) -> None:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
-        name = f"chatcmpl-{context.request_id}"
+        name = f"chatcmpl-{context.answer_id(getattr(body, 'seed', None))}"
         super().__init__(context, body, id=name, object=kind, created=int(time.time()))
         # Nine letters and digits, as Mistral's templates want them, and not made from the request's
         # id, which a client may repeat throughout a conversation.
@@ -283,7 +284,7 @@ class ChatView(View):
         body, limits = self.body, self.service.limits
         field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         job = limits.job(
-            body, [self.prompt], getattr(body, field), default=limits.default_max_tokens,
+            body, self.prompts, getattr(body, field), default=limits.default_max_tokens,
             field=field, prompt_field="messages", turn_ends=self.format.stop_token_ids,
             top_logprobs=body.top_logprobs or 0, prompt_logprobs=body.prompt_logprobs,
             version=self.context.version, conversation=self.conversation,
@@ -297,6 +298,11 @@ class ChatView(View):
         if job.grammar and closes:
             job = replace(job, grammar=behind_thoughts(job.grammar, closes, self.format))
         return job
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """The prompt of each chat."""
+        return [self.prompt]
 
     async def read(self) -> None:
         """Sets the chat format and the prompt."""
@@ -385,6 +391,24 @@ class ChatView(View):
         return self.chunk(self.choice(i, self.whole[i])) if piece.finish_reason else []
 
 
+class ChatBatchView(ChatView):
+    """One answer to each of several chats; choice i is that of chat i."""
+
+    prompts: list[list[int]] = []  # type: ignore[assignment]
+
+    async def read(self) -> None:
+        def encode() -> None:
+            self.format, limits = self.service.chats.of(self.body), self.service.limits
+            self.prompts = [chat.prompt_ids(self.format, messages, limits)
+                            for messages in self.body.messages]  # fmt: skip
+
+        await self.context.beside_loop(encode)
+
+    def choice(self, i: int, piece: Piece) -> dict[str, Any]:
+        self.prompt = self.prompts[i]
+        return super().choice(i, piece)
+
+
 class SessionView(ChatView):
     """A turn of a session, which keeps what was sampled."""
 
@@ -447,7 +471,7 @@ class TextView(View):
     """Text completions as OpenAI shows them."""
 
     def __init__(self, context: RequestContext, body: Any) -> None:
-        names = {"id": f"cmpl-{context.request_id}", "object": "text_completion"}
+        names = {"id": f"cmpl-{context.answer_id(body.seed)}", "object": "text_completion"}
         super().__init__(context, body, **names, created=int(time.time()))
         self._n = body.n or 1
         self._prompts: list[list[int]] = []

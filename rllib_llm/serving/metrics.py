@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,8 @@ class Metrics:
             "framework_seconds", "From an answer's last token until it was handed to the network."
         )
         self.swap = histogram("weights_load_seconds", "Of a swap of weights; rows go on meanwhile.")
+        self.transfer = histogram("weights_transfer_seconds", "Of weights, from a run to here.")
+        self.transferred = counter("weights_transferred_bytes", "Of weights, from a run to here.")
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
         self.generation_tokens = counter("generation_tokens", "Tokens that were sampled.")
         self.success = counter("request_success", "Completions that ended.", ["finished_reason"])
@@ -40,6 +43,7 @@ class Metrics:
         self.waiting = gauge("num_requests_waiting", "Completions that wait for a place in it.")
         self.version = gauge("weights_version", "Of the newest weights.")
         self.epoch = gauge("weights_epoch", "Of the newest weights.")
+        self.age = gauge("weights_age_seconds", "Since the newest weights came into use.")
         by_version = "Completions by the version that samples."
         self.lane_rows = gauge("lane_rows", by_version, ["version"])
         self.lag = gauge("event_loop_lag_seconds", "By how much the last timer was late.")
@@ -48,11 +52,15 @@ class Metrics:
         """Counts a swap."""
         self.swap.observe(weights.load_seconds)
         self.swaps.inc()
+        if weights.num_bytes:
+            self.transfer.observe(weights.transfer_seconds)
+            self.transferred.inc(weights.num_bytes)
         self.version.set(weights.version)
         self.epoch.set(weights.epoch)
 
     def text(self, weights: LiveWeights, counts: Counts | None) -> bytes:
         """All of it, in Prometheus' format. counts: None where the engine does not tell them."""
+        self.age.set(time.time() - weights.newest.loaded_at)
         if counts is not None:
             self.running.set(counts.sampling)
             self.waiting.set(counts.waiting)

@@ -23,7 +23,7 @@ from fastapi.responses import HTMLResponse, PlainTextResponse
 
 from rllib_llm.data.encoding import encode_spans
 from rllib_llm.serving import chat, schemas
-from rllib_llm.serving.completions import ChatView, SessionView, TextView, TokenView
+from rllib_llm.serving.completions import ChatBatchView, ChatView, SessionView, TextView, TokenView
 from rllib_llm.serving.responses import ResponseView
 from rllib_llm.serving.schemas import ApiError, documented, refuse
 from rllib_llm.serving.security import JsonRoute, admin_key, client_key
@@ -90,6 +90,11 @@ async def model(model: str, service: Served) -> Json:
 @openai.post("/chat/completions", **_STREAMED)
 async def chat_completions(body: schemas.ChatRequest, context: Context) -> Response:
     return await ChatView(context, body).answer()
+
+
+@openai.post("/chat/completions/batch", **_OF_MODELS)
+async def chat_batch(body: schemas.ChatBatchRequest, context: Context) -> Response:
+    return await ChatBatchView(context, body).answer()
 
 
 @openai.post("/completions", **_STREAMED)

@@ -285,6 +285,21 @@ class ChatRequest(OpenAIFields):
 _OF_PROMPTS = Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
 
 
+class ChatBatchRequest(ChatRequest):
+    """POST /v1/chat/completions/batch, vLLM's: chats that have nothing to do with each other"""
+
+    messages: Annotated[  # type: ignore[assignment]
+        list[Annotated[Messages, Field(min_length=1)]], _OF_PROMPTS
+    ]
+
+    @model_validator(mode="after")
+    def _has_one_answer_each(self) -> ChatBatchRequest:
+        for name in ("stream", "tools", "prompt_logprobs"):
+            _rule(name, not getattr(self, name), "be left out of a batch", "unsupported_value")
+        _rule("n", (self.n or 1) == 1, "be 1 in a batch", "unsupported_value")
+        return self
+
+
 class CompletionRequest(OpenAIFields):
     """POST /v1/completions"""
 

@@ -70,7 +70,13 @@ class RequestContext:
         self.request_id: str = state["request_id"]
         self.client: Client = state["client"]
         self._size: int = state["size"]  # of its body, bytes
+        self._digest: str | None = state.get("digest")  # where the client gave it no id
         self.version: int | None = None
+
+    def answer_id(self, seed: int | None) -> str:
+        """The request's id; where it has a `seed` and its client gave it none, a hash of its body:
+        the same request has the same answer, id included."""
+        return f"seed-{self._digest}" if self._digest and seed is not None else self.request_id
 
     async def begin(self, model: str | None) -> None:
         """Waits for the weights that it asks for, `model` by name, among others; see
@@ -345,21 +351,23 @@ class Service:
     # --- weights -----------------------------------------------------------------------------
 
     def load(
-        self, weights: Mapping[str, torch.Tensor], *, epoch: int, version: int, source: str
-    ) -> ServedWeights:
+        self, weights: Mapping[str, torch.Tensor], *, epoch: int, version: int, source: str,
+        **transfer: Any,
+    ) -> ServedWeights:  # fmt: skip
         """Loads weights for new requests. Thread-safe, except in the event loop's own thread; waits
         until rows of the version before the newest have ended. ValueError: of another model.
 
         Args:
             weights: under the names of the policy's state, or of the model's.
             epoch, version: the publisher's. A lower version of a later epoch is welcome.
+            transfer: `num_bytes` and `transfer_seconds` of `ServedWeights`, where they are known.
         """
         with self._load_lock:
             start = time.perf_counter()
             tensors = dict(weights)
             serial = next(self._serials)
             # Told before a token can be sampled by them.
-            loaded = ServedWeights(serial, epoch, version, fingerprint(tensors), source)
+            loaded = ServedWeights(serial, epoch, version, fingerprint(tensors), source, **transfer)
             self.weights.remember(loaded)
             serials = self.host.swap(tensors, serial)
             loaded = replace(loaded, load_seconds=time.perf_counter() - start)

@@ -152,9 +152,11 @@ class RunSource:
             raise ValueError(
                 f"lora=None must be that of the run {self._client.name!r}, which trains adapters."
             )
+        told = self._follower.metrics()
         self._service.load(
             tensors, epoch=published.epoch, version=published.version,
-            source=f"run {self._client.name}",
+            source=f"run {self._client.name}", num_bytes=int(told["bytes"]),
+            transfer_seconds=told["transfer_seconds"],
         )  # fmt: skip
         self._arrived.clear()
         return True

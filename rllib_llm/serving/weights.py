@@ -22,7 +22,8 @@ class ServedWeights:
     """Weights that were loaded.
 
     `serial` counts loads, and is what the engine stamps on tokens; `epoch` and `version` are the
-    publisher's: after a restore a lower version of a later epoch is another one.
+    publisher's: after a restore a lower version of a later epoch is another one. `num_bytes` came
+    from the run in `transfer_seconds`; 0 of a folder.
     """
 
     serial: int
@@ -30,6 +31,8 @@ class ServedWeights:
     version: int
     fingerprint: str
     source: str
+    num_bytes: int = 0
+    transfer_seconds: float = 0.0
     load_seconds: float = 0.0
     loaded_at: float = field(default_factory=time.time)
 

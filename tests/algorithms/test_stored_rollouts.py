@@ -44,6 +44,19 @@ def test_every_completion_is_a_row_with_its_advantage():
     assert counts == {0: 4, 2: 4}  # before training, and after the second iteration
 
 
+def test_they_lie_where_the_setting_says(tmp_path):
+    config = tiny.grpo().rollouts(rollouts_path=str(tmp_path))
+    with tiny.built(config) as algorithm:
+        algorithm.train()
+        algorithm.recorder.state()
+        (folder,) = rollout_folders(tmp_path)
+        assert folder == tmp_path / algorithm.trial_folder.name
+        with pytest.raises(NoRolloutsError):
+            rollout_folders(algorithm.logdir)
+    rows = query(open_rollouts([folder])).to_pylist()
+    assert len(rows) == config.total_train_batch_size
+
+
 def test_a_restored_run_has_each_row_once(tmp_path):
     with tiny.built(tiny.grpo()) as algorithm:
         algorithm.train()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 
@@ -15,6 +16,7 @@ from rllib_llm.data.rollouts import (
     pairs_of_rollouts,
     query,
     rollout_folders,
+    rollouts_by_trial,
     summary,
 )
 from rllib_llm.data.sources import load_rows
@@ -136,6 +138,16 @@ def test_a_run_holds_the_rollouts_of_its_trials(folder, tmp_path):
     assert rollout_folders(folder.parent / "checkpoint_000003") == [folder]
     with pytest.raises(NoRolloutsError, match="kept its rollouts"):
         rollout_folders(tmp_path)
+
+
+def test_the_rollouts_of_a_run_that_stores_them_elsewhere(folder, tmp_path):
+    trial, elsewhere = tmp_path / "run" / "stage" / "trial", tmp_path / "elsewhere"
+    trial.mkdir(parents=True)
+    (trial / "params.json").write_text(json.dumps({"rollouts_path": str(elsewhere)}))
+    shutil.copytree(folder, elsewhere / "trial")
+    found = {trial: elsewhere / "trial"}
+    assert rollouts_by_trial(tmp_path / "run") == rollouts_by_trial(trial) == found
+    assert rollout_folders(elsewhere) == [elsewhere / "trial"]
 
 
 def test_a_folder_of_runs_is_answered_with_the_run(folder, tmp_path):

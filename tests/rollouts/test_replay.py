@@ -7,6 +7,7 @@ import collections
 import pytest
 import torch
 
+from rllib_llm.rollouts import replay
 from rllib_llm.rollouts.judged_batch import JudgedBatch
 from rllib_llm.rollouts.replay import ReplayBuffer
 from rllib_llm.shared import columns
@@ -59,7 +60,8 @@ def test_the_oldest_goes_where_there_is_no_room():
     assert drawn(buffer, 9, 3) == [1, 2, 3]
     assert metrics(buffer, 4) == {
         "groups": 3, "occupancy": 1.0, "mean_uses": 2.0, "mean_age": pytest.approx(7 / 3),
-        "reuse": 0.75, "added": 4, "drawn": 3, "evicted": 1, "used_up": 0,
+        "reuse": 0.75, "added_per_s": 0.0, "drawn_per_s": 0.0,
+        "added": 4, "drawn": 3, "evicted": 1, "used_up": 0,
     }  # fmt: skip
 
 
@@ -140,3 +142,15 @@ def test_groups_without_the_reference_s_log_probs_go_where_the_environment_gives
     assert groups_of(buffer.extend(scored(3))) == [3, 2]
     mixed = buffer.extend(batch(4))
     assert groups_of(mixed) == [4, 2, 3] and columns.REF_LOGPROBS not in mixed.columns
+
+
+def test_rates_are_of_the_last_batch(monkeypatch):
+    times = iter([100.0, 102.0, 104.0, 109.0])
+    monkeypatch.setattr(replay.time, "monotonic", lambda: next(times))
+    buffer = buffer_of(4, max_uses=9)
+    buffer.extend(batch(1, 2, 3))
+    assert buffer.metrics()["added_per_s"] == 3 / 2 and buffer.metrics()["drawn_per_s"] == 0
+    buffer.extend(batch(4))
+    assert buffer.metrics()["added_per_s"] == 1 / 2 and buffer.metrics()["drawn_per_s"] == 2 / 2
+    buffer.extend(batch(5))
+    assert buffer.metrics()["drawn_per_s"] == 2 / 5

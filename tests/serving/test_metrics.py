@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 
 from prometheus_client import generate_latest
@@ -11,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import rllib_llm.serving
 from rllib_llm.serving.metrics import Metrics
+from rllib_llm.serving.weights import LiveWeights, ServedWeights
 
 DASHBOARD = Path(rllib_llm.serving.__file__).with_name("dashboard.json")
 SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
@@ -56,3 +58,19 @@ def test_the_dashboard_is_grafana_s_and_names_what_is_there():
     for topic in ("time_to_first_token", "num_requests_waiting", "weights_version", "lane_rows",
                   "weights_load", "framework", "generation_tokens", "request_success"):  # fmt: skip
         assert any(topic in name for name in shown), topic
+
+
+def test_weights_that_came_from_a_run_are_counted_with_their_bytes_and_seconds():
+    metrics, now = Metrics(), time.time()
+    of_folder = ServedWeights(1, 0, 0, "f", "a folder", load_seconds=1.0, loaded_at=now - 60)
+    of_run = ServedWeights(2, 1, 1, "f", "run a", 10, 0.5, load_seconds=1.0, loaded_at=now - 30)
+    for weights in (of_folder, of_run):
+        metrics.swapped(weights)
+    text = metrics.text(LiveWeights("tiny", of_run), None).decode()
+    told = {sample.name: sample.value for family in text_string_to_metric_families(text)
+            for sample in family.samples}  # fmt: skip
+    assert told["rllib_llm_weights_swaps_total"] == 2
+    assert told["rllib_llm_weights_transferred_bytes_total"] == 10
+    assert told["rllib_llm_weights_transfer_seconds_sum"] == 0.5
+    assert told["rllib_llm_weights_transfer_seconds_count"] == 1
+    assert told["rllib_llm_weights_age_seconds"] >= 30

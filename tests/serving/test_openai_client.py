@@ -59,6 +59,14 @@ def test_the_same_seed_gives_the_same_answer_and_another_another(client):
     assert say(temperature=0, seed=4) == say(temperature=0, seed=5)
 
 
+def test_the_same_request_with_a_seed_has_the_same_id(client):
+    def named(**changes) -> str:
+        return client.chat.completions.create(**{**KNOBS, "messages": CHAT, **changes}).id
+
+    assert named() == named() != named(seed=4)
+    assert named(seed=None) != named(seed=None)
+
+
 def test_raw_answers_carry_their_request_id(client):
     raw = client.chat.completions.with_raw_response.create(
         **KNOBS, messages=CHAT, extra_headers={"X-Request-Id": "mine-1"}
@@ -185,3 +193,25 @@ def test_what_is_not_supported_is_refused_by_name(client):
         **KNOBS, messages=CHAT, user="me", store=False, frequency_penalty=0, logit_bias={}
     )
     assert taken.choices
+
+
+def test_a_batch_of_chats_is_answered_as_each_alone(client, tiny):
+    chats = [CHAT, [{"role": "user", "content": "And now something longer."}], CHAT]
+    asked = {**KNOBS, "logprobs": True, "return_token_ids": True}
+    url = f"{tiny[0]}/v1/chat/completions"
+    body = {**asked, "messages": chats}
+    answer = httpx.post(f"{url}/batch", json=body, timeout=DEADLINE_S).json()
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    alone = []
+    for i, messages in enumerate(chats):  # `noise_row` names the place of the randomness
+        body = {**asked, "messages": messages, "noise_row": i}
+        made = httpx.post(url, json=body, timeout=DEADLINE_S).json()
+        (choice,) = made["choices"]
+        assert answer["choices"][i]["message"] == choice["message"]
+        assert answer["choices"][i]["token_ids"] == choice["token_ids"]
+        assert answer["choices"][i]["prompt_token_ids"] == choice["prompt_token_ids"]
+        alone.append(made["usage"]["total_tokens"])
+    assert answer["usage"]["total_tokens"] == sum(alone)
+    for field, value in (("stream", True), ("n", 2), ("prompt_logprobs", 1)):
+        refused = httpx.post(f"{url}/batch", json={"messages": chats, field: value})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == field

@@ -25,12 +25,14 @@ class Service:
         self.settings = SimpleNamespace(weights_wait_s=LONG)
         self.is_ready, self.why_not_ready = True, ""
         self.loaded: list[int] = []
+        self.transfers: list[tuple[int, float]] = []
         self.refuses: Exception | None = None
 
-    def load(self, weights, *, epoch, version, source):
+    def load(self, weights, *, epoch, version, source, num_bytes, transfer_seconds):
         if self.refuses is not None:
             raise self.refuses
         self.loaded.append(version)
+        self.transfers.append((num_bytes, transfer_seconds))
 
 
 class Run:
@@ -75,6 +77,8 @@ def test_a_server_whose_weights_cannot_be_loaded_is_not_ready_until_they_are(run
     run.service.refuses = None  # the same weights are tried again
     until(lambda: run.service.is_ready)
     assert run.service.loaded == [1, 2] and run.source.error is None
+    (num_bytes, seconds), _ = run.service.transfers
+    assert num_bytes == 64 and seconds > 0  # 12 bytes, and up to the next place of a tensor
 
 
 @pytest.mark.slow
