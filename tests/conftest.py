@@ -20,6 +20,9 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
+# Ray answers a driver once its first workers have registered. On a machine so busy that they take
+# longer than this it gives them up, and never answers.
+os.environ.setdefault("RAY_worker_register_timeout_seconds", "600")
 # Processes in a shell's background ignore Ctrl-C, and so would the programs that tests start: tests
 # that end them with it waited four minutes for each.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -40,8 +40,9 @@ class Receiver:
         return int(low)
 
 
-def publish(receivers: list, nodes: tuple[str, ...], cluster: Cluster) -> dict:
-    """What arrived, and how many whole copies the learner's node and the others have sent."""
+def publish(receivers: list, beside: list, nodes: tuple[str, ...], cluster: Cluster) -> dict:
+    """What arrived, and how many whole copies the learner's node and the others have sent; how many
+    more where a second receiver of each node then asks for the same."""
     slots = {"x": Slot(0, (NUM_BYTES,), torch.uint8)}
     before, arrived = chunks_sent(cluster), []
     for version in VERSIONS:
@@ -50,23 +51,28 @@ def publish(receivers: list, nodes: tuple[str, ...], cluster: Cluster) -> dict:
         arrived.append(ray.get([r.receive.remote(published) for r in receivers]))
     holders = len(nodes_with_a_copy(ref))
     after = chunks_sent(cluster)
+    again = ray.get([r.receive.remote(published) for r in beside])
+    assert again == [NUM_VERSIONS] * len(beside)
+    num_again = sum(chunks_sent(cluster).values()) - sum(after.values())
     chunks = {node: after[node] - before[node] for node in after}
     learner = chunks.pop(ray.get_runtime_context().get_node_id())
     per_copy = -(-NUM_BYTES // CHUNK_BYTES)
     return {
         "arrived": arrived,
         "holders": holders,
+        "sent_again": num_again,
         "copies_sent": {"learner": learner / per_copy, "others": sum(chunks.values()) / per_copy},
     }
 
 
 def main() -> None:
     cluster = start_cluster(NUM_NODES, STORE_BYTES)
-    receivers = [
-        Receiver.options(resources={f"node{number}": 1}).remote() for number in range(NUM_NODES)
-    ]
+    receivers, beside = (
+        [Receiver.options(resources={f"node{number}": 0.5}).remote() for number in range(NUM_NODES)]
+        for _ in range(2)
+    )
     nodes = tuple(ray.get([receiver.node.remote() for receiver in receivers]))
-    print(json.dumps([publish(receivers, how, cluster) for how in ((), nodes)]))
+    print(json.dumps([publish(receivers, beside, how, cluster) for how in ((), nodes)]))
     ray.shutdown()
     cluster.shutdown()
 

@@ -25,6 +25,8 @@ def test_in_waves_nodes_pull_from_one_another_and_at_once_all_from_the_learner()
         assert found["arrived"] == [[version] * nodes.NUM_NODES for version in nodes.VERSIONS]
         assert found["holders"] == nodes.NUM_NODES + 1
         assert sum(found["copies_sent"].values()) >= NUM_COPIES
+        # Who has a copy on its own node takes that one.
+        assert found["sent_again"] == 0
     # At once, whoever asks finds no other copy but the first; now and then one comes late. In waves
     # of 1, 2 and 3 nodes the learner's sends 1 + 2/2 + 3/4 of 6 copies on average: 8.25 of 18. Each
     # node chooses whom it asks at random; that all should ask the learner's: (1/2 * 1/2 * (1/4)^3)
