@@ -2,7 +2,7 @@
 
     update(batch) -> prepare(batch) -> for each mini-batch:
         for each micro-batch: forward_train -> compute_loss_for_module -> backward
-        sum gradients over learners -> check -> clip -> step
+        sum gradients over learners (begun in the last backward) -> check -> clip -> step
 
 Every learner receives the whole batch and takes its share of each mini-batch's rows. So
 advantages, whitening and loss denominators are global without communication, mini-batches are
@@ -14,8 +14,9 @@ With the strategy "ddp" each learner holds all weights, with "fsdp" a share (`sh
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ from rllib_llm.learners.optimizer import (
     offloaded_step,
     whole_state,
 )
-from rllib_llm.learners.sharding import clip_gradients_, gradient_norm, sum_gradients_
+from rllib_llm.learners.sharding import GradientSums, clip_gradients_, gradient_norm
 from rllib_llm.learners.shared_passes import Batch, SharedPasses, seeded_dropout
 from rllib_llm.numerics.learning_rate import learning_rate_factor
 from rllib_llm.shared.columns import remember, remember_all
@@ -69,6 +70,7 @@ class LanguageModelLearner(SharedPasses):
         self.means = WeightedMeans()
         self.effective = EffectiveSettings()
         self._accumulated: list[tuple[torch.Tensor, Batch]] = []  # losses and batches since a step
+        self._sums: GradientSums | None = None  # that began before the step
         self._num_parameters: dict[str, dict[str, int]] = {}  # of each module
         self._listener = Listener("learner") if self.config.num_learners else None
         with self._listening():
@@ -126,8 +128,9 @@ class LanguageModelLearner(SharedPasses):
         """Discards the sums collected in passes over the current mini-batch, before the passes are
         repeated. Gradients and means are discarded by the caller."""
 
-    def extra_losses(self) -> Iterator[torch.Tensor]:
-        """Additional losses of the current mini-batch, each backpropagated separately."""
+    def extra_losses(self) -> Iterator[Callable[[], torch.Tensor]]:
+        """Functions that compute additional losses of the current mini-batch, each backpropagated
+        separately."""
         return iter(())
 
     def forward_options(self) -> dict[str, Any]:
@@ -208,7 +211,7 @@ class LanguageModelLearner(SharedPasses):
             self.start_update(rows, minibatches)
             with self._training(self._weights_seq_no):
                 for indices in minibatches:
-                    self._add_gradient(take_rows(rows, indices))
+                    self._add_gradient(take_rows(rows, indices), is_last=True)
                     self._step()
                     if self.should_stop():
                         break
@@ -270,16 +273,19 @@ class LanguageModelLearner(SharedPasses):
         finally:
             self.module[DEFAULT_MODULE_ID].unwrapped().eval()
 
-    def _add_gradient(self, minibatch: Batch) -> None:
-        """Adds the gradient of the mini-batch's loss to those of the next step. If that fails, all
-        are dropped, since partial gradients cannot be separated."""
+    def _add_gradient(self, minibatch: Batch, *, is_last: bool = False) -> None:
+        """Adds the gradient of the mini-batch's loss to those of the next step, the `is_last` one
+        before it. If that fails, all are dropped, since partial gradients cannot be separated."""
         others, self._accumulated = self._accumulated, []
         before = self.means.copy()
+        if is_last and self._sums_gradients:
+            self._sums = GradientSums(self._trained())
         try:
             self.start_minibatch(minibatch)
             loss = self._passes(minibatch) if others else self._first_passes(minibatch)
         except BaseException:
             self.means.take(before)  # the next batch's means are its own
+            self._sums = None
             raise
         self._accumulated = [*others, (loss, minibatch)]
 
@@ -298,18 +304,28 @@ class LanguageModelLearner(SharedPasses):
 
     def _passes(self, minibatch: Batch) -> torch.Tensor:
         """Adds the gradient of the mini-batch's loss; this learner's share of the loss."""
-        loss = torch.zeros((), device=self._device)
+        total = torch.zeros((), device=self._device)
+        losses = self._losses(minibatch)
+        following = next(losses, None)
+        while following is not None:
+            compute, following = following, next(losses, None)
+            loss = compute()
+            sums = self._sums if following is None else None
+            with sums.during(loss) if sums is not None else nullcontext():
+                self.backward(loss)
+            total += loss.detach().reshape(())
+        return total
+
+    def _losses(self, minibatch: Batch) -> Iterator[Callable[[], torch.Tensor]]:
+        """Functions that compute the losses of the mini-batch, a pass each."""
         options = self.forward_options()
         for micro_batch in self.micro_batches(minibatch):
-            loss += self._backward(micro_batch, options)
+            yield partial(self._loss, micro_batch, options)
         for idle in self.idle_rounds(minibatch):
-            zero_loss(self.forward(idle, **options)).backward()
-        for extra in self.extra_losses():
-            extra.backward()
-            loss += extra.detach()
-        return loss
+            yield lambda idle=idle: zero_loss(self.forward(idle, **options))
+        yield from self.extra_losses()
 
-    def _backward(self, micro_batch: Batch, options: dict[str, Any]) -> torch.Tensor:
+    def _loss(self, micro_batch: Batch, options: dict[str, Any]) -> torch.Tensor:
         outputs = self.forward(micro_batch, **options)
         loss = self.compute_loss_for_module(
             module_id=DEFAULT_MODULE_ID, config=self.config, fwd_out=outputs,
@@ -318,8 +334,7 @@ class LanguageModelLearner(SharedPasses):
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             name = f"{type(self).__name__}.compute_loss_for_module"
             raise TypeError(f"{name} must return a tensor of one number, and returned {loss!r:.99}")
-        self.backward(loss)
-        return loss.detach().reshape(())
+        return loss
 
     def backward(self, loss: torch.Tensor) -> None:
         """Adds the gradient of `loss` to that of this learner's other micro-batches."""
@@ -330,9 +345,10 @@ class LanguageModelLearner(SharedPasses):
         loss = torch.stack([loss for loss, _ in self._accumulated]).sum()
         minibatch = self._accumulated[-1][1]
         self._accumulated = []
-        params = [param for param in self._params.values() if param.requires_grad]
-        if self.distributed and self._sharded is None:  # shards are summed as they are made
-            sum_gradients_(params)
+        params = self._trained()
+        if self._sums_gradients:
+            (self._sums or GradientSums(params)).finish()
+            self._sums = None
         self.all_reduce(loss)
         grads = [param.grad for param in params if param.grad is not None]
         norm = gradient_norm(grads)
@@ -354,6 +370,14 @@ class LanguageModelLearner(SharedPasses):
         self.means.add("grad_norm", norm, 1)
         self.num_updates += 1
         self.after_step()
+
+    @property
+    def _sums_gradients(self) -> bool:
+        """Whether gradients are summed over learners here; those of shards are as they are made."""
+        return self.distributed and self._sharded is None
+
+    def _trained(self) -> list[torch.nn.Parameter]:
+        return [param for param in self._params.values() if param.requires_grad]
 
     def _take_means(self) -> dict[str, float]:
         local_only = {"lr", "grad_norm"}  # each learner has the whole

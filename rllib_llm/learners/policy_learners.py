@@ -5,7 +5,8 @@ PPO-ptx (Ouyang et al. 2022, eq. 2): PPO with a critic and a KL to the reference
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -250,7 +251,7 @@ class PPOPtxLearner(RLHFLearner):
             advantages = masked_whiten(advantages, mask)
         return {columns.ADVANTAGES: advantages, columns.RETURNS: returns}
 
-    def extra_losses(self) -> Iterator[torch.Tensor]:
+    def extra_losses(self) -> Iterator[Callable[[], torch.Tensor]]:
         """γ_ptx · mean cross-entropy over the tokens of `ptx_batch_size` texts per learner."""
         texts = self._texts
         if texts is None:
@@ -260,12 +261,15 @@ class PPOPtxLearner(RLHFLearner):
             for micro_batch, outputs in self.evaluated(texts):
                 self._text_loss(micro_batch, outputs, num_tokens)
             return
-        for micro_batch in self.micro_batches(texts):
-            outputs = self.forward(micro_batch)
+
+        def text_loss(micro_batch: Batch) -> torch.Tensor:
             coeff = self.effective.use("ptx_coeff", self.config.ptx_coeff)
-            yield coeff * self._text_loss(micro_batch, outputs, num_tokens)
+            return coeff * self._text_loss(micro_batch, self.forward(micro_batch), num_tokens)
+
+        for micro_batch in self.micro_batches(texts):
+            yield partial(text_loss, micro_batch)
         for idle in self.idle_rounds(texts):
-            yield zero_loss(self.forward(idle))
+            yield lambda idle=idle: zero_loss(self.forward(idle))
 
     def _text_loss(self, texts: Batch, outputs: Batch, num_tokens: torch.Tensor) -> torch.Tensor:
         losses = cross_entropy_tokens(outputs[columns.TEXT_LOGPROBS], texts[columns.LOSS_MASK])

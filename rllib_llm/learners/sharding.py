@@ -1,16 +1,19 @@
-"""FSDP2: weights, gradients and optimiser spread over the learners, a layer gathered at a time.
+"""How learners share weights and gradients. FSDP2: weights, gradients and optimiser are spread over
+them, and a layer is gathered at a time.
 
     layer i's shards ─ gather ─▶ forward ─▶ free        (again in the backward pass)
     layer i's gradient ─ sum over learners ─▶ each keeps its shard
 
 Gathering takes every learner, so all must run the same number of forward and backward passes:
 `LanguageModelLearner.idle_rounds` sees to that. Gradients are summed, not averaged: losses here are
-sums over global denominators.
+sums over global denominators. Where each learner holds all weights, `GradientSums` does it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
+from rllib_llm.modules.precision import trained_weight
 from rllib_llm.modules.rl_modules import ValueHead
 from rllib_llm.modules.shards import local_data, shard_like
 from rllib_llm.modules.trunk import reads_dense, take_apart
@@ -128,45 +132,116 @@ def shard_optimizer_state(state: dict[int, Any], params: list[nn.Parameter]) -> 
     }
 
 
-def sum_gradients_(params: list[nn.Parameter], bucket_bytes: int = _BUCKET_BYTES) -> None:
-    """Sums the gradients of `params` over all learners, in place, in buckets of at least
-    `bucket_bytes`. A bucket is sent while the next is filled, so two are in memory at a time.
+class GradientSums:
+    """Sums the gradients of one optimiser step over all learners that hold all weights, in place.
 
-    A parameter without a gradient counts as zero: this learner had no rows, or never uses it.
-    Transfers begin after the backward passes: one that memory ends is tried again in smaller parts,
-    and a transfer that has begun cannot be taken back.
+        last backward pass    layer n ──▶ ... ──▶ layer 1 ──▶ embedding
+        all-reduce                └─ bucket n ─▶ ...  └─ bucket 1 ─▶ ...  `finish`
+
+    Buckets are sent in the same order by all learners, from the last to the first, each in the
+    last backward pass once its gradients are there; `finish` sends the rest. A
+    parameter without a gradient counts as zero: this learner had no rows, or never uses it. The
+    sums lie in the buckets, of which `param.grad` are views, so that no gradient is held twice.
     """
-    last = None
-    for grads in _buckets(params, bucket_bytes):
+
+    def __init__(self, params: list[nn.Parameter], bucket_bytes: int = _BUCKET_BYTES) -> None:
+        self._unsent = list(_buckets(params, bucket_bytes))
+        self._place = {id(p): i for i, bucket in enumerate(self._unsent) for p in bucket}
+        self._num_to_come: list[int] = []  # gradients of each bucket in the current pass
+        self._sent: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # with its gradient and the sum
+        self._works: list[Any] = []
+
+    @property
+    def num_sent(self) -> int:
+        """Buckets that were sent so far."""
+        return len(self._works)
+
+    @contextmanager
+    def during(self, loss: Tensor) -> Iterator[None]:
+        """Sends buckets in the backward pass of `loss`, the last that adds gradients.
+
+        If that pass fails for lack of memory, all passes may be repeated: buckets that were sent
+        hold whole gradients, and are not sent again.
+        """
+        leaves = [(leaf, self._place.get(id(trained_weight(leaf)))) for leaf in _leaves(loss)]
+        places = [place for _, place in leaves if place is not None]
+        self._num_to_come = [places.count(place) for place in range(len(self._unsent))]
+        num_unsent = len(self._unsent)
+
+        def arrived(leaf: Tensor, place: int) -> None:
+            if place >= num_unsent:  # sent in a pass that failed later
+                trained_weight(leaf).grad = None
+                return
+            assert place < len(self._unsent), "a gradient arrived after its bucket was sent"
+            self._num_to_come[place] -= 1
+            self._send_full()
+
+        hooks = [
+            leaf.register_post_accumulate_grad_hook(partial(arrived, place=place))
+            for leaf, place in leaves
+            if place is not None
+        ]
+        try:
+            if leaves:
+                self._send_full()
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def finish(self) -> None:
+        """Sends what was not sent, and waits for all sums."""
+        while self._unsent:
+            self._send_next()
+        for work in self._works:
+            work.wait()
+        for param, grad, total in self._sent:
+            param.grad = grad if grad is total else grad.copy_(total)
+
+    def _send_full(self) -> None:
+        while self._unsent and not self._num_to_come[len(self._unsent) - 1]:
+            self._send_next()
+
+    def _send_next(self) -> None:
+        bucket = self._unsent[-1]
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
         alone = len(grads) == 1 and grads[0].is_contiguous()
         flat = grads[0].view(-1) if alone else torch.cat([grad.reshape(-1) for grad in grads])
-        work = torch.distributed.all_reduce(flat, async_op=True)
-        if last is not None:
-            _take_back(*last)
-        last = work, flat, grads
-    if last is not None:
-        _take_back(*last)
+        self._works.append(torch.distributed.all_reduce(flat, async_op=True))
+        self._unsent.pop()  # memory may have run out before
+        parts = flat.split([grad.numel() for grad in grads])
+        for param, grad, part in zip(bucket, grads, parts, strict=True):
+            total = part.view(grad.shape)
+            # Fused optimisers read a gradient that lies in memory as its weight does.
+            param.grad = total if grad.is_contiguous() else grad
+            self._sent.append((param, param.grad, total))
 
 
-def _buckets(params: list[nn.Parameter], bucket_bytes: int) -> Iterator[list[Tensor]]:
-    """Gradients of neighbours, of one dtype and at least `bucket_bytes` but for the last."""
-    bucket: list[Tensor] = []
+def _leaves(loss: Tensor) -> list[Tensor]:
+    """The tensors that get a gradient from the backward pass of `loss`; [] where that cannot be
+    known, since parts of the graph are made in the pass (checkpoints that are re-entrant)."""
+    nodes, seen, leaves = [loss.grad_fn], {None}, []
+    while nodes:
+        if (node := nodes.pop()) in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__.startswith("CheckpointFunction"):
+            return []
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        nodes += [following for following, _ in node.next_functions]
+    return leaves
+
+
+def _buckets(params: list[nn.Parameter], bucket_bytes: int) -> Iterator[list[nn.Parameter]]:
+    """Neighbours of one dtype and at least `bucket_bytes` but for the last."""
+    bucket: list[nn.Parameter] = []
     size = 0
     for param in params:
-        if param.grad is None:
-            param.grad = torch.zeros_like(param)
-        if bucket and (size >= bucket_bytes or param.grad.dtype != bucket[0].dtype):
+        if bucket and (size >= bucket_bytes or param.dtype != bucket[0].dtype):
             yield bucket
             bucket, size = [], 0
-        bucket.append(param.grad)
-        size += param.grad.nbytes
+        bucket.append(param)
+        size += param.nbytes
     if bucket:
         yield bucket
-
-
-def _take_back(work: Any, flat: Tensor, grads: list[Tensor]) -> None:
-    work.wait()
-    if flat.data_ptr() == grads[0].data_ptr():
-        return
-    for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-        grad.copy_(total.view_as(grad))

@@ -70,8 +70,8 @@ class SharedPasses(TorchLearner):
     # --- the model ---------------------------------------------------------------------------
 
     def _make_modules_ddp_if_necessary(self) -> None:
-        """Modules stay bare: gradients are summed once per optimiser step, after all
-        micro-batches, which needs no DDP reducer and forgives unused parameters."""
+        """Modules stay bare: gradients are summed once per optimiser step, in its last backward
+        pass (`GradientSums`), whatever losses and micro-batches there are before."""
 
     def _map_module_to_device(self, module) -> None:
         ours = module[DEFAULT_MODULE_ID].unwrapped()

@@ -247,6 +247,7 @@ class ComputingCopy:
                 continue
             made = nn.Parameter(parameter.detach().to(dtype))
             made.register_post_accumulate_grad_hook(_adds_to(parameter))
+            setattr(made, _WEIGHT, parameter)
             memo[id(parameter)] = self._copies[id(parameter)] = made
             self._trained.append(parameter)
         self.model: nn.Module = copy.deepcopy(weights, memo)
@@ -259,6 +260,15 @@ class ComputingCopy:
     def cast(self) -> None:
         """Copies the current weights."""
         torch._foreach_copy_([self._copies[id(weight)] for weight in self._trained], self._trained)
+
+
+_WEIGHT = "rllib_llm_weight"  # a computing copy's attribute
+
+
+def trained_weight(leaf: torch.Tensor) -> torch.Tensor:
+    """The weight to which the gradient of `leaf` is added: that of which it is a computing copy,
+    else `leaf`."""
+    return getattr(leaf, _WEIGHT, leaf)
 
 
 def _adds_to(weight: nn.Parameter) -> Callable[[torch.Tensor], None]:

@@ -114,6 +114,36 @@ def test_two_learners_come_to_the_same_state(group, config, strategy):
     two.assert_same_state(state, learner.get_state())
 
 
+def buckets_sent_after_each_pass(learner, config, batches):
+    """In a learner process: of a new learner of `config`, whose model is one bucket."""
+    sent = []
+
+    class Counting(config.get_default_learner_class()):
+        def backward(self, loss):
+            super().backward(loss)
+            sent.append(self._sums.num_sent)
+
+    new = config.copy(copy_frozen=False).learners(learner_class=Counting)
+    two.train(new.build_learner(spaces=two.SPACES), batches)
+    return sent
+
+
+@pytest.mark.parametrize("config, num_passes", [
+    # Mini-batches of 6 and 3 rows; micro-batches of 2 of each learner's, then of 2 and 1.
+    (two.grpo().language_model(lora=LORA), 3),
+    (two.grpo().language_model(mixed_precision="bf16"), 3),
+    # After these the texts', three of each learner, which give the value head no gradient.
+    (two.ppo_ptx(num_epochs=1), 7),
+], ids=["lora", "bf16", "ppo-ptx"])  # fmt: skip
+def test_gradients_are_sent_in_the_last_backward_pass(group, config, num_passes):
+    batch = two.judged_batches(tiny.build(two.alone(config)), (3, 5, 1, 4, 2, 5, 3, 3, 2), 1)
+    sent = two.in_both(
+        group, buckets_sent_after_each_pass, two.paired(config, "ddp"), batch
+    )  # fmt: skip
+    assert len(sent) == num_passes
+    assert sent[-1] == 1 and sent.count(1) == 2, sent  # in the last pass of each mini-batch
+
+
 def held_of_reference(learner):
     """Numbers that a learner holds of its reference, and how many that has."""
     parameters = list(learner.reference.model.parameters())
