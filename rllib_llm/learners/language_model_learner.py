@@ -48,7 +48,7 @@ from rllib_llm.learners.optimizer import (
 from rllib_llm.learners.sharding import GradientSums, clip_gradients_, gradient_norm
 from rllib_llm.learners.shared_passes import Batch, SharedPasses, seeded_dropout
 from rllib_llm.numerics.learning_rate import learning_rate_factor
-from rllib_llm.shared.columns import remember, remember_all
+from rllib_llm.shared.columns import moved, remember_all
 from rllib_llm.shared.errors import require
 from rllib_llm.shared.messages import Listener, TrialMessage
 from rllib_llm.shared.process import keep_freed_memory
@@ -246,11 +246,11 @@ class LanguageModelLearner(SharedPasses):
         return {**self.metrics.reduce(), REPORT: self.report()}
 
     def _on_device(self, batch: Mapping[str, Any]) -> Batch:
-        given = {name: torch.as_tensor(column) for name, column in batch.items()}
-        there = {name: c.to(self._device, non_blocking=True) for name, c in given.items()}
-        for name, column in given.items():
-            if column.device.type == "cpu":
-                remember(there[name], column)
+        there: Batch = {}
+        for name, given in batch.items():
+            column = torch.as_tensor(given)
+            move = moved if column.device.type == "cpu" else torch.Tensor.to
+            there[name] = move(column, self._device)
         remember_all(there)
         return there
 

@@ -47,13 +47,12 @@ class GroupLearner(RLHFLearner):
         raise NotImplementedError(f"{type(self).__name__} must define row_advantages.")
 
     def compute_advantages(self, batch: Batch, scores: torch.Tensor, kl: torch.Tensor) -> Batch:
-        groups, valid, mask = (
-            batch[columns.GROUP], batch[columns.VALID], columns.sampled_mask(batch)
-        )  # fmt: skip
-        rows = RolloutRows.of_batch(batch)
-        valid = valid & rows.is_first  # a forked conversation counts once in its group
+        mask, rows = columns.sampled_mask(batch), RolloutRows.of_batch(batch)
+        valid = batch[columns.VALID] & rows.is_first  # a forked conversation counts once
         # Before the KL is taken into the score: its round-off would tell equal scores apart.
-        flat, share = zero_variance_rows(scores, groups, valid)
+        here = columns.on_host({**batch, columns.SCORES: scores})
+        counts = here[columns.VALID] & RolloutRows.of_batch(here).is_first
+        flat, share = zero_variance_rows(here[columns.SCORES], here[columns.GROUP], counts)
         with_kl = scores - self.reward_kl_coeff * rows.total(kl.sum(dim=1))  # before the baseline
         advantages = rows.spread(self.rollout_advantages(batch, with_kl, valid)).unsqueeze(1)
         if self.config.turn_advantages is not None:
@@ -62,7 +61,8 @@ class GroupLearner(RLHFLearner):
             advantages = advantages + coeff * self._turn_advantages(batch, rewards)
         self.means.add("train/zero_variance_groups", share / self.world_size, 1)
         if self.config.drop_zero_variance_groups:
-            batch[columns.LOSS_MASK] = mask = mask & ~flat.unsqueeze(1)
+            kept = columns.sampled_mask(here) & ~flat.unsqueeze(1)
+            batch[columns.LOSS_MASK] = mask = columns.moved(kept, mask.device)
         return {columns.ADVANTAGES: advantages * mask}
 
     def rollout_advantages(
@@ -91,7 +91,7 @@ class GroupLearner(RLHFLearner):
         returns = turns.returns(rewards, self.effective.use("gamma", self.config.gamma))
         # All turns may be alone, which a group of one would refuse: one stands twice.
         keys = torch.cat([keys, keys[:1]])
-        there = columns.remember(keys.to(returns.device, non_blocking=True), keys)
+        there = columns.moved(keys, returns.device)
         valid = torch.arange(len(keys), device=returns.device) < len(keys) - 1
         padded = torch.nn.functional.pad(returns, (0, 1))
         return turns.spread(self.row_advantages(padded, there, valid)[:-1])

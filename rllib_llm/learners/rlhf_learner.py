@@ -100,11 +100,8 @@ class RLHFLearner(LanguageModelLearner):
         batch = dict(batch)
         # A row whose judge failed keeps its tokens out of every sum.
         sampled, valid = columns.sampled_mask(batch), batch[columns.VALID]
-        there, here = (
-            mask & is_valid.unsqueeze(1)
-            for mask, is_valid in ((sampled, valid), columns.fetched((sampled, valid)))
-        )
-        batch[columns.LOSS_MASK] = columns.remember(there, here)
+        mask, is_valid = columns.fetched((sampled, valid))
+        batch[columns.LOSS_MASK] = columns.moved(mask & is_valid.unsqueeze(1), self._device)
         batch.update(self._old_policy(batch))
         measured = self._reference_kl(batch)
         kl = torch.zeros_like(batch[columns.OLD_LOGPROBS]) if measured is None else measured
@@ -139,9 +136,11 @@ class RLHFLearner(LanguageModelLearner):
 
     def _mask_truncated(self, batch: Batch) -> None:
         """Takes completions that were cut off out of the loss."""
-        finished = RolloutRows.of_batch(batch).at_end(batch[columns.FINISHED])
-        is_cut = ~finished & columns.sampled_mask(batch).any(dim=1)
-        batch[columns.LOSS_MASK] = columns.sampled_mask(batch) & finished.unsqueeze(1)
+        here = columns.on_host(batch)
+        mask, whole = columns.sampled_mask(here), RolloutRows.of_batch(here)
+        finished = whole.at_end(here[columns.FINISHED])
+        is_cut = ~finished & mask.any(dim=1)
+        batch[columns.LOSS_MASK] = columns.moved(mask & finished.unsqueeze(1), self._device)
         self.means.add("train/masked_truncated", is_cut.float().mean() / self.world_size, 1)
 
     def _keep_high_entropy(self, batch: Batch) -> None:
@@ -314,8 +313,8 @@ class RLHFLearner(LanguageModelLearner):
     def _process_scores(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Scores [B] after penalties, clipping and running scaling, in this order, equal for all
         rows of a rollout; and the factors [B] by which parts of a score must be multiplied to be
-        scaled and clipped alike."""
-        config = self.config
+        scaled and clipped alike. Computed on the host: what depends on them is known there."""
+        config, batch = self.config, columns.on_host(batch)
         whole = RolloutRows.of_batch(batch)
         lengths = whole.total(columns.written_mask(batch).sum(dim=1))
         score = batch[columns.SCORES].float()
@@ -337,7 +336,8 @@ class RLHFLearner(LanguageModelLearner):
             self.score_scale.update(score, batch[columns.VALID] & whole.is_first)
             score = self.score_scale.scale(score)
             factors = factors * self.score_scale.factor
-        return score.where(batch[columns.VALID], 0.0), factors
+        score = score.where(batch[columns.VALID], 0.0)
+        return columns.moved(score, self._device), columns.moved(factors, self._device)
 
     # --- per micro-batch ---------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ from rllib_llm.runs.results import HELD_OUT, flatten, number, read_json_lines
 from rllib_llm.shared.ray_compat import (
     drop_decisions,
     own_ray_has_ended,
-    record_with_checkpoints,
+    set_checkpoints,
     training_result,
     trial_of_record,
 )
@@ -190,9 +190,20 @@ def _link(source: Path, target: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-class UseFailureCheckpoints(Callback):
-    """Tells Tune of the checkpoint that `WholeCheckpoints.train` writes when an iteration fails, so
-    that a restart, or `Tuner.restore`, continues from it."""
+class UseSavedCheckpoints(Callback):
+    """Tells Tune of checkpoints in a trial's folder that it does not know of, so that a restart, or
+    `Tuner.restore`, continues from the newest: what `WholeCheckpoints.train` writes when an
+    iteration fails, and what a run that was killed had saved since Tune's record."""
+
+    def __init__(self) -> None:
+        self._has_begun = False
+
+    def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
+        """Brings restored trials up to date, before they start."""
+        for trial in () if self._has_begun else trials:
+            storage = trial.storage
+            _bring_up_to_date(trial, place_in(storage.storage_filesystem, storage.trial_fs_path))
+        self._has_begun = True
 
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Gives the trial the newest checkpoint in its folder, if that is of its last result."""
@@ -269,13 +280,21 @@ def _read_state(file: Place) -> None:
 def _up_to_date(stage: Place, states: list[str]) -> list[str]:
     """The entry of a trial in Tune's record; as it is where nothing of ours lies in its folder."""
     trial = trial_of_record(states)
+    if not _bring_up_to_date(trial, stage / Path(trial.storage.trial_fs_path).name):
+        return states
+    trial.stub = False  # as it was until it was read
+    return list(trial.get_json_state())
+
+
+def _bring_up_to_date(trial: Any, folder: Place) -> bool:
+    """Whether a trial's checkpoints were not those in its folder, as they are now."""
     own, index = trial.storage.trial_fs_path, trial.storage.current_checkpoint_index
     manager = trial.run_metadata.checkpoint_manager
     latest = manager.latest_checkpoint_result
     if latest is not None and str(Path(latest.checkpoint.path).parent) != own:
-        return states  # it goes on from another trial's
+        return False  # it goes on from another trial's
     known = {Path(one.checkpoint.path).name: one for one in manager.best_checkpoint_results}
-    found = RunFolder(stage / Path(own).name).checkpoints()
+    found = RunFolder(folder).checkpoints()
     while found and found[0].name not in known:
         try:
             check(local_copy(found[0]))
@@ -283,10 +302,10 @@ def _up_to_date(stage: Place, states: list[str]) -> list[str]:
         except CheckpointError:
             found.pop(0)  # saving it was interrupted
     if not found:
-        return states
+        return False
     number = int(found[0].name.partition("_")[2])
     if known.keys() == {path.name for path in found} and index >= number:
-        return states
+        return False
     results = []
     for path in reversed(found):
         about = read_json(path / MANIFEST)
@@ -298,7 +317,8 @@ def _up_to_date(stage: Place, states: list[str]) -> list[str]:
             result = next((row for row in rows if of_it.items() <= row.items()), of_it)
             checkpoint = Checkpoint(f"{own}/{path.name}", trial.storage.storage_filesystem)
             results.append(training_result(checkpoint, result))
-    return record_with_checkpoints(trial, results, number)
+    set_checkpoints(trial, results, number)
+    return True
 
 
 # The last is what Slurm is often told to send before a time limit.

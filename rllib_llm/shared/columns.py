@@ -107,11 +107,22 @@ def same_cut(column: Tensor, cut: Callable[[Tensor], Tensor]) -> Tensor:
     return remember(part, cut(getattr(column, _ON_HOST))) if hasattr(column, _ON_HOST) else part
 
 
+def moved(column: Tensor, device: torch.device | str) -> Tensor:
+    """A column that lies on the host, on `device`, and remembered; nothing is waited for."""
+    return remember(column.to(device, non_blocking=True), column)
+
+
+def on_host(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """All ids, masks and columns of one number a row on the host; a device is waited for once, or
+    not if they are remembered."""
+    names = [n for n, column in batch.items() if not column.is_floating_point() or column.ndim == 1]
+    return dict(zip(names, fetched([batch[name] for name in names]), strict=True))
+
+
 def remember_all(batch: Mapping[str, Tensor]) -> None:
-    """Remembers all ids and masks; a device is waited for once, or not if they are."""
-    names = [name for name, column in batch.items() if not column.is_floating_point()]
-    for name, on_host in zip(names, fetched([batch[name] for name in names]), strict=True):
-        remember(batch[name], on_host)
+    """Remembers what `on_host` gives."""
+    for name, column in on_host(batch).items():
+        remember(batch[name], column)
 
 
 def fetched(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -189,8 +189,8 @@ def trial_of_record(states: Sequence[str]) -> Any:
     return trial
 
 
-def record_with_checkpoints(trial: Any, results: Iterable[Any], number: int) -> list[str]:
-    """The entry of a trial in Tune's record, once it has these checkpoints.
+def set_checkpoints(trial: Any, results: Iterable[Any], number: int) -> None:
+    """Replaces the checkpoints that Tune knows of a trial.
 
     Args:
         results: of `training_result`, the oldest first.
@@ -206,10 +206,8 @@ def record_with_checkpoints(trial: Any, results: Iterable[Any], number: int) -> 
     manager._checkpoint_config = config
     trial.run_metadata.checkpoint_manager = manager
     trial.storage.current_checkpoint_index = number
-    trial.stub = False  # as it was until it was read
     trial.run_metadata.invalidate_cache()
     trial.invalidate_json_state()
-    return list(trial.get_json_state())
 
 
 _DECISIONS = ("_cached_trial_decisions", "_queued_trial_decisions")

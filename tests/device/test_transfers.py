@@ -72,6 +72,10 @@ WAYS = {
     "GRPO": (tiny.grpo, {}),
     "PPO": (tiny.ppo, {}),
     "micro-batches": (tiny.grpo, {"micro_batch_tokens": 40}),
+    "scores": (tiny.grpo, {
+        "drop_zero_variance_groups": True, "mask_truncated": True, "scale_scores": True,
+        "score_clip": 5.0, "missing_eos_penalty": 1.0, "length_penalty": 0.1,
+    }),
     "KL to the learner's reference": (tiny.grpo, {"ref_kl_coeff": 0.1, "reference_in": "learner"}),
     "decoupled": (
         lambda **s: tiny.grpo(off_policy="decoupled", **s).streaming(max_staleness=1), {}

@@ -4,6 +4,9 @@ some seconds before."""
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,7 @@ from ray.tune import Checkpoint, CheckpointConfig, PlacementGroupFactory
 from ray.tune.experiment import Trial
 
 from rllib_llm.checkpoints.folder import write_manifest
-from rllib_llm.runs.trial_checkpoints import note_saved
+from rllib_llm.runs.trial_checkpoints import UseSavedCheckpoints, note_saved
 from rllib_llm.shared.ray_compat import training_result, trial_of_record
 
 
@@ -134,3 +137,85 @@ def test_a_later_start_that_found_the_disk_full_is_passed_over(stage):
     (stage / "searcher-state-2026-01-01_00-00-00.pkl").touch()  # of the only start
     with pytest.raises(EOFError):
         note_saved(stage)
+
+
+def test_tune_restored_without_us_knows_what_the_killed_run_had_saved(stage):
+    """`Tuner.restore` alone reads the record as it is. The next checkpoint then deleted one that
+    was gone: Tune logged a whole result as an error, and counted no further."""
+    record(stage, [0, 1, 2])
+    for number in (2, 3, 4):  # the first two are deleted already
+        save(stage / "t", number)
+    (file,) = stage.glob("experiment_state-*.json")
+    trial = trial_of_record(json.loads(file.read_text())["trial_data"][0])
+    callback = UseSavedCheckpoints()
+    callback.on_step_begin(iteration=0, trials=[trial])
+    manager = trial.run_metadata.checkpoint_manager
+    names = [Path(one.checkpoint.path).name for one in manager.best_checkpoint_results]
+    assert names == [f"checkpoint_{number:06d}" for number in (2, 3, 4)]
+    assert trial.storage.current_checkpoint_index == 4
+
+    save(stage / "t", 5)
+    newest = Checkpoint.from_directory(str(stage / "t" / "checkpoint_000005"))
+    trial.on_checkpoint(training_result(newest, {"training_iteration": 6}))
+    assert not (stage / "t" / "checkpoint_000002").exists()
+    callback.on_step_begin(iteration=1, trials=[])  # Tune counts itself from now on
+    assert trial.storage.current_checkpoint_index == 5
+
+
+KILLED = """
+import os, signal, sys, logging
+import ray
+from ray import tune
+from rllib_llm import default_callbacks
+from rllib_llm.checkpoints.folder import write_manifest
+
+class Counter(tune.Trainable):
+    def setup(self, config):
+        self.count = 0
+    def step(self):
+        self.count += 1
+        return {"count": self.count}
+    def save_checkpoint(self, folder):
+        with open(folder + "/count", "w") as file:
+            file.write(str(self.count))
+        write_manifest(folder, {"training_iteration": self.count, "time_total_s": 0.0})
+    def load_checkpoint(self, folder):
+        self.count = int(open(folder + "/count").read())
+
+class Killed(tune.Callback):
+    def on_trial_result(self, trial, result, **info):
+        if sys.argv[2] == "kill" and result["count"] == 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+os.environ["TUNE_GLOBAL_CHECKPOINT_S"] = "3600"
+folder = sys.argv[1]
+ray.init("local", num_cpus=1, include_dashboard=False, object_store_memory=80_000_000)
+if sys.argv[2] == "kill":
+    run = tune.RunConfig(
+        name="run", storage_path=folder, stop={"count": 9},
+        callbacks=[*default_callbacks(), Killed()],
+        checkpoint_config=tune.CheckpointConfig(num_to_keep=2, checkpoint_frequency=1),
+    )
+    tuner = tune.Tuner(Counter, run_config=run)
+else:
+    tuner = tune.Tuner.restore(folder + "/run", trainable=Counter)
+(result,) = tuner.fit()
+print("COUNT", result.metrics["count"], result.checkpoint.path)
+"""
+
+
+@pytest.mark.slow  # two runs in processes of their own
+def test_tuner_restore_after_a_kill_logs_no_error(tmp_path):
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+
+    def run(how: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, str(script), str(tmp_path), how]
+        return subprocess.run(command, capture_output=True, text=True, timeout=500)
+
+    assert run("kill").returncode == -signal.SIGKILL
+    restored = run("restore")
+    assert "COUNT 9" in restored.stdout, restored.stderr[-2000:]
+    assert "Error handling checkpoint" not in restored.stdout + restored.stderr
+    kept = sorted(path.name for path in tmp_path.glob("run/Counter*/checkpoint_0*"))
+    assert kept == ["checkpoint_000007", "checkpoint_000008"]
