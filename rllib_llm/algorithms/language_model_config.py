@@ -40,10 +40,11 @@ from rllib_llm.config.sections import (
     known_names,
     section_names,
 )
-from rllib_llm.config.tabled_config import TabledConfig
+from rllib_llm.config.tabled_config import OWN_ENVS, TabledConfig
+from rllib_llm.data.sources import OF_CONFIG, OF_ENV, check_source
 from rllib_llm.modules.precision import cuda_multiplies_bfloat16, faster_library
 from rllib_llm.shared.dotted import import_dotted
-from rllib_llm.shared.errors import Problem, errors_of, report, require
+from rllib_llm.shared.errors import Problem, errors_of, refusals, report, require
 from rllib_llm.shared.process import multiplies_bfloat16
 from rllib_llm.shared.setting import Section
 
@@ -182,8 +183,16 @@ class LanguageModelConfig(TabledConfig):
         )  # fmt: skip
         with self.copies():
             config = copy.deepcopy(self) if use_copy else self
-        report(errors_of(config.table_problems()))
+        report(errors_of([*config.table_problems(), *config.missing_data()]))
         return super(LanguageModelConfig, config).build_algo(env, use_copy=False)
+
+    def missing_data(self) -> Iterator[Problem]:
+        """Data, of this machine's disks, that is not there, or cannot be as it is written."""
+        env = self.env_config if str(self.env).startswith(OWN_ENVS) else {}
+        named = [(name, getattr(self, name, None)) for name in OF_CONFIG]
+        named += [(f"env_config.{name}", env.get(name)) for name in OF_ENV]
+        for name, data in named:
+            yield from refusals(check_source, data, name=name) if data is not None else ()
 
     def _algorithm(self) -> Any:
         return given(

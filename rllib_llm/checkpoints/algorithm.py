@@ -215,7 +215,7 @@ class WholeCheckpoints(Algorithm):
 
     def train(self) -> dict[str, Any]:
         """As RLlib's. An iteration of a Tune trial that fails before anything is learnt in it
-        leaves a checkpoint of the state before it, which `UseSavedCheckpoints` tells Tune of."""
+        leaves a checkpoint of the state before it, which `UseFailureCheckpoints` tells Tune of."""
         self.has_begun_to_learn = False
         try:
             return super().train()

@@ -8,7 +8,6 @@ are retired; those that YAML writes otherwise are translated.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from ray.rllib.algorithms import Algorithm
@@ -105,11 +104,13 @@ def sound_settings(
 
 
 def as_written(problem: Problem, settings: Mapping[str, Any], config: Any) -> Problem:
-    """The problem, its setting called as `settings` call it where it stands in a section."""
+    """The problem as YAML says it, its setting called as `settings` call it where it stands in a
+    section."""
+    problem = problem.in_yaml()
     names = written_names(type(config), settings) if isinstance(config, TabledConfig) else {}
     for name, place in names.items():
-        if problem.name == name or problem.name.startswith(f"{name}."):
-            return replace(problem, name=place + problem.name[len(name) :])
+        if problem.is_of(name):
+            return problem.moved(name, place)
     return problem
 
 

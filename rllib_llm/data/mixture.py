@@ -10,6 +10,7 @@ import numpy as np
 
 from rllib_llm.data.sources import entries_of, is_mixture
 from rllib_llm.data.texts import BatchSource
+from rllib_llm.shared.errors import called
 
 
 def places_of(weights: Sequence[float], positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -71,8 +72,8 @@ def batches_of(
     if not is_mixture(data):
         return source_class(data, seed=seed, **settings)
     entries = entries_of(data, name)
-    sources = [
-        source_class(entry, seed=seed + number, **settings)
-        for number, (entry, _) in enumerate(entries)
-    ]
+    sources = []
+    for number, (entry, _) in enumerate(entries):
+        with called(name, f"{name}[{number}]"):
+            sources.append(source_class(entry, seed=seed + number, **settings))
     return MixedSource(sources, [weight for _, weight in entries])

@@ -16,7 +16,7 @@ from typing import Any, TypeGuard
 from rllib_llm.data.files import SUFFIXES, missing_file, read_file, rows_of
 from rllib_llm.data.rollout_store import is_rollout_folder
 from rllib_llm.data.rows import Rows, concatenated
-from rllib_llm.shared.dotted import import_dotted, looks_dotted
+from rllib_llm.shared.dotted import import_dotted, looks_dotted, named_entries
 from rllib_llm.shared.errors import Problem, Problems, report, require, unknown_key
 from rllib_llm.shared.messages import blamed_on
 from rllib_llm.shared.storage import local_copy
@@ -100,10 +100,15 @@ def entries_of(data: Sequence[Any], name: str) -> list[tuple[dict[str, Any], flo
         own = dict(entry)
         weight = own.pop("weight", None)
         if type(weight) not in (int, float) or not 0 < weight < math.inf:
-            raise Problems(f"{name}.{number}.weight", "be a number above 0", "it is the entry's "
+            raise Problems(f"{name}[{number}].weight", "be a number above 0", "it is the entry's "
                            "share beside the others'", "Write weight: 1", weight)  # fmt: skip
         entries.append((own, weight))
     return entries
+
+
+# The settings that name data, of a config and of an environment.
+OF_CONFIG = ("data", "eval_data", "normalization_data", "ptx_data", "ptx_eval_data")
+OF_ENV = ("prompts", "eval_prompts")
 
 
 def check_source(source: Source | None, *, name: str = "data") -> str:
@@ -112,14 +117,14 @@ def check_source(source: Source | None, *, name: str = "data") -> str:
     without one: the hub is not asked. Of a mixture each part is looked at."""
     if is_mixture(source):
         parts = enumerate(entries_of(source, name))
-        ids = [check_source(part, name=f"{name}.{number}") for number, (part, _) in parts]
+        ids = [check_source(part, name=f"{name}[{number}]") for number, (part, _) in parts]
         return next(filter(None, ids), "")
     source, options = _with_options(source, name)
     hub_id = ""
-    for item in source if isinstance(source, (list, tuple)) else [source]:
+    for place, item in named_entries(source, name):
         is_name = isinstance(item, (str, Path)) and (item is source or _is_file(item))
         if is_name:
-            found = _locate(str(item), options, name)
+            found = _locate(str(item), options, place)
             _refuse_choices(options, repr(str(item)), name, _keys_of(found))
             hub_id = found if isinstance(found, str) and not Path(found).is_dir() else hub_id
     return hub_id
@@ -212,7 +217,9 @@ def _refuse_choices(
 
 
 def _read_files(paths: Sequence[Path], source: Any, name: str) -> Rows:
-    parts = [read_file(path, name) for path in paths]
+    is_list = isinstance(source, (list, tuple))  # else a pattern, which names many
+    places = named_entries(paths, name) if is_list else [(name, path) for path in paths]
+    parts = [read_file(path, place) for place, path in places]
     return parts[0] if len(parts) == 1 else concatenated(parts, f"{len(parts)} files ({source})")
 
 

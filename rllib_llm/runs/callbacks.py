@@ -42,7 +42,7 @@ from rllib_llm.runs.trial_checkpoints import (
     KeepBestCheckpoint,
     SaveOnStop,
     TimedCheckpoints,
-    UseSavedCheckpoints,
+    UseFailureCheckpoints,
 )
 from rllib_llm.shared.messages import TrialEar
 from rllib_llm.shared.process import StarvedProcesses, TimeLimit
@@ -396,7 +396,7 @@ def default_callbacks(
     callbacks: list[Callback] = [ResultLog(), CsvAtEnd()]
     if checkpoint_interval_s is not None:
         callbacks.append(TimedCheckpoints(checkpoint_interval_s))
-    callbacks += [KeepBestCheckpoint(metric, mode), UseSavedCheckpoints(), SaveOnStop()]
+    callbacks += [KeepBestCheckpoint(metric, mode), UseFailureCheckpoints(), SaveOnStop()]
     callbacks += [RestartHungTrials(hung_trial_timeout_s), EndBrokenTrials()]
     if wandb_project is not None:
         from rllib_llm.runs.wandb_logger import WandbLogger, check_wandb

@@ -15,12 +15,6 @@ from rllib_llm.shared.setting import OF_EXPERIMENT, Section, Settings, setting
 if TYPE_CHECKING:
     from ray.tune import Trainable
 
-# Functions of `ray.tune` with numbers as arguments. `choice` and `grid_search` take one list.
-SAMPLERS = (
-    "uniform", "quniform", "loguniform", "qloguniform", "randn", "qrandn", "randint", "qrandint",
-    "lograndint", "qlograndint",
-)  # fmt: skip
-LISTS = ("grid_search", "choice")
 LIMITS = ("stop", "pass_criteria")  # of results
 # Keys of other versions of the format -> where the setting lives.
 MOVED = {

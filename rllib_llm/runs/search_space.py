@@ -12,9 +12,10 @@ from ray.tune.schedulers import PopulationBasedTraining
 from ray.tune.search.sample import Float, Integer
 
 from rllib_llm.config.schema import flat_settings
-from rllib_llm.runs.experiments import LISTS, SAMPLERS, Experiment, algorithm_class
+from rllib_llm.runs.experiments import Experiment, algorithm_class
 from rllib_llm.runs.results import flatten, number
 from rllib_llm.shared.errors import Problem, Problems, require, suggestion, unknown_key
+from rllib_llm.shared.setting import LISTS, SAMPLERS
 
 
 def to_tune(value: Any, where: str) -> Any:
@@ -29,7 +30,7 @@ def to_tune(value: Any, where: str) -> Any:
     from ray import tune
 
     if isinstance(value, list):
-        return [to_tune(item, f"{where}.{index}") for index, item in enumerate(value)]
+        return [to_tune(item, f"{where}[{index}]") for index, item in enumerate(value)]
     if not isinstance(value, dict):
         return value
     name, arguments = next(iter(value.items())) if len(value) == 1 else ("", [])

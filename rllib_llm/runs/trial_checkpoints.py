@@ -190,13 +190,12 @@ def _link(source: Path, target: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-class UseSavedCheckpoints(Callback):
+class UseFailureCheckpoints(Callback):
     """Tells Tune of checkpoints in a trial's folder that it does not know of, so that a restart, or
     `Tuner.restore`, continues from the newest: what `WholeCheckpoints.train` writes when an
     iteration fails, and what a run that was killed had saved since Tune's record."""
 
-    def __init__(self) -> None:
-        self._has_begun = False
+    _has_begun = False  # in this start; here, as Tune pickles the instance, and older ones lack it
 
     def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
         """Brings restored trials up to date, before they start."""

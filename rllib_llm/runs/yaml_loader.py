@@ -36,8 +36,6 @@ import yaml
 import rllib_llm
 from rllib_llm.runs.experiments import (
     KEYS,
-    LISTS,
-    SAMPLERS,
     Experiment,
     algorithm_class,
     references,
@@ -52,6 +50,7 @@ from rllib_llm.shared.errors import (
     require,
     unknown_key,
 )
+from rllib_llm.shared.setting import LISTS, SAMPLERS
 from rllib_llm.shared.strict_yaml import read_text, yaml_error
 
 
@@ -67,6 +66,7 @@ def parse(text: str, where: str) -> Any:
         raise yaml_error(error, text, where) from error
 
 
+MAX_BYTES = 256 * 1024  # of a file; PyYAML takes seconds for that much
 _NO_EXPERIMENTS = (".py", ".csv", ".tsv", ".jsonl", ".parquet", ".txt", ".md", ".safetensors")
 
 
@@ -87,6 +87,9 @@ def read(path: Path) -> Any:
             "be a YAML file of experiments", f"it ends in {path.suffix}",
             "Name the YAML file; a module's functions are named in it, and data as prompts: {data: "
             "...}")  # fmt: skip
+    require(path.stat().st_size <= MAX_BYTES, "file", str(path),
+            f"be at most {MAX_BYTES // 1024} KiB", "it holds settings of experiments",
+            "Rows of data go into files of their own, which it names")  # fmt: skip
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -26,6 +26,13 @@ def as_list(given: Any) -> list[Any]:
     return [] if given is None or (isinstance(given, (str, Mapping)) and not given) else [given]
 
 
+def named_entries(given: Any, name: str) -> list[tuple[str, Any]]:
+    """The entries of `as_list`, each with its place: `name`, in a list `name[0]` and so on."""
+    places = [f"{name}[{number}]" for number in range(len(given))
+              ] if isinstance(given, (list, tuple)) else [name]  # fmt: skip
+    return [*zip(places, as_list(given), strict=False)]
+
+
 def named_model(given: Any) -> dict[str, Any]:
     """The settings of a model, `model` among them, of a mapping of these or of the model alone."""
     return dict(given) if isinstance(given, Mapping) else {"model": given}

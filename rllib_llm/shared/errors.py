@@ -6,7 +6,8 @@ from __future__ import annotations
 import difflib
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -57,9 +58,24 @@ class Problem:
         """Whether the rule wants something that was not given."""
         return self.rule not in ("", KNOWN_KEY) and (self.value is ... or self.value is None)
 
+    def is_of(self, place: str) -> bool:
+        """Whether its name is `place`, or begins with it."""
+        return self.name == place or self.name.startswith(tuple(f"{place}{each}" for each in ".[:"))
+
+    def in_yaml(self) -> Problem:
+        """The same, with a remedy in YAML: `name: value` for Python's `name=value`."""
+        remedy = _SET.sub(lambda given: f"{given[1]}: {given[2].strip(chr(39))}", self.remedy)
+        return replace(self, remedy=_PYTHON.sub(lambda word: _YAML[word[0]], remedy))
+
+    def moved(self, place: str, to: str) -> Problem:
+        """The same, its name with `to` for `place` where it begins with that, else within `to`."""
+        if self.is_of(place):
+            return replace(self, name=to + self.name[len(place) :])
+        return self.within(to)
+
     def within(self, place: str) -> Problem:
         """The same, its name with the place that it is in, if it does not begin with that."""
-        if not place or self.name.startswith((f"{place}.", f"{place}:")):
+        if not place or self.is_of(place) and self.name != place:
             return self
         own = self.name.partition(": ")[0]
         is_path = " " not in place and " " not in own and own[:1].isidentifier()
@@ -76,6 +92,11 @@ def warning(
 def note(fact: str, remedy: str = "") -> Problem:
     """A fact worth knowing."""
     return Problem(fact, remedy=remedy, severity="note")
+
+
+_SET = re.compile(r"(?<![\w.(=])([a-z_][\w.]*)=('[^']*'|\[[^\]]*\]|[-+\w.]*\w)")
+_YAML = {"None": "null", "True": "true", "False": "false"}
+_PYTHON = re.compile(rf"\b({'|'.join(_YAML)})\b(?! of)")
 
 
 class Problems(ValueError):
@@ -103,6 +124,10 @@ class Problems(ValueError):
     def problem(self) -> Problem:
         """The first one."""
         return self.found[0]
+
+    def moved(self, place: str, to: str) -> Any:
+        """The same error, as `Problem.moved`."""
+        return type(self)([problem.moved(place, to) for problem in self.found])
 
     def within(self, place: str) -> Any:
         """The same error about a place that contains its own."""
@@ -149,6 +174,15 @@ def unknown_key(where: str, key: str, allowed: Iterable[str], hint: str = "") ->
     if name != key and name in allowed:  # `stop {a: 1}`
         hint = f"Write a colon and a space after {name!r}."
     return Problem(str(key), KNOWN_KEY, "", hint or suggestion(str(key), allowed)).within(where)
+
+
+@contextmanager
+def called(name: str, place: str) -> Iterator[None]:
+    """Calls what problems that are raised in a block call `name` after its `place`."""
+    try:
+        yield
+    except Problems as error:
+        raise error if place == name else error.moved(name, place) from error.__cause__
 
 
 def require(

@@ -131,7 +131,9 @@ class Setting:
             reason = "RLlib takes -1 as 'not given' and would use the default"
             remedy = "Write -1.000001, which means the same here"
         except ValidationError:
-            if is_search_space(value):
+            if near := _near_space(value):
+                remedy = f"Did you mean {{{near}: ...}}?"
+            elif is_search_space(value):
                 remedy = "Give the config to ray.tune.Tuner, which draws the value of each trial"
             elif isinstance(number, float) and math.isinf(number):
                 rule = "finite"
@@ -325,6 +327,21 @@ def _strict(kind: Any, least: float | None, above: float | None, most: float | N
     if origin in (list, tuple):  # one stands for the other; YAML has lists alone
         return Annotated[kind, Field(strict=False), _only(list, tuple)]
     return kind
+
+
+# Functions of `ray.tune` with numbers as arguments. `choice` and `grid_search` take one list.
+SAMPLERS = (
+    "uniform", "quniform", "loguniform", "qloguniform", "randn", "qrandn", "randint", "qrandint",
+    "lograndint", "qlograndint",
+)  # fmt: skip
+LISTS = ("grid_search", "choice")
+
+
+def _near_space(value: Any) -> str:
+    """The name of the search space in YAML that a value may be meant as; "" where it is none."""
+    name = str(next(iter(value))) if isinstance(value, Mapping) and len(value) == 1 else ""
+    known = (*SAMPLERS, *LISTS)
+    return "" if name in known else next(iter(nearest(name, known, 1, cutoff=0.75)), "")
 
 
 def is_search_space(value: Any) -> bool:

@@ -15,7 +15,7 @@ from ray.tune import Checkpoint, CheckpointConfig, PlacementGroupFactory
 from ray.tune.experiment import Trial
 
 from rllib_llm.checkpoints.folder import write_manifest
-from rllib_llm.runs.trial_checkpoints import UseSavedCheckpoints, note_saved
+from rllib_llm.runs.trial_checkpoints import UseFailureCheckpoints, note_saved
 from rllib_llm.shared.ray_compat import training_result, trial_of_record
 
 
@@ -147,7 +147,7 @@ def test_tune_restored_without_us_knows_what_the_killed_run_had_saved(stage):
         save(stage / "t", number)
     (file,) = stage.glob("experiment_state-*.json")
     trial = trial_of_record(json.loads(file.read_text())["trial_data"][0])
-    callback = UseSavedCheckpoints()
+    callback = UseFailureCheckpoints()
     callback.on_step_begin(iteration=0, trials=[trial])
     manager = trial.run_metadata.checkpoint_manager
     names = [Path(one.checkpoint.path).name for one in manager.best_checkpoint_results]
@@ -163,7 +163,8 @@ def test_tune_restored_without_us_knows_what_the_killed_run_had_saved(stage):
 
 
 KILLED = """
-import os, signal, sys, logging
+import os, signal, sys
+from pathlib import Path
 import ray
 from ray import tune
 from rllib_llm import default_callbacks
@@ -178,7 +179,7 @@ class Counter(tune.Trainable):
     def save_checkpoint(self, folder):
         with open(folder + "/count", "w") as file:
             file.write(str(self.count))
-        write_manifest(folder, {"training_iteration": self.count, "time_total_s": 0.0})
+        write_manifest(Path(folder), {"training_iteration": self.count, "time_total_s": 0.0})
     def load_checkpoint(self, folder):
         self.count = int(open(folder + "/count").read())
 

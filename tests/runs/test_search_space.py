@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 from ray.tune.search.sample import Categorical, Float, Integer
 
-from rllib_llm.runs.search_space import SAMPLERS, examples, to_tune
+from rllib_llm.runs.search_space import examples, to_tune
 from rllib_llm.shared.errors import Problems
+from rllib_llm.shared.setting import SAMPLERS
 
 
 def test_samplers_become_tune_domains_wherever_they_stand():

@@ -26,8 +26,8 @@ from rllib_llm.envs.judges.reward_functions import (
     question,
 )
 from rllib_llm.shared.columns import REWARD_PART, REWARD_WEIGHT
-from rllib_llm.shared.dotted import as_list
-from rllib_llm.shared.errors import Problem, ended, report, warning
+from rllib_llm.shared.dotted import named_entries
+from rllib_llm.shared.errors import Problem, called, ended, report, warning
 from rllib_llm.shared.remote import EventLoop, ExitedError, Late, no_answer, within
 
 __all__ = [
@@ -65,6 +65,16 @@ class Rewards:
 
 
 
+def reward_terms(functions: Sequence[Any] | Any) -> list[RewardTerm]:
+    """The terms of reward functions, given as `RewardTerm.from_spec` takes them."""
+    terms, name = [], "reward_functions"
+    for place, given in named_entries(functions, name):
+        with called(name, place):
+            is_term = isinstance(given, RewardTerm)
+            terms.append(given if is_term else RewardTerm.from_spec(given))
+    return terms
+
+
 class RewardSum:
     """The weighted sum of several reward functions, each one's failures costing only its rows.
 
@@ -81,9 +91,7 @@ class RewardSum:
     """
 
     def __init__(self, functions: Sequence[Any] | Any) -> None:
-        self.terms = [
-            f if isinstance(f, RewardTerm) else RewardTerm.from_spec(f) for f in as_list(functions)
-        ]
+        self.terms = reward_terms(functions)
         check_names([term.name for term in self.terms], functions)
         self.num_failed = dict.fromkeys((term.name for term in self.terms), 0)
         self._warned: set[str] = set()

@@ -8,23 +8,25 @@ hub is asked whether it has a repository, no more. What an earlier experiment wi
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rllib_llm.data.encoding import encode_ended, encode_text
 from rllib_llm.data.rows import Rows
+from rllib_llm.data.sources import OF_CONFIG, OF_ENV, check_source
 from rllib_llm.modules.model_source import num_positions
 from rllib_llm.runs.doctor.stage import MAX_ROWS, Stage, can_be_read, env_settings, first_rows
 from rllib_llm.runs.experiments import StandIn
-from rllib_llm.shared.dotted import as_list, import_dotted
+from rllib_llm.shared.dotted import import_dotted, named_entries
 from rllib_llm.shared.errors import (
     Problem,
     Problems,
+    called,
     errors_of,
     problems_in,
     problems_of,
@@ -66,8 +68,7 @@ def row_problems(config: Any) -> Iterator[Problem]:
             for name in ("data", "eval_data"):
                 if can_be_read(data := getattr(config, name)):
                     for problem in problems_in(read, data):
-                        is_all = problem.name == "data"
-                        yield replace(problem, name=name) if is_all else problem.within(name)
+                        yield problem.moved("data", name)
         elif isinstance(config, RLHFConfig):
             yield from _of_prompts(config)
             yield from _of_evaluations(config)
@@ -97,17 +98,19 @@ def _of_prompts(config: Any) -> Iterator[Problem]:
         first = prompts[:NUM_ROWS] if isinstance(prompts, Rows) else []
         columns = {name for row in first for name in row} - PROMPT_COLUMNS
 
-        def check(spec: Any) -> None:
+        def check(place: str, spec: Any) -> None:
             """The signature of a reward function, and whether its arguments are columns of the
             prompts. Classes are not instantiated: they may load a model."""
-            if not inspect.isclass(named_function(spec)):
+            with called(FUNCTIONS, place):
+                if inspect.isclass(named_function(spec)):
+                    return
                 term = RewardTerm.from_spec(spec)
                 names.append(term.name)
                 if first:
                     term.check_columns(columns)
 
-        for spec in as_list(settings["reward_functions"]):
-            yield from problems_in(check, spec)
+        for entry in named_entries(settings[FUNCTIONS], FUNCTIONS):
+            yield from problems_in(check, *entry)
         if names:
             yield from problems_in(check_names, names, settings["reward_functions"])
     if not all(is_here(settings[key]) for key in ("model", "tokenizer", "reference")):
@@ -169,9 +172,8 @@ def is_here(model: Any) -> bool:
 
 
 MODELS = ("model", "critic_model")
-DATA = ("data", "eval_data", "normalization_data", "ptx_data", "ptx_eval_data")
+FUNCTIONS = "reward_functions"
 ENV_MODELS = ("model", "tokenizer", "reward_model", "reference")
-ENV_DATA = ("prompts", "eval_prompts")
 
 
 def source_problems(settings: Mapping[str, Any]) -> Iterator[Problem]:
@@ -192,17 +194,15 @@ def source_problems(settings: Mapping[str, Any]) -> Iterator[Problem]:
         # A reference reads ids alone.
         is_read = name != "env_config.reference"
         yield from problems_in(_of_model, value, name, has_tokenizer=is_read)
-    for name, value in (*_chosen(settings, DATA), *_chosen(env, ENV_DATA, "env_config.")):
+    for name, value in (*_chosen(settings, OF_CONFIG), *_chosen(env, OF_ENV, "env_config.")):
         yield from problems_in(_of_data, value, name)
-    for function in as_list(env.get("reward_functions")):
+    for place, function in named_entries(env.get(FUNCTIONS), f"env_config.{FUNCTIONS}"):
         path = function.get("function") if isinstance(function, Mapping) else function
         if isinstance(path, str) and "${" not in path:
-            yield from refusals(import_dotted, path, name="env_config.reward_functions")
+            yield from refusals(import_dotted, path, name=place)
 
 
 def _of_data(value: Any, name: str) -> Iterator[Problem]:
-    from rllib_llm.data.sources import check_source
-
     if "${" not in str(value) and (hub_id := check_source(value, name=name)):
         yield from _of_hub(hub_id, "dataset", name)
 
@@ -283,7 +283,7 @@ def _of_tokenizer(folder: str, name: str) -> tuple[Problem, ...]:
     try:
         load_tokenizer(folder)
     except Problems as error:
-        return (replace(error.problem, name=name),)
+        return (dataclasses.replace(error.problem, name=name),)
     except ValueError as error:
         return tuple(problem.within(name) for problem in problems_of(error))
     return ()
