@@ -175,7 +175,11 @@ class RLHFConfig(LanguageModelConfig):
             texts_every=min(1, self.log_samples_every) if self.streams else self.log_samples_every,
             bounds_age=not asks_a_server(self),
             timeout_s=self.sampler_timeout_s,
-        )
+            judged_with=tuple(name for name, (coeff, place) in {
+                "reference": (self.ref_kl_coeff, self.reference_place),
+                "teacher": (self.distill_coeff, self.teacher_in),
+            }.items() if coeff and place == "environment"),
+        )  # fmt: skip
 
     def serving_settings(self) -> ServingSettings:
         """Settings common to all samplers."""

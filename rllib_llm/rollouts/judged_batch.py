@@ -28,7 +28,7 @@ _LEFT_PADDED = (
     columns.TEACHER_PROMPT_MASK,
 )  # fmt: skip
 # What learners compute for all rows where some lack it, as those of a run with other samplers do.
-_RECOMPUTED = (columns.SAMPLER_VALUES, columns.REF_LOGPROBS)
+_RECOMPUTED = (columns.SAMPLER_VALUES, columns.REF_LOGPROBS, columns.TEACHER_LOGPROBS)
 _TOKEN_IDS = (columns.PROMPT_IDS, columns.COMPLETION_IDS, columns.TEACHER_PROMPT_IDS)
 
 

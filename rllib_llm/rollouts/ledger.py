@@ -393,6 +393,7 @@ class Ledger:
             "first_batch": self._schedule.first,
             "num_updates_extra": {e.position: e.num_updates_extra for e in self.table},
             "rules": self.rules.order,
+            "judged_with": self.rules.judged_with,
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -410,6 +411,12 @@ class Ledger:
                   num_updates_extra=num_extra.get(position, 0))
             for position, turn, unit, group, partial, *_ in state["table"]
         ]  # fmt: skip
+        wanted = {*self.rules.judged_with}
+        if lacks := not wanted <= {*state.get("judged_with", wanted)}:
+            for entry in entries:
+                if entry.group is not None:
+                    self.account.reject("begun_anew", entry.num_tokens, num_groups=0)
+                    entry.group = None
         first = state.get("first_batch", self.step)
         next_position = state["next"]
         is_begun = any(entry.group or entry.partial for entry in entries)
@@ -417,7 +424,7 @@ class Ledger:
             # They are admitted anew, as batches of the sizes that these rules say.
             next_position, entries = entries[0].position, []
         else:
-            if is_other := state.get("rules") != self.rules.order:
+            if is_other := lacks or state.get("rules") != self.rules.order:
                 self._schedule.fit(entries, first)
             if is_other or len(entries) > self.rules.capacity:
                 self._begin_old_anew(entries)

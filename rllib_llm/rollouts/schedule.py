@@ -55,6 +55,7 @@ class StreamRules:
         to the next; 0: none do.
     bounds_age: whether ages are asserted: not where a server samples with weights from elsewhere.
     timeout_s: of a lease, see `TimeLimit`.
+    judged_with: frozen models whose log-probs the environment adds, "reference" and "teacher".
     """
 
     num_groups: int
@@ -70,6 +71,7 @@ class StreamRules:
     texts_every: int = 0
     bounds_age: bool = True
     timeout_s: float | str | None = "auto"
+    judged_with: tuple[str, ...] = ()
 
     @property
     def capacity(self) -> int:

@@ -747,3 +747,26 @@ def test_texts_come_with_every_second_batch_and_the_second():
     assert due == [True, True, True, False]
     assert [v for v in range(31) if texts_are_due(v, 10)] == [0, 1, 2, 4, 8, 10, 20, 30]
     assert not any(texts_are_due(version, 0) for version in range(31))
+
+
+@pytest.mark.parametrize("schedule", ["lockstep", "free"])
+def test_groups_without_log_probs_that_the_environment_adds_now_begin_anew(schedule):
+    """A run that goes on with reference_in='environment': nothing computes those of groups that
+    were judged before. The other way learners compute all."""
+    made = ledger(schedule=schedule, max_staleness=1)
+    for lease in made.lease("1", 3):
+        serve(made, lease)
+    state, num_tokens = made.state(), made.table.num_tokens
+    assert num_tokens > 0
+    restored = ledger(schedule=schedule, max_staleness=1, judged_with=("reference",))
+    restored.set_state(state)
+    assert restored.table.num_tokens == 0
+    assert restored.metrics()["tokens_rejected"] == num_tokens
+    restored.publish(PublishedWeights(0))
+    for lease in restored.lease("1", 4):
+        serve(restored, lease)
+    assert [group.position for group in restored.take(0).groups] == [0, 1, 2, 3]
+    for later in ((), ("reference",)):
+        back = ledger(schedule=schedule, max_staleness=1, judged_with=later)
+        back.set_state(restored.state())
+        assert back.table.num_tokens == restored.table.num_tokens
