@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rllib_llm.algorithms.dpo import DPOConfig
-from rllib_llm.algorithms.sft import SFTConfig
+from rllib_llm.algorithms.sft import SFT, SFTConfig
 from rllib_llm.data.mixture import batches_of, places_of
 from rllib_llm.data.sources import check_source, load_rows
 from rllib_llm.data.texts import TextSource
@@ -95,3 +95,37 @@ def test_a_part_of_one_completion_a_row_is_for_kto_alone(loss_type):
     with pytest.raises(Problems) as refused:
         config.make_source(data, **settings)
     assert refused.value.problem.name == "loss_type"
+
+
+def test_an_entry_that_cannot_be_read_is_named_by_its_number(tmp_path):
+    """By what looks for files, by what reads them, and in a list of files."""
+    (tmp_path / "empty.jsonl").write_text("")
+    good = {"path": [{"text": "1"}], "weight": 1}
+    for entry in ("nothere.jsonl", "empty.jsonl"):
+        data = [good, good, {"path": str(tmp_path / entry), "weight": 1}]
+        with pytest.raises(Problems) as caught:
+            check_source(data)
+            batches_of(TextSource, data, tokenizer=build_tokenizer(), max_length=8)
+        assert caught.value.problem.name == "data[2]"
+    files = [str(tmp_path / name) for name in ("empty.jsonl", "nothere.jsonl")]
+    for read in (check_source, load_rows):
+        with pytest.raises(Problems) as caught:
+            read(files)
+        assert caught.value.problem.name == "data[1]"
+
+
+def test_data_that_is_not_there_is_told_before_an_algorithm_is_made():
+    """And with it Ray: the files are on this machine."""
+
+    class Never(SFT):
+        def __init__(self, *args, **kwargs):
+            raise AssertionError("made")
+
+    Never.config_class = SFTConfig
+    config = SFTConfig(algo_class=Never).language_model(
+        model="rllib_llm.examples.arithmetic.build_model"
+    )  # fmt: skip
+    config.training(data="nothere.jsonl", eval_data=["alsonot.csv"])
+    with pytest.raises(Problems) as caught:
+        config.build_algo()
+    assert [problem.name for problem in caught.value.found] == ["data", "eval_data[0]"]

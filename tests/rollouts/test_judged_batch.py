@@ -57,7 +57,9 @@ def test_prompts_are_padded_on_the_left_and_completions_on_the_right():
     assert whole.weights_metrics() == {"load_seconds": 3.0, "oldest_version": 1}
 
 
-@pytest.mark.parametrize("name", [columns.SAMPLER_VALUES, columns.REF_LOGPROBS])
+@pytest.mark.parametrize("name", [
+    columns.SAMPLER_VALUES, columns.REF_LOGPROBS, columns.TEACHER_LOGPROBS,
+])  # fmt: skip
 def test_columns_that_learners_compute_are_of_all_judged_rows_or_of_none(name):
     """A run that goes on with other samplers, or another place of the reference."""
     old, new, unjudged = (batch([[1]], [[2]], valid=[valid]) for valid in (True, True, False))

@@ -17,7 +17,17 @@ JUDGE = {"functions": ["rllib_llm.examples.arithmetic.correct"]}
     [
         ({"prompts": {"data": "no.csv"}, "rewards": JUDGE}, "a.config.prompts.data='no.csv' must"),
         ({"prompts": {"data": ["1"], "eval_fraction": 2}}, "a.config.prompts.eval_fraction=2 must"),
-        ({"prompts": {"data": ["1"]}, "rewards": {"functions": ["x"]}}, "rewards.functions='x'"),
+        (
+            {"prompts": {"data": ["1"]}, "rewards": {"functions": ["x"]}},
+            "rewards.functions[0]='x'",
+        ),
+        ({"prompts": {"data": ["1"]}, "rewards": {"functions": "x"}}, "rewards.functions='x'"),
+        ({"prompts": {"data": ["1"], "max_prompt_len": {"grid_serch": [8, 9]}}, "rewards": JUDGE},
+         "Did you mean {grid_search: ...}?"),
+        ({"prompts": {"data": ["1"]}, "rewards": JUDGE, "lr": {"log_uniform": [1e-5, 1e-4]}},
+         "Did you mean {loguniform: ...}?"),
+        ({"prompts": {"data": ["1"]}, "rewards": JUDGE, "eval_envs": {"b": {}}},
+         "Set evaluation_interval: 1, say"),
         (
             {"prompts": {"data": [{"question": "1", "answer": "2"}]}, "rewards": JUDGE},
             "such as `prompts: {column: question}`",

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from rllib_llm.runs.yaml_loader import parse, parse_mapping, read
@@ -123,3 +125,14 @@ def test_a_misspelt_file_is_answered_with_the_nearest(tmp_path):
         read(tmp_path / "clam.yaml")
     with pytest.raises(Problems, match="there is none. Files there: .*calm.yaml"):
         read(tmp_path / "something_else_entirely.yaml")
+
+
+def test_a_file_that_is_too_large_for_settings_is_not_parsed(tmp_path):
+    """PyYAML reads less than 100 KB a second."""
+    path = tmp_path / "rows.yaml"
+    path.write_text("- {prompt: a}\n" * 1_000_000)
+    start = time.perf_counter()
+    with pytest.raises(Problems) as caught:
+        read(path)
+    assert time.perf_counter() - start < 5
+    assert (caught.value.problem.name, caught.value.problem.rule) == ("file", "be at most 256 KiB")
