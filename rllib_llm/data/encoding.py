@@ -115,8 +115,11 @@ def _texts(message: Mapping[str, Any], refused: type[Problems]) -> list[str]:
 def _as_read(tokenizer: Any, message: Mapping[str, Any], refused: type[Problems]) -> dict[str, Any]:
     """A copy of the message with its content as the template reads it: text, or a list of parts."""
     content = message.get("content")
-    if not isinstance(content, (str, list)):
+    if isinstance(content, Mapping) and message.get("role") != "tool":  # whose answer it may be
+        content = [content]
+    if not isinstance(content, (str, list, tuple)):
         return dict(message)
+    message = {**message, "content": content}
     known = weakref.ref(tokenizer), str(tokenizer.chat_template)
     kinds = _kinds_read(*known, str(message.get("role")))
     texts = _texts(message, refused)

@@ -197,10 +197,13 @@ def test_content_may_be_text_or_parts_whatever_the_template_reads(content):
     tokenizer = tokenizer_with(template)
     plain = [{"role": "system", "content": "be kind"}, USER, YO]
     listed = [{**m, "content": parts(m["content"][:1], m["content"][1:])} for m in plain]
-    for chat in (plain, listed):
+    # One part alone, and a tuple, were trained as Python writes them.
+    alone = [{**m, "content": parts(m["content"])[0]} for m in plain]
+    tuples = [{**m, "content": tuple(m["content"])} for m in listed]
+    for chat in (plain, listed, alone, tuples):
         assert render_chat(tokenizer, chat) == "<S>be kind</s><U>hi</s><A>yo</s>"
         assert learnt(template, chat) == "yo</s>"
-        assert content_text(chat[0]) == "be kind"
+    assert content_text(plain[0]) == content_text(listed[0]) == "be kind"
     assert as_turns("hi", listed[1:]) == (listed[1:], 1)
 
 

@@ -61,7 +61,7 @@ def test_an_entry_without_a_weight_is_named(weight):
     data = [{"path": [{"text": "1"}], "weight": 1}, {"path": [{"text": "1"}], **weight}]
     with pytest.raises(Problems) as refused:
         check_source(data)
-    assert refused.value.problem.name == "data.1.weight"
+    assert refused.value.problem.name == "data[1].weight"
 
 
 def test_prompts_are_no_mixture():
