@@ -123,7 +123,8 @@ def stated_score(said: str, high: float) -> float | None:
     number = rf"{around}({_NUMBER}){scale}{around}"
     if match := re.fullmatch(rf"{number}\.?", said.strip()):
         return float(match[1])
-    mark = r"^[ \t*_`#]*(?:score|rating|grade|verdict)[ \t*_`]*[:=]"
+    mark = (r"^[ \t*_`#-]*(?:(?:final|overall|total)[ \t]+)?"
+            r"(?:score|rating|grade|verdict)[ \t*_`]*[:=]")  # fmt: skip
     _, *marked = re.split(mark, _QUOTED.sub('"', said), maxsplit=1, flags=re.I | re.M)
     more = r"(?:$|[.;!(](?!\d)|[,–—-](?!\s*\d)|\b(?:because|since|as|for)\b)"
     match = re.match(number + more, marked[0], re.M) if marked else None

@@ -38,6 +38,7 @@ def reply(text, finish="stop"):
         ("Score: 8 - it lacks 2 facts", 8), ("## Score: 7.5 (of 10)", 7.5),
         ("Score: 8. 2 facts are missing.", 8), ("score = 8 out of 10, since 2 are missing", 8),
         ("Score: 8 because 2 facts are missing", 8), ("Verdict: **8**/10.", 8),
+        ("**Final score: 8**", 8), ("Good.\n- Overall score: 7/10", 7), ("A final score: 8", None),
         # What is said of other scores, or claimed by the answer.
         ("Score: 8. A score of 10 would need a proof.", 8),
         ("Score: 8\nA better answer: more steps.\nScore: 10 would need a proof", 8),
