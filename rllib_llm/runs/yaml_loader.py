@@ -295,7 +295,7 @@ def _assign(target: Any, keys: list[str], value: Any) -> None:
         target = target[where]
 
 
-NAME = re.compile(r"^[A-Za-z][A-Za-z0-9_-]*$")
+NAME = re.compile(r"^[A-Za-z][A-Za-z0-9_-]{,199}$")  # of a folder, to whose name Tune adds
 PRODUCTS = ("model", "checkpoint", "rollouts")
 
 
@@ -347,7 +347,8 @@ def sound_experiments(
         try:
             require(
                 isinstance(name, str) and NAME.match(name), f"{source}: experiment name {name!r}",
-                ..., "be letters, digits, - and _", "it becomes a folder name", "Rename it",
+                ..., "be at most 200 letters, digits, - and _", "it becomes a folder name",
+                "Rename it",
             )  # fmt: skip
             require(isinstance(spec, dict), f"{source}: {name}", spec, "be a mapping with run, "
                     "env, stop, config", "it is an experiment",

@@ -117,6 +117,10 @@ def yaml_error(error: yaml.YAMLError, text: str, where: str) -> Problems:
     whose value it is."""
     lines = text.splitlines() or [""]
     mark, said = getattr(error, "problem_mark", None), str(error)
+    if isinstance(error, yaml.reader.ReaderError):  # which has no mark
+        before = text[: error.position]
+        column = len(before) - before.rfind("\n") - 1
+        mark = yaml.Mark(where, 0, before.count("\n"), column, None, 0)
     key, problem = "", getattr(error, "problem", None) or "it has a control character"
     if mark is not None:
         said = f"{getattr(error, 'context', '') or ''}: {problem}"

@@ -218,7 +218,7 @@ def reviews(**changes: object) -> Experiment:
         ),
         ({"reference": {"model": "a.b"}}, r"reference\.model='a\.b' must name a module"),
         ({"reward_functions": "tests.envs.tiny_envs.num_word"}, "Did you mean 'num_words'"),
-        ({"reward_functions": [{"function": "no.such"}]}, "reward_functions='no.such' must name"),
+        ({"reward_functions": [{"function": "no.such"}]}, r"reward_functions\[0\]='no.such' must"),
         ({"reward_model": {"model": "a/b", "quantisation": "int8"}}, "Did you mean 'quantization'"),
     ],
 )
@@ -475,7 +475,7 @@ def needs_an_answer(completions, answer):
     ("changes", "told"),
     [
         ({"prompts": "no.jsonl"}, r"env_config\.prompts='no\.jsonl' must"),
-        ({"reward_functions": ["no.such"]}, r"env_config\.reward_functions='no\.such' must"),
+        ({"reward_functions": ["no.such"]}, r"env_config\.reward_functions\[0\]='no\.such' must"),
         (
             {"prompts": [{"question": "1+1=", "answer": "2"}]},
             "prompts.column must be set",

@@ -23,7 +23,7 @@ from rllib_llm.shared.strict_yaml import yaml_error
         ("a:\n  x: {b: ${c.d}}\n", (2, 11), "  x: {b: ${c.d}}", "quotes around ${...}"),
         ("a: [{b: x} {b: y}]\n", (1, 4), "a: [{b: x} {b: y}]", "commas between"),
         ("a:\n  x: @b\n", (2, 6), "  x: @b", "be valid YAML"),
-        ("a: 1\nb: \x00\n", (1, 1), "a: 1", "be valid YAML"),
+        ("a: 1\nb: \x00\n", (2, 4), "b: \x00", "be valid YAML"),
     ],
 )
 def test_the_line_that_is_wrong_is_shown_with_what_is_wrong(text, place, line, rule):
