@@ -322,8 +322,11 @@ class LanguageModelLearner(SharedPasses):
         for micro_batch in self.micro_batches(minibatch):
             yield partial(self._loss, micro_batch, options)
         for idle in self.idle_rounds(minibatch):
-            yield lambda idle=idle: zero_loss(self.forward(idle, **options))
+            yield partial(self._idle_loss, idle, **options)
         yield from self.extra_losses()
+
+    def _idle_loss(self, idle: Batch, **options: Any) -> torch.Tensor:
+        return zero_loss(self.forward(idle, **options))
 
     def _loss(self, micro_batch: Batch, options: dict[str, Any]) -> torch.Tensor:
         outputs = self.forward(micro_batch, **options)

@@ -13,7 +13,6 @@ import torch
 from ray.rllib.core import DEFAULT_MODULE_ID
 
 from rllib_llm.learners.batching import take_rows
-from rllib_llm.learners.language_model_learner import zero_loss
 from rllib_llm.learners.rlhf_learner import RLHFLearner
 from rllib_llm.learners.shared_passes import Batch
 from rllib_llm.numerics.advantages import (
@@ -269,7 +268,7 @@ class PPOPtxLearner(RLHFLearner):
         for micro_batch in self.micro_batches(texts):
             yield partial(text_loss, micro_batch)
         for idle in self.idle_rounds(texts):
-            yield lambda idle=idle: zero_loss(self.forward(idle))
+            yield partial(self._idle_loss, idle)
 
     def _text_loss(self, texts: Batch, outputs: Batch, num_tokens: torch.Tensor) -> torch.Tensor:
         losses = cross_entropy_tokens(outputs[columns.TEXT_LOGPROBS], texts[columns.LOSS_MASK])

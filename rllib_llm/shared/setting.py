@@ -131,8 +131,8 @@ class Setting:
             reason = "RLlib takes -1 as 'not given' and would use the default"
             remedy = "Write -1.000001, which means the same here"
         except ValidationError:
-            if near := _near_space(value):
-                remedy = f"Did you mean {{{near}: ...}}?"
+            if space := _near_space(value):
+                remedy = f"Did you mean {{{space}: ...}}?"
             elif is_search_space(value):
                 remedy = "Give the config to ray.tune.Tuner, which draws the value of each trial"
             elif isinstance(number, float) and math.isinf(number):
