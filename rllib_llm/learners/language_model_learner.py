@@ -319,13 +319,19 @@ class LanguageModelLearner(SharedPasses):
     def _losses(self, minibatch: Batch) -> Iterator[Callable[[], torch.Tensor]]:
         """Functions that compute the losses of the mini-batch, a pass each."""
         options = self.forward_options()
-        for micro_batch in self.micro_batches(minibatch):
-            yield partial(self._loss, micro_batch, options)
-        for idle in self.idle_rounds(minibatch):
-            yield partial(self._idle_loss, idle, **options)
+        yield from self.losses_of(minibatch, partial(self._loss, options=options), options)
         yield from self.extra_losses()
 
-    def _idle_loss(self, idle: Batch, **options: Any) -> torch.Tensor:
+    def losses_of(
+        self, batch: Batch, loss: Callable[[Batch], torch.Tensor], options: dict[str, Any]
+    ) -> Iterator[Callable[[], torch.Tensor]]:
+        """Functions that compute `loss` of each micro-batch, and the idle passes beside them."""
+        for micro_batch in self.micro_batches(batch):
+            yield partial(loss, micro_batch)
+        for idle in self.idle_rounds(batch):
+            yield partial(self._idle_loss, idle, options)
+
+    def _idle_loss(self, idle: Batch, options: dict[str, Any]) -> torch.Tensor:
         return zero_loss(self.forward(idle, **options))
 
     def _loss(self, micro_batch: Batch, options: dict[str, Any]) -> torch.Tensor:

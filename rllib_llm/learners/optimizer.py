@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from rllib_llm.learners.sharding import shard_optimizer_state
+from rllib_llm.learners.sharding import buckets, shard_optimizer_state
 from rllib_llm.modules.shards import gather
 
 # --- which weights decay ------------------------------------------------------------------------
@@ -98,7 +98,7 @@ def offloaded_step(
     whole = [group["params"] for group in groups]
     try:
         for group, params in zip(groups, whole, strict=True):
-            for bucket in _buckets(params, bucket_bytes):
+            for bucket in buckets(params, bucket_bytes):
                 for other in groups:
                     other["params"] = []
                 group["params"] = bucket
@@ -109,19 +109,6 @@ def offloaded_step(
     finally:
         for group, params in zip(groups, whole, strict=True):
             group["params"] = params
-
-
-def _buckets(params: list[nn.Parameter], bucket_bytes: int) -> Iterator[list[nn.Parameter]]:
-    bucket: list[nn.Parameter] = []
-    num_bytes = 0
-    for param in params:
-        bucket.append(param)
-        num_bytes += param.nbytes
-        if num_bytes >= bucket_bytes:
-            yield bucket
-            bucket, num_bytes = [], 0
-    if bucket:
-        yield bucket
 
 
 def _to_device(state: dict[str, Any], device: torch.device) -> dict[str, torch.Tensor]:

@@ -6,7 +6,6 @@ PPO-ptx (Ouyang et al. 2022, eq. 2): PPO with a critic and a KL to the reference
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -265,10 +264,7 @@ class PPOPtxLearner(RLHFLearner):
             coeff = self.effective.use("ptx_coeff", self.config.ptx_coeff)
             return coeff * self._text_loss(micro_batch, self.forward(micro_batch), num_tokens)
 
-        for micro_batch in self.micro_batches(texts):
-            yield partial(text_loss, micro_batch)
-        for idle in self.idle_rounds(texts):
-            yield partial(self._idle_loss, idle)
+        yield from self.losses_of(texts, text_loss, {})
 
     def _text_loss(self, texts: Batch, outputs: Batch, num_tokens: torch.Tensor) -> torch.Tensor:
         losses = cross_entropy_tokens(outputs[columns.TEXT_LOGPROBS], texts[columns.LOSS_MASK])

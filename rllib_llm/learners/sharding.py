@@ -145,7 +145,7 @@ class GradientSums:
     """
 
     def __init__(self, params: list[nn.Parameter], bucket_bytes: int = _BUCKET_BYTES) -> None:
-        self._unsent = list(_buckets(params, bucket_bytes))
+        self._unsent = list(buckets(params, bucket_bytes))
         self._place = {id(p): i for i, bucket in enumerate(self._unsent) for p in bucket}
         self._num_to_come: list[int] = []  # gradients of each bucket in the current pass
         self._sent: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # with its gradient and the sum
@@ -233,7 +233,7 @@ def _leaves(loss: Tensor) -> list[Tensor]:
     return leaves
 
 
-def _buckets(params: list[nn.Parameter], bucket_bytes: int) -> Iterator[list[nn.Parameter]]:
+def buckets(params: list[nn.Parameter], bucket_bytes: int) -> Iterator[list[nn.Parameter]]:
     """Neighbours of one dtype and at least `bucket_bytes` but for the last."""
     bucket: list[nn.Parameter] = []
     size = 0

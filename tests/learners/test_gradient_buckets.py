@@ -12,7 +12,7 @@ import torch.multiprocessing
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rllib_llm.learners.sharding import GradientSums, _buckets
+from rllib_llm.learners.sharding import GradientSums, buckets
 from rllib_llm.modules.precision import ComputingCopy
 
 SHAPES = ((3, 4), (1,), (50,), (2, 2), (7,))
@@ -168,5 +168,5 @@ def test_sums_that_begin_during_the_last_pass_are_the_sums_after_it(found, way):
 def test_a_bucket_ends_where_it_is_full_or_the_dtype_changes():
     params = _params(0)
     params[4].data, params[4].grad = torch.zeros(7, dtype=torch.bfloat16), None
-    sizes = [[param.numel() for param in bucket] for bucket in _buckets(params, 64)]
+    sizes = [[param.numel() for param in bucket] for bucket in buckets(params, 64)]
     assert sizes == [[12, 1, 50], [4], [7]]  # 52 bytes are less than 64, 252 are more
