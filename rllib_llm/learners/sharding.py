@@ -11,6 +11,7 @@ sums over global denominators. Where each learner holds all weights, `GradientSu
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -139,15 +140,15 @@ class GradientSums:
         all-reduce                └─ bucket n ─▶ ...  └─ bucket 1 ─▶ ...  `finish`
 
     Buckets are sent in the same order by all learners, from the last to the first, each in the
-    last backward pass once its gradients are there; `finish` sends the rest. A
-    parameter without a gradient counts as zero: this learner had no rows, or never uses it. The
-    sums lie in the buckets, of which `param.grad` are views, so that no gradient is held twice.
+    last backward pass once its gradients are there; `finish` sends the rest. A parameter without a
+    gradient counts as zero: this learner had no rows, or never uses it. The sums lie in the
+    buckets, of which `param.grad` are views, so that no gradient is held twice.
     """
 
     def __init__(self, params: list[nn.Parameter], bucket_bytes: int = _BUCKET_BYTES) -> None:
         self._unsent = list(buckets(params, bucket_bytes))
         self._place = {id(p): i for i, bucket in enumerate(self._unsent) for p in bucket}
-        self._num_to_come: list[int] = []  # gradients of each bucket in the current pass
+        self._num_to_come: Counter[int] = Counter()  # gradients of each bucket in this pass
         self._sent: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # with its gradient and the sum
         self._works: list[Any] = []
 
@@ -163,9 +164,9 @@ class GradientSums:
         If that pass fails for lack of memory, all passes may be repeated: buckets that were sent
         hold whole gradients, and are not sent again.
         """
-        leaves = [(leaf, self._place.get(id(trained_weight(leaf)))) for leaf in _leaves(loss)]
-        places = [place for _, place in leaves if place is not None]
-        self._num_to_come = [places.count(place) for place in range(len(self._unsent))]
+        found = ((leaf, self._place.get(id(trained_weight(leaf)))) for leaf in _leaves(loss))
+        leaves = [(leaf, place) for leaf, place in found if place is not None]
+        self._num_to_come = Counter(place for _, place in leaves)
         num_unsent = len(self._unsent)
 
         def arrived(leaf: Tensor, place: int) -> None:
@@ -179,7 +180,6 @@ class GradientSums:
         hooks = [
             leaf.register_post_accumulate_grad_hook(partial(arrived, place=place))
             for leaf, place in leaves
-            if place is not None
         ]
         try:
             if leaves:
