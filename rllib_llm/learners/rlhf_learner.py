@@ -107,7 +107,8 @@ class RLHFLearner(LanguageModelLearner):
         kl = torch.zeros_like(batch[columns.OLD_LOGPROBS]) if measured is None else measured
         processed, factors = self._process_scores(batch)
         if columns.REWARDS in batch:  # parts of the scores, which stay parts of them
-            batch[columns.REWARDS] = batch[columns.REWARDS] * factors.unsqueeze(1)
+            scale = columns.moved(factors, self._device).unsqueeze(1)
+            batch[columns.REWARDS] = batch[columns.REWARDS] * scale
         # Before advantages: groups that these drop from the loss were sampled all the same.
         self._log_objective(batch, processed, measured)
         batch.update(self.compute_advantages(batch, processed, kl))
@@ -312,8 +313,8 @@ class RLHFLearner(LanguageModelLearner):
 
     def _process_scores(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Scores [B] after penalties, clipping and running scaling, in this order, equal for all
-        rows of a rollout; and the factors [B] by which parts of a score must be multiplied to be
-        scaled and clipped alike. Computed on the host: what depends on them is known there."""
+        rows of a rollout; and on the host the factors [B] by which parts of a score must be
+        multiplied to be scaled and clipped alike. All is computed there, and remembered."""
         config, batch = self.config, columns.on_host(batch)
         whole = RolloutRows.of_batch(batch)
         lengths = whole.total(columns.written_mask(batch).sum(dim=1))
@@ -337,7 +338,7 @@ class RLHFLearner(LanguageModelLearner):
             score = self.score_scale.scale(score)
             factors = factors * self.score_scale.factor
         score = score.where(batch[columns.VALID], 0.0)
-        return columns.moved(score, self._device), columns.moved(factors, self._device)
+        return columns.moved(score, self._device), factors
 
     # --- per micro-batch ---------------------------------------------------------------------
 

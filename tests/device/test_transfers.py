@@ -26,7 +26,7 @@ MOST = {
     "envs": {"to_device": 12, "to_host": 12, "wait": 3},
     "engines": {"to_device": 12, "to_host": 16, "wait": 1},
     "rollouts": {"to_device": 3, "to_host": 28},
-    "shared": {"to_host": 3},
+    "shared": {"to_device": 2, "to_host": 3},  # scores and masks, which are made on the host
     "learners": {"to_device": 8, "to_host": 6},
     "modules": {"to_device": 50, "to_host": 2},
     "numerics": {"to_device": 2},
@@ -73,8 +73,8 @@ WAYS = {
     "PPO": (tiny.ppo, {}),
     "micro-batches": (tiny.grpo, {"micro_batch_tokens": 40}),
     "scores": (tiny.grpo, {
-        "drop_zero_variance_groups": True, "mask_truncated": True, "scale_scores": True,
-        "score_clip": 5.0, "missing_eos_penalty": 1.0, "length_penalty": 0.1,
+        "drop_zero_variance_groups": True, "scale_scores": True, "score_clip": 5.0,
+        "missing_eos_penalty": 1.0, "length_penalty": 0.1,
     }),
     "KL to the learner's reference": (tiny.grpo, {"ref_kl_coeff": 0.1, "reference_in": "learner"}),
     "decoupled": (
