@@ -76,11 +76,15 @@ def right_number(completions: list[Any], answer: list[str]) -> list[float]:
     """1 where the last number of a completion, or of a conversation's last message, is the answer;
     0 where it is another one, or there is none."""
     texts = [said if isinstance(said, str) else said[-1]["content"] for said in completions]
-    found = [_NUMBER.findall(text) for text in texts]
     return [
-        float(bool(numbers) and float(numbers[-1].replace(",", "")) == float(right))
-        for numbers, right in zip(found, answer, strict=True)
+        float(_last_number(text) == _last_number(right) is not None)
+        for text, right in zip(texts, answer, strict=True)
     ]
+
+
+def _last_number(text: str) -> float | None:
+    numbers = _NUMBER.findall(text)
+    return float(numbers[-1].replace(",", "")) if numbers else None
 
 
 def _question(text: str) -> list[dict[str, str]]:

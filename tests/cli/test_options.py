@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from rllib_llm.cli.main import app
 
-# Ray 2.40's `rllib train file`, as far as it makes sense on the new API stack; trackers are settings.
+# Ray 2.40's `rllib train file`, as far as it makes sense here; trackers are settings.
 RAY_OPTIONS = [
     "--stop", "--checkpoint-freq", "--checkpoint-at-end", "--keep-checkpoints-num",
     "--checkpoint-score-attr", "--storage-path", "--restore", "--resume", "--num-samples",
