@@ -44,11 +44,18 @@ def gsm8k(data: Source) -> list[dict[str, Any]]:
     ]
 
 
-def openings(data: Source, num_words: int, column: str = "prompt") -> list[dict[str, str]]:
-    """Rows of one `column`: the first `num_words` words of each row's `text`."""
+def openings(
+    data: Source, num_words: int, column: str = "prompt", num_rows: int | None = None
+) -> list[dict[str, str]]:
+    """Rows of one `column`: the first `num_words` words of each row's `text`.
+
+    num_rows: of rows at even distances, since published data is often sorted by label; None: all.
+    """
     rows = load_rows(data)
     require_columns(rows, ["text"])
-    return [{column: _opening(row["text"], num_words)} for row in rows]
+    count = min(num_rows or len(rows), len(rows))
+    chosen = (rows[i * len(rows) // count] for i in range(count))
+    return [{column: _opening(row["text"], num_words)} for row in chosen]
 
 
 def sentiment_pairs(

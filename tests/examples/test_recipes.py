@@ -57,6 +57,13 @@ def test_openings_are_words_without_line_breaks_of_html():
     assert recipes.openings(rows, 9, column="text") == [{"text": "One two. Three four"}]
 
 
+def test_fewer_openings_are_at_even_distances():
+    rows = [{"text": str(n)} for n in range(10)]
+    found = recipes.openings(rows, 1, num_rows=4)
+    assert [row["prompt"] for row in found] == ["0", "2", "5", "7"]  # 10 i / 4, rounded down
+    assert len(recipes.openings(rows, 1, num_rows=99)) == 10
+
+
 def test_pairs_hold_a_positive_and_a_negative_opening():
     pairs = recipes.sentiment_pairs(REVIEWS, 4, num_pairs=6)
     assert len(pairs) == 6
