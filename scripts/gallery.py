@@ -29,7 +29,10 @@ NUM_PROMPTS = 5
 LONGEST = 160  # characters of a completion that are shown
 STARTED = "%Y-%m-%d_%H-%M-%S"
 NOT_SHOWN = {
-    "stories_sentiment": "needs a model and reviews of your own",
+    **dict.fromkeys(
+        ("chat_dpo", "cluster_grpo", "distill", "gsm8k_grpo", "sentiment_ppo_ptx", "tools_grpo"),
+        "a recipe for models and data of the hub",
+    ),
     "verifiers_grpo": "needs verifiers in an environment of its own",
     "shared_arithmetic": "the first stage of the arithmetic examples",
     "shared_reviews": "the first stages of the searches",

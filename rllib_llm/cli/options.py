@@ -92,12 +92,6 @@ class RunOptions(RayOptions):
         help="Tune scheduler: fifo, asha, hyperband, median_stopping, pbt, ...")] = None
     scheduler_config: Annotated[str, Option(
         help="Arguments of the scheduler, as JSON or YAML.")] = "{}"
-    wandb_key: Annotated[str | None, Option(
-        help="Log to Weights & Biases with this API key. Without it --wandb-project uses your "
-        "login, or, with WANDB_MODE=offline, no account at all.")] = None
-    wandb_project: Annotated[str | None, Option(
-        help="Weights & Biases project; switches it on.")] = None
-    wandb_run_name: Annotated[str | None, Option(help="Name of the Weights & Biases run.")] = None
     overrides: Overrides = None
     as_test: Annotated[bool, Option(
         "--as-test", help="Exit with 1 if a pass criterion is not met.")] = False

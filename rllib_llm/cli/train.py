@@ -9,7 +9,6 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -195,7 +194,6 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions, sourc
         if not options.resume:  # one that resumes may be to free a full disk
             check_writable(root)
             check_disk(experiments, root)
-        logger_of = _loggers(options, len(experiments))
         run = (root, name, options.experiment_name, source)
         folder = resumed_folder(*run) if options.resume else new_folder(*run, experiments)
     from rllib_llm.runs.report import report
@@ -216,9 +214,8 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions, sourc
                 for reservation in reserved:
                     check_resources(reservation, nodes)
             results = run_stages(
-                experiments, folder, console, resume=options.resume,
-                loggers=lambda stage: logger_of(folder.name, stage), told=warned,
-            )  # fmt: skip
+                experiments, folder, console, resume=options.resume, told=warned
+            )
     except (StageFailed, OSError, ValueError) as error:
         place = f" from {error.goes_on_from}" if isinstance(error, StageFailed) else ""
         next_step = f"This goes on{place}:\n  {resume_command(folder, options)}"
@@ -279,38 +276,10 @@ def _saved(experiments: list[Experiment], folder: Place) -> list[str]:
 
 
 def resume_command(folder: Place, options: RunOptions) -> str:
-    """Return the command line that resumes the run in `folder`, without secrets: W&B's key is read
-    from the environment or its login."""
+    """Return the command line that resumes the run in `folder`."""
     from rllib_llm.runs.report import rllib_command
 
-    words: list[str] = []
-    for word in sys.argv[1:]:
-        if words and words[-1] == "--wandb-key":
-            words.pop()
-        elif word != "--resume" and not word.startswith("--wandb-key="):
-            words.append(word)
+    words = [word for word in sys.argv[1:] if word != "--resume"]
     if options.experiment_name is None:
         words += ["--experiment-name", folder.name]
     return f"{rllib_command()} {shlex.join([*words, '--resume'])}"
-
-
-def _loggers(options: RunOptions, num_stages: int) -> Callable[[str, str], list[Any]]:
-    """Return a function from the names of the run and of a stage to callbacks that log it."""
-    if not (options.wandb_project or options.wandb_key):
-        require(not options.wandb_run_name, "--wandb-run-name", options.wandb_run_name,
-                "come with --wandb-project", "", "")  # fmt: skip
-        return lambda run, stage: []
-    from rllib_llm.runs.wandb_logger import WandbLogger, check_wandb
-
-    check_wandb(options.wandb_key)
-    os.environ.setdefault("WANDB_SILENT", "true")
-    project = options.wandb_project or "rllib_llm"
-
-    def loggers(run: str, stage: str) -> list[Any]:
-        base = options.wandb_run_name or run
-        name = base if num_stages == 1 else f"{base}-{stage}"
-        # A trial that is started again goes on in the W&B run of its id; the key stays in the
-        # environment, since Tune writes its callbacks into a file that others can read.
-        return [WandbLogger(project=project, group=run, name=name, resume="allow")]
-
-    return loggers

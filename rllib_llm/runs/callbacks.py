@@ -19,7 +19,7 @@ import pickle
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -38,12 +38,14 @@ from rllib_llm.overseer.oversight import STOP_RUN
 from rllib_llm.overseer.phases import PAUSED
 from rllib_llm.rollouts.errors import BrokenSamplerError
 from rllib_llm.runs.results import local_folder, other_trials_checkpoint, read_results
+from rllib_llm.runs.trackers import tracker_callbacks, wrong_trackers
 from rllib_llm.runs.trial_checkpoints import (
     KeepBestCheckpoint,
     SaveOnStop,
     TimedCheckpoints,
     UseFailureCheckpoints,
 )
+from rllib_llm.shared.errors import report
 from rllib_llm.shared.messages import TrialEar
 from rllib_llm.shared.process import StarvedProcesses, TimeLimit
 from rllib_llm.shared.ray_compat import processes_of
@@ -379,7 +381,7 @@ def _folder_of(trial: Any) -> Path:
 def default_callbacks(
     *, checkpoint_interval_s: float | str | None = "auto",
     hung_trial_timeout_s: float | str | None = "auto", metric: str | None = None,
-    mode: str | None = None, wandb_project: str | None = None,
+    mode: str | None = None, trackers: Sequence[str] = (),
 ) -> list[Callback]:  # fmt: skip
     """Return new callbacks for one `tune.RunConfig(callbacks=...)`, whose storage is a folder.
 
@@ -391,18 +393,18 @@ def default_callbacks(
         checkpoint_interval_s: see `TimedCheckpoints`; None: no checkpoints by time.
         hung_trial_timeout_s: see `RestartHungTrials`; None: a silent trial is waited for.
         metric, mode: the result that `best_checkpoint` goes by; see `KeepBestCheckpoint`.
-        wandb_project: a Weights & Biases project for results and tables of sampled texts.
+        trackers: wandb, mlflow, tensorboard or trackio, which get every result.
+
+    Raises:
+        Problems: a tracker that is unknown, not installed, or lacks its key.
     """
     callbacks: list[Callback] = [ResultLog(), CsvAtEnd()]
     if checkpoint_interval_s is not None:
         callbacks.append(TimedCheckpoints(checkpoint_interval_s))
     callbacks += [KeepBestCheckpoint(metric, mode), UseFailureCheckpoints(), SaveOnStop()]
     callbacks += [RestartHungTrials(hung_trial_timeout_s), EndBrokenTrials()]
-    if wandb_project is not None:
-        from rllib_llm.runs.wandb_logger import WandbLogger, check_wandb
-
-        check_wandb(None)
-        callbacks.append(WandbLogger(project=wandb_project, resume="allow"))
+    report(wrong_trackers(trackers))
+    callbacks += tracker_callbacks(trackers, "python", "trial")
     return callbacks
 
 

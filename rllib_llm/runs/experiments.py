@@ -101,6 +101,10 @@ class Experiment(Settings):
     pass_criteria: dict[str, Any] = setting(
         {}, "the least values of the last result that count as a pass"
     )
+    trackers: list[str] = setting(
+        [], "experiment trackers that get every result: wandb, mlflow, tensorboard, trackio",
+        remedy="Write `trackers: [wandb]`",
+    )  # fmt: skip
     description: str = setting(
         "", "what the experiment does, for readers of the file", may_be_empty=True
     )

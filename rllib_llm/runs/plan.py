@@ -44,6 +44,7 @@ from rllib_llm.runs.search_space import (
     points,
     search_space,
 )
+from rllib_llm.runs.trackers import wrong_trackers
 from rllib_llm.shared.errors import (
     Problem,
     SettingWarning,
@@ -147,6 +148,7 @@ def _experiment_problems(experiment: Experiment) -> Iterator[Problem]:
     if (source := experiment.restore) is not None and "${" not in source:
         place = f"{experiment.name}.restore"
         yield from refusals(restore_source, source, algo_class, place, experiment.stop)
+    yield from wrong_trackers(experiment.trackers)
     for key in COUNTERS:
         if (limit := experiment.stop.get(key, 1)) <= 0:
             yield Problem(f"stop.{key}", "be above 0", "a trial ends when its count reaches it",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -26,6 +26,7 @@ from rllib_llm.runs.report_page import PAGE_FILE, find_trials, write_page
 from rllib_llm.runs.results import StageResult, collect_result, flatten, is_reached, short_name
 from rllib_llm.runs.run_folder import has_saved, set_aside, write_environment
 from rllib_llm.runs.search_space import make_scheduler, make_searcher, search_space
+from rllib_llm.runs.trackers import tracker_callbacks
 from rllib_llm.runs.trial_checkpoints import CUT_SHORT, SaveOnStop, note_saved
 from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.messages import failure_text
@@ -53,14 +54,13 @@ class StageInterrupted(RuntimeError):
 
 def run_stages(
     experiments: list[Experiment], folder: Place, console: Console, *, resume: bool = False,
-    loggers: Callable[[str], list[Any]] = lambda stage: [], told: Sequence[str] = (),
+    told: Sequence[str] = (),
 ) -> list[StageResult]:  # fmt: skip
     """Run the experiments in order, each with the results of the earlier ones.
 
     Args:
         folder: of the run; each stage's results go to the subfolder of its name.
         resume: keep finished stages that lie there and continue the others.
-        loggers: name of a stage -> further callbacks of its Tune run.
         told: warnings that the user has read already.
 
     Raises:
@@ -78,7 +78,7 @@ def run_stages(
         name = experiment.name
         if result is None:
             resolved = fill(experiment, lambda ref, where: _product(products, ref, where))
-            result = run_stage(resolved, folder, console, resume, loggers(name), told)
+            result = run_stage(resolved, folder, console, resume, told)
         products[f"{name}.model"] = result.model
         products[f"{name}.checkpoint"] = result.checkpoint
         products[f"{name}.rollouts"] = rollouts_of(result.best_trial_folder)
@@ -100,7 +100,7 @@ def _product(products: Mapping[str, Place | None], ref: str, where: str) -> str:
 
 
 def run_stage(
-    experiment: Experiment, run_folder: Place, console: Console, resume: bool, loggers: list[Any],
+    experiment: Experiment, run_folder: Place, console: Console, resume: bool,
     told: Sequence[str] = (),
 ) -> StageResult:  # fmt: skip
     """Run one experiment, every reference resolved, to its end."""
@@ -127,7 +127,7 @@ def run_stage(
         ),
         NewTerms(experiment.stop, experiment.max_failures, checkpoint_settings(experiment),
                  planned),
-        *loggers,
+        *tracker_callbacks(experiment.trackers, run_folder.name, experiment.name),
     ]  # fmt: skip
     stopping = next(one for one in callbacks if isinstance(one, SaveOnStop))
     with table, stopping, warnings.catch_warnings():

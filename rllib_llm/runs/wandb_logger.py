@@ -10,8 +10,7 @@ from typing import Any
 from ray.air.integrations.wandb import WandbLoggerCallback
 
 from rllib_llm.rollouts.recorder import SAMPLES_FILE
-from rllib_llm.shared.errors import Problems
-from rllib_llm.shared.ray_compat import set_wandb_key, wandb_logging_actor
+from rllib_llm.shared.ray_compat import wandb_logging_actor
 from rllib_llm.shared.storage import new_lines
 
 _LoggingActor: Any = wandb_logging_actor()
@@ -46,16 +45,3 @@ class WandbLogger(WandbLoggerCallback):
 
     def _start_logging_actor(self, trial: Any, exclude_results: list[str], **kwargs: Any) -> None:
         super()._start_logging_actor(trial, exclude_results, trial_folder=trial.path, **kwargs)
-
-
-def check_wandb(key: str | None) -> None:
-    """Check that W&B can be used: a key, a login, or WANDB_MODE=offline.
-
-    Raises:
-        Problems: none of them.
-    """
-    try:
-        set_wandb_key(key)  # into the environment
-    except ValueError as error:
-        remedy = "Give --wandb-key, run `wandb login`, or set WANDB_MODE=offline"
-        raise Problems("--wandb-project", "come with an API key", "", remedy) from error

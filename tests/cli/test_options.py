@@ -8,13 +8,12 @@ from typer.testing import CliRunner
 
 from rllib_llm.cli.main import app
 
-# Ray 2.40's `rllib train file`, as far as it makes sense on the new API stack.
+# Ray 2.40's `rllib train file`, as far as it makes sense here; trackers are settings.
 RAY_OPTIONS = [
     "--stop", "--checkpoint-freq", "--checkpoint-at-end", "--keep-checkpoints-num",
     "--checkpoint-score-attr", "--storage-path", "--restore", "--resume", "--num-samples",
     "--experiment-name", "--ray-address", "--ray-num-cpus", "--ray-num-gpus", "--scheduler",
-    "--scheduler-config", "--ray-object-store-memory", "--wandb-key", "--wandb-project",
-    "--wandb-run-name", "--set",
+    "--scheduler-config", "--ray-object-store-memory", "--set",
 ]  # fmt: skip
 
 

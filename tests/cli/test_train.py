@@ -430,11 +430,10 @@ def test_the_version_is_told():
     assert result.output.startswith(f"rllib-llm {rllib_llm.__version__}, ray 2.")
 
 
-def test_the_command_that_resumes_holds_no_secret(monkeypatch, tmp_path):
-    for given in (["--wandb-key", "s3cret"], ["--wandb-key=s3cret"]):
-        monkeypatch.setattr(sys, "argv", ["rllib", "train", "file", "x.yaml", *given, "-v"])
-        command = resume_command(tmp_path / "run", RunOptions())
-        assert command == "rllib train file x.yaml -v --experiment-name run --resume"
+def test_the_command_that_resumes_names_the_run(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["rllib", "train", "file", "x.yaml", "-v"])
+    command = resume_command(tmp_path / "run", RunOptions())
+    assert command == "rllib train file x.yaml -v --experiment-name run --resume"
 
 
 @pytest.mark.slow  # a whole run
@@ -554,7 +553,7 @@ def test_algorithms_of_rllib_run_from_the_command_line(tmp_path, ray_session):
         (["train", "--algo", COUNTER, "--restore", "/nowhere"], "must be a checkpoint folder"),
         (["train", "--algo", COUNTER, "--stop", "{a: many}"], "stop.a='many' must be a number"),
         (["train", "--algo", COUNTER, "--num-samples", "0"], "Invalid value for '--num-samples'"),
-        (["train", "--algo", COUNTER, "--wandb-run-name", "x"], "must come with --wandb-project"),
+        (["train", "--algo", COUNTER, "--set", "trackers=[wandbb]"], "Did you mean 'wandb'?"),
         (
             ["train", "--algo", COUNTER, "--resume", "--storage-path", "/nowhere"],
             "a run 'default' of the command line must lie in '/nowhere'",

@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from tests.tiny_models import llama
 
 _HERMES_CALLS = (
     "{% for c in m.tool_calls or [] %}\n<tool_call>\n"
@@ -130,6 +132,15 @@ def family_tokenizer(family: str) -> PreTrainedTokenizerFast:
         additional_special_tokens=_SPECIALS[family], chat_template=TEMPLATES[family],
         clean_up_tokenization_spaces=False,
     )  # fmt: skip
+
+
+def build_chat_llama() -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    """A tiny chat model with random weights, whose template knows tools."""
+    tokenizer = family_tokenizer("chatml")
+    model = llama(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64,
+                  max_position_embeddings=1024, bos_token_id=None, pad_token_id=0,
+                  eos_token_id=tokenizer.eos_token_id)  # fmt: skip
+    return model, tokenizer
 
 
 ADD = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -15,7 +16,6 @@ from rllib_llm.runs.plan import check_experiments
 from rllib_llm.runs.results import export_model, flatten
 from rllib_llm.runs.search_space import examples, search_space
 from rllib_llm.runs.yaml_loader import examples_folder, load, read
-from rllib_llm.shared.errors import Problems
 
 FOLDER = examples_folder()
 FILES = sorted(FOLDER.glob("*.yaml"))
@@ -31,19 +31,41 @@ SMALL = {
     "evaluation_num_env_runners": 0,
     "num_cpus_for_main_process": 1,
 }
+# Recipes: data of the hub is replaced by rows of the same columns, models by tiny ones.
+MODEL = "tests.conversations.templates.build_chat_llama"
+QUESTIONS = [{"question": f"What is {n}+1?", "answer": f"It is {n}+1=<<{n}+1={n + 1}>>{n + 1}.\n"
+              f"#### {n + 1}"} for n in range(16)]  # fmt: skip
+REVIEWS = [{"text": f"Film {n} is {word}.<br />I saw it", "label": int(word == "fine")}
+           for n in range(16) for word in ("fine", "dull")]  # fmt: skip
+PAIRS = [{"prompt": f"Say {n}.", "chosen": f"{n}.", "rejected": "No."} for n in range(16)]
+RECIPES: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
+    "gsm8k_grpo": (QUESTIONS, {"vars.tokens": 8}),
+    "sentiment_ppo_ptx": (REVIEWS, {"vars.tokens": 4, "vars.eos": "<|im_end|>"}),
+    "chat_dpo": (PAIRS, {}),
+    "tools_grpo": ([], {"vars.turn_tokens": 8}),
+    "distill": (QUESTIONS, {"vars.tokens": 8, "vars.teacher": MODEL}),
+    "cluster_grpo": (QUESTIONS, {"vars.tokens": 8, "engine": "torch", "engine_settings": None}),
+}
 
 
-def experiments_of(file: Path) -> list[Experiment]:
-    """The experiments of the file; skips the test where a variable has no value yet, or where a
-    package is not there that cannot be beside the tests' own."""
+def recipe_overrides(stem: str, folder: Path, model: str = MODEL) -> list[str]:
+    """`--set` texts with which a recipe needs no hub and no GPU."""
+    if stem not in RECIPES:
+        return []
+    rows, own = RECIPES[stem]
+    sets = {"vars.gpus": 0, "vars.model": model, **own}
+    if rows:
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        sets |= {"vars.train": str(folder / "rows.jsonl"), "vars.test": str(folder / "rows.jsonl")}
+    return [f"{key}={json.dumps(value)}" for key, value in sets.items()]
+
+
+def experiments_of(file: Path, folder: Path) -> list[Experiment]:
+    """The experiments of the file; skips the test where a package is not there that cannot be
+    beside the tests' own."""
     if file.stem.startswith("verifiers"):
         pytest.importorskip("verifiers", reason="verifiers pins openai below 3")
-    try:
-        return load(read(file), file.name, here=FOLDER)
-    except Problems as error:
-        if "must have a value" not in str(error):
-            raise
-        pytest.skip(f"{file.name} wants data of yours: {error}")
+    return load(read(file), file.name, tuple(recipe_overrides(file.stem, folder)), FOLDER)
 
 
 def small_settings(experiment: Experiment) -> dict[str, Any]:
@@ -88,20 +110,21 @@ def test_there_are_examples():
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_the_example_is_valid_and_says_what_it_is(file):
+def test_the_example_is_valid_and_says_what_it_is(file, tmp_path):
     assert file.read_text(encoding="utf-8").startswith("# ")
-    experiments = experiments_of(file)
+    experiments = experiments_of(file, tmp_path)
     check_experiments(experiments)
     for experiment in experiments:  # of more held-out rows a run warns
         if isinstance(held_out := experiment.config.get("eval_data"), dict):
-            assert held_out["kwargs"]["n"] <= experiment.config.get("evaluation_duration", 256)
+            judged = experiment.config.get("evaluation_duration", 256)
+            assert held_out["kwargs"].get("n", 0) <= judged
 
 
 @pytest.mark.slow  # forty models are built and trained
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_every_stage_runs(file, ray_session, tmp_path):
     products: dict[str, str] = {}
-    for experiment in experiments_of(file):
+    for experiment in experiments_of(file, tmp_path):
         experiment = fill(experiment, lambda reference, where: products[reference])
         result, made = run_small(experiment, tmp_path / experiment.name)
         products.update({f"{experiment.name}.{key}": path for key, path in made.items()})
