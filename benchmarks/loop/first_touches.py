@@ -1,16 +1,17 @@
-"""Files of the package that one `training_step` runs code of: how much of the house a reader of the
-loop has to walk through.
+"""Files of the package that one `training_step`, or one request to a server, runs code of: how much
+of the house a reader of the loop has to walk through.
 
-    python -m benchmarks.loop.first_touches [--case grpo|lockstep|conversation] [--list 20]
+    python -m benchmarks.loop.first_touches [--case grpo|lockstep|conversation|request] [--list 20]
 
-Sampler and learner are in the driver's process; the second `training_step` is watched by a
-profiler, threads included. With --list also the files of which the fewest lines are in functions
-that were called.
+Sampler and learner, or server and engine, are in the driver's process; the second `training_step`
+or request is watched by a profiler, threads included. With --list also the files of which the
+fewest lines are in functions that were called.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import sys
@@ -26,6 +27,7 @@ import ray
 import rllib_llm
 from benchmarks.common import full_length
 from rllib_llm import GRPOConfig
+from tests.serving import tiny_server
 
 PACKAGE = Path(rllib_llm.__file__).resolve().parent
 
@@ -35,23 +37,23 @@ class Touches:
 
     def __init__(self) -> None:
         self.code: dict[str, set[CodeType]] = defaultdict(set)
-        self._watches = False
+        self.is_watching = False
         threading.setprofile(self._note)
         sys.setprofile(self._note)
 
     def _note(self, frame: FrameType, event: str, _: Any) -> None:
-        if self._watches and event == "call":
+        if self.is_watching and event == "call":
             self.code[frame.f_code.co_filename].add(frame.f_code)
 
     def watching(self, call: Callable[[], Any]) -> Callable[[], Any]:
         """The call, watched."""
 
         def watched() -> Any:
-            self._watches = True
+            self.is_watching = True
             try:
                 return call()
             finally:
-                self._watches = False
+                self.is_watching = False
 
         return watched
 
@@ -84,23 +86,44 @@ def conversation() -> GRPOConfig:
 
 
 CASES = {"grpo": grpo, "lockstep": lockstep, "conversation": conversation}
+REQUEST = "request"
+
+
+def train(config: GRPOConfig, touches: Touches) -> None:
+    """Two iterations; the second is watched."""
+    algorithm = config.build_algo()
+    algorithm.train()
+    algorithm.training_step = touches.watching(algorithm.training_step)
+    algorithm.train()
+    algorithm.stop()
+
+
+async def ask(touches: Touches) -> None:
+    """Two chats, answered whole; the second is watched."""
+    chat = [{"role": "user", "content": "1+2="}]
+    body = {"model": tiny_server.NAME, "messages": chat, "max_tokens": 8}
+    async with tiny_server.asgi_client(tiny_server.service()) as client:
+        for watches in (False, True):
+            touches.is_watching = watches
+            answer = await client.post("/v1/chat/completions", json=body)
+            touches.is_watching = False
+            answer.raise_for_status()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--case", choices=CASES, help="all by default")
+    parser.add_argument("--case", choices=[*CASES, REQUEST], help="all by default")
     parser.add_argument("--list", type=int, default=0, help="files with the fewest lines")
     args = parser.parse_args()
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=2**27)
-    for case in [args.case] if args.case else CASES:
+    for case in [args.case] if args.case else [*CASES, REQUEST]:
         touches = Touches()
-        algorithm = CASES[case]().build_algo()
-        algorithm.train()
-        algorithm.training_step = touches.watching(algorithm.training_step)
-        algorithm.train()
+        if case == REQUEST:
+            asyncio.run(ask(touches))
+        else:
+            train(CASES[case](), touches)
         sys.setprofile(None)
-        algorithm.stop()
         files = touches.files()
         line = {"case": case, "files": len(files), "lines": sum(files.values())}
         if args.list:

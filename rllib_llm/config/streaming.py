@@ -78,10 +78,10 @@ class Streaming(Settings):
         also="over_sampling_batch_size oversample_ratio",
     )  # fmt: skip
     filters: list[Any] | None = setting(
-        None, "the filters of groups to train on", note="Names (`reward_spread`, `least_reward`, "
-        "`length`, `distinct`), dotted paths of functions of one group that return (keep, reason), "
-        "or {name: ..., and settings}. Other prompts are sampled instead of rejected ones; "
-        "['reward_spread'] is DAPO's dynamic sampling.",
+        None, "the filters of groups to train on", note="Names, such as `reward_spread`, "
+        "which is DAPO's dynamic sampling, dotted paths of functions of one group that return "
+        "(keep, reason), or {name: ..., and settings}. Other prompts are sampled instead of "
+        "rejected ones.",
         also="dynamic_sampling filter_groups dynamic_sampling_filter_path",
         remedy="Write ['reward_spread']",
     )  # fmt: skip

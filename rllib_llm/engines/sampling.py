@@ -277,7 +277,7 @@ def choose_tokens(
         tokens = permitted.argmax(dim=-1, keepdim=True)
     else:
         assert noise is not None, "sampling needs one uniform per row"
-        tokens = invert_cdf(truncate(weights, params.top_k, params.top_p, params.min_p), noise)
+        tokens = invert_cdf(truncate(weights, params), noise)
     logprobs = (logits.gather(-1, tokens) - top) / params.temperature - log_total
     likeliest = None
     if params.top_logprobs:
@@ -306,27 +306,25 @@ def invert_cdf(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     return tokens.clamp_(max=weights.shape[-1] - 1)
 
 
-def truncate(weights: torch.Tensor, top_k: int, top_p: float, min_p: float = 0.0) -> torch.Tensor:
+def truncate(weights: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """Weights with everything below min-p, then outside the top-k and the top-p set, put to 0.
 
     Args:
         weights: [batch, vocab] float32, >= 0, 1 for the likeliest token of each row.
-        top_k: tokens kept, 0 = all. Ties with the k-th stay.
-        top_p: the likeliest tokens holding at least this share of what top-k left, 1 = all. Ties
-            with the last of them stay.
-        min_p: the least weight that stays, 0 = all.
+        params: min_p, top_k and top_p are read, the last as a share of what top-k left. Ties with
+            the k-th token, and with the last of the top-p set, stay.
 
     Returns:
         [batch, vocab] float32, the same tensor when nothing is cut.
     """
     vocab = weights.shape[-1]
-    if min_p:
-        weights = weights.where(weights >= min_p, 0.0)
-    if 0 < top_k < vocab:
-        kth = weights.topk(top_k, dim=-1).values[:, -1:]
+    if params.min_p:
+        weights = weights.where(weights >= params.min_p, 0.0)
+    if 0 < params.top_k < vocab:
+        kth = weights.topk(params.top_k, dim=-1).values[:, -1:]
         weights = weights.where(weights >= kth, 0.0)
-    if top_p < 1.0:
-        wanted = top_p * weights.sum(dim=-1, keepdim=True)
+    if params.top_p < 1.0:
+        wanted = params.top_p * weights.sum(dim=-1, keepdim=True)
         if weights.device.type == "cpu":
             # CPU-milliseconds of 64 rows of 32 000, one core with AVX512: torch's sort 250, its 512
             # largest 38, bit by bit 240 to 360, and 26 by NumPy's sort, which uses AVX512.

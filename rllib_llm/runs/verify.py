@@ -377,7 +377,7 @@ class _Trial:
         if params.greedy:
             return float(logits.max() - logits[stored])
         weights = ((logits - logits.max()) / params.temperature).exp().unsqueeze(0)
-        shares = truncate(weights, params.top_k, params.top_p, params.min_p)[0].double()
+        shares = truncate(weights, params)[0].double()
         end = float(shares[: stored + 1].sum() / shares.sum())
         begin = end - float(shares[stored] / shares.sum())
         row = uniform_noise(noise.seed, [noise.row], place - piece.first + 1, noise.turn)

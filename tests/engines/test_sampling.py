@@ -158,7 +158,7 @@ def test_a_likely_stop_token_that_is_forbidden_hides_no_other():
     ],
 )
 def test_truncation_keeps_exactly_the_likeliest(top_k, top_p, kept):
-    weights = truncate(PROBABILITIES[None] * 5, top_k, top_p)
+    weights = truncate(PROBABILITIES[None] * 5, params(top_k=top_k, top_p=top_p))
 
     assert set(weights[0].nonzero().flatten().tolist()) == kept
     for token in kept:
@@ -166,7 +166,8 @@ def test_truncation_keeps_exactly_the_likeliest(top_k, top_p, kept):
 
 
 def test_ties_with_the_last_of_top_k_stay():
-    assert truncate(torch.tensor([[1.0, 2.0, 1.0, 0.5]]), 2, 1.0).tolist() == [[1.0, 2.0, 1.0, 0.0]]
+    weights = torch.tensor([[1.0, 2.0, 1.0, 0.5]])
+    assert truncate(weights, params(top_k=2)).tolist() == [[1.0, 2.0, 1.0, 0.0]]
 
 
 def sorted_nucleus(row, top_p):
@@ -185,7 +186,7 @@ def test_a_nucleus_is_that_of_the_definition(vocab, spread, top_p):
     torch.manual_seed(3)
     weights = (torch.randn(5, vocab) * spread).softmax(-1)
 
-    kept = truncate(weights, 0, top_p)
+    kept = truncate(weights, params(top_p=top_p))
     on_a_gpu = _largest_with_mass(weights, top_p * weights.sum(dim=-1, keepdim=True))
     assert torch.equal(weights.where(weights >= on_a_gpu, 0.0), kept)
 
@@ -200,7 +201,7 @@ def test_ties_with_the_last_of_a_nucleus_stay(vocab):
     torch.manual_seed(3)
     weights = torch.randint(0, 12, (4, vocab)).float().mul(0.3).softmax(-1)
 
-    kept = truncate(weights, 0, 0.5)
+    kept = truncate(weights, params(top_p=0.5))
 
     for row, cut in zip(weights, kept, strict=True):
         assert set(cut.nonzero().flatten().tolist()) == sorted_nucleus(row, 0.5)
