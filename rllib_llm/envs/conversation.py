@@ -247,12 +247,20 @@ class ConversationEnv:
     def _check_task(self, row: PromptRow) -> None:
         """Raises what the first task's columns and messages are refused with: RewardError by reward
         functions, ChatFormatError by the chat template."""
+        self.refuse_images(row)
         if self.rewards is not None:
             self.rewards.check_columns({*row.columns, *_OF_CONVERSATIONS})
         if self.starts_with_prompt or type(self).start is ConversationEnv.start:
             task = row.task()
             chat_format = self.format_of(task)
             chat_format.prompt_ids(self.first_messages(Conversation(chat_format, task=task)))
+
+    def refuse_images(self, row: PromptRow) -> None:
+        """Raises Problems for a task that shows images: the words alone would be read."""
+        if row.images:
+            problem = Problems("image", "be left out of conversations", "they read text alone",
+                               "Drop or rename the column")  # fmt: skip
+            raise problem.within(f"row {row.index}")
 
     @classmethod
     def default_settings(cls) -> dict[str, Any]:

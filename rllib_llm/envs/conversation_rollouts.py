@@ -76,6 +76,7 @@ def new_attempts(
     """Rollouts that have not begun, `num_completions` of each task."""
     attempts = []
     for place, row in enumerate(rows):
+        env.refuse_images(row)
         for copy in range(num_completions):
             group = first_position + place
             task = copied(row.task())

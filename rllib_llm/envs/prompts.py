@@ -59,6 +59,11 @@ class PromptRow:
         """Prompt and columns by name, as conversations have them."""
         return {"prompt": self.prompt, **self.columns}
 
+    @property
+    def images(self) -> list[Any]:
+        """The images that it shows, as they are written; [] of a row of text."""
+        return images_of_row({**self.columns, "prompt": self.prompt})
+
 
 class PromptSource:
     """Prompts of a data set in a fixed, endless order, addressed by position.
@@ -207,7 +212,7 @@ class PromptEncoder:
 
     def images(self, rows: Sequence[PromptRow]) -> dict[str, torch.Tensor]:
         """The columns of what prompts show, see `modules/images.py`; {} if all are text."""
-        shown = [_images_of(row) for row in rows]
+        shown = [row.images for row in rows]
         if not any(shown):
             return {}
         pairs = zip(rows, shown, strict=True)
@@ -240,7 +245,7 @@ class PromptEncoder:
         ids, text = self._tokenize(row)
         if len(ids) <= self.max_prompt_len:
             return ids, text
-        if self.overflow == "error" or _images_of(row):
+        if self.overflow == "error" or row.images:
             raise Problems(
                 "prompt", f"have at most max_prompt_len={self.max_prompt_len} tokens",
                 f"it has {len(ids)} ({text[:60]!r}...)",
@@ -255,7 +260,7 @@ class PromptEncoder:
         """Token ids and text of the whole prompt."""
         tokenizer = self.tokenizer
         try:
-            if images := _images_of(row):
+            if images := row.images:
                 ids, _, text = self._image_prompts.prompt(row.prompt, images)
             elif isinstance(row.prompt, str):
                 text = row.prompt
@@ -273,10 +278,6 @@ class PromptEncoder:
             empty = Problems("prompt", "have a token", "the tokenizer has no BOS", "", row.prompt)
             raise empty.within(f"row {row.index}")
         return ids, text
-
-
-def _images_of(row: PromptRow) -> list[Any]:
-    return images_of_row({**row.columns, "prompt": row.prompt})
 
 
 def _held_out(size: int, eval_fraction: float, split_seed: int) -> np.ndarray:
