@@ -26,7 +26,6 @@ from rllib_llm.envs.judges.reward_functions import question, shown_message
 from rllib_llm.envs.judges.rewards import RewardBatch, RewardSum
 from rllib_llm.envs.prompts import PromptEncoder, PromptRow, PromptSource, teacher_prompts
 from rllib_llm.envs.settings import check_values
-from rllib_llm.modules.images import image_rows
 from rllib_llm.modules.model_source import check_lengths, num_positions, text_config
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import pad_left
@@ -191,13 +190,12 @@ class BanditEnv(VectorEnv):
         self._rows = [row for row in rows for _ in range(num_completions)]
         self._prompt_index = torch.tensor([row.index for row in self._rows], device=self.device)
         self._texts = [text for text in texts for _ in range(num_completions)]
+        if images := self._encoder.images(rows):
+            images[columns.IMAGE_ROW] = images[columns.IMAGE_ROW].repeat_interleave(num_completions)
         self._observation = {
             columns.PROMPT_IDS: ids.repeat_interleave(num_completions, 0).to(self.device),
             columns.PROMPT_MASK: mask.repeat_interleave(num_completions, 0).to(self.device),
-            **{
-                name: column.repeat_interleave(num_completions, 0).to(self.device)
-                for name, column in self._encoder.images(rows).items()
-            },
+            **{name: column.to(self.device) for name, column in images.items()},
         }
         self.position = position + num_prompts
         infos = {columns.PROMPT_INDEX: self._prompt_index, "position": position}
@@ -243,7 +241,8 @@ class BanditEnv(VectorEnv):
         if self.reference is None:
             return infos
         with self._reference_lock:
-            seen = image_rows(self._observation)
+            names = (columns.PROMPT_IDS, columns.PROMPT_MASK)
+            seen = {n: column for n, column in self._observation.items() if n not in names}
             ref_logprobs = self.reference.logprobs(
                 batch.prompt_ids, batch.prompt_mask, ids, mask, self.temperature,
                 **({"seen": seen} if seen else {}),

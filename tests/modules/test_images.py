@@ -68,12 +68,12 @@ def own_logprobs(model, family, ids, mask, shown, completion_ids) -> torch.Tenso
 def test_columns_keep_what_each_row_shows():
     rows = [one_image("smolvlm"), {}, two_images("smolvlm")]
     batch = image_columns(rows)
-    assert {len(column) for column in batch.values()} == {3}
+    assert batch[columns.IMAGE_ROW].tolist() == [0, -1, 1]
     for row, again in zip(rows, image_rows(batch), strict=True):
         assert row.keys() == again.keys()
         assert all(torch.equal(row[name], again[name]) for name in row)
-    assert images_of(batch)["pixel_values"].shape == (2, 2, 3, 28, 28)
-    assert image_rows({}) == [] and images_of(image_columns([{}, {}])) == {}
+    assert batch["image/pixel_values"].shape == (2, 1, 2, 3, 28, 28)
+    assert image_rows({}) == [] and image_columns([{}, {}]) == {} and images_of({}) is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -87,7 +87,7 @@ def test_log_probs_and_gradients_are_those_of_transformers(family):
     all_true = torch.ones_like(completion, dtype=torch.bool)
     gradients = assert_alike(
         model, weights, own_logprobs(model, family, ids, mask, shown, completion),
-        score_completions(model, ids, mask, completion, all_true, images=seen).logprobs,
+        score_completions(model, ids, mask, completion, all_true, shown=seen).logprobs,
     )  # fmt: skip
     assert any("vision" in name or "visual" in name for name in gradients)
 
@@ -135,7 +135,7 @@ def test_an_image_token_that_is_said_is_text(family):
     seen = images_of(image_columns([images for images in shown for _ in range(40)]))
     with torch.no_grad():
         scored = score_completions(
-            model, *rows, out.completion_ids, out.completion_mask, images=seen
+            model, *rows, out.completion_ids, out.completion_mask, shown=seen
         )
     # The decode loop reads them as text; a rounding or two apart.
     torch.testing.assert_close(scored.logprobs, out.logprobs, rtol=1e-5, atol=2e-5)
