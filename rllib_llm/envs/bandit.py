@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -104,6 +104,10 @@ class BanditEnv(VectorEnv):
     def max_prompt_len(self) -> int:
         """Longest prompt [tokens]."""
         return self._encoder.max_prompt_len
+
+    def images_at(self, positions: Sequence[int]) -> dict[str, torch.Tensor]:
+        """What the prompts at these positions show, see `modules/images.py`."""
+        return self._encoder.images([self.prompts.rows(p, 1)[0] for p in positions])
 
     def fork(self) -> BanditEnv:
         """The same environment with prompts of its own, for another thread."""
