@@ -336,7 +336,11 @@ def is_message(given: Any) -> TypeGuard[Mapping[str, Any]]:
 
 
 def _plain(turn: Mapping[str, Any]) -> tuple[str, str]:
-    return str(turn.get("role")), content_text(turn).strip()
+    """Role and words; images among its parts are passed over."""
+    content = turn.get("content")
+    if isinstance(content, list | tuple):
+        content = [p for p in content if not isinstance(p, Mapping) or p.get("type") != "image"]
+    return str(turn.get("role")), content_text({**turn, "content": content}).strip()
 
 
 def num_before_answer(turns: Sequence[Any]) -> int:

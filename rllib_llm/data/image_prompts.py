@@ -30,7 +30,8 @@ Messages = list[dict[str, Any]]
 def images_of_row(row: Mapping[str, Any]) -> list[Any]:
     """The images of a row as they are written, in their order; [] of a row of text."""
     given = [image for name in COLUMNS for image in _listed(row.get(name))]
-    chats = (row.get(name) for name in ("messages", "prompt"))
+    chats = [row.get(name) for name in ("messages", "prompt")]
+    chats += [row.get("chosen")] if not isinstance(chats[1], list) else []
     turns = [turn for chat in chats if isinstance(chat, list) for turn in chat if is_message(turn)]
     return given or [part.get("image") for turn in turns for part in _image_parts(turn)]
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from rllib_llm.modules.multimodal import other_tensors, text_decoder
 from rllib_llm.modules.packing import TokenRows, WantedTokens, pack
@@ -108,12 +109,12 @@ class Shown:
 
     images: Mapping[int, Mapping[str, Tensor]]
     order: Sequence[int]
-    features: dict[int, dict[int, Any]]
+    features: WeakIdKeyDictionary
 
     @classmethod
     def of(cls, images: Mapping[str, Tensor]) -> Shown:
         """What a single row shows."""
-        return cls({0: images}, [0], {})
+        return cls({0: images}, [0], WeakIdKeyDictionary())
 
     @property
     def twice(self) -> Shown:
@@ -121,7 +122,8 @@ class Shown:
         return replace(self, order=[*self.order] * 2)
 
 
-_FEATURES = "rllib_llm_features"  # an attribute of a batch's images
+# What frozen models made of a batch's images, as long as there are both.
+_features = WeakIdKeyDictionary()
 
 
 def image_rows(batch: Mapping[str, Any]) -> list[Mapping[str, Tensor]]:
@@ -147,9 +149,7 @@ def images_of(batch: Mapping[str, Any]) -> Shown | None:
     if not order:
         return None
     whole = batch[PREFIX + names[0]]
-    if not hasattr(whole, _FEATURES):
-        setattr(whole, _FEATURES, {})
-    return Shown(images, order, getattr(whole, _FEATURES))
+    return Shown(images, order, _features.setdefault(whole, WeakIdKeyDictionary()))
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
@@ -208,7 +208,7 @@ class _Tower:
         own = [t for t in other_tensors(model).values() if isinstance(t, nn.Parameter)]
         # All learners, or none, must call one whose layers are spread over them.
         self._is_fixed = not any(p.requires_grad or local_data(p) is not p for p in own)
-        self._known = shown.features.setdefault(id(model), {}) if self._is_fixed else {}
+        self._known = shown.features.setdefault(model, {}) if self._is_fixed else {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(self._own).bind(*args, **kwargs).arguments

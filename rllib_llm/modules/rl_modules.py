@@ -200,8 +200,9 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
         `embeddings` [B, T, hidden]: the policy trunk's hidden states, where they are known.
         """
         if self.model_config["critic"] == "separate":
-            require(columns.IMAGE_ROW not in batch, "critic", "separate", "be 'shared' or 'none' with images",
-                    "a critic of its own reads text alone")  # fmt: skip
+            require(columns.IMAGE_ROW not in batch, "critic", "separate",
+                    "be 'shared' or 'none' with images", "a critic of its own reads text alone"
+                    )  # fmt: skip
             embeddings = completion_hidden(self.computing("critic"), *_completion_columns(batch))
         elif embeddings is None:
             model, rows = self.computing_model, _completion_columns(batch)
