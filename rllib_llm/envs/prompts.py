@@ -42,7 +42,6 @@ MESSAGES = "messages"  # the column of whole conversations
 _SPLIT_STREAM = 2**63  # key of the split's permutation, apart from every epoch's
 LARGEST_PROMPT = 2**20  # tokens of a teacher's
 _NUM_REMEMBERED = 2**16  # encoded prompts: some 50 MB of short ones
-_SHOWN_BYTES = 2**29  # of images that were read last
 
 
 @dataclass(frozen=True)
@@ -184,7 +183,6 @@ class PromptEncoder:
         self._model = model
         self.tokenizer, self.max_prompt_len, self.overflow = tokenizer, max_prompt_len, overflow
         self._cache: dict[int, tuple[list[int], str]] = {}
-        self._shown: dict[int, tuple[list[int], dict[str, Tensor], str]] = {}
         self._lock = threading.Lock()
         self._truncated: set[int] = set()
 
@@ -214,18 +212,10 @@ class PromptEncoder:
 
     def images(self, rows: Sequence[PromptRow]) -> dict[str, torch.Tensor]:
         """The columns of what prompts show, see `modules/images.py`; {} if all are text."""
-        return image_columns([self._read(row)[1] if row.images else {} for row in rows])
-
-    def _read(self, row: PromptRow) -> tuple[list[int], dict[str, Tensor], str]:
-        """See `ImagePrompts.prompt`; learners ask for what samplers have shown."""
-        found = self._shown.get(row.index) or self._image_prompts.prompt(row.prompt, row.images)
-        with self._lock:
-            self._shown.pop(row.index, None)
-            self._shown[row.index] = found
-            sizes = [sum(t.nbytes for t in seen.values()) for _, seen, _ in self._shown.values()]
-            while sum(sizes) > _SHOWN_BYTES and len(sizes) > 1:
-                del self._shown[next(iter(self._shown))], sizes[0]
-        return found
+        return image_columns([
+            self._image_prompts.prompt(row.prompt, row.images, row.index)[1] if row.images else {}
+            for row in rows
+        ])  # fmt: skip
 
     @property
     def num_truncated(self) -> int:
@@ -267,7 +257,7 @@ class PromptEncoder:
         tokenizer = self.tokenizer
         try:
             if row.images:
-                ids, _, text = self._read(row)
+                ids, _, text = self._image_prompts.prompt(row.prompt, row.images, row.index)
             elif isinstance(row.prompt, str):
                 text = row.prompt
                 ids = encode_text(tokenizer, text)

@@ -102,13 +102,13 @@ def refuse_images(prompts: Mapping[str, Any]) -> None:
 class Shown:
     """What rows show.
 
-    images: what the processor made of each prompt, by its place in the batch. order: the places of
-    what the rows with images show, row by row. features: what frozen towers made of them, by model
-    and place; passes over the same batch share them.
+    images: what the processor made of each prompt, by its place in the batch. places: which of them
+    each row shows; -1: none. features: what frozen towers made of them, by model and place; passes
+    over the same batch share them.
     """
 
     images: Mapping[int, Mapping[str, Tensor]]
-    order: Sequence[int]
+    places: Sequence[int]
     features: WeakIdKeyDictionary
 
     @classmethod
@@ -119,7 +119,7 @@ class Shown:
     @property
     def twice(self) -> Shown:
         """As many rows again, which show the same."""
-        return replace(self, order=[*self.order] * 2)
+        return replace(self, places=[*self.places] * 2)
 
 
 # What frozen models made of a batch's images, as long as there are both.
@@ -129,27 +129,23 @@ _features = WeakIdKeyDictionary()
 def image_rows(batch: Mapping[str, Any]) -> list[Mapping[str, Tensor]]:
     """The rows that `image_columns` was given; [] where a batch has no such columns."""
     shown = images_of(batch)
-    if shown is None:
-        return []
-    return [shown.images.get(place, {}) for place in batch[IMAGE_ROW].tolist()]
+    return [] if shown is None else [shown.images.get(place, {}) for place in shown.places]
 
 
 def images_of(batch: Mapping[str, Any]) -> Shown | None:
     """What the rows of a batch show; None where all are text."""
     if IMAGE_ROW not in batch:
         return None
-    (rows,) = fetched([batch[IMAGE_ROW]])
-    order = rows[rows >= 0].tolist()
+    places = fetched([batch[IMAGE_ROW]])[0].tolist()
+    images: dict[int, dict[str, Tensor]] = {place: {} for place in places if place >= 0}
+    if not images:
+        return None
     names = [name.removeprefix(PREFIX) for name in batch if name.startswith(PREFIX)]
-    images: dict[int, dict[str, Tensor]] = {place: {} for place in dict.fromkeys(order)}
-    for name in names:
-        (shapes,) = fetched([batch[SHAPE + name]])
+    for name, shapes in zip(names, fetched([batch[SHAPE + name] for name in names]), strict=True):
         for place, own in images.items():
             own[name] = batch[PREFIX + name][place][tuple(map(slice, shapes[place].tolist()))]
-    if not order:
-        return None
-    whole = batch[PREFIX + names[0]]
-    return Shown(images, order, _features.setdefault(whole, WeakIdKeyDictionary()))
+    features = _features.setdefault(batch[PREFIX + names[0]], WeakIdKeyDictionary())
+    return Shown(images, places, features)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
@@ -196,24 +192,25 @@ class _Tower:
     """In the place of a model's `get_image_features`: reads each prompt's images once, and in a
     batch once where it is frozen.
 
-    num_tokens: of each prompt's images, by its place. inputs: the tensors of given places.
+    order: places of what rows show. num_tokens: of each of these prompts' images, by its place.
+    inputs: the tensors of given places.
     """
 
     def __init__(
-        self, model: Any, shown: Shown, num_tokens: Mapping[int, int],
-        inputs: Callable[[Sequence[int]], Mapping[str, Tensor]],
+        self, model: Any, features: WeakIdKeyDictionary, order: Sequence[int],
+        num_tokens: Mapping[int, int], inputs: Callable[[Sequence[int]], Mapping[str, Tensor]],
     ) -> None:  # fmt: skip
-        self._own, self._shown = model.base_model.get_image_features, shown
+        self._own, self._order = model.base_model.get_image_features, order
         self._num_tokens, self._inputs = num_tokens, inputs
         own = [t for t in other_tensors(model).values() if isinstance(t, nn.Parameter)]
         # All learners, or none, must call one whose layers are spread over them.
         self._is_fixed = not any(p.requires_grad or local_data(p) is not p for p in own)
-        self._known = shown.features.setdefault(model, {}) if self._is_fixed else {}
+        self._known = features.setdefault(model, {}) if self._is_fixed else {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(self._own).bind(*args, **kwargs).arguments
         further = given.pop("kwargs", {})
-        if new := [place for place in self._shown.images if place not in self._known]:
+        if new := [place for place in self._num_tokens if place not in self._known]:
             tensors = self._inputs(new)
             given |= {name: tensors[name] for name in given if name in tensors}
             with torch.no_grad() if self._is_fixed else contextlib.nullcontext():
@@ -221,7 +218,7 @@ class _Tower:
             sizes = [self._num_tokens[place] for place in new]
             fields = (getattr(made, name, None) for name in _OF_TOWERS)
             self._known |= zip(new, _split([*fields], sizes), strict=True)
-        found = _together([self._known[place] for place in self._shown.order])
+        found = _together([self._known[place] for place in self._order])
         return SimpleNamespace(**dict(zip(_OF_TOWERS, found, strict=True)))
 
 
@@ -236,12 +233,13 @@ def seeing(
     it is given.
     """
     around, image, device = model.base_model, image_token_id(model.config), input_ids.device
+    shows = torch.tensor([place >= 0 for place in shown.places], device=device).unsqueeze(1)
+    is_text = is_text | (input_ids == image) & ~shows
     ids = input_ids.masked_fill(is_text, int(image == 0))
     is_image = ids == image
-    num_tokens = [num for num in is_image.sum(dim=1).tolist() if num]
-    require(len(num_tokens) == len(shown.order), "image", ...,
-            "be shown by tokens of its prompt, and those show one", "other prompts came with it"
-            )  # fmt: skip
+    counts = zip(shown.places, is_image.sum(dim=1).tolist(), strict=True)
+    pairs = [(place, num) for place, num in counts if num]  # rows of failures have no prompt
+    order, num_tokens = [place for place, _ in pairs], dict(pairs)
     dtype = next(model.parameters()).dtype
 
     def inputs(places: Sequence[int]) -> dict[str, Tensor]:
@@ -260,11 +258,9 @@ def seeing(
     known = inspect.signature(around.forward).parameters
     types = {n: is_image.long() for n in ("token_type_ids", "mm_token_type_ids") if n in known}
     hook = text_decoder(model).register_forward_pre_hook(read_said, with_kwargs=True)
-    around.get_image_features = _Tower(
-        model, shown, dict(zip(shown.order, num_tokens, strict=True)), inputs
-    )
+    around.get_image_features = _Tower(model, shown.features, order, num_tokens, inputs)
     try:
-        yield {"input_ids": ids, **inputs(shown.order), **types}
+        yield {"input_ids": ids, **(inputs(order) if order else {}), **types}
     finally:
         hook.remove()
         del around.get_image_features

@@ -10,7 +10,8 @@ from PIL import Image
 
 from rllib_llm.engines.engine import generate
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import uniform_noise
+from rllib_llm.engines.protocol import Noise, Row, uniform_noise
+from rllib_llm.engines.torch_engine import TorchEngine
 from rllib_llm.learners.batching import take_rows
 from rllib_llm.modules.images import image_columns, image_rows, images_of, read_image
 from rllib_llm.modules.logprobs import score_completions
@@ -142,6 +143,62 @@ def test_an_image_token_that_is_said_is_text(family):
         )
     # The decode loop reads them as text; a rounding or two apart.
     torch.testing.assert_close(scored.logprobs, out.logprobs, rtol=1e-5, atol=2e-5)
+
+
+def in_rows(engine, given, params, held=None):
+    """Rows 0 .. 5 of an engine, two for each prompt; `held`: what was sampled of each before."""
+    ids, mask, shown = given
+    held = held or [[]] * 6
+    engine.add([
+        Row(i, [*ids[i // 2][mask[i // 2]].tolist(), *held[i]], params, num_sampled=len(held[i]),
+            noise=Noise(4, i), group=i // 2, images=shown[i // 2])
+        for i in range(6)
+    ])  # fmt: skip
+
+
+def finished(engine):
+    ended = {}
+    while engine.num_running:
+        ended |= {each.id: each for each in engine.step()}
+    return [ended[i].token_ids for i in range(6)], [ended[i].logprobs for i in range(6)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_that_stream_sample_as_a_batch_does(family):
+    """In one go, continued in another engine, and computed again for new weights."""
+    model, given = tiny(family).double(), prompts(family)
+    params = SamplingParams(pad_token_id=0, max_new_tokens=6)
+    out = generate(
+        model, *given[:2], params, num_completions=2, images=given[2],
+        noise=uniform_noise(4, range(6), 6),
+    )  # fmt: skip
+    whole = out.completion_ids.tolist()
+    engine = TorchEngine(model, version=0)
+    in_rows(engine, given, params)
+    tokens, logprobs = finished(engine)
+    assert tokens == whole
+    torch.testing.assert_close(torch.tensor(logprobs), out.logprobs, rtol=1e-5, atol=1e-5)
+    in_rows(engine, given, params)
+    for _ in range(3):
+        engine.step()
+    held = [each.token_ids for each in engine.sampled(range(6), [0] * 6)]
+    engine.load(model.state_dict(), 1, "recompute")
+    assert finished(engine)[0] == whole
+    assert all(len(each) == 3 for each in held)
+    in_rows(engine, given, params, held)
+    tokens, logprobs = finished(engine)
+    assert [[*a, *b] for a, b in zip(held, tokens, strict=True)] == whole
+    torch.testing.assert_close(torch.tensor(logprobs), out.logprobs[:, 3:], rtol=1e-5, atol=1e-5)
+    # A token of an image that was sampled before shows nothing.
+    in_rows(engine, given, params, [[SEEN, 7]] * 6)
+    tokens, logprobs = finished(engine)
+    said = torch.tensor([[SEEN, 7, *row] for row in tokens])
+    rows = [each.repeat_interleave(2, 0) for each in given[:2]]
+    seen = images_of(image_columns([images for images in given[2] for _ in range(2)]))
+    with torch.no_grad():
+        scored = score_completions(model, *rows, said, said >= 0, shown=seen)
+    torch.testing.assert_close(torch.tensor(logprobs), scored.logprobs[:, 2:], rtol=1e-5, atol=1e-5)
+    engine.close()
 
 
 def module(folder, kind=CausalLMModule, **settings):
