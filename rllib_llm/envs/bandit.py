@@ -26,10 +26,13 @@ from rllib_llm.envs.judges.reward_functions import question, shown_message
 from rllib_llm.envs.judges.rewards import RewardBatch, RewardSum
 from rllib_llm.envs.prompts import PromptEncoder, PromptRow, PromptSource, teacher_prompts
 from rllib_llm.envs.settings import check_values
+from rllib_llm.modules.images import refuse_images
 from rllib_llm.modules.model_source import check_lengths, num_positions, text_config
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import pad_left
 from rllib_llm.shared.errors import require
+
+_PROMPTS = (columns.PROMPT_IDS, columns.PROMPT_MASK)
 
 
 class BanditEnv(VectorEnv):
@@ -245,8 +248,7 @@ class BanditEnv(VectorEnv):
         if self.reference is None:
             return infos
         with self._reference_lock:
-            names = (columns.PROMPT_IDS, columns.PROMPT_MASK)
-            seen = {n: column for n, column in self._observation.items() if n not in names}
+            seen = {n: column for n, column in self._observation.items() if n not in _PROMPTS}
             ref_logprobs = self.reference.logprobs(
                 batch.prompt_ids, batch.prompt_mask, ids, mask, self.temperature,
                 **({"seen": seen} if seen else {}),
@@ -262,7 +264,9 @@ class BanditEnv(VectorEnv):
 
     def _teacher_columns(self, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
         """The teacher's prompts, where it has its own, and what it says of completions."""
-        prompts = dict(self._observation)
+        if self.teacher is not None:
+            refuse_images(self._observation)
+        prompts = {name: self._observation[name] for name in _PROMPTS}
         found: dict[str, torch.Tensor] = {}
         if self.teacher_prompt is not None:
             given = teacher_prompts(self.tokenizer, self._rows, self.teacher_prompt)

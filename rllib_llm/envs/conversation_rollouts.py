@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from rllib_llm.conversations.chat_format import Message
-from rllib_llm.conversations.conversation import Conversation, Rollout, training_columns
+from rllib_llm.conversations.conversation import Rollout, training_columns
 from rllib_llm.conversations.tool_calls import ToolCall
 from rllib_llm.engines.protocol import Ended
 from rllib_llm.envs.actions import Judgement
@@ -34,13 +34,15 @@ from rllib_llm.envs.judges.reward_functions import (
 from rllib_llm.envs.judges.rewards import Rewards, RewardSum, UnjudgedError
 from rllib_llm.envs.prompts import PromptRow
 from rllib_llm.envs.tools import ToolResult
+from rllib_llm.modules.images import image_columns, refuse_images
 from rllib_llm.shared import columns
 from rllib_llm.shared.errors import Problem, require
 from rllib_llm.shared.messages import told
 from rllib_llm.shared.remote import call, within
 
-Complete = Callable[[Sequence[int], int, int, int], Awaitable[Ended]]
-"""(token ids, most new tokens, row, turn) -> what was sampled."""
+Complete = Callable[..., Awaitable[Ended]]
+"""(token ids, most new tokens, row, turn) -> what was sampled; where there are images also
+`images` and `num_shown`, see `protocol.Row`."""
 
 
 class EngineFailed(RuntimeError):
@@ -76,11 +78,10 @@ def new_attempts(
     """Rollouts that have not begun, `num_completions` of each task."""
     attempts = []
     for place, row in enumerate(rows):
-        env.refuse_images(row)
         for copy in range(num_completions):
             group = first_position + place
             task = copied(row.task())
-            conversation = Conversation(env.format_of(task), task=task)
+            conversation = env.new_conversation(row, task)
             row_id = group * num_completions + copy
             attempts.append(Rollout(conversation, group, row_id, row.index))
     return attempts
@@ -170,7 +171,9 @@ class _Player:
         if room >= 1:
             start = time.perf_counter()
             turn = conversation.num_turns
-            sampled = await self.complete(token_ids, room, self.attempt.row_id, turn)
+            sampled = await self.complete(
+                token_ids, room, self.attempt.row_id, turn, **conversation.shown
+            )
             self.attempt.count("sample_seconds", time.perf_counter() - start)
             conversation.append_sampled(
                 sampled.token_ids, sampled.logprobs, sampled.versions, finish=sampled.finish
@@ -300,11 +303,14 @@ def judge(env: ConversationEnv, attempts: Sequence[Rollout], pad_token_id: int) 
             attempt.score, attempt.valid = 0.0, False
     batch = training_columns(attempts, pad_token_id)
     if env.teacher is not None:
+        refuse_images(batch)
         given = (batch[name].to(env.device) for name in _TOKENS)
         batch |= {name: column.cpu() for name, column in env.teacher(*given).items()}
     if env.reference is not None:
         given = (batch[name].to(env.device) for name in _TOKENS)
-        logprobs = env.reference.logprobs(*given, env.settings["temperature"])
+        logprobs = env.reference.logprobs(
+            *given, env.settings["temperature"], **_shown(attempts, batch, env.device)
+        )
         batch[columns.REF_LOGPROBS] = logprobs.cpu()
     row_ids = batch[columns.ROW_ID].tolist()
     firsts = {row_id: place for place, row_id in reversed([*enumerate(row_ids)])}
@@ -325,6 +331,20 @@ def judge(env: ConversationEnv, attempts: Sequence[Rollout], pad_token_id: int) 
         batch |= (env.rewards or RewardSum([])).parts(parts)
     metrics = on_device(_metrics(by_rollout, attempts, sound, judged))
     return Judgement(scores, batch, parts, metrics, _texts(attempts))
+
+
+def _shown(
+    attempts: Sequence[Rollout], batch: Mapping[str, torch.Tensor], device: torch.device
+) -> dict[str, Any]:
+    """What the rows show, as an argument of a reference; {} where all are text."""
+    by_group = {each.group: each.conversation.shown["images"]
+                for each in attempts if each.conversation.shown}  # fmt: skip
+    if not by_group:
+        return {}
+    places = {group: place for place, group in enumerate(by_group)}
+    rows = torch.tensor([places.get(group, -1) for group in batch[columns.GROUP].tolist()])
+    images = image_columns([*by_group.values()])
+    return {"seen": {**images, columns.IMAGE_ROW: rows.to(device)}}
 
 
 def _components(

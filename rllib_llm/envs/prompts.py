@@ -62,7 +62,7 @@ class PromptRow:
     @property
     def images(self) -> list[Any]:
         """The images that it shows, as they are written; [] of a row of text."""
-        return images_of_row({**self.columns, "prompt": self.prompt})
+        return images_of_row({**self.columns, "messages": None, "prompt": self.prompt})
 
 
 class PromptSource:

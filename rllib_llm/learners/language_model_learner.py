@@ -47,7 +47,7 @@ from rllib_llm.learners.optimizer import (
 from rllib_llm.learners.sharding import clip_gradients_, gradient_norm, sum_gradients_
 from rllib_llm.learners.shared_passes import Batch, SharedPasses, seeded_dropout
 from rllib_llm.numerics.learning_rate import learning_rate_factor
-from rllib_llm.shared.columns import remember, remember_all
+from rllib_llm.shared.columns import IMAGE_ROW, remember, remember_all
 from rllib_llm.shared.errors import require
 from rllib_llm.shared.messages import Listener, TrialMessage
 from rllib_llm.shared.process import keep_freed_memory
@@ -244,6 +244,11 @@ class LanguageModelLearner(SharedPasses):
 
     def _on_device(self, batch: Mapping[str, Any]) -> Batch:
         given = {name: torch.as_tensor(column) for name, column in batch.items()}
+        shows = given.get(IMAGE_ROW)
+        # All learners call a tower whose layers are spread over them, or none.
+        require(shows is None or not self.is_sharded or bool((shows >= 0).all()),
+                "learner_strategy", "fsdp", "be 'ddp' where some prompts have images and others not"
+                )  # fmt: skip
         there = {name: c.to(self._device, non_blocking=True) for name, c in given.items()}
         for name, column in given.items():
             if column.device.type == "cpu":

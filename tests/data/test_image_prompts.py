@@ -31,8 +31,11 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A tiny Gemma 3 whose images are four tokens."""
-    folder = tmp_path_factory.mktemp("gemma3")
+    return saved(tmp_path_factory.mktemp("gemma3"))
+
+
+def saved(folder):
+    """The folder of a tiny Gemma 3 whose images are four tokens."""
     tokenizer = character_tokenizer(
         "0123abc? \n", special=SPECIAL, extra_special_tokens={
             "image_token": "<image>", "boi_token": "<boi>", "eoi_token": "<eoi>",

@@ -197,7 +197,8 @@ def test_rows_that_stream_sample_as_a_batch_does(family):
     seen = images_of(image_columns([images for images in given[2] for _ in range(2)]))
     with torch.no_grad():
         scored = score_completions(model, *rows, said, said >= 0, shown=seen)
-    torch.testing.assert_close(torch.tensor(logprobs), scored.logprobs[:, 2:], rtol=1e-5, atol=1e-5)
+    expected = scored.logprobs[:, 2:].float()
+    torch.testing.assert_close(torch.tensor(logprobs), expected, rtol=1e-5, atol=1e-5)
     engine.close()
 
 
