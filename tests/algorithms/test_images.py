@@ -40,9 +40,11 @@ SETTINGS = {
     "here": {},
     "remote": {"num_env_runners": 1},
     "lockstep": {"max_staleness": 1, "schedule": "lockstep"},
-    "streams": {"max_staleness": 1, "schedule": "free", "in_flight": "recompute"},
-    "streams from afar": {"max_staleness": 1, "schedule": "free", "num_env_runners": 1},
-}
+    "streams": {"max_staleness": 1, "schedule": "free"},
+    "streams from afar": {
+        "max_staleness": 1, "schedule": "free", "in_flight": "recompute", "num_env_runners": 1,
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n != "here" else n
@@ -75,8 +77,9 @@ def test_conversations_are_learnt_with_their_images(folder):
 @pytest.mark.slow
 def test_values_and_pretraining_texts_see_images(folder):
     texts = [{"image": image(9), "prompt": "c?", "completion": "ab"}]
-    config = PPOPtxConfig().prompts(data=ROWS, max_prompt_len=32).language_model(critic="shared")
-    config = config.training(ptx_coeff=1.0, ptx_data=texts, ptx_batch_size=2, ptx_max_length=64)
+    config = PPOPtxConfig().prompts(data=ROWS, max_prompt_len=32)
+    config = config.training(critic="shared", ptx_coeff=1.0, ptx_data=texts, ptx_batch_size=2,
+                             ptx_max_length=64)  # fmt: skip
     results, _ = run(config, folder)
     assert results["sampler"]["logprob_gap"] < 1e-5
     assert 0 < results["loss"]["ptx_avg"] < 100
