@@ -60,10 +60,11 @@ from rllib_llm.algorithms.results import (
 )
 from rllib_llm.algorithms.rlhf_config import RLHFConfig
 from rllib_llm.config.sampling import asks_a_server
+from rllib_llm.modules.images import with_images
 from rllib_llm.numerics.off_policy import age_metrics
 from rllib_llm.overseer.phases import EVALUATING, LEARNING, PUBLISHING, WAITING
 from rllib_llm.rollouts.errors import BrokenSamplerError, Faults
-from rllib_llm.rollouts.judged_batch import JudgedBatch, with_images
+from rllib_llm.rollouts.judged_batch import JudgedBatch
 from rllib_llm.rollouts.recorder import RolloutRecorder, SampleLog
 from rllib_llm.rollouts.sampler_pool import SamplerActors, SamplerPool
 from rllib_llm.rollouts.schedule import ServingSettings, StreamRules, texts_are_due
@@ -192,7 +193,7 @@ class RLHF(LanguageModelAlgorithm):
     def learn(self, sampled: JudgedBatch) -> None:
         """Updates the learners and publishes their weights."""
         with self.phase(LEARNING, f"learning from {sampled.num_rows} rows"):
-            given = with_images(sampled, self._images_at)
+            given = with_images(sampled.columns, self._images_at)
             report = self.update_learners(given, sampled.num_rows, self.weights_version)
             self._record_trained(sampled, report)
         with self.phase(PUBLISHING):
@@ -208,7 +209,7 @@ class RLHF(LanguageModelAlgorithm):
         from rllib_llm.learners.rlhf_learner import RLHFLearner
 
         call = functools.partial(
-            RLHFLearner.forward_backward, batch=with_images(sampled, self._images_at),
+            RLHFLearner.forward_backward, batch=with_images(sampled.columns, self._images_at),
             version=self.weights_version,
         )  # fmt: skip
         self._record_trained(sampled, self.foreach_learner(call))

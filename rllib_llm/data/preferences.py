@@ -71,9 +71,10 @@ class PreferenceSource(BatchSource):
 
     def _examples(self, row: dict[str, Any]) -> list[tuple[Any, ...]]:
         """See `_example`, of the chosen and of the rejected completion of a row with images."""
-        answers = (row["chosen"], row["rejected"])
-        return [self._example({**row, "completion": answer, "messages": None})
-                for answer in answers]  # fmt: skip
+        pair = [self._example({**row, "completion": row[name], "messages": None})
+                for name in ("chosen", "rejected")]  # fmt: skip
+        self.num_cut += sum(len(ids) > self._max_length for ids, *_ in pair)
+        return pair
 
     def _answers(self, chosen: list[Any], rejected: list[Any]) -> dict[str, torch.Tensor]:
         pad = self._tokenizer.pad_token_id
@@ -88,12 +89,11 @@ class PreferenceSource(BatchSource):
 class PairSource(PreferenceSource):
     """Whole texts (prompt and answer) for a reward model: `chosen_ids`, `chosen_mask`,
     `rejected_ids`, `rejected_mask`, each [count, L], right-padded. Long texts are truncated at the
-    start."""
+    start; those with images, at their end."""
 
     def _encode(self, row: dict[str, Any], part: Part | None = None) -> tuple[Any, ...]:
         if images_of_row(row):
             (chosen, _, seen), (rejected, *_) = self._examples(row)
-            self.num_cut += sum(len(ids) > self._max_length for ids in (chosen, rejected))
             return chosen[: self._max_length], rejected[: self._max_length], seen
         is_stored = self._is_stored(row, "chosen_")
         chosen, rejected = (
@@ -151,9 +151,7 @@ class PromptedPairSource(PreferenceSource):
             pair = self._examples(row)
             border = pair[0][1].index(True)
             prompt, rest = pair[0][0][:border], slice(border, self._max_length)
-            self.num_cut += sum(len(ids) > self._max_length for ids, *_ in pair)
-            answers = (each[rest] for at in (0, 1) for each in (own[at] for own in pair))
-            return prompt, *answers, pair[0][2]
+            return prompt, *(own[at][rest] for at in (0, 1) for own in pair), pair[0][2]
         if self._is_stored(row, "chosen_"):
             prompt = list(row["prompt_ids"])
             chosen, rejected = (_sampled(row, prompt, name) for name in ("chosen", "rejected"))

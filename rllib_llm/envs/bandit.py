@@ -26,13 +26,10 @@ from rllib_llm.envs.judges.reward_functions import question, shown_message
 from rllib_llm.envs.judges.rewards import RewardBatch, RewardSum
 from rllib_llm.envs.prompts import PromptEncoder, PromptRow, PromptSource, teacher_prompts
 from rllib_llm.envs.settings import check_values
-from rllib_llm.modules.images import refuse_images
 from rllib_llm.modules.model_source import check_lengths, num_positions, text_config
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import pad_left
 from rllib_llm.shared.errors import require
-
-_PROMPTS = (columns.PROMPT_IDS, columns.PROMPT_MASK)
 
 
 class BanditEnv(VectorEnv):
@@ -248,10 +245,10 @@ class BanditEnv(VectorEnv):
         if self.reference is None:
             return infos
         with self._reference_lock:
-            seen = {n: column for n, column in self._observation.items() if n not in _PROMPTS}
+            seen = {"seen": self._observation} if columns.IMAGE_ROW in self._observation else {}
             ref_logprobs = self.reference.logprobs(
                 batch.prompt_ids, batch.prompt_mask, ids, mask, self.temperature,
-                **({"seen": seen} if seen else {}),
+                **seen,
             ).to(self.device)
         infos[columns.REF_LOGPROBS] = ref_logprobs
         if columns.SAMPLER_LOGPROBS in actions:
@@ -264,9 +261,10 @@ class BanditEnv(VectorEnv):
 
     def _teacher_columns(self, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
         """The teacher's prompts, where it has its own, and what it says of completions."""
-        if self.teacher is not None:
-            refuse_images(self._observation)
-        prompts = {name: self._observation[name] for name in _PROMPTS}
+        require(self.teacher is None or columns.IMAGE_ROW not in self._observation, "teacher_in",
+                "environment", "be 'learner' where prompts show images")  # fmt: skip
+        names = (columns.PROMPT_IDS, columns.PROMPT_MASK)
+        prompts = {name: self._observation[name] for name in names}
         found: dict[str, torch.Tensor] = {}
         if self.teacher_prompt is not None:
             given = teacher_prompts(self.tokenizer, self._rows, self.teacher_prompt)

@@ -34,7 +34,7 @@ from rllib_llm.envs.judges.reward_functions import (
 from rllib_llm.envs.judges.rewards import Rewards, RewardSum, UnjudgedError
 from rllib_llm.envs.prompts import PromptRow
 from rllib_llm.envs.tools import ToolResult
-from rllib_llm.modules.images import image_columns, refuse_images
+from rllib_llm.modules.images import with_images
 from rllib_llm.shared import columns
 from rllib_llm.shared.errors import Problem, require
 from rllib_llm.shared.messages import told
@@ -303,14 +303,15 @@ def judge(env: ConversationEnv, attempts: Sequence[Rollout], pad_token_id: int) 
             attempt.score, attempt.valid = 0.0, False
     batch = training_columns(attempts, pad_token_id)
     if env.teacher is not None:
-        refuse_images(batch)
+        require(columns.IMAGE_ROW not in batch, "teacher_in", "environment",
+                "be 'learner' where prompts show images")  # fmt: skip
         given = (batch[name].to(env.device) for name in _TOKENS)
         batch |= {name: column.cpu() for name, column in env.teacher(*given).items()}
     if env.reference is not None:
         given = (batch[name].to(env.device) for name in _TOKENS)
-        logprobs = env.reference.logprobs(
-            *given, env.settings["temperature"], **_shown(attempts, batch, env.device)
-        )
+        shows = columns.IMAGE_ROW in batch
+        seen = {"seen": with_images(batch, env.images_at)} if shows else {}
+        logprobs = env.reference.logprobs(*given, env.settings["temperature"], **seen)
         batch[columns.REF_LOGPROBS] = logprobs.cpu()
     row_ids = batch[columns.ROW_ID].tolist()
     firsts = {row_id: place for place, row_id in reversed([*enumerate(row_ids)])}
@@ -331,20 +332,6 @@ def judge(env: ConversationEnv, attempts: Sequence[Rollout], pad_token_id: int) 
         batch |= (env.rewards or RewardSum([])).parts(parts)
     metrics = on_device(_metrics(by_rollout, attempts, sound, judged))
     return Judgement(scores, batch, parts, metrics, _texts(attempts))
-
-
-def _shown(
-    attempts: Sequence[Rollout], batch: Mapping[str, torch.Tensor], device: torch.device
-) -> dict[str, Any]:
-    """What the rows show, as an argument of a reference; {} where all are text."""
-    by_group = {each.group: each.conversation.shown["images"]
-                for each in attempts if each.conversation.shown}  # fmt: skip
-    if not by_group:
-        return {}
-    places = {group: place for place, group in enumerate(by_group)}
-    rows = torch.tensor([places.get(group, -1) for group in batch[columns.GROUP].tolist()])
-    images = image_columns([*by_group.values()])
-    return {"seen": {**images, columns.IMAGE_ROW: rows.to(device)}}
 
 
 def _components(

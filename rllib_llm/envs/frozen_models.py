@@ -136,7 +136,9 @@ class FrozenReference(_Frozen):
         for rows in token_batches(lengths, self._batch_tokens):
             rows = rows.to(completion_ids.device)
             batch = [column[rows].to(self._device) for column in columns]
-            shown = images_of({**seen, IMAGE_ROW: seen[IMAGE_ROW][rows]}) if seen else None
+            shown = None
+            if seen is not None:
+                shown = images_of({**seen, IMAGE_ROW: seen[IMAGE_ROW].to(rows.device)[rows]})
             scored = score_completions(self.model, *batch, temperature=temperature, shown=shown)
             result[rows] = scored.logprobs.to(result.device)
         return result

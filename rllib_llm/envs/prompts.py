@@ -23,7 +23,7 @@ from rllib_llm.data.encoding import (
     render_chat,
     row_settings,
 )
-from rllib_llm.data.image_prompts import ImagePrompts, images_of_row
+from rllib_llm.data.image_prompts import COLUMNS, ImagePrompts, images_of_row
 from rllib_llm.data.rows import (
     EpochOrder,
     Rows,
@@ -62,7 +62,9 @@ class PromptRow:
     @property
     def images(self) -> list[Any]:
         """The images that it shows, as they are written; [] of a row of text."""
-        return images_of_row({**self.columns, "messages": None, "prompt": self.prompt})
+        return images_of_row(
+            {**{name: self.columns.get(name) for name in COLUMNS}, "prompt": self.prompt}
+        )
 
 
 class PromptSource:

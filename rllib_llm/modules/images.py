@@ -28,7 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from rllib_llm.modules.multimodal import other_tensors, text_decoder
 from rllib_llm.modules.packing import TokenRows, WantedTokens, pack
 from rllib_llm.modules.shards import local_data
-from rllib_llm.shared.columns import IMAGE_ROW, fetched
+from rllib_llm.shared.columns import GROUP, IMAGE_ROW, fetched
 from rllib_llm.shared.errors import Problems, require
 
 PREFIX, SHAPE = "image/", "image_shape/"
@@ -148,6 +148,20 @@ def images_of(batch: Mapping[str, Any]) -> Shown | None:
     return Shown(images, places, features)
 
 
+def with_images(
+    batch: Mapping[str, Any], read: Callable[[list[int]], dict[str, Tensor]]
+) -> dict[str, Any]:
+    """A batch of completions with what its prompts show, each group's once: samplers and ledgers
+    hand on rows alone. `read`: gives the columns of what prompts at these positions show."""
+    shows = batch.get(IMAGE_ROW)
+    if shows is None or not bool((shows >= 0).any()):
+        return {name: column for name, column in batch.items() if name != IMAGE_ROW}
+    positions, places = batch[GROUP][shows >= 0].unique(return_inverse=True)
+    images = read(positions.tolist())
+    rows = shows.masked_scatter(shows >= 0, images.pop(IMAGE_ROW).to(places.device)[places])
+    return {**batch, IMAGE_ROW: rows, **images}
+
+
 def _joined(parts: Sequence[Tensor]) -> Tensor:
     """One after the other, padded with zeros to the largest size in each further dimension."""
     padded, shapes = pad_rows(parts)
@@ -217,7 +231,7 @@ class _Tower:
                 made = self._own(**given, **further)
             sizes = [self._num_tokens[place] for place in new]
             fields = (getattr(made, name, None) for name in _OF_TOWERS)
-            self._known |= zip(new, _split([*fields], sizes), strict=True)
+            self._known.update(zip(new, _split([*fields], sizes), strict=True))
         found = _together([self._known[place] for place in self._order])
         return SimpleNamespace(**dict(zip(_OF_TOWERS, found, strict=True)))
 

@@ -222,23 +222,6 @@ def concatenate(batches: list[JudgedBatch]) -> JudgedBatch:
     )
 
 
-def with_images(
-    batch: JudgedBatch, read: Callable[[list[int]], dict[str, Column]]
-) -> dict[str, Column]:
-    """The columns of a batch for learners, with what its prompts show, each group's once.
-
-    read: the columns of what prompts at these positions show, `modules/images.py`.
-    """
-    shows = batch.columns.get(columns.IMAGE_ROW)
-    if shows is None or not bool((shows >= 0).any()):
-        return {n: column for n, column in batch.columns.items() if n != columns.IMAGE_ROW}
-    groups = batch.columns[columns.GROUP]
-    positions, places = groups[shows >= 0].unique(return_inverse=True)
-    images = read(positions.tolist())
-    rows = shows.masked_scatter(shows >= 0, images.pop(columns.IMAGE_ROW).to(places.device)[places])
-    return {**batch.columns, columns.IMAGE_ROW: rows, **images}
-
-
 def _judged(batches: list[JudgedBatch]) -> list[JudgedBatch]:
     """Those with a row that was judged."""
     return [batch for batch in batches if bool(batch.columns[columns.VALID].any())]

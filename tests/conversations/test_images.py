@@ -14,11 +14,10 @@ from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.torch_engine import TorchEngine
 from rllib_llm.envs.conversation import ConversationEnv, Response
 from rllib_llm.envs.conversation_rollouts import judge, run_rollouts
-from rllib_llm.modules.images import images_of
+from rllib_llm.modules.images import images_of, with_images
 from rllib_llm.modules.logprobs import score_completions
 from rllib_llm.modules.pretrained import load_causal_lm
 from rllib_llm.rollouts.conversation_sampler import completer
-from rllib_llm.rollouts.judged_batch import JudgedBatch, with_images
 from rllib_llm.shared import columns
 from tests.data.test_image_prompts import asked, image, saved
 
@@ -69,7 +68,7 @@ def test_turns_are_sampled_and_learnt_with_the_images_of_the_first(task, folder)
     ids, mask = batch[columns.PROMPT_IDS][0], batch[columns.PROMPT_MASK][0]
     assert ids[mask].tolist() == read["input_ids"][0].tolist()
     assert {attempt.conversation.num_turns for attempt in attempts} >= {2}
-    given = with_images(JudgedBatch(batch, batch[columns.SCORES]), env.images_at)
+    given = with_images(batch, env.images_at)
     shown = images_of(given)
     assert set(shown.images) == {0}  # one copy for the group
     assert torch.equal(shown.images[0]["pixel_values"], read["pixel_values"])
