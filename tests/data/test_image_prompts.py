@@ -194,6 +194,17 @@ def test_preferences_for_what_is_seen_are_learnt(kind, folder):
     assert losses[-1] < 0.1 < 0.5 < losses[0]
 
 
+def test_kto_compares_with_the_prompts_and_images_of_others(folder):
+    rows = [preferred(0, "a", "b"), preferred(255, "b", "a")]
+    config = DPOConfig().language_model(model=str(folder)).training(
+        data=rows, lr=1e-2, train_batch_size_per_learner=2, minibatch_size=2, loss_type="kto",
+        ref_kl_coeff=1.0,
+    )  # fmt: skip
+    losses = told_apart(config, rows)
+    # Of two texts that are asked for as often as not the loss is 1/2 at best.
+    assert losses[-1] < 0.1 < 0.4 < losses[0]
+
+
 @pytest.mark.parametrize(
     "row",
     [
