@@ -160,7 +160,7 @@ class MixedRollouts:
             return data
         sampled = self._source.next()
         is_data = torch.zeros_like(sampled.columns[columns.VALID])
-        kept = sampled.columns.keys() & data.columns.keys()
+        kept = sampled.columns.keys() & {*data.columns, columns.IMAGE_ROW}
         sampled.columns = {name: sampled.columns[name] for name in kept}
         sampled.columns[columns.FROM_DATA] = is_data
         batch = concatenate([sampled, data.to(is_data.device)])

@@ -63,6 +63,7 @@ class RewardModel(Supervised):
             self._reference_source = TextSource(
                 self.config.normalization_data, tokenizer=self.tokenizer,
                 max_length=self.max_length, loss_on="all", shuffle=False, keep_end=True,
+                model=self.config.given_model(), chat_template=self.config.chat_template,
             )  # fmt: skip
 
     def summarize(self, totals: Counter[str]) -> dict[str, float]:

@@ -60,6 +60,7 @@ from rllib_llm.algorithms.results import (
 )
 from rllib_llm.algorithms.rlhf_config import RLHFConfig
 from rllib_llm.config.sampling import asks_a_server
+from rllib_llm.modules.images import with_images
 from rllib_llm.numerics.off_policy import age_metrics
 from rllib_llm.overseer.phases import EVALUATING, LEARNING, PUBLISHING, WAITING
 from rllib_llm.rollouts.errors import BrokenSamplerError, Faults
@@ -192,7 +193,8 @@ class RLHF(LanguageModelAlgorithm):
     def learn(self, sampled: JudgedBatch) -> None:
         """Updates the learners and publishes their weights."""
         with self.phase(LEARNING, f"learning from {sampled.num_rows} rows"):
-            report = self.update_learners(sampled.columns, sampled.num_rows, self.weights_version)
+            given = with_images(sampled.columns, self._images_at)
+            report = self.update_learners(given, sampled.num_rows, self.weights_version)
             self._record_trained(sampled, report)
         with self.phase(PUBLISHING):
             self.publish_next()
@@ -207,9 +209,17 @@ class RLHF(LanguageModelAlgorithm):
         from rllib_llm.learners.rlhf_learner import RLHFLearner
 
         call = functools.partial(
-            RLHFLearner.forward_backward, batch=sampled.columns, version=self.weights_version
-        )
+            RLHFLearner.forward_backward, batch=with_images(sampled.columns, self._images_at),
+            version=self.weights_version,
+        )  # fmt: skip
         self._record_trained(sampled, self.foreach_learner(call))
+
+    def _images_at(self, positions: list[int]) -> dict[str, Any]:
+        """What prompts show, as a sampler reads it."""
+        pool = self._pools[self.env_runner_group]
+        if pool.num_samplers:
+            return pool.ask("images_at", positions)
+        return self.env_runner.images_at(positions)
 
     # --- its steps in a custom loop, see `custom_loop.py` ---------------------------------
 

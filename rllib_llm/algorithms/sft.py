@@ -36,8 +36,7 @@ class SFTConfig(SupervisedConfig):
         super().__init__(algo_class=algo_class or SFT)
 
     def make_source(self, data: Any, **settings: Any) -> BatchSource | MixedSource:
-        reads = {"model": self.given_model(), "chat_template": self.chat_template}
-        return super().make_source(data, loss_on=self.loss_on, **reads, **settings)
+        return super().make_source(data, loss_on=self.loss_on, **settings)
 
 
 class SFT(Supervised):

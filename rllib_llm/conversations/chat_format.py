@@ -128,15 +128,18 @@ class ChatFormat:
 
     # --- text --------------------------------------------------------------------------------
 
-    def render(self, messages: Sequence[Message], *, generation_prompt: bool = False) -> str:
-        """The conversation as the template writes it.
+    def render(
+        self, messages: Sequence[Message], *, generation_prompt: bool = False, sees: bool = False
+    ) -> str:
+        """The conversation as the template writes it. `sees`: contents are parts, among them
+        images.
 
         Raises:
             ChatFormatError: the template refuses it.
         """
         return render_chat(
             self.tokenizer, messages, tools=self.tools, generation_prompt=generation_prompt,
-            refused=ChatFormatError, **self._settings,
+            refused=ChatFormatError, sees=sees, **self._settings,
         )  # fmt: skip
 
     def encode(self, text: str) -> list[int]:

@@ -12,17 +12,53 @@ path of its own (a fork), and each sampled token is learnt from in one path only
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from rllib_llm.conversations.chat_format import ChatFormat, Messages
+from rllib_llm.conversations.chat_format import ChatFormat, Message, Messages
 from rllib_llm.conversations.json_values import broken_up
 from rllib_llm.conversations.tool_calls import ParsedReply
+from rllib_llm.data.image_prompts import ImagePrompts, with_places
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import NO_VERSION, pad_left, pad_right
+
+
+@dataclass
+class Pictures:
+    """The images that the first messages of a conversation show.
+
+    reader: of the policy's model. key: of the images, see `ImagePrompts.read`. first: those
+    messages, whose contents are parts, images among them. seen: what the model sees.
+    """
+
+    images: Sequence[Any]
+    reader: ImagePrompts
+    key: Hashable
+    first: Messages = field(default_factory=list)
+    seen: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def words(self, messages: Sequence[Message], chat_format: ChatFormat) -> Messages:
+        """The first messages without images; where these stand is kept."""
+        placed = with_places(messages, len(self.images))
+        for message in placed:
+            parts = [part if isinstance(part, Mapping) else {"type": "text", "text": str(part)}
+                     for part in message["content"]]  # fmt: skip
+            message["content"] = [
+                {"type": "image"} if part.get("type") == "image" else dict(part) for part in parts
+            ]
+        self.first = [chat_format.cleaned(message) for message in placed]
+        return [{**message, "content": "".join(part.get("text", "") for part in message["content"])}
+                for message in self.first]  # fmt: skip
+
+    def prompt_ids(self, messages: Sequence[Message], chat_format: ChatFormat) -> list[int]:
+        """Ids of a whole conversation that begins with the first messages."""
+        turns = with_places([*self.first, *messages[len(self.first) :]], 0)
+        text = chat_format.render(turns, generation_prompt=True, sees=True)
+        ids, self.seen = self.reader.read(text, self.images, self.key, add_special_tokens=False)
+        return ids
 
 
 @dataclass
@@ -177,6 +213,7 @@ def training_columns(rollouts: Sequence[Rollout], pad_token_id: int) -> dict[str
     completion_ids, completion_mask = pad_right([row.completion_ids for row in rows], pad_token_id)
     has_tokens = torch.tensor([row.num_sampled > 0 for row in rows])
     valid = torch.tensor([owner.valid for owner in owners]) & has_tokens
+    shows = torch.tensor([bool(owner.conversation.shown) for owner in owners])
     return {
         columns.PROMPT_IDS: prompt_ids, columns.PROMPT_MASK: prompt_mask,
         columns.COMPLETION_IDS: completion_ids, columns.COMPLETION_MASK: completion_mask,
@@ -191,6 +228,7 @@ def training_columns(rollouts: Sequence[Rollout], pad_token_id: int) -> dict[str
         columns.GROUP: torch.tensor([owner.group for owner in owners]),
         columns.ROW_ID: torch.tensor([owner.row_id for owner in owners]),
         columns.PROMPT_INDEX: torch.tensor([owner.prompt_index for owner in owners]),
+        **({columns.IMAGE_ROW: shows.long() - 1} if shows.any() else {}),
     }  # fmt: skip
 
 
@@ -208,6 +246,7 @@ class Conversation:
         self.chat_format = chat_format
         self.task = dict(task or {})
         self.state: dict[str, Any] = {}
+        self.pictures: Pictures | None = None
         self.nodes: list[Node] = []
         self.metrics: dict[str, float] = {}
         self.suffixes: Counter[str] = Counter()  # how often each kind of `Suffix` came
@@ -233,6 +272,13 @@ class Conversation:
     def messages(self) -> Messages:
         """All messages, in order."""
         return [dict(message) for node in self.path() for message in node.messages]
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """What the engine is given beside the tokens: images, and how many tokens show them."""
+        if self.pictures is None or not self.nodes:
+            return {}
+        return {"images": self.pictures.seen, "num_shown": len(self.path()[0].token_ids)}
 
     @property
     def opening(self) -> Messages:
@@ -267,9 +313,11 @@ class Conversation:
         if not messages:
             raise ValueError("messages=[] must hold at least one, or the conversation must end")
         before = self.path()
+        if self.pictures is not None and not before:
+            messages = self.pictures.words(messages, self.chat_format)
         cleaned = tuple(self.chat_format.cleaned(message) for message in messages)
         if not before:
-            self._append(Node(None, cleaned, tuple(self.chat_format.prompt_ids(cleaned))))
+            self._append(Node(None, cleaned, tuple(self._prompt_ids(cleaned))))
             return
         reply = before[-1].reply
         if reply is None:
@@ -287,7 +335,12 @@ class Conversation:
         # What was sampled is written again: what the policy merely spelled becomes no token.
         said = (self.chat_format.cleaned(message) for message in (*earlier, *before[-1].messages))
         history = (*said, *cleaned)
-        self._append(Node(None, history, tuple(self.chat_format.prompt_ids(history))))
+        self._append(Node(None, history, tuple(self._prompt_ids(history))))
+
+    def _prompt_ids(self, messages: Sequence[Message]) -> list[int]:
+        if self.pictures is not None:
+            return self.pictures.prompt_ids(messages, self.chat_format)
+        return self.chat_format.prompt_ids(messages)
 
     def append_last_messages(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Stores messages after the assistant's last turn, for the record only: they are neither

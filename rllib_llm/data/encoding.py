@@ -48,7 +48,7 @@ def render_chat(
 
 def apply_template(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None,
-    refused: type[Problems] = Problems, **settings: Any,
+    refused: type[Problems] = Problems, sees: bool = False, **settings: Any,
 ) -> Any:  # fmt: skip
     """The result of `tokenizer.apply_chat_template`.
 
@@ -64,7 +64,9 @@ def apply_template(
     require(tokenizer.chat_template, "messages", ..., "become text",
             "the tokenizer has no chat template", "Set chat_template, take an instruction-tuned "
             "model, or write the rows as text", refused)  # fmt: skip
-    taken = [_as_read(tokenizer, message, refused) for message in messages]
+    taken = [
+        dict(message) if sees else _as_read(tokenizer, message, refused) for message in messages
+    ]
     for message in taken:
         if message.get("tool_calls"):
             message["tool_calls"] = [_with_object(call) for call in message["tool_calls"]]
@@ -339,7 +341,11 @@ def is_message(given: Any) -> TypeGuard[Mapping[str, Any]]:
 
 
 def _plain(turn: Mapping[str, Any]) -> tuple[str, str]:
-    return str(turn.get("role")), content_text(turn).strip()
+    """Role and words; images among its parts are passed over."""
+    content = turn.get("content")
+    if isinstance(content, list | tuple):
+        content = [p for p in content if not isinstance(p, Mapping) or p.get("type") != "image"]
+    return str(turn.get("role")), content_text({**turn, "content": content}).strip()
 
 
 def num_before_answer(turns: Sequence[Any]) -> int:

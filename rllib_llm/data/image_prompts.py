@@ -13,7 +13,8 @@ user.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -24,13 +25,15 @@ from rllib_llm.shared.errors import Problems, require
 
 COLUMNS = ("image", "images")
 _NOT_IMAGES = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
+_REMEMBERED_BYTES = 2**29
 Messages = list[dict[str, Any]]
 
 
 def images_of_row(row: Mapping[str, Any]) -> list[Any]:
     """The images of a row as they are written, in their order; [] of a row of text."""
     given = [image for name in COLUMNS for image in _listed(row.get(name))]
-    chats = (row.get(name) for name in ("messages", "prompt"))
+    chats = [row.get(name) for name in ("messages", "prompt")]
+    chats += [row.get("chosen")] if not isinstance(chats[1], list) else []
     turns = [turn for chat in chats if isinstance(chat, list) for turn in chat if is_message(turn)]
     return given or [part.get("image") for turn in turns for part in _image_parts(turn)]
 
@@ -77,17 +80,19 @@ class ImagePrompts:
                            "Run pip install torchvision pillow") from error  # fmt: skip
         self._tokenizer, self._chat_template = tokenizer, chat_template
         self.image_token_id = image_token_id(config)
+        self._remembered: dict[Any, tuple[str, list[int], dict[str, Tensor]]] = {}
+        self._lock = threading.Lock()
 
     def prompt(
-        self, prompt: str | Messages, images: Sequence[Any]
+        self, prompt: str | Messages, images: Sequence[Any], key: Hashable | None = None
     ) -> tuple[list[int], dict[str, Tensor], str]:
         """Token ids of a prompt, text or a chat that the assistant continues, with those of its
-        images; what the model sees of them; and the text that was read."""
+        images; what the model sees of them; and the text that was read. `key`: see `read`."""
         if isinstance(prompt, str):
-            text = prompt if self._mark in prompt else self._mark * len(images) + prompt
-            return (*self._read(text, images, add_special_tokens=True), text)
-        text = self._render(_with_places(prompt, len(images)), add_generation_prompt=True)
-        return (*self._read(text, images, add_special_tokens=False), text)
+            text = prompt if self.mark in prompt else self.mark * len(images) + prompt
+            return (*self.read(text, images, key, add_special_tokens=True), text)
+        text = self._render(with_places(prompt, len(images)), add_generation_prompt=True)
+        return (*self.read(text, images, key, add_special_tokens=False), text)
 
     def example(
         self, row: Mapping[str, Any]
@@ -109,7 +114,7 @@ class ImagePrompts:
         require(turns and turns[-1]["role"] == "assistant", "messages", ...,
                 "end with a turn of 'assistant' to learn from", "")  # fmt: skip
         ids, seen, before = self.prompt(turns[:-1], images)
-        whole = self._render(_with_places(turns, len(images)))
+        whole = self._render(with_places(turns, len(images)))
         require(whole.startswith(before), "chat_template", ..., "write an answer after its prompt",
                 "it writes another text before the answer than without it")  # fmt: skip
         said = encode_text(self._tokenizer, whole[len(before) :].rstrip("\n"))
@@ -119,7 +124,7 @@ class ImagePrompts:
         return ids + said, [False] * len(ids) + [True] * len(said), seen
 
     @property
-    def _mark(self) -> str:
+    def mark(self) -> str:
         """The text that stands for an image, before the processor makes its tokens of it."""
         return getattr(self._processor, "boi_token", None) or self._processor.image_token
 
@@ -129,18 +134,37 @@ class ImagePrompts:
             messages, chat_template=own, tokenize=False, **settings
         ))  # fmt: skip
 
-    def _read(
-        self, text: str, images: Sequence[Any], **settings: Any
+    def read(
+        self, text: str, images: Sequence[Any], key: Hashable | None = None, **settings: Any
     ) -> tuple[list[int], dict[str, Tensor]]:
+        """Token ids of a text in which images have their places, and what the model sees. What was
+        read last is remembered by `key`: a group's completions, and learners, ask again."""
+        known = self._remembered.get(key)
+        if key is not None and known is not None and known[0] == text:
+            return known[1:]
         made = self._processor(
             text=[text], images=[[read_image(image) for image in images]], return_tensors="pt",
             **settings,
         )  # fmt: skip
         seen = {name: tensor for name, tensor in made.items() if name not in _NOT_IMAGES}
-        return made["input_ids"][0].tolist(), seen
+        found = made["input_ids"][0].tolist(), seen
+        if key is not None:
+            with self._lock:  # samplers' threads share it
+                self._remembered.pop(key, None)
+                self._remembered[key] = (text, *found)
+                num_bytes = [sum(t.nbytes for t in each[2].values())
+                             for each in self._remembered.values()]  # fmt: skip
+                while sum(num_bytes) > _REMEMBERED_BYTES and len(num_bytes) > 1:
+                    del self._remembered[next(iter(self._remembered))], num_bytes[0]
+        return found
+
+    def seen(self, images: Sequence[Any], key: Hashable) -> dict[str, Tensor]:
+        """What the model sees of images, in whatever text they stand."""
+        known = self._remembered.get(key)
+        return self.read(self.mark * len(images), images)[1] if known is None else known[2]
 
 
-def _with_places(messages: Sequence[Mapping[str, Any]], num_images: int) -> Messages:
+def with_places(messages: Sequence[Mapping[str, Any]], num_images: int) -> Messages:
     """Messages whose contents are parts, images among them; without any, they stand before the
     first words of the user."""
     has_places = any(map(_image_parts, messages))

@@ -34,6 +34,7 @@ from rllib_llm.data.rollouts import pairs_of_rollouts
 from rllib_llm.data.rows import EpochOrder, Rows, require_columns
 from rllib_llm.data.sources import Source, load_rows
 from rllib_llm.data.texts import BatchSource, TokenizedText
+from rllib_llm.modules.images import image_columns
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import pad_left, pad_right
 from rllib_llm.shared.dotted import import_dotted
@@ -55,17 +56,25 @@ class PreferenceSource(BatchSource):
     _takes_labels = False  # whether rows may be a completion with a label
 
     def __init__(
-        self, data: Source, *, tokenizer: Any, max_length: int, seed: int = 0, shuffle: bool = True
-    ):
+        self, data: Source, *, tokenizer: Any, max_length: int, seed: int = 0, shuffle: bool = True,
+        model: str | None = None, chat_template: str | None = None,
+    ) -> None:  # fmt: skip
         rows = pairs_of_rollouts(load_rows(data))
-        require(not len(rows) or not images_of_row(rows[0]), "image", ..., "be left out of pairs",
-                "the words alone would be learnt from", "Drop the column")  # fmt: skip
         self.is_unpaired = self._takes_labels and {*LABELLED} <= {*rows.columns} - {"chosen"}
         self._members = _labelled(rows) if self.is_unpaired else _telling_pairs(rows)
-        super().__init__(rows, len(self._members), tokenizer, max_length, seed, shuffle)
+        super().__init__(
+            rows, len(self._members), tokenizer, max_length, seed, shuffle, model, chat_template
+        )
 
     def _of_index(self, index: int) -> tuple[Any, ...]:
         return self._of_row(int(self._members[index]))
+
+    def _examples(self, row: dict[str, Any]) -> list[tuple[Any, ...]]:
+        """See `_example`, of the chosen and of the rejected completion of a row with images."""
+        pair = [self._example({**row, "completion": row[name], "messages": None})
+                for name in ("chosen", "rejected")]  # fmt: skip
+        self.num_cut += sum(len(ids) > self._max_length for ids, *_ in pair)
+        return pair
 
     def _answers(self, chosen: list[Any], rejected: list[Any]) -> dict[str, torch.Tensor]:
         pad = self._tokenizer.pad_token_id
@@ -80,15 +89,18 @@ class PreferenceSource(BatchSource):
 class PairSource(PreferenceSource):
     """Whole texts (prompt and answer) for a reward model: `chosen_ids`, `chosen_mask`,
     `rejected_ids`, `rejected_mask`, each [count, L], right-padded. Long texts are truncated at the
-    start."""
+    start; those with images, at their end."""
 
-    def _encode(self, row: dict[str, Any], part: Part | None = None) -> tuple[list[int], list[int]]:
+    def _encode(self, row: dict[str, Any], part: Part | None = None) -> tuple[Any, ...]:
+        if images_of_row(row):
+            (chosen, _, seen), (rejected, *_) = self._examples(row)
+            return chosen[: self._max_length], rejected[: self._max_length], seen
         is_stored = self._is_stored(row, "chosen_")
         chosen, rejected = (
             [*row["prompt_ids"], *row[f"{name}_completion_ids"]] if is_stored
             else self._tokenize(row, row[name]) for name in ("chosen", "rejected")
         )  # fmt: skip
-        return self._cut(chosen), self._cut(rejected)
+        return self._cut(chosen), self._cut(rejected), {}
 
     def _cut(self, ids: list[int]) -> list[int]:
         self.num_cut += len(ids) > self._max_length
@@ -105,7 +117,8 @@ class PairSource(PreferenceSource):
         return encode_ended(self._tokenizer, prompt or "", answer)[0]
 
     def columns(self, encoded: list[tuple[Any, ...]]) -> dict[str, torch.Tensor]:
-        return self._answers([pair[0] for pair in encoded], [pair[1] for pair in encoded])
+        chosen, rejected, seen = zip(*encoded, strict=True)
+        return {**self._answers([*chosen], [*rejected]), **image_columns(seen)}
 
 
 class PromptedPairSource(PreferenceSource):
@@ -132,6 +145,13 @@ class PromptedPairSource(PreferenceSource):
         return self._encode_pair(row)
 
     def _encode_pair(self, row: dict[str, Any]) -> tuple[Any, ...]:
+        """Ids of the prompt and both answers, which of the latter are learnt from, and what the
+        prompt shows."""
+        if images_of_row(row):
+            pair = self._examples(row)
+            border = pair[0][1].index(True)
+            prompt, rest = pair[0][0][:border], slice(border, self._max_length)
+            return prompt, *(own[at][rest] for at in (0, 1) for own in pair), pair[0][2]
         if self._is_stored(row, "chosen_"):
             prompt = list(row["prompt_ids"])
             chosen, rejected = (_sampled(row, prompt, name) for name in ("chosen", "rejected"))
@@ -147,7 +167,7 @@ class PromptedPairSource(PreferenceSource):
         prompt, *answers = self._shorten(prompt, *answers)
         masks = (own[border:][: len(ids)] for (_, own), ids in
                  zip((chosen, rejected), answers, strict=True))  # fmt: skip
-        return prompt, *answers, *masks
+        return prompt, *answers, *masks, {}
 
     def _encode_texts(self, row: dict[str, Any]) -> tuple[TokenizedText, TokenizedText, int]:
         """Ids and mask of both texts, and where their answers begin, as far as the row shows it."""
@@ -195,6 +215,7 @@ class PromptedPairSource(PreferenceSource):
             for at, name in ((3, columns.CHOSEN_LOSS_MASK), (4, columns.REJECTED_LOSS_MASK))
         }
         answers = self._answers([pair[1] for pair in encoded], [pair[2] for pair in encoded])
+        answers |= image_columns([pair[5] for pair in encoded])
         return {**learnt, columns.PROMPT_IDS: prompts, columns.PROMPT_MASK: prompt_mask, **answers}
 
 

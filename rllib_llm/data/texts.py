@@ -47,16 +47,19 @@ class EncodedText(NamedTuple):
 
 class BatchSource:
     """Rows of a data set, in batches by position; a subclass encodes a row, and makes the columns
-    of a batch. `size`: how many there are in an epoch."""
+    of a batch. `size`: how many there are in an epoch. `model`: whose processor reads images,
+    with `chat_template`."""
 
     _lost = "end"  # what a text loses that is too long
     _texts_of_row = 1
     is_unpaired = False  # whether a row is one completion with a label
 
     def __init__(
-        self, rows: Rows, size: int, tokenizer: Any, max_length: int, seed: int, shuffle: bool
-    ) -> None:
+        self, rows: Rows, size: int, tokenizer: Any, max_length: int, seed: int, shuffle: bool,
+        model: str | None, chat_template: str | None,
+    ) -> None:  # fmt: skip
         self._rows, self._tokenizer, self._max_length = rows, tokenizer, max_length
+        self._model, self._chat_template = model, chat_template
         self.num_cut = self.num_read = 0  # texts
         self._order = EpochOrder(size, seed, shuffle=shuffle)
 
@@ -92,6 +95,22 @@ class BatchSource:
             return self._encode(self._rows[place], part)
         except Problems as error:
             raise error.within(f"row {place} of {self._rows.description}") from error
+
+    @functools.cached_property
+    def _image_prompts(self) -> ImagePrompts:
+        require(self._model is not None, "image", ..., "be left out here", "texts alone are read")
+        return ImagePrompts(str(self._model), self._tokenizer, self._chat_template)
+
+    def _example(
+        self, row: Mapping[str, Any]
+    ) -> tuple[list[int], list[bool], Mapping[str, torch.Tensor]]:
+        """Of a row with images: see `ImagePrompts.example`. Its prompt is never cut."""
+        ids, targets, seen = self._image_prompts.example(row)
+        num_read = len(ids) if True not in targets else targets.index(True)
+        require(num_read < self._max_length, "prompt", f"of {num_read} tokens",
+                f"have fewer than max_length={self._max_length}", "its images count, too",
+                "Raise max_length, or make the images smaller")  # fmt: skip
+        return ids, targets, seen
 
     def _is_stored(self, row: Mapping[str, Any], of: str = "") -> bool:
         """Whether a row has the tokens that a policy of this vocabulary sampled.
@@ -134,7 +153,7 @@ class TextSource(BatchSource):
         """`max_length`: tokens kept of each text, from its beginning. `loss_on`: "completion"
         (the prompt's tokens are no targets; a plain text is all target) or "all". `keep_end`:
         a text that is cut keeps its last token, EOS, for judges that read their score there.
-        `model`: whose processor reads images, with `chat_template`."""
+        `model`, `chat_template`: see `BatchSource`."""
         require(loss_on in LOSS_ON, "loss_on", loss_on, f"be one of {LOSS_ON}", "", "")
         require(tokenizer.eos_token_id is not None, "tokenizer.eos_token", None, "be a token",
                 "the model would never learn to stop", "Set it and save the tokenizer")  # fmt: skip
@@ -143,15 +162,11 @@ class TextSource(BatchSource):
         is_whole = "completion_ids" in rows.columns or bool(len(rows) and images_of_row(rows[0]))
         self._parts = None if is_whole else parts_of_rows(rows, tokenizer)
         size = len(rows if self._parts is None else self._parts)
-        super().__init__(rows, size, tokenizer, max_length, seed, shuffle)
+        super().__init__(
+            rows, size, tokenizer, max_length, seed, shuffle, model, chat_template
+        )
         self._loss_on, self._keep_end = loss_on, keep_end
-        self._model, self._chat_template = model, chat_template
         self._tokenized: dict[int, EncodedText] = {}
-
-    @functools.cached_property
-    def _image_prompts(self) -> ImagePrompts:
-        require(self._model is not None, "image", ..., "be left out here", "texts alone are read")
-        return ImagePrompts(str(self._model), self._tokenizer, self._chat_template)
 
     def _of_index(self, index: int) -> EncodedText:
         if self._parts is None and images_of_row(self._rows[index]):
@@ -173,15 +188,10 @@ class TextSource(BatchSource):
         return {**texts, **seen}
 
     def _with_images(self, row: dict[str, Any]) -> EncodedText:
-        prompts = self._image_prompts
-        ids, targets, seen = prompts.example(row)
-        num_read = len(ids) if True not in targets else targets.index(True)
-        require(num_read < self._max_length, "prompt", f"of {num_read} tokens",
-                f"have fewer than max_length={self._max_length}", "its images count, too",
-                "Raise max_length, or make the images smaller")  # fmt: skip
+        ids, targets, seen = self._example(row)
         self.num_cut += len(ids) > self._max_length
         if self._loss_on == "all":
-            targets = [token != prompts.image_token_id for token in ids]
+            targets = [token != self._image_prompts.image_token_id for token in ids]
         return EncodedText(self._cut(ids), self._cut(targets), seen)
 
     def _cut(self, items: list[Any]) -> list[Any]:

@@ -379,19 +379,26 @@ class PromptGroup:
     """What is computed already of the prompt of a single row."""
     images: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """What the prompt shows, as the model takes it."""
+    num_first: int = 0
+    """Tokens at the beginning in which it shows it; 0: all that were not sampled."""
 
     @property
     def length(self) -> int:
         """Tokens of the prompt."""
         return len(self.token_ids)
 
+    @property
+    def num_shown(self) -> int:
+        """Tokens at the beginning among which those of images stand for images."""
+        return self.num_first or self.length - self.num_sampled[0]
+
     def of(self, places: list[int], sampled: Sequence[int]) -> PromptGroup:
         """Some of the rows, which have all sampled these tokens since."""
         more = torch.tensor(sampled, dtype=torch.int64, device=self.token_ids.device)
-        return PromptGroup(
-            torch.cat([self.token_ids, more]), [self.columns[i] for i in places],
-            [self.params[i] for i in places],
-            [self.num_sampled[i] + len(sampled) for i in places],
+        return replace(
+            self, token_ids=torch.cat([self.token_ids, more]), prefix=None,
+            columns=[self.columns[i] for i in places], params=[self.params[i] for i in places],
+            num_sampled=[self.num_sampled[i] + len(sampled) for i in places],
         )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from rllib_llm.engines.kv_cache import (
 )
 from rllib_llm.engines.llama_step import Blocks, LlamaStep, Order, additive, is_llama_shaped
 from rllib_llm.engines.row_blocks import cost_of_block
-from rllib_llm.modules.images import image_inputs
+from rllib_llm.modules.images import Shown, image_token_id, seeing
 from rllib_llm.modules.multimodal import is_multimodal
 from rllib_llm.modules.precision import leave_out_cudnn_attention
 from rllib_llm.modules.trunk import take_apart, wants_recurring_sizes
@@ -135,17 +135,20 @@ def _with_value(
 
 def prefill_seen(
     model: Any, value_head: nn.Module | None, ids: torch.Tensor,
-    images: Mapping[str, torch.Tensor], cache: PromptCache,
+    images: Mapping[str, torch.Tensor], num_shown: int, cache: PromptCache,
 ) -> tuple[torch.Tensor, int]:  # fmt: skip
     """As `prefill`, of one prompt with images [1, P] by the model around the decoder; and by how
-    much the position of the next token is ahead of P: the patches of an image may share theirs."""
+    much the position of the next token is ahead of P: the patches of an image may share theirs.
+    Tokens of images behind the first `num_shown` were said."""
     halves, around = take_apart(model), model.base_model
     assert halves is not None, "a model that sees is taken apart, or refused"
     if hasattr(around, "rope_deltas"):
         around.rope_deltas = None  # of the call before
-    state = around(
-        input_ids=ids, past_key_values=cache, use_cache=True, **image_inputs(model, ids, images)
-    ).last_hidden_state[:, -1]
+    is_text = ids == image_token_id(model.config)
+    is_text[:, :num_shown] = False
+    with seeing(model, ids, is_text, Shown.of(images)) as inputs:
+        output = around(past_key_values=cache, use_cache=True, **inputs)
+    state = output.last_hidden_state[:, -1]
     ahead = getattr(around, "rope_deltas", None)
     logits = _with_value(halves.logits(state), state, value_head)
     return logits, 0 if ahead is None else int(ahead)

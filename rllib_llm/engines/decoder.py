@@ -372,7 +372,10 @@ class Decoder:
         self.num_prefilled += sum(group.length for group in groups)
         ahead = 0
         if images:
-            logits, ahead = prefill_seen(self.model, self.value_head, ids, images, prompts)
+            num_shown = groups[0].num_shown
+            logits, ahead = prefill_seen(
+                self.model, self.value_head, ids, images, num_shown, prompts
+            )
         else:
             logits = prefill(self.model, self.value_head, ids, mask, prompts)
         if more:

@@ -79,20 +79,21 @@ class EngineLoop:
     def submit(
         self, token_ids: Sequence[int], params: SamplingParams, *, seed: int = 0, row: int = 0,
         turn: int = 0, num_sampled: int = 0, conversation: Hashable | None = None,
-        on_tokens: OnTokens | None = None,
+        on_tokens: OnTokens | None = None, **shown: Any,
     ) -> Future[Ended]:  # fmt: skip
         """Starts a completion. Cancelling the future takes it out of the engine.
 
         Args:
             token_ids: the prompt, then `num_sampled` tokens that were sampled before.
             seed, row, turn: name the randomness, as `protocol.Noise`.
+            shown: `images` and `num_shown` of the row.
 
         Raises:
             EngineEndedError: the loop is closed, or has ended with an error.
         """
         asked = Row(
             None, token_ids, params, num_sampled, Noise(seed, row, turn),
-            conversation=conversation, on_tokens=on_tokens,
+            conversation=conversation, on_tokens=on_tokens, **shown,
         )  # fmt: skip
         return self.submit_all([asked])[0]
 

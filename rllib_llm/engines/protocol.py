@@ -9,7 +9,7 @@ empty", a conversation adds a row per turn, a server adds rows as requests come.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
@@ -129,6 +129,10 @@ class Row:
     raises ends the completion."""
     published: tuple[int, int] | None = None
     """(epoch, version) that the run has published last, for a server that follows it."""
+    images: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
+    """What the prompt shows, as the model takes it; the same of all rows of a group."""
+    num_shown: int = 0
+    """Tokens at the beginning among which those of images stand for them; 0: the whole prompt."""
     is_read_whole: bool = False
     """Whether nobody asks for its tokens before it has ended."""
 

@@ -29,7 +29,7 @@ from rllib_llm.engines.protocol import (
 from rllib_llm.engines.row_blocks import row_budget
 from rllib_llm.modules.multimodal import other_tensors
 from rllib_llm.modules.text_scores import TextScores, score_text
-from rllib_llm.shared.errors import Problems
+from rllib_llm.shared.errors import Problems, require
 
 # --- Published weights put into a model that an engine owns
 
@@ -131,6 +131,7 @@ class TorchEngine(Engine):
 
     def add(self, rows: Sequence[Row]) -> None:
         check_rows(rows, [*self._columns, *(each.id for each in self._left)], self.version)
+        shares = self._decoder.plan.shares_prompts
         alike: dict[SamplingParams, list[Row]] = {}  # the config is read once for each
         for row in rows:
             alike.setdefault(row.params, []).append(row)
@@ -139,6 +140,9 @@ class TorchEngine(Engine):
             check_positions(self.model.config, longest, params)
             ends = [end for row in group for end in (min(row.token_ids), max(row.token_ids))]
             check_tokens(self.model.config, ends, params)
+            require(shares or not any(row.images for row in group), "images", ...,
+                    "be left out for this model",
+                    "the cache of its layers holds no prompt for several rows")  # fmt: skip
         drawn = _drawn(rows)  # raises for a seed out of range: nothing has been reserved yet
         longest = max((row.params.max_new_tokens for row in rows), default=0)
         columns = self._decoder.reserve(len(rows), longest)
@@ -160,11 +164,11 @@ class TorchEngine(Engine):
         (row, *others), prefix = rows, None
         ids = torch.tensor(list(row.token_ids), dtype=torch.int64, device=self.device)
         shares = self._decoder.plan.shares_prompts
-        if not others and row.conversation is not None and shares:
+        if not others and row.conversation is not None and shares and not row.images:
             self._decoder.wanted.add(columns[0])
             prefix = self._kept.take(row.conversation, row.token_ids)
         params, num_sampled = [each.params for each in rows], [each.num_sampled for each in rows]
-        return PromptGroup(ids, columns, params, num_sampled, prefix)
+        return PromptGroup(ids, columns, params, num_sampled, prefix, row.images, row.num_shown)
 
     def step(self) -> list[Ended]:
         ended, self._left = self._left, []

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from rllib_llm.envs.judges.reward_functions import question, shown_message
 from rllib_llm.envs.judges.rewards import RewardBatch, RewardSum
 from rllib_llm.envs.prompts import PromptEncoder, PromptRow, PromptSource, teacher_prompts
 from rllib_llm.envs.settings import check_values
-from rllib_llm.modules.images import image_rows
 from rllib_llm.modules.model_source import check_lengths, num_positions, text_config
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import pad_left
@@ -105,6 +104,10 @@ class BanditEnv(VectorEnv):
     def max_prompt_len(self) -> int:
         """Longest prompt [tokens]."""
         return self._encoder.max_prompt_len
+
+    def images_at(self, positions: Sequence[int]) -> dict[str, torch.Tensor]:
+        """What the prompts at these positions show, see `modules/images.py`."""
+        return self._encoder.images([self.prompts.rows(p, 1)[0] for p in positions])
 
     def fork(self) -> BanditEnv:
         """The same environment with prompts of its own, for another thread."""
@@ -191,13 +194,12 @@ class BanditEnv(VectorEnv):
         self._rows = [row for row in rows for _ in range(num_completions)]
         self._prompt_index = torch.tensor([row.index for row in self._rows], device=self.device)
         self._texts = [text for text in texts for _ in range(num_completions)]
+        if images := self._encoder.images(rows):
+            images[columns.IMAGE_ROW] = images[columns.IMAGE_ROW].repeat_interleave(num_completions)
         self._observation = {
             columns.PROMPT_IDS: ids.repeat_interleave(num_completions, 0).to(self.device),
             columns.PROMPT_MASK: mask.repeat_interleave(num_completions, 0).to(self.device),
-            **{
-                name: column.repeat_interleave(num_completions, 0).to(self.device)
-                for name, column in self._encoder.images(rows).items()
-            },
+            **{name: column.to(self.device) for name, column in images.items()},
         }
         self.position = position + num_prompts
         infos = {columns.PROMPT_INDEX: self._prompt_index, "position": position}
@@ -243,10 +245,10 @@ class BanditEnv(VectorEnv):
         if self.reference is None:
             return infos
         with self._reference_lock:
-            seen = image_rows(self._observation)
+            seen = {"seen": self._observation} if columns.IMAGE_ROW in self._observation else {}
             ref_logprobs = self.reference.logprobs(
                 batch.prompt_ids, batch.prompt_mask, ids, mask, self.temperature,
-                **({"seen": seen} if seen else {}),
+                **seen,
             ).to(self.device)
         infos[columns.REF_LOGPROBS] = ref_logprobs
         if columns.SAMPLER_LOGPROBS in actions:
@@ -259,7 +261,10 @@ class BanditEnv(VectorEnv):
 
     def _teacher_columns(self, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
         """The teacher's prompts, where it has its own, and what it says of completions."""
-        prompts = dict(self._observation)
+        require(self.teacher is None or columns.IMAGE_ROW not in self._observation, "teacher_in",
+                "environment", "be 'learner' where prompts show images")  # fmt: skip
+        names = (columns.PROMPT_IDS, columns.PROMPT_MASK)
+        prompts = {name: self._observation[name] for name in names}
         found: dict[str, torch.Tensor] = {}
         if self.teacher_prompt is not None:
             given = teacher_prompts(self.tokenizer, self._rows, self.teacher_prompt)

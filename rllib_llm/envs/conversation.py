@@ -22,8 +22,9 @@ from gymnasium import spaces
 from ray.rllib.utils.spaces.repeated import Repeated
 
 from rllib_llm.conversations.chat_format import ChatFormat, Message, Messages
-from rllib_llm.conversations.conversation import Conversation
+from rllib_llm.conversations.conversation import Conversation, Pictures
 from rllib_llm.conversations.proof import Proof, prove, require_tools
+from rllib_llm.data.image_prompts import ImagePrompts
 from rllib_llm.envs.judges.rewards import RewardSum
 from rllib_llm.envs.prompts import PromptRow
 from rllib_llm.envs.rlhf import (
@@ -37,6 +38,7 @@ from rllib_llm.envs.rlhf import (
 )
 from rllib_llm.envs.settings import ENV_SETTINGS, declared
 from rllib_llm.envs.tools import MCPServers, Toolbox
+from rllib_llm.modules.images import image_columns
 from rllib_llm.modules.model_source import num_embeddings, num_positions
 from rllib_llm.shared.dotted import as_list
 from rllib_llm.shared.errors import Problems, require
@@ -134,6 +136,8 @@ class ConversationEnv:
     """Whether a `start` of its own returns `first_messages`, which are then checked at first."""
     runs_last_calls: ClassVar[bool] = False
     """Whether the tools of the last allowed turn are run."""
+    sees: ClassVar[bool] = True
+    """Whether the policy is shown the images of a task."""
 
     def __init__(self, env_config: Mapping[str, Any] | None = None) -> None:
         self.settings = with_defaults(env_config or {}, self.default_settings())
@@ -249,10 +253,38 @@ class ConversationEnv:
         functions, ChatFormatError by the chat template."""
         if self.rewards is not None:
             self.rewards.check_columns({*row.columns, *_OF_CONVERSATIONS})
+        conversation = self.new_conversation(row, row.task())
         if self.starts_with_prompt or type(self).start is ConversationEnv.start:
-            task = row.task()
-            chat_format = self.format_of(task)
-            chat_format.prompt_ids(self.first_messages(Conversation(chat_format, task=task)))
+            conversation.append_messages(self.first_messages(conversation))
+
+    @functools.cached_property
+    def _image_prompts(self) -> ImagePrompts:
+        require(self.settings["model"] is not None, "image", ..., "be left out here",
+                "no model reads it", "Drop or rename the column")  # fmt: skip
+        return ImagePrompts(self.settings["model"], self.tokenizer, self.tokenizer.chat_template)
+
+    def new_conversation(self, row: PromptRow, task: Mapping[str, Any]) -> Conversation:
+        """The conversation about a task, with the images that its row shows.
+
+        Raises:
+            Problems: the policy, or who holds its conversations, reads text alone.
+        """
+        conversation = Conversation(self.format_of(task), task=task)
+        if row.images:
+            try:
+                require(self.sees, "image", ..., "be left out here", "text alone is handed on",
+                        "Drop or rename the column")  # fmt: skip
+                conversation.pictures = Pictures(row.images, self._image_prompts, row.index)
+            except Problems as error:
+                raise error.within(f"row {row.index}") from error
+        return conversation
+
+    def images_at(self, positions: Sequence[int]) -> dict[str, torch.Tensor]:
+        """What the tasks at these positions show, see `modules/images.py`."""
+        rows = [self.tasks.rows(position, 1)[0] for position in positions]
+        return image_columns([
+            self._image_prompts.seen(row.images, row.index) if row.images else {} for row in rows
+        ])  # fmt: skip
 
     @classmethod
     def default_settings(cls) -> dict[str, Any]:

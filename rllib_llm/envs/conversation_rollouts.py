@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from rllib_llm.conversations.chat_format import Message
-from rllib_llm.conversations.conversation import Conversation, Rollout, training_columns
+from rllib_llm.conversations.conversation import Rollout, training_columns
 from rllib_llm.conversations.tool_calls import ToolCall
 from rllib_llm.engines.protocol import Ended
 from rllib_llm.envs.actions import Judgement
@@ -34,13 +34,15 @@ from rllib_llm.envs.judges.reward_functions import (
 from rllib_llm.envs.judges.rewards import Rewards, RewardSum, UnjudgedError
 from rllib_llm.envs.prompts import PromptRow
 from rllib_llm.envs.tools import ToolResult
+from rllib_llm.modules.images import with_images
 from rllib_llm.shared import columns
 from rllib_llm.shared.errors import Problem, require
 from rllib_llm.shared.messages import told
 from rllib_llm.shared.remote import call, within
 
-Complete = Callable[[Sequence[int], int, int, int], Awaitable[Ended]]
-"""(token ids, most new tokens, row, turn) -> what was sampled."""
+Complete = Callable[..., Awaitable[Ended]]
+"""(token ids, most new tokens, row, turn) -> what was sampled; where there are images also
+`images` and `num_shown`, see `protocol.Row`."""
 
 
 class EngineFailed(RuntimeError):
@@ -79,7 +81,7 @@ def new_attempts(
         for copy in range(num_completions):
             group = first_position + place
             task = copied(row.task())
-            conversation = Conversation(env.format_of(task), task=task)
+            conversation = env.new_conversation(row, task)
             row_id = group * num_completions + copy
             attempts.append(Rollout(conversation, group, row_id, row.index))
     return attempts
@@ -169,7 +171,9 @@ class _Player:
         if room >= 1:
             start = time.perf_counter()
             turn = conversation.num_turns
-            sampled = await self.complete(token_ids, room, self.attempt.row_id, turn)
+            sampled = await self.complete(
+                token_ids, room, self.attempt.row_id, turn, **conversation.shown
+            )
             self.attempt.count("sample_seconds", time.perf_counter() - start)
             conversation.append_sampled(
                 sampled.token_ids, sampled.logprobs, sampled.versions, finish=sampled.finish
@@ -299,11 +303,15 @@ def judge(env: ConversationEnv, attempts: Sequence[Rollout], pad_token_id: int) 
             attempt.score, attempt.valid = 0.0, False
     batch = training_columns(attempts, pad_token_id)
     if env.teacher is not None:
+        require(columns.IMAGE_ROW not in batch, "teacher_in", "environment",
+                "be 'learner' where prompts show images")  # fmt: skip
         given = (batch[name].to(env.device) for name in _TOKENS)
         batch |= {name: column.cpu() for name, column in env.teacher(*given).items()}
     if env.reference is not None:
         given = (batch[name].to(env.device) for name in _TOKENS)
-        logprobs = env.reference.logprobs(*given, env.settings["temperature"])
+        shows = columns.IMAGE_ROW in batch
+        seen = {"seen": with_images(batch, env.images_at)} if shows else {}
+        logprobs = env.reference.logprobs(*given, env.settings["temperature"], **seen)
         batch[columns.REF_LOGPROBS] = logprobs.cpu()
     row_ids = batch[columns.ROW_ID].tolist()
     firsts = {row_id: place for place, row_id in reversed([*enumerate(row_ids)])}

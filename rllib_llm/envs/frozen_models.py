@@ -26,7 +26,7 @@ from rllib_llm.data.encoding import (
 from rllib_llm.data.rows import OF_TEMPLATES
 from rllib_llm.envs.judges.reward_functions import Judge
 from rllib_llm.modules.frozen import load_quantized
-from rllib_llm.modules.images import image_columns, images_of
+from rllib_llm.modules.images import images_of
 from rllib_llm.modules.logprobs import score_completions
 from rllib_llm.modules.model_source import text_config
 from rllib_llm.modules.packing import pack_right, token_batches
@@ -44,6 +44,7 @@ from rllib_llm.modules.sequence_scores import (
 )
 from rllib_llm.modules.tokenizer import load_tokenizer
 from rllib_llm.shared.columns import (
+    IMAGE_ROW,
     TEACHER_LOGPROBS,
     TEACHER_TOP_IDS,
     TEACHER_TOP_LOGPROBS,
@@ -119,13 +120,13 @@ class FrozenReference(_Frozen):
     def logprobs(
         self, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor,
         completion_mask: Tensor, temperature: float = 1.0,
-        seen: Sequence[Mapping[str, Tensor]] = (),
+        seen: Mapping[str, Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
         """Log-probs [B, T] float32 of the completion tokens, 0 where the mask is False.
 
         prompt_ids [B, P] left-padded, completion_ids [B, T] right-padded, masks bool; logits are
-        divided by `temperature`. The result is on the device of `completion_ids`. `seen`: what each
-        prompt shows, as `images.image_rows` gives it.
+        divided by `temperature`. The result is on the device of `completion_ids`. `seen`: columns
+        of what the prompts show, see `modules/images.py`.
         """
         columns = (prompt_ids, prompt_mask, completion_ids, completion_mask)
         if self._drift_rows:
@@ -135,10 +136,10 @@ class FrozenReference(_Frozen):
         for rows in token_batches(lengths, self._batch_tokens):
             rows = rows.to(completion_ids.device)
             batch = [column[rows].to(self._device) for column in columns]
-            shown = images_of(image_columns([seen[i] for i in rows.tolist()] if seen else []))
-            scored = score_completions(
-                self.model, *batch, temperature=temperature, images=shown
-            )
+            shown = None
+            if seen is not None:
+                shown = images_of({**seen, IMAGE_ROW: seen[IMAGE_ROW].to(rows.device)[rows]})
+            scored = score_completions(self.model, *batch, temperature=temperature, shown=shown)
             result[rows] = scored.logprobs.to(result.device)
         return result
 

@@ -23,7 +23,7 @@ from rllib_llm.data.encoding import (
     render_chat,
     row_settings,
 )
-from rllib_llm.data.image_prompts import ImagePrompts, images_of_row
+from rllib_llm.data.image_prompts import COLUMNS, ImagePrompts, images_of_row
 from rllib_llm.data.rows import (
     EpochOrder,
     Rows,
@@ -58,6 +58,13 @@ class PromptRow:
     def task(self) -> dict[str, Any]:
         """Prompt and columns by name, as conversations have them."""
         return {"prompt": self.prompt, **self.columns}
+
+    @property
+    def images(self) -> list[Any]:
+        """The images that it shows, as they are written; [] of a row of text."""
+        return images_of_row(
+            {**{name: self.columns.get(name) for name in COLUMNS}, "prompt": self.prompt}
+        )
 
 
 class PromptSource:
@@ -207,13 +214,9 @@ class PromptEncoder:
 
     def images(self, rows: Sequence[PromptRow]) -> dict[str, torch.Tensor]:
         """The columns of what prompts show, see `modules/images.py`; {} if all are text."""
-        shown = [_images_of(row) for row in rows]
-        if not any(shown):
-            return {}
-        pairs = zip(rows, shown, strict=True)
         return image_columns([
-            self._image_prompts.prompt(row.prompt, images)[1] if images else {}
-            for row, images in pairs
+            self._image_prompts.prompt(row.prompt, row.images, row.index)[1] if row.images else {}
+            for row in rows
         ])  # fmt: skip
 
     @property
@@ -240,7 +243,7 @@ class PromptEncoder:
         ids, text = self._tokenize(row)
         if len(ids) <= self.max_prompt_len:
             return ids, text
-        if self.overflow == "error" or _images_of(row):
+        if self.overflow == "error" or row.images:
             raise Problems(
                 "prompt", f"have at most max_prompt_len={self.max_prompt_len} tokens",
                 f"it has {len(ids)} ({text[:60]!r}...)",
@@ -255,8 +258,8 @@ class PromptEncoder:
         """Token ids and text of the whole prompt."""
         tokenizer = self.tokenizer
         try:
-            if images := _images_of(row):
-                ids, _, text = self._image_prompts.prompt(row.prompt, images)
+            if row.images:
+                ids, _, text = self._image_prompts.prompt(row.prompt, row.images, row.index)
             elif isinstance(row.prompt, str):
                 text = row.prompt
                 ids = encode_text(tokenizer, text)
@@ -273,10 +276,6 @@ class PromptEncoder:
             empty = Problems("prompt", "have a token", "the tokenizer has no BOS", "", row.prompt)
             raise empty.within(f"row {row.index}")
         return ids, text
-
-
-def _images_of(row: PromptRow) -> list[Any]:
-    return images_of_row({**row.columns, "prompt": row.prompt})
 
 
 def _held_out(size: int, eval_fraction: float, split_seed: int) -> np.ndarray:

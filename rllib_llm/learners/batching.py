@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from rllib_llm.modules.images import is_image
 from rllib_llm.modules.packing import token_batches
 from rllib_llm.shared import columns
 
@@ -118,7 +119,9 @@ def take_rows(batch: dict[str, Tensor], rows: Tensor) -> dict[str, Tensor]:
     devices = {column.device for column in batch.values()} | {torch.device("cpu")}
     on_device = {device: rows.to(device, non_blocking=True) for device in devices}
     return {
-        name: columns.same_cut(column, lambda c: c.index_select(0, on_device[c.device]))
+        name: column if is_image(name) else columns.same_cut(
+            column, lambda c: c.index_select(0, on_device[c.device])
+        )
         for name, column in batch.items()
     }
 

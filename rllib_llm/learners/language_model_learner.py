@@ -48,7 +48,7 @@ from rllib_llm.learners.optimizer import (
 from rllib_llm.learners.sharding import GradientSums, clip_gradients_, gradient_norm
 from rllib_llm.learners.shared_passes import Batch, SharedPasses, seeded_dropout
 from rllib_llm.numerics.learning_rate import learning_rate_factor
-from rllib_llm.shared.columns import moved, remember_all
+from rllib_llm.shared.columns import IMAGE_ROW, moved, remember_all
 from rllib_llm.shared.errors import require
 from rllib_llm.shared.messages import Listener, TrialMessage
 from rllib_llm.shared.process import keep_freed_memory
@@ -246,9 +246,14 @@ class LanguageModelLearner(SharedPasses):
         return {**self.metrics.reduce(), REPORT: self.report()}
 
     def _on_device(self, batch: Mapping[str, Any]) -> Batch:
+        given = {name: torch.as_tensor(column) for name, column in batch.items()}
+        shows = given.get(IMAGE_ROW)
+        # All learners call a tower whose layers are spread over them, or none.
+        require(shows is None or not self.is_sharded or bool((shows >= 0).all()),
+                "learner_strategy", "fsdp", "be 'ddp' where some prompts have images and others not"
+                )  # fmt: skip
         there: Batch = {}
-        for name, given in batch.items():
-            column = torch.as_tensor(given)
+        for name, column in given.items():
             move = moved if column.device.type == "cpu" else torch.Tensor.to
             there[name] = move(column, self._device)
         remember_all(there)

@@ -219,6 +219,7 @@ class PPOPtxLearner(RLHFLearner):
             TextSource, data, name=name,
             tokenizer=self.module[DEFAULT_MODULE_ID].unwrapped().tokenizer,
             max_length=self.config.ptx_max_length, seed=self.config.seed or 0, loss_on="all",
+            model=self.config.pretrained_model, chat_template=self.config.chat_template,
         )  # fmt: skip
 
     def prepare(self, batch: Batch) -> Batch:

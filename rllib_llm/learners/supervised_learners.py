@@ -12,6 +12,7 @@ import torch
 
 from rllib_llm.learners.language_model_learner import LanguageModelLearner
 from rllib_llm.learners.shared_passes import Batch, own_reference
+from rllib_llm.modules.images import is_image
 from rllib_llm.numerics.losses import (
     cross_entropy_tokens,
     kto_reference_point,
@@ -245,7 +246,8 @@ def _log_ratios(batch: Batch, outputs: Batch) -> tuple[torch.Tensor, torch.Tenso
 
 def _with_others_prompts(batch: Batch) -> Batch:
     """Each pair's completions after the prompt of another pair."""
-    prompts = (columns.PROMPT_IDS, columns.PROMPT_MASK)
+    prompts = [columns.PROMPT_IDS, columns.PROMPT_MASK]
+    prompts += [name for name in batch if name == columns.IMAGE_ROW or is_image(name)]
     answers = (
         columns.CHOSEN_IDS, columns.CHOSEN_MASK, columns.REJECTED_IDS, columns.REJECTED_MASK,
         columns.CHOSEN_LOSS_MASK, columns.REJECTED_LOSS_MASK,

@@ -1,23 +1,34 @@
-"""Images of prompts: read, made into tokens and pixels by a model's processor, kept as columns of a
-batch, and handed to the model.
+"""Images of prompts: read, made into tokens and pixels by a model's processor, kept beside the
+columns of a batch, and shown to the model.
 
-    image/pixel_values        [rows, ...] what the processor made, padded with zeros
-    image_shape/pixel_values  [rows, dimensions] int64, the shape of each row's own
+    image_row                 [B] int64, which of the batch's images a row shows; -1: none
+    image/pixel_values        [images, ...] what the processor made, padded with zeros
+    image_shape/pixel_values  [images, dimensions] int64, the shape of each without padding
+
+Rows of a group share theirs: each is there once, and a tower reads it once for all of them.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import inspect
 import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
+from rllib_llm.modules.multimodal import other_tensors, text_decoder
+from rllib_llm.modules.packing import TokenRows, WantedTokens, pack
+from rllib_llm.modules.shards import local_data
+from rllib_llm.shared.columns import GROUP, IMAGE_ROW, fetched
 from rllib_llm.shared.errors import Problems, require
 
 PREFIX, SHAPE = "image/", "image_shape/"
@@ -66,58 +77,95 @@ def pad_rows(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 def image_columns(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """The columns of a batch; `rows`: what the processor made of each row's images, {} of none."""
-    batch: dict[str, Tensor] = {}
-    for name in dict.fromkeys(name for row in rows for name in row):
-        like = next(row[name] for row in rows if name in row)
-        none = like.new_zeros(0, *[0] * (like.ndim - 1))
-        batch[PREFIX + name], batch[SHAPE + name] = pad_rows([row.get(name, none) for row in rows])
+    shown = [row for row in rows if row]
+    if not shown:
+        return {}
+    has_images = torch.tensor([bool(row) for row in rows])
+    batch = {IMAGE_ROW: (has_images.cumsum(dim=0) - 1).where(has_images, -1)}
+    for name in shown[0]:
+        batch[PREFIX + name], batch[SHAPE + name] = pad_rows([row[name] for row in shown])
     return batch
 
 
 def is_image(column: str) -> bool:
-    """Whether a column of this name is one of `image_columns`."""
+    """Whether a column of this name has images, each once, and not a number for each row."""
     return column.startswith((PREFIX, SHAPE))
 
 
 def refuse_images(prompts: Mapping[str, Any]) -> None:
     """Raises Problems for prompts with images, where only token ids are handed on."""
-    require(not any(map(is_image, prompts)), "image", ..., "be left out here",
-            "images are read by engine='torch' in batches alone",
-            "Leave out engine and streaming, or the images")  # fmt: skip
+    require(IMAGE_ROW not in prompts, "image", ..., "be left out here",
+            "images are read by engine='torch' alone", "Leave out engine, or the images")
 
 
-def join(parts: Sequence[Tensor]) -> Tensor:
-    """Columns of images of several batches, one after the other."""
-    sizes = torch.tensor([part.shape[1:] for part in parts]).amax(dim=0).tolist()
-    whole = parts[0].new_zeros(sum(map(len, parts)), *sizes)
-    for place, part in zip(whole.split([len(part) for part in parts]), parts, strict=True):
-        filled = (slice(None), *map(slice, part.shape[1:]))
-        place[filled] = part
-    return whole
+@dataclass(frozen=True)
+class Shown:
+    """What rows show.
+
+    images: what the processor made of each prompt, by its place in the batch. places: which of them
+    each row shows; -1: none. features: what frozen towers made of them, by model and place; passes
+    over the same batch share them.
+    """
+
+    images: Mapping[int, Mapping[str, Tensor]]
+    places: Sequence[int]
+    features: WeakIdKeyDictionary
+
+    @classmethod
+    def of(cls, images: Mapping[str, Tensor]) -> Shown:
+        """What a single row shows."""
+        return cls({0: images}, [0], WeakIdKeyDictionary())
+
+    @property
+    def twice(self) -> Shown:
+        """As many rows again, which show the same."""
+        return replace(self, places=[*self.places] * 2)
 
 
-def image_rows(batch: Mapping[str, Any]) -> list[dict[str, Tensor]]:
+# What frozen models made of a batch's images, as long as there are both.
+_features = WeakIdKeyDictionary()
+
+
+def image_rows(batch: Mapping[str, Any]) -> list[Mapping[str, Tensor]]:
     """The rows that `image_columns` was given; [] where a batch has no such columns."""
-    rows: list[dict[str, Tensor]] = []
-    for column in (name for name in batch if name.startswith(PREFIX)):
-        name = column.removeprefix(PREFIX)
-        rows = rows or [{} for _ in batch[column]]
-        shapes = batch[SHAPE + name].tolist()
-        for row, tensor, shape in zip(rows, batch[column], shapes, strict=True):
-            if shape[0]:
-                row[name] = tensor[tuple(slice(size) for size in shape)]
-    return rows
+    shown = images_of(batch)
+    return [] if shown is None else [shown.images.get(place, {}) for place in shown.places]
 
 
-def images_of(batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The processor's tensors of all images of a batch, in the order of its rows, as models take
-    it; {} where it has none."""
-    rows = image_rows(batch)
-    found: dict[str, Tensor] = {}
-    for name in dict.fromkeys(name for row in rows for name in row):
-        padded, shapes = pad_rows([row[name] for row in rows if name in row])
-        found[name] = torch.cat([t[:n] for t, n in zip(padded, shapes[:, 0].tolist(), strict=True)])
-    return found
+def images_of(batch: Mapping[str, Any]) -> Shown | None:
+    """What the rows of a batch show; None where all are text."""
+    if IMAGE_ROW not in batch:
+        return None
+    places = fetched([batch[IMAGE_ROW]])[0].tolist()
+    images: dict[int, dict[str, Tensor]] = {place: {} for place in places if place >= 0}
+    if not images:
+        return None
+    names = [name.removeprefix(PREFIX) for name in batch if name.startswith(PREFIX)]
+    for name, shapes in zip(names, fetched([batch[SHAPE + name] for name in names]), strict=True):
+        for place, own in images.items():
+            own[name] = batch[PREFIX + name][place][tuple(map(slice, shapes[place].tolist()))]
+    features = _features.setdefault(batch[PREFIX + names[0]], WeakIdKeyDictionary())
+    return Shown(images, places, features)
+
+
+def with_images(
+    batch: Mapping[str, Any], read: Callable[[list[int]], dict[str, Tensor]]
+) -> dict[str, Any]:
+    """A batch of completions with what its prompts show, each group's once: samplers and ledgers
+    hand on rows alone. `read`: gives the columns of what prompts at these positions show."""
+    shows = batch.get(IMAGE_ROW)
+    if shows is None or not bool((shows >= 0).any()):
+        return {name: column for name, column in batch.items() if name != IMAGE_ROW}
+    positions, places = batch[GROUP][shows >= 0].unique(return_inverse=True)
+    images = read(positions.tolist())
+    rows = shows.masked_scatter(shows >= 0, images.pop(IMAGE_ROW).to(places.device)[places])
+    return {**batch, IMAGE_ROW: rows, **images}
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """One after the other, padded with zeros to the largest size in each further dimension."""
+    padded, shapes = pad_rows(parts)
+    return torch.cat([part[:n] for part, n in zip(padded, shapes[:, 0].tolist(), strict=True)])
 
 
 def image_token_id(config: Any) -> int | None:
@@ -126,14 +174,126 @@ def image_token_id(config: Any) -> int | None:
     return next((getattr(config, name) for name in names if hasattr(config, name)), None)
 
 
-def image_inputs(model: Any, input_ids: Tensor, images: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The arguments by which the trunk of a multimodal `model` sees `images`, on the device of
-    `input_ids` [rows, length]; padding must not be image tokens."""
+# --- What a model makes of images
+
+# What stands in the places of an image's tokens, and what Qwen3-VL adds behind layers.
+_OF_TOWERS = ("pooler_output", "deepstack_features")
+
+def _split(found: Any, sizes: list[int]) -> list[Any]:
+    """What a tower gives of several prompts, one after the other: tensors of tokens, or lists of
+    one for each image."""
+    if isinstance(found, Tensor):
+        require(sum(sizes) == found[..., 0].numel(), "image", f"of {found[..., 0].numel()} tokens",
+                f"be shown by as many tokens of the prompt, not {sum(sizes)}")  # fmt: skip
+        return [*found.flatten(0, -2).split(sizes)]
+    if not isinstance(found, list | tuple) or not found:
+        return [found] * len(sizes)
+    if all(isinstance(each, Tensor) for each in found):
+        return [[part] for part in _split(torch.cat([t.flatten(0, -2) for t in found]), sizes)]
+    return [*zip(*(_split(each, sizes) for each in found), strict=True)]
+
+
+def _together(parts: Sequence[Any]) -> Any:
+    """What a tower would give of all of these prompts; the inverse of `_split`."""
+    if isinstance(parts[0], Tensor):
+        return torch.cat([*parts])
+    if not isinstance(parts[0], list | tuple):
+        return parts[0]
+    return [_together(own) for own in zip(*parts, strict=True)]
+
+
+class _Tower:
+    """In the place of a model's `get_image_features`: reads each prompt's images once, and in a
+    batch once where it is frozen.
+
+    order: places of what rows show. num_tokens: of each of these prompts' images, by its place.
+    inputs: the tensors of given places.
+    """
+
+    def __init__(
+        self, model: Any, features: WeakIdKeyDictionary, order: Sequence[int],
+        num_tokens: Mapping[int, int], inputs: Callable[[Sequence[int]], Mapping[str, Tensor]],
+    ) -> None:  # fmt: skip
+        self._own, self._order = model.base_model.get_image_features, order
+        self._num_tokens, self._inputs = num_tokens, inputs
+        own = [t for t in other_tensors(model).values() if isinstance(t, nn.Parameter)]
+        # All learners, or none, must call one whose layers are spread over them.
+        self._is_fixed = not any(p.requires_grad or local_data(p) is not p for p in own)
+        self._known = features.setdefault(model, {}) if self._is_fixed else {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(self._own).bind(*args, **kwargs).arguments
+        further = given.pop("kwargs", {})
+        if new := [place for place in self._num_tokens if place not in self._known]:
+            tensors = self._inputs(new)
+            given |= {name: tensors[name] for name in given if name in tensors}
+            with torch.no_grad() if self._is_fixed else contextlib.nullcontext():
+                made = self._own(**given, **further)
+            sizes = [self._num_tokens[place] for place in new]
+            fields = (getattr(made, name, None) for name in _OF_TOWERS)
+            self._known.update(zip(new, _split([*fields], sizes), strict=True))
+        found = _together([self._known[place] for place in self._order])
+        return SimpleNamespace(**dict(zip(_OF_TOWERS, found, strict=True)))
+
+
+@contextlib.contextmanager
+def seeing(
+    model: Any, input_ids: Tensor, is_text: Tensor, shown: Shown
+) -> Iterator[dict[str, Tensor]]:
+    """Gives the arguments by which `model.base_model` sees what rows show, in this block.
+
+    input_ids: [rows, length]. is_text: bool, tokens of images that were said, not shown, and
+    padding. The decoder reads them as any other, in the place of the filler that the model around
+    it is given.
+    """
+    around, image, device = model.base_model, image_token_id(model.config), input_ids.device
+    shows = torch.tensor([place >= 0 for place in shown.places], device=device).unsqueeze(1)
+    is_text = is_text | (input_ids == image) & ~shows
+    ids = input_ids.masked_fill(is_text, int(image == 0))
+    is_image = ids == image
+    counts = zip(shown.places, is_image.sum(dim=1).tolist(), strict=True)
+    pairs = [(place, num) for place, num in counts if num]  # rows of failures have no prompt
+    order, num_tokens = [place for place, _ in pairs], dict(pairs)
     dtype = next(model.parameters()).dtype
-    inputs = {
-        name: tensor.to(input_ids.device, dtype if tensor.is_floating_point() else None)
-        for name, tensor in images.items()
-    }
-    known = inspect.signature(model.base_model.forward).parameters
-    types = (input_ids == image_token_id(model.config)).long()
-    return inputs | {n: types for n in ("token_type_ids", "mm_token_type_ids") if n in known}
+
+    def inputs(places: Sequence[int]) -> dict[str, Tensor]:
+        joined = {name: _joined([shown.images[place][name] for place in places])
+                  for name in shown.images[places[0]]}  # fmt: skip
+        return {
+            name: tensor.to(device, dtype if tensor.is_floating_point() else None)
+            for name, tensor in joined.items()
+        }
+
+    def read_said(_: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        own = model.get_input_embeddings()(input_ids)
+        embeddings = kwargs["inputs_embeds"].where(~is_text.unsqueeze(-1), own)
+        return args, {**kwargs, "inputs_embeds": embeddings}
+
+    known = inspect.signature(around.forward).parameters
+    types = {n: is_image.long() for n in ("token_type_ids", "mm_token_type_ids") if n in known}
+    hook = text_decoder(model).register_forward_pre_hook(read_said, with_kwargs=True)
+    around.get_image_features = _Tower(model, shown.features, order, num_tokens, inputs)
+    try:
+        yield {"input_ids": ids, **(inputs(order) if order else {}), **types}
+    finally:
+        hook.remove()
+        del around.get_image_features
+
+
+def seen_hidden(model: Any, rows: TokenRows) -> tuple[WantedTokens, Tensor]:
+    """Last hidden states [tokens, hidden] at the positions that predict the wanted tokens of rows
+    with images, by the model around the decoder. Tokens of images stand in prompts; those that are
+    wanted, or behind a prompt, were said."""
+    assert rows.shown is not None, "there are images"
+    device, image = next(model.parameters()).device, image_token_id(model.config)
+    wanted = pack(rows, device)
+    ids = wanted.input_ids
+    place = torch.arange(ids.shape[1], device=device)
+    is_text = place >= rows.attended.sum(dim=1, keepdim=True).to(device)
+    is_text.view(-1)[wanted.predicted_at[wanted.targets == image] + 1] = True
+    if rows.num_leading:
+        num_leading = rows.attended[:, : rows.num_leading].sum(dim=1, keepdim=True).to(device)
+        is_text |= (ids == image) & (place >= num_leading)
+    with seeing(model, ids, is_text, rows.shown) as inputs:
+        hidden = model.base_model(**inputs, use_cache=False).last_hidden_state
+    return wanted, wanted.pick(hidden)

@@ -10,7 +10,7 @@ positions the head runs in chunks whose logits are computed again in the backwar
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rllib_llm.modules.images import image_inputs, image_token_id
+from rllib_llm.modules.images import Shown, seen_hidden
 from rllib_llm.modules.model_source import text_config
-from rllib_llm.modules.multimodal import text_decoder
-from rllib_llm.modules.packing import TokenRows, WantedTokens, completion_rows, pack, text_rows
+from rllib_llm.modules.packing import TokenRows, WantedTokens, completion_rows, text_rows
 from rllib_llm.modules.trunk import take_apart, wanted_hidden, wanted_tokens
 from rllib_llm.numerics.kl import full_kl
 from rllib_llm.numerics.token_stats import in_chunks, token_stats
@@ -87,7 +86,7 @@ def score_completions(
     completion_mask: Tensor, *, temperature: float = 1.0, entropy: bool = False,
     hidden: bool = False, full_kl_to: ReferencePolicy | None = None,
     distill_to: Teacher | None = None, likeliest: int = 0, logits_chunk_tokens: int | None = None,
-    images: Mapping[str, Tensor] | None = None,
+    shown: Shown | None = None,
 ) -> CompletionOutputs:  # fmt: skip
     """Log-probs (entropy, hidden states) of completions under `model`, an `AutoModelForCausalLM`.
 
@@ -97,13 +96,12 @@ def score_completions(
     of positions whose logits exist at one time, by default as many as make 256 MiB, in half
     precision 512. Dropout is as the model's mode says. Works under grad and no_grad; the result
     does not depend on padding or chunks beyond rounding. The gradients of `full_kl` and of the
-    divergence from the teacher flow into `model` only. `images`: of all prompts, in the order of
-    the rows, as the model takes them.
+    divergence from the teacher flow into `model` only. `shown`: what the prompts show.
 
     Raises ValueError for a row without a prompt token.
     """
     rows = completion_rows(prompt_ids, prompt_mask, completion_ids, completion_mask)
-    rows = replace(rows, images=images or {})
+    rows = replace(rows, shown=shown)
     run = _run(model, rows, hidden)
     wanted = run.wanted
     logprobs, entropies = _stats(run, temperature, entropy, logits_chunk_tokens)
@@ -132,7 +130,7 @@ def score_completions(
 
 def text_logprobs(
     model: nn.Module, input_ids: Tensor, attention_mask: Tensor, loss_mask: Tensor | None = None,
-    *, logits_chunk_tokens: int | None = None, images: Mapping[str, Tensor] | None = None,
+    *, logits_chunk_tokens: int | None = None, shown: Shown | None = None,
 ) -> Tensor:  # fmt: skip
     """Log-prob of each token of given texts after those before it, float32 [texts, length].
 
@@ -140,7 +138,7 @@ def text_logprobs(
     where the loss mask is False and at each text's first token, which nothing predicts: a mean over
     targets must not count it.
     """
-    rows = replace(text_rows(input_ids, attention_mask, loss_mask), images=images or {})
+    rows = replace(text_rows(input_ids, attention_mask, loss_mask), shown=shown)
     run = _run(model, rows, False)
     logprobs, _ = _stats(run, 1.0, False, logits_chunk_tokens)
     return run.wanted.unpack(logprobs)
@@ -178,9 +176,9 @@ class _Run:
 def _run(model: Any, rows: TokenRows, hidden: bool) -> _Run:
     chunk_tokens = max(1, _CHUNK_LOGITS // text_config(model).vocab_size)
     halves = take_apart(model)
-    if rows.images:
+    if rows.shown is not None:
         assert halves is not None, "a model that sees is taken apart, or refused"
-        wanted, states = _seen(model, rows)
+        wanted, states = seen_hidden(model, rows)
         return _Run(wanted, states, halves.logits, True, states if hidden else None, chunk_tokens)
     trunk = model if halves is None else halves.trunk
     wanted = wanted_tokens(trunk, rows, dense=halves is not None)
@@ -191,34 +189,6 @@ def _run(model: Any, rows: TokenRows, hidden: bool) -> _Run:
     last = wanted.pick(output.hidden_states[-1]) if hidden else None
     logits = wanted.pick(output.logits)
     return _Run(wanted, logits, lambda states: states, False, last, chunk_tokens)
-
-
-def _seen(model: Any, rows: TokenRows) -> tuple[WantedTokens, Tensor]:
-    """Last hidden states [tokens, hidden] of rows with images, by the model around the decoder.
-
-    A token of an image that is wanted was said, not shown: the decoder reads it as any other, in
-    the place of the filler that the model around it is given.
-    """
-    device, image = next(model.parameters()).device, image_token_id(model.config)
-    wanted = pack(rows, device)
-    lengths = rows.attended.sum(dim=1, keepdim=True).to(device)
-    is_padding = torch.arange(wanted.input_ids.shape[1], device=device) >= lengths
-    said = torch.zeros_like(is_padding)
-    said.view(-1)[wanted.predicted_at[wanted.targets == image] + 1] = True
-    ids = wanted.input_ids.masked_fill(is_padding | said, int(image == 0))
-
-    def read_said(_: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        own = model.get_input_embeddings()(wanted.input_ids)
-        embeddings = kwargs["inputs_embeds"].where(~said.unsqueeze(-1), own)
-        return args, {**kwargs, "inputs_embeds": embeddings}
-
-    seen = image_inputs(model, ids, rows.images)
-    hook = text_decoder(model).register_forward_pre_hook(read_said, with_kwargs=True)
-    try:
-        hidden = model.base_model(input_ids=ids, use_cache=False, **seen).last_hidden_state
-    finally:
-        hook.remove()
-    return wanted, wanted.pick(hidden)
 
 
 def _stats(

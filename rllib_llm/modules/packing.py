@@ -21,8 +21,8 @@ Attention looks back, so that no other token sees filler, and the surplus is not
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,15 +83,15 @@ class TokenRows:
     scored.
 
     A wanted token is attended and not the first such of its row. The first `num_leading` columns,
-    the prompts, are no part of the result and hold no wanted token. `images`: of all rows, see
-    `images.images_of`.
+    the prompts, are no part of the result and hold no wanted token. `shown`: what the
+    rows show, a `Shown` of `modules/images.py`.
     """
 
     ids: Tensor
     attended: Tensor
     wanted: Tensor
     num_leading: int = 0
-    images: Mapping[str, Tensor] = field(default_factory=dict)
+    shown: Any = None
 
 
 def completion_rows(

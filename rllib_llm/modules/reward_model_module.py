@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from rllib_llm.modules.hugging_face_module import HuggingFaceModule
+from rllib_llm.modules.images import images_of
 from rllib_llm.modules.pretrained import load_sequence_classifier, score_head
 from rllib_llm.modules.rl_modules import stack_pairs
 from rllib_llm.modules.sequence_scores import drop_score_normalization, sequence_scores
@@ -40,11 +41,13 @@ class RewardModelModule(HuggingFaceModule):
     def _forward_train(self, batch: dict[str, Any], **kwargs) -> dict[str, torch.Tensor]:
         """`scores` [2N]: of the N chosen texts, then of the N rejected ones, from one forward; or
         [N] of the texts `input_ids`, where these are given."""
+        shown = images_of(batch)
         if columns.INPUT_IDS in batch:
             ids, mask = batch[columns.INPUT_IDS], batch[columns.ATTENTION_MASK]
         else:
-            ids, mask = stack_pairs(batch)
-        return {columns.SCORES: sequence_scores(self.computing_model, ids, mask).float()}
+            (ids, mask), shown = stack_pairs(batch), shown and shown.twice
+        scores = sequence_scores(self.computing_model, ids, mask, shown=shown)
+        return {columns.SCORES: scores.float()}
 
     def float32_parts(self) -> list[nn.Module]:
         """The head, where `sequence_scores` calls it itself."""

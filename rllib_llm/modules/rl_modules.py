@@ -172,7 +172,7 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
                 self.computing_model, *_completion_columns(batch), temperature=self.temperature,
                 entropy=names is None or columns.ENTROPY in names,
                 hidden=values and self.model_config["critic"] == "shared", full_kl_to=full_kl_to,
-                distill_to=distill_to, images=images_of(batch),
+                distill_to=distill_to, shown=images_of(batch),
             )  # fmt: skip
             outputs[columns.LOGPROBS] = scored.logprobs
             counts = scored.num_computed, scored.num_padding
@@ -188,9 +188,9 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
         if columns.INPUT_IDS in batch:
             names_of_text = (columns.INPUT_IDS, columns.ATTENTION_MASK, columns.LOSS_MASK)
             texts = (batch[name] for name in names_of_text)
-            seen = images_of(batch) if columns.COMPLETION_IDS not in batch else {}
+            seen = images_of(batch) if columns.COMPLETION_IDS not in batch else None
             outputs[columns.TEXT_LOGPROBS] = text_logprobs(
-                self.computing_model, *texts, images=seen
+                self.computing_model, *texts, shown=seen
             )
         return outputs
 
@@ -200,19 +200,15 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
         `embeddings` [B, T, hidden]: the policy trunk's hidden states, where they are known.
         """
         if self.model_config["critic"] == "separate":
-            require(not images_of(batch), "critic", "separate", "be 'shared' or 'none' with images",
-                    "a critic of its own reads text alone")  # fmt: skip
+            require(columns.IMAGE_ROW not in batch, "critic", "separate",
+                    "be 'shared' or 'none' with images", "a critic of its own reads text alone"
+                    )  # fmt: skip
             embeddings = completion_hidden(self.computing("critic"), *_completion_columns(batch))
-        elif embeddings is None and images_of(batch):
-            model, rows = self.computing_model, _completion_columns(batch)
-            embeddings = score_completions(
-                model, *rows, hidden=True, images=images_of(batch)
-            ).hidden
         elif embeddings is None:
             model, rows = self.computing_model, _completion_columns(batch)
-            halves = take_apart(model)
-            if halves is None:
-                embeddings = score_completions(model, *rows, hidden=True).hidden
+            halves, shown = take_apart(model), images_of(batch)
+            if halves is None or shown is not None:
+                embeddings = score_completions(model, *rows, hidden=True, shown=shown).hidden
             else:
                 embeddings = completion_hidden(halves.trunk, *rows)
         return self.value_head(embeddings)
@@ -222,7 +218,7 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
         with reference.context():
             return score_completions(
                 reference.model, *_completion_columns(batch), temperature=self.temperature,
-                images=images_of(batch),
+                shown=images_of(batch),
             ).logprobs  # fmt: skip
 
 
@@ -339,8 +335,10 @@ class PreferenceModule(CausalLMModule):
         # Rows with the same prompt share it: it is read once for both completions.
         prompts = columns.fetched([batch[columns.PROMPT_IDS], batch[columns.PROMPT_MASK]])
         ids, mask = (torch.cat([prompt, prompt]) for prompt in prompts)
-        seen = {name: torch.cat([image, image]) for name, image in images_of(batch).items()}
-        scored = score_completions(model, ids, mask, *stack_pairs(batch), images=seen)
+        shown = images_of(batch)
+        scored = score_completions(
+            model, ids, mask, *stack_pairs(batch), shown=shown and shown.twice
+        )
         names = (columns.CHOSEN_IDS, columns.REJECTED_IDS), (
             columns.CHOSEN_LOSS_MASK, columns.REJECTED_LOSS_MASK
         )  # fmt: skip

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PretrainedConfig, PreTrainedModel
 
+from rllib_llm.modules.images import Shown, seen_hidden
 from rllib_llm.modules.model_source import model_config
 from rllib_llm.modules.packing import TokenRows
 from rllib_llm.modules.trunk import wanted_hidden, wanted_tokens
@@ -29,26 +30,29 @@ POSITIVE_NAMES = ("positive", "pos", "good", "chosen")
 
 
 def sequence_scores(
-    classifier: PreTrainedModel, ids: Tensor, mask: Tensor, *, label: int | str | None = None
-) -> Tensor:
+    classifier: PreTrainedModel, ids: Tensor, mask: Tensor, *, label: int | str | None = None,
+    shown: Shown | None = None,
+) -> Tensor:  # fmt: skip
     """Score [N] float32 of each right-padded text, `ids` [N, L] int64, `mask` [N, L] bool.
 
     transformers looks for the last token that is not the pad token, which is wrong where the pad
     token is the EOS token; the mask knows. Encoders (BERT's kind) pool as they do by themselves.
     With one output it is the score. With several the score is the log-odds of `label`, for two
-    logit(positive) - logit(negative); see `label_index`.
+    logit(positive) - logit(negative); see `label_index`. `shown`: what the texts show.
 
     Raises:
-        ValueError: an encoder-decoder, or a label that the classifier does not have.
+        ValueError: an encoder-decoder, images for an encoder, or a label that the classifier does
+            not have.
     """
     require(not classifier.config.is_encoder_decoder, "reward_model", type(classifier).__name__,
             "be a decoder or an encoder",
             "this one is both, and pools at EOS tokens that a cut completion lacks")  # fmt: skip
     head = getattr(classifier, "score", None)
     if isinstance(head, nn.Module):
-        states = _last_states(classifier.base_model, ids, mask)
+        states = _last_states(classifier, ids, mask, shown)
         logits = head(states.to(next(head.parameters()).dtype))
     else:
+        require(shown is None, "image", ..., "be left out for this classifier", "it reads text")
         ids, mask = (tensor.to(classifier.device) for tensor in (ids, mask))
         logits = classifier(input_ids=ids, attention_mask=mask.long()).logits
     logits = logits.float()
@@ -59,8 +63,11 @@ def sequence_scores(
     return logits[:, index] - others.logsumexp(dim=1)
 
 
-def _last_states(trunk: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
+def _last_states(
+    classifier: PreTrainedModel, ids: Tensor, mask: Tensor, shown: Shown | None
+) -> Tensor:
     """The trunk's state [N, hidden] at each text's last token."""
+    trunk = classifier.base_model
     ids, mask = fetched((ids, mask))
     lengths = mask.sum(dim=1)
     # The state wanted is the one that predicts whatever comes next.
@@ -69,7 +76,10 @@ def _last_states(trunk: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
         ids=pad(ids, (0, 1)),
         attended=place <= lengths.unsqueeze(1),
         wanted=place == lengths.unsqueeze(1),
+        shown=shown,
     )
+    if shown is not None:
+        return seen_hidden(classifier, rows)[1]
     wanted = wanted_tokens(trunk, rows, dense=bool(lengths.all()))
     if wanted.layout is not None:
         return wanted.without_surplus(wanted_hidden(trunk, wanted))

@@ -115,13 +115,15 @@ def _tool_share(metrics: Mapping[str, torch.Tensor]) -> float:
 def completer(engine: EngineLoop, params: SamplingParams, seed: int) -> Complete:
     """Asks the engine for one turn."""
 
-    async def complete(token_ids: Sequence[int], room: int, row: int, turn: int) -> Ended:
+    async def complete(
+        token_ids: Sequence[int], room: int, row: int, turn: int, **shown: Any
+    ) -> Ended:
         longest = min(room, params.max_new_tokens)
         shortest = min(params.min_new_tokens, longest)
         asked = dataclasses.replace(params, max_new_tokens=longest, min_new_tokens=shortest)
         try:
             sampled = await engine.complete_async(
-                token_ids, asked, seed=seed, row=row, turn=turn, conversation=row
+                token_ids, asked, seed=seed, row=row, turn=turn, conversation=row, **shown
             )
         except (RuntimeError, ValueError) as error:
             raise EngineFailed(f"{type(error).__name__}: {error}") from error

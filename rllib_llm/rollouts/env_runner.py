@@ -48,6 +48,7 @@ from rllib_llm.rollouts.sample_loop import (
 from rllib_llm.rollouts.sampler import Sampler, SamplingEnvironment
 from rllib_llm.rollouts.schedule import ServingSettings
 from rllib_llm.shared.dotted import import_dotted
+from rllib_llm.shared.errors import require
 from rllib_llm.shared.messages import Listener
 from rllib_llm.shared.process import keep_freed_memory, threads_for
 from rllib_llm.weights.coordinator import PublishedWeights
@@ -223,6 +224,16 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
     def module(self) -> RLModule | None:
         """The policy's module; None where an engine generates, or before it is made."""
         return self.policy.module if isinstance(self.policy, ModulePolicy) else None
+
+    def images_at(self, positions: list[int]) -> dict[str, torch.Tensor]:
+        """What the prompts at these positions show, for learners: samplers hand in rows alone.
+
+        Raises:
+            Problems: the environment shows images, and does not say them again.
+        """
+        require(hasattr(self.env, "images_at"), "env", type(self.env).__name__,
+                "have images_at(positions) where it shows images")  # fmt: skip
+        return self.env.images_at(positions)
 
     def share_module(self, module: RLModule) -> None:
         """Samples with `module`, the learner's in the same process; a separate engine is kept."""

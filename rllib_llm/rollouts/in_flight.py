@@ -26,7 +26,7 @@ from rllib_llm.engines.protocol import (
     pad_completions,
 )
 from rllib_llm.engines.torch_engine import TorchEngine
-from rllib_llm.modules.images import refuse_images
+from rllib_llm.modules.images import image_rows
 from rllib_llm.overseer.phases import GENERATING
 from rllib_llm.rollouts.groups import Lease, PartialCompletion
 from rllib_llm.rollouts.judged_batch import SampleRequest
@@ -124,9 +124,10 @@ class CompletionGroup:
         mask = self.prompts[columns.PROMPT_MASK][0]
         prompt = self.prompts[columns.PROMPT_IDS][0][mask].tolist()
         row_ids, held = self.prompts[columns.ROW_ID].tolist(), [b.token_ids for b in self.before]
+        images = next(iter(image_rows(self.prompts)), {})
         return [
             Row((position, i), [*prompt, *held[i]], params, num_sampled=len(held[i]),
-                noise=Noise(seed, row_ids[i]), group=position)
+                noise=Noise(seed, row_ids[i]), group=position, images=images)
             for i in self.running
         ]  # fmt: skip
 
@@ -241,7 +242,6 @@ class SingleRows(Batches):
         n = self._settings.num_completions
         request = SampleRequest(position, 1, n, return_texts=lease.return_texts)
         prompts = self._sampler.environment.prompts(request)
-        refuse_images(prompts)
         prompt = zlib.crc32(
             prompts[columns.PROMPT_IDS][0][prompts[columns.PROMPT_MASK][0]].cpu().numpy()
         )

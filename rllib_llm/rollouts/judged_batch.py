@@ -14,7 +14,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from rllib_llm.modules.images import SHAPE, is_image, join
 from rllib_llm.numerics.scores import RolloutRows
 from rllib_llm.rollouts.groups import UNJUDGED, Closed, JudgedGroup
 from rllib_llm.shared import columns
@@ -243,9 +242,8 @@ def _column(batch: JudgedBatch, name: str, kind: Column) -> Column:
         return batch.columns[columns.COMPLETION_MASK]
     if name.startswith((columns.REWARD_PART, columns.REWARD_WEIGHT)):
         return torch.full_like(batch.rewards, torch.nan)
-    if is_image(name):  # all of its prompts are text
-        no_shape = kind.shape[1:] if name.startswith(SHAPE) else [0] * (kind.ndim - 1)
-        return kind.new_zeros(batch.num_rows, *no_shape)
+    if name == columns.IMAGE_ROW:  # all of its prompts are text
+        return torch.full_like(batch.rewards, -1, dtype=kind.dtype)
     if not bool(batch.columns[columns.VALID].any()):
         like = batch.rewards if kind.ndim == 1 else batch.columns[columns.COMPLETION_MASK]
         return torch.zeros_like(like, dtype=kind.dtype)
@@ -266,7 +264,7 @@ def take_trimmed(batch: JudgedBatch, rows: Column) -> JudgedBatch:
     prompt_len = max(1, int(held[columns.PROMPT_MASK].any(dim=0).sum()))
     completion_len = max(1, int(held[columns.COMPLETION_MASK].any(dim=0).sum()))
     for name, column in held.items():
-        if column.ndim >= 2 and not name.startswith("teacher_prompt") and not is_image(name):
+        if column.ndim >= 2 and not name.startswith("teacher_prompt"):
             is_prompt = name in _LEFT_PADDED
             held[name] = column[:, -prompt_len:] if is_prompt else column[:, :completion_len]
     return taken
@@ -289,8 +287,6 @@ def _concatenate_all(batches: list[JudgedBatch], group: str) -> dict[str, Column
 def _stack(parts: list[Column], name: str, filler: int) -> Column:
     if parts[0].ndim == 1:
         return torch.cat(parts)
-    if is_image(name):
-        return join(parts)
     longest = max(part.shape[1] for part in parts)
     left = name in _LEFT_PADDED
     return torch.cat([widen(part, longest, filler, left=left) for part in parts])

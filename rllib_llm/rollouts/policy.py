@@ -322,6 +322,8 @@ class _Loan(Engine):
         return self._engine.version if self._version is None else self._version
 
     def add(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            refuse_images({columns.IMAGE_ROW: row.images} if row.images else {})
         self._engine.add(rows)
         self._ids |= {row.id for row in rows}
 

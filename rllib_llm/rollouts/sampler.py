@@ -212,8 +212,9 @@ class Sampler:
                 params, n, self.seed, rows[columns.ROW_ID].cpu(), weights=self._published,
                 on_step=self.phase.steps(f"of {params.max_new_tokens} tokens"),
             )  # fmt: skip
-            of_prompts = (columns.PROMPT_IDS, columns.PROMPT_MASK, *filter(is_image, rows))
-            prompts = {name: rows[name][::n] for name in of_prompts}
+            of_prompts = (columns.PROMPT_IDS, columns.PROMPT_MASK, columns.IMAGE_ROW)
+            prompts = {name: rows[name][::n] for name in of_prompts if name in rows}
+            prompts |= {name: rows[name] for name in filter(is_image, rows)}
             generated.prompts = rows
             generated.completions = self.policy.generate(prompts, asked)
         return generated
@@ -277,7 +278,9 @@ class Sampler:
         return self._judged(generated, judged, 0.0)
 
     def _judged(self, generated: UnjudgedBatch, judged: Judgement, seconds: float) -> JudgedBatch:
-        made = {**generated.prompts, **generated.completions, **judged.columns}
+        # What prompts show stays here: rows say where it is to be read again.
+        prompts = {n: column for n, column in generated.prompts.items() if not is_image(n)}
+        made = {**prompts, **generated.completions, **judged.columns}
         sampled = columns.sampled_mask(made)
         versions = torch.full_like(sampled, generated.version, dtype=torch.int32)
         # Where the environment, or an engine, says which weights sampled what, that holds; an

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, RayError
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
 from ray.rllib.env.env_runner_group import EnvRunnerGroup
 
 from rllib_llm.rollouts.errors import BrokenSamplerError, Faults
@@ -121,6 +121,7 @@ logger = logging.getLogger(__name__)
 
 START_FACTOR = 5.0  # times the start of all samplers: how long a restart may take
 LEAST_START_SECONDS = 120.0  # a restarted one first imports everything and loads models
+SECONDS_BETWEEN_TRIES = 0.5  # of samplers that are starting
 SECONDS_TO_ANSWER = 5.0  # of Ray, when it is asked why a sampler is dead
 
 
@@ -206,6 +207,24 @@ class SamplerPool:
             if isinstance(error, ActorDiedError):
                 what, _ = last_error(str(error))
                 raise BrokenSamplerError(f"Sampler {worker} cannot be built: {what}") from error
+
+    def ask(self, method: str, *args: Any) -> Any:
+        """The answer of the first sampler that is there; one that is starting is waited for.
+
+        Raises:
+            RuntimeError: none came in the time that a restart may take.
+        """
+        end = time.monotonic() + self.start_limit
+        while time.monotonic() < end:
+            for worker in self.healthy():
+                try:
+                    return self.actors.answer(self.actors.call(worker, method, *args))
+                except RayTaskError as error:  # it is alive, and says why not
+                    raise error.cause from error
+                except RayError:
+                    self.actors.mark(worker, healthy=False)
+            time.sleep(SECONDS_BETWEEN_TRIES)
+        raise RuntimeError(f"no sampler was there to be asked for {method}\n{self.last_words()}")
 
     def last_words(self) -> str:
         """Ray's error message about the first sampler that is down."""

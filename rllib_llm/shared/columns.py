@@ -36,6 +36,7 @@ REWARD_WEIGHT = "reward_weight/"  # before a name: [B] float32, of this reward i
 VALID = "valid"  # [B] bool, False where the judge failed: the row must not be learnt from
 FINISHED = "finished"  # [B] bool, True where a stop token ended the completion
 PROMPT_INDEX = "prompt_index"  # [B] int64, the prompt's row in its data set
+IMAGE_ROW = "image_row"  # [B] int64, which of the batch's images its prompt shows; -1: none
 ROW_ID = "row_id"  # [B] int64, prompt position * completions per prompt + place in the group
 GROUP = "group"  # [B] int64, the prompt's position: rows alike in it are completions of one prompt
 FROM_DATA = "from_data"  # [B] bool, True where a data set has the completion, not the policy

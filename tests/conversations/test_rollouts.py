@@ -647,3 +647,16 @@ def test_a_template_that_forgets_tools_is_refused(make):
     with pytest.raises(ChatFormatError, match=r"it does not name \['add'\]"):
         make(tokenizer=changed, tools=[add])
     assert ScriptedPolicy  # the policy of all tests here
+
+
+@pytest.mark.parametrize("name", ["image", "images"])
+def test_images_are_not_silently_left_out_of_conversations(make, name):
+    tasks = [{"prompt": "What is 1 + 2?", "answer": "3", name: None},
+             {"prompt": "What is this?", "answer": "4", name: "cat.png"}]  # fmt: skip
+    env = make(prompts=tasks, shuffle=False)
+    with pytest.raises(Problems) as error:
+        roll(env, "It is 3.")
+    assert error.value.problem.name.endswith("image")
+    with pytest.raises(Problems) as error:
+        make(prompts=tasks[::-1], shuffle=False)
+    assert error.value.problem.name.endswith("image")

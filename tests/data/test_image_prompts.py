@@ -7,8 +7,9 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor, Gemma3ImageProcessor, Gemma3Processor
 
-from rllib_llm import GRPOConfig, SFTConfig
+from rllib_llm import DPOConfig, GRPOConfig, RewardModelConfig, SFTConfig
 from rllib_llm.data.image_prompts import ImagePrompts
+from rllib_llm.data.preferences import PairSource, PromptedPairSource
 from rllib_llm.data.texts import TextSource
 from rllib_llm.examples.characters import character_tokenizer
 from rllib_llm.modules.images import image_rows
@@ -30,8 +31,11 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A tiny Gemma 3 whose images are four tokens."""
-    folder = tmp_path_factory.mktemp("gemma3")
+    return saved(tmp_path_factory.mktemp("gemma3"))
+
+
+def saved(folder):
+    """The folder of a tiny Gemma 3 whose images are four tokens."""
     tokenizer = character_tokenizer(
         "0123abc? \n", special=SPECIAL, extra_special_tokens={
             "image_token": "<image>", "boi_token": "<boi>", "eoi_token": "<eoi>",
@@ -158,6 +162,79 @@ def test_sft_learns_what_is_seen(train_vision, folder):
     assert losses[-1] < 0.1 < losses[0]
     after = module_of(learner).state_dict()
     assert train_vision != all(torch.equal(t, after[name]) for name, t in tower.items())
+
+
+def told_apart(config, rows, num_updates=30):
+    """Losses of updates with all rows."""
+    learner = build(config)
+    batch = config.make_source(
+        rows, tokenizer=config.load_tokenizer(), max_length=64, shuffle=False
+    ).batch(0, len(rows))
+    assert batch[columns.IMAGE_ROW].tolist() == [0, 1]
+    (name,) = (n for n in update(learner, batch) if n.startswith("loss/"))
+    return [update(learner, batch)[name] for _ in range(num_updates)]
+
+
+def preferred(shade: int, better: str, worse: str, **changes):
+    return {
+        "image": image(shade), "prompt": [{"role": "user", "content": "c?"}],
+        "chosen": [{"role": "assistant", "content": better}],
+        "rejected": [{"role": "assistant", "content": worse}], **changes,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [DPOConfig, RewardModelConfig])
+def test_preferences_for_what_is_seen_are_learnt(kind, folder):
+    rows = [preferred(0, "a", "b"), preferred(255, "b", "a")]
+    config = kind().language_model(model=str(folder)).training(
+        data=rows, lr=1e-2, train_batch_size_per_learner=2, minibatch_size=2
+    )
+    losses = told_apart(config, rows)
+    # Without the images both rows ask for the opposite of the other: ln 2 at best.
+    assert losses[-1] < 0.1 < 0.5 < losses[0]
+
+
+def test_kto_compares_with_the_prompts_and_images_of_others(folder):
+    rows = [preferred(0, "a", "b"), preferred(255, "b", "a")]
+    config = DPOConfig().language_model(model=str(folder)).training(
+        data=rows, lr=1e-2, train_batch_size_per_learner=2, minibatch_size=2, loss_type="kto",
+        ref_kl_coeff=1.0,
+    )  # fmt: skip
+    losses = told_apart(config, rows)
+    # Of two texts that are asked for as often as not the loss is 1/2 at best.
+    assert losses[-1] < 0.1 < 0.4 < losses[0]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        preferred(9, "ab", "b"),
+        preferred(9, "ab", "b", prompt="c?"),
+        preferred(9, "ab", "b", image=None, prompt=[asked("c?", {"image": image(9)})]),
+        {name: [asked("c?", {"image": image(9)}), {"role": "assistant", "content": text}]
+         for name, text in (("chosen", "ab"), ("rejected", "b"))},
+    ],
+    ids=["column", "text", "part", "no prompt"],
+)
+def test_pairs_are_read_as_the_processor_reads_them(row, folder):
+    given = {"tokenizer": load_tokenizer(folder), "max_length": 64, "model": str(folder)}
+    if isinstance(row.get("prompt"), str):
+        row = {**row, "chosen": "ab", "rejected": "b"}
+    batch = PromptedPairSource([row], **given).batch(0, 1)
+    whole = PairSource([row], **given).batch(0, 1)
+    processor = AutoProcessor.from_pretrained(folder)
+    begun = "<boi>c?" if isinstance(row.get("prompt"), str) else "[u]<boi>c?[a]"
+    for name, said in (("chosen", "ab"), ("rejected", "b")):
+        text = processor(
+            text=[f"{begun}{said}</s>"], images=[[image(9)]], return_tensors="pt",
+            add_special_tokens=False,
+        )  # fmt: skip
+        ids = [*batch[columns.PROMPT_IDS][0], *batch[f"{name}_ids"][0][batch[f"{name}_mask"][0]]]
+        assert torch.equal(torch.stack(ids), text["input_ids"][0])
+        assert torch.equal(whole[f"{name}_ids"][0][whole[f"{name}_mask"][0]], text["input_ids"][0])
+        assert batch[f"{name}_loss_mask"].sum() == len(said) + 1
+    for found in (batch, whole):
+        assert torch.equal(image_rows(found)[0]["pixel_values"], text["pixel_values"])
 
 
 def says_shade(completions, shade, **_):

@@ -52,6 +52,7 @@ class AgentEnv(ConversationEnv):
     """Tasks for an external agent, which brings its own loop and tools."""
 
     defaults: ClassVar[Mapping[str, Any]] = {**declared(Agent), "max_turns": 32}
+    sees: ClassVar[bool] = False
 
     def __init__(self, env_config: Mapping[str, Any] | None = None) -> None:
         if any(importlib.util.find_spec(name) is None for name in ("fastapi", "uvicorn")):
