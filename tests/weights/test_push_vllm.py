@@ -133,7 +133,7 @@ def test_a_real_vllm_answers_by_what_was_pushed_last(server, tmp_path, pause_mod
 
 
 def test_a_real_vllm_answers_by_the_adapters_of_each_version(tmp_path_factory, tmp_path):
-    options = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8")
+    options = ("--enable-scale-out", "--enable-lora", "--max-loras", "2", "--max-lora-rank", "8")
     params = SamplingParams(3, (2,), max_new_tokens=12)
     with vllm_server(tmp_path_factory, *options) as address:
         entry = {"server": "vllm", "base_url": address, "method": "adapters", "name": "p"}
