@@ -413,10 +413,17 @@ class LanguageModelAlgorithm(WholeCheckpoints):
 
     def export_model(self, folder: str | Path) -> Path:
         """Writes the model as it is now to `folder`, as `from_pretrained` reads it."""
+        return self._export(folder, "export_pretrained")
+
+    def export_adapters(self, folder: str | Path) -> Path:
+        """Writes the adapters that are trained, without the frozen trunk, as peft reads them."""
+        return self._export(folder, "export_adapters")
+
+    def _export(self, folder: str | Path, how: str) -> Path:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         path = str(folder.resolve())
-        for result in self.learner_group.foreach_learner(lambda each: each.export_model(path)):
+        for result in self.learner_group.foreach_learner(lambda each: each.export_model(path, how)):
             if not result.ok:
                 raise result.get()
         make_readable(folder)

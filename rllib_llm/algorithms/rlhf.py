@@ -154,7 +154,9 @@ class RLHF(LanguageModelAlgorithm):
             folder = Path(config.weights_push_folder or self.trial_folder / "pushed")
             from rllib_llm.weights.push import WeightsPush, open_servers  # few runs need it
 
-            push = WeightsPush(open_servers(config.weights_push), folder, self.export_model)
+            push = WeightsPush(
+                open_servers(config.weights_push), folder, self.export_model, self.export_adapters
+            )
         return WeightsPublisher(
             self.learner_group, checksum=config.weights_checksum, background=background, push=push,
             shared_module=self.learner_group.is_local and config.num_env_runners == 0,

@@ -108,8 +108,12 @@ def follower_rules(config: Any) -> Iterator[Problem]:
     if config.weights_push:
         from rllib_llm.weights.push import open_servers  # few runs need it
 
-        for server in open_servers(config.weights_push):
+        for i, server in enumerate(open_servers(config.weights_push)):
             server.close()
+            if server.takes_adapters and config.lora is None:
+                yield Problem(f"weights_push[{i}].method", "be another without lora",
+                              "there are no adapters", "Set lora={}, or leave it out", "adapters"
+                              )  # fmt: skip
     if config.serve is None:
         return
     if config.weights_name is None:

@@ -245,15 +245,19 @@ class TokenCompletions(ServerEngine):
             that the run has published last, and an answer by others is asked for again.
         exact_noise: the server draws a run's own randomness, which ours does: completions are those
             that the run would have sampled itself. False: each has a seed.
+        adapters: the name under which the run pushes its adapters to the server (`name` of
+            `weights_push`): each request asks for those of the newest version.
         extra_params: further fields of every request's `sampling_params`.
         client: further arguments of `OpenAIClient`: timeout_s, max_attempts, api_key_env ...
     """
 
     def __init__(
         self, *, base_url: str, served_model: str | None = None, follows_run: bool = False,
-        exact_noise: bool = True, extra_params: Mapping[str, Any] | None = None, **client: Any,
+        exact_noise: bool = True, adapters: str | None = None,
+        extra_params: Mapping[str, Any] | None = None, **client: Any,
     ) -> None:  # fmt: skip
         self._served_model, self._follows_run = served_model, follows_run
+        self._adapters = adapters
         self._exact_noise, self._extra = exact_noise, dict(extra_params or {})
         # What is no text is refused by the client.
         root = server_root(base_url) if isinstance(base_url, str) else base_url
@@ -276,13 +280,16 @@ class TokenCompletions(ServerEngine):
             **self._extra,
         }
         body: dict[str, Any] = {"token_ids": list(row.token_ids), "sampling_params": sampling}
-        if self._served_model is not None:
+        if self._adapters is not None and asked is not None:
+            body["model"] = f"{self._adapters}@{asked[0]}.{asked[1]}"
+        elif self._served_model is not None:
             body["model"] = self._served_model
         headers = None if asked is None else {"X-Min-Weight-Version": f"{asked[0]}.{asked[1]}"}
-        return self._client.submit(PATH, body, partial(_read, row, asked), headers)
+        read = partial(_read, row, asked, has_adapters=self._adapters is not None)
+        return self._client.submit(PATH, body, read, headers)
 
 
-def _read(row: Row, asked: tuple[int, int] | None, answer: Any) -> Ended:
+def _read(row: Row, asked: tuple[int, int] | None, answer: Any, *, has_adapters: bool) -> Ended:
     """The completion in an answer."""
     choice = answer["choices"][0]
     ids, entries = [int(i) for i in choice["token_ids"]], choice["logprobs"]["content"]
@@ -294,7 +301,10 @@ def _read(row: Row, asked: tuple[int, int] | None, answer: Any) -> Ended:
               for e in entries]  # fmt: skip
     if tokens != ids or not all(map(math.isfinite, logprobs)):
         raise ValueError("the log-probs are not those of the tokens")
-    versions = _versions(choice["weight_versions"], len(ids), asked)
+    spans = choice["weight_versions"]
+    if has_adapters:  # the spans are of the trunk's weights
+        spans = [{"version": answer["model"], "start": 0, "end": len(ids)}]
+    versions = _versions(spans, len(ids), asked)
     finish: Finish = "stop" if ids[-1] in row.params.stop_token_ids else "length"
     return Ended(row.id, ids, logprobs, versions, finish)
 

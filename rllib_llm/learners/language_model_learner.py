@@ -446,13 +446,13 @@ class LanguageModelLearner(SharedPasses):
         (Path(path) / LEARNER_DONE).touch()
         return path
 
-    def export_model(self, folder: str) -> None:
-        """Writes the model as it is now, as `from_pretrained` reads it; all learners must call it,
-        and the first one writes."""
+    def export_model(self, folder: str, how: str = "export_pretrained") -> None:
+        """Writes the model as it is now, as `from_pretrained` reads it, or by another method of the
+        module; all learners must call it, and the first one writes."""
         module = self.module[DEFAULT_MODULE_ID].unwrapped()
         state = module.get_state()
         if self.rank == 0:
-            module.export_pretrained(folder, state=state)
+            getattr(module, how)(folder, state=state)
 
 
 def _num_rows(batch: Batch) -> int:

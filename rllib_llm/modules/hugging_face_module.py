@@ -30,6 +30,7 @@ from rllib_llm.modules.lora import (
     merge_into,
     read_adapters,
     save_adapters,
+    write_adapters,
 )
 from rllib_llm.modules.model_source import text_config
 from rllib_llm.modules.multimodal import CHAT_TEMPLATE, other_tensors, processor_files
@@ -264,6 +265,11 @@ class HuggingFaceModule(TorchRLModule):
         with quiet_transformers():
             plain.save_pretrained(folder)
             self._save_tokenizer(folder)
+
+    def export_adapters(self, folder: str | Path, *, state: dict[str, torch.Tensor]) -> None:
+        """Writes the adapters alone as peft's files, for others who have the trunk."""
+        adapters = {n.removeprefix(TRUNK): t for n, t in state.items() if is_adapter(n)}
+        write_adapters(adapters, self.model_config["lora"], folder)
 
     def _save_tokenizer(self, folder: str | Path) -> None:
         """Writes the tokenizer and, of a multimodal model, the files of its processor."""

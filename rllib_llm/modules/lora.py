@@ -433,6 +433,24 @@ def save_adapters(
     save_file(weights, str(folder / WEIGHTS), metadata={"format": "pt"})
 
 
+def write_adapters(
+    tensors: Mapping[str, torch.Tensor], lora: dict[str, Any], folder: str | Path
+) -> None:
+    """Writes adapters for others who have the trunk, as peft's files alone.
+
+    Args:
+        tensors: by their names in the model that has them.
+        lora: the settings that `add_adapters` was given.
+        folder: is made, with the folders above it.
+    """
+    peft_config(lora).save_pretrained(str(folder))
+    named = {}
+    for name, tensor in tensors.items():
+        before, _, after = name.rpartition(f".{ADAPTER}")
+        named[_PEFT_PREFIX + before + after] = tensor.detach().contiguous().cpu()
+    save_file(named, str(Path(folder) / WEIGHTS), metadata={"format": "pt"})
+
+
 def read_adapters(folder: str | Path, model: nn.Module) -> dict[str, torch.Tensor]:
     """The tensors of an adapter folder, by their names in `model`, which has such adapters.
 

@@ -123,12 +123,12 @@ class OpenAIClient:
 
     def post(
         self, path: str, body: dict[str, Any], read: Callable[[Any], Answer],
-        headers: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None, *, is_json: bool = True,
     ) -> Answer:  # fmt: skip
         """Posts `body` and returns `read` of the server's answer.
 
-        `path`: below base_url; `read`: from the decoded JSON to the answer; KeyError, IndexError,
-        TypeError or ValueError of it say that it is malformed, which is tried again.
+        `path`: below base_url; `read`: from the decoded JSON (or the text) to the answer; KeyError,
+        IndexError, TypeError or ValueError of it say that it is malformed, which is tried again.
 
         Raises:
             RequestRefusedError: the server will not answer this, whenever it is asked.
@@ -150,7 +150,7 @@ class OpenAIClient:
                     self._outage.end()
                 if response.status_code == 200:
                     try:
-                        return read(response.json())
+                        return read(response.json() if is_json else response.text)
                     except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
                         reason = f"malformed ({error!r}): {response.text[:200]!r}"
                 elif response.status_code in RETRIED_STATUS:

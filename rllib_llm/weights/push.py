@@ -1,6 +1,7 @@
 """Weights for servers that do not follow the run: pushed to each, as a folder that it can read.
 
     model ── export ──▶ FOLDER/EPOCH.VERSION ── its path ──▶ each server, all at once
+    adapters alone ───▶ FOLDER/EPOCH.VERSION/adapters-* ───▶ servers that have the trunk
 
 The calls are those of each server's documentation: vLLM's for RL, which it has with
 `VLLM_SERVER_DEV_MODE=1`, and SGLang's `update_weights_from_disk`.
@@ -13,14 +14,15 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rllib_llm.shared.errors import Problems, problems_of, require
-from rllib_llm.shared.openai_client import OpenAIClient, server_root
+from rllib_llm.shared.openai_client import OpenAIClient, RequestRefusedError, server_root
 
 SERVERS = ("vllm", "sglang", "rllib_llm")
-_KEPT = 2  # folders; a server may read the one before the newest while that is written
+_KEPT = 2  # versions; a server may read the one before the newest while that is written
 
 
 class PushedServer(ABC):
@@ -33,6 +35,9 @@ class PushedServer(ABC):
 
     def __init__(self, base_url: str, **client: Any) -> None:
         self._client = OpenAIClient(server_root(base_url), **client)
+
+    takes_adapters: bool = False
+    """Whether it is given a folder of adapters, for the trunk that it has."""
 
     @abstractmethod
     def update(self, folder: Path, epoch: int, version: int) -> None:
@@ -58,7 +63,9 @@ class VLLMServer(PushedServer):
         base_url: of the server, with or without "/v1" at its end.
         method: "reload": its workers read the folder by `reload_weights`; "transfer": by its weight
             transfer (start, update, finish) with the backend `disk`, which was a draft in November
-            2026 (vllm-project/vllm#52152).
+            2026 (vllm-project/vllm#52152); "adapters": by `load_lora_adapter`, without a pause,
+            each version under the name NAME@EPOCH.VERSION until two newer ones are there.
+        name: NAME of adapters.
         pause_mode: what becomes of requests under way: "wait" for them, "keep" or "abort" them.
         client: further arguments of `OpenAIClient`.
 
@@ -67,20 +74,39 @@ class VLLMServer(PushedServer):
     """
 
     def __init__(
-        self, base_url: str, *, method: str = "reload", pause_mode: str = "wait", **client: Any
-    ) -> None:
-        ways, modes = ("reload", "transfer"), ("wait", "keep", "abort")
+        self, base_url: str, *, method: str = "reload", name: str = "policy",
+        pause_mode: str = "wait", **client: Any,
+    ) -> None:  # fmt: skip
+        ways, modes = ("reload", "transfer", "adapters"), ("wait", "keep", "abort")
         require(method in ways, "method", method, f"be one of {ways}", "", "")
         require(pause_mode in modes, "pause_mode", pause_mode, f"be one of {modes}", "", "")
         self._pause = f"pause?mode={pause_mode}&clear_cache=true"
         self._give = self._transfer if method == "transfer" else self._reload
         super().__init__(base_url, **client)
         self._is_open = False
+        self.takes_adapters, self._name = method == "adapters", name
+        self._loaded: list[str] = []  # adapters
 
     def update(self, folder: Path, epoch: int, version: int) -> None:
+        if self.takes_adapters:
+            self._load_adapters(folder, f"{self._name}@{epoch}.{version}")
+            return
         self._tell(self._pause, {})
         self._give(str(folder), f"{epoch}.{version}")
         self._tell("resume", {})
+
+    def _load_adapters(self, folder: Path, name: str) -> None:
+        """Adds a version beside those of running requests."""
+        self._loaded = [each for each in self._loaded if each != name]
+        while len(self._loaded) >= _KEPT:
+            with suppress(RequestRefusedError):  # a server that was started again has none
+                self._tell_text("v1/unload_lora_adapter", {"lora_name": self._loaded.pop(0)})
+        body = {"lora_name": name, "lora_path": str(folder), "load_inplace": True}
+        self._tell_text("v1/load_lora_adapter", body)
+        self._loaded.append(name)
+
+    def _tell_text(self, path: str, body: dict[str, Any]) -> None:
+        self._client.post(path, body, lambda answer: None, is_json=False)
 
     def _reload(self, folder: str, label: str) -> None:
         self._tell("collective_rpc", {"method": "reload_weights",
@@ -147,13 +173,16 @@ class WeightsPush:
     Args:
         folder: that this process and the servers see under the same path.
         export: writes the model as it is now to a folder.
+        export_adapters: writes its adapters alone to one.
     """
 
     def __init__(
-        self, servers: Sequence[PushedServer], folder: Path, export: Callable[[Path], Any]
-    ) -> None:
+        self, servers: Sequence[PushedServer], folder: Path, export: Callable[[Path], Any],
+        export_adapters: Callable[[Path], Any] | None = None,
+    ) -> None:  # fmt: skip
         self._servers = list(servers)
         self._folder, self._export = folder.absolute(), export
+        self._export_adapters = export_adapters
         self._threads = ThreadPoolExecutor(len(self._servers), thread_name_prefix="push-weights")
         self.seconds = 0.0
         """What the last push took."""
@@ -168,11 +197,21 @@ class WeightsPush:
         target = self._folder / f"{epoch}.{version}"
         begun = self._folder / f".{target.name}"
         shutil.rmtree(begun, ignore_errors=True)
-        self._export(begun)
+        # A path of its own: a vLLM that was given this version before would use its KV cache.
+        adapters = f"adapters-{time.time_ns()}"
+        if not all(each.takes_adapters for each in self._servers):
+            self._export(begun)
+        if any(each.takes_adapters for each in self._servers):
+            assert self._export_adapters is not None, "there are adapters"
+            self._export_adapters(begun / adapters)
         shutil.rmtree(target, ignore_errors=True)
         begun.rename(target)
+        folders = [target / adapters if s.takes_adapters else target for s in self._servers]
         submit = self._threads.submit
-        for call in [submit(each.update, target, epoch, version) for each in self._servers]:
+        for call in [
+            submit(each.update, folder, epoch, version)
+            for each, folder in zip(self._servers, folders, strict=True)
+        ]:
             call.result()
         self._remove_old(target)
         self.seconds = time.perf_counter() - start

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 import warnings
+from importlib.machinery import ModuleSpec
 
 import pytest
 from transformers import LlamaConfig
@@ -13,6 +15,7 @@ from rllib_llm.engines.servers import ServerEngine
 from rllib_llm.engines.vllm_engine import VLLMEngine, check_heads, truncated
 from rllib_llm.shared.errors import Problems
 from tests.algorithms import tiny_runs as tiny
+from tests.engines import fake_vllm
 
 SERVER = {"base_url": "http://localhost:8000/v1", "served_model": "m"}
 without_vllm = pytest.mark.skipif(
@@ -77,6 +80,32 @@ def test_vllm_that_is_not_installed_is_named_with_what_to_install():
         config.validate()
     with pytest.raises(ImportError, match="must find the package vllm"):
         VLLMEngine(tiny.MODEL)
+
+
+def test_adapters_that_vllm_could_not_sample_with_are_refused(monkeypatch):
+    fake_vllm.install(monkeypatch)
+    monkeypatch.setattr(sys.modules["vllm"], "__spec__", ModuleSpec("vllm", None))
+
+    def problems(lora, staleness=0, **settings):
+        config = tiny.grpo(off_policy="decoupled").sampling(engine="vllm", **settings)
+        config.language_model(lora=lora).env_runners(num_env_runners=1)
+        config.streaming(max_staleness=staleness)
+        return [(each.name, each.value) for each in VLLMEngine.rules(config)]
+
+    assert not problems({}) and not problems({"r": 512})
+    assert problems({"rank_pattern": {"q_proj": 600}}) == [("lora.rank_pattern", 600)]
+    assert problems({"r": 513}) == [("lora.r", 513)]
+    assert not problems({}, 2, engine_settings={"max_loras": 4})
+    few = problems({}, 2, engine_settings={"max_loras": 3})
+    assert few == [("engine_settings.max_loras", 3)]
+    config = tiny.grpo().sampling(engine="vllm").env_runners(num_env_runners=1)
+    config.language_model(lora={}, quantization="int8")
+    assert [each.name for each in VLLMEngine.rules(config)] == ["quantization"]
+    # What vLLM has no kernels for is no setting of ours.
+    for wrong in ({"use_dora": True}, {"modules_to_save": ["lm_head"]}):
+        with pytest.raises(Problems) as caught:
+            tiny.grpo().language_model(lora=wrong).validate()
+        assert caught.value.problem.name == f"lora.{next(iter(wrong))}"
 
 
 def test_settings_without_effect_are_said():

@@ -77,6 +77,18 @@ def test_the_run_s_newest_weights_are_waited_for_and_others_are_no_answer():
     )
 
 
+def test_adapters_are_asked_for_by_their_version():
+    """The spans of such an answer are of the trunk's weights, its model names the adapters."""
+    trunk = answer(label="default")
+    mine, other = ({**trunk, "model": f"p@4.{version}"} for version in (3, 2))
+    asked = {"weights": (4, 3), "follows_run": True, "adapters": "p"}
+    ended, requests = completed(other, mine, **asked)
+    assert ended.versions == [3, 3, 3]
+    assert [body["model"] for _, body, _ in requests] == ["p@4.3"] * 2
+    with pytest.raises(ServerError, match="weights p@4.2 sampled it, not 4.3"):
+        completed(other, **asked)
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [

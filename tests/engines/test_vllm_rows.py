@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -164,3 +165,63 @@ def test_log_probs_that_are_not_finite_are_an_error(engine, logprob):
     prompt = torch.ones(1, 3, dtype=torch.int64)
     with pytest.raises(FloatingPointError, match="logits must be finite"):
         sampled_by(engine, prompt, prompt.bool(), PARAMS, num_completions=1, noises=[Noise()])
+
+
+# --- adapters ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def adapted(monkeypatch):
+    fake_vllm.install(monkeypatch)
+    engine = VLLMEngine(tiny.MODEL, lora={"r": 4, "rank_pattern": {"q_proj": 9}}, max_loras=3)
+    yield engine
+    engine.close()
+
+
+def adapters(offset: int) -> dict[str, torch.Tensor]:
+    return {"model.offset.lora_A.default.weight": torch.tensor(offset)}
+
+
+def folders(engine) -> list[str]:
+    return sorted(each.name for each in Path(engine._folder.name).glob("weights*"))
+
+
+def test_vllm_has_the_trunk_and_room_for_adapters(adapted):
+    settings = adapted._llm.settings
+    assert "load_format" not in settings and settings["enable_lora"] is True
+    assert (settings["max_loras"], settings["max_lora_rank"]) == (3, 16)
+    assert (Path(settings["model"]) / "model.safetensors").is_file()
+
+
+def test_rows_finish_on_their_adapters_while_others_begin(adapted):
+    for version in (3, 4):
+        adapted.load(adapters(100 * version), version)
+        adapted.add([Row(version, [1] * 20, PARAMS)])
+        adapted.step()
+    assert folders(adapted) == ["weights 1", "weights 2"]
+    found = until_empty(adapted)
+    assert found[3].token_ids == [320, 321, 322, 323, 324, 325] and found[3].versions == [3] * 6
+    assert found[4].token_ids == [420, 421, 422, 423, 424, 425] and found[4].versions == [4] * 6
+    adapted.load(adapters(500), 5)  # which ends those that no row uses
+    assert [*adapted._llm.llm_engine.loras] == [3] and folders(adapted) == ["weights 3"]
+
+
+@pytest.mark.parametrize("in_flight", ["recompute", "keep"])
+def test_rows_go_on_with_new_adapters(adapted, in_flight):
+    adapted.load(adapters(0), 3)
+    adapted.add([Row("a", [1] * 20, PARAMS)])
+    adapted.step(), adapted.step()
+    adapted.load(adapters(100), 4, in_flight)
+    adapted.add([Row("b", [1] * 20, PARAMS)])
+    found = until_empty(adapted)
+    assert found["a"].token_ids == [20, 21, 122, 123, 124, 125]
+    assert found["a"].versions == [3, 3, 4, 4, 4, 4] and found["b"].versions == [4] * 6
+    assert len(adapted._llm.llm_engine.loras) == 1 and folders(adapted) == ["weights 2"]
+    first, second = (prompt for _, prompt, _ in adapted._llm.llm_engine.added)
+    assert first["cache_salt"] != second["cache_salt"]
+
+
+def test_adapters_that_vllm_does_not_take_are_said_by_name(adapted):
+    with pytest.raises(Problems) as caught:
+        adapted.load({"model.other.lora_A.default.weight": torch.tensor(1)}, 1)
+    assert caught.value.problem.name == "lora"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 
 from rllib_llm.modules.lora import is_adapter
@@ -101,6 +102,28 @@ class FakeSGLang:
         self.weights = load_file(Path(body["model_path"]) / "model.safetensors")
         self.version = body["weight_version"]
         return 200, {"success": True, "message": "Succeeded", "num_paused_requests": 0}, {}
+
+
+class FakeLoRAServer:
+    """vLLM's adapters by their names: it refuses what vLLM 0.32 refuses, and answers in words."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str]] = []
+        self.loaded: dict[str, Path] = {}
+
+    def __call__(self, path, body):
+        name, way = body["lora_name"], path.removeprefix("/v1/").removesuffix("_lora_adapter")
+        self.calls.append((way, name))
+        if way == "unload":
+            if self.loaded.pop(name, None) is None:
+                return 404, {"error": {"message": f"{name} cannot be found."}}, {}
+            return 200, f"Success: LoRA adapter '{name}' removed successfully.".encode(), {}
+        assert way == "load" and body.keys() == {"lora_name", "lora_path", "load_inplace"}
+        if name in self.loaded and not body["load_inplace"]:
+            return 400, {"error": {"message": f"'{name}' has already been loaded."}}, {}
+        self.loaded[name] = Path(body["lora_path"])
+        load_file(self.loaded[name] / "adapter_model.safetensors")
+        return 200, f"Success: LoRA adapter '{name}' added successfully.".encode(), {}
 
 
 ONE_RELOAD = ["/collective_rpc", "/update_weight_version", "/resume"]
@@ -201,6 +224,10 @@ def test_our_own_server_of_another_cluster_takes_them(tmp_path, monkeypatch):
             r"weights_push\[0\].*pause_mode='x' must be",
         ),
         ({"server": "vllm", "base_url": "http://h", "method": "x"}, "method='x' must be one of"),
+        (
+            {"server": "vllm", "base_url": "http://h", "method": "adapters"},
+            r"weights_push\[0\].method='adapters' must be another without lora",
+        ),
         ({"server": ["vllm"], "base_url": "http://h"}, "must be a mapping with `server`, one of"),
         ({"server": "vllm", "base_url": "http://h", "api_key_env": 3}, "api_key_env=3 must be"),
     ],
@@ -227,3 +254,36 @@ def test_a_run_that_trains_adapters_pushes_whole_weights(ray_session, tmp_path):
         found, expected, before = (each(ids).logits for each in (pushed, policy, trunk))
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     assert not torch.allclose(found, before, atol=1e-5)
+
+
+def test_a_vllm_with_the_trunk_is_sent_adapters_alone(ray_session, tmp_path):
+    vllm, sglang = FakeLoRAServer(), FakeSGLang()
+    with serving(vllm) as first, serving(sglang) as second:
+        entries = [
+            {"server": "vllm", "base_url": first.base_url, "method": "adapters", "name": "p"},
+            {"server": "sglang", "base_url": second.base_url},
+        ]
+        config = tiny.grpo(lr=0.01).language_model(lora={"r": 2, "target_modules": ["q_proj"]})
+        config.weights(push=[each | QUICK for each in entries], push_folder=str(tmp_path / "new"))
+        with tiny.built(config) as algorithm:
+            before = vllm.loaded["p@0.0"]
+            algorithm.train(), algorithm.train()
+            policy = algorithm.get_module().unwrapped().model
+            vllm.loaded.clear()  # as a server that was started again
+            algorithm.train()
+    assert vllm.calls == [
+        ("load", "p@0.0"), ("load", "p@0.1"), ("unload", "p@0.0"), ("load", "p@0.2"),
+        ("unload", "p@0.1"), ("load", "p@0.3"),
+    ]  # fmt: skip
+    assert sglang.version == "0.3" and not before.exists()
+    folder = vllm.loaded["p@0.3"]
+    sent = load_file(folder / "adapter_model.safetensors")
+    own = {n: p for n, p in policy.named_parameters() if is_adapter(n)}
+    whole = tmp_path / "new" / "0.3" / "model.safetensors"
+    assert sum(t.nbytes for t in sent.values()) == sum(p.nbytes for p in own.values())
+    assert (folder / "adapter_model.safetensors").stat().st_size < whole.stat().st_size / 10
+    # peft itself reads them, on the trunk, as the policy that is learnt.
+    read = PeftModel.from_pretrained(load_causal_lm(tiny.MODEL), str(folder))
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        torch.testing.assert_close(read(ids).logits, policy(ids).logits, rtol=0, atol=0)
