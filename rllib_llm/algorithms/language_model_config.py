@@ -187,7 +187,8 @@ class LanguageModelConfig(TabledConfig):
         return super(LanguageModelConfig, config).build_algo(env, use_copy=False)
 
     def missing_data(self) -> Iterator[Problem]:
-        """Data, of this machine's disks, that is not there, or cannot be as it is written."""
+        """Problems of data that this process is to read, found without reading it: no such file, a
+        key that is not known."""
         env = self.env_config if str(self.env).startswith(OWN_ENVS) else {}
         named = [(name, getattr(self, name, None)) for name in OF_CONFIG]
         named += [(f"env_config.{name}", env.get(name)) for name in OF_ENV]

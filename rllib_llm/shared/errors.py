@@ -180,7 +180,7 @@ def unknown_key(where: str, key: str, allowed: Iterable[str], hint: str = "") ->
 
 @contextmanager
 def called(name: str, place: str) -> Iterator[None]:
-    """Calls what problems that are raised in a block call `name` after its `place`."""
+    """Renames problems that are raised in a block: what they call `name` is at `place`."""
     try:
         yield
     except Problems as error:

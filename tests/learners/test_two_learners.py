@@ -130,8 +130,8 @@ def buckets_sent_after_each_pass(learner, config, batches):
 
 @pytest.mark.parametrize("config, num_passes", [
     # Mini-batches of 6 and 3 rows; micro-batches of 2 of each learner's, then of 2 and 1.
-    (two.grpo().language_model(lora=LORA), 3),
-    (two.grpo().language_model(mixed_precision="bf16"), 3),
+    (two.grpo(num_epochs=1).language_model(lora=LORA), 3),
+    (two.grpo(num_epochs=1).language_model(mixed_precision="bf16"), 3),
     # After these the texts', three of each learner, which give the value head no gradient.
     (two.ppo_ptx(num_epochs=1), 7),
 ], ids=["lora", "bf16", "ppo-ptx"])  # fmt: skip

@@ -101,7 +101,7 @@ def _of_prompts(config: Any) -> Iterator[Problem]:
         def check(place: str, spec: Any) -> None:
             """The signature of a reward function, and whether its arguments are columns of the
             prompts. Classes are not instantiated: they may load a model."""
-            with called(FUNCTIONS, place):
+            with called(FUNCTIONS, place if place == FUNCTIONS else f"env_config.{place}"):
                 if inspect.isclass(named_function(spec)):
                     return
                 term = RewardTerm.from_spec(spec)
