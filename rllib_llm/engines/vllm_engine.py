@@ -160,7 +160,8 @@ class VLLMEngine(Engine):
 
     @classmethod
     def of(cls, config: Any) -> Engine:
-        settings = {"dtype": "bfloat16" if config.mixed_precision else config.dtype}
+        dtype = "bfloat16" if config.mixed_precision else config.dtype
+        settings: dict[str, Any] = {"dtype": dtype}
         if config.sampling_batch_size is not None:
             settings["max_num_seqs"] = config.sampling_batch_size
         if config.lora is not None:
