@@ -217,7 +217,7 @@ class RLHF(LanguageModelAlgorithm):
         self._record_trained(sampled, self.foreach_learner(call))
 
     def _images_at(self, positions: list[int]) -> dict[str, Any]:
-        """What prompts show, as a sampler reads it."""
+        """Columns of what prompts show, as a sampler reads them."""
         pool = self._pools[self.env_runner_group]
         if pool.num_samplers:
             return pool.ask("images_at", positions)

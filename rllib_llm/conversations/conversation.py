@@ -275,7 +275,7 @@ class Conversation:
 
     @property
     def shown(self) -> dict[str, Any]:
-        """What the engine is given beside the tokens: images, and how many tokens show them."""
+        """Arguments for the engine beside the tokens: images, and how many tokens show them."""
         if self.pictures is None or not self.nodes:
             return {}
         return {"images": self.pictures.seen, "num_shown": len(self.path()[0].token_ids)}

@@ -159,7 +159,7 @@ class ImagePrompts:
         return found
 
     def seen(self, images: Sequence[Any], key: Hashable) -> dict[str, Tensor]:
-        """What the model sees of images, in whatever text they stand."""
+        """Tensors that the model sees of images, in whatever text they stand."""
         known = self._remembered.get(key)
         return self.read(self.mark * len(images), images)[1] if known is None else known[2]
 

@@ -104,7 +104,7 @@ class BatchSource:
     def _example(
         self, row: Mapping[str, Any]
     ) -> tuple[list[int], list[bool], Mapping[str, torch.Tensor]]:
-        """Of a row with images: see `ImagePrompts.example`. Its prompt is never cut."""
+        """`ImagePrompts.example` of a row with images, whose prompt is never cut."""
         ids, targets, seen = self._image_prompts.example(row)
         num_read = len(ids) if True not in targets else targets.index(True)
         require(num_read < self._max_length, "prompt", f"of {num_read} tokens",

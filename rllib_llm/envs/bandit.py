@@ -106,7 +106,7 @@ class BanditEnv(VectorEnv):
         return self._encoder.max_prompt_len
 
     def images_at(self, positions: Sequence[int]) -> dict[str, torch.Tensor]:
-        """What the prompts at these positions show, see `modules/images.py`."""
+        """Columns of what the prompts at these positions show, see `modules/images.py`."""
         return self._encoder.images([self.prompts.rows(p, 1)[0] for p in positions])
 
     def fork(self) -> BanditEnv:

@@ -280,7 +280,7 @@ class ConversationEnv:
         return conversation
 
     def images_at(self, positions: Sequence[int]) -> dict[str, torch.Tensor]:
-        """What the tasks at these positions show, see `modules/images.py`."""
+        """Columns of what the tasks at these positions show, see `modules/images.py`."""
         rows = [self.tasks.rows(position, 1)[0] for position in positions]
         return image_columns([
             self._image_prompts.seen(row.images, row.index) if row.images else {} for row in rows

@@ -100,7 +100,7 @@ def refuse_images(prompts: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Shown:
-    """What rows show.
+    """The images that rows show.
 
     images: what the processor made of each prompt, by its place in the batch. places: which of them
     each row shows; -1: none. features: what frozen towers made of them, by model and place; passes
@@ -113,7 +113,7 @@ class Shown:
 
     @classmethod
     def of(cls, images: Mapping[str, Tensor]) -> Shown:
-        """What a single row shows."""
+        """The images of a single row."""
         return cls({0: images}, [0], WeakIdKeyDictionary())
 
     @property
@@ -133,7 +133,7 @@ def image_rows(batch: Mapping[str, Any]) -> list[Mapping[str, Tensor]]:
 
 
 def images_of(batch: Mapping[str, Any]) -> Shown | None:
-    """What the rows of a batch show; None where all are text."""
+    """The images of a batch; None where all rows are text."""
     if IMAGE_ROW not in batch:
         return None
     places = fetched([batch[IMAGE_ROW]])[0].tolist()
@@ -180,8 +180,8 @@ def image_token_id(config: Any) -> int | None:
 _OF_TOWERS = ("pooler_output", "deepstack_features")
 
 def _split(found: Any, sizes: list[int]) -> list[Any]:
-    """What a tower gives of several prompts, one after the other: tensors of tokens, or lists of
-    one for each image."""
+    """Cuts what a tower gives of several prompts, one after the other: tensors of tokens, or lists
+    of one for each image."""
     if isinstance(found, Tensor):
         require(sum(sizes) == found[..., 0].numel(), "image", f"of {found[..., 0].numel()} tokens",
                 f"be shown by as many tokens of the prompt, not {sum(sizes)}")  # fmt: skip
@@ -194,7 +194,7 @@ def _split(found: Any, sizes: list[int]) -> list[Any]:
 
 
 def _together(parts: Sequence[Any]) -> Any:
-    """What a tower would give of all of these prompts; the inverse of `_split`."""
+    """Joins the parts of prompts as a tower would give them; the inverse of `_split`."""
     if isinstance(parts[0], Tensor):
         return torch.cat([*parts])
     if not isinstance(parts[0], list | tuple):

@@ -226,7 +226,7 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         return self.policy.module if isinstance(self.policy, ModulePolicy) else None
 
     def images_at(self, positions: list[int]) -> dict[str, torch.Tensor]:
-        """What the prompts at these positions show, for learners: samplers hand in rows alone.
+        """Columns of what the prompts at these positions show: samplers hand in rows alone.
 
         Raises:
             Problems: the environment shows images, and does not say them again.
