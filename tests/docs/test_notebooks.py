@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import pytest
 
 from tests.docs.test_docs import ROOT
@@ -23,7 +26,8 @@ def test_the_notebook_runs(file, tmp_path, monkeypatch):
     nbclient = pytest.importorskip("nbclient", reason="in the extra dev")
     nbformat = pytest.importorskip("nbformat", reason="in the extra dev")
     monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *sys.path]))
+    monkeypatch.setenv("RAY_ADDRESS", "local")  # not one that another test has started
     notebook = nbformat.read(file, as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells)
     nbclient.NotebookClient(
