@@ -13,6 +13,7 @@ from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from rllib_llm.algorithms.evaluation import eval_env_config, eval_env_rules, evaluate_held_out
 from rllib_llm.algorithms.language_model_config import LanguageModelConfig
 from rllib_llm.config.distillation import DISTILLATION, distillation_rules, teacher_of
+from rllib_llm.config.experts import BALANCE, ROUTING_REPLAY, balance_rules, routing_rules
 from rllib_llm.config.loss import (
     LOSS,
     REFERENCE,
@@ -69,6 +70,8 @@ class RLHFConfig(LanguageModelConfig):
         REFERENCE,
         LOSS,
         DISTILLATION,
+        BALANCE,
+        ROUTING_REPLAY,
         OFF_POLICY,
         WEIGHTS,
         SAMPLER_FAULTS,
@@ -87,6 +90,7 @@ class RLHFConfig(LanguageModelConfig):
     conversation = SectionMethod()
     reference = SectionMethod()
     distillation = SectionMethod()
+    experts = SectionMethod()
     weights = SectionMethod()
 
     def __init__(self, algo_class=None):
@@ -134,6 +138,8 @@ class RLHFConfig(LanguageModelConfig):
             "critic": self.critic,
             "critic_model": self.critic_model,
             "off_policy": self.off_policy,
+            "router_aux_coeff": self.router_aux_coeff,
+            "routing_replay": self.routing_replay and not self.in_evaluation,
         }
 
     @property
@@ -243,8 +249,9 @@ class RLHFConfig(LanguageModelConfig):
 
     rules = (
         *LanguageModelConfig.rules, loss_rules, advantage_rules, reference_rules,
-        distillation_rules, sampling_rules, transport_rules, engine_rules, follower_rules,
-        off_policy_rules, streaming_rules, env_rules, evaluation_rules, eval_env_rules,
+        distillation_rules, balance_rules, routing_rules, sampling_rules, transport_rules,
+        engine_rules, follower_rules, off_policy_rules, streaming_rules, env_rules,
+        evaluation_rules, eval_env_rules,
     )  # fmt: skip
 
 

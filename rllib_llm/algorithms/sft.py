@@ -7,6 +7,8 @@ from collections import Counter
 from typing import Any, Literal
 
 from rllib_llm.algorithms.supervised import Supervised, SupervisedConfig
+from rllib_llm.config.experts import BALANCE, balance_rules
+from rllib_llm.config.sections import SectionMethod
 from rllib_llm.data.mixture import MixedSource
 from rllib_llm.data.texts import BatchSource, TextSource
 from rllib_llm.shared.setting import Section, Settings, setting
@@ -27,13 +29,21 @@ LOSS_ON = Section.of("training", LossOn)
 class SFTConfig(SupervisedConfig):
     """The loss is the mean cross-entropy of the completion's (or the assistant's) tokens."""
 
-    sections: tuple[Section, ...] = (*SupervisedConfig.sections, LOSS_ON)
+    sections: tuple[Section, ...] = (*SupervisedConfig.sections, LOSS_ON, BALANCE)
+    rules = (*SupervisedConfig.rules, balance_rules)
     source_class = TextSource
     module_path = "rllib_llm.modules.rl_modules:CausalLMModule"
     learner_path = "rllib_llm.learners.supervised_learners:SFTLearner"
 
+    experts = SectionMethod()
+
     def __init__(self, algo_class=None):
         super().__init__(algo_class=algo_class or SFT)
+
+    @property
+    def _model_config_auto_includes(self) -> dict[str, Any]:
+        own = {"router_aux_coeff": self.router_aux_coeff}
+        return super()._model_config_auto_includes | own
 
     def make_source(self, data: Any, **settings: Any) -> BatchSource | MixedSource:
         return super().make_source(data, loss_on=self.loss_on, **settings)

@@ -23,7 +23,7 @@ from rllib_llm.conversations.json_values import broken_up
 from rllib_llm.conversations.tool_calls import ParsedReply
 from rllib_llm.data.image_prompts import ImagePrompts, with_places
 from rllib_llm.shared import columns
-from rllib_llm.shared.columns import NO_VERSION, pad_left, pad_right
+from rllib_llm.shared.columns import NO_VERSION, expert_columns, pad_left, pad_right
 
 
 @dataclass
@@ -68,7 +68,8 @@ class Node:
     parent: index of the node before it; None: it begins a path. messages: what it says, as chat
     templates take it; a node that begins a later path repeats what was said before. token_ids:
     those that it adds. Of a sampled one: the parsed `reply`, `logprobs` and weight `versions` of
-    each token, `finish`, and the `reward` that it earned.
+    each token, `finish`, and the `reward` that it earned; `experts` of the path up to it, see
+    `engines.protocol.Ended`.
     """
 
     parent: int | None
@@ -79,6 +80,7 @@ class Node:
     versions: tuple[int, ...] = ()
     finish: str = ""
     reward: float = 0.0
+    experts: torch.Tensor | None = None
 
     @property
     def sampled(self) -> bool:
@@ -100,7 +102,7 @@ class TrainingRow:
     """One path, cut after its last sampled token; all lists of tokens but the prompt are [T].
 
     messages: all that was said on the path. num_prompt_messages: of them those that the prompt's
-    tokens hold.
+    tokens hold. experts: of prompt and completion, as far as they are known.
     """
 
     prompt_ids: list[int]
@@ -112,6 +114,7 @@ class TrainingRow:
     finished: bool = False
     messages: list[Mapping[str, Any]] = field(default_factory=list)
     num_prompt_messages: int = 0
+    experts: torch.Tensor | None = None
 
     @property
     def num_sampled(self) -> int:
@@ -151,6 +154,9 @@ def _row(path: Sequence[Node], learnt: set[int]) -> TrainingRow:
         row.logprobs.extend(node.logprobs if is_new else [0.0] * count)
         row.versions.extend(node.versions if is_new else [NO_VERSION] * count)
         row.rewards.extend([0.0] * count)
+        if node.experts is not None:  # what earlier turns read stays as they read it
+            before = node.experts[:0] if row.experts is None else row.experts
+            row.experts = torch.cat([before, node.experts[len(before) :]])
         if is_new:
             learnt.add(id(node))
             row.rewards[-1] = node.reward
@@ -212,6 +218,10 @@ def training_columns(rollouts: Sequence[Rollout], pad_token_id: int) -> dict[str
     prompt_ids, prompt_mask = pad_left([row.prompt_ids for row in rows], pad_token_id)
     completion_ids, completion_mask = pad_right([row.completion_ids for row in rows], pad_token_id)
     has_tokens = torch.tensor([row.num_sampled > 0 for row in rows])
+    experts = expert_columns(
+        [row.experts for row in rows], [len(row.prompt_ids) for row in rows],
+        (prompt_ids.shape[1], completion_ids.shape[1]),
+    )  # fmt: skip
     valid = torch.tensor([owner.valid for owner in owners]) & has_tokens
     shows = torch.tensor([bool(owner.conversation.shown) for owner in owners])
     return {
@@ -228,7 +238,7 @@ def training_columns(rollouts: Sequence[Rollout], pad_token_id: int) -> dict[str
         columns.GROUP: torch.tensor([owner.group for owner in owners]),
         columns.ROW_ID: torch.tensor([owner.row_id for owner in owners]),
         columns.PROMPT_INDEX: torch.tensor([owner.prompt_index for owner in owners]),
-        **({columns.IMAGE_ROW: shows.long() - 1} if shows.any() else {}),
+        **({columns.IMAGE_ROW: shows.long() - 1} if shows.any() else {}), **experts,
     }  # fmt: skip
 
 
@@ -351,6 +361,7 @@ class Conversation:
     def append_sampled(
         self, token_ids: Sequence[int], logprobs: Sequence[float],
         versions: Sequence[int] | None = None, *, finish: str = "stop",
+        experts: torch.Tensor | None = None,
     ) -> ParsedReply:  # fmt: skip
         """Appends the policy's sampled tokens unchanged, the stop token among them, and returns the
         parsed turn. `versions`: of the weights that sampled each; None: unknown.
@@ -372,7 +383,7 @@ class Conversation:
         self._append(
             Node(
                 self._leaf, (reply.as_message(),), tuple(token_ids), reply, tuple(logprobs),
-                tuple(versions), finish,
+                tuple(versions), finish, experts=experts,
             )
         )  # fmt: skip
         return reply

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,9 @@ from rllib_llm.engines.row_blocks import cost_of_block
 from rllib_llm.modules.images import Shown, image_token_id, seeing
 from rllib_llm.modules.multimodal import is_multimodal
 from rllib_llm.modules.precision import leave_out_cudnn_attention
+from rllib_llm.modules.routers import routed
 from rllib_llm.modules.trunk import take_apart, wants_recurring_sizes
+from rllib_llm.shared.errors import require
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ class DecodePlan:
     is_llama: whether `LlamaStep` computes what the model computes. is_recordable: whether its step
     can be recorded, too. block_cost: row positions that one more block has to save; infinite where
     the step knows none, or where the rotation of all rows is that of the longest beside them.
-    has_recurring_sizes: whether prompts are read in sizes that come again.
+    has_recurring_sizes: whether prompts are read in sizes that come again. keeps_experts: whether
+    the experts of each token are kept, of a mixture of experts.
     """
 
     model: nn.Module
@@ -44,10 +48,15 @@ class DecodePlan:
     is_recordable: bool
     block_cost: float
     has_recurring_sizes: bool
+    keeps_experts: bool = False
 
     @classmethod
-    def of(cls, model: nn.Module) -> DecodePlan:
-        """The plan of a causal LM of transformers."""
+    def of(cls, model: nn.Module, keeps_experts: bool = False) -> DecodePlan:
+        """The plan of a causal LM of transformers.
+
+        Raises:
+            Problems: experts cannot be kept beside the states of the model's layers.
+        """
         leave_out_cudnn_attention()
         weight, num_layers = next(model.parameters()), num_shared_layers(model.config)
         is_llama = num_layers is not None and is_llama_shaped(model)
@@ -56,7 +65,10 @@ class DecodePlan:
         if is_recordable:
             cost = cost_of_block(model.config, weight.element_size(), weight.device)
         recurring = wants_recurring_sizes(model)
-        return cls(model, num_layers, is_llama, is_recordable, cost, recurring)
+        require(num_layers is not None or not keeps_experts, "routing_replay", True,
+                f"be False for {type(model).__name__}",
+                "its layers have a cache of their own, which holds no experts")  # fmt: skip
+        return cls(model, num_layers, is_llama, is_recordable, cost, recurring, keeps_experts)
 
     @property
     def steps_between_looks(self) -> int:
@@ -72,7 +84,7 @@ class DecodePlan:
         """The fastest cache that is right for the model's layers, of so many positions."""
         if self.num_layers is None:
             return RepeatedPromptCache(config=self.model.config)
-        return SharedPromptCache(self.num_layers, capacity)
+        return SharedPromptCache(self.num_layers, capacity, self.keeps_experts)
 
 
 # As `LlamaStep.__call__`; with a value head the values of the same states are one more column.
@@ -119,10 +131,22 @@ def last_logits(model: nn.Module, value_head: nn.Module | None, **inputs: Any) -
     """
     # Not by `output_hidden_states`: transformers leaves its hooks behind in the model.
     halves = take_apart(model) if value_head is not None or is_multimodal(model) else None
-    if halves is None:
-        return model(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
-    state = halves.trunk(**inputs, use_cache=True).last_hidden_state[:, -1]
+    with _experts_kept(model, inputs["past_key_values"]):
+        if halves is None:
+            return model(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
+        state = halves.trunk(**inputs, use_cache=True).last_hidden_state[:, -1]
     return _with_value(halves.logits(state), state, value_head)
+
+
+@contextmanager
+def _experts_kept(model: nn.Module, cache: PromptCache) -> Iterator[None]:
+    """Keeps the experts that a pass of the model chooses, where the cache has room for them."""
+    if not getattr(cache, "keeps_experts", False):
+        yield
+        return
+    with routed(model) as chosen:
+        yield
+    cache.keep_experts(chosen.by_token())
 
 
 def _with_value(
@@ -146,7 +170,9 @@ def prefill_seen(
         around.rope_deltas = None  # of the call before
     is_text = ids == image_token_id(model.config)
     is_text[:, :num_shown] = False
-    with seeing(model, ids, is_text, Shown.of(images)) as inputs:
+    with (
+        seeing(model, ids, is_text, Shown.of(images)) as inputs, _experts_kept(model, cache)
+    ):  # fmt: skip
         output = around(past_key_values=cache, use_cache=True, **inputs)
     state = output.last_hidden_state[:, -1]
     ahead = getattr(around, "rope_deltas", None)

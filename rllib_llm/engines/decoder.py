@@ -112,6 +112,8 @@ class Decoder:
         # Columns whose keys and values are wanted when they leave, and those that have left.
         self.wanted: set[int] = set()
         self.taken_along: dict[int, Layers] = {}
+        # By column, of rows that have left: the experts of their positions, where they are kept.
+        self.experts: dict[int, torch.Tensor] = {}
         self.num_prefilled = 0  # tokens of prompts that were computed so far
         self._num_waited = 0  # steps that turns have waited for each other, each row's counted
         self.clock = 0
@@ -308,6 +310,9 @@ class Decoder:
         if wanted:
             for block in self.blocks:
                 self.taken_along |= block.states_of(wanted)
+        for block in self.blocks if self.plan.keeps_experts else ():
+            found = block.states_of(set(left.tolist()), first_layer=-1)
+            self.experts |= {column: keys[0] for column, ((keys, _),) in found.items()}
         self.rows.keep(moves)
         self.blocks.keep(moves, self.rows.columns, left)
         self.counts.end(left.tolist())

@@ -24,6 +24,8 @@ from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Completions
 from rllib_llm.engines.row_blocks import row_budget
 from rllib_llm.modules.model_source import longrope_border, text_config
+from rllib_llm.modules.routers import fixed_experts
+from rllib_llm.shared.columns import expert_columns
 from rllib_llm.shared.errors import Problems, report, require, warning
 from rllib_llm.shared.messages import blamed_on
 
@@ -116,7 +118,14 @@ def generate(
             if on_step is not None:
                 on_step()
     # Outside, since tensors of inference mode could not enter a loss.
-    return decoder.buffers.completions(params)
+    made = decoder.buffers.completions(params)
+    if plan.keeps_experts:
+        made.experts = expert_columns(
+            [decoder.experts[i] for i in range(num_rows)],
+            prompt_mask.sum(dim=1).repeat_interleave(n).tolist(),
+            (prompt_mask.shape[1], made.completion_ids.shape[1]),
+        )
+    return made
 
 
 def put_batch(
@@ -234,7 +243,11 @@ def check_decoding(model: nn.Module) -> None:
     ids = torch.arange(5, 5 + _PROMPT_LEN + 2, device=weight.device) * 7 % vocab
     name, rule = type(model).__name__, "give the same logits with a cache and padding as without"
     remedy = "Use another model, or engine='vllm' where that serves it"
-    with blamed_on("model", name, rule, remedy=remedy):
+    is_half = weight.dtype.itemsize < 4  # where roundings would choose experts
+    with (
+        blamed_on("model", name, rule, remedy=remedy),
+        fixed_experts(model) if is_half else contextlib.nullcontext(),
+    ):
         expected = _without_cache(model, ids)
         for step, logits in _with_cache(model, ids):
             if not bool(expected[step].isfinite().all()):
@@ -244,7 +257,7 @@ def check_decoding(model: nn.Module) -> None:
                 reason = f"they differ by {float(gap.max()):.2g} of their spread ({step})"
                 raise Problems("model", rule, reason, remedy, name)
     chosen = _CHOOSING_LAYERS.intersection(get_layer_types_and_kwargs(text_config(model))[0])
-    if chosen and weight.dtype.itemsize < 4:
+    if chosen and is_half:
         report([warning(
             "model", f"be computed in float32 (it has {min(chosen)} layers)", "which tokens such a "
             "layer looks at turns on roundings: in 16 bits log-probs of sampler and learner may "

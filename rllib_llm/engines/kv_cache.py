@@ -199,10 +199,21 @@ class StaticLayer:
 
 
 class SharedPromptCache(Cache):
-    """One `SharedPromptLayer` per attention layer of the model."""
+    """One `SharedPromptLayer` per attention layer of the model.
 
-    def __init__(self, num_layers: int, capacity: int) -> None:
-        super().__init__(layers=[SharedPromptLayer(capacity) for _ in range(num_layers)])
+    keeps_experts: whether there is one more, whose keys are the experts of each position, [rows, 1,
+    positions, layers * k] int16: what moves, shares or keeps a token's states does so with them.
+    """
+
+    def __init__(self, num_layers: int, capacity: int, keeps_experts: bool = False) -> None:
+        count = num_layers + keeps_experts
+        super().__init__(layers=[SharedPromptLayer(capacity) for _ in range(count)])
+        self.keeps_experts = keeps_experts
+
+    def keep_experts(self, experts: torch.Tensor) -> None:
+        """Appends the experts [tokens, layers * k] of the positions that a pass has appended."""
+        new = experts.unflatten(0, (self.layers[0].num_rows, -1)).unsqueeze(1)
+        self.layers[-1].update(new, new[..., :0])
 
     def move_rows(self, sources: torch.Tensor, targets: torch.Tensor, num_rows: int) -> None:
         """See `SharedPromptLayer.move_rows`."""
@@ -250,14 +261,14 @@ class SharedPromptCache(Cache):
             layer.first = first
         return first
 
-    def states_of(self, row: int, start: int) -> Layers:
+    def states_of(self, row: int, start: int, first_layer: int = 0) -> Layers:
         """A copy of a row's keys and values, from the position `start` on."""
         return [
             (
                 layer.keys[row, :, start : layer.length].clone(),
                 layer.values[row, :, start : layer.length].clone(),
             )
-            for layer in self.layers
+            for layer in self.layers[first_layer:]
         ]
 
 

@@ -155,6 +155,8 @@ class Ended:
     finish: Finish
     likeliest: list[Likeliest] = field(default_factory=list)
     """The likeliest tokens at the place of each, where `params.top_logprobs` asks for them."""
+    experts: torch.Tensor | None = None
+    """[positions, layers * k] int16, of the prompt and all tokens but the last, where kept."""
 
     @property
     def num_tokens(self) -> int:
@@ -290,6 +292,8 @@ class Completions:
     versions: torch.Tensor | None = None
     """[batch, T] int32, of the weights that sampled each token, -1 where that is unknown or there
     is none; where the caller says so."""
+    experts: dict[str, torch.Tensor] = field(default_factory=dict)
+    """`columns.expert_columns`, where experts are kept."""
 
     def columns(self, device: torch.device | str | None = None) -> dict[str, torch.Tensor]:
         """The columns of a training batch, on `device`, or where they are."""
@@ -303,21 +307,30 @@ class Completions:
             held[columns.SAMPLER_VALUES] = self.values
         if self.versions is not None:
             held[columns.WEIGHTS_VERSION] = self.versions
+        held |= self.experts
         return {name: column.to(device) for name, column in held.items()}
 
 
 def pad_completions(
-    rows: Sequence[Any], pad_token_id: int, *, with_versions: bool = False
+    rows: Sequence[Any], pad_token_id: int, *, with_versions: bool = False, prompt_len: int = 0
 ) -> Completions:
     """Ragged rows as `Completions`, each with `token_ids`, at least one, as many `logprobs` and
-    `versions`, and its `finish`."""
+    `versions`, and its `finish`; with the columns of their prompts, the `experts` of each."""
     ids, mask = pad_right([row.token_ids for row in rows], pad_token_id)
     logprobs, _ = pad_right([row.logprobs for row in rows], 0.0, torch.float32)
     finished = torch.tensor([row.finish == "stop" for row in rows])
     versions = None
     if with_versions:
         versions, _ = pad_right([row.versions for row in rows], columns.NO_VERSION, torch.int32)
-    return Completions(ids, mask, logprobs, finished, versions=versions)
+    experts = {}
+    if prompt_len:
+        known = [row.experts for row in rows]
+        lengths = [
+            0 if each is None else len(each) - len(row.token_ids) + 1
+            for each, row in zip(known, rows, strict=True)
+        ]
+        experts = columns.expert_columns(known, lengths, (prompt_len, ids.shape[1]))
+    return Completions(ids, mask, logprobs, finished, versions=versions, experts=experts)
 
 
 # --- Noise: a pure function of (seed, row), without a generator state to carry or to restore

@@ -165,10 +165,10 @@ class RowBlock:
         else:
             self.cache.clear()
 
-    def states_of(self, columns: set[int]) -> dict[int, Layers]:
+    def states_of(self, columns: set[int], first_layer: int = 0) -> dict[int, Layers]:
         """Copies of the keys and values of rows, as far as they are here."""
         return {
-            column: self.cache.states_of(row, int(self.starts[row]))
+            column: self.cache.states_of(row, int(self.starts[row]), first_layer)
             for row, column in enumerate(self.columns.tolist())
             if column in columns
         }

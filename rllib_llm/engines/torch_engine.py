@@ -239,7 +239,11 @@ class TorchEngine(Engine):
                 prefix = Prefix(token_ids[: layers[0][0].shape[1]], layers)
                 self._kept.put(row.conversation, prefix)
             why = finish or finish_of(row, tokens) or "length"
-            ended.append(Ended(row.id, *tokens[:3], why, tokens.likeliest))
+            experts = self._decoder.experts.pop(column, None)
+            if experts is not None:
+                # In memory of its own; a row may have been decoded beyond its end.
+                experts = experts[: len(row.token_ids) + len(tokens.token_ids) - 1].cpu().clone()
+            ended.append(Ended(row.id, *tokens[:3], why, tokens.likeliest, experts))
         return ended
 
     # --- weights -----------------------------------------------------------------------------

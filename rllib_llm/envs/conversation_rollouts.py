@@ -176,8 +176,9 @@ class _Player:
             )
             self.attempt.count("sample_seconds", time.perf_counter() - start)
             conversation.append_sampled(
-                sampled.token_ids, sampled.logprobs, sampled.versions, finish=sampled.finish
-            )
+                sampled.token_ids, sampled.logprobs, sampled.versions, finish=sampled.finish,
+                experts=sampled.experts,
+            )  # fmt: skip
             if sampled.finish == "stop":
                 return True
         self.attempt.truncated = "tokens"

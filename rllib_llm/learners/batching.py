@@ -14,7 +14,7 @@ from rllib_llm.shared import columns
 
 # Per-token columns, by the mask that says which of their columns are alive.
 _LEFT_PADDED: dict[str, tuple[str, ...]] = {
-    columns.PROMPT_MASK: (columns.PROMPT_IDS, columns.PROMPT_MASK),
+    columns.PROMPT_MASK: (columns.PROMPT_IDS, columns.PROMPT_MASK, columns.PROMPT_EXPERTS),
     columns.TEACHER_PROMPT_MASK: (columns.TEACHER_PROMPT_IDS, columns.TEACHER_PROMPT_MASK),
 }
 _RIGHT_PADDED: dict[str, tuple[str, ...]] = {
@@ -23,7 +23,7 @@ _RIGHT_PADDED: dict[str, tuple[str, ...]] = {
         columns.SAMPLER_LOGPROBS, columns.SAMPLER_VALUES, columns.REF_LOGPROBS, columns.REWARDS,
         columns.OLD_LOGPROBS, columns.OLD_VALUES, columns.ADVANTAGES, columns.RETURNS,
         columns.LOGPROBS, columns.ENTROPY, columns.VALUES, columns.TEACHER_LOGPROBS,
-        columns.TEACHER_TOP_IDS, columns.TEACHER_TOP_LOGPROBS,
+        columns.TEACHER_TOP_IDS, columns.TEACHER_TOP_LOGPROBS, columns.COMPLETION_EXPERTS,
     ),
     columns.ATTENTION_MASK: (columns.INPUT_IDS, columns.LOSS_MASK, columns.ATTENTION_MASK),
     columns.CHOSEN_MASK: (columns.CHOSEN_IDS, columns.CHOSEN_MASK, columns.CHOSEN_LOSS_MASK),

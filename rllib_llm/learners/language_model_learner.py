@@ -48,6 +48,7 @@ from rllib_llm.learners.optimizer import (
 from rllib_llm.learners.sharding import GradientSums, clip_gradients_, gradient_norm
 from rllib_llm.learners.shared_passes import Batch, SharedPasses, seeded_dropout
 from rllib_llm.numerics.learning_rate import learning_rate_factor
+from rllib_llm.shared import columns
 from rllib_llm.shared.columns import IMAGE_ROW, moved, remember_all
 from rllib_llm.shared.errors import require
 from rllib_llm.shared.messages import Listener, TrialMessage
@@ -135,7 +136,22 @@ class LanguageModelLearner(SharedPasses):
 
     def forward_options(self) -> dict[str, Any]:
         """Keyword arguments of the training forward passes."""
-        return {}
+        return {"router_aux": True} if self._router_aux_coeff else {}
+
+    @property
+    def _router_aux_coeff(self) -> float:
+        return getattr(self.config, "router_aux_coeff", 0.0)
+
+    def router_loss(
+        self, outputs: Batch, num_tokens: torch.Tensor, total: torch.Tensor
+    ) -> torch.Tensor | float:
+        """The share of the routers' loss of a micro-batch that has `num_tokens` of the mini-batch's
+        `total` sampled tokens; 0 where it is off."""
+        if not self._router_aux_coeff:
+            return 0.0
+        loss = outputs[columns.ROUTER_AUX_LOSS] * num_tokens / total
+        self.means.add_total("train/router_aux_loss", loss)
+        return self.effective.use("router_aux_coeff", self._router_aux_coeff) * loss
 
     def after_step(self) -> None:
         """Called after each optimiser step that was taken."""
@@ -285,6 +301,8 @@ class LanguageModelLearner(SharedPasses):
         before = self.means.copy()
         if is_last and self._sums_gradients:
             self._sums = GradientSums(self._trained())
+        if self._router_aux_coeff:
+            self.means.add_count("train/router_aux_loss", 1)
         try:
             self.start_minibatch(minibatch)
             loss = self._passes(minibatch) if others else self._first_passes(minibatch)

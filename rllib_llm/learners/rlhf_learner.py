@@ -102,6 +102,9 @@ class RLHFLearner(LanguageModelLearner):
         sampled, valid = columns.sampled_mask(batch), batch[columns.VALID]
         mask, is_valid = columns.fetched((sampled, valid))
         batch[columns.LOSS_MASK] = columns.moved(mask & is_valid.unsqueeze(1), self._device)
+        require(columns.COMPLETION_EXPERTS in batch or not self.config.routing_replay,
+                "routing_replay", True, "be False with this environment or sampler",
+                "completions came without the experts that were chosen")  # fmt: skip
         batch.update(self._old_policy(batch))
         measured = self._reference_kl(batch)
         kl = torch.zeros_like(batch[columns.OLD_LOGPROBS]) if measured is None else measured
@@ -250,7 +253,7 @@ class RLHFLearner(LanguageModelLearner):
 
     def forward_options(self) -> dict[str, Any]:
         full = self.config.ref_kl_in == "loss" and self.config.ref_kl_estimator == "full"
-        options: dict[str, Any] = {}
+        options = super().forward_options()
         if full and self.ref_kl.value > 0:
             options["full_kl_to"] = self.reference
         if self._distills:
@@ -419,6 +422,7 @@ class RLHFLearner(LanguageModelLearner):
             loss = loss + distill_coeff * self._reduce(divergence, mask, weights)
             for column, name in _TEACHER_MEANS.items():
                 self.means.add_total(name, fwd_out[column].where(mask, 0.0).sum())
+        loss = loss + self.router_loss(fwd_out, mask.sum(), self.denominators.num_tokens)
         self.means.add_total("loss/policy_avg", policy_loss)
         self._log_policy(batch, fwd_out, policy.stats, mask)
         return loss

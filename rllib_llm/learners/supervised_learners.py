@@ -37,7 +37,7 @@ class SFTLearner(LanguageModelLearner):
         mask = batch[columns.LOSS_MASK]
         total = cross_entropy_tokens(fwd_out[columns.TEXT_LOGPROBS], mask).sum()
         self.means.add_total("loss/sft", total)
-        return total / self._num_targets
+        return total / self._num_targets + self.router_loss(fwd_out, mask.sum(), self._num_targets)
 
     def evaluate_batch(self, batch: Batch) -> dict[str, float]:
         """{"loss": nats per target token, "num_tokens"} of texts, weights untouched."""

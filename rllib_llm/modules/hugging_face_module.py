@@ -36,6 +36,7 @@ from rllib_llm.modules.model_source import text_config
 from rllib_llm.modules.multimodal import CHAT_TEMPLATE, other_tensors, processor_files
 from rllib_llm.modules.precision import ComputingCopy, cast_parameters_, computing_dtype, use_onednn
 from rllib_llm.modules.pretrained import load_causal_lm, quiet_transformers
+from rllib_llm.modules.routers import routed_again
 from rllib_llm.modules.shards import gather, is_sharded, local_data, own_parts, write_
 from rllib_llm.modules.trunk import use_kernel
 from rllib_llm.shared.errors import require
@@ -128,8 +129,11 @@ class HuggingFaceModule(TorchRLModule):
     def save_memory(self, *models: Any) -> None:
         """Enables gradient checkpointing, if set."""
         if self.model_config.get("gradient_checkpointing") and not self.inference_only:
+            settings: dict[str, Any] = {"use_reentrant": False}
+            if self.model_config.get("routing_replay"):
+                settings["context_fn"] = lambda: routed_again(self.computing_model)
             for model in models:
-                model.gradient_checkpointing_enable({"use_reentrant": False})
+                model.gradient_checkpointing_enable(settings)
 
     def compile(self, compile_config: TorchCompileConfig) -> None:
         """Compiles each layer of the trunk separately, since the code around them depends on a

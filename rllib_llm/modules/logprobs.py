@@ -21,9 +21,11 @@ from torch import Tensor, nn
 from rllib_llm.modules.images import Shown, seen_hidden
 from rllib_llm.modules.model_source import text_config
 from rllib_llm.modules.packing import TokenRows, WantedTokens, completion_rows, text_rows
+from rllib_llm.modules.routers import Routing
 from rllib_llm.modules.trunk import take_apart, wanted_hidden, wanted_tokens
 from rllib_llm.numerics.kl import full_kl
 from rllib_llm.numerics.token_stats import in_chunks, token_stats
+from rllib_llm.shared.errors import require
 
 # Logits that one chunk may hold when the caller does not say: 2^26 float32 are 256 MiB. In half
 # precision four times as many, 512 MiB: beside fast products, computing them again weighs more.
@@ -86,7 +88,7 @@ def score_completions(
     completion_mask: Tensor, *, temperature: float = 1.0, entropy: bool = False,
     hidden: bool = False, full_kl_to: ReferencePolicy | None = None,
     distill_to: Teacher | None = None, likeliest: int = 0, logits_chunk_tokens: int | None = None,
-    shown: Shown | None = None,
+    shown: Shown | None = None, routing: Routing | None = None,
 ) -> CompletionOutputs:  # fmt: skip
     """Log-probs (entropy, hidden states) of completions under `model`, an `AutoModelForCausalLM`.
 
@@ -96,13 +98,14 @@ def score_completions(
     of positions whose logits exist at one time, by default as many as make 256 MiB, in half
     precision 512. Dropout is as the model's mode says. Works under grad and no_grad; the result
     does not depend on padding or chunks beyond rounding. The gradients of `full_kl` and of the
-    divergence from the teacher flow into `model` only. `shown`: what the prompts show.
+    divergence from the teacher flow into `model` only. `shown`: what the prompts show. `routing`:
+    of a mixture of experts, in the pass of `model` alone.
 
     Raises ValueError for a row without a prompt token.
     """
     rows = completion_rows(prompt_ids, prompt_mask, completion_ids, completion_mask)
-    rows = replace(rows, shown=shown)
-    run = _run(model, rows, hidden)
+    rows = replace(rows, shown=shown, is_traced=routing is not None)
+    run = _run(model, rows, hidden, routing)
     wanted = run.wanted
     logprobs, entropies = _stats(run, temperature, entropy, logits_chunk_tokens)
     full, distilled = None, None
@@ -131,15 +134,17 @@ def score_completions(
 def text_logprobs(
     model: nn.Module, input_ids: Tensor, attention_mask: Tensor, loss_mask: Tensor | None = None,
     *, logits_chunk_tokens: int | None = None, shown: Shown | None = None,
+    routing: Routing | None = None,
 ) -> Tensor:  # fmt: skip
     """Log-prob of each token of given texts after those before it, float32 [texts, length].
 
     `input_ids` [texts, length], padded on either side, `attention_mask` and `loss_mask` bool. 0
     where the loss mask is False and at each text's first token, which nothing predicts: a mean over
-    targets must not count it.
+    targets must not count it. `routing`: as in `score_completions`.
     """
-    rows = replace(text_rows(input_ids, attention_mask, loss_mask), shown=shown)
-    run = _run(model, rows, False)
+    rows = text_rows(input_ids, attention_mask, loss_mask)
+    rows = replace(rows, shown=shown, is_traced=routing is not None)
+    run = _run(model, rows, False, routing)
     logprobs, _ = _stats(run, 1.0, False, logits_chunk_tokens)
     return run.wanted.unpack(logprobs)
 
@@ -173,19 +178,25 @@ class _Run:
     default_chunk_tokens: int
 
 
-def _run(model: Any, rows: TokenRows, hidden: bool) -> _Run:
+def _run(model: Any, rows: TokenRows, hidden: bool, routing: Routing | None = None) -> _Run:
     chunk_tokens = max(1, _CHUNK_LOGITS // text_config(model).vocab_size)
     halves = take_apart(model)
     if rows.shown is not None:
+        require(routing is None, "images", ..., "be left out with a mixture's routers",
+                "their experts are neither stored nor balanced",
+                "Leave out router_aux_coeff and routing_replay")  # fmt: skip
         assert halves is not None, "a model that sees is taken apart, or refused"
         wanted, states = seen_hidden(model, rows)
         return _Run(wanted, states, halves.logits, True, states if hidden else None, chunk_tokens)
     trunk = model if halves is None else halves.trunk
     wanted = wanted_tokens(trunk, rows, dense=halves is not None)
+    with nullcontext() if routing is None else routing.around(model, wanted):
+        if halves is not None:
+            states = wanted_hidden(trunk, wanted)
+        else:
+            output = model(input_ids=wanted.input_ids, use_cache=False, output_hidden_states=hidden)
     if halves is not None:
-        states = wanted_hidden(halves.trunk, wanted)
         return _Run(wanted, states, halves.logits, True, states if hidden else None, chunk_tokens)
-    output = model(input_ids=wanted.input_ids, use_cache=False, output_hidden_states=hidden)
     last = wanted.pick(output.hidden_states[-1]) if hidden else None
     logits = wanted.pick(output.logits)
     return _Run(wanted, logits, lambda states: states, False, last, chunk_tokens)

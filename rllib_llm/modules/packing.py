@@ -48,7 +48,9 @@ class WantedTokens:
     `layout` of their attention; num_padding: how many of them are padding; targets, predicted_at
     (index into the flattened input_ids) and places (index into the flattened result) int64
     [tokens], in the order of rows and columns; shape: (batch, result length). Behind its targets
-    and predicted_at there may be surplus ones, of which `places` has none.
+    and predicted_at there may be surplus ones, of which `places` has none. Of traced rows, in the
+    order of the flattened input_ids: sources (index into the flattened rows) int64 and num_readers
+    (rows that read the token, 0 of padding) float32.
     """
 
     input_ids: Tensor
@@ -59,6 +61,8 @@ class WantedTokens:
     num_padding: int
     position_ids: Tensor | None = None
     layout: Layout | None = None
+    sources: Tensor | None = None
+    num_readers: Tensor | None = None
 
     def pick(self, per_position: Tensor) -> Tensor:
         """[batch, length, ...] -> [tokens, ...] at the positions that predict the wanted tokens,
@@ -84,7 +88,8 @@ class TokenRows:
 
     A wanted token is attended and not the first such of its row. The first `num_leading` columns,
     the prompts, are no part of the result and hold no wanted token. `shown`: what the
-    rows show, a `Shown` of `modules/images.py`.
+    rows show, a `Shown` of `modules/images.py`. `is_traced`: whether it is kept where packed tokens
+    come from.
     """
 
     ids: Tensor
@@ -92,6 +97,7 @@ class TokenRows:
     wanted: Tensor
     num_leading: int = 0
     shown: Any = None
+    is_traced: bool = False
 
 
 def completion_rows(
@@ -146,7 +152,13 @@ def pack(rows: TokenRows, device: torch.device | str = "cpu") -> WantedTokens:
     at_row, at_col = rows.wanted.nonzero(as_tuple=True)
     packed_at = attended.cumsum(dim=1)[at_row, at_col] - 1
     result_length = ids.shape[1] - rows.num_leading
+    trace = {}
+    if rows.is_traced:
+        read = (attended & _before_last_wanted(rows.wanted)).gather(1, order)
+        sources = _columns_of(ids).gather(1, order)
+        trace = _trace(sources.flatten(), read.flatten(), device)
     return WantedTokens(
+        **trace,
         input_ids=_sent(input_ids, device),
         targets=_sent(ids[at_row, at_col], device),
         predicted_at=_sent(at_row * longest + packed_at - 1, device),
@@ -154,6 +166,17 @@ def pack(rows: TokenRows, device: torch.device | str = "cpu") -> WantedTokens:
         shape=(ids.shape[0], result_length),
         num_padding=input_ids.numel() - int(lengths.sum()),
     )
+
+
+def _columns_of(ids: Tensor) -> Tensor:
+    """Where each id stands in the flattened rows, [batch, length] int64."""
+    return torch.arange(ids.numel()).view(ids.shape)
+
+
+def _trace(sources: Tensor, num_readers: Tensor, device: torch.device | str) -> dict[str, Tensor]:
+    return {
+        "sources": _sent(sources, device), "num_readers": _sent(num_readers.float(), device)
+    }  # fmt: skip
 
 
 def _sent(tensor: Tensor, device: torch.device | str) -> Tensor:
@@ -234,7 +257,8 @@ def pack_dense(
     if len(first) == len(read) or num_masked > max_mask or kernel == "flash_attention_2":
         first, group, own = first[:0], None, read
     prompt_mask = prompts[first]
-    own_ids = rows.ids[:, rows.ids.shape[1] - own.shape[1] :]
+    num_leading = rows.ids.shape[1] - own.shape[1]  # columns that are shared
+    own_ids = rows.ids[:, num_leading:]
     filler = torch.zeros_like(own)
     if recurring:
         own, own_ids, filler = _filled(own, own_ids, int(prompt_mask.sum()))
@@ -258,7 +282,17 @@ def pack_dense(
     if recurring:
         predicted_at, targets = _with_surplus(predicted_at), _with_surplus(targets)
     positions = torch.cat([prompt_positions[prompt_mask], own_positions[own]])
+    trace = {}
+    if rows.is_traced:
+        places = _columns_of(rows.ids)
+        num_filled = own.shape[1] - (rows.ids.shape[1] - num_leading)  # by filler
+        own_places = pad(places[:, num_leading:], (0, num_filled))
+        sources = torch.cat([places[first, : rows.num_leading][prompt_mask], own_places[own]])
+        sharers = prompt_lengths if group is None else torch.bincount(group)
+        num_readers = torch.cat([sharers.repeat_interleave(prompt_lengths), (~filler)[own].long()])
+        trace = _trace(sources, num_readers, device)
     return WantedTokens(
+        **trace,
         input_ids=_sent(input_ids.unsqueeze(0), device),
         targets=_sent(targets, device),
         predicted_at=_sent(predicted_at, device),

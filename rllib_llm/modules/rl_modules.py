@@ -35,6 +35,7 @@ from rllib_llm.modules.pretrained import (
     load_sequence_classifier,
     score_head,
 )
+from rllib_llm.modules.routers import Routing, routers_of
 from rllib_llm.modules.tokenizer import load_tokenizer
 from rllib_llm.modules.trunk import take_apart
 from rllib_llm.shared import columns
@@ -75,6 +76,7 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
         in `dtype`. lm_head_float32: the head then computes in float32 as well.
     off_policy: the correction of older tokens; without one the sampler's values are the old ones.
     gradient_checkpointing: keep only the layers' inputs for the backward pass.
+    router_aux_coeff, routing_replay: above 0 or True of a mixture of experts alone.
     """
 
     def load(self) -> None:
@@ -86,6 +88,8 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
         )  # fmt: skip
         self.model = _load_policy(config)
         self.freeze_towers()
+        if config.get("router_aux_coeff") or config.get("routing_replay"):
+            routers_of(self.model)  # raises where it has none
         if config.get("lm_head_float32") and self.computing_dtype is not None:
             use_float32_head(self.model)
         self.save_memory(self.model)
@@ -145,7 +149,7 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
     def _forward_train(
         self, batch: dict[str, Any], *, names: Collection[str] | None = None,
         full_kl_to: ReferencePolicy | None = None, ref_logprobs_of: ReferencePolicy | None = None,
-        distill_to: Teacher | None = None, **kwargs,
+        distill_to: Teacher | None = None, router_aux: bool = False, **kwargs,
     ) -> dict[str, torch.Tensor]:  # fmt: skip
         """`logprobs`, `entropy` and, with a critic, `values`, each [B, T] float32; where texts
         are given (`input_ids`), `text_logprobs` [N, L] of their target tokens.
@@ -158,6 +162,10 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
             the batch has them, `teacher_kl` and `teacher_agrees`. Without a policy its likeliest
             tokens are the batch's.
         ref_logprobs_of: that policy's log-probs alone, as `ref_logprobs`, without gradient.
+        router_aux: adds `router_aux_loss`, a scalar, see `numerics.losses.load_balancing_loss`.
+
+        Where the batch has the experts that the sampler chose, they are those of all passes over
+        completions but a reference's and a teacher's.
         """
         if ref_logprobs_of is not None:
             return {columns.REF_LOGPROBS: self._reference_logprobs(batch, ref_logprobs_of)}
@@ -167,12 +175,14 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
         if names is not None and set(names) == {columns.VALUES}:
             return {columns.VALUES: self.compute_values(batch)}
         outputs: dict[str, torch.Tensor] = {}
+        routing = None
         if columns.COMPLETION_IDS in batch:
+            routing = _routing(batch) or (Routing() if router_aux else None)
             scored = score_completions(
                 self.computing_model, *_completion_columns(batch), temperature=self.temperature,
                 entropy=names is None or columns.ENTROPY in names,
                 hidden=values and self.model_config["critic"] == "shared", full_kl_to=full_kl_to,
-                distill_to=distill_to, shown=images_of(batch),
+                distill_to=distill_to, shown=images_of(batch), routing=routing,
             )  # fmt: skip
             outputs[columns.LOGPROBS] = scored.logprobs
             counts = scored.num_computed, scored.num_padding
@@ -188,10 +198,15 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
         if columns.INPUT_IDS in batch:
             names_of_text = (columns.INPUT_IDS, columns.ATTENTION_MASK, columns.LOSS_MASK)
             texts = (batch[name] for name in names_of_text)
-            seen = images_of(batch) if columns.COMPLETION_IDS not in batch else None
+            is_alone = columns.COMPLETION_IDS not in batch
+            seen = images_of(batch) if is_alone else None
+            of_texts = Routing() if router_aux and is_alone else None
             outputs[columns.TEXT_LOGPROBS] = text_logprobs(
-                self.computing_model, *texts, shown=seen
+                self.computing_model, *texts, shown=seen, routing=of_texts
             )
+            routing = routing or of_texts
+        if router_aux and routing is not None and routing.aux_loss is not None:
+            outputs[columns.ROUTER_AUX_LOSS] = routing.aux_loss
         return outputs
 
     def compute_values(self, batch: dict[str, Any], embeddings: Any = None) -> torch.Tensor:
@@ -206,9 +221,11 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
             embeddings = completion_hidden(self.computing("critic"), *_completion_columns(batch))
         elif embeddings is None:
             model, rows = self.computing_model, _completion_columns(batch)
-            halves, shown = take_apart(model), images_of(batch)
-            if halves is None or shown is not None:
-                embeddings = score_completions(model, *rows, hidden=True, shown=shown).hidden
+            halves, shown, routing = take_apart(model), images_of(batch), _routing(batch)
+            if halves is None or shown is not None or routing is not None:
+                embeddings = score_completions(
+                    model, *rows, hidden=True, shown=shown, routing=routing
+                ).hidden
             else:
                 embeddings = completion_hidden(halves.trunk, *rows)
         return self.value_head(embeddings)
@@ -234,6 +251,14 @@ def _with_columns(teacher: Teacher, batch: dict[str, Any]) -> Teacher:
         teacher, prompts=prompts, top_ids=batch.get(columns.TEACHER_TOP_IDS),
         top_logprobs=batch.get(columns.TEACHER_TOP_LOGPROBS),
     )  # fmt: skip
+
+
+def _routing(batch: dict[str, Any]) -> Routing | None:
+    """The experts of a batch of completions; None where it has none."""
+    if columns.COMPLETION_EXPERTS not in batch:
+        return None
+    names = columns.PROMPT_EXPERTS, columns.COMPLETION_EXPERTS
+    return Routing(torch.cat([batch[name] for name in names], dim=1))
 
 
 def _completion_columns(batch: dict[str, Any]) -> tuple[torch.Tensor, ...]:

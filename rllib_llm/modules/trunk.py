@@ -27,6 +27,7 @@ from rllib_llm.modules.multimodal import text_decoder
 from rllib_llm.modules.packed_attention import PACKED, AttentionLayout, Kernel
 from rllib_llm.modules.packing import TokenRows, WantedTokens, completion_rows, pack, pack_dense
 from rllib_llm.modules.precision import multiplies_by_onednn
+from rllib_llm.modules.routers import fixed_experts
 from rllib_llm.shared.errors import Problems
 
 # Largest difference between our numbers and the model's own, as a share of the largest number: of
@@ -151,7 +152,7 @@ def _same_states(trunk: PreTrainedModel) -> bool:
     rows = completion_rows(prompts, everything[:, :2], completions, mask)
     padded = pack(rows, device)
     dense = pack_dense(rows, kernel=kernel_of(trunk), device=device)
-    with torch.no_grad(), eval_mode(trunk):
+    with torch.no_grad(), eval_mode(trunk), fixed_experts(trunk):
         expected = padded.pick(trunk_hidden(trunk, padded))
         trunk.set_attn_implementation(PACKED)
         same = same_numbers(dense.pick(trunk_hidden(trunk, dense)), expected)

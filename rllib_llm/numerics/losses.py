@@ -323,3 +323,25 @@ def preference_losses(
         present = chosen_lengths > 0, rejected_lengths > 0
         return kto_loss(chosen, rejected, kl, kl_coeff, weights=kto_weights, present=present)
     raise ValueError(f"loss_type={loss_type!r} must be one of {', '.join(PREFERENCE_LOSSES)}")
+
+
+def load_balancing_loss(logits: list[Tensor], experts: list[Tensor], weights: Tensor) -> Tensor:
+    """E Σ_e f_e p_e, a scalar: f_e tokens sent to expert e and p_e its mean probability, both means
+    over tokens and layers; k where E experts, k of them for each token, are used alike.
+
+    Fedus et al. 2021 ("Switch Transformers"), eqs. 4 to 6, as transformers'
+    `load_balancing_loss_func`. The gradient flows through the probabilities.
+
+    Args:
+        logits: of each layer's router, [tokens, E].
+        experts: that it chose, [tokens, k].
+        weights: how often each token counts, [tokens]; 0 of padding.
+    """
+    num_experts, total = logits[0].shape[1], len(logits) * weights.sum()
+    weights = weights.float().unsqueeze(1)
+    sent = torch.zeros(num_experts, device=weights.device)
+    liked = torch.zeros_like(sent)
+    for scores, chosen in zip(logits, experts, strict=True):
+        sent = sent.scatter_add(0, chosen.flatten(), weights.expand(chosen.shape).flatten())
+        liked = liked + (scores.float().softmax(dim=-1) * weights).sum(dim=0)
+    return num_experts * (sent / total * (liked / total)).sum()

@@ -25,7 +25,8 @@ trained, rejected or failed."""
 class PartialCompletion:
     """The sampled tokens of one unfinished completion.
 
-    prompt: checksum of the prompt's tokens; 0 if unknown.
+    prompt: checksum of the prompt's tokens; 0 if unknown. experts: of a row that has ended, see
+    `engines.protocol.Ended`.
     """
 
     token_ids: tuple[int, ...]
@@ -33,6 +34,7 @@ class PartialCompletion:
     versions: tuple[int, ...]
     finish: str = "aborted"
     prompt: int = 0
+    experts: Any = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

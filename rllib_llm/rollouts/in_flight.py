@@ -151,7 +151,8 @@ class CompletionGroup:
         """A row's initial tokens followed by those sampled since."""
         before, names = self.before[i], ("token_ids", "logprobs", "versions")
         ids, logprobs, versions = ((*getattr(before, n), *getattr(rest, n)) for n in names)
-        return PartialCompletion(ids, logprobs, versions, finish, before.prompt)
+        experts = rest.experts if isinstance(rest, Ended) else None
+        return PartialCompletion(ids, logprobs, versions, finish, before.prompt, experts)
 
 
 class SingleRows(Batches):
@@ -311,7 +312,10 @@ class SingleRows(Batches):
     def _finished(self, group: CompletionGroup) -> tuple[Lease, UnjudgedBatch]:
         sampler = self._sampler
         weights, pad = sampler.weights, sampler.policy.pad_token_id
-        made = pad_completions(group.so_far([]), pad, with_versions=True).columns()
+        made = pad_completions(
+            group.so_far([]), pad, with_versions=True,
+            prompt_len=group.prompts[columns.PROMPT_IDS].shape[1],
+        ).columns()  # fmt: skip
         return group.lease, UnjudgedBatch(
             group.request, weights.version, group.prompts, made, weights.version,
             weights=weights.metrics(), continues=True,

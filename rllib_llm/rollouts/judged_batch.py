@@ -24,8 +24,9 @@ Column: TypeAlias = torch.Tensor
 # Columns padded on the left; all other two-dimensional ones are padded on the right.
 _LEFT_PADDED = (
     columns.PROMPT_IDS, columns.PROMPT_MASK, columns.TEACHER_PROMPT_IDS,
-    columns.TEACHER_PROMPT_MASK,
+    columns.TEACHER_PROMPT_MASK, columns.PROMPT_EXPERTS,
 )  # fmt: skip
+_EXPERTS = (columns.PROMPT_EXPERTS, columns.COMPLETION_EXPERTS)  # unknown where rows have none
 # What learners compute for all rows where some lack it, as those of a run with other samplers do.
 _RECOMPUTED = (columns.SAMPLER_VALUES, columns.REF_LOGPROBS, columns.TEACHER_LOGPROBS)
 _TOKEN_IDS = (columns.PROMPT_IDS, columns.COMPLETION_IDS, columns.TEACHER_PROMPT_IDS)
@@ -240,6 +241,10 @@ def _column(batch: JudgedBatch, name: str, kind: Column) -> Column:
         return batch.columns[name]
     if name == columns.LOSS_MASK:
         return batch.columns[columns.COMPLETION_MASK]
+    if name in _EXPERTS:
+        like = columns.PROMPT_IDS if name == columns.PROMPT_EXPERTS else columns.COMPLETION_IDS
+        shape = (*batch.columns[like].shape, kind.shape[2])
+        return kind.new_full(shape, columns.UNKNOWN_EXPERT, device=batch.rewards.device)
     if name.startswith((columns.REWARD_PART, columns.REWARD_WEIGHT)):
         return torch.full_like(batch.rewards, torch.nan)
     if name == columns.IMAGE_ROW:  # all of its prompts are text
@@ -274,6 +279,8 @@ def _filler(name: str, pad_token_id: int) -> int:
     """The value of a column where there is no token."""
     if name in _TOKEN_IDS:
         return pad_token_id
+    if name in _EXPERTS:
+        return columns.UNKNOWN_EXPERT
     return NO_VERSION if name == columns.WEIGHTS_VERSION else 0
 
 

@@ -163,7 +163,9 @@ class ModulePolicy:
         """How the module's model is decoded, decided once."""
         model = self.build().computing_model
         if self._plan is None or self._plan.model is not model:
-            self._plan = DecodePlan.of(model)
+            self._plan = DecodePlan.of(
+                model, keeps_experts=bool(self.module.model_config.get("routing_replay"))
+            )
         return self._plan
 
     def _decode_at_most(self, rows: int) -> None:

@@ -45,6 +45,7 @@ GROUPS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("loss/distill_avg", "nats per token", "divergence from the teacher"),
         ("train/teacher_kl", "nats per token", "KL from the teacher"),
         ("train/teacher_agreement", "share", "tokens that policy and teacher both like best"),
+        ("train/router_aux_loss", "1", "routers' auxiliary loss; k if k experts are used alike"),
         ("loss/ptx_avg, eval/ptx_loss", "nats per token", "pretraining text, held-out text"),
         ("val/ratio, val/ratio_var", "1", "new over old token probability: mean, variance"),
         ("val/finished, eval/finished", "share", "completions ended by a stop token"),
@@ -206,6 +207,7 @@ SUPERVISED = frozenset({"SFT", "RewardModel", "DPO"})
 REPORTED_BY: tuple[tuple[str, frozenset[str]], ...] = (
     ("loss/ptx_avg", frozenset({"PPOPtx"})),
     (r"loss/(policy|value|ref_kl|distill)_avg|train/teacher_.+", SAMPLING),
+    ("train/router_aux_loss", SAMPLING | {"SFT"}),
     (r"reward|kl|length|entropy|(objective|policy|val|sampler|env)/.+", SAMPLING),
     (r"(weights|rollouts|replay|rollout_store|off_policy)/.+", SAMPLING),
     (r"train/(.+_)?rewards|train/(num_invalid|zero_variance_groups|staleness)", SAMPLING),

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 NO_VERSION = -1  # in WEIGHTS_VERSION: no weights sampled the token
+UNKNOWN_EXPERT = -1  # in PROMPT_EXPERTS and COMPLETION_EXPERTS: the router may choose
 
 # --- made by the environment and the sampler -------------------------------------------------
 PROMPT_IDS = "prompt_ids"  # [B, P] int64, left-padded
@@ -43,6 +44,9 @@ FROM_DATA = "from_data"  # [B] bool, True where a data set has the completion, n
 REPLICA = "replica"  # [B] int32, of the environment that judged the row: its sampler's number
 ROW_WEIGHT = "row_weight"  # [B] float32, share of its rollout: rows alike in ROW_ID sum to 1
 WEIGHTS_VERSION = "weights_version"  # [B, T] int32, of the weights that sampled it; -1: none did
+# Of a mixture of experts with routing_replay: the experts that the sampler chose, k of each layer.
+PROMPT_EXPERTS = "prompt_experts"  # [B, P, layers * k] int16, left-padded; -1: unknown
+COMPLETION_EXPERTS = "completion_experts"  # [B, T, layers * k] int16; -1: unknown
 
 # --- metrics of the environment that count over all rows, also those that were not judged -------
 FAILED = "_failed"  # after the name of a reward function: 1 where it failed
@@ -69,6 +73,7 @@ FULL_KL = "full_kl"  # [B, T] float32, exact KL from the reference, nats
 DIVERGENCE = "divergence"  # [B, T] float32, from the teacher, nats
 TEACHER_KL = "teacher_kl"  # [B, T] float32, exact KL from the teacher, nats, without gradient
 TEACHER_AGREES = "teacher_agrees"  # [B, T] float32, 1 where both like the same token best
+ROUTER_AUX_LOSS = "router_aux_loss"  # scalar float32, how unevenly routers spread the tokens
 COMPUTED_AND_PADDING = "computed_and_padding"  # [2] float32: tokens through the trunk, idle ones
 
 # --- texts: supervised fine-tuning and the pretraining share of PPO-ptx ----------------------
@@ -172,14 +177,36 @@ def pad_left(rows: Sequence[Sequence[Any]], filler: float) -> tuple[Tensor, Tens
     return _padded(rows, filler, torch.int64, left=True)
 
 
+def expert_columns(
+    rows: Sequence[Tensor | None], prompt_lengths: Sequence[int], widths: tuple[int, int]
+) -> dict[str, Tensor]:
+    """`PROMPT_EXPERTS` and `COMPLETION_EXPERTS`; {} where no experts are known.
+
+    Args:
+        rows: [positions, layers * k] int16 of each row, from its prompt's first token on.
+        prompt_lengths: tokens of each prompt.
+        widths: columns of prompts and of completions.
+    """
+    known = next((row for row in rows if row is not None), None)
+    if known is None:
+        return {}
+    whole = known.new_full((len(rows), sum(widths), known.shape[1]), UNKNOWN_EXPERT)
+    for line, row, length in zip(whole, rows, prompt_lengths, strict=True):
+        if row is not None:
+            place = line[widths[0] - length :]
+            place[: len(row)] = row[: len(place)]
+    return dict(
+        zip((PROMPT_EXPERTS, COMPLETION_EXPERTS), whole.split(list(widths), dim=1), strict=True)
+    )
+
+
 def widen(tensor: Tensor, length: int, filler: float = 0, *, left: bool = False) -> Tensor:
     """`tensor` [rows, L] as [rows, length], `filler` after or before its values."""
     missing = length - tensor.shape[1]
     if not missing:
         return tensor
-    if tensor.ndim == 3:
-        return torch.nn.functional.pad(tensor, (0, 0, 0, missing), value=filler)
-    return torch.nn.functional.pad(tensor, (missing, 0) if left else (0, missing), value=filler)
+    more = (missing, 0) if left else (0, missing)
+    return torch.nn.functional.pad(tensor, (0, 0) * (tensor.ndim - 2) + more, value=filler)
 
 
 def _padded(

@@ -39,6 +39,35 @@ def build_teacher():
     return arithmetic.build_model(11, hidden_size=32, num_layers=1, num_heads=2, max_len=32)
 
 
+def build_mixture(**settings):
+    """A mixture of six experts, two for each token, in the policy's vocabulary."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    tokenizer = arithmetic.build_tokenizer()
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, intermediate_size=32, moe_intermediate_size=16,
+        num_experts=6, num_experts_per_tok=2, norm_topk_prob=True, max_position_embeddings=64,
+        initializer_range=0.3, pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id, tie_word_embeddings=False, **settings,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        return Qwen3MoeForCausalLM(config).eval(), tokenizer
+
+
+def build_tied_mixture():
+    """The same, whose routers like three experts alike but for roundings of 16 bits."""
+    model, tokenizer = build_mixture()
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(5)
+        for layer in model.model.layers:
+            weight = layer.mlp.gate.weight
+            weight.copy_(weight[::3].repeat_interleave(3, dim=0))
+            weight += 1e-3 * torch.randn_like(weight)
+    return model, tokenizer
+
+
 def build_classifier():
     """A reward model of the policy's shape, its head drawn anew."""
     from transformers import LlamaForSequenceClassification
