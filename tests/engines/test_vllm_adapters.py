@@ -164,6 +164,5 @@ def test_a_run_trains_adapters_with_it(ray_session, in_flight):
     sent = sum(p.nbytes for n, p in model.named_parameters() if is_adapter(n))
     whole = sum(p.nbytes for p in model.parameters()) - sent
     for result in results:
-        print(sent, whole, result["weights"])
-        assert sent <= result["weights"]["bytes"] < 2 * sent < whole / 50
+        assert result["weights"]["bytes"] == sent < whole / 50
     assert results[0]["sampler"]["logprob_gap"] < 1e-4
