@@ -16,7 +16,8 @@ NOTEBOOKS = [
 ]
 HEAD = """# Notebooks
 
-Three notebooks of the folder `notebooks`, which the tests run from the first cell to the last. To open them:
+Three notebooks of the folder `notebooks`; the tests run them from the first cell to the last.
+To open them:
 
 ```console
 pip install jupyterlab matplotlib
