@@ -61,7 +61,7 @@ class Routing:
 
 @dataclass
 class Choices:
-    """What routers did in a pass, by layer: logits [tokens, experts] and experts [tokens, k]."""
+    """Outputs of the routers in a pass, by layer: logits [tokens, experts], experts [tokens, k]."""
 
     logits: list[Tensor] = field(default_factory=list)
     experts: list[Tensor] = field(default_factory=list)
