@@ -61,23 +61,20 @@ class ImagePrompts:
 
     def __init__(self, model: str, tokenizer: Any, chat_template: str | None = None) -> None:
         # Here, since few runs need them, and configs load nothing heavy.
-        from transformers import AutoProcessor
+        from rllib_llm.modules.model_source import model_config
+        from rllib_llm.modules.multimodal import is_multimodal, load_processor
 
-        from rllib_llm.modules.model_source import load_with_retries, model_config, source_kind
-        from rllib_llm.modules.multimodal import is_multimodal
-
-        kind, value = source_kind(model)
         config = model_config(model)
         require(is_multimodal(config), "image", ..., "be left out for this model",
                 f"model={model!r} reads text alone", "Name a model that sees")  # fmt: skip
         try:
-            self._processor = load_with_retries(
-                lambda: AutoProcessor.from_pretrained(value), value, kind
-            )
+            self._processor = load_processor(model)
         except ImportError as error:
             needed = str(error).strip().splitlines()[0]
             raise Problems("image", "have what its processor needs", needed,
                            "Run pip install torchvision pillow") from error  # fmt: skip
+        require(self._processor is not None, "model", model, "return a processor with the model",
+                "its function returns a tokenizer alone", "")  # fmt: skip
         self._tokenizer, self._chat_template = tokenizer, chat_template
         self.image_token_id = image_token_id(config)
         self._remembered: dict[Any, tuple[str, list[int], dict[str, Tensor]]] = {}

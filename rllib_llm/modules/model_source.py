@@ -125,7 +125,15 @@ def _why_no_model(folder: str) -> tuple[str, str] | None:
 
 
 def build_from_dotted(path: str) -> tuple[Any, Any]:
-    """Calls the function at `path` and returns its (model, tokenizer).
+    """Calls the function at `path` and returns its (model, tokenizer); of a processor its tokenizer.
+    See `call_dotted`.
+    """
+    network, reader = call_dotted(path)
+    return network, reader.tokenizer if hasattr(reader, "image_processor") else reader
+
+
+def call_dotted(path: str) -> tuple[Any, Any]:
+    """Calls the function at `path` and returns its (model, tokenizer or processor).
 
     Every process calls it again, for the policy as for the reference, and all must get the same
     weights: torch's CPU random state is set to a fixed seed for the call and restored after it.
