@@ -69,10 +69,12 @@ def rows(num_rows: int = 2000, seed: int = 0, solved: bool = False) -> Squares:
     return Squares(num_rows, seed, solved)
 
 
-def correct(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
+def correct(
+    completions: Sequence[list[dict[str, str]]], answer: Sequence[str], **_: Any
+) -> list[float]:
     """1.0 for each completion that is the answer, else 0.0."""
     pairs = zip(completions, answer, strict=True)
-    return [float(text.strip() == right) for text, right in pairs]
+    return [float(said[-1]["content"] == right) for said, right in pairs]
 
 
 def build_model(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import hashlib
 import inspect
 import io
 import os
@@ -63,6 +64,11 @@ def read_image(given: Any) -> Any:
             raise
         shown = given if isinstance(given, str) and not given.startswith(_DATA_URL) else ...
         raise Problems("image", rule, str(error), "", shown) from error
+
+
+def image_name(image: Any) -> str:
+    """The name of an image of PIL: a hash of its size and pixels."""
+    return hashlib.sha256(str(image.size).encode() + image.tobytes()).hexdigest()[:32]
 
 
 def pad_rows(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
