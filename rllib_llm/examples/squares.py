@@ -91,7 +91,8 @@ def build_model(
     )  # fmt: skip
     processor = LlavaProcessor(
         CLIPImageProcessorPil(do_resize=False, do_center_crop=False), tokenizer,
-        patch_size=_PATCH, chat_template=_TEMPLATE, vision_feature_select_strategy="default", num_additional_image_tokens=1,
+        patch_size=_PATCH, vision_feature_select_strategy="default", num_additional_image_tokens=1,
+        chat_template=_TEMPLATE,
     )  # fmt: skip
     shape = {
         "hidden_size": hidden_size, "intermediate_size": 2 * hidden_size, "num_hidden_layers": 2,

@@ -125,9 +125,8 @@ def _why_no_model(folder: str) -> tuple[str, str] | None:
 
 
 def build_from_dotted(path: str) -> tuple[Any, Any]:
-    """Calls the function at `path` and returns its (model, tokenizer); of a processor its tokenizer.
-    See `call_dotted`.
-    """
+    """The model and tokenizer, also that of a processor, of the function at `path`; see
+    `call_dotted`."""
     network, reader = call_dotted(path)
     return network, reader.tokenizer if hasattr(reader, "image_processor") else reader
 
