@@ -34,41 +34,63 @@ from rllib_llm.shared.errors import Problems, require
 
 PREFIX, SHAPE = "image/", "image_shape/"
 _DATA_URL = "data:image/"
+_RULE = "be a file, bytes, a data URL or an image of PIL"
 
 
-def read_image(given: Any) -> Any:
-    """An RGB image of PIL, from one, from bytes, a file's path, a data URL, or what
-    `datasets.Image` has without decoding it ({"bytes", "path"}).
+def image_bytes(given: Any) -> bytes:
+    """The file of an image: given as bytes, a path, a data URL, or what `datasets.Image` has
+    without decoding it ({"bytes", "path"}); of an image of PIL as PNG.
 
     Raises:
         Problems: it is none of them, or cannot be read. Addresses on a network are not fetched.
     """
+    found = given.get("bytes") or given.get("path") if isinstance(given, Mapping) else given
+    is_url = isinstance(found, str) and found.startswith(_DATA_URL)
+    try:
+        if is_url:
+            return base64.b64decode(found.partition(",")[2], validate=True)
+        if isinstance(found, str | os.PathLike):
+            return Path(found).expanduser().read_bytes()
+        if hasattr(found, "save"):
+            file = io.BytesIO()
+            found.save(file, "PNG", compress_level=1)
+            return file.getvalue()
+    except (OSError, ValueError) as error:
+        raise Problems("image", _RULE, str(error), "", ... if is_url else str(found)) from error
+    require(isinstance(found, bytes), "image", ..., _RULE, f"it is a {type(found).__name__}")
+    return found
+
+
+def read_image(given: Any) -> Any:
+    """An RGB image of PIL, from one, or from what `image_bytes` takes.
+
+    Raises:
+        Problems: see there; or it is no image.
+    """
     from PIL import Image, UnidentifiedImageError  # few runs need it
 
-    found = given
-    if isinstance(found, Mapping):
-        found = found.get("bytes") or found.get("path")
-    rule = "be a file, bytes, a data URL or an image of PIL"
     try:
-        if isinstance(found, str) and found.startswith(_DATA_URL):
-            found = base64.b64decode(found.partition(",")[2], validate=True)
-        if isinstance(found, bytes):
-            found = Image.open(io.BytesIO(found))
-        elif isinstance(found, str | os.PathLike):
-            found = Image.open(Path(found).expanduser())
-        if not isinstance(found, Image.Image):
-            raise Problems("image", rule, f"it is a {type(found).__name__}")
+        is_read = isinstance(given, Image.Image)
+        found = given if is_read else Image.open(io.BytesIO(image_bytes(given)))
         return found.convert("RGB")
-    except (OSError, ValueError, UnidentifiedImageError) as error:
-        if isinstance(error, Problems):
-            raise
+    except (OSError, UnidentifiedImageError) as error:
         shown = given if isinstance(given, str) and not given.startswith(_DATA_URL) else ...
-        raise Problems("image", rule, str(error), "", shown) from error
+        raise Problems("image", _RULE, str(error), "", shown) from error
 
 
-def image_name(image: Any) -> str:
-    """The name of an image of PIL: a hash of its size and pixels."""
-    return hashlib.sha256(str(image.size).encode() + image.tobytes()).hexdigest()[:32]
+def image_name(data: bytes) -> str:
+    """The name of an image in a store: a hash of its file."""
+    return hashlib.sha256(data).hexdigest()[:32]
+
+
+def thumbnail(data: bytes, side: int) -> str | None:
+    """A data URL of an image, at most `side` pixels wide and high; None of what cannot be read."""
+    try:
+        small = read_image(data)
+    except (Problems, ImportError):
+        return None
+    small.thumbnail((side, side))
+    return f"{_DATA_URL}png;base64,{base64.b64encode(image_bytes(small)).decode()}"
 
 
 def pad_rows(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -350,7 +350,7 @@ def _keys(stage: Stage, rows: Rows) -> list[str]:
 
 def _key_of(value: Any) -> str:
     """The text of a value that is none of JSON; of an image in memory its pixels' hash."""
-    return image_name(value) if hasattr(value, "tobytes") else str(value)
+    return image_name(value.tobytes()) if hasattr(value, "tobytes") else str(value)
 
 
 def source_of(stage: Stage, rows: Rows, **split: Any) -> PromptSource:
