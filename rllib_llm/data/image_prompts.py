@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from rllib_llm.data.encoding import as_turns, encode_text, is_message
-from rllib_llm.modules.images import image_token_id, read_image
+from rllib_llm.modules.images import image_bytes, image_token_id, packed_files, read_image
 from rllib_llm.shared.errors import Problems, require
 
 COLUMNS = ("image", "images")
@@ -90,6 +90,12 @@ class ImagePrompts:
             return (*self.read(text, images, key, add_special_tokens=True), text)
         text = self._render(with_places(prompt, len(images)), add_generation_prompt=True)
         return (*self.read(text, images, key, add_special_tokens=False), text)
+
+    def files(self, prompt: str | Messages, text: str, images: Sequence[Any]) -> dict[str, Tensor]:
+        """The files of a prompt's images, and the tokens of its text before they have become any;
+        see `images.packed_files`."""
+        unread = self._tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"]
+        return packed_files([*map(image_bytes, images)], unread)
 
     def example(
         self, row: Mapping[str, Any]

@@ -198,7 +198,7 @@ class BanditEnv(VectorEnv):
         self._prompt_index = torch.tensor([row.index for row in self._rows], device=self.device)
         self._texts = [text for text in texts for _ in range(num_completions)]
         self._shown = [each for each in map(_files, rows) for _ in range(num_completions)]
-        if images := self._encoder.images(rows):
+        if images := self._encoder.images(rows, with_files=True):
             images[columns.IMAGE_ROW] = images[columns.IMAGE_ROW].repeat_interleave(num_completions)
         self._observation = {
             columns.PROMPT_IDS: ids.repeat_interleave(num_completions, 0).to(self.device),

@@ -83,6 +83,25 @@ def image_name(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:32]
 
 
+# Of a prompt, for engines with a processor of their own: the files of its images, one after the
+# other, the size of each, and its tokens before images have become any.
+OF_FILES = FILES, FILE_SIZES, UNREAD_IDS = "file", "file_sizes", "unread_ids"
+
+
+def packed_files(files: Sequence[bytes], unread_ids: Sequence[int]) -> dict[str, Tensor]:
+    """Files and tokens of a prompt as tensors beside those that a processor makes."""
+    return {
+        FILES: torch.frombuffer(bytearray(b"".join(files)), dtype=torch.uint8),
+        FILE_SIZES: torch.tensor([*map(len, files)]), UNREAD_IDS: torch.tensor(unread_ids),
+    }  # fmt: skip
+
+
+def unpacked_files(images: Mapping[str, Tensor]) -> tuple[list[bytes], list[int]]:
+    """What `packed_files` was given."""
+    parts = images[FILES].split(images[FILE_SIZES].tolist())
+    return [part.numpy().tobytes() for part in parts], images[UNREAD_IDS].tolist()
+
+
 def thumbnail(data: bytes, side: int) -> str | None:
     """A data URL of an image, at most `side` pixels wide and high; None of what cannot be read."""
     try:
@@ -123,7 +142,7 @@ def is_image(column: str) -> bool:
 def refuse_images(prompts: Mapping[str, Any]) -> None:
     """Raises Problems for prompts with images, where only token ids are handed on."""
     require(IMAGE_ROW not in prompts, "image", ..., "be left out here",
-            "images are read by engine='torch' alone", "Leave out engine, or the images")
+            "images are read by engine='torch' and 'vllm'", "Leave out engine, or the images")
 
 
 @dataclass(frozen=True)
@@ -286,7 +305,7 @@ def seeing(
 
     def inputs(places: Sequence[int]) -> dict[str, Tensor]:
         joined = {name: _joined([shown.images[place][name] for place in places])
-                  for name in shown.images[places[0]]}  # fmt: skip
+                  for name in shown.images[places[0]] if name not in OF_FILES}  # fmt: skip
         return {
             name: tensor.to(device, dtype if tensor.is_floating_point() else None)
             for name, tensor in joined.items()
