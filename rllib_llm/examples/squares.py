@@ -27,7 +27,8 @@ QUESTION = "larger?"
 COLOURS = {"red": (230, 40, 40), "blue": (40, 40, 230)}
 SIDE = 24  # pixels of an image
 _PATCH = 6
-_LEAST, _MOST = 4, 11  # pixels of a square, which has a half of the image for itself
+# Pixels of a square's side, which has a half of the image for itself, and how much two differ.
+_LEAST, _MOST, _APART = 3, 11, 3
 _SPECIAL = ("<pad>", "<eos>", "<unk>", "<image>", "<user>", "<assistant>")
 _TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}"
@@ -46,11 +47,12 @@ class Squares(MadeRows):
         self.column_names = ("image", "prompt", "completion" if solved else "answer")
 
     def make(self, index: int) -> dict[str, Any]:
-        """The row at `index`: sizes differ; colours, halves and places are drawn."""
+        """The row at `index`: sizes, colours, halves and places are drawn."""
         from PIL import Image  # few examples show something
 
         draw = np.random.default_rng([self._seed, index])
-        sizes = draw.choice(np.arange(_LEAST, _MOST + 1), size=2, replace=False)
+        smaller = int(draw.integers(_LEAST, _MOST - _APART + 1))
+        sizes = draw.permutation([smaller, draw.integers(smaller + _APART, _MOST + 1)])
         names = draw.permutation(list(COLOURS)).tolist()
         pixels = np.full((SIDE, SIDE, 3), 255, dtype=np.uint8)
         for half, (size, name) in enumerate(zip(sizes, names, strict=True)):

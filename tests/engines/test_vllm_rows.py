@@ -17,6 +17,7 @@ from rllib_llm.examples import squares
 from rllib_llm.modules.images import image_rows
 from rllib_llm.modules.tokenizer import load_tokenizer
 from rllib_llm.rollouts.policy import EnginePolicy, Generation
+from rllib_llm.shared import columns
 from rllib_llm.shared.errors import Problems
 from tests.algorithms import tiny_runs as tiny
 from tests.engines import fake_vllm
@@ -276,7 +277,7 @@ def test_images_come_as_files_with_the_tokens_before_they_are_read(monkeypatch):
 
 
 def test_an_engine_that_reads_no_images_refuses_them():
-    prompts = {"image/pixel_values": torch.zeros(1, 1), "prompt_ids": torch.ones(1, 1)}
+    prompts = {columns.IMAGE_ROW: torch.zeros(1, dtype=torch.int64)}
     asked = Generation(PARAMS, 1, 0, torch.arange(1))
     with pytest.raises(Problems) as error:
         EnginePolicy(Scripted(), tiny.MODEL).generate(prompts, asked)
