@@ -10,7 +10,6 @@ sampler's), advantages and any KL beyond the one number per completion (the lear
 
 from __future__ import annotations
 
-import base64
 import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +26,7 @@ from rllib_llm.envs.judges.reward_functions import question, shown_message
 from rllib_llm.envs.judges.rewards import RewardBatch, RewardSum
 from rllib_llm.envs.prompts import PromptEncoder, PromptRow, PromptSource, teacher_prompts
 from rllib_llm.envs.settings import check_values
-from rllib_llm.modules.images import image_bytes
+from rllib_llm.modules.images import files_text
 from rllib_llm.modules.model_source import check_lengths, num_positions, text_config
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import pad_left
@@ -197,7 +196,8 @@ class BanditEnv(VectorEnv):
         self._rows = [row for row in rows for _ in range(num_completions)]
         self._prompt_index = torch.tensor([row.index for row in self._rows], device=self.device)
         self._texts = [text for text in texts for _ in range(num_completions)]
-        self._shown = [each for each in map(_files, rows) for _ in range(num_completions)]
+        shown = [files_text(row.images) for row in rows]
+        self._shown = [each for each in shown for _ in range(num_completions)]
         if images := self._encoder.images(rows, with_files=True):
             images[columns.IMAGE_ROW] = images[columns.IMAGE_ROW].repeat_interleave(num_completions)
         self._observation = {
@@ -302,8 +302,3 @@ def check_env_lengths(env: Any, *, model: Any, max_new_tokens: int, chosen: bool
                 positions, max_prompt_len=env.max_prompt_len, max_new_tokens=max_new_tokens,
                 model=name, longest_prompt=None if chosen else env._encoder.longest(env.prompts),
             )  # fmt: skip
-
-
-def _files(row: PromptRow) -> str:
-    """The files of the images that a prompt shows, in base64 with spaces between them."""
-    return " ".join(base64.b64encode(image_bytes(image)).decode() for image in row.images)

@@ -78,6 +78,11 @@ def read_image(given: Any) -> Any:
         raise Problems("image", _RULE, str(error), "", shown) from error
 
 
+def files_text(images: Sequence[Any]) -> str:
+    """The files of images in base64, with spaces between them."""
+    return " ".join(base64.b64encode(image_bytes(image)).decode() for image in images)
+
+
 def image_name(data: bytes) -> str:
     """The name of an image in a store: a hash of its file."""
     return hashlib.sha256(data).hexdigest()[:32]
