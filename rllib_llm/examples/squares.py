@@ -52,7 +52,7 @@ class Squares(MadeRows):
 
         draw = np.random.default_rng([self._seed, index])
         smaller = int(draw.integers(_LEAST, _MOST - _APART + 1))
-        sizes = draw.permutation([smaller, draw.integers(smaller + _APART, _MOST + 1)])
+        sizes = draw.permutation([smaller, int(draw.integers(smaller + _APART, _MOST + 1))])
         names = draw.permutation(list(COLOURS)).tolist()
         pixels = np.full((SIDE, SIDE, 3), 255, dtype=np.uint8)
         for half, (size, name) in enumerate(zip(sizes, names, strict=True)):

@@ -44,7 +44,8 @@ def image_bytes(given: Any) -> bytes:
     Raises:
         Problems: it is none of them, or cannot be read. Addresses on a network are not fetched.
     """
-    found = given.get("bytes") or given.get("path") if isinstance(given, Mapping) else given
+    is_undecoded = isinstance(given, Mapping)
+    found: Any = given.get("bytes") or given.get("path") if is_undecoded else given
     is_url = isinstance(found, str) and found.startswith(_DATA_URL)
     try:
         if is_url:

@@ -88,7 +88,7 @@ def as_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
                     else {"type": "image"} for part in parts
                 ]  # fmt: skip
             elif isinstance(message.content, list):
-                given["content"] = "".join(part.text for part in parts)
+                given["content"] = "".join(part["text"] for part in given["content"])
             given.setdefault("content", "")
             for call in given.get("tool_calls", ()):
                 function = call["function"]

@@ -87,7 +87,7 @@ class ImageReader:
         refuse(folder is None, f"{name} must be a data URL: this server reads no files, since it "
                "has no allowed_local_media_path.", name, "unsupported_value")  # fmt: skip
         assert folder is not None
-        found = None
+        found = b""
         try:
             parts = urlsplit(url)
             path = Path(url2pathname(parts.path)).resolve()  # links and .. lead nowhere else
@@ -97,9 +97,8 @@ class ImageReader:
                     found = file.read(most + 1)
         except (OSError, ValueError):
             pass
-        refuse(found is None, f"{name} must name a file that can be read, below the server's "
+        refuse(not found, f"{name} must name a file that can be read, below the server's "
                "allowed_local_media_path.", name)  # fmt: skip
-        assert found is not None
         refuse(len(found) > most, too_large, name, "image_too_large")
         return found
 
