@@ -103,7 +103,7 @@ def packed_files(files: Sequence[bytes], unread_ids: Sequence[int]) -> dict[str,
 
 
 def unpacked_files(images: Mapping[str, Tensor]) -> tuple[list[bytes], list[int]]:
-    """What `packed_files` was given."""
+    """The files and tokens that `packed_files` was given."""
     parts = images[FILES].split(images[FILE_SIZES].tolist())
     return [part.numpy().tobytes() for part in parts], images[UNREAD_IDS].tolist()
 

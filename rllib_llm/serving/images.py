@@ -51,7 +51,7 @@ class ImageReader:
 
     @property
     def marks(self) -> list[str]:
-        """What stands for an image in a text, and nobody may quote."""
+        """Texts that stand for an image, which nobody may quote."""
         token = self._model[1].convert_ids_to_tokens(self.prompts.image_token_id)
         return [token, self.prompts.mark]
 
