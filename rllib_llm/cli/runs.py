@@ -129,6 +129,8 @@ def _print_row(console: Console, row: dict[str, Any]) -> None:
         *([f"row {row['row']}"] if row["row"] else ()),
     ]
     console.print(f"\n[bold]{escape(' · '.join(parts))}[/bold]", soft_wrap=True)
+    if row["images"]:
+        console.print(f"images: {', '.join(row['images'])}", soft_wrap=True)
     if row["prompt"] is None:
         console.print(f"prompt ids {row['prompt_ids']}\ncompletion ids {row['completion_ids']}")
         return

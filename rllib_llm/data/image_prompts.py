@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from rllib_llm.data.encoding import as_turns, encode_text, is_message
-from rllib_llm.modules.images import image_token_id, read_image
+from rllib_llm.modules.images import image_bytes, image_token_id, packed_files, read_image
 from rllib_llm.shared.errors import Problems, require
 
 COLUMNS = ("image", "images")
@@ -61,23 +61,20 @@ class ImagePrompts:
 
     def __init__(self, model: str, tokenizer: Any, chat_template: str | None = None) -> None:
         # Here, since few runs need them, and configs load nothing heavy.
-        from transformers import AutoProcessor
+        from rllib_llm.modules.model_source import model_config
+        from rllib_llm.modules.multimodal import is_multimodal, load_processor
 
-        from rllib_llm.modules.model_source import load_with_retries, model_config, source_kind
-        from rllib_llm.modules.multimodal import is_multimodal
-
-        kind, value = source_kind(model)
         config = model_config(model)
         require(is_multimodal(config), "image", ..., "be left out for this model",
                 f"model={model!r} reads text alone", "Name a model that sees")  # fmt: skip
         try:
-            self._processor = load_with_retries(
-                lambda: AutoProcessor.from_pretrained(value), value, kind
-            )
+            self._processor = load_processor(model)
         except ImportError as error:
             needed = str(error).strip().splitlines()[0]
             raise Problems("image", "have what its processor needs", needed,
                            "Run pip install torchvision pillow") from error  # fmt: skip
+        require(self._processor is not None, "model", model, "return a processor with the model",
+                "its function returns a tokenizer alone", "")  # fmt: skip
         self._tokenizer, self._chat_template = tokenizer, chat_template
         self.image_token_id = image_token_id(config)
         self._remembered: dict[Any, tuple[str, list[int], dict[str, Tensor]]] = {}
@@ -93,6 +90,12 @@ class ImagePrompts:
             return (*self.read(text, images, key, add_special_tokens=True), text)
         text = self._render(with_places(prompt, len(images)), add_generation_prompt=True)
         return (*self.read(text, images, key, add_special_tokens=False), text)
+
+    def files(self, prompt: str | Messages, text: str, images: Sequence[Any]) -> dict[str, Tensor]:
+        """The files of a prompt's images, and the tokens of its text before they have become any;
+        see `images.packed_files`."""
+        unread = self._tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"]
+        return packed_files([*map(image_bytes, images)], unread)
 
     def example(
         self, row: Mapping[str, Any]

@@ -39,10 +39,13 @@ import pyarrow as pa
 import pyarrow.fs
 import pyarrow.parquet as pq
 
+from rllib_llm.modules.images import image_name
 from rllib_llm.shared.errors import Problem, Problems, require
 from rllib_llm.shared.storage import Place, place
 
-STORE_FILE = ".store.json"  # hidden: readers take a folder's other files for data
+# Hidden: readers take a folder's other files for data.
+STORE_FILE = ".store.json"
+IMAGES = ".images"  # a folder, in which each is once, named by its hash
 PIECES_KEY = b"rllib_llm_pieces"  # in each file's metadata: (rows, iteration) of what it is made of
 MERGED_FILES = 32
 MERGED_BYTES = 64 * 2**20  # of a merged file, as it lies on the disk
@@ -53,7 +56,7 @@ _NAME = re.compile(r"part-(\d+)(?:-(\d+))?\.parquet")
 
 # --- what is in them ------------------------------------------------------------------------------
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 VERSION_KEY = b"rllib_llm_rollouts"  # in each file's metadata, with the version
 STATUSES = ("trained", "rejected", "failed", "evaluated")
 
@@ -78,6 +81,7 @@ SCHEMA = pa.schema(
         ("prompt", pa.string()),  # of a conversation what was said before the row's completion
         ("completion", pa.string()),
         ("messages", pa.string()),  # of a conversation all that was said on the row's path, JSON
+        ("images", pa.list_(pa.string())),  # what the prompt shows: files in the folder .images
         ("prompt_ids", pa.list_(pa.int32())),
         ("completion_ids", pa.list_(pa.int32())),
         ("loss_mask", pa.list_(pa.bool_())),  # sampled by the policy
@@ -192,6 +196,7 @@ class RolloutFiles:
         self._keep_iterations = keep_iterations
         self._most_merged = math.inf if keep_iterations is None else keep_iterations / KEPT_SHARE
         self._parts: list[StoreFile] = []  # in order, those that may be merged or removed
+        self._images: set[str] = set()  # names of those that are there
         self._num_whole = 0  # of the first of them, which are not merged any more
 
     def begin(self, state: dict[str, Any] | None) -> None:
@@ -227,6 +232,18 @@ class RolloutFiles:
         self._merge()
         self._remove_old(iteration)
         return part.num_bytes
+
+    def keep_image(self, data: bytes) -> str:
+        """Writes the file of an image, unless it is there; returns its name."""
+        if not self._images:
+            self.filesystem.create_dir(f"{self.folder}/{IMAGES}", recursive=True)
+        if (name := image_name(data)) not in self._images:
+            path = f"{IMAGES}/{name}"
+            there = self.filesystem.get_file_info(f"{self.folder}/{path}")
+            if there.type != pyarrow.fs.FileType.File:
+                self._put(path, data)
+            self._images.add(name)
+        return name
 
     # --- merged, cut, removed ------------------------------------------------------------------
 
@@ -311,11 +328,12 @@ class RolloutFiles:
 
     def _put(self, name: str, content: Any) -> None:
         path = f"{self.folder}/{name}"
+        folder, _, file_name = path.rpartition("/")
         if not self._is_local:  # object stores show a file once it is closed
             with self.filesystem.open_output_stream(path) as stream:
                 stream.write(content)
             return
-        partial = f"{self.folder}/.{name}.partial"
+        partial = f"{folder}/.{file_name}.partial"
         try:
             with open(partial, "wb") as file:
                 file.write(content)
@@ -365,6 +383,7 @@ class RolloutStore:
         # An event asks for all that came before it to be written, and is set then.
         self._queue: queue.Queue[_Item | threading.Event | None] = queue.Queue(QUEUE_SIZE)
         self._thread: threading.Thread | None = None
+        self.keep_image = lambda data: self._files.keep_image(data)  # in the writer's thread
         self._begin: dict[str, Any] | None = None  # the state to resume from
         self._rows: list[pa.Table] = []  # of one iteration, not yet written
         self._num_waiting = self._num_bytes = 0  # rows of them, and their size in memory

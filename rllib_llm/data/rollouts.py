@@ -38,6 +38,7 @@ _GROUP_COLUMNS = ("run", "iteration", "group")
 _LEARNT_COLUMNS = (
     "iteration", "run", "position", "group", "sample", "status", "score", "reward", "prompt",
     "completion", "messages", "prompt_ids", "completion_ids", "loss_mask", "tokenizer",
+    "images",
 )  # fmt: skip
 
 
@@ -202,6 +203,10 @@ def load_rollouts(
         table = query(rollouts, where=where, columns=_LEARNT_COLUMNS, learnable=learnable)
     except Problems as error:
         raise error.within(name) from error.__cause__
+    shown = table.column("images")
+    require(not any(shown.to_pylist()), name, folder, "hold rollouts of text",
+            "what their prompts show would not be learnt from")  # fmt: skip
+    table = table.drop_columns("images")
     if best_of_group is not None:
         rows, kept = Rows(table, folder), []
         samples = rows.column("sample")

@@ -195,6 +195,8 @@ class Engine(ABC):
     """Whether published weights are loaded into it; False: it has its own, or follows the run."""
     takes_rows: ClassVar[bool] = True
     """Whether rows may be added to those that it samples; False: it is asked for whole batches."""
+    takes_images: ClassVar[bool] = False
+    """Whether it reads `Row.images`."""
     knows_versions: ClassVar[bool] = False
     """Whether it knows better than its caller which weights sampled a token of a batch."""
     has_logprobs: ClassVar[bool] = True

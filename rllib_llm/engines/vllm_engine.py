@@ -33,9 +33,11 @@ from rllib_llm.engines.protocol import (
     check_rows,
 )
 from rllib_llm.engines.torch_engine import TRUNK, finish_of
+from rllib_llm.modules.images import read_image, unpacked_files
 from rllib_llm.modules.lora import DEFAULTS, is_adapter_folder, write_adapters
-from rllib_llm.modules.model_source import DOTTED, build_from_dotted, source_kind, text_config
-from rllib_llm.modules.pretrained import merge_folder
+from rllib_llm.modules.model_source import DOTTED, call_dotted, source_kind, text_config
+from rllib_llm.modules.multimodal import is_multimodal
+from rllib_llm.modules.pretrained import merge_folder, quiet_transformers
 from rllib_llm.shared.errors import Problem, Problems, report, require
 
 # Read by vLLM when it is imported: one process, so that weights are handed over by reference, with
@@ -90,6 +92,7 @@ class VLLMEngine(Engine):
         ValueError: on a CPU, for heads that vLLM's kernels do not know.
     """
 
+    takes_images = True
     version: int | None = None
 
     def __init__(
@@ -118,23 +121,30 @@ class VLLMEngine(Engine):
         self._folder = tempfile.TemporaryDirectory(prefix="vllm-")
         kind, folder = source_kind(model)  # a folder or hub id with the model's config
         if kind == DOTTED:
-            network, _ = build_from_dotted(folder)
+            network, reader = call_dotted(folder)
             network.config.architectures = [type(network).__name__]
-            trunk = network if lora is not None else network.config
-            trunk.save_pretrained(folder := self._folder.name)
+            sees = is_multimodal(network)  # what sees is never published: it is in the folder
+            trunk = network if lora is not None or sees else network.config
+            with quiet_transformers():
+                trunk.save_pretrained(folder := self._folder.name)
+            if sees:
+                reader.save_pretrained(folder)
         elif lora is not None and is_adapter_folder(folder):
             folder = str(merge_folder(folder, self._folder.name))
-        on_cpu = current_platform.is_cpu()
+        on_cpu, config = current_platform.is_cpu(), AutoConfig.from_pretrained(folder)
         if on_cpu:
-            check_heads(text_config(AutoConfig.from_pretrained(folder)), model)
+            check_heads(text_config(config), model)
+        sees = is_multimodal(config)
         is_bounded = on_cpu and "VLLM_CPU_KVCACHE_SPACE" not in os.environ
         self._llm = vllm.LLM(
             **{
                 "model": folder,
                 "dtype": dtype,
-                # Without adapters the policy's weights are loaded before it is asked.
-                **({"load_format": "dummy"} if lora is None else _lora_settings(lora)),
-                "skip_tokenizer_init": True,
+                # Without adapters the policy's weights are loaded before it is asked; not those of
+                # towers.
+                **({"load_format": "auto" if sees else "dummy"} if lora is None
+                   else _lora_settings(lora)),
+                "skip_tokenizer_init": not sees,  # which its processor needs
                 "enable_prefix_caching": True,  # completions of a group share their prompt
                 # Raw ones see no temperature, processed ones see truncation, too.
                 "logprobs_mode": "raw_logprobs" if temperature == 1 else "processed_logprobs",
@@ -206,7 +216,11 @@ class VLLMEngine(Engine):
         )
         # Keys and values that other weights have left in the cache are not for it.
         salt = f"weights {self._num_loads}"
-        prompt = {"prompt_token_ids": list(row.token_ids), "cache_salt": salt}
+        prompt: dict[str, Any] = {"prompt_token_ids": list(row.token_ids), "cache_salt": salt}
+        if row.images:  # vLLM's own processor makes tokens and pixels of them
+            files, unread_ids = unpacked_files(row.images)
+            prompt["multi_modal_data"] = {"image": [*map(read_image, files)]}
+            prompt["prompt_token_ids"] = unread_ids + [*row.token_ids][len(row.token_ids) - num :]
         held.name = str(next(self._names))
         held.adapter, adapters = self._newest, self._adapters.get(self._newest)
         self._llm.llm_engine.add_request(held.name, prompt, asked, lora_request=adapters)

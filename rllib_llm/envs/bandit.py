@@ -26,6 +26,7 @@ from rllib_llm.envs.judges.reward_functions import question, shown_message
 from rllib_llm.envs.judges.rewards import RewardBatch, RewardSum
 from rllib_llm.envs.prompts import PromptEncoder, PromptRow, PromptSource, teacher_prompts
 from rllib_llm.envs.settings import check_values
+from rllib_llm.modules.images import files_text
 from rllib_llm.modules.model_source import check_lengths, num_positions, text_config
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import pad_left
@@ -90,6 +91,7 @@ class BanditEnv(VectorEnv):
         self._encoder.check(prompts.all_rows() if prompt_overflow == "error" else [first])
         self._rows: list[PromptRow] = []
         self._texts: list[str] = []
+        self._shown: list[str] = []
         self._observation: dict[str, torch.Tensor] = {}
         self._reference_lock = threading.Lock()
         self.num_envs = num_envs
@@ -194,7 +196,9 @@ class BanditEnv(VectorEnv):
         self._rows = [row for row in rows for _ in range(num_completions)]
         self._prompt_index = torch.tensor([row.index for row in self._rows], device=self.device)
         self._texts = [text for text in texts for _ in range(num_completions)]
-        if images := self._encoder.images(rows):
+        shown = [files_text(row.images) for row in rows]
+        self._shown = [each for each in shown for _ in range(num_completions)]
+        if images := self._encoder.images(rows, with_files=True):
             images[columns.IMAGE_ROW] = images[columns.IMAGE_ROW].repeat_interleave(num_completions)
         self._observation = {
             columns.PROMPT_IDS: ids.repeat_interleave(num_completions, 0).to(self.device),
@@ -234,6 +238,8 @@ class BanditEnv(VectorEnv):
             "num_completion_tokens": mask.sum(-1), columns.PROMPT_INDEX: self._prompt_index,
         }  # fmt: skip
         infos |= self._teacher_columns(ids, mask)
+        if any(self._shown):
+            infos[columns.IMAGES] = self._shown
         if self.keeps_parts:
             infos |= self.rewards.parts(judged.components)
         if completions:  # decoded anyway: who keeps them need not decode again

@@ -34,7 +34,7 @@ from rllib_llm.envs.judges.reward_functions import (
 from rllib_llm.envs.judges.rewards import Rewards, RewardSum, UnjudgedError
 from rllib_llm.envs.prompts import PromptRow
 from rllib_llm.envs.tools import ToolResult
-from rllib_llm.modules.images import with_images
+from rllib_llm.modules.images import files_text, with_images
 from rllib_llm.shared import columns
 from rllib_llm.shared.errors import Problem, require
 from rllib_llm.shared.messages import told
@@ -413,10 +413,11 @@ def _metrics(
 
 
 def _texts(attempts: Sequence[Rollout]) -> dict[str, list[str]]:
-    """For each row: the prompt, the text after it on the row's path, both as JSON, and the words of
-    the prompt's last user message."""
+    """For each row: the prompt, the text after it on the row's path, both as JSON, the words of the
+    prompt's last user message, and, where there are any, the files that the prompt shows."""
     names = ("prompt", "completion", "messages", "question")
     shown: dict[str, list[str]] = {name: [] for name in names}
+    files: list[str] = []
     for attempt in attempts:
         chat = attempt.conversation
         rows = [([*map(dict, row.messages)], row.num_prompt_messages) for row in chat.rows()]
@@ -425,7 +426,8 @@ def _texts(attempts: Sequence[Rollout]) -> dict[str, list[str]]:
                 shown[name].append("\n".join(shown_message(message) for message in part))
             shown["question"].append(question(messages[:start]))
             shown["messages"].append(json.dumps(messages, ensure_ascii=False, default=str))
-    return shown
+            files.append(files_text(chat.pictures.images) if chat.pictures else "")
+    return {**shown, columns.IMAGES: files} if any(files) else shown
 
 
 def _report(env: ConversationEnv, attempts: Sequence[Rollout], sound: Sequence[Rollout]) -> None:

@@ -212,12 +212,17 @@ class PromptEncoder:
         require(self._model is not None, "image", ..., "be left out here", "no model reads it")
         return ImagePrompts(str(self._model), self.tokenizer, self.tokenizer.chat_template)
 
-    def images(self, rows: Sequence[PromptRow]) -> dict[str, torch.Tensor]:
-        """The columns of what prompts show, see `modules/images.py`; {} if all are text."""
-        return image_columns([
-            self._image_prompts.prompt(row.prompt, row.images, row.index)[1] if row.images else {}
-            for row in rows
-        ])  # fmt: skip
+    def images(
+        self, rows: Sequence[PromptRow], with_files: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """The columns of what prompts show, see `modules/images.py`; {} if all are text.
+        `with_files`: also for engines with a processor of their own."""
+        return image_columns([self._seen(row, with_files) if row.images else {} for row in rows])
+
+    def _seen(self, row: PromptRow, with_files: bool) -> dict[str, torch.Tensor]:
+        _, seen, text = self._image_prompts.prompt(row.prompt, row.images, row.index)
+        files = self._image_prompts.files(row.prompt, text, row.images) if with_files else {}
+        return {**seen, **files}
 
     @property
     def num_truncated(self) -> int:

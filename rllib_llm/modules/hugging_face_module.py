@@ -33,7 +33,12 @@ from rllib_llm.modules.lora import (
     write_adapters,
 )
 from rllib_llm.modules.model_source import text_config
-from rllib_llm.modules.multimodal import CHAT_TEMPLATE, other_tensors, processor_files
+from rllib_llm.modules.multimodal import (
+    CHAT_TEMPLATE,
+    is_multimodal,
+    other_tensors,
+    processor_files,
+)
 from rllib_llm.modules.precision import ComputingCopy, cast_parameters_, computing_dtype, use_onednn
 from rllib_llm.modules.pretrained import load_causal_lm, quiet_transformers
 from rllib_llm.modules.routers import routed_again
@@ -61,7 +66,8 @@ class HuggingFaceModule(TorchRLModule):
         self._frozen: frozenset[str] = frozenset()  # names in a state; no process needs them sent
         try:
             self.load()
-            self._processor_files = processor_files(self.model_config["pretrained_model"])
+            source = self.model_config["pretrained_model"]
+            self._processor_files = processor_files(source) if is_multimodal(self.model) else {}
         except AttributeError as error:
             # RLlib takes an AttributeError for a module with an outdated constructor and hides it.
             raise RuntimeError(f"{type(self).__name__}.load failed: {error}") from error

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import hashlib
 import inspect
 import io
 import os
@@ -33,36 +34,88 @@ from rllib_llm.shared.errors import Problems, require
 
 PREFIX, SHAPE = "image/", "image_shape/"
 _DATA_URL = "data:image/"
+_RULE = "be a file, bytes, a data URL or an image of PIL"
 
 
-def read_image(given: Any) -> Any:
-    """An RGB image of PIL, from one, from bytes, a file's path, a data URL, or what
-    `datasets.Image` has without decoding it ({"bytes", "path"}).
+def image_bytes(given: Any) -> bytes:
+    """The file of an image: given as bytes, a path, a data URL, or what `datasets.Image` has
+    without decoding it ({"bytes", "path"}); of an image of PIL as PNG.
 
     Raises:
         Problems: it is none of them, or cannot be read. Addresses on a network are not fetched.
     """
+    is_undecoded = isinstance(given, Mapping)
+    found: Any = given.get("bytes") or given.get("path") if is_undecoded else given
+    is_url = isinstance(found, str) and found.startswith(_DATA_URL)
+    try:
+        if is_url:
+            return base64.b64decode(found.partition(",")[2], validate=True)
+        if isinstance(found, str | os.PathLike):
+            return Path(found).expanduser().read_bytes()
+        if hasattr(found, "save"):
+            file = io.BytesIO()
+            found.save(file, "PNG", compress_level=1)
+            return file.getvalue()
+    except (OSError, ValueError) as error:
+        raise Problems("image", _RULE, str(error), "", ... if is_url else str(found)) from error
+    require(isinstance(found, bytes), "image", ..., _RULE, f"it is a {type(found).__name__}")
+    return found
+
+
+def read_image(given: Any) -> Any:
+    """An RGB image of PIL, from one, or from what `image_bytes` takes.
+
+    Raises:
+        Problems: see there; or it is no image.
+    """
     from PIL import Image, UnidentifiedImageError  # few runs need it
 
-    found = given
-    if isinstance(found, Mapping):
-        found = found.get("bytes") or found.get("path")
-    rule = "be a file, bytes, a data URL or an image of PIL"
     try:
-        if isinstance(found, str) and found.startswith(_DATA_URL):
-            found = base64.b64decode(found.partition(",")[2], validate=True)
-        if isinstance(found, bytes):
-            found = Image.open(io.BytesIO(found))
-        elif isinstance(found, str | os.PathLike):
-            found = Image.open(Path(found).expanduser())
-        if not isinstance(found, Image.Image):
-            raise Problems("image", rule, f"it is a {type(found).__name__}")
+        is_read = isinstance(given, Image.Image)
+        found = given if is_read else Image.open(io.BytesIO(image_bytes(given)))
         return found.convert("RGB")
-    except (OSError, ValueError, UnidentifiedImageError) as error:
-        if isinstance(error, Problems):
-            raise
+    except (OSError, UnidentifiedImageError) as error:
         shown = given if isinstance(given, str) and not given.startswith(_DATA_URL) else ...
-        raise Problems("image", rule, str(error), "", shown) from error
+        raise Problems("image", _RULE, str(error), "", shown) from error
+
+
+def files_text(images: Sequence[Any]) -> str:
+    """The files of images in base64, with spaces between them."""
+    return " ".join(base64.b64encode(image_bytes(image)).decode() for image in images)
+
+
+def image_name(data: bytes) -> str:
+    """The name of an image in a store: a hash of its file."""
+    return hashlib.sha256(data).hexdigest()[:32]
+
+
+# Of a prompt, for engines with a processor of their own: the files of its images, one after the
+# other, the size of each, and its tokens before images have become any.
+OF_FILES = FILES, FILE_SIZES, UNREAD_IDS = "file", "file_sizes", "unread_ids"
+
+
+def packed_files(files: Sequence[bytes], unread_ids: Sequence[int]) -> dict[str, Tensor]:
+    """Files and tokens of a prompt as tensors beside those that a processor makes."""
+    return {
+        FILES: torch.frombuffer(bytearray(b"".join(files)), dtype=torch.uint8),
+        FILE_SIZES: torch.tensor([*map(len, files)]), UNREAD_IDS: torch.tensor(unread_ids),
+    }  # fmt: skip
+
+
+def unpacked_files(images: Mapping[str, Tensor]) -> tuple[list[bytes], list[int]]:
+    """The files and tokens that `packed_files` was given."""
+    parts = images[FILES].split(images[FILE_SIZES].tolist())
+    return [part.numpy().tobytes() for part in parts], images[UNREAD_IDS].tolist()
+
+
+def thumbnail(data: bytes, side: int) -> str | None:
+    """A data URL of an image, at most `side` pixels wide and high; None of what cannot be read."""
+    try:
+        small = read_image(data)
+    except (Problems, ImportError):
+        return None
+    small.thumbnail((side, side))
+    return f"{_DATA_URL}png;base64,{base64.b64encode(image_bytes(small)).decode()}"
 
 
 def pad_rows(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -95,7 +148,7 @@ def is_image(column: str) -> bool:
 def refuse_images(prompts: Mapping[str, Any]) -> None:
     """Raises Problems for prompts with images, where only token ids are handed on."""
     require(IMAGE_ROW not in prompts, "image", ..., "be left out here",
-            "images are read by engine='torch' alone", "Leave out engine, or the images")
+            "images are read by engine='torch' and 'vllm'", "Leave out engine, or the images")
 
 
 @dataclass(frozen=True)
@@ -258,7 +311,7 @@ def seeing(
 
     def inputs(places: Sequence[int]) -> dict[str, Tensor]:
         joined = {name: _joined([shown.images[place][name] for place in places])
-                  for name in shown.images[places[0]]}  # fmt: skip
+                  for name in shown.images[places[0]] if name not in OF_FILES}  # fmt: skip
         return {
             name: tensor.to(device, dtype if tensor.is_floating_point() else None)
             for name, tensor in joined.items()

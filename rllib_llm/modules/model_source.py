@@ -125,7 +125,14 @@ def _why_no_model(folder: str) -> tuple[str, str] | None:
 
 
 def build_from_dotted(path: str) -> tuple[Any, Any]:
-    """Calls the function at `path` and returns its (model, tokenizer).
+    """The model and tokenizer, also that of a processor, of the function at `path`; see
+    `call_dotted`."""
+    network, reader = call_dotted(path)
+    return network, reader.tokenizer if hasattr(reader, "image_processor") else reader
+
+
+def call_dotted(path: str) -> tuple[Any, Any]:
+    """Calls the function at `path` and returns its (model, tokenizer or processor).
 
     Every process calls it again, for the policy as for the reference, and all must get the same
     weights: torch's CPU random state is set to a fixed seed for the call and restored after it.

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from transformers.utils.hub import cached_file
 
 from rllib_llm.modules.model_source import (
     DOTTED,
+    call_dotted,
     load_with_retries,
     model_config,
     source_kind,
@@ -84,21 +86,45 @@ def other_tensors(model: Any) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in state.items() if id(tensor) not in kept}
 
 
-def processor_files(model: str) -> dict[str, bytes]:
-    """The files of the processor beside a multimodal `model`, a folder or hub id, by name."""
+def load_processor(model: str) -> Any:
+    """The processor of `model`, a folder, hub id or dotted path; None of a function that returns a
+    tokenizer.
+
+    Raises:
+        ImportError: it needs a package that is not installed.
+    """
+    from transformers import AutoProcessor  # few runs need it
+
     kind, value = source_kind(model)
-    if kind == DOTTED or not is_multimodal(model_config(value)):
-        return {}
+    if kind == DOTTED:
+        reader = call_dotted(value)[1]
+        return reader if hasattr(reader, "image_processor") else None
+    return load_with_retries(lambda: AutoProcessor.from_pretrained(value), value, kind)
+
+
+def processor_files(model: str) -> dict[str, bytes]:
+    """The files of the processor of a multimodal `model`, a folder, hub id or dotted path, by
+    name."""
+    kind, value = source_kind(model)
 
     def read() -> dict[str, bytes]:
         optional = {"_raise_exceptions_for_missing_entries": False}
         paths = {name: cached_file(value, name, **optional) for name in _PROCESSOR_FILES}
         return {name: Path(path).read_bytes() for name, path in paths.items() if path}
 
-    return load_with_retries(read, value, kind)
+    if kind != DOTTED:
+        return load_with_retries(read, value, kind)
+    processor = load_processor(value)
+    with TemporaryDirectory() as value:
+        if processor is not None:
+            processor.save_pretrained(value)
+        return read()
 
 
 def processor_template(model: str) -> str | None:
     """The chat template of the processor beside `model`, where it is in a file of its own."""
-    text = processor_files(model).get(CHAT_TEMPLATE)
+    kind, value = source_kind(model)
+    text = None
+    if kind != DOTTED and is_multimodal(model_config(value)):
+        text = processor_files(value).get(CHAT_TEMPLATE)
     return None if text is None else json.loads(text)["chat_template"]

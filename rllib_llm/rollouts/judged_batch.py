@@ -56,8 +56,9 @@ class JudgedBatch:
     pad_token_id: what stands in prompts and completions where there is no token.
     num_replayed: rows at the end that were learnt from before.
     cause: what was raised where no row could be judged; of joined batches, that of the first such.
-    texts: {"prompt": [...], "completion": [...]} where they were decoded: when asked for, or for a
-        reward function.
+    texts: {columns.IMAGES: [...]} where prompts show images, their files in base64 with spaces
+        between them; {"prompt": [...], "completion": [...]} where they were decoded: when asked
+        for, or for a reward function.
     """
 
     columns: dict[str, Column]
@@ -210,9 +211,9 @@ def concatenate(batches: list[JudgedBatch]) -> JudgedBatch:
         metrics=_concatenate_all(batches, "metrics"),
         # Groups of a checkpoint may come from an environment that decoded nothing.
         texts={
-            name: [text for b in batches for text in b.texts[name]]
-            for name in batches[0].texts
-            if all(name in b.texts for b in batches)
+            name: [text for b in batches for text in b.texts.get(name, [""] * b.num_rows)]
+            for name in dict.fromkeys(name for b in batches for name in b.texts)
+            if name == columns.IMAGES or all(name in b.texts for b in batches)
         },
         # Samplers work at the same time: the slowest is what was waited for.
         timings=_largest([b.timings for b in batches]),

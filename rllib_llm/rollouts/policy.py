@@ -29,7 +29,7 @@ from rllib_llm.engines.protocol import (
     uniform_noise,
 )
 from rllib_llm.engines.torch_engine import TorchEngine
-from rllib_llm.modules.images import refuse_images
+from rllib_llm.modules.images import FILES, image_rows, refuse_images
 from rllib_llm.modules.model_source import text_config
 from rllib_llm.rollouts.generate_function import FunctionGenerator
 from rllib_llm.shared import columns
@@ -248,13 +248,15 @@ class EnginePolicy:
         Raises:
             FloatingPointError: the model's logits are not finite.
         """
-        refuse_images(prompts)
+        if not self.engine.takes_images:
+            refuse_images(prompts)
+        shown = image_rows(prompts)
         ids, mask = prompts[columns.PROMPT_IDS], prompts[columns.PROMPT_MASK]
         params, n, engine = asked.params, asked.num_completions, self.engine
         groups = [row[kept].tolist() for row, kept in zip(ids, mask, strict=True)]
         rows = [
             Row(i, groups[i // n], params, noise=Noise(asked.seed, row_id), group=i // n,
-                published=asked.weights, is_read_whole=True)
+                published=asked.weights, is_read_whole=True, images=shown[i // n] if shown else {})
             for i, row_id in enumerate(asked.row_ids.tolist())
         ]  # fmt: skip
         ended: dict[Hashable, Ended] = {}
@@ -324,8 +326,9 @@ class _Loan(Engine):
         return self._engine.version if self._version is None else self._version
 
     def add(self, rows: Sequence[Row]) -> None:
-        for row in rows:
-            refuse_images({columns.IMAGE_ROW: row.images} if row.images else {})
+        for row in rows:  # conversations have no files for an engine that reads them itself
+            reads = self._engine.takes_images and FILES in row.images
+            refuse_images({columns.IMAGE_ROW: row.images} if row.images and not reads else {})
         self._engine.add(rows)
         self._ids |= {row.id for row in rows}
 

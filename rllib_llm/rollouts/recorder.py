@@ -3,11 +3,12 @@ texts as JSON rows in the trial's samples.jsonl."""
 
 from __future__ import annotations
 
+import base64
 import datetime
 import functools
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -44,9 +45,11 @@ class AboutRun:
 
 
 def rows_of(
-    batch: JudgedBatch, about: AboutRun, *, status: str, reason: str, ended: datetime.datetime
-) -> pa.Table:
-    """The rows of `batch`, which is on the CPU; a column that it lacks is left out."""
+    batch: JudgedBatch, about: AboutRun, *, status: str, reason: str, ended: datetime.datetime,
+    keep: Callable[[bytes], str] | None = None,
+) -> pa.Table:  # fmt: skip
+    """The rows of `batch`, which is on the CPU; a column that it lacks is left out. `keep`: stores
+    the file of an image and returns its name."""
     have = batch.columns
     num_rows = batch.num_rows
     seconds = sum(batch.timings.get(name, 0.0) for name in ONE_AFTER_THE_OTHER)
@@ -77,6 +80,11 @@ def rows_of(
     rows["metrics"] = _by_name(batch.metrics, num_rows)
     rows |= _tokens(batch)
     rows |= _texts(batch, about.tokenizer)
+    if keep is not None and columns.IMAGES in batch.texts:
+        shown = batch.texts[columns.IMAGES]  # the same for all rows of a group
+        names = {each: [keep(base64.b64decode(file)) for file in each.split()]
+                 for each in dict.fromkeys(shown)}  # fmt: skip
+        rows["images"] = pa.array([names[each] for each in shown], pa.list_(pa.string()))
     return pa.table(rows)
 
 
@@ -189,7 +197,7 @@ def _by_name(found: dict[str, Tensor], num_rows: int) -> pa.Array:
 def _texts(batch: JudgedBatch, tokenizer: Any) -> dict[str, pa.Array]:
     """Prompt and completion as text, decoded here unless the environment did; of a conversation
     its messages."""
-    if batch.texts:
+    if "completion" in batch.texts:
         stored = [name for name in ("prompt", "completion", "messages") if name in batch.texts]
         return {name: pa.array(batch.texts[name], pa.string()) for name in stored}
     have = batch.columns
@@ -251,7 +259,7 @@ class RolloutRecorder:
         groups = groups.to("cpu")
         ended = datetime.datetime.now(datetime.timezone.utc)
         make = functools.partial(rows_of, groups, self._about, status=status, reason=reason,
-                                 ended=ended)  # fmt: skip
+                                 ended=ended, keep=self._store.keep_image)  # fmt: skip
         self._store.put(iteration, groups.num_rows, make)
 
     def state(self) -> dict[str, Any]:
@@ -289,7 +297,7 @@ class SampleLog:
 
     def write(self, batch: JudgedBatch, *, iteration: int, split: str, limit: int) -> None:
         """Appends `limit` rows of `batch`, of as many prompts as it has, if it has texts."""
-        if not batch.texts:
+        if "completion" not in batch.texts:
             return
         chosen = _spread(batch.columns[columns.PROMPT_INDEX].tolist(), limit)
         about = {"iteration": iteration, "split": split}

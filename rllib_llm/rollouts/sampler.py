@@ -130,9 +130,9 @@ class SamplingEnvironment:
         apart = (columns.REWARD_PART, columns.REWARD_WEIGHT, "teacher_")
         judged.update({name: infos[name] for name in infos if name.startswith(apart)})
         judged.update(info_columns(infos, completions[columns.COMPLETION_MASK]))
-        texts = {}
+        texts = {n: infos[n] for n in (columns.IMAGES,) if n in infos}
         if "completion_texts" in infos:
-            texts = {"prompt": infos["prompt_texts"], "completion": infos["completion_texts"]}
+            texts |= {"prompt": infos["prompt_texts"], "completion": infos["completion_texts"]}
             texts |= {name: infos[name] for name in ("turns", "question") if name in infos}
         components, metrics = (dict(infos.get(name, {})) for name in ("components", "metrics"))
         return Judgement(rewards, judged, components, metrics, texts)

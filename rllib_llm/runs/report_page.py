@@ -16,8 +16,9 @@ from pydantic_core import to_json
 
 from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT
 from rllib_llm.data.decoding import TokenTexts
-from rllib_llm.data.rollout_store import RolloutSchemaError
+from rllib_llm.data.rollout_store import IMAGES, RolloutSchemaError
 from rllib_llm.data.rollouts import NoRolloutsError, open_rollouts, rollouts_of
+from rllib_llm.modules.images import thumbnail
 from rllib_llm.rollouts.recorder import SAMPLES_FILE
 from rllib_llm.runs.metrics import Curve, curves, first_and_last, reward_parts, summary_metrics
 from rllib_llm.runs.results import (
@@ -129,6 +130,13 @@ def _trial(trial: PageTrial) -> dict[str, Any]:
         for before, after in spread(compared, MAX_PAIRS)
     ]  # fmt: skip
     summary = [[each.title, *first_and_last(results, each)] for each in summary_metrics(results)]
+    rows = page_rows(trial.folder)
+    names = dict.fromkeys(name for row in rows for name in row.get("images", ()))
+    folder = rollouts_of(trial.folder) / IMAGES
+    thumbnails = {
+        name: thumbnail((folder / name).read_bytes(), THUMBNAIL_SIDE)
+        for name in [*names][:MAX_THUMBNAILS] if (folder / name).is_file()
+    }  # fmt: skip
     return {
         "label": trial.label, "iterations": last.get("training_iteration"),
         "seconds": number(last.get("time_total_s")),
@@ -136,7 +144,7 @@ def _trial(trial: PageTrial) -> dict[str, Any]:
         "environment": read_environment(trial.folder.parent),  # of the stage
         "summary": summary, "panels": panels(results),
         "signs": [f"iteration {sign.iteration}: {sign.text}" for sign in signs(results)],
-        "pairs": pairs, "rows": page_rows(trial.folder),
+        "pairs": pairs, "rows": rows, "thumbnails": thumbnails,
     }  # fmt: skip
 
 
@@ -169,8 +177,9 @@ def panels(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 MAX_ROWS = 2000  # on one page; spread over the run
 DIGITS = 4
 TOKEN_COLUMNS = ("completion_ids", "logprobs", "ref_logprobs", "advantages")
-COLUMNS = ("iteration", "status", "prompt", "completion", "score", "rewards", "valid",
+COLUMNS = ("iteration", "status", "prompt", "images", "completion", "score", "rewards", "valid",
            "finish_reason", *TOKEN_COLUMNS)  # fmt: skip
+MAX_THUMBNAILS, THUMBNAIL_SIDE = 200, 64  # different images on one page; pixels
 NO_PART = ("iteration", "split", "prompt_index", "prompt", "completion", "score")
 
 
@@ -216,6 +225,7 @@ def _of_rollout(row: Mapping[str, Any], texts: TokenTexts | None) -> dict[str, A
         "split": {"trained": "train", "evaluated": "eval"}.get(status, status),
         "prompt": row.get("prompt") or "", "completion": row.get("completion") or "",
         "score": row.get("score") if row.get("valid", True) else None,
+        "images": row.get("images") or [],
         "parts": json.loads(row.get("rewards") or "{}"), "tokens": tokens,
     }  # fmt: skip
 

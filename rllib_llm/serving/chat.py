@@ -10,10 +10,22 @@ from types import MappingProxyType
 from typing import Any
 from weakref import WeakValueDictionary
 
+from torch import Tensor
+
 from rllib_llm.conversations.chat_format import ChatFormat, ChatFormatError
-from rllib_llm.conversations.json_values import is_json
+from rllib_llm.conversations.json_values import broken_up, is_json
+from rllib_llm.data.image_prompts import with_places
+from rllib_llm.serving.images import ImageReader
 from rllib_llm.serving.jobs import Limits
-from rllib_llm.serving.schemas import ApiError, ChatMessage, ChatRequest, ToolSchema, refuse
+from rllib_llm.serving.schemas import (
+    ApiError,
+    ChatMessage,
+    ChatRequest,
+    ImagePart,
+    TextPart,
+    ToolSchema,
+    refuse,
+)
 from rllib_llm.shared.chat_templates import not_variables
 
 _MAX_FORMATS = 64
@@ -61,16 +73,22 @@ class Chats:
 
 
 def as_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Messages as templates take them: text as one string, arguments of calls as objects. 400 where
-    they are nested too deep."""
+    """Messages as templates take them: text as one string, where there are images parts; arguments
+    of calls as objects. 400 where they are nested too deep."""
     found = []
     with refused_by_template():
         for message in messages:
             given = message.model_dump(exclude_none=True)
             if given["role"] == "developer":
                 given["role"] = "system"
-            if isinstance(message.content, list):
-                given["content"] = "".join(part.text for part in message.content)
+            parts = message.content if isinstance(message.content, list) else ()
+            if any(isinstance(part, ImagePart) for part in parts):
+                given["content"] = [
+                    {"type": "text", "text": part.text} if isinstance(part, TextPart)
+                    else {"type": "image"} for part in parts
+                ]  # fmt: skip
+            elif isinstance(message.content, list):
+                given["content"] = "".join(part["text"] for part in given["content"])
             given.setdefault("content", "")
             for call in given.get("tool_calls", ()):
                 function = call["function"]
@@ -91,17 +109,32 @@ def read_arguments(given: Any) -> Any:
     return {} if read is None else read if is_json(read) else given
 
 
-def prompt_ids(
-    chat_format: ChatFormat, messages: Sequence[ChatMessage], limits: Limits, *,
-    generation_prompt: bool = True,
-) -> list[int]:  # fmt: skip
-    """Ids of a chat that the assistant is to answer; 400 where the template refuses the messages,
-    or there is too much of them."""
+def image_urls(messages: Sequence[ChatMessage], field: str = "messages") -> dict[str, str]:
+    """The addresses of a chat's images, by the names of their fields; `field`: the chat's."""
+    return {
+        f"{field}.{i}.content.{k}.image_url.url": part.image_url.url
+        for i, message in enumerate(messages)
+        for k, part in enumerate(message.content if isinstance(message.content, list) else ())
+        if isinstance(part, ImagePart)
+    }
+
+
+def read_prompt(
+    chat_format: ChatFormat, messages: Sequence[ChatMessage], limits: Limits, reader: ImageReader,
+    *, generation_prompt: bool = True, field: str = "messages",
+) -> tuple[list[int], dict[str, Tensor]]:  # fmt: skip
+    """Ids of a chat that the assistant is to answer, and what its images show, as the model takes
+    it; 400 where the template refuses the messages, or there is too much of them. `field`: the
+    chat's name."""
+    urls = image_urls(messages, field)
+    images = reader.read(urls) if urls else []
     with refused_by_template():
         cleaned = [chat_format.cleaned(message) for message in as_messages(messages)]
-        text = chat_format.render(cleaned, generation_prompt=generation_prompt)
+        if images:
+            cleaned = with_places(broken_up(cleaned, reader.marks), 0)
+        text = chat_format.render(cleaned, generation_prompt=generation_prompt, sees=bool(images))
     limits.check_chars(text, "messages")
-    return chat_format.encode(text)
+    return reader.encode(text, images) if images else (chat_format.encode(text), {})
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from itertools import groupby
 from typing import Any
 
 from fastapi import Response
+from torch import Tensor
 
 from rllib_llm.conversations.chat_format import ChatFormat
 from rllib_llm.conversations.conversation import Conversation
@@ -27,7 +28,7 @@ from rllib_llm.modules.text_scores import TextScores
 from rllib_llm.serving import chat
 from rllib_llm.serving.guides import check_length, grammar_of
 from rllib_llm.serving.jobs import Job
-from rllib_llm.serving.schemas import ApiError, GenerateParams, StreamOptions, refuse
+from rllib_llm.serving.schemas import ApiError, ChatMessage, GenerateParams, StreamOptions, refuse
 from rllib_llm.serving.service import LARGE_TOKENS, JsonResponse, RequestContext, RunningJob
 from rllib_llm.serving.sessions import Session
 from rllib_llm.serving.streams import GONE, ClientGoneError, Event, EventStream, Piece, while_there
@@ -265,6 +266,8 @@ class ChatView(View):
     format: ChatFormat
     prompt: list[int]
     """Of the choice that is shown."""
+    images: Sequence[Mapping[str, Tensor]] = ()
+    """What each chat shows, as the model takes it."""
     conversation: Hashable | None = None
     """Whose KV cache is kept for its next turn."""
 
@@ -287,7 +290,7 @@ class ChatView(View):
             body, self.prompts, getattr(body, field), default=limits.default_max_tokens,
             field=field, prompt_field="messages", turn_ends=self.format.stop_token_ids,
             top_logprobs=body.top_logprobs or 0, prompt_logprobs=body.prompt_logprobs,
-            version=self.context.version, conversation=self.conversation,
+            version=self.context.version, conversation=self.conversation, images=self.images,
         )  # fmt: skip
         if self.is_forced:
             forced = await self.context.beside_loop(self._forced_call)
@@ -307,11 +310,26 @@ class ChatView(View):
     async def read(self) -> None:
         """Sets the chat format and the prompt."""
 
-        def encode() -> None:
-            self.format = self.service.chats.of(self.body)
-            self.prompt = chat.prompt_ids(self.format, self.body.messages, self.service.limits)
+        (self.prompt,) = await self.encode({"messages": self.body.messages})
 
-        await self.context.beside_loop(encode)
+    async def encode(self, chats: Mapping[str, Sequence[ChatMessage]]) -> list[list[int]]:
+        """Sets the chat format and what chats, by the names of their fields, show; returns their
+        prompts."""
+
+        def encode() -> list[list[int]]:
+            service, self.format = self.service, self.service.chats.of(self.body)
+            read = [
+                chat.read_prompt(self.format, messages, service.limits, service.images, field=field)
+                for field, messages in chats.items()
+            ]
+            self.images = [seen for _, seen in read]
+            return [ids for ids, _ in read]
+
+        urls = [url for messages in chats.values() for url in chat.image_urls(messages)]
+        refuse(urls and self.body.prompt_logprobs is not None, "prompt_logprobs must be left out "
+               "for a chat with images.", "prompt_logprobs", "unsupported_value")  # fmt: skip
+        self.service.images.check_number(urls)
+        return await self.context.beside_loop(encode, is_large=bool(urls))
 
     @property
     def is_forced(self) -> bool:
@@ -397,12 +415,8 @@ class ChatBatchView(ChatView):
     prompts: list[list[int]] = []  # type: ignore[assignment]
 
     async def read(self) -> None:
-        def encode() -> None:
-            self.format, limits = self.service.chats.of(self.body), self.service.limits
-            self.prompts = [chat.prompt_ids(self.format, messages, limits)
-                            for messages in self.body.messages]  # fmt: skip
-
-        await self.context.beside_loop(encode)
+        chats = self.body.messages
+        self.prompts = await self.encode({f"messages.{i}": each for i, each in enumerate(chats)})
 
     def choice(self, i: int, piece: Piece) -> dict[str, Any]:
         self.prompt = self.prompts[i]
@@ -442,6 +456,10 @@ class SessionView(ChatView):
 
     async def read(self) -> None:
         session = self._session
+
+        urls = chat.image_urls(self.body.messages)
+        refuse(urls, f"{next(iter(urls), '')} must be left out: sessions are texts.",
+               next(iter(urls), ""), "unsupported_value")  # fmt: skip
 
         def begin() -> None:
             self.format = self.service.chats.of(self.body)

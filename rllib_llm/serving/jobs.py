@@ -7,9 +7,11 @@ fields of a request ── Limits.job ──▶ Job ──▶ rows of the engine
 from __future__ import annotations
 
 import secrets
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+from torch import Tensor
 
 from rllib_llm.engines.params import LOWEST_TEMPERATURE, SamplingParams
 from rllib_llm.engines.protocol import Noise, Row
@@ -45,6 +47,8 @@ class Job:
     samples: bool = True
     """Whether anything is sampled; else the prompts are only scored."""
     eos_token_ids: tuple[int, ...] = ()
+    images: Sequence[Mapping[str, Tensor]] = ()
+    """What each prompt shows, as the model takes it; () of texts."""
     conversation: Hashable | None = None
     """Whose KV cache is kept for its next turn; see `protocol.Row`."""
 
@@ -74,7 +78,7 @@ class Job:
                 noise = Noise(self.seed, self.noise_row + i * self.n + k, self.noise_turn)
                 rows.append(
                     Row(None, prompt, params, 0, noise, group, self.version, None,
-                        self.conversation)
+                        self.conversation, images=self.images[i] if self.images else {})
                 )  # fmt: skip
         return rows
 

@@ -119,7 +119,7 @@ async def generate(body: schemas.GenerateRequest, context: Context) -> Response:
 
 @tokens.post("/tokenize", **_OF_MODELS)
 async def tokenize(body: schemas.TokenizeRequest, context: Context) -> Response:
-    service = context.service
+    service, messages = context.service, body.messages or []
 
     def tokenized() -> bytes:
         if body.prompt is not None:
@@ -127,8 +127,8 @@ async def tokenize(body: schemas.TokenizeRequest, context: Context) -> Response:
             special = body.add_special_tokens is not False
             found = encode_spans(service.tokenizer, body.prompt, [], add_special_tokens=special)[0]
         else:
-            found = chat.prompt_ids(
-                service.chats.format(body.tools), body.messages or [], service.limits,
+            found, _ = chat.read_prompt(
+                service.chats.format(body.tools), messages, service.limits, service.images,
                 generation_prompt=body.add_generation_prompt is not False,
             )  # fmt: skip
         texts = [service.texts.of(token)[0] for token in found] if body.return_token_strs else None
@@ -138,7 +138,8 @@ async def tokenize(body: schemas.TokenizeRequest, context: Context) -> Response:
         })  # fmt: skip
 
     await context.begin(body.model)
-    return JsonResponse(await context.beside_loop(tokenized))
+    shows = bool(chat.image_urls(messages))
+    return JsonResponse(await context.beside_loop(tokenized, is_large=shows))
 
 
 @tokens.post("/detokenize", **_OF_MODELS)

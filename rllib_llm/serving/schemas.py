@@ -198,6 +198,20 @@ class TextPart(Strict):
     text: str
 
 
+class ImageUrl(Strict):
+    """Where an image is: a data URL, or a file below the server's allowed_local_media_path."""
+
+    url: str
+    detail: Literal["auto", "low", "high"] | None = None  # taken, without an effect
+
+
+class ImagePart(Strict):
+    """An image of a message."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
 class FunctionCall(Open):
     """The function of a call, and its arguments as JSON in a text or as an object."""
 
@@ -217,7 +231,7 @@ class ChatMessage(Open):
     """A message of a chat. Further fields are handed to the chat template."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    content: str | Annotated[list[TextPart | ImagePart], Field(fail_fast=True)] | None = None
     name: str | None = None
     tool_calls: Annotated[list[MessageToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None

@@ -38,6 +38,7 @@ from rllib_llm.serving.chat import Chats
 from rllib_llm.serving.engine_host import Counts
 from rllib_llm.serving.engine_process import EngineHost
 from rllib_llm.serving.guides import BusyError, no_good
+from rllib_llm.serving.images import ImageReader
 from rllib_llm.serving.jobs import Job
 from rllib_llm.serving.metrics import Metrics
 from rllib_llm.serving.schemas import ApiError, refuse
@@ -88,9 +89,12 @@ class RequestContext:
         weights = service.weights.named(model)
         self.version = None if weights is None else weights.serial
 
-    async def beside_loop(self, work: Callable[..., Result], *arguments: Any) -> Result:
-        """Returns the result of `work`, run in a thread if the request is large."""
-        return await self.service.beside_loop(self._size > _SMALL_BYTES, work, *arguments)
+    async def beside_loop(
+        self, work: Callable[..., Result], *arguments: Any, is_large: bool = False
+    ) -> Result:
+        """Returns the result of `work`, run in a thread if the request, or the work, is large."""
+        is_large = is_large or self._size > _SMALL_BYTES
+        return await self.service.beside_loop(is_large, work, *arguments)
 
 
 class Mailbox:
@@ -303,6 +307,7 @@ class Service:
         self._serials = itertools.count(serial + 1)
         self._load_lock = threading.Lock()
         self.jobs: dict[object, RunningJob] = {}
+        self.images = ImageReader(settings, source, tokenizer)
         self.chats, self.sessions = Chats(tokenizer, settings.template_settings or {}), Sessions()
         self.updating = asyncio.Lock()
         self._pins = itertools.count()  # of grammars

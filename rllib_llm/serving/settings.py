@@ -106,6 +106,13 @@ class ServeSettings(BaseModel):
     tokens_per_minute: float | None = Field(None, gt=0, description="Of a key that names none.")
     cors_origins: list[str] = Field([], description="Web pages of these origins may ask, too.")
     max_body_bytes: int = Field(4 * 1024**2, ge=1024, description="Of a request.")
+    allowed_local_media_path: Path | None = Field(
+        None, description="file:// addresses of images in chats name files below this folder; "
+        "without it none is read.",
+    )  # fmt: skip
+    max_images: int = Field(8, ge=0, description="Of a request.")
+    max_image_bytes: int = Field(8 * 1024**2, ge=1, description="Of an image as it comes.")
+    max_image_pixels: int = Field(2**24, ge=1, description="Of an image: its width x height.")
     deadline_s: float = Field(600.0, gt=0, description="Longest time of a request, seconds.")
     slow_request_s: float = Field(
         20.0, gt=0, description="Longest time that a request takes to arrive, seconds."

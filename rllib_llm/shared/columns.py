@@ -52,6 +52,9 @@ COMPLETION_EXPERTS = "completion_experts"  # [B, T, layers * k] int16; -1: unkno
 FAILED = "_failed"  # after the name of a reward function: 1 where it failed
 PROMPT_TRUNCATED = "prompt_truncated"  # 1 where a prompt lost its beginning
 
+# --- among the texts of a batch: the files of what each row's prompt shows, in base64
+IMAGES = "image_files"
+
 # --- of a teacher: its prompts, and where the environment has it what it says -----------------
 TEACHER_PROMPT_IDS = "teacher_prompt_ids"  # [B, Q] int64, left-padded, what a teacher reads instead
 TEACHER_PROMPT_MASK = "teacher_prompt_mask"  # [B, Q] bool

@@ -14,7 +14,7 @@ from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.torch_engine import TorchEngine
 from rllib_llm.envs.conversation import ConversationEnv, Response
 from rllib_llm.envs.conversation_rollouts import judge, run_rollouts
-from rllib_llm.modules.images import images_of, with_images
+from rllib_llm.modules.images import files_text, images_of, with_images
 from rllib_llm.modules.logprobs import score_completions
 from rllib_llm.modules.pretrained import load_causal_lm
 from rllib_llm.rollouts.conversation_sampler import completer
@@ -60,7 +60,10 @@ def test_turns_are_sampled_and_learnt_with_the_images_of_the_first(task, folder)
             env, env.tasks.rows(0, 2), first_position=0, num_completions=3,
             complete=completer(loop, params, 5), max_new_tokens=4,
         )  # fmt: skip
-    batch = judge(env, attempts, 0).columns
+    judged = judge(env, attempts, 0)
+    batch = judged.columns
+    files = zip(batch[columns.GROUP].tolist(), judged.texts[columns.IMAGES], strict=True)
+    assert {*files} == {(0, files_text([image(9)])), (1, "")}  # for the store
     env.close()
     processor = AutoProcessor.from_pretrained(folder)
     read = processor(text=["[u]<boi>c?[a]"], images=[[image(9)]], add_special_tokens=False,

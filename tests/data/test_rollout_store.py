@@ -61,11 +61,11 @@ def test_the_schema_is_in_every_file_and_another_version_is_refused(tmp_path):
     store.stop()
     (file,) = tmp_path.glob("part-00000000.parquet")
     found = pq.read_schema(file)
-    assert found.names == SCHEMA.names and found.metadata[b"rllib_llm_rollouts"] == b"3"
+    assert found.names == SCHEMA.names and found.metadata[b"rllib_llm_rollouts"] == b"4"
     assert pq.ParquetFile(file).metadata.row_group(0).column(0).compression == "ZSTD"
     later = pq.read_table(file).replace_schema_metadata({b"rllib_llm_rollouts": b"9"})
     pq.write_table(later, file)
-    with pytest.raises(RolloutSchemaError, match="schema version='9' must be 3"):
+    with pytest.raises(RolloutSchemaError, match="schema version='9' must be 4"):
         open_rollouts(rollout_folders(tmp_path))
 
 

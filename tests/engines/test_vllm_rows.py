@@ -7,14 +7,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoProcessor
 
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Noise, Row
 from rllib_llm.engines.vllm_engine import VLLMEngine
+from rllib_llm.envs import rlhf
+from rllib_llm.examples import squares
+from rllib_llm.modules.images import image_rows
+from rllib_llm.modules.tokenizer import load_tokenizer
+from rllib_llm.rollouts.policy import EnginePolicy, Generation
+from rllib_llm.shared import columns
 from rllib_llm.shared.errors import Problems
 from tests.algorithms import tiny_runs as tiny
 from tests.engines import fake_vllm
 from tests.engines.tiny_generations import continued, sampled_by
+from tests.rollouts.test_policy import Scripted
 
 PARAMS = SamplingParams(0, (14,), max_new_tokens=6)
 
@@ -225,3 +233,52 @@ def test_adapters_that_vllm_does_not_take_are_said_by_name(adapted):
     with pytest.raises(Problems) as caught:
         adapted.load({"model.other.lora_A.default.weight": torch.tensor(1)}, 1)
     assert caught.value.problem.name == "lora"
+
+
+def test_images_come_as_files_with_the_tokens_before_they_are_read(monkeypatch):
+    fake_vllm.install(monkeypatch)
+    model = "rllib_llm.examples.squares.build_model"
+    engine = VLLMEngine(model)
+    # The towers of a policy are never published, and vLLM's processor needs a tokenizer.
+    assert engine._llm.settings["load_format"] == "auto"
+    assert engine._llm.settings["skip_tokenizer_init"] is False
+    assert AutoProcessor.from_pretrained(engine._llm.settings["model"]).image_token == "<image>"
+
+    shown, words = squares.rows(1)[0]["image"], [{"role": "user", "content": "red?"}]
+    env = rlhf.create({
+        "model": model, "max_prompt_len": 48, "shuffle": False,
+        "prompts": [{"image": image, "prompt": words, "answer": "red"} for image in (shown, None)],
+        "reward_functions": ["rllib_llm.examples.squares.correct"],
+    })  # fmt: skip
+    prompts, _ = env.reset(options={"position": 0, "num_prompts": 2})
+    opened(engine, 5)
+    asked = Generation(SamplingParams(0, max_new_tokens=2), 2, 9, torch.arange(4))
+    made = EnginePolicy(engine, model).generate(prompts, asked)
+    added = [prompt for _, prompt, _ in engine._llm.llm_engine.added]
+    tokenizer = load_tokenizer(model)
+    text = "<user>{}red?<eos><assistant>"
+    with_image, without = (tokenizer(text.format(mark))["input_ids"] for mark in ("<image>", ""))
+    assert [prompt["prompt_token_ids"] for prompt in added] == [with_image] * 2 + [without] * 2
+    for prompt in added[:2]:
+        (image,) = prompt["multi_modal_data"]["image"]
+        assert image.tobytes() == shown.tobytes()
+    assert not any("multi_modal_data" in prompt for prompt in added[2:])
+    # The fake counts from the number of tokens that it is given.
+    lengths = [len(with_image)] * 2 + [len(without)] * 2
+    assert made["completion_ids"][:, 0].tolist() == [length + 5 for length in lengths]
+
+    rows = opened(engine)
+    seen = image_rows(prompts)[0]
+    rows.add([Row("a", [*prompts["prompt_ids"][0].tolist(), 7], PARAMS, 1, images=seen)])
+    rows.step()
+    _, prompt, _ = engine._llm.llm_engine.added[-1]
+    assert prompt["prompt_token_ids"] == [*with_image, 7]  # what was sampled before stays
+    engine.close()
+
+
+def test_an_engine_that_reads_no_images_refuses_them():
+    prompts = {columns.IMAGE_ROW: torch.zeros(1, dtype=torch.int64)}
+    asked = Generation(PARAMS, 1, 0, torch.arange(1))
+    with pytest.raises(Problems) as error:
+        EnginePolicy(Scripted(), tiny.MODEL).generate(prompts, asked)
+    assert error.value.problem.name == "image"

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import base64
 import datetime
+import hashlib
+import json
 
+import pandas as pd
+import pytest
 import torch
+from PIL import Image
+from typer.testing import CliRunner
 
-from rllib_llm.data.rollout_store import conform
-from rllib_llm.rollouts.judged_batch import JudgedBatch
-from rllib_llm.rollouts.recorder import AboutRun, rows_of
+from rllib_llm.cli.main import app
+from rllib_llm.data.rollout_store import IMAGES, ROLLOUTS, RolloutStore, conform
+from rllib_llm.data.rollouts import load_rollouts, open_rollouts
+from rllib_llm.examples import squares
+from rllib_llm.modules.images import image_bytes, read_image, thumbnail
+from rllib_llm.rollouts.judged_batch import JudgedBatch, concatenate
+from rllib_llm.rollouts.recorder import AboutRun, RolloutRecorder, rows_of
+from rllib_llm.runs.report_page import PageTrial, write_page
 from rllib_llm.shared import columns
+from rllib_llm.shared.errors import Problems
 from tests.tiny_models import byte_tokenizer
 
 ENDED = datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.timezone.utc)
@@ -146,3 +159,52 @@ def test_rows_of_a_forked_rollout_are_numbered():
     assert [row["row"] for row in rows(made)] == [0, 0]  # each row for itself, without weights
     made.columns[columns.ROW_WEIGHT] = torch.tensor([0.5, 0.5])
     assert [(row["sample"], row["row"]) for row in rows(made)] == [(0, 0), (0, 1)]
+
+
+def test_what_prompts_show_is_kept_once_and_named(tmp_path):
+    files = [squares.rows(2)[i]["image"] for i in range(2)]
+    first, second = map(image_bytes, files)
+    shown = [base64.b64encode(first).decode(), ""]
+    shown[1] = f"{shown[0]} {base64.b64encode(second).decode()}"
+    names = [hashlib.sha256(data).hexdigest()[:32] for data in (first, second)]
+    trial = tmp_path / "trial"
+    for _ in range(2):  # a run that begins again keeps what is there
+        store = RolloutStore(trial / ROLLOUTS)
+        recorder = RolloutRecorder(store, about())
+        for iteration in (1, 2):
+            recorder.record(
+                batch(texts={columns.IMAGES: shown}), "trained", iteration=iteration
+            )  # fmt: skip
+        recorder.record(batch(), "trained", iteration=3)
+        recorder.stop()
+    folder = trial / ROLLOUTS
+    kept = {file.name: file.read_bytes() for file in (folder / IMAGES).iterdir()}
+    assert kept == dict(zip(names, (first, second), strict=True))
+    expected = [names[:1], names] * 2 + [None] * 2
+    assert open_rollouts([folder]).to_table()["images"].to_pylist() == expected
+    assert len(pd.read_parquet(folder)) == 6  # other readers pass over the images
+    told = CliRunner().invoke(app, ["rollouts", str(folder), "--show", "6"])
+    assert told.exit_code == 0 and names[1] in told.output
+    with pytest.raises(Problems) as error:  # the words alone would be learnt from
+        load_rollouts(str(folder))
+    assert error.value.problem.name == "data"
+
+    (trial / "result.json").write_text(json.dumps({"training_iteration": 1}) + "\n")
+    file = write_page({"run": [PageTrial("trial", trial)]}, tmp_path / "page.html")
+    data = file.read_text().partition('id="data">')[2].partition("</script>")[0]
+    (page,) = json.loads(data)["trials"]
+    assert [row["images"] for row in page["rows"]] == [each or [] for each in expected]
+    for name, image in zip(names, files, strict=True):
+        assert read_image(page["thumbnails"][name]).tobytes() == image.tobytes()  # it is small
+
+
+def test_a_thumbnail_is_small_and_what_is_none_has_none():
+    large = image_bytes(Image.new("RGB", (640, 320)))
+    assert read_image(thumbnail(large, 64)).size == (64, 32)
+    assert thumbnail(b"no image", 64) is None
+
+
+def test_batches_of_text_are_joined_with_those_that_show_something():
+    shows = batch(texts={columns.IMAGES: ["YQ==", "YQ=="]})
+    joined = concatenate([batch(), shows])
+    assert joined.texts == {columns.IMAGES: ["", "", "YQ==", "YQ=="]}

@@ -12,7 +12,7 @@ from rllib_llm.serving.schemas import (
     field_error,
 )
 
-IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+SOUND = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
 TEXT = {"type": "text", "text": "What is this?"}
 
 
@@ -23,7 +23,9 @@ def user(content):
 @pytest.mark.parametrize(
     ("model", "body", "name", "told"),
     [
-        (ChatRequest, user([TEXT, IMAGE]), "messages.0.content.1.type", "'image_url' must"),
+        (ChatRequest, user([TEXT, SOUND]), "messages.0.content.1.type", "'input_audio' must"),
+        (ChatRequest, user([{"type": "image_url", "image_url": {}}]),
+         "messages.0.content.0.image_url.url", "must be given"),
         (ChatRequest, user([{"type": "text"}]), "messages.0.content.0.text", "must be given"),
         (ChatRequest, user([{**TEXT, "detail": 1}]), "messages.0.content.0.detail", "no field"),
         (ChatRequest, user(5), "messages.0.content", "=5 must"),

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rllib_llm.data.encoding import encode_ended, encode_text
 from rllib_llm.data.rows import Rows
 from rllib_llm.data.sources import OF_CONFIG, OF_ENV, check_source
+from rllib_llm.modules.images import image_name
 from rllib_llm.modules.model_source import num_positions
 from rllib_llm.runs.doctor.stage import MAX_ROWS, Stage, can_be_read, env_settings, first_rows
 from rllib_llm.runs.experiments import StandIn
@@ -122,7 +123,9 @@ def _of_prompts(config: Any) -> Iterator[Problem]:
     positions = num_positions(config.pretrained_model)
     max_prompt_len, max_new_tokens = settings["max_prompt_len"], config.max_new_tokens
     if isinstance(prompts, Rows) or can_be_read(prompts):
-        encoder = PromptEncoder(tokenizer, max_prompt_len, settings["prompt_overflow"])
+        encoder = PromptEncoder(
+            tokenizer, max_prompt_len, settings["prompt_overflow"], settings["model"]
+        )
         source = prompt_source(
             settings, prompts, settings["eval_prompts"], settings["prompt_column"]
         )
@@ -292,6 +295,7 @@ def _of_tokenizer(folder: str, name: str) -> tuple[Problem, ...]:
 MAX_REPEATED = 0.05  # share of rows that equal an earlier one
 MAX_CUT = 0.05  # share of texts that lose tokens
 TEXTS = ("prompt", "completion", "text", "messages", "tools", "chosen", "rejected")
+IMAGES = ("image", "images")
 NUM_ENCODED = 256  # rows whose length is measured
 
 
@@ -337,10 +341,16 @@ def _keys(stage: Stage, rows: Rows) -> list[str]:
     if stage.is_conversation:
         read = list(rows)
     elif stage.is_rlhf:
-        read = [row.prompt for row in source_of(stage, rows).all_rows()]
+        found = source_of(stage, rows).all_rows()
+        read = [(row.prompt, *map(row.columns.get, IMAGES)) for row in found]
     else:
-        read = [{name: row[name] for name in TEXTS if name in row} or row for row in rows]
-    return [json.dumps(each, sort_keys=True, default=str) for each in read]
+        read = [{n: row[n] for n in (*TEXTS, *IMAGES) if n in row} or row for row in rows]
+    return [json.dumps(each, sort_keys=True, default=_key_of) for each in read]
+
+
+def _key_of(value: Any) -> str:
+    """The text of a value that is none of JSON; of an image in memory its pixels' hash."""
+    return image_name(value.tobytes()) if hasattr(value, "tobytes") else str(value)
 
 
 def source_of(stage: Stage, rows: Rows, **split: Any) -> PromptSource:
@@ -387,7 +397,7 @@ def _prompts(stage: Stage, rows: Rows) -> Iterator[Problem]:
     from rllib_llm.envs.prompts import PromptEncoder
     from rllib_llm.envs.rlhf import policy_tokenizer
 
-    encoder = PromptEncoder(policy_tokenizer(env), env["max_prompt_len"])
+    encoder = PromptEncoder(policy_tokenizer(env), env["max_prompt_len"], model=env["model"])
     source = source_of(stage, rows)
     looked_at = min(NUM_ENCODED, len(source))
     encoder.encode([source.row(index) for index in range(looked_at)])

@@ -167,7 +167,7 @@ function coloured(row, index, reach) {
   }));
 }
 function completionsView(trials) {
-  const all = trials.flatMap((trial) => trial.rows.map((row) => ({ ...row, run: nameOf(trial) })));
+  const all = trials.flatMap((trial) => trial.rows.map((row) => ({ ...row, run: nameOf(trial), thumbnails: trial.thumbnails })));
   if (!all.length) return [make("p", { class: "dim", text: "No completions were kept: log_samples_every says how often they are." })];
   const known = Object.entries(MEASURES).filter(([, i]) => all.some((row) => row.tokens.some((t) => t[i] !== null)));
   const reaches = new Map(known.map(([, i]) => [i, spread(all, i)])); // once: rows are searched at each key
@@ -205,6 +205,11 @@ function completionsView(trials) {
         cell.append(coloured(row, index, reach));
         const parts = Object.entries(row.parts).map(([n, v]) => `${n} ${shown(v)}`).join("  ");
         if (parts) cell.append(make("div", { class: "parts", text: parts }));
+      } else if (field === "prompt") {
+        for (const image of row.images || []) {
+          cell.append(row.thumbnails[image] ? make("img", { src: row.thumbnails[image], alt: image, title: image }) : `[image ${image}] `);
+        }
+        cell.append(String(row[field]));
       } else cell.append(field === "score" || field === "iteration" ? shown(row[field]) : String(row[field]));
       return cell;
     })));
