@@ -56,7 +56,7 @@ class SampleRequest:
 
 
 def requests_of(lease: Lease, num_completions: int, explore: bool = True) -> list[SampleRequest]:
-    """What a lease asks of each environment: one request, so that the round-off is the same on any
+    """The requests of a lease, one for each environment, so that the round-off is the same on any
     sampler. Consecutive groups have consecutive positions in their environments, too."""
     of_env: dict[int, list[tuple[int, int]]] = {}
     places = lease.places or [Place(0, position) for position in lease.positions]

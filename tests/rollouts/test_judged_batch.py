@@ -198,8 +198,8 @@ def test_tokens_that_were_inserted_are_never_learnt_from(order):
 
 def test_a_column_that_nothing_takes_the_place_of_is_named():
     taught = batch([[1]], [[5]])
-    taught.columns[columns.TEACHER_LOGPROBS] = torch.zeros(1, 1)
-    with pytest.raises(ValueError, match="must return 'teacher_logprobs' with all batches"):
+    taught.columns["extra"] = torch.zeros(1, 1)
+    with pytest.raises(ValueError, match="must return 'extra' with all batches"):
         concatenate([batch([[1]], [[5]]), taught])
 
 

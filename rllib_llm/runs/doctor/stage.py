@@ -131,7 +131,7 @@ def env_settings(config: Any) -> dict[str, Any]:
 def of_each_env(
     rule: Callable[..., Iterable[Problem]], stage: Stage, **settings: Any
 ) -> Iterator[Problem]:
-    """What a rule finds in a stage, or in each of its environments if it has several."""
+    """Problems that a rule finds in a stage, or in each of its environments if it has several."""
     for name, own in stage.config.env_configs().items():
         part = replace(stage, config=own, env=env_settings(own)) if name else stage
         for problem in rule(part, **settings):
