@@ -23,6 +23,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from ray.rllib.callbacks.utils import make_callback
 from ray.rllib.env.env_runner_group import EnvRunnerGroup
 from ray.rllib.utils.metrics import (
@@ -34,6 +35,7 @@ from ray.rllib.utils.metrics import (
 )
 from ray.rllib.utils.metrics.metrics_logger import MetricsLogger
 
+from rllib_llm.algorithms.results import parts_by_environment
 from rllib_llm.config.tabled_config import flattened
 from rllib_llm.rollouts.errors import NoSamplersError, NoServerError
 from rllib_llm.rollouts.judged_batch import JudgedBatch
@@ -67,6 +69,9 @@ def pass_metrics(
     right, counts = column == 1, valid & ~column.isnan()
     # A prompt that comes again, since there are fewer than an evaluation judges, is the same one.
     groups = batch.columns.get(columns.PROMPT_INDEX, batch.columns[columns.GROUP])
+    if columns.ENVIRONMENT in batch.columns:  # which have prompts of the same index
+        of_env = torch.stack([batch.columns[columns.ENVIRONMENT].long(), groups], dim=1)
+        groups = of_env.unique(dim=0, return_inverse=True)[1]
     found_rates = rates(right, groups, counts, ks)
     if "completion" in batch.texts:
         answers = answers_of(batch, answer_pattern)
@@ -84,7 +89,8 @@ def answers_of(batch: JudgedBatch, pattern: str | None) -> list[str | None]:
     if "messages" in batch.texts:
         said = [
             [message.get("content") for message in json.loads(messages)
-             if message["role"] == "assistant"] for messages in batch.texts["messages"]
+             if message["role"] == "assistant"] if messages else [text]
+            for messages, text in zip(batch.texts["messages"], texts, strict=True)
         ]  # fmt: skip
         lasts = [said[last] for last in batch.rollouts.lasts.tolist()]
         texts = [str(turns[-1] or "") if turns else "" for turns in lasts]
@@ -119,7 +125,7 @@ def eval_env_config(config: Any, name: str) -> Any:
     """
     overlay = flattened(type(config), config.eval_envs[name])
     base = config.copy(copy_frozen=False)
-    base.eval_envs = None
+    base.eval_envs = base.envs = None
     settings = flattened(type(config), config.evaluation_config or {})
     if overlay.get("env", base.env) != base.env:
         base.env_config = {}
@@ -204,6 +210,11 @@ def evaluate_held_out(algorithm, group: EnvRunnerGroup) -> tuple[dict[str, Any],
         return {}, 0, 0
     algorithm.num_evaluations_skipped = 0
     results = {**_results(batch, algorithm.evaluation_config), **algorithm.held_out_losses()}
+    if columns.ENVIRONMENT in batch.columns:
+        for number, part in parts_by_environment(batch):
+            found = _results(part, algorithm.evaluation_config)
+            name = algorithm.config.env_names[number]
+            results |= {f"{name}/{metric}": value for metric, value in found.items()}
     for name, judged in further.items():
         found = _results(judged, named[name][0])
         results |= {f"{name}/{metric}": value for metric, value in found.items()}
@@ -231,7 +242,8 @@ def _judged(algorithm, config, group: EnvRunnerGroup) -> JudgedBatch:
     # Greedy completions of a prompt are all alike.
     n = config.num_completions if config.explore else 1
     settings = ServingSettings(n, explore=config.explore, min_valid=0)
-    return algorithm.sample_held_out(group, -(-config.evaluation_duration // n), settings)
+    num_prompts = -(-config.evaluation_duration // n)
+    return algorithm.sample_held_out(group, num_prompts, settings, config.weights_of_envs())
 
 
 def _results(batch: JudgedBatch, config) -> dict[str, float]:

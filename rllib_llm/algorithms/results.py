@@ -4,7 +4,7 @@ rollouts are stored."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from ray.rllib.utils.metrics.metrics_logger import MetricsLogger
 
 from rllib_llm.data.encoding import vocabulary_hash
 from rllib_llm.data.rollout_store import ROLLOUTS, RolloutStore
-from rllib_llm.rollouts.judged_batch import JudgedBatch
+from rllib_llm.rollouts.judged_batch import JudgedBatch, take_rows
 from rllib_llm.rollouts.recorder import AboutRun, RolloutRecorder
 from rllib_llm.shared import columns
 from rllib_llm.shared.storage import UrlPath, place
@@ -51,6 +51,59 @@ def with_sampling(
             group["ess_share"] = group["weight"] ** 2 / square if square else 0.0
     groups["env"] = sampled.env_metrics()
     return groups
+
+
+def of_environments(
+    names: Sequence[str], batch: JudgedBatch, *, seconds: float = 0.0, version: int | None = None
+) -> dict[str, float]:
+    """Metrics of each of several environments, as `<name>/<metric>`; of those that the batch has
+    no rows of, their share alone.
+
+    Args:
+        seconds: that the batch took, for episodes per second.
+        version: of the weights that learn from it, for its age.
+    """
+    found: dict[str, float] = {}
+    if len(names) < 2 or columns.ENVIRONMENT not in batch.columns:
+        return found
+    found = {f"{name}/share_of_batch": 0.0 for name in names}
+    num_groups = len(batch.columns[columns.GROUP].unique())
+    for number, rows in parts_by_environment(batch):
+        whole, judged, held = rows.rollouts, rows.judged, rows.columns
+        scores, groups = held[columns.SCORES][judged].float(), held[columns.GROUP]
+        lengths = whole.total(rows.sampled_mask.sum(dim=1))[whole.is_first].float()
+        ended = whole.at_end(held[columns.FINISHED])[whole.is_first].float()
+        spread = [bool((of := scores[groups[judged] == g]).numel() and of.max() > of.min())
+                  for g in groups.unique()]  # fmt: skip
+        of_one = {
+            "reward": float(scores.mean()) if len(scores) else 0.0,
+            "reward_std": float(scores.std()) if len(scores) > 1 else 0.0,
+            "episodes": float(rows.num_rollouts), "tokens": float(rows.sampled_mask.sum()),
+            "output_length": float(lengths.mean()), "truncated": 1.0 - float(ended.mean()),
+            "invalid": 1.0 - float(judged.sum()) / rows.num_rollouts,
+            "zero_variance_groups": 1.0 - sum(spread) / len(spread),
+            "share_of_batch": len(spread) / num_groups,
+        }  # fmt: skip
+        if seconds:
+            of_one["eps"] = rows.num_rollouts / seconds
+        if version is not None and bool(rows.sampled_mask.any()):
+            of_one["age"] = version - rows.mean_version()
+        of_one |= {name: value for name, value in rows.train_metrics().items() if name != "rewards"}
+        of_one |= rows.env_metrics()
+        found |= {f"{names[number]}/{name}": value for name, value in of_one.items()}
+    return found
+
+
+def parts_by_environment(batch: JudgedBatch) -> Iterator[tuple[int, JudgedBatch]]:
+    """The rows of each environment that a batch has any of, with the environment's number; without
+    what the others alone report."""
+    numbers = batch.columns[columns.ENVIRONMENT]
+    for number in numbers.unique().tolist():
+        part = take_rows(batch, (numbers == number).nonzero().squeeze(1))
+        for held in (part.components, part.metrics):
+            for name in [name for name, column in held.items() if bool(column.isnan().all())]:
+                del held[name]
+        yield number, part
 
 
 def weights_metrics(
@@ -116,7 +169,8 @@ def stored_rollouts(config: Any, storage: Any, trial_folder: Path) -> RolloutRec
     held_out = config.get_evaluation_config_object()
     samples_held_out = held_out is not None and held_out.explore
     about = AboutRun(
-        run=trial_folder.name, env=str(config.env), num_completions=config.num_completions,
+        run=trial_folder.name, env=str(config.env), env_names=config.env_names,
+        num_completions=config.num_completions,
         num_held_out_completions=held_out.num_completions if samples_held_out else 1,
         temperature=config.temperature, top_p=config.top_p, top_k=config.top_k,
         seed=config.seed or 0, tokenizer=tokenizer, vocabulary=vocabulary_hash(tokenizer),

@@ -53,6 +53,7 @@ from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
 from rllib_llm.algorithms.language_model_config import frozen_with
 from rllib_llm.algorithms.results import (
     log_as_rllib,
+    of_environments,
     stored_rollouts,
     throughput,
     weights_metrics,
@@ -76,6 +77,7 @@ from rllib_llm.weights.publisher import BackgroundPublisher, WeightsPublisher
 
 if TYPE_CHECKING:
     from rllib_llm.algorithms.custom_loop import CustomLoop, Metrics, PendingCall
+    from rllib_llm.algorithms.env_weights import EnvWeights
     from rllib_llm.rollouts.source import RolloutSource
 
 SECONDS_FOR_METRICS = 1.0  # that samplers have to give what callbacks have logged
@@ -126,6 +128,12 @@ class RLHF(LanguageModelAlgorithm):
         for pool in self._pools.values():
             pool.require_built()
         self.samples = SampleLog(self.trial_folder)
+        self.env_weights: EnvWeights | None = None
+        if (chosen := self.config.env_weights) is not None:
+            from rllib_llm.algorithms.env_weights import EnvWeights  # few runs need it
+
+            weights = self.config.weights_of_envs()
+            self.env_weights = EnvWeights(chosen, self.config.env_names, weights)
         self.weights = self._open_weights()
         local = (group.local_env_runner for group in named)
         for runner in (self.env_runner, self.eval_env_runner, *local):
@@ -198,13 +206,18 @@ class RLHF(LanguageModelAlgorithm):
             given = with_images(sampled.columns, self._images_at)
             report = self.update_learners(given, sampled.num_rows, self.weights_version)
             self._record_trained(sampled, report)
+        env_weights = None
+        if self.env_weights is not None:
+            names = self.config.env_names
+            env_weights = self.env_weights.after(of_environments(names, sampled.fresh))
         with self.phase(PUBLISHING):
-            self.publish_next()
+            self.publish_next(env_weights)
 
-    def publish_next(self) -> None:
-        """Publishes the weights under the next version."""
+    def publish_next(self, env_weights: tuple[float, ...] | None = None) -> None:
+        """Publishes the weights under the next version; `env_weights`: of the environments, for the
+        groups that these weights sample."""
         self.weights_version += 1
-        self._publish()
+        self._publish(env_weights)
 
     def add_gradients(self, sampled: JudgedBatch) -> None:
         """Adds the gradients of a batch on all learners; it is kept as one that was learnt from."""
@@ -269,15 +282,16 @@ class RLHF(LanguageModelAlgorithm):
         """Prompt groups learnt from so far."""
         return self.rollouts.position
 
-    def _publish(self) -> None:
+    def _publish(self, env_weights: tuple[float, ...] | None = None) -> None:
         # The same version may mean other weights after a restore: every sampler loads them.
-        self.rollouts.publish(self.weights.publish(self.weights_version))
+        self.rollouts.publish(self.weights.publish(self.weights_version), env_weights)
 
     def sample_held_out(
-        self, group: EnvRunnerGroup, num_prompts: int, settings: ServingSettings
-    ) -> JudgedBatch:
+        self, group: EnvRunnerGroup, num_prompts: int, settings: ServingSettings,
+        env_weights: tuple[float, ...] = (1.0,),
+    ) -> JudgedBatch:  # fmt: skip
         """Completions of the first prompts by a group of samplers, as `settings` say, made with the
-        weights as they are published.
+        weights as they are published; `env_weights`: of their environments.
 
         Raises:
             BrokenSamplerError: none of them could be judged.
@@ -288,7 +302,7 @@ class RLHF(LanguageModelAlgorithm):
         if group not in self._held_out:
             rules = StreamRules(
                 num_prompts, max_staleness=0, num_parts=max(1, pool.num_parts), texts_every=1,
-                bounds_age=False, timeout_s=self.config.sampler_timeout_s,
+                bounds_age=False, timeout_s=self.config.sampler_timeout_s, env_weights=env_weights,
             )  # fmt: skip
             self._held_out[group] = open_rollouts(
                 pool, group.local_env_runner, rules, settings, folder=self.trial_folder,
@@ -369,6 +383,10 @@ class RLHF(LanguageModelAlgorithm):
         groups["rollout_store"] = self.recorder.metrics()
         groups["weights"] = weights_metrics(self.weights.published, self.weights.metrics(), sampled)
         groups["throughput"] = throughput(sampled, seconds)
+        groups["env"] |= of_environments(
+            [*self.config.env_names], sampled, seconds=seconds["iteration"],
+            version=self.weights_version - 1,
+        )  # fmt: skip
         rate = sampled.num_rollouts / seconds["iteration"]
         self.note(groups, self.position * self.config.num_completions, rate)
         log_as_rllib(self.metrics, sampled, groups["train"]["rewards"])
@@ -431,6 +449,7 @@ class RLHF(LanguageModelAlgorithm):
         state[PIPELINE_STATE] = {
             "weights_version": self.weights_version, "eval_metrics": self.eval_metrics,
             **self.rollouts.state(), "recorded": self.recorder.state(),
+            "env_weights": self.env_weights and self.env_weights.get_state(),
         }  # fmt: skip
         return state
 
@@ -442,6 +461,8 @@ class RLHF(LanguageModelAlgorithm):
                 self.eval_metrics = own["eval_metrics"]
                 self.rollouts.set_state(own)
                 self.recorder.set_state(own.get("recorded", {}))
+                if self.env_weights is not None and own.get("env_weights"):
+                    self.env_weights.set_state(own["env_weights"])
 
     def about(self) -> dict[str, Any]:
         """Adds the version of the weights."""

@@ -13,6 +13,12 @@ from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from rllib_llm.algorithms.evaluation import eval_env_config, eval_env_rules, evaluate_held_out
 from rllib_llm.algorithms.language_model_config import LanguageModelConfig
 from rllib_llm.config.distillation import DISTILLATION, distillation_rules, teacher_of
+from rllib_llm.config.environments import (
+    ENVIRONMENTS,
+    entry_config,
+    environment_rules,
+    has_held_out,
+)
 from rllib_llm.config.experts import BALANCE, ROUTING_REPLAY, balance_rules, routing_rules
 from rllib_llm.config.loss import (
     LOSS,
@@ -32,7 +38,7 @@ from rllib_llm.config.sampling import (
     sampling_rules,
     takes_rows,
 )
-from rllib_llm.config.sections import SectionMethod, defaults, idle, wrong
+from rllib_llm.config.sections import SectionMethod, defaults, idle, row_called, wrong
 from rllib_llm.config.streaming import (
     OFF_POLICY,
     REPLAY,
@@ -67,6 +73,7 @@ class RLHFConfig(LanguageModelConfig):
         REWARDS,
         CONVERSATION,
         _ALSO_OF_CONVERSATIONS,
+        ENVIRONMENTS,
         REFERENCE,
         LOSS,
         DISTILLATION,
@@ -88,6 +95,7 @@ class RLHFConfig(LanguageModelConfig):
     prompts = SectionMethod()
     rewards = SectionMethod()
     conversation = SectionMethod()
+    environments = SectionMethod()
     reference = SectionMethod()
     distillation = SectionMethod()
     experts = SectionMethod()
@@ -109,6 +117,32 @@ class RLHFConfig(LanguageModelConfig):
         self.evaluation_duration_unit = "episodes"
         self.custom_evaluation_function = evaluate_held_out
         self.evaluation_error_after_n_consecutive_skips = 3
+
+    def set_section(self, section: str, args: tuple[Any, ...], given: Mapping[str, Any]):
+        """Other names than settings are those of environments in `.environments(...)`."""
+        if section == ENVIRONMENTS.name:
+            named = {k: v for k, v in given.items() if row_called(type(self), section, k) is None}
+            given = {k: v for k, v in given.items() if k not in named}
+            if named:
+                given["envs"] = {**(given.get("envs") or self.envs or {}), **named}
+        return super().set_section(section, args, given)
+
+    @property
+    def env_names(self) -> tuple[str, ...]:
+        """The names of several environments; the only one has none, ""."""
+        return tuple(self.envs or ("",))
+
+    def env_configs(self) -> dict[str, Any]:
+        """The config of each environment by its name; of the only one itself, as ""."""
+        return {name: entry_config(self, name) if name else self for name in self.env_names}
+
+    def weights_of_envs(self) -> tuple[float, ...]:
+        """The weights of the environments; in evaluation 0 of those without held-out prompts."""
+        return tuple(
+            0.0 if self.in_evaluation and name and not has_held_out(entry)
+            else float(self.envs[name].get("weight", 1)) if name else 1.0
+            for name, entry in self.env_configs().items()
+        )  # fmt: skip
 
     def implied(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The loss of whole completions weighs each completion alike, unless told otherwise."""
@@ -160,7 +194,8 @@ class RLHFConfig(LanguageModelConfig):
     @property
     def streams(self) -> bool:
         """Whether groups stream: a batch is more than consecutive prompts sampled on demand."""
-        return bool(self.max_staleness or self.filters or self.oversample > 1)
+        filters = [entry.get("filters") for entry in (self.envs or {}).values()]
+        return bool(self.max_staleness or self.filters or any(filters) or self.oversample > 1)
 
     def stream_rules(self) -> StreamRules:
         """How far samplers may be ahead, and in which order groups are learnt from."""
@@ -181,6 +216,8 @@ class RLHFConfig(LanguageModelConfig):
             texts_every=min(1, self.log_samples_every) if self.streams else self.log_samples_every,
             bounds_age=not asks_a_server(self),
             timeout_s=self.sampler_timeout_s,
+            env_weights=self.weights_of_envs(),
+            mix_by=self.mix_by,
             judged_with=tuple(name for name, (coeff, place) in {
                 "reference": (self.ref_kl_coeff, self.reference_place),
                 "teacher": (self.distill_coeff, self.teacher_in),
@@ -195,6 +232,7 @@ class RLHFConfig(LanguageModelConfig):
             groups_per_lease=rules.groups_per_lease if self.streams else 1,
             min_valid=min(2, self.num_completions),
             filters=tuple(self.filters or ()),
+            env_filters=tuple(tuple(each.filters or ()) for each in self.env_configs().values()),
             by_row=self.streams
             and self.schedule == "free"
             and takes_rows(self)
@@ -219,7 +257,7 @@ class RLHFConfig(LanguageModelConfig):
         return RLHFEnvRunner
 
     def problems(self) -> list[Problem]:
-        if self.env is None:  # prompts and rewards name theirs, wherever they are given
+        if self.env is None and not self.envs:  # prompts and rewards name theirs
             rows = [row for part in (PROMPTS, REWARDS, CONVERSATION) for row in part.settings]
             envs = {row.env for row in rows if row.name in self.env_config}
             self.env = min(envs, default=None)  # as `needed_env` chooses
@@ -232,6 +270,8 @@ class RLHFConfig(LanguageModelConfig):
             names = flattened(type(self), overlay)
             unused = (problem for problem in idle(own, self) if problem.name in names)
             found += [problem.within("evaluation_config") for problem in unused]
+        for name in self.envs or ():
+            held_out[f"envs.{name}"] = entry_config(self, name)
         if self.evaluation_interval:
             for name in self.eval_envs or ():
                 held_out[f"eval_envs.{name}"] = eval_env_config(self, name)
@@ -241,7 +281,7 @@ class RLHFConfig(LanguageModelConfig):
 
     def env_rules(self) -> Iterator[Problem]:
         """There is an environment."""
-        if self.env is None:
+        if self.env is None and not self.envs:
             yield Problem("env", "be an environment's name or class",
                           "prompts and rewards come from it",
                           "Give prompts and rewards, or set env")  # fmt: skip
@@ -250,8 +290,8 @@ class RLHFConfig(LanguageModelConfig):
     rules = (
         *LanguageModelConfig.rules, loss_rules, advantage_rules, reference_rules,
         distillation_rules, balance_rules, routing_rules, sampling_rules, transport_rules,
-        engine_rules, follower_rules, off_policy_rules, streaming_rules, env_rules,
-        evaluation_rules, eval_env_rules,
+        engine_rules, follower_rules, off_policy_rules, streaming_rules,
+        environment_rules, env_rules, evaluation_rules, eval_env_rules,
     )  # fmt: skip
 
 

@@ -77,8 +77,10 @@ def in_its_folder(config: Any) -> Any:
                 setattr(config, name, found(getattr(config, name), folder))
         config.env_config = _env_found(config.env_config, folder)
         config.evaluation_config = _overlay_found(config.evaluation_config, folder)
-        if named := getattr(config, "eval_envs", None):
-            config.eval_envs = {n: _overlay_found(o, folder) for n, o in named.items()}
+        for several in ("eval_envs", "envs"):
+            if named := getattr(config, several, None):
+                there = {n: _overlay_found(o, folder) for n, o in named.items()}
+                setattr(config, several, there)
     config.freeze()
     return config
 

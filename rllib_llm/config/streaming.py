@@ -28,7 +28,10 @@ BY_ROW = Condition(
     "with engine={config.engine!r} and num_env_runners={config.num_env_runners}: whole groups are "
     "sampled with one version", "Use engine='torch' and num_env_runners=1",
 )  # fmt: skip
-FILTERED = when("filters", "are set", bool, "Set filters=['reward_spread']")
+FILTERED = Condition(
+    "filters are set", lambda c: bool(c.filters) or "filters" in str(c.envs),
+    "with filters={config.filters!r}", "Set filters=['reward_spread']",
+)  # fmt: skip
 
 
 class Streaming(Settings):

@@ -326,9 +326,12 @@ class TabledConfig(AlgorithmConfig):
         yield from _inert(self)
         yield from _strangers(self)
         overlays = {"evaluation_config": self.evaluation_config}
-        named = getattr(self, "eval_envs", None)
-        if isinstance(named, Mapping):
-            overlays |= {f"eval_envs.{name}": overlay for name, overlay in named.items()}
+        for setting in ("eval_envs", "envs"):
+            named = getattr(self, setting, None)
+            for name, overlay in named.items() if isinstance(named, Mapping) else ():
+                if setting == "envs" and isinstance(overlay, Mapping):
+                    overlay = {key: value for key, value in overlay.items() if key != "weight"}
+                overlays[f"{setting}.{name}"] = overlay
         for place, overlay in overlays.items():
             if isinstance(overlay, Mapping):
                 yield from self._overlay_problems(overlay, place)

@@ -457,7 +457,7 @@ class ConversationChecker(EnvChecker):
         engine = TorchEngine(load_causal_lm(env.settings["model"]), version=0)
         ends = env.chat_format.stop_token_ids
         return run_agents(
-            env, env.tasks.rows(1, self.num_prompts), first_position=1,
+            env, env.tasks.rows(1, self.num_prompts), positions=range(1, 1 + self.num_prompts),
             num_completions=self.num_completions, max_new_tokens=_WORDS,
             server=open_for(env, engine, self.agent_server, ends, "check_env"),
             sampling={"seed": self.seed},
@@ -474,6 +474,6 @@ class ConversationChecker(EnvChecker):
             return Ended(row, ids, [-1.0] * len(ids), [0] * len(ids), "stop")
 
         return run_rollouts(
-            env, env.tasks.rows(1, self.num_prompts), first_position=1,
+            env, env.tasks.rows(1, self.num_prompts), positions=range(1, 1 + self.num_prompts),
             num_completions=self.num_completions, complete=complete, max_new_tokens=_WORDS,
         )  # fmt: skip

@@ -55,15 +55,15 @@ _OF_TOOLS = ("num_tool_calls", "tool_failures", "tool_timeouts", "tool_seconds")
 
 
 def run_rollouts(
-    env: ConversationEnv, rows: Sequence[PromptRow], *, first_position: int, num_completions: int,
-    complete: Complete, max_new_tokens: int,
+    env: ConversationEnv, rows: Sequence[PromptRow], *, positions: Sequence[int],
+    num_completions: int, complete: Complete, max_new_tokens: int,
 ) -> list[Rollout]:  # fmt: skip
     """Conversations about all tasks, `num_completions` of each, in the order of the tasks.
 
     Raises:
         EngineFailed: the engine did not sample.
     """
-    attempts = new_attempts(env, rows, first_position, num_completions)
+    attempts = new_attempts(env, rows, positions, num_completions)
 
     async def converse(attempt: Rollout) -> None:
         await _Player(env, attempt, complete, max_new_tokens).converse()
@@ -73,13 +73,13 @@ def run_rollouts(
 
 
 def new_attempts(
-    env: ConversationEnv, rows: Sequence[PromptRow], first_position: int, num_completions: int
+    env: ConversationEnv, rows: Sequence[PromptRow], positions: Sequence[int], num_completions: int
 ) -> list[Rollout]:
-    """Rollouts that have not begun, `num_completions` of each task."""
+    """Rollouts that have not begun, `num_completions` of each task, whose group has the position
+    beside it."""
     attempts = []
-    for place, row in enumerate(rows):
+    for group, row in zip(positions, rows, strict=True):
         for copy in range(num_completions):
-            group = first_position + place
             task = copied(row.task())
             conversation = env.new_conversation(row, task)
             row_id = group * num_completions + copy

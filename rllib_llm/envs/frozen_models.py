@@ -3,11 +3,13 @@ the learned judge, a sequence classifier as a reward function. Each replica load
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -59,6 +61,20 @@ logger = logging.getLogger(__name__)
 DEFAULT_BATCH_TOKENS = 16_384
 
 
+_SHARED: contextvars.ContextVar[dict[Any, PreTrainedModel] | None]
+_SHARED = contextvars.ContextVar("frozen models", default=None)
+
+
+@contextlib.contextmanager
+def sharing_models() -> Iterator[None]:
+    """Environments made within it share those of their frozen models that are alike."""
+    token = _SHARED.set({})
+    try:
+        yield
+    finally:
+        _SHARED.reset(token)
+
+
 class _Frozen:
     """A frozen model and its drift.
 
@@ -87,10 +103,15 @@ class _Frozen:
         if measure_drift and quantization == "none":
             warnings.warn("measure_drift has no effect with quantization='none'.", stacklevel=3)
         token_batches(torch.ones(1), batch_tokens)
-        self.model = load_quantized(
-            self._load, model, quantization=quantization, backend=backend, dtype=dtype,
-            device=device, products=products,
-        )  # fmt: skip
+        settings: dict[str, Any] = {
+            "quantization": quantization, "backend": backend, "dtype": dtype, "device": device,
+            "products": products,
+        }  # fmt: skip
+        shared, key = _SHARED.get(), (self._load, str(model), *map(str, settings.values()))
+        loaded = None if shared is None else shared.get(key)
+        self.model = loaded or load_quantized(self._load, model, **settings)
+        if shared is not None:
+            shared[key] = self.model
         self.drift: dict[str, float] = {}
         self._source, self._device, self._batch_tokens = model, torch.device(device), batch_tokens
         self._drift_rows = measure_drift if quantization != "none" else 0

@@ -153,6 +153,14 @@ class RLOOLearner(GroupLearner):
             return advantages
         return masked_whiten(advantages.unsqueeze(1), valid.unsqueeze(1)).squeeze(1)
 
+    def rollout_advantages(
+        self, batch: Batch, scores: torch.Tensor, valid: torch.Tensor
+    ) -> torch.Tensor:
+        advantages = leave_one_out(scores, batch[columns.GROUP], valid)
+        if not self.config.whiten_advantages:
+            return advantages
+        return self.whitened(batch, advantages.unsqueeze(1), valid.unsqueeze(1)).squeeze(1)
+
 
 class ReinforcePPLearner(RLHFLearner):
     """REINFORCE++ (Hu 2025): discounted reward-to-go of token rewards, whitened globally; without
@@ -163,7 +171,7 @@ class ReinforcePPLearner(RLHFLearner):
         rewards = self.token_rewards(batch, scores, kl)
         returns = reinforce_returns(rewards, mask, self.config.gamma)
         if self.config.whiten_advantages:
-            returns = masked_whiten(returns, mask)
+            returns = self.whitened(batch, returns, mask)
         elif self.config.baseline:
             returns = (returns - self.config.baseline) * mask
         return {columns.ADVANTAGES: returns}
@@ -242,12 +250,12 @@ class PPOPtxLearner(RLHFLearner):
         mask = columns.sampled_mask(batch)
         rewards = self.token_rewards(batch, scores, kl)
         if self.config.whiten_rewards:
-            rewards = masked_whiten(rewards, mask, shift_mean=False)
+            rewards = self.whitened(batch, rewards, mask, shift_mean=False)
         gamma = self.effective.use("gamma", self.config.gamma)
         lambda_ = self.effective.use("lambda_", self.config.lambda_)
         advantages, returns = gae(rewards, batch[columns.OLD_VALUES], mask, gamma, lambda_)
         if self.config.whiten_advantages:
-            advantages = masked_whiten(advantages, mask)
+            advantages = self.whitened(batch, advantages, mask)
         return {columns.ADVANTAGES: advantages, columns.RETURNS: returns}
 
     def extra_losses(self) -> Iterator[Callable[[], torch.Tensor]]:

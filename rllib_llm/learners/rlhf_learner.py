@@ -19,7 +19,7 @@ from rllib_llm.learners.shared_passes import Batch, frozen_policy, own_reference
 from rllib_llm.modules.logprobs import ReferencePolicy, Teacher
 from rllib_llm.modules.model_source import check_teacher
 from rllib_llm.numerics import losses, scores
-from rllib_llm.numerics.advantages import token_rewards
+from rllib_llm.numerics.advantages import masked_whiten, token_rewards
 from rllib_llm.numerics.kl import AdaptiveKLCoefficient, FixedKLCoefficient, kl_estimate
 from rllib_llm.numerics.scores import RolloutRows, with_turn_rewards
 from rllib_llm.shared import columns
@@ -47,7 +47,7 @@ class RLHFLearner(LanguageModelLearner):
             self.entropy_coeff = AdaptiveEntropyCoefficient(
                 self.config.entropy_coeff, target, self.config.entropy_coeff_delta
             )
-        self.score_scale = scores.RunningScoreScale()
+        self.score_scales = {0: scores.RunningScoreScale()}  # by number of the environment
         self._advantages: torch.Tensor | None = None  # [B, T] of the update, where they are kept
         self._num_minibatches = 0  # of the current update, begun so far
         self._old_logprobs: OldLogprobs | None = None  # in half precision, of the current update
@@ -337,11 +337,33 @@ class RLHFLearner(LanguageModelLearner):
             factors = torch.where(clipped == score, factors, clipped / score)
             score = clipped
         if config.scale_scores:
-            self.score_scale.update(score, batch[columns.VALID] & whole.is_first)
-            score = self.score_scale.scale(score)
-            factors = factors * self.score_scale.factor
+            counted = batch[columns.VALID] & whole.is_first
+            for number, rows in self._by_environment(batch):
+                scale = self.score_scales.setdefault(number, scores.RunningScoreScale())
+                scale.update(score, counted & rows)
+                score = torch.where(rows, scale.scale(score), score)
+                factors = torch.where(rows, factors * scale.factor, factors)
         score = score.where(batch[columns.VALID], 0.0)
         return columns.moved(score, self._device), factors
+
+    def _by_environment(self, batch: Batch) -> list[tuple[int, torch.Tensor]]:
+        """The number of each environment that is scaled for itself, and its rows [B] bool; all as
+        one where there is one, or the batch is scaled as a whole."""
+        if columns.ENVIRONMENT not in batch or self.config.scale_scores_by == "batch":
+            return [(0, torch.ones_like(batch[columns.VALID]))]
+        (numbers,) = columns.fetched([batch[columns.ENVIRONMENT]])
+        of_rows = batch[columns.ENVIRONMENT]
+        return [(number, of_rows == number) for number in numbers.unique().tolist()]
+
+    def whitened(
+        self, batch: Batch, x: torch.Tensor, mask: torch.Tensor, *, shift_mean: bool = True
+    ) -> torch.Tensor:
+        """`masked_whiten` of `x` [B, T], each environment for itself."""
+        parts = [
+            masked_whiten(x, mask & rows.unsqueeze(1), shift_mean=shift_mean)
+            for _, rows in self._by_environment(batch)
+        ]
+        return parts[0] if len(parts) == 1 else torch.stack(parts).sum(dim=0)
 
     # --- per micro-batch ---------------------------------------------------------------------
 
@@ -533,7 +555,7 @@ class RLHFLearner(LanguageModelLearner):
             **super().get_extra_state(),
             "ref_kl": self.ref_kl.state_dict(),
             "ref_kl_init": self.config.ref_kl_coeff,
-            "score_scale": self.score_scale.state_dict(),
+            "score_scales": {n: scale.state_dict() for n, scale in self.score_scales.items()},
             "averages": [average.state_dict() for average in self._averages],
             "entropy_coeff": self.entropy_coeff and self.entropy_coeff.state_dict(),
             "entropy_init": self.config.entropy_coeff,
@@ -541,7 +563,10 @@ class RLHFLearner(LanguageModelLearner):
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         super().set_extra_state(state)
-        self.score_scale.load_state_dict(state["score_scale"])
+        scales = state.get("score_scales") or {0: state["score_scale"]}
+        for number, scale in scales.items():
+            known = self.score_scales.setdefault(int(number), scores.RunningScoreScale())
+            known.load_state_dict(scale)
         # A coefficient that was set anew (population-based search) wins over the checkpoint's.
         if state["ref_kl_init"] == self.config.ref_kl_coeff and self.config.ref_kl_target:
             self.ref_kl.load_state_dict(state["ref_kl"])

@@ -87,7 +87,7 @@ class ConversationSampler(Sampler):
     ) -> JudgedBatch:
         scores = rows[columns.SCORES]
         return JudgedBatch(
-            columns=rows | self.environment.replica_column(scores), rewards=scores,
+            columns=rows | self.environment.origin(scores), rewards=scores,
             weights=generated.weights, pad_token_id=self.policy.pad_token_id, **judged,
         )  # fmt: skip
 
@@ -98,7 +98,7 @@ class ConversationSampler(Sampler):
         with contextlib.closing(EngineLoop(self.policy.open_engine(self.weights.version))) as loop:
             return run_rollouts(
                 env, env.tasks.rows(request.position, request.num_prompts),
-                first_position=request.position, num_completions=request.num_completions,
+                positions=request.positions, num_completions=request.num_completions,
                 complete=completer(loop, params, self.seed), max_new_tokens=params.max_new_tokens,
             )  # fmt: skip
 
@@ -150,7 +150,7 @@ class AgentSampler(ConversationSampler):
         server = open_for(env, engine, open_agent_server, params.stop_token_ids, self.name)
         return run_agents(
             env, env.tasks.rows(request.position, request.num_prompts),
-            first_position=request.position, num_completions=request.num_completions,
+            positions=request.positions, num_completions=request.num_completions,
             server=server, sampling=sampling_fields(params, self.seed),
             max_new_tokens=params.max_new_tokens,
         )  # fmt: skip

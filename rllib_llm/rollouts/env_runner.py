@@ -7,8 +7,9 @@ completions for the same request and weights.
 
 from __future__ import annotations
 
+import functools
 import threading
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +46,7 @@ from rllib_llm.rollouts.sample_loop import (
     served,
     stop_streaming,
 )  # fmt: skip
-from rllib_llm.rollouts.sampler import Sampler, SamplingEnvironment
+from rllib_llm.rollouts.sampler import MixedSampler, Sampler, SamplingEnvironment
 from rllib_llm.rollouts.schedule import ServingSettings
 from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.errors import require
@@ -86,7 +87,6 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         self._position = 0  # of plain `sample()` calls only
         self.streamer: SamplerThread | None = None  # while groups stream
         self._calling_back = threading.Lock()
-        self._params: dict[bool, SamplingParams] = {}  # by whether to explore
         classes = self.config.callbacks_class
         classes = classes if isinstance(classes, (list, tuple)) else [classes]
         self._callbacks = [cls() for cls in classes]
@@ -120,25 +120,43 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
     def _make_parts(self) -> None:
         if self._device.type == "cpu":
             keep_freed_memory()
+        self._configs = self.config.env_configs()
         self.make_env()
         if self.worker_index:  # the local one usually shares the learner's module
             torch.set_num_threads(threads_for(self.config.num_cpus_per_env_runner))
             share = self.config.num_gpus_per_env_runner
             if self._device.type == "cuda" and share < 1:  # others have the rest
                 torch.cuda.set_per_process_memory_fraction(share, self._device)
-        self.sampler = sampler_class(self.env)(
-            SamplingEnvironment(self.env, self.worker_index), self._make_policy(),
-            params=self._sampling_params, name=str(self), phase=self._phase,
-            seed=(self.config.seed or 0) + EVALUATION_SEED * bool(self.config.in_evaluation),
-            on_judged=self._on_judged,
-        )  # fmt: skip
+        policy, samplers = self._make_policy(), dict[int, Sampler]()
+        for i, (name, config) in enumerate(self._configs.items()):
+            if name in self.envs:
+                env = self.envs[name]
+                params = functools.partial(self._sampling_params, config, policy)
+                samplers[i] = sampler_class(env)(
+                    SamplingEnvironment(env, self.worker_index, i if name else None), policy,
+                    params=functools.cache(params),  # asked for with each request
+                    seed=(self.config.seed or 0) + EVALUATION_SEED * bool(config.in_evaluation),
+                    name=str(self), phase=self._phase, on_judged=self._on_judged,
+                )  # fmt: skip
+        self.sampler = samplers[0] if "" in self.envs else MixedSampler(samplers)
         self._phase.outside(IDLE)
 
     # --- parts -------------------------------------------------------------------------------
 
     def make_env(self) -> None:
-        """This sampler's replica of the environment, with its own frozen models."""
-        config = self.config
+        """This sampler's replica of each environment that has a weight, with its own frozen
+        models."""
+        weights = zip(self._configs.items(), self.config.weights_of_envs(), strict=True)
+        sharing: AbstractContextManager[None] = nullcontext()
+        if self.config.envs:
+            from rllib_llm.envs.frozen_models import sharing_models  # few runs need it
+
+            sharing = sharing_models()
+        with sharing:
+            self.envs = {name: self._made_env(own) for (name, own), weight in weights if weight}
+        self.env = next(iter(self.envs.values()))
+
+    def _made_env(self, config: Any) -> Any:
         given = dict(config.env_config)
         for name in ("chat_template", "template_settings"):
             if getattr(config, name) is not None:
@@ -162,15 +180,16 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
             defaults["teacher"] = config.teacher_settings
             defaults["teacher_top_k"] = config.teacher_top_k
         context = EnvContext({**defaults, **given}, self.worker_index, num_workers=self.num_workers)
-        self.env = make(config.env, context)
-        check_batched(self.env)
-        self.env.keeps_parts = config.reward_aggregation == "normalize_then_sum"
-        self.env.max_steps = config.planned_iterations or 0  # of a reward function that asks
+        env = make(config.env, context)
+        check_batched(env)
+        env.keeps_parts = config.reward_aggregation == "normalize_then_sum"
+        env.max_steps = config.planned_iterations or 0  # of a reward function that asks
         check_env_lengths(
-            self.env, model=config.pretrained_model, max_new_tokens=config.max_new_tokens,
+            env, model=config.pretrained_model, max_new_tokens=config.max_new_tokens,
             chosen="max_prompt_len" in config.env_config,
         )  # fmt: skip
-        self._call_back("on_environment_created", env=self.env, env_context=context)
+        self._call_back("on_environment_created", env=env, env_context=context)
+        return env
 
     def _make_policy(self) -> SamplingPolicy:
         config = self.config
@@ -201,11 +220,11 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         ).rl_module_specs[DEFAULT_MODULE_ID]
         return spec.build().to(self._device)
 
-    def _sampling_params(self, explore: bool) -> SamplingParams:
-        if explore not in self._params:  # asked for with each request, and always the same
-            ids = self.policy.pad_token_id, self.policy.stop_token_ids
-            self._params[explore] = SamplingParams.of(self.config, *ids, greedy=not explore)
-        return self._params[explore]
+    def _sampling_params(
+        self, config: Any, policy: SamplingPolicy, explore: bool
+    ) -> SamplingParams:
+        ids = policy.pad_token_id, policy.stop_token_ids
+        return SamplingParams.of(config, *ids, greedy=not explore)
 
     def make_module(self) -> None:
         """RLlib's; the policy makes its module itself."""

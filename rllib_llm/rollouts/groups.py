@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from rllib_llm.rollouts.mixture import Place
 from rllib_llm.shared.process import TimeLimit
 from rllib_llm.weights.coordinator import PublishedWeights
 
@@ -67,6 +68,7 @@ class Lease:
     id: fences: what is handed in under a lease that has ended is refused.
     weights: to sample with. order: of their publication, which grows; calls overtake one another.
     partial: the partial output of each group, by position.
+    places: of each group, the environment and the position there.
     """
 
     id: int
@@ -76,6 +78,7 @@ class Lease:
     return_texts: bool = False
     partial: dict[int, tuple[PartialCompletion, ...]] = field(default_factory=dict)
     order: int = 0
+    places: tuple[Place, ...] = ()
 
     @property
     def positions(self) -> range:

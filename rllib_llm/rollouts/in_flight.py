@@ -10,6 +10,7 @@ stamped by the engine. Rows never begin on weights before those of their lease.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,7 +30,7 @@ from rllib_llm.engines.torch_engine import TorchEngine
 from rllib_llm.modules.images import image_rows
 from rllib_llm.overseer.phases import GENERATING
 from rllib_llm.rollouts.groups import Lease, PartialCompletion
-from rllib_llm.rollouts.judged_batch import SampleRequest
+from rllib_llm.rollouts.judged_batch import SampleRequest, requests_of
 from rllib_llm.rollouts.policy import ModulePolicy, SamplingPolicy
 from rllib_llm.rollouts.sampler import Sampler, UnjudgedBatch
 from rllib_llm.rollouts.schedule import ServingSettings
@@ -77,12 +78,8 @@ class Batches:
         lease = self._leases.pop(next(iter(self._leases)))
         try:
             settings = self._settings
-            # All groups as one request, so that the round-off is the same on any sampler.
-            request = SampleRequest(
-                lease.position, lease.num_groups, settings.num_completions, settings.explore,
-                lease.return_texts,
-            )  # fmt: skip
-            return [(lease, self._sampler.generate(request, lease.weights))]
+            asked = requests_of(lease, settings.num_completions, settings.explore)
+            return [(lease, self._sampler.generate(request, lease.weights)) for request in asked]
         except Exception as error:  # noqa: BLE001  (the border of the process; reported to the ledger)
             return [(lease, error)]
 
@@ -113,6 +110,7 @@ class CompletionGroup:
         before: Sequence[PartialCompletion],
     ) -> None:  # fmt: skip
         self.lease, self.request, self.prompts, self.before = lease, request, prompts, before
+        (self.position,) = request.positions
         self.has_begun = False
         # Whole completions, by place.
         self._ended = {i: row for i, row in enumerate(before) if row.finish in ("stop", "length")}
@@ -120,14 +118,14 @@ class CompletionGroup:
     def rows(self, sampler: Sampler) -> list[Row]:
         """Its rows, as an engine begins or continues them."""
         self.has_begun = True
-        params, seed, position = sampler.params(True), sampler.seed, self.request.position
+        params, seed = sampler.of(self.request).params(True), sampler.seed
         mask = self.prompts[columns.PROMPT_MASK][0]
         prompt = self.prompts[columns.PROMPT_IDS][0][mask].tolist()
         row_ids, held = self.prompts[columns.ROW_ID].tolist(), [b.token_ids for b in self.before]
         images = next(iter(image_rows(self.prompts)), {})
         return [
-            Row((position, i), [*prompt, *held[i]], params, num_sampled=len(held[i]),
-                noise=Noise(seed, row_ids[i]), group=position, images=images)
+            Row((self.position, i), [*prompt, *held[i]], params, num_sampled=len(held[i]),
+                noise=Noise(seed, row_ids[i]), group=self.position, images=images)
             for i in self.running
         ]  # fmt: skip
 
@@ -240,21 +238,26 @@ class SingleRows(Batches):
         return failed
 
     def _group(self, lease: Lease, position: int) -> CompletionGroup:
-        n = self._settings.num_completions
-        request = SampleRequest(position, 1, n, return_texts=lease.return_texts)
-        prompts = self._sampler.environment.prompts(request)
+        n, place = self._settings.num_completions, position - lease.position
+        alone = dataclasses.replace(
+            lease, position=position, num_groups=1, places=lease.places[place : place + 1]
+        )
+        (request,) = requests_of(alone, n)
+        prompts = self._sampler.of(request).environment.prompts(request)
         prompt = zlib.crc32(
             prompts[columns.PROMPT_IDS][0][prompts[columns.PROMPT_MASK][0]].cpu().numpy()
         )
         before = lease.partial.get(position, ())
-        if not self._can_continue(before, prompt):
+        if not self._can_continue(before, prompt, self._sampler.of(request)):
             before = (PartialCompletion((), (), (), prompt=prompt),) * n
         return CompletionGroup(lease, request, prompts, before)
 
-    def _can_continue(self, before: Sequence[PartialCompletion], prompt: int) -> bool:
+    def _can_continue(
+        self, before: Sequence[PartialCompletion], prompt: int, sampler: Sampler
+    ) -> bool:
         """Whether these settings and data could have made this partial output: a restored run may
         have others."""
-        longest = self._sampler.params(True).max_new_tokens
+        longest = sampler.params(True).max_new_tokens
 
         def fits(row: PartialCompletion) -> bool:
             room = longest - len(row.token_ids)

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from rllib_llm.numerics.scores import RolloutRows
-from rllib_llm.rollouts.groups import UNJUDGED, Closed, JudgedGroup
+from rllib_llm.rollouts.groups import UNJUDGED, Closed, JudgedGroup, Lease
+from rllib_llm.rollouts.mixture import Place
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import NO_VERSION, widen
 from rllib_llm.shared.messages import TrialMessage
@@ -34,13 +35,39 @@ _TOKEN_IDS = (columns.PROMPT_IDS, columns.COMPLETION_IDS, columns.TEACHER_PROMPT
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """Prompts `position .. position + num_prompts - 1`, `num_completions` of each."""
+    """Prompts `position .. position + num_prompts - 1`, `num_completions` of each.
+
+    env: number of the environment that has them. groups: their positions among those of all
+    environments; (): the same.
+    """
 
     position: int
     num_prompts: int
     num_completions: int = 1
     explore: bool = True
     return_texts: bool = False
+    env: int = 0
+    groups: tuple[int, ...] = ()
+
+    @property
+    def positions(self) -> Sequence[int]:
+        """The positions of the groups among those of all environments."""
+        return self.groups or range(self.position, self.position + self.num_prompts)
+
+
+def requests_of(lease: Lease, num_completions: int, explore: bool = True) -> list[SampleRequest]:
+    """The requests of a lease, one for each environment, so that the round-off is the same on any
+    sampler. Consecutive groups have consecutive positions in their environments, too."""
+    of_env: dict[int, list[tuple[int, int]]] = {}
+    places = lease.places or [Place(0, position) for position in lease.positions]
+    for group, place in zip(lease.positions, places, strict=True):
+        of_env.setdefault(place.env, []).append((place.position, group))
+    return [
+        SampleRequest(
+            own[0][0], len(own), num_completions, explore, lease.return_texts, env,
+            () if own[0][0] == own[0][1] and len(of_env) == 1 else tuple(g for _, g in own),
+        ) for env, own in of_env.items()
+    ]  # fmt: skip
 
 
 @dataclass
@@ -213,7 +240,9 @@ def concatenate(batches: list[JudgedBatch]) -> JudgedBatch:
         texts={
             name: [text for b in batches for text in b.texts.get(name, [""] * b.num_rows)]
             for name in dict.fromkeys(name for b in batches for name in b.texts)
-            if name == columns.IMAGES or all(name in b.texts for b in batches)
+            if name == columns.IMAGES or all(
+                name in b.texts or (name == "messages" and b.texts) for b in batches
+            )
         },
         # Samplers work at the same time: the slowest is what was waited for.
         timings=_largest([b.timings for b in batches]),
@@ -246,6 +275,12 @@ def _column(batch: JudgedBatch, name: str, kind: Column) -> Column:
         like = columns.PROMPT_IDS if name == columns.PROMPT_EXPERTS else columns.COMPLETION_IDS
         shape = (*batch.columns[like].shape, kind.shape[2])
         return kind.new_full(shape, columns.UNKNOWN_EXPERT, device=batch.rewards.device)
+    if name == columns.REWARDS:  # nothing was earned at turns
+        return torch.zeros_like(batch.columns[columns.COMPLETION_MASK], dtype=kind.dtype)
+    if name == columns.ROW_WEIGHT:  # each row is a rollout
+        return torch.ones_like(batch.rewards)
+    if name == columns.ENVIRONMENT:  # of a checkpoint, when there was one
+        return torch.zeros_like(batch.rewards, dtype=kind.dtype)
     if name.startswith((columns.REWARD_PART, columns.REWARD_WEIGHT)):
         return torch.full_like(batch.rewards, torch.nan)
     if name == columns.IMAGE_ROW:  # all of its prompts are text

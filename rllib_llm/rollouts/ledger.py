@@ -11,7 +11,7 @@ much is admitted is counted from it, so that nothing can drift over a crash or a
 nothing of Ray, of time but its clock, nor of what is in a group.
 
 `groups.py` holds the groups and says who samples which, `schedule.py` what is admitted and learnt
-from, `outcomes.py` what became of them.
+from, `outcomes.py` what became of them, `mixture.py` of which environment they are.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from rllib_llm.rollouts.groups import (
     PartialCompletion,
     State,
 )
+from rllib_llm.rollouts.mixture import Mixture, News
 from rllib_llm.rollouts.outcomes import Outcomes, TokenAccount
 from rllib_llm.rollouts.schedule import StreamRules, open_schedule, texts_are_due
 from rllib_llm.shared.process import TimeLimit
@@ -73,6 +74,7 @@ class Ledger:
             keeps_rejected=keeps_rejected,
         )  # fmt: skip
         self._schedule = open_schedule(rules, self.table, self._outcomes)
+        self.mixture = Mixture(rules.env_weights, rules.mix_by)
 
     @property
     def account(self) -> TokenAccount:
@@ -106,15 +108,25 @@ class Ledger:
         self.step = step
         self._outcomes.begin(TokenAccount(), Counter())
         self._num_handed_out = 0
+        self.mixture.begin(position)
         self._schedule.begin(step, step)
 
-    def publish(self, weights: PublishedWeights) -> None:
-        """Publishes the newest weights' version; confirms that earlier batches were trained."""
+    def publish(
+        self, weights: PublishedWeights, env_weights: tuple[float, ...] | None = None
+    ) -> None:
+        """Publishes the newest weights' version; confirms that earlier batches were trained.
+
+        Args:
+            env_weights: of the environments, for the groups that these weights sample.
+        """
         self.offer(weights)
         if not len(self.table) and not self.table.next and not self.step:
             self.begin(0, weights.version)
         if weights.version != self.step:
             self._learn(weights.version)
+        if env_weights is not None:
+            self.mixture.learn(News(self._schedule.first, weights=env_weights))
+        self.mixture.forget(self.table.position)
         needed = min([self.step, *self._old_versions()])
         self._weights = {v: w for v, w in self._weights.items() if v >= needed}
         self._orders = {v: order for v, order in self._orders.items() if v in self._weights}
@@ -123,8 +135,14 @@ class Ledger:
     def _learn(self, step: int) -> None:
         """Marks handed-out groups as trained."""
         num_extra = step - self.step - min(1, self._num_handed_out)
+        tokens: dict[int, int] = {}
         for entry in self._schedule.learn(self._num_handed_out, step):
             self._outcomes.train(entry)
+            tokens[entry.position] = entry.num_tokens
+        settled = self.table.position - 1
+        if self.rules.schedule == "lockstep":  # all before a batch's last group are decided
+            settled = max(tokens, default=-1)
+        self.mixture.learn(News(self._schedule.first, tokens=tokens, settled=settled))
         for entry in self.table if num_extra else ():
             entry.num_updates_extra += num_extra
         self.step, self._num_handed_out = step, 0
@@ -252,6 +270,7 @@ class Ledger:
             return_texts=texts_are_due(version, self.rules.texts_every),
             partial={e.position: e.partial for e in entries if e.partial},
             order=self._orders[version],
+            places=tuple(self.mixture.place(e.position, e.turn) for e in entries),
         )  # fmt: skip
 
     def renew(
@@ -394,6 +413,7 @@ class Ledger:
             "num_updates_extra": {e.position: e.num_updates_extra for e in self.table},
             "rules": self.rules.order,
             "judged_with": self.rules.judged_with,
+            "mixture": self.mixture.state(),
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -428,6 +448,10 @@ class Ledger:
                 self._schedule.fit(entries, first)
             if is_other or len(entries) > self.rules.capacity:
                 self._begin_old_anew(entries)
+        if len(state.get("mixture", {}).get("weights", ())) == len(self.rules.env_weights):
+            self.mixture.set_state(state["mixture"])
+        else:  # there were others
+            self.mixture.begin(state["next"])
         self.table.begin(next_position)
         for entry in entries:
             self.table.put(entry)

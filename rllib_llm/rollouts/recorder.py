@@ -42,6 +42,7 @@ class AboutRun:
     seed: int
     tokenizer: Any = None  # for texts that were not decoded; None: the ids alone are stored
     vocabulary: str = ""  # a hash of it
+    env_names: tuple[str, ...] = ()  # of several environments
 
 
 def rows_of(
@@ -64,6 +65,8 @@ def rows_of(
     rows: dict[str, pa.Array] = {
         name: pa.repeat(pa.scalar(value), num_rows) for name, value in constants.items()
     }
+    if columns.ENVIRONMENT in have and len(about.env_names) > 1:
+        rows["env"] = pa.array([about.env_names[i] for i in have[columns.ENVIRONMENT].tolist()])
     rows["reward"] = pa.array(batch.rewards.float().numpy())
     rows |= {name: pa.array(have[column].numpy()) for name, column in _SCALARS if column in have}
     if columns.ROW_ID in have:
@@ -199,7 +202,11 @@ def _texts(batch: JudgedBatch, tokenizer: Any) -> dict[str, pa.Array]:
     its messages."""
     if "completion" in batch.texts:
         stored = [name for name in ("prompt", "completion", "messages") if name in batch.texts]
-        return {name: pa.array(batch.texts[name], pa.string()) for name in stored}
+        rows = {name: pa.array(batch.texts[name], pa.string()) for name in stored}
+        if "messages" in rows:  # "" where it was no conversation
+            told = [messages or None for messages in batch.texts["messages"]]
+            rows["messages"] = pa.array(told, pa.string())
+        return rows
     have = batch.columns
     if tokenizer is None or columns.COMPLETION_MASK not in have:
         return {}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,12 @@ class _Kept:
     iteration: int  # in which it was added
     uses: int = 1  # the first was when it was fresh
 
+    @property
+    def env(self) -> int:
+        """The number of its environment."""
+        numbers = self.rows.columns.get(columns.ENVIRONMENT)
+        return 0 if numbers is None else int(numbers[0])
+
 
 class ReplayBuffer:
     """Whole groups by age, the oldest first; draws depend on seed and iteration alone.
@@ -30,20 +38,21 @@ class ReplayBuffer:
         capacity: groups that it holds at most; the oldest go.
         max_uses: after so many, the first included, a group goes.
         recency: α ≥ 0; the i-th oldest, from 1 on, is drawn with weight i^α (0: all alike).
+        env_names: of several environments, for the metrics of each.
     """
 
     def __init__(
         self, *, num_groups: int, capacity: int, max_uses: int = 4, recency: float = 0.0,
-        seed: int = 0,
+        seed: int = 0, env_names: Sequence[str] = ("",),
     ) -> None:  # fmt: skip
         self.num_groups = num_groups
         self.iteration = 0  # batches handed out
         self._capacity = capacity
         self._max_uses = max_uses
         self._recency = recency
-        self._seed = seed
+        self._seed, self._env_names = seed, env_names
         self._kept: list[_Kept] = []
-        self._counts = {"added": 0, "drawn": 0, "evicted": 0, "used_up": 0}
+        self._counts = Counter({"added": 0, "drawn": 0, "evicted": 0, "used_up": 0})
         self._extended = time.monotonic()
         self._rates = {"added_per_s": 0.0, "drawn_per_s": 0.0}  # since the batch before
 
@@ -56,9 +65,7 @@ class ReplayBuffer:
         self.iteration += 1
         before, start = dict(self._counts), self._extended
         if columns.REF_LOGPROBS in fresh.columns:  # the environment's; else learners have them
-            kept = [one for one in self._kept if columns.REF_LOGPROBS in one.rows.columns]
-            self._counts["evicted"] += len(self._kept) - len(kept)
-            self._kept = kept
+            self._keep("evicted", lambda one: columns.REF_LOGPROBS in one.rows.columns)
         drawn = self.draw()
         self.add(fresh)
         self._extended = time.monotonic()
@@ -82,10 +89,20 @@ class ReplayBuffer:
         for group in groups.unique(sorted=True):
             rows = take_rows(batch, (groups == group).nonzero().squeeze(1))
             self._kept.append(_Kept(rows, self.iteration))
-            self._counts["added"] += 1
-        while len(self._kept) > self._capacity:
-            del self._kept[0]
-            self._counts["evicted"] += 1
+            self._count("added", self._kept[-1:])
+        newest = {id(one) for one in self._kept[-self._capacity :]}
+        self._keep("evicted", lambda one: id(one) in newest)
+
+    def _keep(self, reason: str, is_kept: Callable[[_Kept], bool]) -> None:
+        """Drops the others, which are counted by the reason."""
+        self._count(reason, [one for one in self._kept if not is_kept(one)])
+        self._kept = [one for one in self._kept if is_kept(one)]
+
+    def _count(self, what: str, groups: Sequence[_Kept]) -> None:
+        self._counts[what] += len(groups)
+        if len(self._env_names) > 1:
+            for one in groups:
+                self._counts[f"{self._env_names[one.env]}/{what}"] += 1
 
     def draw(self) -> JudgedBatch | None:
         """Different groups, as many as there are at most, in the order of their age; None where
@@ -99,19 +116,21 @@ class ReplayBuffer:
         drawn = [self._kept[int(i)] for i in chosen]
         for kept in drawn:
             kept.uses += 1
-        self._counts["drawn"] += count
-        remaining = [kept for kept in self._kept if kept.uses < self._max_uses]
-        self._counts["used_up"] += len(self._kept) - len(remaining)
-        self._kept = remaining
+        self._count("drawn", drawn)
+        self._keep("used_up", lambda one: one.uses < self._max_uses)
         return concatenate([kept.rows for kept in drawn])
 
     def metrics(self) -> dict[str, float]:
         """Its size, the groups added, drawn and dropped so far, and of the first two how many in a
-        second since the batch before the last."""
+        second since the batch before the last; of each of several environments `<name>/occupancy`
+        and its groups."""
         uses = [kept.uses for kept in self._kept]
         ages = [self.iteration - kept.iteration for kept in self._kept]
         drawn = self._counts["drawn"] / max(1, self._counts["added"])
+        held = Counter(self._env_names[one.env] for one in self._kept)
+        several = self._env_names if len(self._env_names) > 1 else ()
         return {
+            **{f"{name}/occupancy": held[name] / self._capacity for name in several},
             "groups": float(len(self._kept)),
             "occupancy": len(self._kept) / self._capacity,
             "mean_uses": sum(uses) / max(1, len(uses)),
@@ -136,7 +155,7 @@ class ReplayBuffer:
             for one in state["buffer"]["kept"]
         ]
         self._kept, self.iteration = kept[-self._capacity :], state["iteration"]
-        self._counts = dict(state["buffer"]["counts"])
+        self._counts = Counter(state["buffer"]["counts"])
 
 
 def open_replay(config: Any) -> ReplayBuffer:
@@ -147,4 +166,5 @@ def open_replay(config: Any) -> ReplayBuffer:
         max_uses=config.replay_max_uses,
         recency=config.replay_recency,
         seed=config.seed or 0,
+        env_names=config.env_names,
     )

@@ -117,9 +117,9 @@ class SampleLoop:
     def __init__(self, ledger: SamplerLedger, sampler: Sampler, settings: ServingSettings) -> None:
         self._ledger, self._sampler, self._settings = ledger, sampler, settings
         self.in_flight = open_in_flight(sampler, settings)
-        self._filters = Filters(settings.filters)
+        self._filters = [Filters(each) for each in (settings.env_filters or (settings.filters,))]
         self._threads = ThreadPoolExecutor(MAX_JUDGING, thread_name_prefix="judging")
-        self._judging: list[tuple[Lease, range, Future[list[JudgedGroup]]]] = []  # with positions
+        self._judging: list[tuple[Lease, Sequence[int], Future[list[JudgedGroup]]]] = []
         self._asked: Future[list[Lease]] | None = None  # for leases
         self._pending: list[tuple[int, Future[Any]]] = []  # calls that are not answered, and leases
         self._renewing: tuple[set[int], Future[Any]] | None = None  # leases, and the call
@@ -200,18 +200,18 @@ class SampleLoop:
             call = self._threads.submit(self._judged, generated)
         else:
             call.set_result(self._judged(generated))
-        first, count = generated.request.position, generated.request.num_prompts
-        self._judging.append((lease, range(first, first + count), call))
+        self._judging.append((lease, generated.request.positions, call))
 
     def _judged(self, generated: UnjudgedBatch) -> list[JudgedGroup]:
         """The groups of a batch, judged and filtered."""
         judged = self._sampler.judge(generated, beside=self._settings.judges_beside)
         groups = judged_groups(judged, min_valid=self._settings.min_valid)
-        if self._filters.names or generated.continues:
+        filters = self._filters[generated.request.env]
+        if filters.names or generated.continues:
             groups = [
                 dataclasses.replace(
                     group, continues=generated.continues,
-                    reason=group.reason or self._filters.reason(opened(group.payload).to("cpu")),
+                    reason=group.reason or filters.reason(opened(group.payload).to("cpu")),
                 )
                 for group in groups
             ]  # fmt: skip

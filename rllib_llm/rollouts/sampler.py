@@ -42,11 +42,12 @@ class SamplingEnvironment:
 
     Args:
         env: a `gymnasium.vector.VectorEnv` that keeps the contract of `BanditEnv`.
-        replica: which of the run's environments it is.
+        replica: the number of the sampler that has it.
+        number: of several environments, which it is; None: it is the only one.
     """
 
-    def __init__(self, env: Any, replica: int = 0) -> None:
-        self.env, self._replica = env, replica
+    def __init__(self, env: Any, replica: int = 0, number: int | None = None) -> None:
+        self.env, self._replica, self._number = env, replica, number
         # Others than `BanditEnv` hand out prompts and judge in turns.
         self._turns = threading.RLock()
         self._places: queue.SimpleQueue[SamplingEnvironment] | None = None
@@ -59,7 +60,7 @@ class SamplingEnvironment:
             places.put(self)
             return places
         for _ in range(MAX_JUDGING if type(self.env) is BanditEnv else 1):
-            places.put(SamplingEnvironment(self.env.fork(), self._replica))
+            places.put(SamplingEnvironment(self.env.fork(), self._replica, self._number))
         return places
 
     @contextlib.contextmanager
@@ -79,9 +80,12 @@ class SamplingEnvironment:
         finally:
             self._places.put(place)
 
-    def replica_column(self, like: torch.Tensor) -> dict[str, torch.Tensor]:
-        """`columns.REPLICA` for as many rows as `like` has."""
-        return {columns.REPLICA: torch.full_like(like, self._replica, dtype=torch.int32)}
+    def origin(self, like: torch.Tensor) -> dict[str, torch.Tensor]:
+        """`columns.REPLICA`, and of several environments `columns.ENVIRONMENT`, for as many rows
+        as `like` has."""
+        numbers = {columns.REPLICA: self._replica, columns.ENVIRONMENT: self._number}
+        return {name: torch.full_like(like, number, dtype=torch.int32)
+                for name, number in numbers.items() if number is not None}  # fmt: skip
 
     def prompts(self, request: SampleRequest) -> dict[str, torch.Tensor]:
         """The prompts of a request, those of a group adjacent, and which they are."""
@@ -92,15 +96,14 @@ class SamplingEnvironment:
             self.env.return_texts = request.return_texts
             observation, infos = self.env.reset(options=options)
         device = observation[columns.PROMPT_IDS].device
-        positions = torch.arange(request.position, request.position + request.num_prompts)
-        first = request.position * n
-        row_ids = torch.arange(first, first + request.num_prompts * n)
+        groups = torch.tensor(request.positions).repeat_interleave(n)
+        row_ids = groups * n + torch.arange(n).repeat(request.num_prompts)
         return {
             **observation,
             columns.PROMPT_INDEX: infos[columns.PROMPT_INDEX],
             columns.ROW_ID: row_ids.to(device),
-            columns.GROUP: positions.repeat_interleave(n).to(device),
-            **self.replica_column(row_ids.to(device)),
+            columns.GROUP: groups.to(device),
+            **self.origin(row_ids.to(device)),
         }
 
     def judge(self, completions: Mapping[str, torch.Tensor], global_step: int) -> Judgement:
@@ -187,6 +190,10 @@ class Sampler:
         self._step = 0  # updates done when those were published
         self.params, self.seed, self.name, self._on_judged = params, seed, name, on_judged
 
+    def of(self, request: SampleRequest) -> Sampler:
+        """The sampler of the environment that a request is for."""
+        return self
+
     def sample(self, request: SampleRequest) -> JudgedBatch:
         """Judged completions made with the weights that the policy has.
 
@@ -233,8 +240,8 @@ class Sampler:
         if not self.policy.has_weights:
             raise RuntimeError(f"{self.name} has no weights yet: publish them, or set_state()")
         generated = UnjudgedBatch(request, self.weights.version, {}, {}, self._step)
-        last = request.position + request.num_prompts - 1
-        with self.phase(GENERATING, f"{GENERATING} for prompts {request.position}-{last}"):
+        first, last = request.positions[0], request.positions[-1]
+        with self.phase(GENERATING, f"{GENERATING} for prompts {first}-{last}"):
             yield generated
         generated.timings["generate_seconds"] = self.phase.took[GENERATING]
         generated.timings["starved_seconds"] = cores.starved_seconds
@@ -316,6 +323,47 @@ class Sampler:
         if self.older_policy is not None:
             self.older_policy.close()
         self.environment.env.close()
+
+
+class MixedSampler(Sampler):
+    """Samplers of several environments that share a policy and its weights: each answers the
+    requests for its own.
+
+    Args:
+        samplers: by `SampleRequest.env`.
+    """
+
+    def __init__(self, samplers: Mapping[int, Sampler]) -> None:
+        self._samplers, first = samplers, next(iter(samplers.values()))
+        super().__init__(
+            first.environment, first.policy, params=first.params, seed=first.seed, name=first.name,
+            phase=first.phase,
+        )  # fmt: skip
+        self.takes_rows = all(sampler.takes_rows for sampler in samplers.values())
+        for sampler in samplers.values():
+            sampler.weights = self.weights
+
+    def of(self, request: SampleRequest) -> Sampler:
+        sampler = self._samplers[request.env]
+        sampler.phase = self.phase  # the driver sets it
+        return sampler
+
+    def generate(
+        self, request: SampleRequest, published: PublishedWeights | None = None
+    ) -> UnjudgedBatch:
+        return self.of(request).generate(request, published)
+
+    def judge(self, generated: UnjudgedBatch, *, beside: bool = False) -> JudgedBatch:
+        return self.of(generated.request).judge(generated, beside=beside)
+
+    def sample(self, request: SampleRequest) -> JudgedBatch:
+        return self.of(request).sample(request)
+
+    def close(self) -> None:
+        super().close()
+        for sampler in self._samplers.values():
+            if sampler.environment is not self.environment:
+                sampler.environment.env.close()
 
 
 def failed_metrics(error: UnjudgedError, like: torch.Tensor) -> dict[str, torch.Tensor]:

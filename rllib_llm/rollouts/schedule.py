@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from rllib_llm.rollouts.groups import Entry, GroupTable
+from rllib_llm.rollouts.mixture import MixBy
 from rllib_llm.rollouts.outcomes import Outcomes
 
 if TYPE_CHECKING:  # a ledger starts without torch
@@ -56,6 +57,7 @@ class StreamRules:
     bounds_age: whether ages are asserted: not where a server samples with weights from elsewhere.
     timeout_s: of a lease, see `TimeLimit`.
     judged_with: frozen models whose log-probs the environment adds, "reference" and "teacher".
+    env_weights, mix_by: of the environments, see `Mixture`.
     """
 
     num_groups: int
@@ -72,6 +74,8 @@ class StreamRules:
     bounds_age: bool = True
     timeout_s: float | str | None = "auto"
     judged_with: tuple[str, ...] = ()
+    env_weights: tuple[float, ...] = (1.0,)
+    mix_by: MixBy = "groups"
 
     @property
     def capacity(self) -> int:
@@ -110,7 +114,7 @@ class ServingSettings:
     num_completions: of each prompt.
     groups_per_lease: that it asks for at once.
     min_valid: completions with a score that a group needs.
-    filters: see `Filters`.
+    filters: see `Filters`. env_filters: those of each environment, where there are several.
     by_row: whether groups are sampled row by row, in an engine that new weights reach between two
         steps, where the sampler can.
     max_groups: that a sampler is at work on at once, row by row.
@@ -126,6 +130,7 @@ class ServingSettings:
     groups_per_lease: int = 1
     min_valid: int = 1
     filters: tuple[str | Mapping[str, Any], ...] = ()
+    env_filters: tuple[tuple[str | Mapping[str, Any], ...], ...] = ()
     by_row: bool = False
     max_groups: int = 1
     in_flight: InFlight = "finish"

@@ -82,9 +82,11 @@ class RolloutSource:
         """Prompt groups learnt from so far, those of the batch handed out last among them."""
         return self._position
 
-    def publish(self, weights: PublishedWeights) -> None:
+    def publish(
+        self, weights: PublishedWeights, env_weights: tuple[float, ...] | None = None
+    ) -> None:
         """Sets the weights to sample with, before the first `next`; the batch handed out before was
-        learnt from."""
+        learnt from. `env_weights`: of the environments from now on, where they are others."""
         if weights.version != self._step:
             if self._handed_out:
                 self._turns.append(weights.version)
@@ -96,7 +98,8 @@ class RolloutSource:
         self._step = weights.version
         self._kept[weights.version] = weights
         self._kept = {v: w for v, w in self._kept.items() if v >= self._turns[0]}
-        self._ledger.call("publish", weights)
+        given = () if env_weights is None else (env_weights,)
+        self._ledger.call("publish", weights, *given)
 
     def next(self) -> JudgedBatch:
         """The next batch, once it is full. Where a synchronous run gets none, it is as before the

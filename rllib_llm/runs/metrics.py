@@ -99,7 +99,7 @@ GROUPS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("eval/iteration", "iterations", "when it was measured"),
         ("eval/pass@<k>, eval/pass^<k>", "share", "prompts with one (all) of k right; _low, _high"),
         ("eval/<name>", "its own", "components and diagnostics"),
-        ("eval/<environment>/<name>", "as above", "for each of `eval_envs`"),
+        ("eval/<environment>/<name>", "as above", "for each of `eval_envs`, and of `envs`"),
     ),
     "Weights on their way": (
         ("weights/version, weights/oldest_version, weights/versions_behind", "updates",
@@ -327,14 +327,25 @@ def curves(results: Sequence[Mapping[str, Any]]) -> list[Curve]:
     """Those that some of the results have; of the losses that of the stage, since held-out losses
     of all kinds have one name."""
     keys = {key for result in results for key in result}
-    return [one for one in CURVES if keys & ({one.key, one.held_out} - {"eval/loss"})]
+    known = [one for one in CURVES if keys & ({one.key, one.held_out} - {"eval/loss"})]
+    return known + [
+        Curve(f"env/{name}/reward", f"reward of {name}", held_out=f"eval/{name}/scores")
+        for name in environments(results)
+    ]  # fmt: skip
+
+
+def environments(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The names of the environments of a run that has several."""
+    found = (re.fullmatch("env/([^/]+)/share_of_batch", key) for one in results for key in one)
+    return list(dict.fromkeys(match[1] for match in found if match))
 
 
 def columns(results: Sequence[Mapping[str, Any]]) -> list[Metric]:
     """Return the columns of the live table for the flat `results` of a stage's trials."""
     for marker, metrics in COLUMNS.items():
         if any(marker in result for result in results):
-            return _held(results, (EPISODES, *metrics, TOKENS_PER_S))
+            of_envs = (Metric(f"env/{name}/reward", name) for name in environments(results))
+            return _held(results, (EPISODES, *metrics, *of_envs, TOKENS_PER_S))
     return _held(results, STOCK_METRICS)
 
 

@@ -14,6 +14,7 @@ from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
 from rllib_llm.algorithms.places import Reservation, check_nodes, total_of
 from rllib_llm.algorithms.registry import ALGORITHMS
 from rllib_llm.checkpoints.algorithm import restore_source
+from rllib_llm.config.environments import entry_config
 from rllib_llm.config.schema import as_written, checked_config
 from rllib_llm.config.tabled_config import TabledConfig
 from rllib_llm.runs.doctor.data_rules import SETTINGS, row_problems, source_problems
@@ -283,6 +284,9 @@ def check_env(config: Any, algo_class: type) -> None:
     from rllib_llm.shared.dotted import looks_dotted
     from rllib_llm.shared.ray_compat import registered_env
 
+    for name in getattr(config, "envs", None) or ():
+        found = problems_in(check_env, entry_config(config, name), algo_class)
+        report([problem.within(f"envs.{name}") for problem in found])
     env = getattr(config, "env", None)
     rule = "be a gymnasium id, a registered name or a dotted path"
     is_of_rllib = isinstance(config, AlgorithmConfig) and not isinstance(config, TabledConfig)

@@ -229,6 +229,8 @@ class _Trial:
                 "Train with --checkpoint-at-end or --checkpoint-freq")  # fmt: skip
         newest = self.checkpoints[max(self.checkpoints)]
         self.config = saved_config(local_copy(newest))
+        require(not getattr(self.config, "envs", None), "envs", ..., "be left out", "only runs "
+                "with one environment are sampled again", "Look at `rllib rollouts`")  # fmt: skip
         made = creator(self.config.env)
         kind = made.args[0] if isinstance(made, functools.partial) else made
         is_agents = isinstance(kind, type) and issubclass(kind, AgentEnv)

@@ -42,6 +42,7 @@ ROW_ID = "row_id"  # [B] int64, prompt position * completions per prompt + place
 GROUP = "group"  # [B] int64, the prompt's position: rows alike in it are completions of one prompt
 FROM_DATA = "from_data"  # [B] bool, True where a data set has the completion, not the policy
 REPLICA = "replica"  # [B] int32, of the environment that judged the row: its sampler's number
+ENVIRONMENT = "environment"  # [B] int32, of several: the number of the row's in `envs`
 ROW_WEIGHT = "row_weight"  # [B] float32, share of its rollout: rows alike in ROW_ID sum to 1
 WEIGHTS_VERSION = "weights_version"  # [B, T] int32, of the weights that sampled it; -1: none did
 # Of a mixture of experts with routing_replay: the experts that the sampler chose, k of each layer.

@@ -110,7 +110,7 @@ def test_everything_that_counts_is_restored(tmp_path):
             assert new.num_updates == old.num_updates == 8
             assert new.num_ptx_texts == old.num_ptx_texts == 24
             assert new.ref_kl.value == old.ref_kl.value != 0.05
-            assert new.score_scale.state_dict() == old.score_scale.state_dict()
+            assert new.score_scales[0].state_dict() == old.score_scales[0].state_dict()
             assert new.learning_rate == old.learning_rate < 1e-3
 
 

@@ -57,7 +57,7 @@ def roll(env, *turns, num_prompts=2, num_completions=2, max_new_tokens=400):
     """The attempts and the judged batch of a scripted policy."""
     policy = ScriptedPolicy(env, *turns)
     attempts = run_rollouts(
-        env, env.tasks.rows(0, num_prompts), first_position=0, num_completions=num_completions,
-        complete=policy.complete, max_new_tokens=max_new_tokens,
+        env, env.tasks.rows(0, num_prompts), positions=range(num_prompts),
+        num_completions=num_completions, complete=policy.complete, max_new_tokens=max_new_tokens,
     )  # fmt: skip
     return attempts, judge(env, attempts, 0), policy

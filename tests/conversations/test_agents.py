@@ -54,7 +54,7 @@ def play(agent, *, engine=None, params=PARAMS, num_completions=2, seed=0, **chan
     server = open_for(env, engine, open_agent_server, (), "test")
     try:
         attempts = run_agents(
-            env, env.tasks.rows(0, 2), first_position=0, num_completions=num_completions,
+            env, env.tasks.rows(0, 2), positions=range(2), num_completions=num_completions,
             server=server, sampling=sampling_fields(params, seed), max_new_tokens=MAX_NEW_TOKENS,
         )  # fmt: skip
         return attempts, judge(env, attempts, 0)

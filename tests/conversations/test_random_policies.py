@@ -99,7 +99,7 @@ def test_rows_are_what_was_sampled_and_judges_see_what_is_stored(name, seed):
     ))  # fmt: skip
     policy = RandomPolicy(env.chat_format, source)
     attempts = run_rollouts(
-        env, env.tasks.rows(0, 1), first_position=0, num_completions=12,
+        env, env.tasks.rows(0, 1), positions=range(1), num_completions=12,
         complete=policy.complete, max_new_tokens=200,
     )  # fmt: skip
     stored = [copy.deepcopy(attempt.conversation.messages) for attempt in attempts]

@@ -300,7 +300,7 @@ def test_an_engine_that_dies_is_the_runs_trouble(make):
         raise EngineFailed("no tokens")
 
     with pytest.raises(EngineFailed, match="no tokens"):
-        run_rollouts(env, env.tasks.rows(0, 2), first_position=0, num_completions=2,
+        run_rollouts(env, env.tasks.rows(0, 2), positions=range(2), num_completions=2,
                      complete=complete, max_new_tokens=9)  # fmt: skip
 
 

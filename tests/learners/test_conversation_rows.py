@@ -46,7 +46,7 @@ def earning(learner):
 def test_what_turns_earned_is_scaled_as_their_sum_is():
     """Scores 100, 0, 50 have the deviation 50 (ddof 1): they become 2, 0, 1."""
     learner, to_go = rewards_to_go(earning, {"scale_scores": True})
-    assert learner.score_scale.count == 3 and learner.score_scale.std == pytest.approx(50.0)
+    assert learner.score_scales[0].count == 3 and learner.score_scales[0].std == pytest.approx(50.0)
     expected = [[2.0, 2.0, 0.8, 0.8], [0.0] * 4, [1.0, 1.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0]]
     torch.testing.assert_close(to_go, torch.tensor(expected))
 

@@ -80,7 +80,7 @@ def test_scores_are_penalised_then_clipped_then_scaled():
     # Their deviation with ddof 1: sqrt((1.8667^2 + 2.1333^2 + 0.2667^2) / 2) = 2.01329.
     learner, means = prepared_means(reinforce(**settings, scale_scores=True), batch)
     assert means["objective/rlhf_reward"] == pytest.approx(0.4 / 3 / 2.01329, rel=1e-5)
-    assert learner.score_scale.count == 3
+    assert learner.score_scales[0].count == 3
 
 
 def test_tokens_that_are_masked_as_stale_count_for_length_penalties():
@@ -111,8 +111,8 @@ def test_the_adaptive_coefficient_and_the_score_scale_are_part_of_the_state():
     restored = tiny.build(config)
     restored.set_state(learner.get_state())
     assert restored.ref_kl.value == learner.ref_kl.value != 0.1
-    assert restored.score_scale.state_dict() == learner.score_scale.state_dict()
-    assert restored.score_scale.count == 2
+    assert restored.score_scales[0].state_dict() == learner.score_scales[0].state_dict()
+    assert restored.score_scales[0].count == 2
     # A coefficient that was set anew wins over the checkpoint's.
     explored = tiny.build(reinforce(ref_kl_coeff=0.3, ref_kl_target=1.0, ref_kl_horizon=100.0))
     explored.set_state(learner.get_state())
@@ -217,7 +217,7 @@ def test_a_batch_that_is_not_finite_leaves_running_numbers_finite(tmp_path):
     assert metrics["num_refused_updates"] == 1 and learner.num_updates == 0
     assert learner.ref_kl.value == 0.1
     # Scores 0, 2, 3, 4, 5 were taken in: mean 2.8.
-    assert learner.score_scale.count == 5 and learner.score_scale.mean == pytest.approx(2.8)
+    assert learner.score_scales[0].count == 5 and learner.score_scales[0].mean == pytest.approx(2.8)
     tiny.update(learner, good)
     assert learner.num_updates == 1
 

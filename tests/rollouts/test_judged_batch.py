@@ -197,10 +197,21 @@ def test_tokens_that_were_inserted_are_never_learnt_from(order):
 
 
 def test_a_column_that_nothing_takes_the_place_of_is_named():
-    scored = batch([[1]], [[5]])
-    scored.columns[columns.REWARDS] = torch.zeros(1, 1)
-    with pytest.raises(ValueError, match="must return 'rewards' with all batches"):
-        concatenate([batch([[1]], [[5]]), scored])
+    taught = batch([[1]], [[5]])
+    taught.columns["extra"] = torch.zeros(1, 1)
+    with pytest.raises(ValueError, match="must return 'extra' with all batches"):
+        concatenate([batch([[1]], [[5]]), taught])
+
+
+def test_single_completions_beside_conversations_earn_nothing_at_turns():
+    """In either order; each of their rows is a rollout."""
+    plain, talked = batch([[1]], [[5, 6]]), batch([[1]], [[5], [7]])
+    talked.columns[columns.REWARDS] = torch.tensor([[1.0], [0.5]])
+    talked.columns[columns.ROW_WEIGHT] = torch.tensor([0.25, 0.75])
+    joined = concatenate([plain, talked]).columns
+    assert joined[columns.REWARDS].tolist() == [[0.0, 0.0], [1.0, 0.0], [0.5, 0.0]]
+    assert joined[columns.ROW_WEIGHT].tolist() == [1.0, 0.25, 0.75]
+    assert concatenate([talked, plain]).columns[columns.ROW_WEIGHT].tolist() == [0.25, 0.75, 1.0]
 
 
 def test_a_batch_that_could_not_be_judged_is_joined_with_one_that_was():

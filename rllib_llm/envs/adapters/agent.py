@@ -102,7 +102,7 @@ def open_for(
 
 
 def run_agents(
-    env: AgentEnv, rows: Sequence[PromptRow], *, first_position: int, num_completions: int,
+    env: AgentEnv, rows: Sequence[PromptRow], *, positions: Sequence[int], num_completions: int,
     server: Any, sampling: Mapping[str, Any], max_new_tokens: int,
 ) -> list[Rollout]:  # fmt: skip
     """Episodes of the agent about all tasks, `num_completions` of each, in the order of the tasks.
@@ -111,7 +111,7 @@ def run_agents(
     Raises:
         EngineFailed: the engine ended under them.
     """
-    attempts = new_attempts(env, rows, first_position, num_completions)
+    attempts = new_attempts(env, rows, positions, num_completions)
 
     async def play(attempt: Rollout) -> None:
         settings = dict(env.settings["template_settings"] or {})

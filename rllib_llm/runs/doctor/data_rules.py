@@ -44,6 +44,7 @@ NUM_ROWS = 32  # of which tokens are made, from the first on
 SETTINGS = (
     "model", "chat_template", "template_settings", "data", "eval_data", "max_length", "loss_on",
     "env", "env_config", "max_new_tokens", "evaluation_interval", "evaluation_config", "eval_envs",
+    "envs",
 )  # fmt: skip
 
 
@@ -71,7 +72,14 @@ def row_problems(config: Any) -> Iterator[Problem]:
                     for problem in problems_in(read, data):
                         yield problem.moved("data", name)
         elif isinstance(config, RLHFConfig):
-            yield from _of_prompts(config)
+            for name, entry in config.env_configs().items():
+                if name:
+                    given = {"env": entry.env, "env_config": entry.env_config}
+                    problems = [*source_problems(given)]
+                    problems += [] if errors_of(problems) else problems_in(_of_prompts, entry)
+                    yield from (problem.within(f"envs.{name}") for problem in problems)
+                else:
+                    yield from _of_prompts(config)
             yield from _of_evaluations(config)
 
 

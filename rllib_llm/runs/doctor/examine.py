@@ -20,7 +20,7 @@ from rllib_llm.runs.doctor.data_rules import data_rules
 from rllib_llm.runs.doctor.machine_rules import Machine, installation_rules, machine_rules
 from rllib_llm.runs.doctor.model_rules import model_rules, plan_rules, turn_rules
 from rllib_llm.runs.doctor.reward_rules import answer_scores, reward_rules
-from rllib_llm.runs.doctor.stage import Stage
+from rllib_llm.runs.doctor.stage import Stage, of_each_env
 from rllib_llm.runs.experiments import Experiment, with_stand_ins
 from rllib_llm.runs.run_folder import check_writable
 from rllib_llm.shared.errors import (
@@ -73,7 +73,7 @@ def stage_rules(stage: Stage, machine: Machine, is_here: bool = True) -> Iterato
     yield from run_rules(stage, makes_tools=True)
     yield from machine_rules(stage, machine, is_here=is_here)
     if stage.is_rlhf:
-        yield from reward_rules(stage)
+        yield from of_each_env(reward_rules, stage)
 
 
 def run_rules(stage: Stage, makes_tools: bool = False) -> Iterator[Problem]:
@@ -82,7 +82,7 @@ def run_rules(stage: Stage, makes_tools: bool = False) -> Iterator[Problem]:
     for rule in (plan_rules, model_rules, data_rules):
         yield from rule(stage)
     if stage.is_rlhf:
-        yield from turn_rules(stage, makes_tools=makes_tools)
+        yield from of_each_env(turn_rules, stage, makes_tools=makes_tools)
 
 
 NUM_ITERATIONS = 2

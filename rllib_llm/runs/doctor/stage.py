@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from rllib_llm.envs.registry import ENVIRONMENTS, default_settings
 from rllib_llm.runs.experiments import Experiment, StandIn
 from rllib_llm.runs.search_space import planned_iterations
 from rllib_llm.shared.dotted import named_model
+from rllib_llm.shared.errors import Problem
 
 MAX_ROWS = 20_000  # of a data set that are looked at
 
@@ -125,6 +126,16 @@ def env_settings(config: Any) -> dict[str, Any]:
     env["chat_template"] = env.get("chat_template") or config.chat_template or saved
     env["template_settings"] = env.get("template_settings") or config.template_settings
     return env
+
+
+def of_each_env(
+    rule: Callable[..., Iterable[Problem]], stage: Stage, **settings: Any
+) -> Iterator[Problem]:
+    """Problems that a rule finds in a stage, or in each of its environments if it has several."""
+    for name, own in stage.config.env_configs().items():
+        part = replace(stage, config=own, env=env_settings(own)) if name else stage
+        for problem in rule(part, **settings):
+            yield problem.within(f"envs.{name}") if name else problem
 
 
 def stage_of(experiment: Experiment, config: Any) -> Stage | None:

@@ -1,0 +1,116 @@
+"""Settings of runs with several environments."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from rllib_llm.config.sampling import Drawn
+from rllib_llm.config.sections import table, wrong
+from rllib_llm.config.tabled_config import flattened
+from rllib_llm.shared.errors import Problem
+from rllib_llm.shared.setting import DEFAULT_ENV, Section, Settings, setting, when
+
+SEVERAL = when("envs", "is set", bool, "Set envs, or remove it", ": there is one environment")
+# What an environment may have for itself: how its texts are drawn (but for the temperature, by
+# which the loss divides logits, too), and which of its groups are learnt from.
+OF_ENTRIES = {"env", "env_config", "filters", *Drawn.model_fields} - {"temperature"}
+NAME = re.compile(r"[A-Za-z][\w.-]*")
+
+
+class Environments(Settings):
+    """Several environments in one run, each with a name: `.environments(math={...}, chat={...})`,
+    in YAML `envs: {math: {...}, chat: {...}}`."""
+
+    envs: dict[str, dict[str, Any]] | None = setting(
+        None, "the environments by name; None: the one of `env` and its sections",
+        note="Each has a `weight` (1), and what an environment's sections take: env, env_config, "
+        "prompts, rewards, conversation; also filters, max_new_tokens, min_new_tokens, "
+        "stop_token_ids, top_p and top_k. What it leaves out is the run's.",
+        remedy="Write {math: {weight: 2, prompts: {data: ...}, rewards: {...}}, chat: {...}}",
+        also="environments env_list",
+    )  # fmt: skip
+    mix_by: Literal["groups", "tokens"] = setting(
+        "groups", "the unit of the weights of `envs`", note='"groups": of the groups that are '
+        'sampled; "tokens": of the tokens that are learnt from.', acts=(SEVERAL,),
+    )  # fmt: skip
+    env_weights: str | None = setting(
+        None, "the function that weighs the environments anew after each update; None: they keep "
+        "their weights", note='"difficulty": 4p(1 − p), at least 0.1, of the mean reward p; or the '
+        "dotted path of `f(metrics) -> {name: weight}`, or of a class of such functions with "
+        "get_state() and set_state(). See `rllib_llm.algorithms.env_weights`.",
+        choices=("difficulty",), or_dotted=True, acts=(SEVERAL,),
+    )  # fmt: skip
+    scale_scores_by: Literal["env", "batch"] = setting(
+        "env", "the completions over which scores are scaled and advantages are whitened",
+        note='"env": of each environment for itself, so that none with large scores drowns the '
+        'others; "batch": of all together.', acts=(SEVERAL,),
+    )  # fmt: skip
+
+
+ENVIRONMENTS = Section.of("environments", Environments)
+
+
+def entry_config(config: Any, name: str) -> Any:
+    """The config of one of several environments, not validated: the run's, with what its entry
+    says. One of another `env` begins with an empty `env_config`."""
+    entry = config.copy(copy_frozen=False)
+    entry.envs, given = None, flattened(type(config), overlay_of(config.envs[name]))
+    env = given.get("env") or config.env
+    if env in (None, DEFAULT_ENV):  # as sections name theirs
+        rows = (table(type(config)).get(key) for key in given.get("env_config", ()))
+        env = min((row.env for row in rows if row is not None), default=env)
+    if env != config.env:
+        entry.env, entry.env_config = env, {}
+    entry.update_from_dict(given)
+    return entry
+
+
+def overlay_of(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of an entry of `envs`, without its weight."""
+    return {name: value for name, value in entry.items() if name != "weight"}
+
+
+def has_held_out(entry: Any) -> bool:
+    """Whether an environment has prompts for evaluation: of its own, or by its settings."""
+    given = entry.env_config
+    return given.get("prompts") is None or bool(
+        given.get("eval_fraction") or given.get("eval_prompts") is not None
+    )
+
+
+def environment_rules(config: Any) -> Iterator[Problem]:
+    """Several environments have names, weights, and no settings that are the whole run's."""
+    if config.envs is not None and not config.envs:
+        yield wrong(config, "envs", "a mapping with an environment", "there is nothing to sample")
+    for name, entry in (config.envs or {}).items():
+        place = f"envs.{name}"
+        if not NAME.fullmatch(name):
+            yield Problem("the name of one of envs", "be letters, digits and _.-, a letter first",
+                          "results are reported as env/<name>/<metric>", "Write math, say", name
+                          )  # fmt: skip
+        weight = entry.get("weight", 1)
+        if not isinstance(weight, (int, float)) or not 0 <= weight < math.inf:
+            yield Problem(f"{place}.weight", "be a number of at least 0",
+                          "groups are shared out by it", "Write 1", weight)  # fmt: skip
+        given = flattened(type(config), overlay_of(entry), place)
+        for setting_name in given.keys() - OF_ENTRIES:
+            yield Problem(f"{place}.{setting_name}", "be set for the whole run",
+                          "all environments share it", "Move it out of envs", given[setting_name]
+                          )  # fmt: skip
+        if (longest := given.get("max_new_tokens", 0)) > config.max_new_tokens:
+            yield Problem(f"{place}.max_new_tokens", "be at most the run's max_new_tokens="
+                          f"{config.max_new_tokens}", "memory and losses count on it",
+                          f"Set max_new_tokens: {longest} for the run", longest)  # fmt: skip
+    weights = [entry.get("weight", 1) for entry in (config.envs or {}).values()]
+    if weights and all(weight == 0 for weight in weights):
+        yield wrong(config, "envs", "such that a weight is above 0", "nothing would be sampled")
+    if config.evaluation_interval and config.envs and not config.in_evaluation and not any(
+        has_held_out(entry_config(config, name)) for name in config.envs
+    ):
+        yield wrong(config, "evaluation_interval", "left out", "no environment has held-out "
+                    "prompts", "Set prompts: {eval_fraction: 0.1} in one of envs")  # fmt: skip
+    if config.envs:  # without sections, as `env_config` is kept, whose paths are found later
+        config.envs = {n: flattened(type(config), entry) for n, entry in config.envs.items()}

@@ -1,0 +1,232 @@
+"""Several environments in one run: shares of a batch, the same for any number of samplers, resumed
+runs, and what is said of each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rllib_llm.algorithms.env_weights import Difficulty
+from rllib_llm.algorithms.grpo import GRPOConfig
+from rllib_llm.rollouts.groups import Lease
+from rllib_llm.rollouts.in_flight import SingleRows
+from rllib_llm.rollouts.judged_batch import judged_groups, opened, requests_of
+from rllib_llm.rollouts.mixture import Mixture
+from rllib_llm.rollouts.schedule import ServingSettings
+from rllib_llm.shared import columns
+from rllib_llm.shared.errors import errors_of
+from tests.algorithms import tiny_runs as tiny
+from tests.rollouts.tiny_samplers import build_sampler, judged, publication
+
+DIGITS = f"{tiny.HERE}.num_digits"
+CHATTY = "tests.conversations.family_models"
+
+
+def sums(**entry):
+    prompts = {"data": tiny.PROMPTS, "max_prompt_len": 8}
+    return {"prompts": prompts, "rewards": {"functions": DIGITS}, **entry}
+
+
+def letters(**entry):
+    prompts = {"data": tiny.EVAL_PROMPTS, "max_prompt_len": 8}
+    return {"prompts": prompts, "rewards": {"functions": DIGITS}, **entry}
+
+
+def mixed(num_samplers=0, rows=18, **settings):
+    """Sums and letters, two to one."""
+    config = GRPOConfig().language_model(model=tiny.MODEL).env_runners(num_env_runners=num_samplers)
+    config.environments(sums=sums(weight=2), letters=letters(max_new_tokens=3))
+    config.sampling(max_new_tokens=5, log_samples_every=0, num_completions=3)
+    config.training(train_batch_size_per_learner=rows, minibatch_size=6, lr=1e-3)
+    return config.update_from_dict(settings)
+
+
+def chatty(num_samplers=0):
+    """A bandit beside conversations of several turns."""
+    config = mixed(num_samplers, rows=8).language_model(model=f"{CHATTY}.build_chatml")
+    config.environments(chat={"env": f"{CHATTY}.Chatty", "env_config": {"max_concurrent": 1}})
+    config.envs["letters"]["weight"] = 0
+    return config.sampling(num_completions=2, max_new_tokens=12,
+                           stop_token_ids=list(range(300, 400)))  # fmt: skip
+
+
+def learn(config, num_iterations=3):
+    with tiny.built(config) as algorithm:
+        return tiny.train(algorithm, num_iterations), tiny.weights(algorithm)
+
+
+def same(one, other):
+    timeless = [[{**r, "env": {k: v for k, v in r["env"].items() if not k.endswith("/eps")}}
+                 for r in results] for results, _ in (one, other)]  # fmt: skip
+    assert timeless[0] == timeless[1]
+    tiny.assert_same_weights(one[1], other[1])
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return learn(mixed(), 4)
+
+
+def test_a_batch_has_the_shares_of_the_weights(whole):
+    for result in whole[0]:
+        of = result["env"]
+        assert (of["sums/share_of_batch"], of["letters/share_of_batch"]) == (2 / 3, 1 / 3)
+        assert (of["sums/episodes"], of["letters/episodes"]) == (12.0, 6.0)
+        assert of["letters/output_length"] <= 3 < of["sums/output_length"] <= 5
+        assert of["sums/reward"] == pytest.approx(of["sums/num_digits_rewards"])
+        both = (12 * of["sums/reward"] + 6 * of["letters/reward"]) / 18
+        assert result["objective"]["scores"] == pytest.approx(both)
+
+
+def test_conversations_are_learnt_beside_single_completions():
+    results, _ = learn(chatty(), 2)
+    of = results[-1]["env"]
+    assert of["sums/episodes"] + of["chat/episodes"] == 8
+    assert of["chat/num_turns"] > 1
+    assert "sums/num_turns" not in of
+
+
+def ahead(num_samplers=0, **settings):
+    """One update ahead, mixed by tokens, with weights that follow from results."""
+    config = mixed(num_samplers, off_policy="bypass", max_staleness=1, groups_per_lease=1)
+    return config.environments(**settings)
+
+
+WEIGHED = {"env_weights": f"{__name__}.Alternating", "mix_by": "tokens"}
+
+
+class Alternating:
+    """Weights that depend on how often they were asked for, and on a result."""
+
+    def __init__(self):
+        self.num_asked = 0
+
+    def __call__(self, metrics):
+        self.num_asked += 1
+        return {"letters": 1 + self.num_asked % 2 + abs(metrics["sums"]["reward"])}
+
+    def get_state(self):
+        return self.num_asked
+
+    def set_state(self, state):
+        self.num_asked = state
+
+
+@pytest.fixture(scope="module")
+def whole_ahead():
+    return learn(ahead(**WEIGHED), 5)
+
+
+@pytest.mark.slow  # samplers in processes of their own
+@pytest.mark.parametrize("num_samplers", [1, 3])
+def test_any_number_of_samplers_learns_the_same(whole_ahead, num_samplers):
+    same(learn(ahead(num_samplers, **WEIGHED), 5), whole_ahead)
+
+
+@pytest.mark.parametrize("config", [mixed, lambda: ahead(**WEIGHED)], ids=["mixed", "ahead"])
+def test_a_resumed_run_is_the_uninterrupted_one(config, tmp_path, whole, whole_ahead):
+    uninterrupted = whole if config is mixed else whole_ahead
+    num = len(uninterrupted[0])
+    with tiny.built(config()) as algorithm:
+        before = tiny.train(algorithm, 2)
+        algorithm.save_to_path(tmp_path / "checkpoint")
+    with tiny.built(config()) as algorithm:
+        algorithm.restore_from_path(tmp_path / "checkpoint")
+        after = tiny.train(algorithm, num - 2)
+        same((before + after, tiny.weights(algorithm)), uninterrupted)
+
+
+def test_weights_follow_from_results(whole_ahead):
+    """Sampled ahead: what is asked for after the first update holds from the third batch on."""
+    shares = [result["env"]["letters/share_of_batch"] for result in whole_ahead[0]]
+    assert shares[:2] == pytest.approx([1 / 3, 1 / 3])
+    assert len({*shares}) > 2
+
+
+def all_pass(group):
+    return True, ""
+
+
+def test_filters_are_those_of_the_entry():
+    config = mixed()
+    config.envs["letters"]["filters"] = [{"name": "length", "most": 0}]
+    config.envs["sums"]["filters"] = [f"{__name__}.all_pass"]
+    with tiny.built(config.streaming(max_resampling=99)) as algorithm:
+        result = algorithm.train()
+    assert result["env"]["sums/share_of_batch"] == 1
+    assert result["rollouts"]["rejected/too_long"] > 0
+
+
+def test_entries_with_held_out_prompts_are_evaluated_by_name():
+    config = mixed().evaluation(evaluation_interval=1, evaluation_duration=6)
+    config.envs["sums"]["prompts"] |= {"eval_data": tiny.EVAL_PROMPTS}
+    with tiny.built(config) as algorithm:
+        held_out = algorithm.train()["eval"]
+    assert held_out["sums/scores"] == held_out["scores"]
+    assert not [name for name in held_out if name.startswith("letters/")]
+
+
+def test_frozen_models_that_entries_share_are_loaded_once():
+    config = mixed(ref_kl_coeff=0.1)
+    for name in config.envs:
+        config.envs[name]["rewards"] = {"model": f"{tiny.HERE}.build_classifier"}
+    with tiny.built(config) as algorithm:
+        envs = algorithm.env_runner.envs
+        assert envs["sums"].reference.model is envs["letters"].reference.model
+        judges = [env.rewards.terms[0].function.model for env in envs.values()]
+        assert judges[0] is judges[1]
+        assert algorithm.train()["env"]["letters/reward_model_rewards"] != 0
+
+
+def test_rows_of_all_environments_share_an_engine():
+    """Row by row each group has the tokens that its environment's batch has."""
+    sampler = build_sampler(mixed(), worker_index=1).sampler
+    mixture = Mixture((2.0, 1.0))
+    places = tuple(mixture.place(position) for position in range(4, 10))
+    lease = Lease(1, 4, 6, publication(), places=places)
+    rows = SingleRows(sampler, ServingSettings(3, in_flight="keep", max_groups=6))
+    rows.load(publication(), 0)
+    rows.add(lease)
+    found = {}
+    while rows.leases:
+        for _, generated in rows.step():
+            batch = sampler.judge(generated, beside=True)
+            found[int(batch.columns[columns.GROUP][0])] = batch.columns
+    expected = {}
+    for request in requests_of(lease, 3):
+        batch = judged(sampler, request, publication())
+        for group in judged_groups(batch):
+            expected[group.position] = opened(group.payload).columns
+    assert sorted(found) == sorted(expected) == [*range(4, 10)]
+    names = (columns.COMPLETION_IDS, columns.PROMPT_INDEX, columns.ROW_ID, columns.ENVIRONMENT)
+    for position, place in zip(lease.positions, places, strict=True):
+        for name in names:
+            assert torch.equal(found[position][name], expected[position][name]), name
+        assert found[position][columns.ENVIRONMENT].tolist() == [place.env] * 3
+        longest = 3 if place.env else 5
+        assert found[position][columns.COMPLETION_IDS].shape[1] <= longest
+
+
+@pytest.mark.parametrize(
+    ("entry", "name"),
+    [
+        ({"weight": -1}, "envs.sums.weight"), ({"temperature": 0.5}, "envs.sums.temperature"),
+        ({"max_new_tokens": 9}, "envs.sums.max_new_tokens"), ({"promts": {}}, "envs.sums.promts"),
+        ({"prompts": {"dta": 1}}, "envs.sums.prompts.dta"),
+        ({"env": "no/Env-v9"}, "envs.sums.env"),
+        ({"max_new_tokens": "many"}, "envs.sums.max_new_tokens"),
+    ],
+)  # fmt: skip
+def test_wrong_entries_are_named(entry, name):
+    config = mixed()
+    config.envs["sums"] = {**config.envs["sums"], **entry}
+    assert name in [problem.name for problem in errors_of(config.problems())]
+
+
+def test_difficulty_is_most_where_half_is_solved():
+    weigh = Difficulty(floor=0.1, smoothing=0.5)
+    assert weigh({"half": {"reward": 0.5}, "none": {"reward": -3.0}}) == {"half": 1.0, "none": 0.1}
+    assert weigh({"half": {"reward": 1.0}})["half"] == 4 * 0.75 * 0.25
+    again = Difficulty(floor=0.1, smoothing=0.5)
+    again.set_state(weigh.get_state())
+    assert again({"none": {"reward": 1.0}}) == weigh({"none": {"reward": 1.0}})

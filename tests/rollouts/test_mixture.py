@@ -1,0 +1,85 @@
+"""Which environment a position is of: shares, states, and news that come at any time."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from rllib_llm.rollouts.mixture import Mixture, News, Place
+
+
+def dealt(mixture, positions, turn=None):
+    return [mixture.place(position, turn) for position in positions]
+
+
+def test_the_order_of_two_to_one_is_websters():
+    """Of (n + ½)/w: 0.25, 0.75, 1.25, ... for weight 2, and 0.5, 1.5, ... for 1."""
+    envs = [place.env for place in dealt(Mixture((2, 1)), range(9))]
+    assert envs == [0, 1, 0, 0, 1, 0, 0, 1, 0]
+
+
+@pytest.mark.parametrize("weights", [(1, 1), (2, 1), (3, 2, 1), (0.7, 0.1, 0.2), (5, 0, 1, 1, 1)])
+def test_a_batch_is_within_one_group_of_the_weights(weights):
+    """Wherever it begins, for two environments. For more no order has that (Fraenkel's conjecture):
+    the bound is two groups, and none where its shares are whole numbers, as from the first on."""
+    envs = [place.env for place in dealt(Mixture(weights), range(320))]
+    for env, weight in enumerate(weights):
+        share, count = weight / sum(weights), [0]
+        for other in envs:
+            count.append(count[-1] + (other == env))
+        for size in (4, 7, 16):
+            off = [abs(n - m - size * share) for m, n in zip(count, count[size:], strict=False)]
+            assert max(off) <= 1 if len(weights) == 2 else max(off) < 2
+        whole = {2: 6, 3: 60, 5: 8}[len(weights)]
+        assert count[::whole] == pytest.approx([k * whole * share for k in range(320 // whole + 1)])
+
+
+def test_positions_of_an_environment_follow_one_another():
+    mixture = Mixture((3, 2, 1))
+    for env in range(3):
+        own = [place.position for place in dealt(mixture, range(60)) if place.env == env]
+        assert own == list(range(len(own)))
+
+
+@pytest.mark.parametrize("by", ["position", "state"])
+def test_it_continues_at_any_position(by):
+    whole, mixture = dealt(Mixture((3, 2, 1)), range(40)), Mixture((3, 2, 1))
+    if by == "position":
+        mixture.begin(17)
+    else:
+        before = Mixture((3, 2, 1))
+        dealt(before, range(17))
+        mixture.set_state(pickle.loads(pickle.dumps(before.state())))
+    assert dealt(mixture, range(17, 40)) == whole[17:]
+
+
+def test_one_environment_has_the_positions_of_all():
+    assert dealt(Mixture(), range(3, 6)) == [Place(0, 3), Place(0, 4), Place(0, 5)]
+
+
+def test_news_hold_from_their_batch_on_whenever_they_come():
+    early, late = Mixture((1, 1)), Mixture((1, 1))
+    for mixture in (early, late):
+        dealt(mixture, range(4), 0)
+    early.learn(News(2, weights=(1.0, 0.0)))
+    found = [dealt(early, range(4, 8), 1)]
+    found.append(dealt(late, range(4, 8), 1))
+    late.learn(News(2, weights=(1.0, 0.0)))
+    assert found[0] == found[1]
+    assert {place.env for place in dealt(early, range(8, 12), 2)} == {0}
+    assert dealt(early, range(8, 12), 2) == dealt(late, range(8, 12), 2)
+
+
+def test_by_tokens_the_shorter_completions_are_sampled_more_often():
+    """Groups of 30 and of 10 tokens, alike in weight: three of the shorter for one of the other."""
+    mixture, tokens, position = Mixture((1, 1), "tokens"), [0, 0], 0
+    for turn in range(1, 30):
+        batch = range(position, position + 8)
+        position += 8
+        of = {p: (30, 10)[mixture.place(p, turn - 1).env] for p in batch}
+        for p, count in of.items():
+            tokens[mixture.place(p).env] += count
+        mixture.learn(News(turn, tokens=of, settled=position - 1))
+        mixture.forget(position)
+    assert tokens[0] / sum(tokens) == pytest.approx(0.5, abs=0.02)
