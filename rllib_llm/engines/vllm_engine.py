@@ -319,7 +319,7 @@ class VLLMEngine(Engine):
 
 
 def _num_versions(config: Any) -> int:
-    """Of adapters that vLLM keeps: of the rows in flight, and the newest."""
+    """How many versions of adapters vLLM keeps: those of the rows in flight, and the newest."""
     return config.max_staleness + 2
 
 
