@@ -22,27 +22,27 @@ WORDS = 4  # of a text that is read by people
 # Of each room: lines, and the share (%) of them that are texts and complaints.
 ROOMS = {
     "": (55, 1.8),
-    "algorithms": (3193, 6.3),
-    "checkpoints": (729, 5.6),
-    "cli": (2384, 9.9),
-    "config": (2815, 26.8),
-    "conversations": (1568, 3.6),
-    "data": (3253, 6.6),
-    "engines": (5102, 2.4),
-    "envs": (7894, 7.6),
-    "examples": (1228, 4.1),
-    "learners": (2937, 1.5),
-    "modules": (5154, 3.1),
-    "numerics": (1533, 0.7),
+    "algorithms": (3473, 5.9),
+    "checkpoints": (731, 5.6),
+    "cli": (2349, 9.8),
+    "config": (3009, 26.9),
+    "conversations": (1635, 3.5),
+    "data": (3367, 6.5),
+    "engines": (5301, 2.5),
+    "envs": (7981, 7.6),
+    "examples": (1444, 4.1),
+    "learners": (3098, 1.6),
+    "modules": (5717, 3.0),
+    "numerics": (1555, 0.6),
     "overseer": (962, 4.2),
-    "rollouts": (5840, 1.2),
-    "runs": (6744, 8.9),
-    "serving": (5894, 5.5),
-    "shared": (3368, 3.8),
-    "weights": (2200, 2.0),
+    "rollouts": (6227, 1.2),
+    "runs": (6920, 8.8),
+    "serving": (6172, 5.8),
+    "shared": (3473, 3.7),
+    "weights": (2239, 2.0),
 }
-SAME_NAMES = 1  # classes whose name stands in another file as well
-RAISES = 518
+SAME_NAMES = 2  # classes whose name stands in another file as well
+RAISES = 520
 
 
 @cache

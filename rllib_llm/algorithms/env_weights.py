@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rllib_llm.shared.dotted import import_dotted
@@ -59,8 +59,7 @@ class EnvWeights:
         found: Any = Difficulty
         if chosen != "difficulty":
             found = import_dotted(chosen, name="env_weights")
-        self._function: Callable[[Metrics], Mapping[str, float]]
-        self._function = found() if inspect.isclass(found) else found
+        self._function: Any = found() if inspect.isclass(found) else found
         self._weights = dict(zip(names, weights, strict=True))
         self._metrics: dict[str, dict[str, float]] = {}
 

@@ -99,9 +99,9 @@ def entries_of(data: Sequence[Any], name: str) -> list[tuple[dict[str, Any], flo
     for number, entry in enumerate(data):
         own = dict(entry)
         weight = own.pop("weight", None)
-        if type(weight) not in (int, float) or not 0 < weight < math.inf:
-            raise Problems(f"{name}[{number}].weight", "be a number above 0", "it is the entry's "
-                           "share beside the others'", "Write weight: 1", weight)  # fmt: skip
+        require(type(weight) in (int, float) and 0 < weight < math.inf,
+                f"{name}[{number}].weight", weight, "be a number above 0",
+                "it is the entry's share beside the others'", "Write weight: 1")  # fmt: skip
         entries.append((own, weight))
     return entries
 

@@ -176,8 +176,7 @@ def check_rows(rows: Sequence[Row], held: Iterable[Hashable], version: int | Non
         raise RuntimeError("weights must be loaded before an engine samples")
     seen = set(held)
     for row in rows:
-        if row.id in seen:
-            raise Problems("row.id", "be one that is not in the engine", value=row.id)
+        require(row.id not in seen, "row.id", row.id, "be one that is not in the engine")
         seen.add(row.id)
         if row.version not in (None, version):
             rule = f"be {version!r} or left out"

@@ -302,10 +302,10 @@ def check_reference_vocabulary(
 
 def check_teacher(teacher: str | os.PathLike, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises Problems where a teacher reads the policy's `tokenizer` otherwise."""
-    if difference := vocabulary_difference(teacher, tokenizer, "its"):
-        raise Problems("teacher", "have the vocabulary of the policy", difference,
-                       "Take a teacher of the same family, or train on its texts with SFT",
-                       str(teacher))  # fmt: skip
+    difference = vocabulary_difference(teacher, tokenizer, "its")
+    require(not difference, "teacher", str(teacher), "have the vocabulary of the policy",
+            difference, "Take a teacher of the same family, or train on its texts with SFT"
+            )  # fmt: skip
 
 
 def vocabulary_difference(

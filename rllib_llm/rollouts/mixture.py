@@ -26,7 +26,7 @@ class Place(NamedTuple):
 
 
 class News(NamedTuple):
-    """What holds from batch `turn` on.
+    """The order from batch `turn` on.
 
     weights: of the environments, where they are others. tokens: learnt from, by position.
     settled: groups up to this position are learnt from, or never will be.

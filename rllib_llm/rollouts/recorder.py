@@ -202,7 +202,9 @@ def _texts(batch: JudgedBatch, tokenizer: Any) -> dict[str, pa.Array]:
     its messages."""
     if "completion" in batch.texts:
         stored = [name for name in ("prompt", "completion", "messages") if name in batch.texts]
-        rows = {name: pa.array(batch.texts[name], pa.string()) for name in stored}
+        rows: dict[str, pa.Array] = {
+            name: pa.array(batch.texts[name], pa.string()) for name in stored
+        }
         if "messages" in rows:  # "" where it was no conversation
             told = [messages or None for messages in batch.texts["messages"]]
             rows["messages"] = pa.array(told, pa.string())

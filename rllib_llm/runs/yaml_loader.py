@@ -334,11 +334,10 @@ def sound_experiments(
     data = apply_overrides(with_includes(data, source, here), overrides, source)
     values = _variables(data.pop("vars", None), source, here)
     require(data, source, ..., "hold experiments", "it has nothing but `vars`", remedy)
-    if isinstance(run := data.get("run"), str):
-        raise Problems(
-            f"{source}: an experiment", "have a name", f"`run: {run}` stands at the top",
-            "Write a line such as `my-run:` above it, and indent the rest below",
-        )  # fmt: skip
+    run = data.get("run")
+    require(not isinstance(run, str), f"{source}: an experiment", ..., "have a name",
+            f"`run: {run}` stands at the top",
+            "Write a line such as `my-run:` above it, and indent the rest below")  # fmt: skip
     names = list(data)
     sound: dict[str, Experiment] = {}
     errors: list[Problem] = []

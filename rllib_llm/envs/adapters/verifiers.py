@@ -27,7 +27,7 @@ from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.settings import declared
 from rllib_llm.envs.tools import FunctionTool, tool_schema
 from rllib_llm.shared.dotted import import_dotted, looks_dotted
-from rllib_llm.shared.errors import Problems, require
+from rllib_llm.shared.errors import require
 from rllib_llm.shared.messages import blamed_on, told
 from rllib_llm.shared.remote import Away, call
 from rllib_llm.shared.setting import Settings, setting
@@ -311,11 +311,10 @@ def _check_task(task: Any) -> None:
         f"{sorted([*hooks, *wants])} want a runtime": hooks or wants,
         "it has no prompt, and waits for a user to begin": task.data.prompt is None,
     }
-    if reason := next((reason for reason, holds in reasons.items() if holds), ""):
-        raise Problems(
-            f"task {type(task).__name__} number {task.data.idx}", "need nothing but this process",
-            reason, "Train with verifiers' harness against /inference/v1/generate of rllib serve",
-        )  # fmt: skip
+    reason = next((reason for reason, holds in reasons.items() if holds), "")
+    require(not reason, f"task {type(task).__name__} number {task.data.idx}", ...,
+            "need nothing but this process", reason, "Train with verifiers' harness against "
+            "/inference/v1/generate of rllib serve")  # fmt: skip
 
 
 def _checked(toolsets: Sequence[Any]) -> list[Any]:
@@ -332,11 +331,10 @@ def _checked(toolsets: Sequence[Any]) -> list[Any]:
             "its register() offers tools that @vf.tool does not declare":
                 type(toolset).register is not vf.Toolset.register,
         }  # fmt: skip
-        if reason := next((reason for reason, holds in reasons.items() if holds), ""):
-            raise Problems(
-                f"toolset {type(toolset).__name__}", "be one of this process", reason,
-                "Name a server in mcp_servers, or train with verifiers' own harness",
-            )  # fmt: skip
+        reason = next((reason for reason, holds in reasons.items() if holds), "")
+        require(not reason, f"toolset {type(toolset).__name__}", ..., "be one of this process",
+                reason, "Name a server in mcp_servers, or train with verifiers' own harness"
+                )  # fmt: skip
     return list(toolsets)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rllib_llm.envs.judges.rewards import RewardBatch, RewardError, RewardSum
-from rllib_llm.shared.errors import Problems, require
+from rllib_llm.shared.errors import require
 
 _RESERVED = ("prompt", "completion")
 
@@ -86,15 +86,14 @@ def calibrate(
         RewardError: the judge failed on all rows.
     """
     needed = {label_column, *_RESERVED}
-    if missing := sorted(needed - {*(rows[0] if rows else ())}):
-        raise Problems(
-            "rows", f"have the columns {sorted(needed)}", f"there is no {missing}",
-            "Rename the columns, or name that of the labels: label_column, --label",
-        )  # fmt: skip
+    missing = sorted(needed - {*(rows[0] if rows else ())})
+    require(not missing, "rows", ..., f"have the columns {sorted(needed)}",
+            f"there is no {missing}",
+            "Rename the columns, or name that of the labels: label_column, --label")  # fmt: skip
     for number, row in enumerate(rows):
         label = row.get(label_column)
-        if not isinstance(label, (int, float)) or not math.isfinite(label):
-            raise Problems(f"{label_column} in row {number}", "be a finite number", value=label)
+        require(isinstance(label, (int, float)) and math.isfinite(label),
+                f"{label_column} in row {number}", label, "be a finite number")  # fmt: skip
     sums = RewardSum(judge)
     require(
         sums.wants_texts, "judge", ..., "read texts", "rows of a file have no token ids",
