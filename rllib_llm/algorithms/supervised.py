@@ -83,7 +83,9 @@ class SupervisedConfig(LanguageModelConfig):
             type(self).source_class, f"{type(self).__name__}.source_class", "a class or a function",
             "it reads the data", "Set it in the class, or override make_source",
         )  # fmt: skip
-        reads = {"model": self.pretrained_model, "chat_template": self.chat_template}
+        reads: dict[str, Any] = {
+            "model": self.pretrained_model, "chat_template": self.chat_template
+        }
         return batches_of(source, data, seed=self.seed or 0, **reads, **settings)
 
     def longest_text(self) -> int:
