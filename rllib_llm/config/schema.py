@@ -104,9 +104,7 @@ def sound_settings(
 
 
 def as_written(problem: Problem, settings: Mapping[str, Any], config: Any) -> Problem:
-    """The problem as YAML says it, its setting called as `settings` call it where it stands in a
-    section."""
-    problem = problem.in_yaml()
+    """The problem, its setting called as `settings` call it where it stands in a section."""
     names = written_names(type(config), settings) if isinstance(config, TabledConfig) else {}
     for name, place in names.items():
         if problem.is_of(name):

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import hashlib
 import json
 import logging
 import math
@@ -39,7 +40,6 @@ import pyarrow as pa
 import pyarrow.fs
 import pyarrow.parquet as pq
 
-from rllib_llm.modules.images import image_name
 from rllib_llm.shared.errors import Problem, Problems, require
 from rllib_llm.shared.storage import Place, place
 
@@ -110,6 +110,11 @@ SCHEMA = pa.schema(
 
 class RolloutSchemaError(Problems):
     """Files of another schema version."""
+
+
+def image_name(data: bytes) -> str:
+    """The name of an image in a store: a hash of its file."""
+    return hashlib.sha256(data).hexdigest()[:32]
 
 
 def is_rollout_folder(folder: str | Place) -> bool:

@@ -21,10 +21,11 @@ from rllib_llm.engines.kv_cache import (
 )
 from rllib_llm.engines.llama_step import Blocks, LlamaStep, Order, additive, is_llama_shaped
 from rllib_llm.engines.row_blocks import cost_of_block
-from rllib_llm.modules.images import Shown, image_token_id, seeing
+from rllib_llm.modules.images import Shown, image_token_id
 from rllib_llm.modules.multimodal import is_multimodal
 from rllib_llm.modules.precision import leave_out_cudnn_attention
 from rllib_llm.modules.routers import routed
+from rllib_llm.modules.towers import seeing
 from rllib_llm.modules.trunk import take_apart, wants_recurring_sizes
 from rllib_llm.shared.errors import require
 

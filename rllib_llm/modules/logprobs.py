@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rllib_llm.modules.images import Shown, seen_hidden
+from rllib_llm.modules.images import Shown
 from rllib_llm.modules.model_source import text_config
 from rllib_llm.modules.packing import TokenRows, WantedTokens, completion_rows, text_rows
 from rllib_llm.modules.routers import Routing
+from rllib_llm.modules.towers import seen_hidden
 from rllib_llm.modules.trunk import take_apart, wanted_hidden, wanted_tokens
 from rllib_llm.numerics.kl import full_kl
 from rllib_llm.numerics.token_stats import in_chunks, token_stats

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rllib_llm.modules.images import Shown, seen_hidden
+from rllib_llm.modules.images import Shown
 from rllib_llm.modules.model_source import model_config
 from rllib_llm.modules.packing import TokenRows
+from rllib_llm.modules.towers import seen_hidden
 from rllib_llm.modules.trunk import wanted_hidden, wanted_tokens
 from rllib_llm.shared.columns import fetched
 from rllib_llm.shared.errors import Problems, require

@@ -62,12 +62,6 @@ class Problem:
         """Whether its name is `place`, or begins with it."""
         return self.name == place or self.name.startswith(tuple(f"{place}{each}" for each in ".[:"))
 
-    def in_yaml(self) -> Problem:
-        """The same, with a remedy in YAML: `name: value` for Python's `name=value`."""
-        remedy = _SET.sub(lambda given: f"{given[1]}: {given[2].strip(chr(39))}", self.remedy)
-        remedy = _TUPLE.sub(r"[\1]", remedy)
-        return replace(self, remedy=_PYTHON.sub(lambda word: _YAML[word[0]], remedy))
-
     def moved(self, place: str, to: str) -> Problem:
         """The same, its name with `to` for `place` where it begins with that, else within `to`."""
         if self.is_of(place):
@@ -95,10 +89,6 @@ def note(fact: str, remedy: str = "") -> Problem:
     return Problem(fact, remedy=remedy, severity="note")
 
 
-_SET = re.compile(r"(?<![\w.(=])([a-z_][\w.]*)=('[^']*'|\[[^\]]*\]|[-+\w.]*\w)")
-_TUPLE = re.compile(r"(?<![\w`])\(([-\d.e]+(?:, [-\d.e]+)+)\)")
-_YAML = {"None": "null", "True": "true", "False": "false"}
-_PYTHON = re.compile(rf"\b({'|'.join(_YAML)})\b(?! of)")
 
 
 class Problems(ValueError):

@@ -421,7 +421,7 @@ def test_callbacks_are_functions_or_several_of_them():
     (SFTConfig, "sampling",
      "It is for PPOPtx, GRPO, RLOO, ReinforcePP, Distillation and Generate: leave"),
     (SFTConfig, "wandb",
-     "Its sections are language_model, training, learners, fault_tolerance, framework, "),
+     "Its sections are language_model, training, learners, fault_tolerance, experts, framework, "),
 ])  # fmt: skip
 def test_an_attribute_that_is_not_there_is_told_with_what_resembles_it(config, name, said):
     with pytest.raises(AttributeError) as error:

@@ -57,7 +57,7 @@ def test_turns_are_sampled_and_learnt_with_the_images_of_the_first(task, folder)
     )
     with contextlib.closing(EngineLoop(TorchEngine(model, version=0))) as loop:
         attempts = run_rollouts(
-            env, env.tasks.rows(0, 2), first_position=0, num_completions=3,
+            env, env.tasks.rows(0, 2), positions=[0, 1], num_completions=3,
             complete=completer(loop, params, 5), max_new_tokens=4,
         )  # fmt: skip
     judged = judge(env, attempts, 0)

@@ -76,7 +76,7 @@ def test_references_are_filled_inside_and_as_whole_values():
         ("include: 3", "x.yaml: include=3 must be a file or a list of files"),
         ("include: nowhere.yaml", "must be a YAML file: there is none"),
         ("a: SFT", "a='SFT' must be a mapping"),
-        ("1a: {run: SFT}", "'1a' must be letters"),
+        ("1a: {run: SFT}", "'1a' must be at most 200 letters"),
         ("[1, 2]", "x.yaml must hold experiments: it is a list. Write"),
         ("", "x.yaml must hold experiments: it is empty. Write"),
     ],

@@ -74,19 +74,6 @@ def test_a_network_is_not_printed():
     assert shown(torch.nn.Sequential(torch.nn.ReLU())) == "<Sequential>"
 
 
-SAME = ".prompts(max_prompt_len=8), None of these, a == b"
-
-
-@pytest.mark.parametrize(("python", "yaml"), [
-    ("Set reference_in='learner', or leave it out", "Set reference_in: learner, or leave it out"),
-    ("Use None, a_1=3e-4 and b=[1, 2].", "Use null, a_1: 3e-4 and b: [1, 2]."),
-    ("Use (0.9, 0.999), x=True", "Use [0.9, 0.999], x: true"),
-    (SAME, SAME),
-])  # fmt: skip
-def test_a_remedy_for_a_file_is_written_in_yaml(python, yaml):
-    assert Problem("x", "be y", remedy=python).in_yaml().remedy == yaml
-
-
 def test_an_entry_s_problem_is_moved_with_its_name():
     assert Problem("data.limit").moved("data", "data[2]").name == "data[2].limit"
     assert Problem("data").moved("data", "data[2]").name == "data[2]"

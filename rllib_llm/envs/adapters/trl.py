@@ -61,13 +61,15 @@ class TRLEnv(ConversationEnv):
             given.setdefault("max_turns", most + 1)
         super().__init__(given)
 
-    def _open(self) -> None:
-        super()._open()
-        # By the name of a row's environment, where there are several: each has tools of its own.
-        self._toolboxes = {
-            name: self._make_toolbox(self._tools_with(name)) for name in self.factories if name
-        }
-        self._formats = {name: self._make_format(box) for name, box in self._toolboxes.items()}
+    # By the name of a row's environment, where there are several: each has tools of its own.
+
+    @functools.cached_property
+    def _toolboxes(self) -> dict[str, Toolbox]:
+        return {name: self._make_toolbox(self._tools_with(name)) for name in self.factories if name}
+
+    @functools.cached_property
+    def _formats(self) -> dict[str, ChatFormat]:
+        return {name: self._make_format(box) for name, box in self._toolboxes.items()}
 
     @functools.cached_property
     def factories(self) -> dict[str, _Factory]:

@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rllib_llm.data.encoding import encode_ended, encode_text
+from rllib_llm.data.rollout_store import image_name
 from rllib_llm.data.rows import Rows
 from rllib_llm.data.sources import OF_CONFIG, OF_ENV, check_source
-from rllib_llm.modules.images import image_name
 from rllib_llm.modules.model_source import num_positions
 from rllib_llm.runs.doctor.stage import MAX_ROWS, Stage, can_be_read, env_settings, first_rows
 from rllib_llm.runs.experiments import StandIn
