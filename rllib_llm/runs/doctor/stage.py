@@ -10,7 +10,7 @@ from typing import Any
 
 from rllib_llm.algorithms.language_model_config import LanguageModelConfig
 from rllib_llm.data.rows import Rows
-from rllib_llm.data.sources import is_quick_to_read, load_rows
+from rllib_llm.data.sources import is_mixture, is_quick_to_read, load_rows
 from rllib_llm.envs.registry import ENVIRONMENTS, default_settings
 from rllib_llm.runs.experiments import Experiment, StandIn
 from rllib_llm.runs.search_space import planned_iterations
@@ -102,8 +102,8 @@ def can_be_read(data: Any) -> bool:
 
 
 def first_rows(data: Any, name: str) -> Rows | None:
-    """The first rows of a data set that is quick to read, None of another."""
-    if not can_be_read(data):
+    """The first rows of a data set that is quick to read, None of another, or of a mixture."""
+    if not can_be_read(data) or is_mixture(data):
         return None
     rows = load_rows(data, name=name)
     return rows if len(rows) <= MAX_ROWS else Rows(rows[:MAX_ROWS], rows.description)

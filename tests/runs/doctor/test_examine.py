@@ -124,6 +124,11 @@ def test_a_broken_set_up_is_named(name: str, rule: str, make: Callable):
     assert any(is_of.endswith(name) and rule in broken for is_of, broken in told), told
 
 
+def test_a_mixture_of_data_sets_is_sound():
+    halves = [{"path": set_ups.TEXTS[:5], "weight": 1}, {"path": set_ups.TEXTS[5:], "weight": 2}]
+    assert found(supervised("SFT", data=halves)) == []
+
+
 def called(problem: Problem) -> str:
     """The name of a problem, without the experiment's."""
     return problem.name.removeprefix("run.").removeprefix("config").lstrip(".: ")
