@@ -35,6 +35,7 @@ GIVEN: dict[str, list[Any]] = {
     "train_batch_size_per_learner": [3, 6, 12, 24, 36],
     "quantization": ["int8"],  # the weights of these models have less than a block of nf4
     "pass_at": [[1]],
+    "train_vision": [False],  # these models see nothing
 }
 # Other processes, devices and machines; names of files; what a check of its own holds to.
 LEFT_OUT = {"engine", "generate_function", "eval_envs", "weights_transport", "weights_name",

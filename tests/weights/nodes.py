@@ -49,10 +49,10 @@ def publish(receivers: list, beside: list, nodes: tuple[str, ...], cluster: Clus
         ref = ray.put(FlatBuffer(np.full(NUM_BYTES, version, dtype=np.uint8), slots))
         published = PublishedWeights(version, ref=(ref,), nodes=nodes)
         arrived.append(ray.get([r.receive.remote(published) for r in receivers]))
-    holders = len(nodes_with_a_copy(ref))
     after = chunks_sent(cluster)
     again = ray.get([r.receive.remote(published) for r in beside])
     assert again == [NUM_VERSIONS] * len(beside)
+    holders = len(nodes_with_a_copy(ref))
     num_again = sum(chunks_sent(cluster).values()) - sum(after.values())
     chunks = {node: after[node] - before[node] for node in after}
     learner = chunks.pop(ray.get_runtime_context().get_node_id())
