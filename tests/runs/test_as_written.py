@@ -27,7 +27,7 @@ JUDGE = {"functions": ["rllib_llm.examples.arithmetic.correct"]}
         ({"prompts": {"data": ["1"]}, "rewards": JUDGE, "lr": {"log_uniform": [1e-5, 1e-4]}},
          "Did you mean {loguniform: ...}?"),
         ({"prompts": {"data": ["1"]}, "rewards": JUDGE, "eval_envs": {"b": {}}},
-         "Set evaluation_interval: 1, say"),
+         "Set evaluation_interval=1, say"),
         (
             {"prompts": {"data": [{"question": "1", "answer": "2"}]}, "rewards": JUDGE},
             "such as `prompts: {column: question}`",
