@@ -6,6 +6,7 @@ PPO-ptx (Ouyang et al. 2022, eq. 2): PPO with a critic and a KL to the reference
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -148,18 +149,22 @@ class RLOOLearner(GroupLearner):
     def row_advantages(
         self, scores: torch.Tensor, groups: torch.Tensor, valid: torch.Tensor
     ) -> torch.Tensor:
-        advantages = leave_one_out(scores, groups, valid)
-        if not self.config.whiten_advantages:
-            return advantages
-        return masked_whiten(advantages.unsqueeze(1), valid.unsqueeze(1)).squeeze(1)
+        return self._advantages_of(scores, groups, valid, masked_whiten)
 
     def rollout_advantages(
         self, batch: Batch, scores: torch.Tensor, valid: torch.Tensor
     ) -> torch.Tensor:
-        advantages = leave_one_out(scores, batch[columns.GROUP], valid)
+        whiten = partial(self.whitened, batch)
+        return self._advantages_of(scores, batch[columns.GROUP], valid, whiten)
+
+    def _advantages_of(
+        self, scores: torch.Tensor, groups: torch.Tensor, valid: torch.Tensor,
+        whiten: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:  # fmt: skip
+        advantages = leave_one_out(scores, groups, valid)
         if not self.config.whiten_advantages:
             return advantages
-        return self.whitened(batch, advantages.unsqueeze(1), valid.unsqueeze(1)).squeeze(1)
+        return whiten(advantages.unsqueeze(1), valid.unsqueeze(1)).squeeze(1)
 
 
 class ReinforcePPLearner(RLHFLearner):

@@ -428,9 +428,7 @@ def save_adapters(
     config.inference_mode = False
     model.config.save_pretrained(folder)
     (folder / BASE).write_text(json.dumps(asdict(base), indent=1), encoding="utf-8")
-    weights = peft_state(model, tensors)
-    weights = {name: tensor.detach().contiguous().cpu() for name, tensor in weights.items()}
-    save_file(weights, str(folder / WEIGHTS), metadata={"format": "pt"})
+    _write_tensors(peft_state(model, tensors), folder)
 
 
 def write_adapters(
@@ -447,8 +445,13 @@ def write_adapters(
     named = {}
     for name, tensor in tensors.items():
         before, _, after = name.rpartition(f".{ADAPTER}")
-        named[_PEFT_PREFIX + before + after] = tensor.detach().contiguous().cpu()
-    save_file(named, str(Path(folder) / WEIGHTS), metadata={"format": "pt"})
+        named[_PEFT_PREFIX + before + after] = tensor
+    _write_tensors(named, folder)
+
+
+def _write_tensors(named: Mapping[str, torch.Tensor], folder: str | Path) -> None:
+    weights = {name: tensor.detach().contiguous().cpu() for name, tensor in named.items()}
+    save_file(weights, str(Path(folder) / WEIGHTS), metadata={"format": "pt"})
 
 
 def read_adapters(folder: str | Path, model: nn.Module) -> dict[str, torch.Tensor]:

@@ -11,30 +11,21 @@ from rllib_llm.rollouts.judged_batch import SampleRequest, judged_groups, opened
 from rllib_llm.rollouts.schedule import ServingSettings
 from rllib_llm.shared import columns
 from tests.algorithms import tiny_runs as tiny
-from tests.rollouts.tiny_samplers import build_sampler, judged, publication
+from tests.rollouts.tiny_samplers import (
+    NUM_COMPLETIONS,
+    build_sampler,
+    finish,
+    judged,
+    publication,
+    stream,
+)
 
-N = 3
+N = NUM_COMPLETIONS
 
 
 @pytest.fixture(scope="module")
 def sampler():
     return build_sampler(tiny.grpo(), worker_index=1).sampler
-
-
-def stream(sampler, version=0, **settings):
-    made = SingleRows(sampler, ServingSettings(N, **{"in_flight": "keep", **settings}))
-    made.load(publication(version), version)
-    return made
-
-
-def finish(made, sampler):
-    """The groups, judged, until none is left, by position."""
-    found = {}
-    while made.leases:
-        for _, generated in made.step():
-            batch = sampler.judge(generated, beside=True)
-            found[int(batch.columns[columns.GROUP][0])] = batch
-    return found
 
 
 def test_rows_have_the_tokens_and_scores_of_a_batch(sampler):

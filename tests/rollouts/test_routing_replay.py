@@ -10,16 +10,21 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from rllib_llm.algorithms.grpo import GRPOConfig
 from rllib_llm.modules.routers import routed
 from rllib_llm.rollouts.groups import Lease
-from rllib_llm.rollouts.in_flight import SingleRows
 from rllib_llm.rollouts.judged_batch import SampleRequest, concatenate, take_trimmed
-from rllib_llm.rollouts.schedule import ServingSettings
 from rllib_llm.shared import columns
 from tests.algorithms import tiny_runs
 from tests.conversations.templates import family_tokenizer
 from tests.learners import tiny_learners as tiny
-from tests.rollouts.tiny_samplers import build_sampler, judged, publication
+from tests.rollouts.tiny_samplers import (
+    NUM_COMPLETIONS,
+    build_sampler,
+    finish,
+    judged,
+    publication,
+    stream,
+)
 
-N = 3
+N = NUM_COMPLETIONS
 EXPERTS = (columns.PROMPT_EXPERTS, columns.COMPLETION_EXPERTS)
 
 
@@ -53,27 +58,12 @@ def own_choices(model, batch):
     return torch.cat(held), torch.cat(own)
 
 
-def streamed(sampler, **settings):
-    made = SingleRows(sampler, ServingSettings(N, **{"in_flight": "keep", **settings}))
-    made.load(publication(), 0)
-    return made
-
-
-def finish(made, sampler):
-    found = {}
-    while made.leases:
-        for _, generated in made.step():
-            batch = sampler.judge(generated, beside=True)
-            found[int(batch.columns[columns.GROUP][0])] = batch
-    return found
-
-
 @pytest.mark.parametrize("in_flight", ["keep", "finish", "recompute"])
 def test_batches_and_streams_have_the_experts_of_the_model_s_own_pass(sampler, in_flight):
     model = tiny_runs.build_mixture()[0]
     batch = judged(sampler, SampleRequest(4, 3, N), publication())
     assert torch.equal(*own_choices(model, batch.columns))
-    made = streamed(sampler, in_flight=in_flight)
+    made = stream(sampler, in_flight=in_flight)
     made.add(Lease(1, 4, 2, publication()))
     made.step()
     made.add(Lease(2, 6, 1, publication()))
@@ -85,17 +75,17 @@ def test_batches_and_streams_have_the_experts_of_the_model_s_own_pass(sampler, i
 
 def test_another_sampler_goes_on_with_them(sampler):
     """Rows that had ended bring theirs; those of the others are computed again."""
-    whole = streamed(sampler)
+    whole = stream(sampler)
     whole.add(Lease(1, 4, 1, publication()))
     expected = finish(whole, sampler)[4].columns
-    begun = streamed(sampler)
+    begun = stream(sampler)
     begun.add(Lease(1, 4, 1, publication()))
     shortest = int(expected[columns.COMPLETION_MASK].sum(dim=1).min())
     for _ in range(shortest):
         begun.step()
     ((_, partial),) = begun.partial().items()
     assert {row.finish for row in partial[4]} == {"stop", "aborted"}
-    other = streamed(sampler)
+    other = stream(sampler)
     other.add(Lease(2, 4, 1, publication(), partial=partial))
     found = finish(other, sampler)[4].columns
     for name in (columns.COMPLETION_IDS, *EXPERTS):

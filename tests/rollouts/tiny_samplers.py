@@ -8,10 +8,13 @@ from ray.exceptions import ActorUnavailableError
 
 from rllib_llm.rollouts.env_runner import RLHFEnvRunner
 from rllib_llm.rollouts.groups import Lease
+from rllib_llm.rollouts.in_flight import SingleRows
 from rllib_llm.rollouts.judged_batch import JudgedBatch, SampleRequest
 from rllib_llm.rollouts.schedule import ServingSettings
 from rllib_llm.shared import columns
 from rllib_llm.weights.coordinator import PublishedWeights
+
+NUM_COMPLETIONS = 3  # of each prompt that is streamed
 
 
 def build_sampler(config, worker_index: int = 0, *, has_weights: bool = True) -> RLHFEnvRunner:
@@ -28,6 +31,24 @@ def build_sampler(config, worker_index: int = 0, *, has_weights: bool = True) ->
 def publication(version: int = 0, key: str | None = None) -> PublishedWeights:
     """Weights that the samplers have already."""
     return PublishedWeights(version, key or f"weights {version}")
+
+
+def stream(sampler, version=0, **settings) -> SingleRows:
+    """Rows of a sampler that are sampled one by one, `NUM_COMPLETIONS` of each prompt."""
+    given = {"in_flight": "keep", **settings}
+    made = SingleRows(sampler, ServingSettings(NUM_COMPLETIONS, **given))
+    made.load(publication(version), version)
+    return made
+
+
+def finish(made: SingleRows, sampler) -> dict[int, JudgedBatch]:
+    """The groups, judged, until none is left, by position."""
+    found = {}
+    while made.leases:
+        for _, generated in made.step():
+            batch = sampler.judge(generated, beside=True)
+            found[int(batch.columns[columns.GROUP][0])] = batch
+    return found
 
 
 def judged(sampler, request: SampleRequest, published: PublishedWeights) -> JudgedBatch:
