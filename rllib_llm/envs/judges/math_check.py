@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from typing import Any
+from unicodedata import normalize
 
 from math_verify import parse, verify
 from sympy import Number
@@ -26,6 +27,11 @@ _CLOCK = re.compile(
     r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.]\d{4}|\d+(?::\d+)+(?: ?[ap]m\b)?",
     re.IGNORECASE,
 )  # dates, times and ratios, which are neither differences nor quotients
+_FORMULA = re.compile(r"(?:\\[A-Za-z]+|[^A-Za-z$\n]|(?<![A-Za-z])[A-Za-z](?![A-Za-z]))+")
+_SIGNS = {  # of Unicode, as LaTeX or ASCII has them
+    **{0xFF00 + code - 0x20: code for code in range(0x21, 0x7F)}, 0x2212: "-",
+    **{ord(c): rf"\frac{{{n}}}{{{d}}}" for c, n, d in zip("½⅓⅔¼¾", "11213", "23344", strict=True)},
+}  # fmt: skip
 _GROUPED = re.compile(r"-?\d{1,3}(?:[, ]\d{3})+(?:\.\d+)?")
 
 
@@ -35,7 +41,7 @@ def check(completion: str, answer: str) -> float:
     An answer is what the last \boxed{...} holds (nothing, where that is cut off), else what follows
     the last ####, else the text. Words, choices, dates and times are compared as text, also with
     what follows the last "answer is" or "answer:"; the rest by math-verify, small numbers to six
-    significant digits.
+    significant digits. Without a box a formula alone is read as if it stood in one.
 
     Raises:
         ValueError: `answer` cannot be read; what the policy said is not to blame.
@@ -55,7 +61,9 @@ def check(completion: str, answer: str) -> float:
     wanted = _parsed(gold, boxed=not any(mark in gold for mark in _DELIMITED))
     if not wanted:
         raise ValueError(f"answer={answer!r} must be readable by math-verify")
-    found = _parsed(said, boxed="\\boxed" in completion)
+    alone = (_SAID.findall(said) or [said])[-1]
+    found = "\\boxed" not in completion and _FORMULA.fullmatch(alone) and _parsed(alone, boxed=True)
+    found = found or _parsed(said, boxed="\\boxed" in completion)
     sizes = [abs(float(n)) for n in wanted + found if isinstance(n, Number) and n.is_finite and n]
     digits = max([6, *(5 - math.floor(math.log10(size)) for size in sizes if size)])
     return float(
@@ -66,7 +74,8 @@ def check(completion: str, answer: str) -> float:
 
 def _answer(text: str) -> str:
     """The part of a text that is its answer, without what only writes numbers prettily."""
-    text = re.sub(r"\\[,!;:]|\{,\}", "", text.replace("\u2212", "-").replace("\\$", ""))
+    text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹]+", lambda m: f"^{{{normalize('NFKC', m[0])}}}", text)
+    text = re.sub(r"\\[,!;:]|\{,\}", "", text.translate(_SIGNS).replace("\\$", ""))
     text = re.sub(r"(?<=\d)[eE]([+-]?\d+)\b", r"\\cdot 10^{\1}", text)
     _, box, rest = text.rpartition("\\boxed{")
     if not box:

@@ -31,6 +31,10 @@ RIGHT = [
     (r"\{1,2\}", r"\boxed{\{2,1\}}"), ("(1,2)", r"\boxed{(1,2)}"), (r"\pi", r"\boxed{\pi}"),
     ("[0,1]", r"\boxed{[0,1]}"), ("x", r"\boxed{x}"), (r"$\frac{\pi}{2}$", r"\boxed{\pi/2}"),
     (r"2^{10}", r"\boxed{1024}"), ("x=3", r"\boxed{3}"), (r"\frac{a}{b}", r"\boxed{\frac{a}{b}}"),
+    # without a box, and signs of Unicode
+    ("1024", "2^{10}"), ("1024", "The answer is 2^{10}."), ("2", r"#### \sqrt{4}"), ("7", "x = 7"),
+    ("1/2", "\u00bd"), ("\u00bd", r"\boxed{0.5}"), ("5/2", "2\u00bd"), ("12", "\uff11\uff12"),
+    ("x^2", "x\u00b2"), ("1024", "2\u00b9\u2070"), ("(1,2)", "(1, 2)"),
     # which box
     ("6", r"\boxed{5}, no: \boxed{6}"), ("6", r"\boxed{5} hm. The box: $\boxed{6}$"),
     ("6", r"In all \boxed{6}. I used 3 steps."), ("7", r"It is so. \boxed{7}"),
@@ -57,7 +61,8 @@ WRONG = [
     ("-7", "7"), ("7", "1 2 7 8"), ("7", r"\boxed{7} hm, \boxed{8}"),
     ("7", r"\boxed{7} hm, \boxed{8"),
     ("7", r"\boxed{7"), ("7", r"\boxed{}"), ("5", r"\boxed{5}, no: \boxed{6}"),
-    ("7", r"\boxed{17}"),
+    ("7", r"\boxed{17}"), ("2^{11}", "2^{10}"), ("1/2", "\u00bc"), ("13", "\uff11\uff12"),
+    ("10", "2^{10}"),
     ("1234", r"\boxed{1.234}"), ("1234", r"\boxed{1,235}"), ("0.0000001", r"\boxed{0.0000002}"),
     ("1e-7", r"\boxed{2 \cdot 10^{-7}}"), ("0", r"\boxed{0.0000001}"), ("0.0000001", r"\boxed{0}"),
     ("1/3", r"\boxed{0.33}"), ("0.5", r"\boxed{0.51}"), (r"\$18.90", r"\boxed{18.80}"),
