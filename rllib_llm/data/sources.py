@@ -83,9 +83,12 @@ def load_rows(source: Source | None, *, name: str = "data") -> Rows:
 
 
 def is_mixture(data: Any) -> TypeGuard[Sequence[Any]]:
-    """Whether data is a list of {"path": ..., "weight": ...}."""
-    return isinstance(data, list | tuple) and any(
-        isinstance(entry, Mapping) and {"path", "weight"} <= {*entry} for entry in data
+    """Whether data is a list of {"path": ..., "weight": ...}, of which some may lack the weight."""
+    entries = data if isinstance(data, list | tuple) else ()
+    known = {*_SOURCE_KEYS, "weight"}
+    with_path = [{*entry} for entry in entries if isinstance(entry, Mapping) and "path" in entry]
+    return any("weight" in keys for keys in with_path) or (
+        0 < len(with_path) == len(entries) and all(keys <= known for keys in with_path)
     )
 
 
@@ -93,12 +96,12 @@ def entries_of(data: Sequence[Any], name: str) -> list[tuple[dict[str, Any], flo
     """The sources of a mixture and their weights.
 
     Raises:
-        Problems: an entry that has no weight, or one that is not above 0.
+        Problems: a weight that is not above 0.
     """
     entries = []
     for number, entry in enumerate(data):
         own = dict(entry)
-        weight = own.pop("weight", None)
+        weight = own.pop("weight", 1)
         require(type(weight) in (int, float) and 0 < weight < math.inf,
                 f"{name}[{number}].weight", weight, "be a number above 0",
                 "it is the entry's share beside the others'", "Write weight: 1")  # fmt: skip

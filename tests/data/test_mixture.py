@@ -9,7 +9,7 @@ import torch
 from rllib_llm.algorithms.dpo import DPOConfig
 from rllib_llm.algorithms.sft import SFT, SFTConfig
 from rllib_llm.data.mixture import batches_of, places_of
-from rllib_llm.data.sources import check_source, load_rows
+from rllib_llm.data.sources import check_source, entries_of, is_mixture, load_rows
 from rllib_llm.data.texts import TextSource
 from rllib_llm.examples.arithmetic import build_tokenizer
 from rllib_llm.shared.errors import Problems
@@ -56,12 +56,19 @@ def test_a_set_begins_anew_when_it_ends():
     assert own == ["0", "1", "2", "0"]
 
 
-@pytest.mark.parametrize("weight", [{}, {"weight": 0}, {"weight": True}, {"weight": "2"}])
-def test_an_entry_without_a_weight_is_named(weight):
-    data = [{"path": [{"text": "1"}], "weight": 1}, {"path": [{"text": "1"}], **weight}]
+@pytest.mark.parametrize("weight", [0, True, "2"])
+def test_an_entry_with_a_wrong_weight_is_named(weight):
+    data = [{"path": [{"text": "1"}]}, {"path": [{"text": "1"}], "weight": weight}]
     with pytest.raises(Problems) as refused:
         check_source(data)
     assert refused.value.problem.name == "data[1].weight"
+
+
+def test_entries_without_weights_have_equal_shares():
+    data = [{"path": [{"text": text}]} for text in "12"]
+    weighed = [entry | {"weight": 1} for entry in data]
+    assert entries_of(data, "data") == entries_of(weighed, "data")
+    assert is_mixture(data) and not is_mixture([{"path": "a.png", "text": "a"}])
 
 
 def test_prompts_are_no_mixture():
